@@ -1,0 +1,57 @@
+# The commands of this repository. `make run` and `make test` work on a fresh machine with
+# Python 3.11 or newer; everything they need is installed into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup run test lint format bench soak docs pins clean
+
+help: ## Show what can be made
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+setup: $(STAMP) ## Make the environment in .venv
+
+$(STAMP): requirements/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "retrysafe needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --require-hashes -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+
+run: setup ## Run the demonstration on SQLite
+	$(BIN)/retrysafe demo
+
+test: setup lint ## Run the whole test suite
+	$(BIN)/python -m coverage run -m pytest tests/core
+	$(BIN)/python -m coverage report
+	$(BIN)/python -m pytest tests --ignore=tests/core
+
+lint: setup ## Check style, types, import direction and generated documents
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python scripts/generate_docs.py --check
+
+format: setup ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup ## Measure against a baseline in the same run
+	$(BIN)/python -m benchmarks
+
+soak: setup ## Run the simulation for many more seeds than the tests do
+	$(BIN)/python -m tests.simulation --seeds 1000000 --minutes 20
+
+docs: setup ## Generate the generated parts of the documents
+	$(BIN)/python scripts/generate_docs.py
+
+pins: ## Pin the development requirements again
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate requirements/dev.in -o requirements/dev.txt
+
+clean: ## Remove the environment and what the tests left
+	rm -rf $(VENV) .coverage .hypothesis .mypy_cache .ruff_cache var dist build

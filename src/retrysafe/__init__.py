@@ -1,0 +1,93 @@
+"""retrysafe: an operation that is retried, redelivered or raced runs once."""
+
+from retrysafe.core.attempt import Attempt
+from retrysafe.core.call import Answer
+from retrysafe.core.events import Event, EventKind
+from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.core.keys import GLOBAL, Key, child_key, natural_key
+from retrysafe.core.model import Condition, Ending
+from retrysafe.core.policy import InFlight, Policy
+from retrysafe.errors import (
+    AttemptsExhausted,
+    CallerMissing,
+    ClaimLost,
+    Closed,
+    DigestCollision,
+    FingerprintImpossible,
+    FlowSuspended,
+    InvalidInput,
+    KeyInvalid,
+    KeyReused,
+    OperationFailed,
+    OperationInFlight,
+    OperatorRefused,
+    OutcomeNotStored,
+    OutcomeUnavailable,
+    PolicyInvalid,
+    RetrysafeError,
+    SchemaChanged,
+    SchemaMissing,
+    SchemaTooNew,
+    SecretMissing,
+    StoreError,
+    StoreMissing,
+    StoreRejected,
+    StoreUnavailable,
+    StoreUrlInvalid,
+)
+from retrysafe.runtime.calls import BodyKey
+from retrysafe.runtime.current import current_attempt
+from retrysafe.stores.memory import MemoryStore
+from retrysafe.stores.sqlite import SqliteStore
+from retrysafe.wiring import AsyncIdempotency, Idempotency, open_store
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GLOBAL",
+    "Answer",
+    "AsyncIdempotency",
+    "Attempt",
+    "AttemptsExhausted",
+    "BodyKey",
+    "CallerMissing",
+    "ClaimLost",
+    "Closed",
+    "Condition",
+    "DigestCollision",
+    "Ending",
+    "Event",
+    "EventKind",
+    "FingerprintImpossible",
+    "FingerprintRule",
+    "FlowSuspended",
+    "Idempotency",
+    "InFlight",
+    "InvalidInput",
+    "Key",
+    "KeyInvalid",
+    "KeyReused",
+    "MemoryStore",
+    "OperationFailed",
+    "OperationInFlight",
+    "OperatorRefused",
+    "OutcomeNotStored",
+    "OutcomeUnavailable",
+    "Policy",
+    "PolicyInvalid",
+    "RetrysafeError",
+    "SchemaChanged",
+    "SchemaMissing",
+    "SchemaTooNew",
+    "SecretMissing",
+    "SqliteStore",
+    "StoreError",
+    "StoreMissing",
+    "StoreRejected",
+    "StoreUnavailable",
+    "StoreUrlInvalid",
+    "child_key",
+    "current_attempt",
+    "natural_key",
+    "open_store",
+]

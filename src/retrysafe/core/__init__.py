@@ -1,0 +1,1 @@
+"""The rules of retrysafe, without I/O: standard library only, no clock, no thread, no loop."""

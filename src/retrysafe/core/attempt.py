@@ -1,0 +1,76 @@
+"""An attempt as the operation sees it: its number, its claim, and keys for calls downstream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+from retrysafe.core.framing import Part
+from retrysafe.core.keys import Key, checked_secret, child_key
+from retrysafe.core.lease import Lease
+from retrysafe.errors import ClaimLost
+
+
+class Attempt:
+    """One run of an operation. Available inside the operation as `current_attempt()`."""
+
+    __slots__ = ("_lease", "_monotonic", "_secret", "key", "number", "operation")
+
+    def __init__(
+        self,
+        *,
+        key: Key,
+        operation: str,
+        number: int,
+        lease: Lease,
+        monotonic: Callable[[], float],
+        secret: bytes | None,
+    ) -> None:
+        self.key = key
+        self.operation = operation
+        self.number = number
+        self._lease = lease
+        self._monotonic = monotonic
+        self._secret = secret
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no earlier attempt can have left effects behind."""
+        return self.number == 1
+
+    @property
+    def token(self) -> bytes:
+        """The claim's token: random, and unique in the whole history of the key."""
+        return self._lease.token
+
+    @property
+    def deadline(self) -> datetime:
+        """When the lease ends unless it is renewed, by the store's clock."""
+        return datetime.fromtimestamp(self._lease.ends_at_ms / 1000, UTC)
+
+    @property
+    def time_left(self) -> timedelta:
+        """What is surely left of the lease; zero when the claim is lost."""
+        return timedelta(seconds=self._lease.seconds_left(self._monotonic()))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another owner has, or may have, the key: stop before the next effect."""
+        return self._lease.is_lost(self._monotonic())
+
+    def raise_if_lost(self) -> None:
+        """Raises `ClaimLost` when the claim is, or may be, lost. Call it before an effect."""
+        if self.is_lost:
+            raise ClaimLost(
+                f"the claim on {self.key.text!r} is lost or its lease ran out", key=self.key.text
+            )
+
+    def child_key(self, *parts: Part) -> str:
+        """The key for a call downstream: the same in every attempt, different for other parts.
+
+        Raises `SecretMissing` when no secret was configured.
+        """
+        return child_key(checked_secret(self._secret), self.key, *parts)
+
+    def __repr__(self) -> str:
+        return f"Attempt({self.key!r}, number={self.number})"

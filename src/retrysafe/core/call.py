@@ -1,0 +1,37 @@
+"""A call: one request to run an operation once, and the answer to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from retrysafe.core.codec import OutcomeCodec
+from retrysafe.core.keys import Key
+from retrysafe.core.model import Ending, Fingerprint
+from retrysafe.core.policy import Policy
+
+
+@dataclass(slots=True)
+class Call:
+    """Everything that was decided before the engine is asked."""
+
+    key: Key
+    fingerprints: tuple[Fingerprint, ...]
+    policy: Policy
+    operation: str
+    codec: OutcomeCodec
+    # How a returned value ends the attempt; None when every value is a success.
+    judge: Callable[[Any], Ending] | None = None
+
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Answer(Generic[T]):
+    """What the caller gets: the outcome, whether an earlier run made it, and which attempt."""
+
+    value: T
+    replayed: bool
+    attempt: int

@@ -1,0 +1,150 @@
+"""Canonical bytes of a JSON text: equal for texts that mean the same, different for all others.
+
+Key order, white space, escapes and the spelling of numbers (`1`, `1.0`, `10e-1`) do not count.
+Numbers are never turned into floats, so large amounts and ids that differ in the last digit stay
+different. What has no single meaning (duplicate names, NaN, broken JSON) has no canonical form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, Final
+
+from retrysafe.core.framing import frame
+
+
+class NotCanonical(Exception):
+    """The text has no single meaning as JSON."""
+
+
+class Number:
+    """A JSON number by its exact decimal value: digits without trailing zeros, and an exponent."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, lexeme: str) -> None:
+        mantissa, _, exponent_text = lexeme.lower().partition("e")
+        sign = "-" if mantissa.startswith("-") else ""
+        whole, _, fraction = mantissa.lstrip("-").partition(".")
+        digits = (whole + fraction).lstrip("0")
+        stripped = digits.rstrip("0")
+        if not stripped:
+            self.text = "0"
+            return
+        exponent = int(exponent_text or "0") - len(fraction) + len(digits) - len(stripped)
+        self.text = f"{sign}{stripped}e{exponent}"
+
+
+class _Absent:
+    """Marks a pointer that leads nowhere; different from null."""
+
+
+ABSENT: Final = _Absent()
+
+
+def parse(text: bytes) -> Any:
+    """The value of a JSON text with exact numbers; raises `NotCanonical` when it has none."""
+    try:
+        return _decode(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise NotCanonical(str(error)) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise NotCanonical("a name occurs twice in one object")
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise NotCanonical(f"{name} is not JSON")
+
+
+# Made once: a decoder is dear to make and cheap to use.
+_decode = json.JSONDecoder(
+    object_pairs_hook=_object,
+    parse_int=Number,
+    parse_float=Number,
+    parse_constant=_no_constant,
+).decode
+
+
+def canonical_bytes(value: Any) -> bytes:
+    """The framed, type-tagged bytes of a parsed value."""
+    if isinstance(value, str):
+        return b"s" + value.encode("utf-8", "surrogatepass")
+    if isinstance(value, Number):
+        return b"#" + value.text.encode()
+    if value is None:
+        return b"n"
+    if value is True:
+        return b"t"
+    if value is False:
+        return b"f"
+    if isinstance(value, list):
+        return b"[" + frame(*map(canonical_bytes, value))
+    if isinstance(value, dict):
+        return b"{" + frame(*_pairs(value))
+    return b"-"  # ABSENT: the pointer led nowhere.
+
+
+def _pairs(value: dict[str, Any]) -> Iterable[bytes]:
+    for name in sorted(value):
+        yield name.encode("utf-8", "surrogatepass")
+        yield canonical_bytes(value[name])
+
+
+def pointer_tokens(pointer: str) -> tuple[str, ...]:
+    """The steps of a JSON Pointer (RFC 6901); raises `ValueError` when it is none."""
+    if pointer == "":
+        return ()
+    if not pointer.startswith("/"):
+        raise ValueError(f"a JSON Pointer starts with '/', got {pointer!r}")
+    for part in pointer.replace("~0", "").replace("~1", ""):
+        if part == "~":
+            raise ValueError(f"'~' in a JSON Pointer is written ~0, and '/' is ~1: {pointer!r}")
+    return tuple(token.replace("~1", "/").replace("~0", "~") for token in pointer[1:].split("/"))
+
+
+def select(value: Any, tokens: tuple[str, ...]) -> Any:
+    """The part of the value that the pointer leads to, or `ABSENT`."""
+    for token in tokens:
+        if isinstance(value, dict) and token in value:
+            value = value[token]
+        elif isinstance(value, list) and _is_index(token) and int(token) < len(value):
+            value = value[int(token)]
+        else:
+            return ABSENT
+    return value
+
+
+def without(value: Any, tokens: tuple[str, ...]) -> Any:
+    """The value without the part that the pointer leads to; the input is not changed."""
+    if not tokens:
+        return ABSENT
+    head, rest = tokens[0], tokens[1:]
+    if isinstance(value, dict) and head in value:
+        copy: Any = dict(value)
+        place: Any = head
+    elif isinstance(value, list) and _is_index(head) and int(head) < len(value):
+        copy, place = list(value), int(head)
+    else:
+        return value
+    copy[place] = without(copy[place], rest)
+    if not rest and isinstance(copy, dict):
+        # An excluded field must look the same whether it was sent or not. List items keep their
+        # place as ABSENT, so that leaving out /0 does not move what /1 means.
+        del copy[place]
+    return copy
+
+
+def _is_index(token: str) -> bool:
+    # Twelve digits are more than any list has; int() of a huge text would be slow.
+    return (
+        token.isascii()
+        and token.isdigit()
+        and len(token) <= 12
+        and (token == "0" or not token.startswith("0"))
+    )

@@ -1,0 +1,199 @@
+"""Outcomes as versioned bytes, and back.
+
+Owns the forms in which values and failures are stored. Every form carries its version, so that a
+later release can write a new one and still read the old. A value that cannot be stored becomes a
+`withheld` outcome: the operation is known to be done, and it is never run again for that reason.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
+from typing import Any, Final, Protocol
+
+from retrysafe.core import values
+from retrysafe.core.model import Payload
+from retrysafe.core.values import NotReadable, NotStorable, Types
+from retrysafe.errors import AttemptsExhausted, OperationFailed, OutcomeUnavailable
+
+JSON: Final = "json.1"
+TAGGED: Final = "tagged.1"
+BYTES: Final = "bytes.1"
+DATACLASS: Final = "dataclass.1"
+MSGSPEC: Final = "msgspec.1"
+PYDANTIC: Final = "pydantic.1"
+FAILURE: Final = "failure.1"
+EXHAUSTED: Final = "exhausted.1"
+WITHHELD: Final = "withheld.1"
+
+# The forms whose body is a JSON text, for stores that let people query it.
+JSON_FORMS: Final = (JSON, TAGGED, DATACLASS, MSGSPEC, PYDANTIC, FAILURE, EXHAUSTED, WITHHELD)
+
+# A failure's message is for people; a whole response body in it would only fill the store.
+MESSAGE_LIMIT_CHARACTERS: Final = 2_000
+
+
+class OutcomeCodec(Protocol):
+    """Turns what an operation returns into a payload and back."""
+
+    def encode(self, value: Any) -> Payload:
+        """The payload; raises `NotStorable` when the value has none."""
+
+    def decode(self, payload: Payload) -> Any:
+        """The value; raises `NotReadable` when it cannot be made here."""
+
+
+class ValueCodec:
+    """The codec of Python values."""
+
+    __slots__ = ("_types",)
+
+    def __init__(self, returns: Iterable[type] = ()) -> None:
+        self._types = Types(returns)
+
+    def encode(self, value: Any) -> Payload:
+        """The payload in the plainest form that gives an equal value back."""
+        if type(value) is bytes:
+            return Payload(BYTES, b"", value)
+        try:
+            if values.is_plain(value):
+                return Payload(JSON, b"", values.json_bytes(value))
+            if values.is_pydantic(value):
+                return Payload(PYDANTIC, _head(value), value.model_dump_json().encode())
+            if values.is_msgspec(value):
+                body = sys.modules["msgspec"].json.encode(value)
+                return Payload(MSGSPEC, _head(value), body)
+            if is_dataclass(value) and not isinstance(value, type):
+                body = values.json_bytes(values.dataclass_tree(value))
+                return Payload(DATACLASS, _head(value), body)
+            return Payload(TAGGED, b"", values.json_bytes(values.to_tree(value)))
+        except (TypeError, ValueError, RecursionError, AttributeError) as error:
+            raise NotStorable(f"the result could not be encoded: {error}") from error
+
+    def decode(self, payload: Payload) -> Any:
+        """The value that `encode` was given."""
+        read = _READERS.get(payload.form)
+        if read is None:
+            raise NotReadable(
+                f"the outcome is stored in the form {payload.form!r}, which this release does "
+                "not know"
+            )
+        try:
+            return read(payload, self._types)
+        except (ValueError, KeyError, TypeError) as error:
+            raise NotReadable(f"the stored outcome is damaged: {error}") from error
+
+
+def _head(value: Any) -> bytes:
+    return values.type_name(type(value)).encode()
+
+
+_READERS: Final[dict[str, Callable[[Payload, Types], Any]]] = {
+    BYTES: lambda payload, types: payload.body,
+    JSON: lambda payload, types: json.loads(payload.body),
+    TAGGED: lambda payload, types: values.from_tree(json.loads(payload.body), types),
+    DATACLASS: lambda payload, types: values.read_dataclass(
+        types.find(payload.head.decode()), json.loads(payload.body), types
+    ),
+    PYDANTIC: lambda payload, types: values.read_pydantic(
+        types.find(payload.head.decode()), payload.body
+    ),
+    MSGSPEC: lambda payload, types: values.read_msgspec(
+        types.find(payload.head.decode()), payload.body
+    ),
+}
+
+
+def withheld(reason: str) -> Payload:
+    """The outcome of an operation that is done and whose result could not be stored."""
+    return Payload(WITHHELD, b"", values.json_bytes({"reason": reason[:MESSAGE_LIMIT_CHARACTERS]}))
+
+
+def bounded(payload: Payload, limit_bytes: int) -> Payload:
+    """The payload itself, or a withheld one when it is over the limit."""
+    if payload.size_bytes <= limit_bytes:
+        return payload
+    return withheld(
+        f"the outcome has {payload.size_bytes:,} bytes and the limit is {limit_bytes:,}: raise "
+        "outcome_limit_bytes, or store the large part elsewhere and return a reference"
+    )
+
+
+def exhausted(attempt_limit: int) -> Payload:
+    """The failure of an operation that used up its attempts."""
+    message = f"all {attempt_limit} attempts crashed or failed; the operation is not run again"
+    return Payload(EXHAUSTED, b"", values.json_bytes({"message": message}))
+
+
+def encode_failure(error: BaseException, limit_bytes: int) -> Payload:
+    """The stored form of an exception: type name, message, and what rebuilds it if possible."""
+    head = values.type_name(type(error)).encode()
+    message = {"message": _message(error)}
+    try:
+        rebuild = {
+            "args": values.to_tree(list(error.args)),
+            "state": values.to_tree(dict(vars(error))),
+        }
+        payload = Payload(FAILURE, head, values.json_bytes(message | rebuild))
+        if payload.size_bytes <= limit_bytes:
+            return payload
+    except Exception:
+        # The exception cannot be rebuilt from JSON. Whatever its attributes do when they are
+        # read, its failure must be stored: name and message can still be told.
+        return Payload(FAILURE, head, values.json_bytes(message))
+    return Payload(FAILURE, head, values.json_bytes(message))
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)[:MESSAGE_LIMIT_CHARACTERS]
+    except Exception:
+        # A broken __str__ must not turn a stored failure into a re-run.
+        return "(the exception has no readable message)"
+
+
+def decode_failure(payload: Payload, declared: Iterable[type[Exception]], key: str) -> Exception:
+    """The exception to raise for a stored failure: the declared type where it can be rebuilt."""
+    if payload.form == WITHHELD:
+        return unavailable(payload, key)
+    tree = json.loads(payload.body)
+    if payload.form == EXHAUSTED:
+        return AttemptsExhausted(tree["message"], key=key, type_name="AttemptsExhausted")
+    name = payload.head.decode()
+    kind = _declared_type(name, declared)
+    if kind is not None and "args" in tree:
+        try:
+            types = Types((kind,))
+            # Not through __init__: its parameters need not be the args that it passed on.
+            error = kind.__new__(kind)
+            error.args = tuple(values.from_tree(tree["args"], types))
+            vars(error).update(values.from_tree(tree["state"], types))
+            return error
+        except (NotReadable, TypeError, AttributeError):
+            pass  # Told as OperationFailed below: the failure stands, only its shape is lost.
+    return OperationFailed(f"{name.partition(':')[2]}: {tree['message']}", key=key, type_name=name)
+
+
+def _declared_type(name: str, declared: Iterable[type[Exception]]) -> type[Exception] | None:
+    """The type of that name among the declared ones and the subclasses loaded here."""
+    waiting = list(declared)
+    seen = set(waiting)
+    while waiting:
+        kind = waiting.pop()
+        if values.type_name(kind) == name:
+            return kind
+        fresh = [child for child in kind.__subclasses__() if child not in seen]
+        seen.update(fresh)
+        waiting.extend(fresh)
+    return None
+
+
+def unavailable(payload: Payload, key: str) -> OutcomeUnavailable:
+    """The error for a withheld outcome."""
+    reason = json.loads(payload.body)["reason"]
+    return OutcomeUnavailable(
+        f"the operation is done and will not run again, but its outcome was not kept: {reason}",
+        key=key,
+    )

@@ -1,0 +1,369 @@
+"""The engine: admit a call, run the operation, settle its outcome. One code for sync and async.
+
+Owns the flow and its order: the claim is durable before the operation starts, the outcome is
+durable before anybody sees it. It must not know stores, threads or event loops; it speaks to
+ports. Every decision about a record is the store's, by the store's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any, Final
+
+from retrysafe.core import codec
+from retrysafe.core.attempt import Attempt
+from retrysafe.core.cache import CachedOutcome, ReplayCache
+from retrysafe.core.call import Answer, Call
+from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.flights import Flight, Flights, Phase, is_same_request
+from retrysafe.core.keys import Key
+from retrysafe.core.lease import Lease
+from retrysafe.core.machine import is_exhausted
+from retrysafe.core.model import (
+    ClaimAnswer,
+    ClaimRequest,
+    Condition,
+    Decision,
+    Ending,
+    Fingerprint,
+    Payload,
+)
+from retrysafe.core.policy import InFlight
+from retrysafe.core.ports import Lock, Orphanage, Renewals, Waiting, Writer
+from retrysafe.core.settling import RETRY_PAUSE_SECONDS, Settler
+from retrysafe.core.values import NotReadable
+from retrysafe.errors import (
+    KeyReused,
+    OperationInFlight,
+    OutcomeUnavailable,
+    StoreUnavailable,
+)
+
+# A claim whose answer was lost is asked for again with the same token, which is harmless. Three
+# tries ride out a dropped connection; a store that is down is reported quickly.
+CLAIM_TRIES: Final = 3
+# A foreign owner is polled quickly at first, because most operations are short.
+POLL_SECONDS: Final = 0.02
+POLL_MAXIMUM_SECONDS: Final = 0.5
+POLL_GROWTH: Final = 1.5
+
+_GRANTED: Final = frozenset({Decision.ADMIT, Decision.TAKE_OVER, Decision.CONFIRM})
+
+
+Invoke = Callable[[Attempt], Awaitable[Any]]
+
+
+class Engine:
+    """Runs operations once, over ports."""
+
+    def __init__(
+        self,
+        *,
+        writer: Writer,
+        waiting: Waiting,
+        lock: Lock,
+        renewals: Renewals,
+        orphanage: Orphanage,
+        mint_token: Callable[[], bytes],
+        cache: ReplayCache | None,
+        report: Reporter,
+        owner: str = "",
+        secret: bytes | None = None,
+    ) -> None:
+        self._writer = writer
+        self._waiting = waiting
+        self._monotonic = waiting.monotonic
+        self._lock = lock
+        self._renewals = renewals
+        self._mint_token = mint_token
+        self._cache = cache
+        self._report = report
+        self._settler = Settler(writer=writer, waiting=waiting, orphanage=orphanage, report=report)
+        self._owner = owner
+        self._secret = secret
+        self._flights = Flights(lock)
+
+    async def answer(self, call: Call, invoke: Invoke) -> Answer[Any]:
+        """The outcome of the key's one run, from this call or from an earlier one.
+
+        Raises `KeyReused`, `OperationInFlight`, the stored failure, `OutcomeUnavailable`,
+        `ClaimLost`, `OutcomeNotStored` or `StoreUnavailable`, and what the operation raises.
+        """
+        if self._cache is not None:
+            with self._lock:
+                cached = self._cache.find(call.key.digest, self._monotonic())
+            if cached is not None:
+                self._check_same(call, cached.fingerprints, "process")
+                return self._replay(call, cached.payload, cached.attempt, "process")
+        wait_until: float | None = None
+        if call.policy.in_flight is InFlight.WAIT:
+            wait_until = self._monotonic() + call.policy.wait_limit.total_seconds()
+        digest = call.key.digest
+        while True:
+            flight, is_leader = self._flights.join(digest, call.fingerprints)
+            if is_leader:
+                try:
+                    return await self._lead(flight, call, invoke, wait_until)
+                finally:
+                    self._flights.land(digest, flight)
+            answer = await self._follow(flight, call, wait_until)
+            if answer is not None:
+                return answer
+
+    def forget(self, key: Key) -> None:
+        """Drops what the process remembers of a key, after an operator changed it."""
+        if self._cache is not None:
+            with self._lock:
+                self._cache.forget(key.digest)
+
+    @property
+    def flights_count(self) -> int:
+        """How many keys this process is busy with."""
+        return len(self._flights)
+
+    # Admission: the leader asks the store.
+
+    async def _lead(
+        self, flight: Flight, call: Call, invoke: Invoke, wait_until: float | None
+    ) -> Answer[Any]:
+        request = ClaimRequest(
+            call.key,
+            call.fingerprints,
+            self._mint_token(),
+            call.policy.lease_ms,
+            call.operation,
+            self._owner,
+        )
+        poll_seconds = POLL_SECONDS
+        while True:
+            asked = self._monotonic()
+            answer = await self._claim(request)
+            decision = answer.decision
+            if decision in _GRANTED:
+                return await self._run(flight, call, invoke, request, answer, asked)
+            if decision is Decision.REPLAY:
+                return self._replay_stored(flight, call, answer, asked)
+            if decision is Decision.MISMATCH:
+                flight.is_mismatched = True
+                raise self._reused(call, "store")
+            flight.conflict_ends_monotonic = asked + answer.remaining_ms / 1000
+            now = self._monotonic()
+            if wait_until is None or now >= wait_until:
+                raise self._in_flight(call, flight, "store", has_waited=wait_until is not None)
+            self._flights.enter(flight, Phase.AWAITING)
+            # The lease may end before the next poll is due; asking just after it is soonest.
+            lease_seconds = answer.remaining_ms / 1000 + 0.001
+            await self._waiting.sleep(min(poll_seconds, lease_seconds, wait_until - now))
+            poll_seconds = min(poll_seconds * POLL_GROWTH, POLL_MAXIMUM_SECONDS)
+
+    async def _claim(self, request: ClaimRequest) -> ClaimAnswer:
+        """Claims, and asks again when the answer was lost: the token tells whose claim it was."""
+        pause = RETRY_PAUSE_SECONDS
+        for tries_left in range(CLAIM_TRIES - 1, -1, -1):
+            try:
+                return await self._writer.claim(request)
+            except StoreUnavailable as error:
+                self._report(EventKind.STORE_UNAVAILABLE, request.key, detail=str(error))
+                if tries_left == 0:
+                    raise
+            await self._waiting.sleep(pause)
+            pause *= 2
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    def _replay_stored(
+        self, flight: Flight, call: Call, answer: ClaimAnswer, asked: float
+    ) -> Answer[Any]:
+        payload = answer.payload
+        if payload is None:
+            raise OutcomeUnavailable(
+                "the operation is done, but its outcome is no longer stored", key=call.key.text
+            )
+        self._remember(call, flight, payload, answer.attempt, asked, answer.remaining_ms)
+        return self._replay(call, payload, answer.attempt, "store")
+
+    # Admission: a follower waits for its leader's news.
+
+    async def _follow(
+        self, flight: Flight, call: Call, wait_until: float | None
+    ) -> Answer[Any] | None:
+        """What the flight gives this caller; None when it must ask for itself."""
+        while True:
+            phase = flight.phase
+            if phase is not Phase.CLAIMING and phase is not Phase.LANDED:
+                self._check_same(call, flight.fingerprints, "process")
+                if wait_until is None:
+                    raise self._in_flight(call, flight, "process")
+            if phase is Phase.LANDED:
+                return self._disembark(flight, call, wait_until)
+            timeout = None if wait_until is None else max(0.0, wait_until - self._monotonic())
+            signal = self._waiting.signal()
+            if not self._flights.enlist(flight, phase, signal):
+                continue
+            if not await signal.wait(timeout) and flight.phase is not Phase.LANDED:
+                raise self._in_flight(call, flight, "process", has_waited=True)
+
+    def _disembark(
+        self, flight: Flight, call: Call, wait_until: float | None
+    ) -> Answer[Any] | None:
+        is_same = is_same_request(call.fingerprints, flight.fingerprints)
+        if flight.payload is not None:
+            if not is_same:
+                raise self._reused(call, "process")
+            return self._replay(call, flight.payload, flight.attempt, "process")
+        if not is_same:
+            return None  # What the leader was told does not hold for another request.
+        if flight.is_mismatched:
+            raise self._reused(call, "process")
+        if flight.conflict_ends_monotonic is not None and wait_until is None:
+            raise self._in_flight(call, flight, "process")
+        return None
+
+    # The run.
+
+    async def _run(
+        self,
+        flight: Flight,
+        call: Call,
+        invoke: Invoke,
+        request: ClaimRequest,
+        answer: ClaimAnswer,
+        asked: float,
+    ) -> Answer[Any]:
+        policy = call.policy
+        if answer.condition is Condition.ABANDONED:
+            self._report(EventKind.TAKEN_OVER, call.key, call.operation, answer.attempt)
+        else:
+            self._report(EventKind.CLAIMED, call.key, call.operation, answer.attempt)
+        lease = Lease(
+            key=call.key,
+            token=request.token,
+            lease_ms=policy.lease_ms,
+            remaining_ms=answer.remaining_ms,
+            ends_at_ms=answer.lease_ends_at_ms,
+            asked_monotonic=asked,
+            run_limit_seconds=None
+            if policy.run_limit is None
+            else policy.run_limit.total_seconds(),
+        )
+        flight.lease = lease
+        self._flights.enter(flight, Phase.RUNNING)
+        if is_exhausted(answer.attempt, policy.attempt_limit):
+            # The attempts so far may have died half-way; running again could kill the next worker.
+            return await self._exhaust(flight, call, lease, answer.attempt)
+        attempt = Attempt(
+            key=call.key,
+            operation=call.operation,
+            number=answer.attempt,
+            lease=lease,
+            monotonic=self._monotonic,
+            secret=self._secret,
+        )
+        self._renewals.add(lease)
+        try:
+            # Only a clean exception is an ending. Cancellation and process exit pass through:
+            # nobody knows how far the operation got, so only the lease frees the key.
+            try:
+                value = await invoke(attempt)
+            except Exception as error:
+                asked = self._monotonic()
+                ending, payload = await self._settler.settle_error(
+                    call, lease.token, error, attempt.number
+                )
+                self._remember_ending(call, flight, ending, payload, attempt.number, asked)
+                raise
+            asked = self._monotonic()
+            ending, payload = await self._settler.settle_value(
+                call, lease.token, value, attempt.number
+            )
+            self._remember_ending(call, flight, ending, payload, attempt.number, asked)
+        finally:
+            self._renewals.remove(lease)
+        return Answer(value, False, attempt.number)
+
+    async def _exhaust(self, flight: Flight, call: Call, lease: Lease, attempt: int) -> Answer[Any]:
+        """Settles the record as failed for good, and raises that failure."""
+        asked = self._monotonic()
+        payload = await self._settler.settle(
+            call,
+            lease.token,
+            Ending.FAILED,
+            codec.exhausted(call.policy.attempt_limit),
+            attempt,
+        )
+        self._report(EventKind.EXHAUSTED, call.key, call.operation, attempt)
+        self._remember_ending(call, flight, Ending.FAILED, payload, attempt, asked)
+        raise codec.decode_failure(payload, (), call.key.text)
+
+    # Replays and refusals.
+
+    def _remember_ending(
+        self,
+        call: Call,
+        flight: Flight,
+        ending: Ending,
+        payload: Payload,
+        attempt: int,
+        asked: float,
+    ) -> None:
+        if ending is not Ending.RELEASED:
+            self._remember(call, flight, payload, attempt, asked, call.policy.active_ms)
+
+    def _remember(
+        self,
+        call: Call,
+        flight: Flight,
+        payload: Payload,
+        attempt: int,
+        asked: float,
+        remaining_ms: int,
+    ) -> None:
+        flight.share(payload, attempt)
+        if self._cache is not None:
+            with self._lock:
+                self._cache.keep(
+                    call.key.digest,
+                    CachedOutcome(call.fingerprints, payload, attempt),
+                    asked_monotonic=asked,
+                    remaining_ms=remaining_ms,
+                )
+
+    def _replay(self, call: Call, payload: Payload, attempt: int, source: str) -> Answer[Any]:
+        self._report(EventKind.REPLAYED, call.key, call.operation, attempt, source=source)
+        if payload.form == codec.WITHHELD:
+            raise codec.unavailable(payload, call.key.text)
+        if payload.form in (codec.FAILURE, codec.EXHAUSTED):
+            raise codec.decode_failure(payload, call.policy.terminal, call.key.text)
+        try:
+            return Answer(call.codec.decode(payload), True, attempt)
+        except NotReadable as error:
+            raise OutcomeUnavailable(
+                f"the operation is done and will not run again, but its outcome cannot be read "
+                f"here: {error}",
+                key=call.key.text,
+            ) from error
+
+    def _check_same(self, call: Call, fingerprints: tuple[Fingerprint, ...], source: str) -> None:
+        if not is_same_request(call.fingerprints, fingerprints):
+            raise self._reused(call, source)
+
+    def _reused(self, call: Call, source: str) -> KeyReused:
+        self._report(EventKind.MISMATCHED, call.key, call.operation, source=source)
+        return KeyReused(
+            f"the key {call.key.text!r} was first used for a different request: use a new key "
+            "for a new request, and the same request for a retry",
+            key=call.key.text,
+        )
+
+    def _in_flight(
+        self, call: Call, flight: Flight, source: str, *, has_waited: bool = False
+    ) -> OperationInFlight:
+        seconds = flight.seconds_left(self._monotonic())
+        kind = EventKind.WAIT_ENDED if has_waited else EventKind.CONFLICTED
+        self._report(kind, call.key, call.operation, source=source)
+        return OperationInFlight(
+            f"the first run of {call.key.text!r} has not ended; its lease ends in {seconds:.1f} s "
+            "unless it is renewed",
+            key=call.key.text,
+            retry_after=timedelta(seconds=seconds),
+        )

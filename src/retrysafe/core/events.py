@@ -1,0 +1,70 @@
+"""What happened, for logs, metrics and traces. Owns the names; it must not know who listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from retrysafe.core.keys import Key
+
+
+class EventKind(StrEnum):
+    """Everything that the engine reports."""
+
+    CLAIMED = "claimed"
+    TAKEN_OVER = "taken over"
+    REPLAYED = "replayed"
+    MISMATCHED = "mismatched"
+    CONFLICTED = "conflicted"
+    WAIT_ENDED = "wait ended"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    RELEASED = "released"
+    EXHAUSTED = "exhausted"
+    WITHHELD = "withheld"
+    CLAIM_LOST = "claim lost"
+    RENEWAL_FAILED = "renewal failed"
+    SETTLE_FAILED = "settle failed"
+    STORE_UNAVAILABLE = "store unavailable"
+
+
+@dataclass(slots=True)
+class Event:
+    """One thing that happened to one key."""
+
+    kind: EventKind
+    key: Key
+    operation: str = ""
+    attempt: int = 0
+    detail: str = ""
+    # Where the answer came from: "store", or "process" when no store call was needed.
+    source: str = "store"
+
+
+Emit = Callable[[Event], None]
+ALL_KINDS: Final = frozenset(EventKind)
+
+
+class Reporter:
+    """Tells the listener what it wants to hear; what nobody wants costs one look-up."""
+
+    __slots__ = ("_emit", "_kinds")
+
+    def __init__(self, emit: Emit | None, kinds: frozenset[EventKind] = ALL_KINDS) -> None:
+        self._emit = emit
+        self._kinds = frozenset() if emit is None else kinds
+
+    def __call__(
+        self,
+        kind: EventKind,
+        key: Key,
+        operation: str = "",
+        attempt: int = 0,
+        detail: str = "",
+        source: str = "store",
+    ) -> None:
+        """Reports one event."""
+        if kind in self._kinds and self._emit is not None:
+            self._emit(Event(kind, key, operation, attempt, detail, source))

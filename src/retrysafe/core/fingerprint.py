@@ -1,0 +1,90 @@
+"""Fingerprints: when two requests are the same request.
+
+Owns the rule (which fields count), its version, and the framing of what is hashed. Two requests
+are compared only under one rule, so a rule that changes must get a new version; the earlier rules
+stay known for as long as their records live.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from retrysafe.core import canonical
+from retrysafe.core.framing import digest, frame
+from retrysafe.core.model import Fingerprint
+from retrysafe.core.values import json_bytes, sorted_json_bytes
+from retrysafe.errors import PolicyInvalid
+
+
+@dataclass(frozen=True, slots=True)
+class FingerprintRule:
+    """Which parts of a request count; raises `PolicyInvalid` for broken pointers or versions.
+
+    `include` names the only fields that count, `exclude` the fields that do not, both as JSON
+    Pointers. They apply to bodies that are JSON; any other body counts byte by byte. Change
+    `version` with every change of the fields, and list the rules that it replaces in `previous`.
+    """
+
+    version: int = 1
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    previous: tuple[FingerprintRule, ...] = ()
+    _included: tuple[tuple[str, ...], ...] = field(init=False, repr=False, compare=False)
+    _excluded: tuple[tuple[str, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # 32,767 is what the smallest integer column of the stores can hold.
+        if not isinstance(self.version, int) or not 1 <= self.version <= 32_767:
+            raise PolicyInvalid(
+                f"a rule's version is a whole number from 1 up, got {self.version!r}"
+            )
+        for name in ("include", "exclude"):
+            pointers = getattr(self, name)
+            if isinstance(pointers, str):
+                raise PolicyInvalid(
+                    f"{name} takes a list of JSON Pointers, got the text {pointers!r}"
+                )
+            try:
+                tokens = tuple(canonical.pointer_tokens(pointer) for pointer in sorted(pointers))
+            except ValueError as error:
+                raise PolicyInvalid(f"{name}: {error}") from None
+            object.__setattr__(self, f"_{name}d", tokens)
+        versions = [self.version, *(rule.version for rule in self.previous)]
+        if len(set(versions)) != len(versions):
+            raise PolicyInvalid(f"every rule needs its own version, got {versions}")
+
+    def fingerprints(self, *parts: bytes, body: bytes) -> tuple[Fingerprint, ...]:
+        """The request's fingerprint under this rule, then under each earlier one."""
+        own = Fingerprint(self.version, self._digest(parts, body))
+        if not self.previous:
+            return (own,)
+        return (own, *(rule.fingerprints(*parts, body=body)[0] for rule in self.previous))
+
+    def fingerprints_of_value(self, *parts: bytes, tree: Any) -> tuple[Fingerprint, ...]:
+        """The same for a request that is a JSON tree already; no text is parsed for it."""
+        if self._included or self._excluded:
+            own = self._digest(parts, json_bytes(tree))
+        else:
+            own = digest(frame(b"fingerprint 1", frame(*parts), b"v" + sorted_json_bytes(tree)))
+        mine = Fingerprint(self.version, own)
+        if not self.previous:
+            return (mine,)
+        earlier = (rule.fingerprints_of_value(*parts, tree=tree)[0] for rule in self.previous)
+        return (mine, *earlier)
+
+    def _digest(self, parts: tuple[bytes, ...], body: bytes) -> bytes:
+        return digest(frame(b"fingerprint 1", frame(*parts), self._canonical_body(body)))
+
+    def _canonical_body(self, body: bytes) -> bytes:
+        """The bytes that count; the first one says how they were made, so no two ways meet."""
+        try:
+            value = canonical.parse(body)
+            for tokens in self._excluded:
+                value = canonical.without(value, tokens)
+            if not self._included:
+                return b"j" + canonical.canonical_bytes(value)
+            chosen = (canonical.select(value, tokens) for tokens in self._included)
+            return b"i" + frame(*map(canonical.canonical_bytes, chosen))
+        except (canonical.NotCanonical, RecursionError):
+            return b"r" + body

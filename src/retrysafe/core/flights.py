@@ -1,0 +1,120 @@
+"""Flights: the keys that this process is busy with, so that a local duplicate asks no store.
+
+The first local caller of a key leads its flight: it alone talks to the store, runs the operation
+or polls for a foreign owner. The others follow. Owns who leads, who waits, and what a flight hands
+to its followers; a follower that gets nothing starts over and may lead the next flight.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from retrysafe.core.lease import Lease
+from retrysafe.core.model import Fingerprint, Payload
+from retrysafe.core.ports import Lock, Signal
+
+
+class Phase(Enum):
+    """Where a flight's leader is."""
+
+    CLAIMING = "claiming"
+    RUNNING = "running"
+    AWAITING = "awaiting"
+    LANDED = "landed"
+
+
+class Flight:
+    """One key's leader at work, and the followers who wait for news."""
+
+    __slots__ = (
+        "attempt",
+        "conflict_ends_monotonic",
+        "fingerprints",
+        "is_mismatched",
+        "lease",
+        "payload",
+        "phase",
+        "waiters",
+    )
+
+    def __init__(self, fingerprints: tuple[Fingerprint, ...]) -> None:
+        self.fingerprints = fingerprints
+        self.phase = Phase.CLAIMING
+        self.lease: Lease | None = None
+        # When the foreign lease ends by the local clock, once it is known that there is one.
+        self.conflict_ends_monotonic: float | None = None
+        self.is_mismatched = False
+        self.attempt = 0
+        self.payload: Payload | None = None
+        self.waiters: list[Signal] | None = None
+
+    def share(self, payload: Payload, attempt: int) -> None:
+        """Hands a settled outcome to the followers."""
+        self.payload = payload
+        self.attempt = attempt
+
+    def seconds_left(self, monotonic: float) -> float:
+        """How long the running attempt's lease lasts, as far as it is known here."""
+        if self.lease is not None:
+            return self.lease.seconds_left(monotonic)
+        if self.conflict_ends_monotonic is not None:
+            return max(0.0, self.conflict_ends_monotonic - monotonic)
+        return 0.0
+
+
+def is_same_request(first: tuple[Fingerprint, ...], second: tuple[Fingerprint, ...]) -> bool:
+    """Whether two requests agree under the first rule that both know; unknown counts as equal."""
+    for mine in first:
+        for other in second:
+            if mine.rule == other.rule:
+                return mine.digest == other.digest
+    return True
+
+
+class Flights:
+    """All flights of one engine, under one lock."""
+
+    __slots__ = ("_by_digest", "_lock")
+
+    def __init__(self, lock: Lock) -> None:
+        self._lock = lock
+        self._by_digest: dict[bytes, Flight] = {}
+
+    def join(self, digest: bytes, fingerprints: tuple[Fingerprint, ...]) -> tuple[Flight, bool]:
+        """The key's flight, and whether the caller leads it."""
+        with self._lock:
+            flight = self._by_digest.get(digest)
+            if flight is not None:
+                return flight, False
+            flight = self._by_digest[digest] = Flight(fingerprints)
+            return flight, True
+
+    def enter(self, flight: Flight, phase: Phase) -> None:
+        """Moves a flight on and wakes everybody who waits for news of it."""
+        with self._lock:
+            flight.phase = phase
+            waiters, flight.waiters = flight.waiters, None
+        for waiter in waiters or ():
+            waiter.set()
+
+    def land(self, digest: bytes, flight: Flight) -> None:
+        """Ends a flight; whoever comes next starts a new one."""
+        with self._lock:
+            del self._by_digest[digest]
+            flight.phase = Phase.LANDED
+            waiters, flight.waiters = flight.waiters, None
+        for waiter in waiters or ():
+            waiter.set()
+
+    def enlist(self, flight: Flight, phase: Phase, signal: Signal) -> bool:
+        """Signs up for the next news, unless the flight has left that phase already."""
+        with self._lock:
+            if flight.phase is not phase:
+                return False
+            if flight.waiters is None:
+                flight.waiters = []
+            flight.waiters.append(signal)
+            return True
+
+    def __len__(self) -> int:
+        return len(self._by_digest)

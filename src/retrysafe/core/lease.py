@@ -1,0 +1,78 @@
+"""A lease as its owner knows it: when it ends by the local clock, and whether it is lost.
+
+Owns the owner's view only. The store decides by its own clock; the local end is counted from
+before the claim was sent, so it never lies later than the true one.
+"""
+
+from __future__ import annotations
+
+from retrysafe.core.keys import Key
+
+# Two renewals may fail before a lease ends.
+RENEWALS_PER_LEASE = 3
+
+
+class Lease:
+    """One running attempt's hold on its key."""
+
+    __slots__ = (
+        "ends_at_ms",
+        "ends_monotonic",
+        "is_revoked",
+        "key",
+        "lease_ms",
+        "renew_monotonic",
+        "renew_until_monotonic",
+        "token",
+    )
+
+    def __init__(
+        self,
+        *,
+        key: Key,
+        token: bytes,
+        lease_ms: int,
+        remaining_ms: int,
+        ends_at_ms: int,
+        asked_monotonic: float,
+        run_limit_seconds: float | None = None,
+    ) -> None:
+        self.key = key
+        self.token = token
+        self.lease_ms = lease_ms
+        self.is_revoked = False
+        self.renew_until_monotonic = (
+            None if run_limit_seconds is None else asked_monotonic + run_limit_seconds
+        )
+        self.renewed(
+            asked_monotonic=asked_monotonic, remaining_ms=remaining_ms, ends_at_ms=ends_at_ms
+        )
+
+    def renewed(self, *, asked_monotonic: float, remaining_ms: int, ends_at_ms: int) -> None:
+        """Takes over what the store answered to a claim or an extend asked for at that time."""
+        remaining_seconds = remaining_ms / 1000
+        self.ends_at_ms = ends_at_ms
+        self.ends_monotonic = asked_monotonic + remaining_seconds
+        self.renew_monotonic = asked_monotonic + remaining_seconds / RENEWALS_PER_LEASE
+
+    def put_off(self, monotonic: float) -> None:
+        """Sets the next try after a renewal that the store did not answer."""
+        self.renew_monotonic = monotonic + self.lease_ms / 1000 / RENEWALS_PER_LEASE / 4
+
+    def may_renew(self, monotonic: float) -> bool:
+        """Whether the attempt is still within its run limit and not known to be lost."""
+        return not self.is_revoked and (
+            self.renew_until_monotonic is None or monotonic < self.renew_until_monotonic
+        )
+
+    def revoke(self) -> None:
+        """Marks the claim as lost: the store said so."""
+        self.is_revoked = True
+
+    def is_lost(self, monotonic: float) -> bool:
+        """Whether the claim is lost, or may be because the lease ran out unrenewed."""
+        return self.is_revoked or monotonic >= self.ends_monotonic
+
+    def seconds_left(self, monotonic: float) -> float:
+        """What is left of the lease, never negative."""
+        return 0.0 if self.is_revoked else max(0.0, self.ends_monotonic - monotonic)

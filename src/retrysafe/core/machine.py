@@ -1,0 +1,172 @@
+"""The state machine: everything that decides what may happen to a record lives here.
+
+A record's *condition* is its state seen at one instant; an *event* is somebody's wish. The table
+answers every pair. Stores only make an answer atomic: the in-memory and SQLite stores call
+`decide` under their write lock, a store that decides in SQL is held to this table by the tests.
+
+The rules that the table spells out:
+
+- A different request under the same key is refused before anything else is looked at.
+- Pending never runs again while its lease holds; a pending record never expires.
+- Only the holder of the record's token writes; everybody else has lost the claim. The holder of
+  an *expired* lease still holds the token until somebody takes over, so its outcome is kept.
+- Repeating a write that already stands is confirmed, so an ambiguous commit can be retried.
+- A settled or released record past its active window counts as absent.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+from retrysafe.core.model import (
+    Condition,
+    Decision,
+    Fingerprint,
+    OperatorCommand,
+    Record,
+    SettleKind,
+    State,
+)
+
+
+class Event(StrEnum):
+    """Somebody's wish about a record, with what identifies them already compared."""
+
+    CLAIM = "claim"
+    CLAIM_MISMATCHED = "claim, other request"
+    CLAIM_AGAIN = "claim, same token"
+    COMPLETE = "complete"
+    FAIL = "fail"
+    RELEASE = "release"
+    EXTEND = "extend"
+    RECORD_STEP = "record step"
+    WRITE_UNHELD = "any write, other token"
+    OPERATOR_RELEASE = "operator release"
+    OPERATOR_FORCE_RELEASE = "operator force release"
+    OPERATOR_EXPIRE = "operator expire"
+    SWEEP = "sweep"
+
+
+_C = Condition
+_D = Decision
+
+# One row per event; the columns are the conditions in the order of this tuple.
+CONDITIONS: Final = (
+    _C.ABSENT,
+    _C.RUNNING,
+    _C.ABANDONED,
+    _C.SUCCEEDED,
+    _C.FAILED,
+    _C.RELEASED,
+    _C.OUTLIVED,
+)
+
+# fmt: off
+# The grid is read by column; the formatter would stack it into 91 lines.
+_ROWS: Final[dict[Event, tuple[Decision, ...]]] = {
+    #                              absent      running       abandoned     succeeded     failed        released      outlived
+    Event.CLAIM:                  (_D.ADMIT,   _D.IN_FLIGHT, _D.TAKE_OVER, _D.REPLAY,    _D.REPLAY,    _D.TAKE_OVER, _D.ADMIT),
+    Event.CLAIM_MISMATCHED:       (_D.ADMIT,   _D.MISMATCH,  _D.MISMATCH,  _D.MISMATCH,  _D.MISMATCH,  _D.MISMATCH,  _D.ADMIT),
+    Event.CLAIM_AGAIN:            (_D.ADMIT,   _D.CONFIRM,   _D.TAKE_OVER, _D.REPLAY,    _D.REPLAY,    _D.TAKE_OVER, _D.ADMIT),
+    Event.COMPLETE:               (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.CONFIRM,   _D.LOST,      _D.LOST,      _D.LOST),
+    Event.FAIL:                   (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.LOST,      _D.CONFIRM,   _D.LOST,      _D.LOST),
+    Event.RELEASE:                (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.LOST,      _D.LOST,      _D.CONFIRM,   _D.LOST),
+    Event.EXTEND:                 (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST),
+    Event.RECORD_STEP:            (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST),
+    Event.WRITE_UNHELD:           (_D.LOST,    _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST),
+    Event.OPERATOR_RELEASE:       (_D.REFUSE,  _D.REFUSE,    _D.APPLY,     _D.REFUSE,    _D.APPLY,     _D.APPLY,     _D.CONFIRM),
+    Event.OPERATOR_FORCE_RELEASE: (_D.REFUSE,  _D.APPLY,     _D.APPLY,     _D.REFUSE,    _D.APPLY,     _D.APPLY,     _D.CONFIRM),
+    Event.OPERATOR_EXPIRE:        (_D.REFUSE,  _D.REFUSE,    _D.REFUSE,    _D.APPLY,     _D.APPLY,     _D.APPLY,     _D.CONFIRM),
+    Event.SWEEP:                  (_D.KEEP,    _D.KEEP,      _D.KEEP,      _D.KEEP,      _D.KEEP,      _D.KEEP,      _D.DELETE),
+}
+# fmt: on
+
+TABLE: Final[dict[tuple[Event, Condition], Decision]] = {
+    (event, condition): decision
+    for event, row in _ROWS.items()
+    for condition, decision in zip(CONDITIONS, row, strict=True)
+}
+
+_SETTLE_EVENTS: Final = {
+    SettleKind.COMPLETE: Event.COMPLETE,
+    SettleKind.FAIL: Event.FAIL,
+    SettleKind.RELEASE: Event.RELEASE,
+    SettleKind.EXTEND: Event.EXTEND,
+}
+
+_OPERATOR_EVENTS: Final = {
+    OperatorCommand.RELEASE: Event.OPERATOR_RELEASE,
+    OperatorCommand.FORCE_RELEASE: Event.OPERATOR_FORCE_RELEASE,
+    OperatorCommand.EXPIRE: Event.OPERATOR_EXPIRE,
+}
+
+_SETTLED_CONDITIONS: Final = {
+    State.SUCCEEDED: Condition.SUCCEEDED,
+    State.FAILED: Condition.FAILED,
+    State.RELEASED: Condition.RELEASED,
+}
+
+
+def condition_of(record: Record | None, now_ms: int) -> Condition:
+    """What the record amounts to at this instant."""
+    if record is None:
+        return Condition.ABSENT
+    if record.state is State.PENDING:
+        # A pending record has no expiry on purpose: only its lease frees it.
+        return Condition.RUNNING if now_ms < record.lease_ends_at_ms else Condition.ABANDONED
+    if record.expires_at_ms is not None and now_ms >= record.expires_at_ms:
+        return Condition.OUTLIVED
+    return _SETTLED_CONDITIONS[record.state]
+
+
+def is_mismatch(record: Record, fingerprints: tuple[Fingerprint, ...]) -> bool:
+    """Whether the request is known to differ from the one that the record was made for.
+
+    Only fingerprints of one rule can be compared. A record made under a rule that this process
+    does not know counts as a match: during a deploy that changes the rule, an honest retry must
+    not be refused.
+    """
+    for fingerprint in fingerprints:
+        if fingerprint.rule == record.rule:
+            return fingerprint.digest != record.fingerprint
+    return False
+
+
+def claim_event(
+    record: Record | None, fingerprints: tuple[Fingerprint, ...], token: bytes
+) -> Event:
+    """Which kind of claim this is; the request is compared before the state is looked at."""
+    if record is not None:
+        if is_mismatch(record, fingerprints):
+            return Event.CLAIM_MISMATCHED
+        if record.token == token:
+            return Event.CLAIM_AGAIN
+    return Event.CLAIM
+
+
+def held_event(record: Record | None, event: Event, token: bytes) -> Event:
+    """The event itself when the token is the record's, else `WRITE_UNHELD`: this is the fence."""
+    if record is None or record.token != token:
+        return Event.WRITE_UNHELD
+    return event
+
+
+def settle_event(record: Record | None, kind: SettleKind, token: bytes) -> Event:
+    """The event of an owner's write."""
+    return held_event(record, _SETTLE_EVENTS[kind], token)
+
+
+def operator_event(command: OperatorCommand) -> Event:
+    """The event of an operator's command."""
+    return _OPERATOR_EVENTS[command]
+
+
+def decide(event: Event, condition: Condition) -> Decision:
+    """The table's answer."""
+    return TABLE[event, condition]
+
+
+def is_exhausted(attempt: int, attempt_limit: int) -> bool:
+    """Whether this attempt is one too many: it settles the record as failed and runs nothing."""
+    return attempt > attempt_limit

@@ -1,0 +1,235 @@
+"""The nouns: record, claim, settlement, outcome, step, and what a store answers.
+
+Owns plain data that crosses the store port. It must not decide anything: `machine` does that.
+Instants are milliseconds since the epoch by the store's clock, and end in `_at_ms`. These classes
+are not frozen because they are built on the hot path; nothing changes one after it was built.
+The enums are texts or numbers because those hash in C, and decisions are looked up per row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Final
+
+from retrysafe.core.keys import Key
+
+# Tokens are random, so that no two claims in the whole history of all keys share one.
+TOKEN_BYTES: Final = 16
+
+
+class State(IntEnum):
+    """What is stored of a record's progress; the numbers are in databases and never change."""
+
+    PENDING = 1
+    SUCCEEDED = 2
+    FAILED = 3
+    RELEASED = 4
+
+
+class Ending(IntEnum):
+    """How an attempt ended, as judged by the policy."""
+
+    SUCCEEDED = State.SUCCEEDED
+    FAILED = State.FAILED
+    RELEASED = State.RELEASED
+
+
+class Condition(StrEnum):
+    """What a record amounts to at one instant: its state, seen through lease and window."""
+
+    ABSENT = "absent"
+    RUNNING = "running"
+    ABANDONED = "abandoned"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    RELEASED = "released"
+    OUTLIVED = "outlived"
+
+
+class Decision(StrEnum):
+    """What is to be done about an event; `machine` holds the table."""
+
+    ADMIT = "admit"
+    TAKE_OVER = "take over"
+    IN_FLIGHT = "in flight"
+    REPLAY = "replay"
+    MISMATCH = "mismatch"
+    APPLY = "apply"
+    CONFIRM = "confirm"
+    LOST = "lost"
+    REFUSE = "refuse"
+    KEEP = "keep"
+    DELETE = "delete"
+
+
+@dataclass(slots=True)
+class Fingerprint:
+    """What a request asks for, in 16 bytes, and the version of the rule that made them."""
+
+    rule: int
+    digest: bytes
+
+
+@dataclass(slots=True)
+class Payload:
+    """A stored outcome: the form says how to read head and body, and carries its version."""
+
+    form: str
+    head: bytes
+    body: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """What the payload weighs against the policy's limit."""
+        return len(self.head) + len(self.body)
+
+
+@dataclass(slots=True)
+class Record:
+    """One row of the key table: everything that decisions need, and no payload."""
+
+    digest: bytes
+    caller: str
+    text: str
+    operation: str
+    rule: int
+    fingerprint: bytes
+    state: State
+    token: bytes
+    attempt: int
+    first_claimed_at_ms: int
+    claimed_at_ms: int
+    lease_ends_at_ms: int
+    settled_at_ms: int | None
+    expires_at_ms: int | None
+    owner: str
+
+
+@dataclass(slots=True)
+class ClaimRequest:
+    """The wish to run an operation; the token makes repeating the request harmless."""
+
+    key: Key
+    # The current rule's fingerprint first, then those of earlier rules that are still known.
+    fingerprints: tuple[Fingerprint, ...]
+    token: bytes
+    lease_ms: int
+    operation: str = ""
+    owner: str = ""
+
+
+@dataclass(slots=True)
+class ClaimAnswer:
+    """What became of a claim.
+
+    `remaining_ms` is the lease that is left (granted or in flight) or the active window that is
+    left (replay), measured by the store's clock, so that no caller compares clocks.
+    """
+
+    decision: Decision
+    condition: Condition
+    attempt: int = 0
+    remaining_ms: int = 0
+    lease_ends_at_ms: int = 0
+    state: State | None = None
+    payload: Payload | None = None
+
+
+class SettleKind(IntEnum):
+    """What a claim's owner writes; the first three end the attempt."""
+
+    COMPLETE = State.SUCCEEDED
+    FAIL = State.FAILED
+    RELEASE = State.RELEASED
+    EXTEND = State.PENDING
+
+
+@dataclass(slots=True)
+class Settlement:
+    """A write by a claim's owner; it counts only while the token is the record's."""
+
+    kind: SettleKind
+    key: Key
+    token: bytes
+    payload: Payload | None = None
+    lease_ms: int = 0
+    active_ms: int = 0
+    audit_ms: int = 0
+
+
+@dataclass(slots=True)
+class SettleAnswer:
+    """APPLY and CONFIRM mean that the write stands; LOST means that nothing was written."""
+
+    decision: Decision
+    remaining_ms: int = 0
+    lease_ends_at_ms: int = 0
+
+
+@dataclass(slots=True)
+class Step:
+    """The stored result of one finished step of an operation."""
+
+    name: str
+    position: int
+    payload: Payload
+
+
+@dataclass(slots=True)
+class StepWrite:
+    """A step's result to be stored, if the token still holds the key."""
+
+    key: Key
+    token: bytes
+    step: Step
+
+
+@dataclass(slots=True)
+class StoredOutcome:
+    """One ending in the audit of a key, kept for the audit window."""
+
+    token: bytes
+    attempt: int
+    state: State
+    payload: Payload
+    settled_at_ms: int
+    audit_ends_at_ms: int
+
+
+@dataclass(slots=True)
+class StoredKey:
+    """A record as an operator sees it: with its condition now, its steps and its audit."""
+
+    record: Record
+    condition: Condition
+    now_ms: int
+    steps: list[Step] = field(default_factory=list)
+    outcomes: list[StoredOutcome] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RecordQuery:
+    """Which records an operator wants to see, newest claim first."""
+
+    caller: str | None = None
+    text_prefix: str = ""
+    conditions: frozenset[Condition] = frozenset()
+    limit: int = 50
+
+
+class OperatorCommand(StrEnum):
+    """What an operator may do to one key."""
+
+    RELEASE = "release"
+    FORCE_RELEASE = "force release"
+    EXPIRE = "expire"
+
+
+@dataclass(slots=True)
+class SweepReport:
+    """What one bounded sweep removed; `has_more` asks for another round."""
+
+    keys: int = 0
+    outcomes: int = 0
+    has_more: bool = False

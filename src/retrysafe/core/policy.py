@@ -1,0 +1,171 @@
+"""Policy: how long, how often and how much, per operation; checked once, when it is made.
+
+Owns every limit and the judgement of exceptions. It must not know stores or clocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
+from enum import Enum
+from typing import Any, Final
+
+from retrysafe.core.model import Ending
+from retrysafe.errors import PolicyInvalid
+
+_ZERO: Final = timedelta(0)
+# Renewal comes three times per lease; below this a busy machine would lose healthy claims.
+LEASE_MINIMUM: Final = timedelta(milliseconds=100)
+# A lease is how long a crash blocks its key; renewal makes longer ones pointless.
+LEASE_MAXIMUM: Final = timedelta(days=1)
+# An outcome larger than this belongs in object storage, with a reference as the outcome.
+OUTCOME_LIMIT_MAXIMUM_BYTES: Final = 64 * 1024 * 1024
+
+
+class InFlight(Enum):
+    """What a duplicate of a running operation does."""
+
+    FAIL = "fail"
+    WAIT = "wait"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How one kind of operation is run once; raises `PolicyInvalid` when it makes no sense."""
+
+    # How long a claim lasts without renewal: after a crash, the key is blocked this long.
+    lease: timedelta = timedelta(seconds=30)
+    # How long a settled key is recognised; it should cover the longest retry of any client.
+    active_window: timedelta = timedelta(hours=24)
+    # How long stored outcomes are kept for audit; never shorter than the active window.
+    audit_window: timedelta = timedelta(days=30)
+    # How many attempts may crash or fail before the operation is given up.
+    attempt_limit: int = 5
+    in_flight: InFlight = InFlight.FAIL
+    # How long a waiting duplicate waits; then it is told that the operation is in flight.
+    wait_limit: timedelta = timedelta(seconds=10)
+    outcome_limit_bytes: int = 1024 * 1024
+    # How long storing the outcome is tried when the store does not answer.
+    settle_patience: timedelta = timedelta(seconds=10)
+    # After this the lease of a running attempt is no longer renewed. None: as long as it runs,
+    # because ending the renewal of a healthy operation would let a retry run it a second time.
+    run_limit: timedelta | None = None
+    # Exceptions that end the operation for good (stored and replayed), and those that free the
+    # key. The nearest class in the exception's ancestry decides.
+    terminal: tuple[type[Exception], ...] = ()
+    retryable: tuple[type[Exception], ...] = ()
+    # What an exception in neither list does. Freeing the key is the default because most unknown
+    # errors are outages; an operation that must never run twice says Ending.FAILED here.
+    unlisted: Ending = Ending.RELEASED
+
+    lease_ms: int = field(init=False, repr=False, compare=False)
+    active_ms: int = field(init=False, repr=False, compare=False)
+    audit_ms: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._check_durations()
+        self._check_numbers()
+        self._check_exceptions()
+        # Whole milliseconds are precomputed: the hot path must not do timedelta arithmetic.
+        for name, duration in (
+            ("lease_ms", self.lease),
+            ("active_ms", self.active_window),
+            ("audit_ms", self.audit_window),
+        ):
+            object.__setattr__(self, name, duration // timedelta(milliseconds=1))
+
+    def with_changes(self, **changes: Any) -> Policy:
+        """The same policy with some settings changed; raises `PolicyInvalid` for unknown ones."""
+        known = {item.name for item in fields(self) if item.init}
+        unknown = sorted(set(changes) - known)
+        if unknown:
+            raise PolicyInvalid(
+                f"a policy has no setting {', '.join(unknown)}; it has {', '.join(sorted(known))}"
+            )
+        return replace(self, **changes)
+
+    def judge(self, error: Exception) -> Ending:
+        """How an attempt that raised this exception ended."""
+        for ancestor in type(error).__mro__:
+            if ancestor in self.terminal:
+                return Ending.FAILED
+            if ancestor in self.retryable:
+                return Ending.RELEASED
+        return self.unlisted
+
+    def _check_durations(self) -> None:
+        for name in ("lease", "active_window", "audit_window", "wait_limit", "settle_patience"):
+            value = getattr(self, name)
+            if not isinstance(value, timedelta):
+                raise PolicyInvalid(f"{name} must be a timedelta, got {value!r}")
+        if not LEASE_MINIMUM <= self.lease <= LEASE_MAXIMUM:
+            raise PolicyInvalid(
+                f"lease must be between {LEASE_MINIMUM} and {LEASE_MAXIMUM}, got {self.lease}: "
+                "it is the time that a crash blocks the key; longer operations are renewed"
+            )
+        if self.active_window < self.lease:
+            raise PolicyInvalid(
+                f"active_window ({self.active_window}) must not be shorter than the lease "
+                f"({self.lease}): a retry after a crash would not find its record"
+            )
+        if self.audit_window < self.active_window:
+            raise PolicyInvalid(
+                f"audit_window ({self.audit_window}) must not be shorter than active_window "
+                f"({self.active_window}): an outcome must be there as long as it is replayed"
+            )
+        if self.wait_limit < _ZERO:
+            raise PolicyInvalid(f"wait_limit must not be negative, got {self.wait_limit}")
+        if self.settle_patience < _ZERO:
+            raise PolicyInvalid(f"settle_patience must not be negative, got {self.settle_patience}")
+        if self.run_limit is not None and not (
+            isinstance(self.run_limit, timedelta) and self.run_limit >= self.lease
+        ):
+            raise PolicyInvalid(
+                f"run_limit must be None or a timedelta of at least the lease ({self.lease}), "
+                f"got {self.run_limit!r}"
+            )
+
+    def _check_numbers(self) -> None:
+        if not _is_count(self.attempt_limit) or not 1 <= self.attempt_limit <= 1_000_000:
+            raise PolicyInvalid(
+                f"attempt_limit must be a whole number from 1 to 1,000,000, "
+                f"got {self.attempt_limit!r}"
+            )
+        if (
+            not _is_count(self.outcome_limit_bytes)
+            or not 1 <= self.outcome_limit_bytes <= OUTCOME_LIMIT_MAXIMUM_BYTES
+        ):
+            raise PolicyInvalid(
+                f"outcome_limit_bytes must be a whole number from 1 to "
+                f"{OUTCOME_LIMIT_MAXIMUM_BYTES:,}, got {self.outcome_limit_bytes!r}"
+            )
+        if not isinstance(self.in_flight, InFlight):
+            raise PolicyInvalid(
+                f"in_flight must be InFlight.FAIL or InFlight.WAIT, got {self.in_flight!r}"
+            )
+        if self.unlisted not in (Ending.FAILED, Ending.RELEASED):
+            raise PolicyInvalid(
+                f"unlisted must be Ending.FAILED or Ending.RELEASED, got {self.unlisted!r}"
+            )
+
+    def _check_exceptions(self) -> None:
+        for name in ("terminal", "retryable"):
+            types = getattr(self, name)
+            if isinstance(types, type):
+                types = (types,)
+            types = tuple(types)
+            for item in types:
+                if not (isinstance(item, type) and issubclass(item, Exception)):
+                    raise PolicyInvalid(
+                        f"{name} takes subclasses of Exception, got {item!r}: cancellation and "
+                        "process exit are never an outcome"
+                    )
+            object.__setattr__(self, name, types)
+        both = set(self.terminal) & set(self.retryable)
+        if both:
+            names = ", ".join(sorted(item.__name__ for item in both))
+            raise PolicyInvalid(f"{names} cannot be both terminal and retryable")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,155 @@
+"""The ports: what the engine needs from the outside, as narrow protocols.
+
+All of them are `async def`, and all of them come in two kinds. A blocking implementation never
+suspends, so a flow over it can be driven by one `send(None)` and needs no event loop; an asyncio
+implementation suspends as usual. The engine cannot tell them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Coroutine, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Any, Protocol
+
+from retrysafe.core.keys import Key
+from retrysafe.core.lease import Lease
+from retrysafe.core.model import (
+    ClaimAnswer,
+    ClaimRequest,
+    Decision,
+    OperatorCommand,
+    RecordQuery,
+    SettleAnswer,
+    Settlement,
+    StepWrite,
+    StoredKey,
+    SweepReport,
+)
+from retrysafe.errors import StoreError
+
+
+class Waits(Enum):
+    """How a store's methods behave while they wait for something outside the process."""
+
+    NEVER = "never"
+    BLOCKING = "blocking"
+    SUSPENDING = "suspending"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What the layers above a store need to know about it."""
+
+    waits: Waits
+    # How many rows one commit should carry at most, and how many commits may be under way.
+    batch_limit: int = 64
+    batches_in_flight: int = 1
+
+
+ClaimResult = ClaimAnswer | StoreError
+SettleResult = SettleAnswer | StoreError
+
+
+class Store(Protocol):
+    """A place for records; `retrysafe.testing.StoreSuite` is its definition.
+
+    Every method may raise `StoreUnavailable`. For a write it means that nobody knows whether the
+    write happened; repeating it with the same token is always safe.
+    """
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this store can do."""
+
+    async def commit(
+        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
+    ) -> tuple[list[ClaimResult], list[SettleResult]]:
+        """Makes a batch durable and answers each row in order.
+
+        A row that the store cannot take is answered with its own `StoreError`, and the others
+        stand. Rows for one key are applied as if one after the other.
+        """
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        """Stores a finished step's result, if the token still holds the key."""
+
+    async def read(self, key: Key) -> StoredKey | None:
+        """The record of a key with its steps and its audit."""
+
+    async def list_records(self, query: RecordQuery) -> list[StoredKey]:
+        """Records for an operator, newest claim first, without steps and audit."""
+
+    async def operate(self, key: Key, command: OperatorCommand) -> Decision:
+        """Applies an operator's command."""
+
+    async def sweep(self, limit: int) -> SweepReport:
+        """Removes at most `limit` outlived keys and `limit` outcomes past their audit window."""
+
+    async def close(self) -> None:
+        """Gives back what the store holds; closing twice is harmless."""
+
+
+class Writer(Protocol):
+    """One row at a time for the engine; group commit merges them on the way to the store."""
+
+    def claim(self, request: ClaimRequest) -> Awaitable[ClaimAnswer]:
+        """Claims a key; raises the row's `StoreError`."""
+
+    def settle(self, settlement: Settlement) -> Awaitable[SettleAnswer]:
+        """Ends or extends an attempt; raises the row's `StoreError`."""
+
+
+class Signal(Protocol):
+    """A one-time wake-up for one waiter."""
+
+    def set(self) -> None:
+        """Wakes the waiter, now or when it starts to wait."""
+
+    async def wait(self, timeout_seconds: float | None) -> bool:
+        """Waits for `set`; False when the time ran out first."""
+
+
+class Waiting(Protocol):
+    """Local time and local waiting. No decision about a record uses this clock."""
+
+    def monotonic(self) -> float:
+        """Seconds on a clock that never jumps."""
+
+    async def sleep(self, seconds: float) -> None:
+        """Waits."""
+
+    def signal(self) -> Signal:
+        """A fresh signal."""
+
+
+class Renewals(Protocol):
+    """Keeps the leases of running attempts alive."""
+
+    def add(self, lease: Lease) -> None:
+        """Starts renewing."""
+
+    def remove(self, lease: Lease) -> None:
+        """Stops renewing; unknown leases are ignored."""
+
+
+class Orphanage(Protocol):
+    """Finishes what a cancelled caller left behind."""
+
+    def adopt(self, flow: Coroutine[Any, Any, None]) -> None:
+        """Runs the flow to its end without the caller, or closes it when that cannot be done."""
+
+
+class Lock(Protocol):
+    """Mutual exclusion for state shared by callers of one process."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> bool | None: ...

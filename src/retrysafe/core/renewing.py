@@ -1,0 +1,68 @@
+"""Renewing leases: one batch for all running attempts of a process.
+
+Owns what an extend's answer means for a lease. When to renew is the heartbeat's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.lease import Lease
+from retrysafe.core.model import Decision, SettleAnswer, SettleKind, Settlement
+from retrysafe.core.ports import Store
+from retrysafe.errors import StoreError
+
+
+def due_leases(leases: Iterable[Lease], monotonic: float) -> list[Lease]:
+    """Which leases are to be renewed now."""
+    return [
+        lease
+        for lease in leases
+        if lease.renew_monotonic <= monotonic and lease.may_renew(monotonic)
+    ]
+
+
+def next_renewal(leases: Iterable[Lease], monotonic: float) -> float | None:
+    """When the next lease is due; None when there is none to renew."""
+    return min(
+        (lease.renew_monotonic for lease in leases if lease.may_renew(monotonic)), default=None
+    )
+
+
+async def renew(
+    store: Store, leases: list[Lease], monotonic: Callable[[], float], report: Reporter
+) -> None:
+    """Extends the leases in batches; a lease that cannot be extended says so, none raises."""
+    limit = store.capabilities.batch_limit
+    for start in range(0, len(leases), limit):
+        await _renew_batch(store, leases[start : start + limit], monotonic, report)
+
+
+async def _renew_batch(
+    store: Store, leases: list[Lease], monotonic: Callable[[], float], report: Reporter
+) -> None:
+    asked = monotonic()
+    extends = [
+        Settlement(SettleKind.EXTEND, lease.key, lease.token, lease_ms=lease.lease_ms)
+        for lease in leases
+    ]
+    answers: list[SettleAnswer | StoreError]
+    try:
+        _, answers = await store.commit([], extends)
+    except StoreError as error:
+        answers = [error] * len(leases)
+    for lease, answer in zip(leases, answers, strict=True):
+        if isinstance(answer, StoreError):
+            # The lease may still be renewed before it ends, so try again soon.
+            lease.put_off(monotonic())
+            report(EventKind.RENEWAL_FAILED, lease.key, detail=str(answer))
+        elif answer.decision is Decision.LOST:
+            # Also when the attempt settled meanwhile; then nobody looks at the lease any more.
+            lease.revoke()
+        else:
+            lease.renewed(
+                asked_monotonic=asked,
+                remaining_ms=answer.remaining_ms,
+                ends_at_ms=answer.lease_ends_at_ms,
+            )

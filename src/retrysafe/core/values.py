@@ -1,0 +1,302 @@
+"""Python values as JSON trees that turn back into equal values of the same types.
+
+Plain JSON stays plain. Everything else becomes an object whose `$` names its kind, so tuples come
+back as tuples and Decimals as Decimals: the caller of a replay gets what the first caller got.
+Types are never imported by their stored name; they are declared, or already loaded.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from typing import Any, Final
+from uuid import UUID
+
+# Deeper values are almost always cycles; the limit is well below the interpreter's own.
+DEPTH_LIMIT: Final = 100
+
+
+class NotStorable(Exception):
+    """The value has no stored form; the message says which part and what to do."""
+
+
+class NotReadable(Exception):
+    """The stored form cannot be turned back here; the message says what is missing."""
+
+
+_PLAIN_SCALARS: Final = frozenset({str, int, bool, type(None)})
+
+_compact_text = json.JSONEncoder(
+    separators=(",", ":"), allow_nan=False, ensure_ascii=False, check_circular=False
+).encode
+_escaped_text = json.JSONEncoder(
+    separators=(",", ":"), allow_nan=False, ensure_ascii=True, check_circular=False
+).encode
+_sorted_text = json.JSONEncoder(
+    separators=(",", ":"), allow_nan=False, sort_keys=True, check_circular=False
+).encode
+
+
+def json_bytes(tree: Any) -> bytes:
+    """The compact UTF-8 JSON of a tree."""
+    try:
+        return _compact_text(tree).encode()
+    except UnicodeEncodeError:
+        # Lone surrogates exist in Python text and not in UTF-8; escaped they survive.
+        return _escaped_text(tree).encode()
+
+
+def sorted_json_bytes(tree: Any) -> bytes:
+    """The JSON of a tree with sorted names, for comparing."""
+    return _sorted_text(tree).encode()
+
+
+def is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether the value is JSON as it stands and comes back equal, types included."""
+    kind = type(value)
+    if kind in _PLAIN_SCALARS:
+        return True
+    if kind is float:
+        return math.isfinite(value)
+    if depth >= DEPTH_LIMIT:
+        raise NotStorable(f"the value is nested deeper than {DEPTH_LIMIT} levels, or in a circle")
+    if kind is list:
+        return all(is_plain(item, depth + 1) for item in value)
+    if kind is dict:
+        return "$" not in value and all(
+            type(name) is str and is_plain(item, depth + 1) for name, item in value.items()
+        )
+    return False
+
+
+def type_name(kind: type) -> str:
+    """The name under which a type is stored."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def to_tree(value: Any, path: str = "the value", depth: int = 0) -> Any:
+    """The JSON tree of a value; raises `NotStorable` naming the part that has none."""
+    if is_plain(value, depth):
+        return value
+    kind = type(value)
+    encode = _ENCODERS.get(kind) or _encoder_of_family(value)
+    if encode is None:
+        raise NotStorable(
+            f"{path} is a {type_name(kind)}, which has no stored form: return JSON values, bytes, "
+            "dates, Decimals, UUIDs, enums, dataclasses, msgspec structs or pydantic models"
+        )
+    return encode(value, path, depth + 1)
+
+
+def _items(values: Iterable[Any], path: str, depth: int) -> list[Any]:
+    return [to_tree(item, f"{path}[{index}]", depth) for index, item in enumerate(values)]
+
+
+def _tagged(tag: str) -> Callable[[Callable[[Any], Any]], Callable[[Any, str, int], Any]]:
+    def wrap(text_of: Callable[[Any], Any]) -> Callable[[Any, str, int], Any]:
+        return lambda value, path, depth: {"$": tag, "v": text_of(value)}
+
+    return wrap
+
+
+def _encode_dict(value: dict[Any, Any], path: str, depth: int) -> Any:
+    if "$" not in value and all(type(name) is str for name in value):
+        return {name: to_tree(item, f"{path}[{name!r}]", depth) for name, item in value.items()}
+    pairs = [
+        [to_tree(name, f"a key of {path}", depth), to_tree(item, f"{path}[{name!r}]", depth)]
+        for name, item in value.items()
+    ]
+    return {"$": "dict", "v": pairs}
+
+
+def _encode_sequence(tag: str) -> Callable[[Any, str, int], Any]:
+    return lambda value, path, depth: {"$": tag, "v": _items(value, path, depth)}
+
+
+def _encode_set(tag: str) -> Callable[[Any, str, int], Any]:
+    # Sets have no order of their own; sorting their stored items makes equal sets equal texts.
+    return lambda value, path, depth: {
+        "$": tag,
+        "v": sorted(_items(value, path, depth), key=sorted_json_bytes),
+    }
+
+
+_ENCODERS: Final[dict[type, Callable[[Any, str, int], Any]]] = {
+    dict: _encode_dict,
+    list: _items,
+    tuple: _encode_sequence("tuple"),
+    set: _encode_set("set"),
+    frozenset: _encode_set("frozenset"),
+    float: _tagged("float")(repr),
+    bytes: _tagged("bytes")(lambda value: base64.b64encode(value).decode()),
+    Decimal: _tagged("decimal")(str),
+    UUID: _tagged("uuid")(str),
+    datetime: _tagged("datetime")(datetime.isoformat),
+    date: _tagged("date")(date.isoformat),
+    time: _tagged("time")(time.isoformat),
+    timedelta: _tagged("timedelta")(lambda value: [value.days, value.seconds, value.microseconds]),
+}
+
+
+def _encoder_of_family(value: Any) -> Callable[[Any, str, int], Any] | None:
+    if isinstance(value, Enum):
+        return lambda item, path, depth: _typed("enum", item, item.name)
+    if is_pydantic(value):
+        return lambda item, path, depth: _typed("pydantic", item, item.model_dump(mode="json"))
+    if is_msgspec(value):
+        to_builtins = sys.modules["msgspec"].to_builtins
+        return lambda item, path, depth: _typed("msgspec", item, to_builtins(item))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _encode_dataclass
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return lambda item, path, depth: _typed("namedtuple", item, _items(item, path, depth))
+    return None
+
+
+def _typed(tag: str, value: Any, tree: Any) -> Any:
+    return {"$": tag, "t": type_name(type(value)), "v": tree}
+
+
+def _encode_dataclass(value: Any, path: str, depth: int) -> Any:
+    return _typed("dataclass", value, dataclass_tree(value, path, depth))
+
+
+def dataclass_tree(value: Any, path: str = "the value", depth: int = 0) -> dict[str, Any]:
+    """The fields of a dataclass by name."""
+    return {
+        item.name: to_tree(getattr(value, item.name), f"{path}.{item.name}", depth)
+        for item in dataclasses.fields(value)
+    }
+
+
+def is_pydantic(value: Any) -> bool:
+    """Whether the value is a pydantic model, without importing pydantic."""
+    pydantic = sys.modules.get("pydantic")
+    return pydantic is not None and isinstance(value, pydantic.BaseModel)
+
+
+def is_msgspec(value: Any) -> bool:
+    """Whether the value is a msgspec struct, without importing msgspec."""
+    msgspec = sys.modules.get("msgspec")
+    return msgspec is not None and isinstance(value, msgspec.Struct)
+
+
+class Types:
+    """Finds a type by its stored name: among the declared ones first, then the loaded modules."""
+
+    __slots__ = ("_declared",)
+
+    def __init__(self, declared: Iterable[type] = ()) -> None:
+        self._declared = {type_name(kind): kind for kind in declared}
+
+    def find(self, name: str) -> type:
+        """The type; raises `NotReadable` when this process does not know it."""
+        found = self._declared.get(name)
+        if found is not None:
+            return found
+        module_name, _, qualified = name.partition(":")
+        place: Any = sys.modules.get(module_name)
+        for part in qualified.split("."):
+            place = getattr(place, part, None)
+        if isinstance(place, type):
+            return place
+        raise NotReadable(
+            f"the stored outcome is a {name}, which is not loaded here: annotate the operation's "
+            "return type, or pass returns="
+        )
+
+
+def from_tree(tree: Any, types: Types) -> Any:
+    """The value of a tree; raises `NotReadable` when a type is unknown or has changed."""
+    if isinstance(tree, list):
+        return [from_tree(item, types) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    tag = tree.get("$")
+    if tag is None:
+        return {name: from_tree(item, types) for name, item in tree.items()}
+    decode = _DECODERS.get(tag)
+    if decode is None:
+        raise NotReadable(f"the stored outcome holds a {tag!r}, which this release does not know")
+    return decode(tree, types)
+
+
+def _read_enum(tree: Any, types: Types) -> Any:
+    kind: Any = types.find(tree["t"])
+    try:
+        return kind[tree["v"]]
+    except (KeyError, TypeError):
+        raise NotReadable(f"{tree['t']} has no member {tree['v']!r} any more") from None
+
+
+def read_dataclass(kind: type, tree: dict[str, Any], types: Types) -> Any:
+    """The dataclass with these fields; raises `NotReadable` when its fields have changed."""
+    if not dataclasses.is_dataclass(kind):
+        raise NotReadable(f"{type_name(kind)} is not a dataclass any more")
+    values = {name: from_tree(item, types) for name, item in tree.items()}
+    known = {item.name: item for item in dataclasses.fields(kind)}
+    try:
+        made = kind(**{name: item for name, item in values.items() if known[name].init})
+    except (KeyError, TypeError, ValueError) as error:
+        raise NotReadable(f"the fields of {type_name(kind)} have changed: {error}") from None
+    for name, item in values.items():
+        if not known[name].init:
+            object.__setattr__(made, name, item)
+    return made
+
+
+def _read_namedtuple(tree: Any, types: Types) -> Any:
+    kind: Any = types.find(tree["t"])
+    try:
+        return kind._make(from_tree(item, types) for item in tree["v"])
+    except (AttributeError, TypeError) as error:
+        raise NotReadable(f"the fields of {tree['t']} have changed: {error}") from None
+
+
+def read_pydantic(kind: Any, body: bytes) -> Any:
+    """The pydantic model of a JSON text; raises `NotReadable` when it no longer validates."""
+    try:
+        return kind.model_validate_json(body)
+    except (ValueError, AttributeError) as error:
+        raise NotReadable(f"{type_name(kind)} no longer fits what was stored: {error}") from None
+
+
+def read_msgspec(kind: Any, body: bytes) -> Any:
+    """The msgspec struct of a JSON text; raises `NotReadable` when it no longer validates."""
+    msgspec = sys.modules.get("msgspec")
+    if msgspec is None:
+        raise NotReadable(f"{type_name(kind)} needs msgspec, which is not loaded here")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (ValueError, TypeError) as error:
+        raise NotReadable(f"{type_name(kind)} no longer fits what was stored: {error}") from None
+
+
+_DECODERS: Final[dict[str, Callable[[Any, Types], Any]]] = {
+    "dict": lambda tree, types: {
+        from_tree(name, types): from_tree(item, types) for name, item in tree["v"]
+    },
+    "tuple": lambda tree, types: tuple(from_tree(tree["v"], types)),
+    "set": lambda tree, types: set(from_tree(tree["v"], types)),
+    "frozenset": lambda tree, types: frozenset(from_tree(tree["v"], types)),
+    "float": lambda tree, types: float(tree["v"]),
+    "bytes": lambda tree, types: base64.b64decode(tree["v"]),
+    "decimal": lambda tree, types: Decimal(tree["v"]),
+    "uuid": lambda tree, types: UUID(tree["v"]),
+    "datetime": lambda tree, types: datetime.fromisoformat(tree["v"]),
+    "date": lambda tree, types: date.fromisoformat(tree["v"]),
+    "time": lambda tree, types: time.fromisoformat(tree["v"]),
+    "timedelta": lambda tree, types: timedelta(*tree["v"]),
+    "enum": _read_enum,
+    "dataclass": lambda tree, types: read_dataclass(types.find(tree["t"]), tree["v"], types),
+    "namedtuple": _read_namedtuple,
+    "pydantic": lambda tree, types: read_pydantic(types.find(tree["t"]), json_bytes(tree["v"])),
+    "msgspec": lambda tree, types: read_msgspec(types.find(tree["t"]), json_bytes(tree["v"])),
+}

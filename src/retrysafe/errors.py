@@ -1,0 +1,167 @@
+"""Every error that retrysafe raises, under one root.
+
+    RetrysafeError
+    ├── InvalidInput (also a ValueError)
+    │   ├── KeyInvalid             the key is empty, too long or not text
+    │   ├── CallerMissing          nobody said whose key it is
+    │   ├── SecretMissing          a keyed hash was asked for, and there is no secret
+    │   ├── PolicyInvalid          a limit or a window makes no sense
+    │   ├── FingerprintImpossible  a value of the request has no canonical form
+    │   └── StoreUrlInvalid        no store is meant by that URL
+    ├── KeyReused                  the key belongs to another request
+    ├── OperationInFlight          the first run has not ended yet
+    ├── OperationFailed            the first run failed for good; this is its failure
+    │   └── AttemptsExhausted      every allowed attempt died or failed
+    ├── OutcomeUnavailable         the first run is done, and its outcome cannot be shown
+    ├── OutcomeNotStored           the operation ran, and the store could not be told
+    ├── ClaimLost                  another owner has the key now; nothing was written
+    ├── StoreError
+    │   ├── StoreUnavailable       the store did not answer
+    │   ├── StoreRejected          the store refuses this one row
+    │   ├── StoreMissing           there is no database where the URL points
+    │   ├── SchemaMissing          the database has no retrysafe schema, or an old one
+    │   ├── SchemaTooNew           the database was migrated by a newer release
+    │   ├── SchemaChanged          an applied migration is not the one that this release has
+    │   └── DigestCollision        two keys share one digest; neither is served for the other
+    ├── OperatorRefused            an operator's command would be unsafe in this state
+    ├── Closed                     the object was closed
+    └── FlowSuspended              a blocking flow met a port that needs an event loop
+
+This module owns the words for what can go wrong. It must not know how any of it is detected.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+
+class RetrysafeError(Exception):
+    """The root of all errors; `retryable` says whether the same call may succeed later."""
+
+    retryable = False
+
+    def __init__(self, message: str, *, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+class InvalidInput(RetrysafeError, ValueError):
+    """What was passed in cannot be used; nothing was claimed and nothing ran."""
+
+
+class KeyInvalid(InvalidInput):
+    """The key is empty, too long or cannot be stored as text."""
+
+
+class CallerMissing(InvalidInput):
+    """A key was given without saying whose it is."""
+
+
+class SecretMissing(InvalidInput):
+    """A keyed hash was asked for, and no secret was configured."""
+
+
+class PolicyInvalid(InvalidInput):
+    """A policy contradicts itself or leaves a limit open."""
+
+
+class FingerprintImpossible(InvalidInput):
+    """A value of the request has no canonical form, so two requests cannot be compared."""
+
+
+class StoreUrlInvalid(InvalidInput):
+    """The URL names no store that retrysafe has."""
+
+
+class KeyReused(RetrysafeError):
+    """The key was first used with a different request; the stored outcome is not shown."""
+
+
+class OperationInFlight(RetrysafeError):
+    """The first run of this key has not ended; `retry_after` is its remaining lease."""
+
+    retryable = True
+
+    def __init__(self, message: str, *, key: str, retry_after: timedelta) -> None:
+        super().__init__(message, key=key)
+        self.retry_after = retry_after
+
+
+class OperationFailed(RetrysafeError):
+    """The first run failed for good; carries the type name and the message of its exception."""
+
+    def __init__(self, message: str, *, key: str, type_name: str) -> None:
+        super().__init__(message, key=key)
+        self.type_name = type_name
+
+
+class AttemptsExhausted(OperationFailed):
+    """Every allowed attempt crashed or failed, so the operation is not run again."""
+
+
+class OutcomeUnavailable(RetrysafeError):
+    """The operation is done and will not run again, but its outcome cannot be shown."""
+
+
+class OutcomeNotStored(RetrysafeError):
+    """The operation ran, and its ending could not be stored in time.
+
+    `value` is what it returned (None if it raised; the exception is then the cause). The key
+    stays pending until its lease ends, and a retry after that runs the operation again.
+    """
+
+    retryable = True
+
+    def __init__(self, message: str, *, key: str, value: object = None) -> None:
+        super().__init__(message, key=key)
+        self.value = value
+
+
+class ClaimLost(RetrysafeError):
+    """Another owner holds the key; what this one wanted to write was refused."""
+
+
+class StoreError(RetrysafeError):
+    """The store could not do what it was asked to do."""
+
+
+class StoreUnavailable(StoreError):
+    """The store did not answer; a write may or may not have happened."""
+
+    retryable = True
+
+
+class StoreRejected(StoreError):
+    """The store refuses this one row; its neighbours in the batch are not affected."""
+
+
+class StoreMissing(StoreError):
+    """There is no database where the URL points."""
+
+
+class SchemaMissing(StoreError):
+    """The database has no retrysafe schema, or an older one."""
+
+
+class SchemaTooNew(StoreError):
+    """The database was migrated by a newer release than this one."""
+
+
+class SchemaChanged(StoreError):
+    """A migration that was applied differs from the one that this release ships."""
+
+
+class DigestCollision(StoreError):
+    """Two different keys have the same digest; the second one is refused."""
+
+
+class OperatorRefused(RetrysafeError):
+    """An operator's command would be unsafe in the record's present state."""
+
+
+class Closed(RetrysafeError):
+    """The object was closed; it starts nothing new."""
+
+
+class FlowSuspended(RetrysafeError):
+    """A blocking flow met a port that only an event loop can drive."""

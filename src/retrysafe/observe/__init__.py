@@ -1,0 +1,1 @@
+"""Listeners for what the engine reports."""

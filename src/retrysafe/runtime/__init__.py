@@ -1,0 +1,1 @@
+"""The faces of the engine: threads and asyncio, with what keeps a running operation alive."""

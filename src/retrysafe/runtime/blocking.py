@@ -1,0 +1,301 @@
+"""The face for threads: plain calls, no event loop, no hidden thread but the heartbeat's."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
+
+from retrysafe import forks
+from retrysafe.core.attempt import Attempt
+from retrysafe.core.call import Answer, Call
+from retrysafe.core.engine import Engine
+from retrysafe.core.events import Emit
+from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.core.keys import Key
+from retrysafe.core.model import OperatorCommand, StoredKey, SweepReport
+from retrysafe.core.policy import Policy
+from retrysafe.core.ports import Store, Waits, Writer
+from retrysafe.errors import InvalidInput
+from retrysafe.runtime.calls import (
+    ONCE_ATTRIBUTE,
+    UNSET,
+    CallerSource,
+    KeySource,
+    Unset,
+    once_of,
+    owner_name,
+)
+from retrysafe.runtime.current import current
+from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.face import Face, mint_token, operator_outcome
+from retrysafe.runtime.gate import ThreadGate
+from retrysafe.runtime.group_commit import DirectWriter, ThreadGroupCommit
+from retrysafe.runtime.heartbeat import ThreadHeartbeat
+from retrysafe.runtime.waiting import ThreadWaiting
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _InterruptedThread:
+    """Finishes the last write of a thread that is being interrupted, in that same thread."""
+
+    def adopt(self, flow: Coroutine[Any, Any, None]) -> None:
+        """Runs the flow now; a second interrupt ends it."""
+        run_sync(flow)
+
+
+class BlockingIdempotency(Face):
+    """Runs operations once, for threads and processes."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        caller: CallerSource | None = None,
+        policy: Policy | None = None,
+        rule: FingerprintRule | None = None,
+        secret: bytes | str | None = None,
+        cache: bool = True,
+        observers: Iterable[Emit] = (),
+        owns_store: bool = False,
+    ) -> None:
+        super().__init__(
+            store,
+            caller=caller,
+            policy=policy,
+            rule=rule,
+            secret=secret,
+            cache=cache,
+            observers=observers,
+            owns_store=owns_store,
+        )
+        if store.capabilities.waits is Waits.SUSPENDING:
+            raise InvalidInput("this store needs an event loop: use AsyncIdempotency with it")
+        self._build()
+        forks.register(self)
+
+    def _build(self) -> None:
+        store = self._store
+        self._gate = ThreadGate()
+        self._heartbeat = ThreadHeartbeat(store, self._report)
+        writer: Writer = (
+            DirectWriter(store)
+            if store.capabilities.waits is Waits.NEVER
+            else ThreadGroupCommit(store)
+        )
+        self._engine = Engine(
+            writer=writer,
+            waiting=ThreadWaiting(),
+            lock=threading.Lock(),
+            renewals=self._heartbeat,
+            orphanage=_InterruptedThread(),
+            mint_token=mint_token,
+            cache=self._new_cache(),
+            report=self._report,
+            owner=owner_name(),
+            secret=self._settings.secret,
+        )
+
+    def after_fork_in_child(self) -> None:
+        """Starts afresh: the parent's running operations are the parent's to renew."""
+        was_closed = self._gate.is_closed
+        self._build()
+        self._gate.is_closed = was_closed
+
+    # Running operations.
+
+    def run(
+        self,
+        key: str | Key,
+        operation: Callable[..., T],
+        /,
+        *args: Any,
+        caller: CallerSource | None = None,
+        name: str | None = None,
+        request: object = UNSET,
+        policy: Policy | None = None,
+        rule: FingerprintRule | None = None,
+        returns: type | tuple[type, ...] | None = None,
+    ) -> T:
+        """Runs `operation(*args)` once for this key, and returns the first run's outcome.
+
+        The request that a retry must match is the operation's name with `request`, or with `args`
+        when no request is given. Raises `KeyReused`, `OperationInFlight`, the stored failure,
+        `OutcomeUnavailable`, `ClaimLost`, `OutcomeNotStored`, `StoreUnavailable`, and what the
+        operation raises.
+        """
+        return self.answer(
+            key,
+            operation,
+            *args,
+            caller=caller,
+            name=name,
+            request=request,
+            policy=policy,
+            rule=rule,
+            returns=returns,
+        ).value
+
+    def answer(
+        self,
+        key: str | Key,
+        operation: Callable[..., T],
+        /,
+        *args: Any,
+        caller: CallerSource | None = None,
+        name: str | None = None,
+        request: object | Unset = UNSET,
+        policy: Policy | None = None,
+        rule: FingerprintRule | None = None,
+        returns: type | tuple[type, ...] | None = None,
+    ) -> Answer[T]:
+        """As `run`, and also tells whether the outcome is a replay."""
+        _require_plain(operation)
+        call = self._call(
+            key,
+            operation,
+            args,
+            caller=caller,
+            name=name,
+            request=request,
+            policy=policy,
+            rule=rule,
+            returns=returns,
+        )
+        return self._answer(call, operation, args, {})
+
+    def once(
+        self,
+        *,
+        key: KeySource,
+        caller: CallerSource | None = None,
+        name: str | None = None,
+        policy: Policy | None = None,
+        rule: FingerprintRule | None = None,
+        ignore: Iterable[str] = (),
+        returns: type | tuple[type, ...] | None = None,
+    ) -> Callable[[Callable[P, T]], Callable[P, T]]:
+        """Decorates a function or method so that each key runs it once.
+
+        `key` names the parameters that identify the operation, or is a function of the arguments,
+        or a `BodyKey`. `ignore` names parameters that are not part of the request.
+        """
+
+        def decorate(function: Callable[P, T]) -> Callable[P, T]:
+            _require_plain(function)
+            decoration = self._once(
+                function,
+                key=key,
+                caller=caller,
+                name=name,
+                policy=policy,
+                rule=rule,
+                ignore=ignore,
+                returns=returns,
+            )
+
+            @functools.wraps(function)
+            def run_once(*args: P.args, **kwargs: P.kwargs) -> T:
+                value: T = self._answer(decoration.call(args, kwargs), function, args, kwargs).value
+                return value
+
+            setattr(run_once, ONCE_ATTRIBUTE, decoration)
+            return run_once
+
+        return decorate
+
+    def answer_of(
+        self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Answer[T]:
+        """Calls a function decorated with `once`, and also tells whether it was a replay."""
+        once, bound = once_of(function)
+        arguments = (*bound, *args)
+        return self._answer(once.call(arguments, kwargs), once.function, arguments, kwargs)
+
+    def _answer(
+        self, call: Call, operation: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Answer[Any]:
+        async def invoke(attempt: Attempt) -> Any:
+            token = current.set(attempt)
+            try:
+                value = operation(*args, **kwargs)
+            finally:
+                current.reset(token)
+            if inspect.iscoroutine(value):
+                # Nothing has run yet: the coroutine was only made.
+                value.close()
+                raise InvalidInput("the operation is async: use AsyncIdempotency for it")
+            return value
+
+        gate = self._gate
+        gate.enter()
+        try:
+            return run_sync(self._engine.answer(call, invoke))
+        finally:
+            gate.leave()
+
+    # Looking after the store.
+
+    def read(self, key: str | Key, *, caller: CallerSource | None = None) -> StoredKey | None:
+        """The stored record of a key with its steps and its audit."""
+        return run_sync(self._store.read(self._settings.key(key, caller)))
+
+    def release(
+        self, key: str | Key, *, caller: CallerSource | None = None, force: bool = False
+    ) -> None:
+        """Frees a key whose owner is gone or whose failure is to be tried again.
+
+        Raises `OperatorRefused` when that could run the operation twice; `force` frees a key
+        whose lease still holds, and whoever held it has lost its claim.
+        """
+        command = OperatorCommand.FORCE_RELEASE if force else OperatorCommand.RELEASE
+        self._operate(self._settings.key(key, caller), command)
+
+    def expire(self, key: str | Key, *, caller: CallerSource | None = None) -> None:
+        """Ends a settled key's active window now: its next use runs the operation again.
+
+        Raises `OperatorRefused` for a pending key.
+        """
+        self._operate(self._settings.key(key, caller), OperatorCommand.EXPIRE)
+
+    def _operate(self, key: Key, command: OperatorCommand) -> None:
+        decision = run_sync(self._store.operate(key, command))
+        self._engine.forget(key)
+        operator_outcome(decision, command, key, run_sync(self._store.read(key)))
+
+    def sweep(self, *, limit: int = 1000) -> SweepReport:
+        """Removes at most `limit` keys and outcomes that are past their windows."""
+        return run_sync(self._store.sweep(limit))
+
+    def close(self, wait: timedelta = timedelta(seconds=30)) -> bool:
+        """Starts nothing new and waits for running operations; False when some still run.
+
+        Those keep their claims until the leases end, since nothing renews them any more.
+        """
+        has_ended = self._gate.close(wait.total_seconds())
+        self._heartbeat.stop()
+        if self._owns_store:
+            run_sync(self._store.close())
+        return has_ended
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _require_plain(operation: Callable[..., Any]) -> None:
+    if inspect.iscoroutinefunction(operation):
+        raise InvalidInput(f"{operation!r} is async: use AsyncIdempotency for it")

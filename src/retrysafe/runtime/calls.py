@@ -1,0 +1,242 @@
+"""From a function and its arguments to a call: key, caller, fingerprint, codec.
+
+Owns what the faces have in common before the engine is asked. It does no I/O.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, Final
+
+from retrysafe.core.call import Call
+from retrysafe.core.codec import ValueCodec
+from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.core.framing import Part
+from retrysafe.core.keys import Caller, GlobalCaller, Key, body_key, checked_secret, natural_key
+from retrysafe.core.policy import Policy
+from retrysafe.core.values import NotStorable, sorted_json_bytes, to_tree
+from retrysafe.errors import CallerMissing, FingerprintImpossible, InvalidInput, KeyInvalid
+
+
+class Unset:
+    """The type of `UNSET`: nothing was passed, which is not the same as None."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET: Final = Unset()
+
+CallerSource = Caller | Callable[[], Caller]
+_NO_TYPES = ValueCodec()
+
+
+@dataclass(frozen=True, slots=True)
+class BodyKey:
+    """A key made from the arguments themselves, for calls that have none.
+
+    Equal calls within the window count as one; the window starts when the first one ends.
+    """
+
+    window: timedelta = timedelta(minutes=5)
+
+
+KeySource = str | tuple[str, ...] | BodyKey | Callable[..., str | Key | tuple[Part, ...]]
+
+
+@dataclass(slots=True)
+class Settings:
+    """What a face was made with."""
+
+    caller: CallerSource | None
+    policy: Policy
+    rule: FingerprintRule
+    secret: bytes | None
+
+    def key(self, key: str | Key, caller: CallerSource | None) -> Key:
+        """The scoped key; raises `CallerMissing` when nobody said whose it is."""
+        if isinstance(key, Key):
+            if caller is not None:
+                raise InvalidInput("pass a Key or a caller, not both: the Key has its caller")
+            return key
+        source = self.caller if caller is None else caller
+        if source is None:
+            raise CallerMissing(
+                "whose key is it? Pass caller=… with the authenticated account (a text, or a "
+                "function that returns it), or caller=GLOBAL for one namespace shared by everybody"
+            )
+        if not isinstance(source, str | GlobalCaller):
+            source = source()
+        return Key(key, caller=source)
+
+
+def owner_name() -> str:
+    """Who holds a claim, for operators: host and process id."""
+    return f"{socket.gethostname()[:100]}:{os.getpid()}"
+
+
+def operation_name(operation: Callable[..., Any]) -> str:
+    """The name that tells operations apart; nameless ones share the empty name."""
+    name = getattr(operation, "__qualname__", "")
+    if not name or name.endswith("<lambda>"):
+        return ""
+    return f"{getattr(operation, '__module__', '')}.{name}"[:255]
+
+
+def returned_types(operation: Callable[..., Any]) -> tuple[type, ...]:
+    """The classes in an operation's return annotation, for rebuilding a stored result."""
+    if "return" not in getattr(operation, "__annotations__", {}):
+        return ()
+    return _resolved_types(operation)
+
+
+@lru_cache(maxsize=512)
+def _resolved_types(operation: Callable[..., Any]) -> tuple[type, ...]:
+    try:
+        annotation = typing.get_type_hints(operation).get("return")
+    except Exception:
+        return ()  # An annotation that cannot be resolved here is only a missing hint.
+    return tuple(_classes(annotation))
+
+
+def _classes(annotation: Any) -> Iterable[type]:
+    arguments = typing.get_args(annotation)
+    for argument in arguments:
+        yield from _classes(argument)
+    if not arguments and isinstance(annotation, type):
+        yield annotation
+
+
+def codec_for(operation: Callable[..., Any], returns: type | tuple[type, ...] | None) -> ValueCodec:
+    """The codec that can rebuild what the operation returns."""
+    if returns is not None:
+        return ValueCodec(returns if isinstance(returns, tuple) else tuple(_classes(returns)))
+    types = returned_types(operation)
+    return ValueCodec(types) if types else _NO_TYPES
+
+
+def request_tree(request: object) -> Any:
+    """What is asked for as a JSON tree; raises `FingerprintImpossible`."""
+    try:
+        return to_tree(request, "the request")
+    except (NotStorable, RecursionError) as error:
+        raise FingerprintImpossible(
+            f"two requests can only be told apart by values with a stable form: {error}. Leave it "
+            "out with ignore=…, or pass request=… with what identifies the request"
+        ) from None
+
+
+def make_call(
+    settings: Settings,
+    operation: Callable[..., Any],
+    *,
+    key: Key,
+    name: str,
+    request: object,
+    policy: Policy | None,
+    rule: FingerprintRule | None,
+    codec: ValueCodec,
+) -> Call:
+    """The call that the engine answers."""
+    rule = rule or settings.rule
+    return Call(
+        key,
+        rule.fingerprints_of_value(name.encode(), tree=request_tree(request)),
+        policy or settings.policy,
+        name,
+        codec,
+    )
+
+
+@dataclass(slots=True)
+class Once:
+    """A decorated function: how its calls become keys and requests."""
+
+    function: Callable[..., Any]
+    settings: Settings
+    key_source: KeySource
+    name: str
+    caller: CallerSource | None
+    policy: Policy
+    rule: FingerprintRule | None
+    codec: ValueCodec
+    ignore: frozenset[str]
+    signature: inspect.Signature = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.signature = inspect.signature(self.function)
+        names = list(self.signature.parameters)
+        if names and names[0] in ("self", "cls"):
+            # The object is where the method lives, not part of what is asked for.
+            self.ignore |= {names[0]}
+        named = self.key_source if isinstance(self.key_source, tuple) else (self.key_source,)
+        for item in (*named, *sorted(self.ignore)):
+            if isinstance(item, str) and item not in names:
+                raise KeyInvalid(
+                    f"{self.name} has no parameter {item!r}: key= and ignore= take names of its "
+                    f"parameters ({', '.join(names)}), key= also takes a function of its arguments"
+                )
+        if isinstance(self.key_source, BodyKey):
+            checked_secret(self.settings.secret)
+            window = self.key_source.window
+            self.policy = self.policy.with_changes(
+                active_window=window, audit_window=max(window, self.policy.audit_window)
+            )
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """The call for these arguments; raises TypeError as the function itself would."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        request = {
+            name: value for name, value in bound.arguments.items() if name not in self.ignore
+        }
+        key = self._key(bound, args, kwargs, request)
+        return make_call(
+            self.settings,
+            self.function,
+            key=self.settings.key(key, None if isinstance(key, Key) else self.caller),
+            name=self.name,
+            request=request,
+            policy=self.policy,
+            rule=self.rule,
+            codec=self.codec,
+        )
+
+    def _key(
+        self,
+        bound: inspect.BoundArguments,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        request: dict[str, Any],
+    ) -> str | Key:
+        source = self.key_source
+        if isinstance(source, str):
+            source = (source,)
+        if isinstance(source, tuple):
+            return natural_key(self.name, **{name: bound.arguments[name] for name in source})
+        if isinstance(source, BodyKey):
+            secret = checked_secret(self.settings.secret)
+            return body_key(secret, self.name, sorted_json_bytes(request_tree(request)))
+        made = source(*args, **kwargs)
+        return natural_key(self.name, *made) if isinstance(made, tuple) else made
+
+
+ONCE_ATTRIBUTE: Final = "__retrysafe_once__"
+
+
+def once_of(function: Callable[..., Any]) -> tuple[Once, tuple[Any, ...]]:
+    """The decoration of a function or bound method, and the arguments that it is bound to."""
+    once = getattr(function, ONCE_ATTRIBUTE, None)
+    if not isinstance(once, Once):
+        raise InvalidInput(f"{function!r} is not decorated with once()")
+    owner = getattr(function, "__self__", None)
+    return once, () if owner is None else (owner,)

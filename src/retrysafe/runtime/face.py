@@ -1,0 +1,170 @@
+"""What both faces share: their settings, and how listeners are told.
+
+Owns nothing that waits; the faces add that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from retrysafe.core.cache import ReplayCache
+from retrysafe.core.call import Call
+from retrysafe.core.events import ALL_KINDS, Emit, Event, Reporter
+from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.core.keys import Key, checked_secret
+from retrysafe.core.model import TOKEN_BYTES, Condition, Decision, OperatorCommand, StoredKey
+from retrysafe.core.policy import Policy
+from retrysafe.core.ports import Store
+from retrysafe.errors import InvalidInput, OperatorRefused
+from retrysafe.runtime.calls import (
+    UNSET,
+    CallerSource,
+    KeySource,
+    Once,
+    Settings,
+    Unset,
+    codec_for,
+    make_call,
+    operation_name,
+)
+
+_logger = logging.getLogger("retrysafe")
+
+
+def mint_token() -> bytes:
+    """A token that no other claim ever had or will have."""
+    return os.urandom(TOKEN_BYTES)
+
+
+def reporter(observers: Iterable[Emit]) -> Reporter:
+    """One listener for many; what a listener raises never reaches the operation.
+
+    A listener that has `kinds` hears those only. Nobody pays for events that nobody wants.
+    """
+    listeners = tuple(observers)
+    if not listeners:
+        return Reporter(None)
+    kinds = frozenset().union(*(getattr(item, "kinds", ALL_KINDS) for item in listeners))
+
+    def tell(event: Event) -> None:
+        for listener in listeners:
+            try:
+                listener(event)
+            except Exception:
+                _logger.exception("an observer of retrysafe failed")
+
+    return Reporter(tell, kinds)
+
+
+class Face:
+    """The settings of an `Idempotency` or `AsyncIdempotency` object."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        caller: CallerSource | None = None,
+        policy: Policy | None = None,
+        rule: FingerprintRule | None = None,
+        secret: bytes | str | None = None,
+        cache: bool = True,
+        observers: Iterable[Emit] = (),
+        owns_store: bool = False,
+    ) -> None:
+        secret_bytes = secret.encode() if isinstance(secret, str) else secret
+        if secret_bytes is not None:
+            checked_secret(secret_bytes)
+        self._store = store
+        self._settings = Settings(
+            caller, policy or Policy(), rule or FingerprintRule(), secret_bytes
+        )
+        self._has_cache = cache
+        self._report = reporter(observers)
+        self._owns_store = owns_store
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of calls that bring none of their own."""
+        return self._settings.policy
+
+    def _new_cache(self) -> ReplayCache | None:
+        return ReplayCache() if self._has_cache else None
+
+    def _call(
+        self,
+        key: str | Key,
+        operation: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        caller: CallerSource | None,
+        name: str | None,
+        request: object | Unset,
+        policy: Policy | None,
+        rule: FingerprintRule | None,
+        returns: type | tuple[type, ...] | None,
+    ) -> Call:
+        return make_call(
+            self._settings,
+            operation,
+            key=self._settings.key(key, caller),
+            name=operation_name(operation) if name is None else name,
+            request=list(args) if request is UNSET else request,
+            policy=policy,
+            rule=rule,
+            codec=codec_for(operation, returns),
+        )
+
+    def _once(
+        self,
+        function: Callable[..., Any],
+        *,
+        key: KeySource,
+        caller: CallerSource | None,
+        name: str | None,
+        policy: Policy | None,
+        rule: FingerprintRule | None,
+        ignore: Iterable[str],
+        returns: type | tuple[type, ...] | None,
+    ) -> Once:
+        if isinstance(ignore, str):
+            raise InvalidInput(f"ignore takes a list of parameter names, got the text {ignore!r}")
+        return Once(
+            function,
+            self._settings,
+            key,
+            operation_name(function) if name is None else name,
+            caller,
+            policy or self._settings.policy,
+            rule,
+            codec_for(function, returns),
+            frozenset(ignore),
+        )
+
+
+def operator_outcome(
+    decision: Decision, command: OperatorCommand, key: Key, stored: StoredKey | None
+) -> None:
+    """Raises `OperatorRefused` with what to do instead, when the command was refused."""
+    if decision is not Decision.REFUSE:
+        return
+    if stored is None:
+        raise OperatorRefused(
+            f"there is no record of {key!r}: check the key and the caller", key=key.text
+        )
+    condition = stored.condition
+    advice = {
+        (OperatorCommand.RELEASE, Condition.RUNNING): (
+            "its owner may still be at work; wait for the lease, or force the release if you know "
+            "that the owner is gone"
+        ),
+    }.get((command, condition))
+    if advice is None and command is OperatorCommand.EXPIRE:
+        advice = "a pending record never expires; release it first, or wait for its lease"
+    if advice is None:
+        advice = "the operation succeeded; expire the key if it must be able to run again"
+    raise OperatorRefused(
+        f"cannot {command.value} {key!r} while it is {condition.value}: {advice}", key=key.text
+    )

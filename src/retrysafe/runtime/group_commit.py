@@ -1,0 +1,258 @@
+"""Group commit: rows that arrive while a commit is under way leave together in the next one.
+
+Owns the queue between callers and a store. There is no timer: a row that arrives when nothing is
+under way leaves at once, so an idle system waits for nothing, and a busy one pays one disk flush
+for many rows. A failed commit is told to every row in it; nobody knows whether it happened, and
+asking again with the same token is safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final
+
+from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
+from retrysafe.core.ports import Store
+from retrysafe.errors import StoreError, StoreUnavailable
+from retrysafe.runtime.drive import run_sync
+
+Row = ClaimRequest | Settlement
+_WAITING: Final = object()
+
+
+class _Entry:
+    """One row on its way, and the place where its thread waits."""
+
+    __slots__ = ("batch", "gate", "result", "row")
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self.result: Any = _WAITING
+        # Set when this entry's thread is to carry the next batch; the entry is its first row.
+        self.batch: list[_Entry] | None = None
+        self.gate: threading.Lock | None = None
+
+
+def _split(rows: Sequence[Row]) -> tuple[list[ClaimRequest], list[Settlement]]:
+    claims: list[ClaimRequest] = []
+    settlements: list[Settlement] = []
+    for row in rows:
+        if isinstance(row, ClaimRequest):
+            claims.append(row)
+        else:
+            settlements.append(row)
+    return claims, settlements
+
+
+def _merged(rows: Sequence[Row], claimed: Sequence[Any], settled: Sequence[Any]) -> list[Any]:
+    """The store's answers in the order of the rows."""
+    claim_answers, settle_answers = iter(claimed), iter(settled)
+    return [
+        next(claim_answers) if isinstance(row, ClaimRequest) else next(settle_answers)
+        for row in rows
+    ]
+
+
+def _as_store_error(error: BaseException) -> StoreError:
+    """A fresh error for one caller: a shared one would collect everybody's traceback."""
+    if isinstance(error, StoreError):
+        fresh = type(error)(str(error), key=error.key)
+    else:
+        fresh = StoreUnavailable(f"the commit broke off: {error!r}")
+    fresh.__cause__ = error
+    return fresh
+
+
+class ThreadGroupCommit:
+    """Group commit among threads: one of the waiting threads carries the batch for the others."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        capabilities = store.capabilities
+        self._batch_limit = capabilities.batch_limit
+        self._carriers_limit = capabilities.batches_in_flight
+        self._lock = threading.Lock()
+        self._queue: deque[_Entry] = deque()
+        self._carriers = 0
+
+    async def claim(self, request: ClaimRequest) -> ClaimAnswer:
+        """Claims a key in the next batch."""
+        answer: ClaimAnswer = self._submit(request)
+        return answer
+
+    async def settle(self, settlement: Settlement) -> SettleAnswer:
+        """Ends or extends an attempt in the next batch."""
+        answer: SettleAnswer = self._submit(settlement)
+        return answer
+
+    def _submit(self, row: Row) -> Any:
+        entry = _Entry(row)
+        with self._lock:
+            if self._carriers < self._carriers_limit:
+                self._carriers += 1
+                entry.batch = [entry]
+            else:
+                entry.gate = threading.Lock()
+                entry.gate.acquire()
+                self._queue.append(entry)
+        if entry.gate is not None:
+            try:
+                # Released when the row is answered, or when this thread is to carry a batch.
+                entry.gate.acquire()
+            except BaseException:
+                self._withdraw(entry)
+                raise
+        if entry.batch is not None:
+            self._carry(entry.batch)
+        result = entry.result
+        if isinstance(result, StoreError):
+            raise result
+        return result
+
+    def _withdraw(self, entry: _Entry) -> None:
+        """Takes back the row of an interrupted thread, or carries the batch that waits for it."""
+        with self._lock:
+            if entry in self._queue:
+                self._queue.remove(entry)
+                return
+            batch = entry.batch
+        if batch is not None:
+            self._carry(batch)
+
+    def _carry(self, batch: list[_Entry]) -> None:
+        try:
+            rows = [entry.row for entry in batch]
+            claims, settlements = _split(rows)
+            claimed, settled = run_sync(self._store.commit(claims, settlements))
+            for entry, answer in zip(batch, _merged(rows, claimed, settled), strict=True):
+                entry.result = answer
+        except StoreError as error:
+            self._fail(batch, error)
+        except BaseException as error:
+            # Also for an interrupt in this thread: the other rows' threads must not wait for ever.
+            self._fail(batch, error)
+            raise
+        finally:
+            self._hand_over()
+            for entry in batch:
+                if entry.gate is not None and entry is not batch[0]:
+                    entry.gate.release()
+
+    @staticmethod
+    def _fail(batch: list[_Entry], error: BaseException) -> None:
+        for entry in batch:
+            entry.result = _as_store_error(error)
+
+    def _hand_over(self) -> None:
+        """Gives the queue to its first thread, or ends the carrying when it is empty."""
+        with self._lock:
+            if not self._queue:
+                self._carriers -= 1
+                return
+            count = min(len(self._queue), self._batch_limit)
+            batch = [self._queue.popleft() for _ in range(count)]
+            first = batch[0]
+            first.batch = batch
+            assert first.gate is not None  # Every queued entry waits at its gate.
+            first.gate.release()
+
+
+class TaskGroupCommit:
+    """Group commit among the tasks of one event loop."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        capabilities = store.capabilities
+        self._batch_limit = capabilities.batch_limit
+        self._flights_limit = capabilities.batches_in_flight
+        self._queue: deque[tuple[Row, asyncio.Future[Any]]] = deque()
+        self._flights: set[asyncio.Task[None]] = set()
+        self._is_scheduled = False
+
+    def claim(self, request: ClaimRequest) -> asyncio.Future[ClaimAnswer]:
+        """Claims a key in the next batch."""
+        return self._submit(request)
+
+    def settle(self, settlement: Settlement) -> asyncio.Future[SettleAnswer]:
+        """Ends or extends an attempt in the next batch; cancelling the wait does not stop it."""
+        return self._submit(settlement)
+
+    def _submit(self, row: Row) -> asyncio.Future[Any]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        self._queue.append((row, future))
+        if not self._is_scheduled and len(self._flights) < self._flights_limit:
+            # At the end of this turn of the loop: what other ready tasks add comes along.
+            self._is_scheduled = True
+            loop.call_soon(self._launch)
+        return future
+
+    def _launch(self) -> None:
+        self._is_scheduled = False
+        while self._queue and len(self._flights) < self._flights_limit:
+            count = min(len(self._queue), self._batch_limit)
+            batch = [self._queue.popleft() for _ in range(count)]
+            flight = asyncio.get_running_loop().create_task(self._fly(batch))
+            self._flights.add(flight)
+            flight.add_done_callback(self._landed)
+
+    async def _fly(self, batch: list[tuple[Row, asyncio.Future[Any]]]) -> None:
+        rows = [row for row, _ in batch]
+        claims, settlements = _split(rows)
+        try:
+            claimed, settled = await self._store.commit(claims, settlements)
+            results = _merged(rows, claimed, settled)
+        except BaseException as error:
+            results = [_as_store_error(error) for _ in batch]
+            if not isinstance(error, StoreError):
+                self._answer(batch, results)
+                raise
+        self._answer(batch, results)
+
+    @staticmethod
+    def _answer(batch: list[tuple[Row, asyncio.Future[Any]]], results: list[Any]) -> None:
+        for (_, future), result in zip(batch, results, strict=True):
+            if future.done():
+                continue  # Its caller was cancelled; the row stands all the same.
+            if isinstance(result, StoreError):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+    def _landed(self, flight: asyncio.Task[None]) -> None:
+        self._flights.discard(flight)
+        if not flight.cancelled():
+            flight.exception()  # Told to every row already.
+        self._launch()
+
+    async def drain(self) -> None:
+        """Waits until everything that was submitted is answered."""
+        while self._queue or self._flights:
+            if self._flights:
+                await asyncio.wait(set(self._flights))
+            else:
+                await asyncio.sleep(0)
+
+
+class DirectWriter:
+    """Rows one by one, for a store that never waits: there is nothing to merge them behind."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def claim(self, request: ClaimRequest) -> ClaimAnswer:
+        """Claims a key."""
+        ((answer,), _) = await self._store.commit([request], [])
+        if isinstance(answer, StoreError):
+            raise answer
+        return answer
+
+    async def settle(self, settlement: Settlement) -> SettleAnswer:
+        """Ends or extends an attempt."""
+        (_, (answer,)) = await self._store.commit([], [settlement])
+        if isinstance(answer, StoreError):
+            raise answer
+        return answer

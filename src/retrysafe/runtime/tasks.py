@@ -1,0 +1,341 @@
+"""The face for asyncio: the same methods as the blocking one, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
+
+from retrysafe import forks
+from retrysafe.core.attempt import Attempt
+from retrysafe.core.call import Answer, Call
+from retrysafe.core.engine import Engine
+from retrysafe.core.events import Emit
+from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.core.keys import Key
+from retrysafe.core.model import OperatorCommand, StoredKey, SweepReport
+from retrysafe.core.policy import Policy
+from retrysafe.core.ports import Store, Waits
+from retrysafe.errors import InvalidInput
+from retrysafe.runtime.calls import (
+    ONCE_ATTRIBUTE,
+    UNSET,
+    CallerSource,
+    KeySource,
+    Unset,
+    once_of,
+    owner_name,
+)
+from retrysafe.runtime.current import current
+from retrysafe.runtime.face import Face, mint_token, operator_outcome
+from retrysafe.runtime.gate import TaskGate
+from retrysafe.runtime.group_commit import DirectWriter, TaskGroupCommit
+from retrysafe.runtime.heartbeat import TaskHeartbeat
+from retrysafe.runtime.threaded import ThreadedStore
+from retrysafe.runtime.waiting import NoLock, TaskWaiting
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Orphans:
+    """Finishes the last writes of cancelled tasks in tasks of their own."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def adopt(self, flow: Coroutine[Any, Any, None]) -> None:
+        """Runs the flow in the background; closing the face waits for it."""
+        task = asyncio.get_running_loop().create_task(flow)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def settle(self) -> None:
+        """Waits until every orphan is done."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+
+class _LoopParts:
+    """Everything of a face that belongs to one event loop."""
+
+    def __init__(self, face: AsyncFace, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        store = face._store  # noqa: SLF001 — the parts are the face's own.
+        self.threaded: ThreadedStore | None = None
+        if store.capabilities.waits is Waits.BLOCKING:
+            store = self.threaded = ThreadedStore(store)
+        self.store: Store = store
+        self.group_commit: TaskGroupCommit | None = None
+        if store.capabilities.waits is not Waits.NEVER:
+            self.group_commit = TaskGroupCommit(store)
+        self.gate = TaskGate()
+        self.heartbeat = TaskHeartbeat(store, face._report)  # noqa: SLF001 — as above.
+        self.orphans = _Orphans()
+        self.engine = face._new_engine(self)  # noqa: SLF001 — as above.
+
+
+class AsyncFace(Face):
+    """Runs operations once, for the tasks of an event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        caller: CallerSource | None = None,
+        policy: Policy | None = None,
+        rule: FingerprintRule | None = None,
+        secret: bytes | str | None = None,
+        cache: bool = True,
+        observers: Iterable[Emit] = (),
+        owns_store: bool = False,
+    ) -> None:
+        super().__init__(
+            store,
+            caller=caller,
+            policy=policy,
+            rule=rule,
+            secret=secret,
+            cache=cache,
+            observers=observers,
+            owns_store=owns_store,
+        )
+        self._parts: _LoopParts | None = None
+        self._is_closed = False
+        forks.register(self)
+
+    def after_fork_in_child(self) -> None:
+        """Starts afresh in the child's own loop."""
+        if self._parts is not None:
+            # The worker threads are the parent's; joining them here would wait for ever.
+            forks.park(self._parts)
+            self._parts = None
+
+    def _new_engine(self, parts: _LoopParts) -> Engine:
+        return Engine(
+            writer=parts.group_commit or DirectWriter(parts.store),
+            waiting=TaskWaiting(),
+            lock=NoLock(),
+            renewals=parts.heartbeat,
+            orphanage=parts.orphans,
+            mint_token=mint_token,
+            cache=self._new_cache(),
+            report=self._report,
+            owner=owner_name(),
+            secret=self._settings.secret,
+        )
+
+    def _bound(self) -> _LoopParts:
+        """The parts for the running loop; a loop that has ended is replaced by the next one."""
+        loop = asyncio.get_running_loop()
+        parts = self._parts
+        if parts is not None and parts.loop is loop:
+            return parts
+        if parts is not None and not parts.loop.is_closed():
+            raise InvalidInput(
+                "this object is in use by another event loop: make one per loop, or close it there"
+            )
+        if parts is not None and parts.threaded is not None:
+            parts.threaded.end_workers()
+        self._parts = parts = _LoopParts(self, loop)
+        parts.gate.is_closed = self._is_closed
+        return parts
+
+    # Running operations.
+
+    async def run(
+        self,
+        key: str | Key,
+        operation: Callable[..., Awaitable[T]],
+        /,
+        *args: Any,
+        caller: CallerSource | None = None,
+        name: str | None = None,
+        request: object = UNSET,
+        policy: Policy | None = None,
+        rule: FingerprintRule | None = None,
+        returns: type | tuple[type, ...] | None = None,
+    ) -> T:
+        """Awaits `operation(*args)` once for this key, and returns the first run's outcome.
+
+        The request that a retry must match is the operation's name with `request`, or with `args`
+        when no request is given. Cancelling the caller before the operation has ended leaves the
+        key to its lease; after that the outcome is stored all the same. Raises as the blocking
+        face does.
+        """
+        call = self._call(
+            key,
+            operation,
+            args,
+            caller=caller,
+            name=name,
+            request=request,
+            policy=policy,
+            rule=rule,
+            returns=returns,
+        )
+        value: T = (await self._answer(call, operation, args, {})).value
+        return value
+
+    async def answer(
+        self,
+        key: str | Key,
+        operation: Callable[..., Awaitable[T]],
+        /,
+        *args: Any,
+        caller: CallerSource | None = None,
+        name: str | None = None,
+        request: object | Unset = UNSET,
+        policy: Policy | None = None,
+        rule: FingerprintRule | None = None,
+        returns: type | tuple[type, ...] | None = None,
+    ) -> Answer[T]:
+        """As `run`, and also tells whether the outcome is a replay."""
+        call = self._call(
+            key,
+            operation,
+            args,
+            caller=caller,
+            name=name,
+            request=request,
+            policy=policy,
+            rule=rule,
+            returns=returns,
+        )
+        return await self._answer(call, operation, args, {})
+
+    def once(
+        self,
+        *,
+        key: KeySource,
+        caller: CallerSource | None = None,
+        name: str | None = None,
+        policy: Policy | None = None,
+        rule: FingerprintRule | None = None,
+        ignore: Iterable[str] = (),
+        returns: type | tuple[type, ...] | None = None,
+    ) -> Callable[[Callable[P, Awaitable[T]]], Callable[P, Coroutine[Any, Any, T]]]:
+        """Decorates an async function or method so that each key runs it once.
+
+        `key` names the parameters that identify the operation, or is a function of the arguments,
+        or a `BodyKey`. `ignore` names parameters that are not part of the request.
+        """
+
+        def decorate(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+            if not inspect.iscoroutinefunction(function):
+                raise InvalidInput(f"{function!r} is not async: use Idempotency for it")
+            decoration = self._once(
+                function,
+                key=key,
+                caller=caller,
+                name=name,
+                policy=policy,
+                rule=rule,
+                ignore=ignore,
+                returns=returns,
+            )
+
+            @functools.wraps(function)
+            async def run_once(*args: P.args, **kwargs: P.kwargs) -> T:
+                call = decoration.call(args, kwargs)
+                value: T = (await self._answer(call, function, args, kwargs)).value
+                return value
+
+            setattr(run_once, ONCE_ATTRIBUTE, decoration)
+            return run_once
+
+        return decorate
+
+    async def answer_of(
+        self, function: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Answer[T]:
+        """Calls a function decorated with `once`, and also tells whether it was a replay."""
+        once, bound = once_of(function)
+        arguments = (*bound, *args)
+        return await self._answer(once.call(arguments, kwargs), once.function, arguments, kwargs)
+
+    async def _answer(
+        self, call: Call, operation: Callable[..., Awaitable[Any]], args: Any, kwargs: Any
+    ) -> Answer[Any]:
+        async def invoke(attempt: Attempt) -> Any:
+            token = current.set(attempt)
+            try:
+                value = operation(*args, **kwargs)
+                # A plain function has done its work by now, so what it returned is the outcome.
+                return await value if inspect.isawaitable(value) else value
+            finally:
+                current.reset(token)
+
+        parts = self._bound()
+        parts.gate.enter()
+        try:
+            return await parts.engine.answer(call, invoke)
+        finally:
+            parts.gate.leave()
+
+    # Looking after the store.
+
+    async def read(self, key: str | Key, *, caller: CallerSource | None = None) -> StoredKey | None:
+        """The stored record of a key with its steps and its audit."""
+        return await self._bound().store.read(self._settings.key(key, caller))
+
+    async def release(
+        self, key: str | Key, *, caller: CallerSource | None = None, force: bool = False
+    ) -> None:
+        """Frees a key whose owner is gone or whose failure is to be tried again.
+
+        Raises `OperatorRefused` when that could run the operation twice; `force` frees a key
+        whose lease still holds, and whoever held it has lost its claim.
+        """
+        command = OperatorCommand.FORCE_RELEASE if force else OperatorCommand.RELEASE
+        await self._operate(self._settings.key(key, caller), command)
+
+    async def expire(self, key: str | Key, *, caller: CallerSource | None = None) -> None:
+        """Ends a settled key's active window now: its next use runs the operation again.
+
+        Raises `OperatorRefused` for a pending key.
+        """
+        await self._operate(self._settings.key(key, caller), OperatorCommand.EXPIRE)
+
+    async def _operate(self, key: Key, command: OperatorCommand) -> None:
+        parts = self._bound()
+        decision = await parts.store.operate(key, command)
+        parts.engine.forget(key)
+        operator_outcome(decision, command, key, await parts.store.read(key))
+
+    async def sweep(self, *, limit: int = 1000) -> SweepReport:
+        """Removes at most `limit` keys and outcomes that are past their windows."""
+        return await self._bound().store.sweep(limit)
+
+    async def close(self, wait: timedelta = timedelta(seconds=30)) -> bool:
+        """Starts nothing new and waits for running operations; False when some still run.
+
+        Those keep their claims until the leases end, since nothing renews them any more.
+        """
+        self._is_closed = True
+        parts = self._bound()
+        has_ended = await parts.gate.close(wait.total_seconds())
+        await parts.heartbeat.stop()
+        await parts.orphans.settle()
+        if parts.group_commit is not None:
+            await parts.group_commit.drain()
+        if self._owns_store:
+            await parts.store.close()
+        elif parts.threaded is not None:
+            parts.threaded.end_workers()
+        return has_ended
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()

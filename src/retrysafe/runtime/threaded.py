@@ -1,0 +1,86 @@
+"""An async store over a blocking one: every call is one hop to a worker thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from retrysafe.core.keys import Key
+from retrysafe.core.model import (
+    ClaimRequest,
+    Decision,
+    OperatorCommand,
+    RecordQuery,
+    Settlement,
+    StepWrite,
+    StoredKey,
+    SweepReport,
+)
+from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Store, Waits
+from retrysafe.runtime.drive import run_sync
+
+T = TypeVar("T")
+
+# One for the batch under way and one for renewals and operators, which must not queue behind it.
+WORKERS: Final = 2
+
+
+class ThreadedStore:
+    """The same store, for event loops."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="retrysafe-store")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the store, but suspending."""
+        return replace(self._store.capabilities, waits=Waits.SUSPENDING)
+
+    async def _hop(self, method: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
+        # The flow is made in the worker: a cancelled hop must not leave one that never ran.
+        work = partial(_drive, method, args)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def commit(
+        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
+    ) -> tuple[list[ClaimResult], list[SettleResult]]:
+        """Makes a batch durable."""
+        return await self._hop(self._store.commit, claims, settlements)
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        """Stores a step's result."""
+        return await self._hop(self._store.record_step, write)
+
+    async def read(self, key: Key) -> StoredKey | None:
+        """The record of a key."""
+        return await self._hop(self._store.read, key)
+
+    async def list_records(self, query: RecordQuery) -> list[StoredKey]:
+        """Records for an operator."""
+        return await self._hop(self._store.list_records, query)
+
+    async def operate(self, key: Key, command: OperatorCommand) -> Decision:
+        """Applies an operator's command."""
+        return await self._hop(self._store.operate, key, command)
+
+    async def sweep(self, limit: int) -> SweepReport:
+        """Removes what is past its windows."""
+        return await self._hop(self._store.sweep, limit)
+
+    async def close(self) -> None:
+        """Closes the store, then ends the workers."""
+        await self._hop(self._store.close)
+        self._pool.shutdown(wait=True)
+
+    def end_workers(self) -> None:
+        """Ends the workers and leaves the store open: somebody else owns it."""
+        self._pool.shutdown(wait=True)
+
+
+def _drive(method: Callable[..., Coroutine[Any, Any, T]], args: tuple[object, ...]) -> T:
+    return run_sync(method(*args))

@@ -1,0 +1,1 @@
+"""Stores: where records live. Each makes the core's decisions atomic and durable."""

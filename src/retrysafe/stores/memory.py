@@ -1,0 +1,169 @@
+"""Records in this process: for tests, for trying things out, and as the plainest store to read.
+
+Nothing survives the process and no other process sees it, so it never protects production.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from retrysafe.core import transitions
+from retrysafe.core.keys import Key
+from retrysafe.core.machine import Event, condition_of, decide
+from retrysafe.core.model import (
+    ClaimRequest,
+    Decision,
+    OperatorCommand,
+    Record,
+    RecordQuery,
+    SettleAnswer,
+    SettleKind,
+    Settlement,
+    Step,
+    StepWrite,
+    StoredKey,
+    StoredOutcome,
+    SweepReport,
+)
+from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Waits
+from retrysafe.errors import StoreError
+from retrysafe.stores.clock import wall_clock_ms
+
+
+class MemoryStore:
+    """A store in dictionaries, atomic by one lock."""
+
+    def __init__(self, *, now_ms: Callable[[], int] = wall_clock_ms) -> None:
+        self._now_ms = now_ms
+        self._lock = threading.Lock()
+        self._records: dict[bytes, Record] = {}
+        self._outcomes: dict[bytes, dict[bytes, StoredOutcome]] = {}
+        self._steps: dict[bytes, dict[str, Step]] = {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Never waits, so merging rows gains nothing beyond one lock per batch."""
+        return Capabilities(Waits.NEVER)
+
+    async def commit(
+        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
+    ) -> tuple[list[ClaimResult], list[SettleResult]]:
+        """Applies a batch under the lock."""
+        with self._lock:
+            now_ms = self._now_ms()
+            return (
+                [self._claim(request, now_ms) for request in claims],
+                [self._settle(settlement, now_ms) for settlement in settlements],
+            )
+
+    def _claim(self, request: ClaimRequest, now_ms: int) -> ClaimResult:
+        digest = request.key.digest
+        try:
+            changed, answer = transitions.claim(self._records.get(digest), request, now_ms)
+        except StoreError as error:
+            return error
+        if changed is not None:
+            self._records[digest] = changed
+            if answer.decision is Decision.ADMIT:
+                # A new life of the key must not resume from the steps of an earlier one.
+                self._steps.pop(digest, None)
+        elif answer.decision is Decision.REPLAY:
+            outcome = self._outcomes.get(digest, {}).get(self._records[digest].token)
+            answer.payload = None if outcome is None else outcome.payload
+        return answer
+
+    def _settle(self, settlement: Settlement, now_ms: int) -> SettleAnswer:
+        digest = settlement.key.digest
+        changed, answer = transitions.settle(self._records.get(digest), settlement, now_ms)
+        if changed is not None:
+            self._records[digest] = changed
+            if settlement.payload is not None and settlement.kind is not SettleKind.EXTEND:
+                self._outcomes.setdefault(digest, {})[settlement.token] = StoredOutcome(
+                    settlement.token,
+                    changed.attempt,
+                    changed.state,
+                    settlement.payload,
+                    now_ms,
+                    now_ms + settlement.audit_ms,
+                )
+        return answer
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        """Stores a step's result while the token holds the key."""
+        with self._lock:
+            digest = write.key.digest
+            decision = transitions.record_step(
+                self._records.get(digest), write.token, self._now_ms()
+            )
+            if decision is Decision.APPLY:
+                self._steps.setdefault(digest, {}).setdefault(write.step.name, write.step)
+            return decision
+
+    async def read(self, key: Key) -> StoredKey | None:
+        """The record of a key with its steps and its audit."""
+        with self._lock:
+            record = self._records.get(key.digest)
+            if record is None or record.text != key.text or record.caller != key.caller:
+                return None
+            now_ms = self._now_ms()
+            return StoredKey(
+                record,
+                condition_of(record, now_ms),
+                now_ms,
+                sorted(self._steps.get(key.digest, {}).values(), key=lambda step: step.position),
+                list(self._outcomes.get(key.digest, {}).values()),
+            )
+
+    async def list_records(self, query: RecordQuery) -> list[StoredKey]:
+        """Records for an operator, newest claim first."""
+        with self._lock:
+            now_ms = self._now_ms()
+            found = [
+                StoredKey(record, condition, now_ms)
+                for record in self._records.values()
+                if query.caller is None or record.caller == query.caller
+                if record.text.startswith(query.text_prefix)
+                if (condition := condition_of(record, now_ms)) in query.conditions
+                or not query.conditions
+            ]
+        found.sort(key=lambda item: (-item.record.claimed_at_ms, item.record.digest))
+        return found[: query.limit]
+
+    async def operate(self, key: Key, command: OperatorCommand) -> Decision:
+        """Applies an operator's command."""
+        with self._lock:
+            changed, decision = transitions.operate(
+                self._records.get(key.digest), command, self._now_ms()
+            )
+            if changed is not None:
+                self._records[key.digest] = changed
+            return decision
+
+    async def sweep(self, limit: int) -> SweepReport:
+        """Removes outlived keys with their steps, and outcomes past their audit window."""
+        with self._lock:
+            now_ms = self._now_ms()
+            outlived = [
+                digest
+                for digest, record in self._records.items()
+                if decide(Event.SWEEP, condition_of(record, now_ms)) is Decision.DELETE
+            ]
+            for digest in outlived[:limit]:
+                del self._records[digest]
+                self._steps.pop(digest, None)
+            past = [
+                (digest, token)
+                for digest, by_token in self._outcomes.items()
+                for token, outcome in by_token.items()
+                if now_ms >= outcome.audit_ends_at_ms
+            ]
+            for digest, token in past[:limit]:
+                del self._outcomes[digest][token]
+                if not self._outcomes[digest]:
+                    del self._outcomes[digest]
+            has_more = len(outlived) > limit or len(past) > limit
+            return SweepReport(min(limit, len(outlived)), min(limit, len(past)), has_more)
+
+    async def close(self) -> None:
+        """Keeps everything: another object may share this store."""

@@ -1,0 +1,76 @@
+"""Opening a SQLite file the durable way, and telling its errors apart.
+
+Owns the pragmas. Anything weaker than `synchronous=FULL` may forget a claim after a power cut
+although the operation behind it already ran.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+from typing import Final
+
+from retrysafe.errors import StoreError, StoreMissing, StoreUnavailable
+
+# The low byte of an extended result code is the primary one.
+_PRIMARY_MASK: Final = 0xFF
+# Switching a fresh file to WAL fails at once while a rival does the same; it takes milliseconds.
+_WAL_PAUSE_SECONDS: Final = 0.01
+
+
+def connect(path: Path, create: bool, busy_seconds: float) -> sqlite3.Connection:
+    """An open connection in autocommit mode; raises `StoreMissing` without a file to open."""
+    if not create and not path.exists():
+        raise StoreMissing(
+            f"there is no database at {path}: check the path, or create it with "
+            f"'retrysafe migrate --store sqlite:///{path}'"
+        )
+    if not path.parent.is_dir():
+        raise StoreMissing(f"there is no folder {path.parent} to hold the database")
+    connection = sqlite3.connect(
+        path, timeout=busy_seconds, isolation_level=None, check_same_thread=False
+    )
+    try:
+        _use_wal(connection, busy_seconds)
+        connection.execute("PRAGMA synchronous = FULL")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _use_wal(connection: sqlite3.Connection, busy_seconds: float) -> None:
+    give_up = time.monotonic() + busy_seconds
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if _primary_code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                raise
+        time.sleep(_WAL_PAUSE_SECONDS)
+
+
+def roll_back(connection: sqlite3.Connection) -> None:
+    """Ends the open transaction, if SQLite has not done so itself."""
+    if connection.in_transaction:
+        connection.execute("ROLLBACK")
+
+
+def _primary_code(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", 0) & _PRIMARY_MASK
+
+
+def translated(error: sqlite3.OperationalError, location: str) -> StoreError:
+    """The error in retrysafe's words."""
+    code = _primary_code(error)
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return StoreUnavailable(
+            f"{location} is locked by another writer for too long: look for a long transaction"
+        )
+    if code == sqlite3.SQLITE_CANTOPEN:
+        return StoreMissing(f"{location} cannot be opened: check the path and its permissions")
+    if code == sqlite3.SQLITE_READONLY:
+        return StoreMissing(f"{location} is read-only: check the permissions of file and folder")
+    return StoreUnavailable(f"{location} does not answer: {error}")

@@ -1,0 +1,78 @@
+"""The SQLite schema: is it there, is it ours, and how it gets there."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from retrysafe.errors import SchemaMissing
+from retrysafe.stores.migrations import Applied, Migration, load_migrations, pending
+from retrysafe.stores.sql import load_blocks
+
+SQL: Final = load_blocks("retrysafe.stores.sqlite.sql", "queries.sql")
+MIGRATIONS: Final = load_migrations("retrysafe.stores.sqlite.migrations")
+
+
+def applied_migrations(connection: sqlite3.Connection) -> list[Applied]:
+    """What the database remembers; nothing for a database that never had the schema."""
+    (count,) = connection.execute(SQL["has_schema_table"]).fetchone()
+    if not count:
+        return []
+    return [Applied(*row) for row in connection.execute(SQL["select_schema"])]
+
+
+def pending_migrations(connection: sqlite3.Connection) -> list[Migration]:
+    """What this release would apply; raises `SchemaTooNew` or `SchemaChanged`."""
+    return pending(MIGRATIONS, applied_migrations(connection))
+
+
+def require_current(connection: sqlite3.Connection, location: str) -> None:
+    """Raises `SchemaMissing` when the schema is not there or not up to date."""
+    if pending_migrations(connection):
+        raise SchemaMissing(
+            f"{location} has no current retrysafe schema: run "
+            f"'retrysafe migrate --store {location}'"
+        )
+
+
+def migrate(connection: sqlite3.Connection, now_ms: Callable[[], int]) -> list[Migration]:
+    """Applies what is missing; safe when many processes start at once, and when one dies."""
+    if not pending_migrations(connection):
+        return []  # The common case takes no write lock.
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        connection.execute(SQL["create_schema_table"])
+        # Looked up again under the lock: a rival may have migrated while this one waited for it.
+        missing = pending_migrations(connection)
+        for migration in missing:
+            for statement in split_statements(migration.sql):
+                connection.execute(statement)
+            connection.execute(
+                SQL["insert_schema"],
+                (
+                    migration.version,
+                    migration.name,
+                    migration.checksum,
+                    migration.oldest_schema,
+                    now_ms(),
+                ),
+            )
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+    return missing
+
+
+def split_statements(script: str) -> Iterator[str]:
+    """The statements of a script; `executescript` would commit the open transaction first."""
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        if not statement and (not line.strip() or line.startswith("--")):
+            continue
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement.strip()
+            statement = ""

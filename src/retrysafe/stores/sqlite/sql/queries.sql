@@ -1,0 +1,117 @@
+-- Every statement of the SQLite store. Those that write rely on BEGIN IMMEDIATE: the transaction
+-- holds the one write lock of the file from its first statement on, so nothing changes between a
+-- read and the write that was decided by it.
+
+-- name: insert_key
+-- Claims a key that has no row, in one statement; zero rows mean that the row must be looked at.
+INSERT INTO retrysafe_keys (
+    digest, caller, key, operation, rule, fingerprint, state, token, attempt,
+    first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, owner
+) VALUES (?, ?, ?, ?, ?, ?, 1, ?, 1, ?, ?, ?, ?)
+ON CONFLICT (digest) DO NOTHING;
+
+-- name: select_key
+-- One record, for a decision under the write lock or for an operator.
+SELECT
+    digest, caller, key, operation, rule, fingerprint, state, token, attempt,
+    first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, settled_at_ms, expires_at_ms, owner
+FROM retrysafe_keys WHERE digest = ?;
+
+-- name: update_key
+-- Writes a decided transition; the write lock has kept the row as it was read.
+UPDATE retrysafe_keys SET
+    operation = ?, rule = ?, fingerprint = ?, state = ?, token = ?, attempt = ?,
+    first_claimed_at_ms = ?, claimed_at_ms = ?, lease_ends_at_ms = ?,
+    settled_at_ms = ?, expires_at_ms = ?, owner = ?
+WHERE digest = ?;
+
+-- name: settle_key
+-- Ends an attempt if the token still holds the key; zero rows mean lost or already settled.
+UPDATE retrysafe_keys SET state = ?, settled_at_ms = ?, expires_at_ms = ?
+WHERE digest = ? AND token = ? AND state = 1;
+
+-- name: insert_outcome
+-- Stores the ending of the attempt that settle_key has just ended, in the same transaction.
+INSERT OR REPLACE INTO retrysafe_outcomes (
+    digest, token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
+) VALUES (?, ?, (SELECT attempt FROM retrysafe_keys WHERE digest = ?), ?, ?, ?, ?, ?, ?);
+
+-- name: select_outcome
+-- The payload to replay; the token is the one of the attempt that settled the record.
+SELECT form, head, body FROM retrysafe_outcomes WHERE digest = ? AND token = ?;
+
+-- name: select_outcomes
+-- The audit of a key, oldest first.
+SELECT token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
+FROM retrysafe_outcomes WHERE digest = ? ORDER BY settled_at_ms, attempt;
+
+-- name: insert_step
+-- A step's first result stands; a repetition by the same owner changes nothing.
+INSERT INTO retrysafe_steps (digest, name, position, form, head, body, recorded_at_ms)
+VALUES (?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (digest, name) DO NOTHING;
+
+-- name: select_steps
+-- The finished steps of a key in their order.
+SELECT name, position, form, head, body FROM retrysafe_steps WHERE digest = ? ORDER BY position;
+
+-- name: delete_steps
+-- Ends the steps of a key's earlier life, in the transaction that starts the new one.
+DELETE FROM retrysafe_steps WHERE digest = ?;
+
+-- name: select_keys
+-- Records for an operator. A scan on purpose: an index for it would cost every claim.
+SELECT
+    digest, caller, key, operation, rule, fingerprint, state, token, attempt,
+    first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, settled_at_ms, expires_at_ms, owner
+FROM retrysafe_keys
+WHERE (:caller IS NULL OR caller = :caller)
+  AND substr(key, 1, length(:prefix)) = :prefix
+  AND (:any_condition OR (
+    CASE
+        WHEN state = 1 AND lease_ends_at_ms > :now_ms THEN 'running'
+        WHEN state = 1 THEN 'abandoned'
+        WHEN expires_at_ms <= :now_ms THEN 'outlived'
+        WHEN state = 2 THEN 'succeeded'
+        WHEN state = 3 THEN 'failed'
+        ELSE 'released'
+    END IN (SELECT value FROM json_each(:conditions))))
+ORDER BY claimed_at_ms DESC, digest
+LIMIT :limit;
+
+-- name: select_outlived
+-- The next keys to remove. Pending records have no expiry, so they are never here.
+SELECT digest FROM retrysafe_keys WHERE expires_at_ms <= ? AND state <> 1 LIMIT ?;
+
+-- name: delete_key
+-- Removes a key; its steps go in the same transaction.
+DELETE FROM retrysafe_keys WHERE digest = ?;
+
+-- name: delete_outcomes
+-- Removes a bounded number of outcomes past their audit window.
+DELETE FROM retrysafe_outcomes WHERE rowid IN (
+    SELECT rowid FROM retrysafe_outcomes WHERE audit_ends_at_ms <= ? LIMIT ?
+);
+
+-- name: create_schema_table
+-- Remembers which migrations were applied; made by the first one under the write lock.
+CREATE TABLE IF NOT EXISTS retrysafe_schema (
+    version INTEGER NOT NULL PRIMARY KEY,
+    name TEXT NOT NULL,
+    checksum TEXT NOT NULL,
+    oldest_schema INTEGER NOT NULL,
+    applied_at_ms INTEGER NOT NULL
+);
+
+-- name: has_schema_table
+-- Whether anything was ever applied here.
+SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'retrysafe_schema';
+
+-- name: select_schema
+-- What was applied here.
+SELECT version, checksum, oldest_schema FROM retrysafe_schema ORDER BY version;
+
+-- name: insert_schema
+-- Notes a migration in the transaction that applied it.
+INSERT INTO retrysafe_schema (version, name, checksum, oldest_schema, applied_at_ms)
+VALUES (?, ?, ?, ?, ?);

@@ -1,0 +1,388 @@
+"""Records in one SQLite file: durable, shared by many threads and many processes.
+
+Owns one connection per process, and the mapping between rows and records. Decisions are the
+core's, made while the file's single write lock is held. Every commit reaches the disk before it
+is answered (`synchronous=FULL`): a claim that the disk forgot would be run twice.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from retrysafe import forks
+from retrysafe.core import transitions
+from retrysafe.core.keys import Key
+from retrysafe.core.machine import condition_of
+from retrysafe.core.model import (
+    ClaimAnswer,
+    ClaimRequest,
+    Condition,
+    Decision,
+    OperatorCommand,
+    Payload,
+    Record,
+    RecordQuery,
+    SettleAnswer,
+    SettleKind,
+    Settlement,
+    State,
+    Step,
+    StepWrite,
+    StoredKey,
+    StoredOutcome,
+    SweepReport,
+)
+from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Waits
+from retrysafe.errors import StoreError, StoreRejected
+from retrysafe.stores.clock import wall_clock_ms
+from retrysafe.stores.migrations import Migration
+from retrysafe.stores.sqlite import connecting, schema
+from retrysafe.stores.sqlite.schema import SQL
+
+# Looked up once: a dictionary access per row is measurable in a batch.
+_INSERT_KEY: Final = SQL["insert_key"]
+_SELECT_KEY: Final = SQL["select_key"]
+_UPDATE_KEY: Final = SQL["update_key"]
+_SETTLE_KEY: Final = SQL["settle_key"]
+_INSERT_OUTCOME: Final = SQL["insert_outcome"]
+
+# What SQLite and its binding raise for a row that cannot be stored, as opposed to a database that
+# cannot be reached. Such a row must fail alone.
+_ROW_ERRORS: Final = (
+    sqlite3.DataError,
+    sqlite3.IntegrityError,
+    sqlite3.InterfaceError,
+    sqlite3.ProgrammingError,
+    OverflowError,
+    UnicodeError,
+)
+
+
+class SqliteStore:
+    """A store in one SQLite file."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        create: bool = True,
+        migrate: bool = True,
+        busy_timeout: timedelta = timedelta(seconds=30),
+        now_ms: Callable[[], int] = wall_clock_ms,
+    ) -> None:
+        """Opens nothing yet; the first use does.
+
+        `create` makes a missing file, `migrate` brings its schema up to date; without them a
+        missing file raises `StoreMissing`, a missing or old schema `SchemaMissing`.
+        """
+        self.path = Path(path)
+        self._create = create
+        self._migrate = migrate
+        self._busy_seconds = busy_timeout.total_seconds()
+        self._now_ms = now_ms
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+        forks.register(self)
+
+    @property
+    def location(self) -> str:
+        """The store's URL."""
+        return f"sqlite:///{self.path}"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """One writer at a time, so one batch at a time; it may be large, the disk is the cost."""
+        return Capabilities(Waits.BLOCKING, batch_limit=128, batches_in_flight=1)
+
+    # The hot path.
+
+    async def commit(
+        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
+    ) -> tuple[list[ClaimResult], list[SettleResult]]:
+        """Applies a batch in one transaction, or row by row when one of them is refused."""
+        try:
+            with self._transaction() as connection:
+                # Read under the write lock: the wait for it must not count against a lease.
+                now_ms = self._now_ms()
+                return (
+                    [_claim(connection, request, now_ms) for request in claims],
+                    [_settle(connection, settlement, now_ms) for settlement in settlements],
+                )
+        except _ROW_ERRORS as error:
+            if len(claims) + len(settlements) == 1:
+                rejected = StoreRejected(f"SQLite refuses this row: {error}")
+                return ([rejected], []) if claims else ([], [rejected])
+        claim_results: list[ClaimResult] = []
+        for request in claims:
+            claim_results += (await self.commit([request], []))[0]
+        settle_results: list[SettleResult] = []
+        for settlement in settlements:
+            settle_results += (await self.commit([], [settlement]))[1]
+        return claim_results, settle_results
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        """Stores a step's result while the token holds the key."""
+        with self._transaction() as connection:
+            now_ms = self._now_ms()
+            digest = write.key.digest
+            decision = transitions.record_step(_select(connection, digest), write.token, now_ms)
+            if decision is Decision.APPLY:
+                step, payload = write.step, write.step.payload
+                row = (digest, step.name, step.position, payload.form, payload.head, payload.body)
+                connection.execute(SQL["insert_step"], (*row, now_ms))
+            return decision
+
+    # For operators.
+
+    async def read(self, key: Key) -> StoredKey | None:
+        """The record of a key with its steps and its audit."""
+        with self._reading() as connection:
+            record = _select_of(connection, key)
+            if record is None:
+                return None
+            now_ms = self._now_ms()
+            steps = [
+                Step(name, position, Payload(form, head, body))
+                for name, position, form, head, body in connection.execute(
+                    SQL["select_steps"], (key.digest,)
+                )
+            ]
+            outcomes = [
+                StoredOutcome(token, attempt, State(state), Payload(form, head, body), at, ends)
+                for token, attempt, state, form, head, body, at, ends in connection.execute(
+                    SQL["select_outcomes"], (key.digest,)
+                )
+            ]
+            return StoredKey(record, condition_of(record, now_ms), now_ms, steps, outcomes)
+
+    async def list_records(self, query: RecordQuery) -> list[StoredKey]:
+        """Records for an operator, newest claim first."""
+        with self._reading() as connection:
+            now_ms = self._now_ms()
+            rows = connection.execute(
+                SQL["select_keys"],
+                {
+                    "caller": query.caller,
+                    "prefix": query.text_prefix,
+                    "any_condition": not query.conditions,
+                    "conditions": json.dumps([item.value for item in query.conditions]),
+                    "now_ms": now_ms,
+                    "limit": query.limit,
+                },
+            )
+            records = map(_record, rows)
+            return [StoredKey(item, condition_of(item, now_ms), now_ms) for item in records]
+
+    async def operate(self, key: Key, command: OperatorCommand) -> Decision:
+        """Applies an operator's command."""
+        with self._transaction() as connection:
+            record = _select_of(connection, key)
+            changed, decision = transitions.operate(record, command, self._now_ms())
+            if changed is not None:
+                _update(connection, changed)
+            return decision
+
+    async def sweep(self, limit: int) -> SweepReport:
+        """Removes a bounded number of outlived keys and of outcomes past their audit window."""
+        with self._transaction() as connection:
+            now_ms = self._now_ms()
+            # One more than the limit tells whether another round is needed.
+            found = connection.execute(SQL["select_outlived"], (now_ms, limit + 1)).fetchall()
+            for (digest,) in found[:limit]:
+                connection.execute(SQL["delete_steps"], (digest,))
+                connection.execute(SQL["delete_key"], (digest,))
+            removed = connection.execute(SQL["delete_outcomes"], (now_ms, limit)).rowcount
+            return SweepReport(
+                min(limit, len(found)), removed, len(found) > limit or removed == limit
+            )
+
+    async def close(self) -> None:
+        """Closes this process's connection; the next use opens a new one."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.close()
+
+    # The schema.
+
+    def migrate(self) -> list[Migration]:
+        """Applies what is missing and says what it was."""
+        with self._translated_errors(), self._lock:
+            self._migrate = False
+            connection = connecting.connect(self.path, self._create, self._busy_seconds)
+            try:
+                return schema.migrate(connection, self._now_ms)
+            finally:
+                connection.close()
+
+    def pending_migrations(self) -> list[Migration]:
+        """What `migrate` would apply."""
+        with self._translated_errors(), self._lock:
+            connection = connecting.connect(self.path, self._create, self._busy_seconds)
+            try:
+                return schema.pending_migrations(connection)
+            finally:
+                connection.close()
+
+    # The connection.
+
+    def after_fork_in_child(self) -> None:
+        """Leaves the parent's connection alone and opens an own one at the next use."""
+        forks.park(self._connection)
+        self._connection = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._translated_errors(), self._lock:
+            connection = self._connected()
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                connecting.roll_back(connection)
+                raise
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with self._translated_errors(), self._lock:
+            connection = self._connected()
+            connection.execute("BEGIN")
+            try:
+                yield connection
+            finally:
+                connecting.roll_back(connection)
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._connection is None:
+            connection = connecting.connect(self.path, self._create, self._busy_seconds)
+            try:
+                if self._migrate:
+                    schema.migrate(connection, self._now_ms)
+                else:
+                    schema.require_current(connection, self.location)
+            except BaseException:
+                connection.close()
+                raise
+            self._connection = connection
+        return self._connection
+
+    @contextmanager
+    def _translated_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            raise connecting.translated(error, self.location) from error
+        except _ROW_ERRORS:
+            raise
+        except sqlite3.DatabaseError as error:
+            raise StoreError(f"{self.location} cannot be used: {error}") from error
+
+
+def _record(row: tuple[Any, ...]) -> Record:
+    record = Record(*row)
+    record.state = State(record.state)
+    return record
+
+
+def _select(connection: sqlite3.Connection, digest: bytes) -> Record | None:
+    row = connection.execute(_SELECT_KEY, (digest,)).fetchone()
+    return None if row is None else _record(row)
+
+
+def _select_of(connection: sqlite3.Connection, key: Key) -> Record | None:
+    """The record of exactly this key: a row of another key with the same digest is not it."""
+    record = _select(connection, key.digest)
+    if record is None or record.text != key.text or record.caller != key.caller:
+        return None
+    return record
+
+
+def _update(connection: sqlite3.Connection, record: Record) -> None:
+    connection.execute(
+        _UPDATE_KEY,
+        (
+            record.operation,
+            record.rule,
+            record.fingerprint,
+            record.state,
+            record.token,
+            record.attempt,
+            record.first_claimed_at_ms,
+            record.claimed_at_ms,
+            record.lease_ends_at_ms,
+            record.settled_at_ms,
+            record.expires_at_ms,
+            record.owner,
+            record.digest,
+        ),
+    )
+
+
+def _claim(connection: sqlite3.Connection, request: ClaimRequest, now_ms: int) -> ClaimResult:
+    key, fingerprint = request.key, request.fingerprints[0]
+    lease_ends_at_ms = now_ms + request.lease_ms
+    inserted = connection.execute(
+        _INSERT_KEY,
+        (
+            key.digest,
+            key.caller,
+            key.text,
+            request.operation,
+            fingerprint.rule,
+            fingerprint.digest,
+            request.token,
+            now_ms,
+            now_ms,
+            lease_ends_at_ms,
+            request.owner,
+        ),
+    )
+    if inserted.rowcount == 1:
+        return ClaimAnswer(
+            Decision.ADMIT,
+            Condition.ABSENT,
+            1,
+            request.lease_ms,
+            lease_ends_at_ms,
+            State.PENDING,
+        )
+    record = _select(connection, key.digest)
+    try:
+        changed, answer = transitions.claim(record, request, now_ms)
+    except StoreError as error:
+        return error
+    if changed is not None:
+        _update(connection, changed)
+        if answer.decision is Decision.ADMIT:
+            # A new life of the key must not resume from the steps of an earlier one.
+            connection.execute(SQL["delete_steps"], (key.digest,))
+    elif answer.decision is Decision.REPLAY and record is not None:
+        row = connection.execute(SQL["select_outcome"], (key.digest, record.token)).fetchone()
+        answer.payload = None if row is None else Payload(*row)
+    return answer
+
+
+def _settle(connection: sqlite3.Connection, settlement: Settlement, now_ms: int) -> SettleAnswer:
+    digest, token, payload = settlement.key.digest, settlement.token, settlement.payload
+    if settlement.kind is not SettleKind.EXTEND and payload is not None:
+        state = settlement.kind.value
+        updated = connection.execute(
+            _SETTLE_KEY, (state, now_ms, now_ms + settlement.active_ms, digest, token)
+        )
+        if updated.rowcount == 1:
+            outcome = (digest, token, digest, state, payload.form, payload.head, payload.body)
+            connection.execute(_INSERT_OUTCOME, (*outcome, now_ms, now_ms + settlement.audit_ms))
+            return SettleAnswer(Decision.APPLY)
+    changed, answer = transitions.settle(_select(connection, digest), settlement, now_ms)
+    if changed is not None:
+        _update(connection, changed)
+    return answer
