@@ -19,3 +19,11 @@ def load_blocks(package: str, file_name: str) -> dict[str, str]:
         lines = [line for line in block.splitlines() if not line.lstrip().startswith("--")]
         blocks[name] = "\n".join(lines).strip().rstrip(";")
     return blocks
+
+
+_REPEATED = re.compile(r"\{rows:(.*?)\}", re.DOTALL)
+
+
+def repeated(block: str, count: int) -> str:
+    """The statement for that many rows: what stands in `{rows:…}` is repeated."""
+    return _REPEATED.sub(lambda match: ", ".join([match.group(1)] * count), block)

@@ -14,23 +14,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from retrysafe import forks
 from retrysafe.core import transitions
 from retrysafe.core.keys import Key
 from retrysafe.core.machine import condition_of
 from retrysafe.core.model import (
-    ClaimAnswer,
     ClaimRequest,
-    Condition,
     Decision,
     OperatorCommand,
     Payload,
-    Record,
     RecordQuery,
-    SettleAnswer,
-    SettleKind,
     Settlement,
     State,
     Step,
@@ -43,15 +38,8 @@ from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Waits
 from retrysafe.errors import StoreError, StoreRejected
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.sqlite import connecting, schema
+from retrysafe.stores.sqlite import batches, connecting, rows, schema
 from retrysafe.stores.sqlite.schema import SQL
-
-# Looked up once: a dictionary access per row is measurable in a batch.
-_INSERT_KEY: Final = SQL["insert_key"]
-_SELECT_KEY: Final = SQL["select_key"]
-_UPDATE_KEY: Final = SQL["update_key"]
-_SETTLE_KEY: Final = SQL["settle_key"]
-_INSERT_OUTCOME: Final = SQL["insert_outcome"]
 
 # What SQLite and its binding raise for a row that cannot be stored, as opposed to a database that
 # cannot be reached. Such a row must fail alone.
@@ -112,8 +100,8 @@ class SqliteStore:
                 # Read under the write lock: the wait for it must not count against a lease.
                 now_ms = self._now_ms()
                 return (
-                    [_claim(connection, request, now_ms) for request in claims],
-                    [_settle(connection, settlement, now_ms) for settlement in settlements],
+                    batches.claim(connection, claims, now_ms),
+                    batches.settle(connection, settlements, now_ms),
                 )
         except _ROW_ERRORS as error:
             if len(claims) + len(settlements) == 1:
@@ -132,7 +120,8 @@ class SqliteStore:
         with self._transaction() as connection:
             now_ms = self._now_ms()
             digest = write.key.digest
-            decision = transitions.record_step(_select(connection, digest), write.token, now_ms)
+            record = rows.select(connection, digest)
+            decision = transitions.record_step(record, write.token, now_ms)
             if decision is Decision.APPLY:
                 step, payload = write.step, write.step.payload
                 row = (digest, step.name, step.position, payload.form, payload.head, payload.body)
@@ -144,7 +133,7 @@ class SqliteStore:
     async def read(self, key: Key) -> StoredKey | None:
         """The record of a key with its steps and its audit."""
         with self._reading() as connection:
-            record = _select_of(connection, key)
+            record = rows.select_of(connection, key)
             if record is None:
                 return None
             now_ms = self._now_ms()
@@ -166,7 +155,7 @@ class SqliteStore:
         """Records for an operator, newest claim first."""
         with self._reading() as connection:
             now_ms = self._now_ms()
-            rows = connection.execute(
+            found = connection.execute(
                 SQL["select_keys"],
                 {
                     "caller": query.caller,
@@ -177,16 +166,16 @@ class SqliteStore:
                     "limit": query.limit,
                 },
             )
-            records = map(_record, rows)
+            records = map(rows.record, found)
             return [StoredKey(item, condition_of(item, now_ms), now_ms) for item in records]
 
     async def operate(self, key: Key, command: OperatorCommand) -> Decision:
         """Applies an operator's command."""
         with self._transaction() as connection:
-            record = _select_of(connection, key)
+            record = rows.select_of(connection, key)
             changed, decision = transitions.operate(record, command, self._now_ms())
             if changed is not None:
-                _update(connection, changed)
+                rows.update(connection, changed)
             return decision
 
     async def sweep(self, limit: int) -> SweepReport:
@@ -285,104 +274,3 @@ class SqliteStore:
             raise
         except sqlite3.DatabaseError as error:
             raise StoreError(f"{self.location} cannot be used: {error}") from error
-
-
-def _record(row: tuple[Any, ...]) -> Record:
-    record = Record(*row)
-    record.state = State(record.state)
-    return record
-
-
-def _select(connection: sqlite3.Connection, digest: bytes) -> Record | None:
-    row = connection.execute(_SELECT_KEY, (digest,)).fetchone()
-    return None if row is None else _record(row)
-
-
-def _select_of(connection: sqlite3.Connection, key: Key) -> Record | None:
-    """The record of exactly this key: a row of another key with the same digest is not it."""
-    record = _select(connection, key.digest)
-    if record is None or record.text != key.text or record.caller != key.caller:
-        return None
-    return record
-
-
-def _update(connection: sqlite3.Connection, record: Record) -> None:
-    connection.execute(
-        _UPDATE_KEY,
-        (
-            record.operation,
-            record.rule,
-            record.fingerprint,
-            record.state,
-            record.token,
-            record.attempt,
-            record.first_claimed_at_ms,
-            record.claimed_at_ms,
-            record.lease_ends_at_ms,
-            record.settled_at_ms,
-            record.expires_at_ms,
-            record.owner,
-            record.digest,
-        ),
-    )
-
-
-def _claim(connection: sqlite3.Connection, request: ClaimRequest, now_ms: int) -> ClaimResult:
-    key, fingerprint = request.key, request.fingerprints[0]
-    lease_ends_at_ms = now_ms + request.lease_ms
-    inserted = connection.execute(
-        _INSERT_KEY,
-        (
-            key.digest,
-            key.caller,
-            key.text,
-            request.operation,
-            fingerprint.rule,
-            fingerprint.digest,
-            request.token,
-            now_ms,
-            now_ms,
-            lease_ends_at_ms,
-            request.owner,
-        ),
-    )
-    if inserted.rowcount == 1:
-        return ClaimAnswer(
-            Decision.ADMIT,
-            Condition.ABSENT,
-            1,
-            request.lease_ms,
-            lease_ends_at_ms,
-            State.PENDING,
-        )
-    record = _select(connection, key.digest)
-    try:
-        changed, answer = transitions.claim(record, request, now_ms)
-    except StoreError as error:
-        return error
-    if changed is not None:
-        _update(connection, changed)
-        if answer.decision is Decision.ADMIT:
-            # A new life of the key must not resume from the steps of an earlier one.
-            connection.execute(SQL["delete_steps"], (key.digest,))
-    elif answer.decision is Decision.REPLAY and record is not None:
-        row = connection.execute(SQL["select_outcome"], (key.digest, record.token)).fetchone()
-        answer.payload = None if row is None else Payload(*row)
-    return answer
-
-
-def _settle(connection: sqlite3.Connection, settlement: Settlement, now_ms: int) -> SettleAnswer:
-    digest, token, payload = settlement.key.digest, settlement.token, settlement.payload
-    if settlement.kind is not SettleKind.EXTEND and payload is not None:
-        state = settlement.kind.value
-        updated = connection.execute(
-            _SETTLE_KEY, (state, now_ms, now_ms + settlement.active_ms, digest, token)
-        )
-        if updated.rowcount == 1:
-            outcome = (digest, token, digest, state, payload.form, payload.head, payload.body)
-            connection.execute(_INSERT_OUTCOME, (*outcome, now_ms, now_ms + settlement.audit_ms))
-            return SettleAnswer(Decision.APPLY)
-    changed, answer = transitions.settle(_select(connection, digest), settlement, now_ms)
-    if changed is not None:
-        _update(connection, changed)
-    return answer

@@ -1,9 +1,11 @@
 -- oldest schema that still works: 1
 
 -- One small row per (caller, key), and no payload. The digest identifies the pair; the texts are
--- kept so that a collision of digests is found and never served.
+-- kept so that a collision of digests is found and never served. Rows are appended, and only the
+-- small index of digests is random: a batch that settles recent claims touches few pages.
 CREATE TABLE retrysafe_keys (
-    digest BLOB NOT NULL PRIMARY KEY,
+    id INTEGER NOT NULL PRIMARY KEY,
+    digest BLOB NOT NULL UNIQUE,
     caller TEXT NOT NULL,
     key TEXT NOT NULL,
     operation TEXT NOT NULL,
@@ -17,15 +19,18 @@ CREATE TABLE retrysafe_keys (
     lease_ends_at_ms INTEGER NOT NULL,
     settled_at_ms INTEGER,
     expires_at_ms INTEGER,
+    outcome_id INTEGER,
     owner TEXT NOT NULL
-) WITHOUT ROWID;
+);
 
 -- For the sweep. A pending record has no expiry, so it is not even in the index.
 CREATE INDEX retrysafe_keys_expiry ON retrysafe_keys (expires_at_ms) WHERE expires_at_ms IS NOT NULL;
 
 -- Every ending of every attempt, until its audit window ends. A key that starts a new life keeps
--- the audit of its past, because the token tells the lives apart.
+-- the audit of its past, because the token tells the lives apart. There is no index on the digest:
+-- only operators look for a key's audit, and every operation would pay for it.
 CREATE TABLE retrysafe_outcomes (
+    id INTEGER NOT NULL PRIMARY KEY,
     digest BLOB NOT NULL,
     token BLOB NOT NULL,
     attempt INTEGER NOT NULL,
@@ -34,8 +39,7 @@ CREATE TABLE retrysafe_outcomes (
     head BLOB NOT NULL,
     body BLOB NOT NULL,
     settled_at_ms INTEGER NOT NULL,
-    audit_ends_at_ms INTEGER NOT NULL,
-    PRIMARY KEY (digest, token)
+    audit_ends_at_ms INTEGER NOT NULL
 );
 
 CREATE INDEX retrysafe_outcomes_audit ON retrysafe_outcomes (audit_ends_at_ms);
@@ -61,4 +65,4 @@ SELECT
     o.form, o.body,
     CASE WHEN o.form <> 'bytes.1' AND json_valid(CAST(o.body AS TEXT)) THEN json(CAST(o.body AS TEXT)) END AS body_json
 FROM retrysafe_keys AS k
-LEFT JOIN retrysafe_outcomes AS o ON o.digest = k.digest AND o.token = k.token;
+LEFT JOIN retrysafe_outcomes AS o ON o.id = k.outcome_id AND o.token = k.token;

@@ -10,12 +10,23 @@ INSERT INTO retrysafe_keys (
 ) VALUES (?, ?, ?, ?, ?, ?, 1, ?, 1, ?, ?, ?, ?)
 ON CONFLICT (digest) DO NOTHING;
 
+-- name: insert_keys
+-- Claims several keys that were just seen to have no row; repeated once per key.
+INSERT INTO retrysafe_keys (
+    digest, caller, key, operation, rule, fingerprint, state, token, attempt,
+    first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, owner
+) VALUES {rows:(?, ?, ?, ?, ?, ?, 1, ?, 1, ?, ?, ?, ?)};
+
 -- name: select_key
 -- One record, for a decision under the write lock or for an operator.
 SELECT
     digest, caller, key, operation, rule, fingerprint, state, token, attempt,
     first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, settled_at_ms, expires_at_ms, owner
 FROM retrysafe_keys WHERE digest = ?;
+
+-- name: select_existing
+-- Which of several keys have a row.
+SELECT digest FROM retrysafe_keys WHERE digest IN ({rows:?});
 
 -- name: update_key
 -- Writes a decided transition; the write lock has kept the row as it was read.
@@ -25,25 +36,44 @@ UPDATE retrysafe_keys SET
     settled_at_ms = ?, expires_at_ms = ?, owner = ?
 WHERE digest = ?;
 
+-- name: next_outcome_id
+-- The write lock keeps the answer true until the transaction ends.
+SELECT coalesce(max(id), 0) + 1 FROM retrysafe_outcomes;
+
 -- name: settle_key
 -- Ends an attempt if the token still holds the key; zero rows mean lost or already settled.
-UPDATE retrysafe_keys SET state = ?, settled_at_ms = ?, expires_at_ms = ?
+UPDATE retrysafe_keys SET state = ?, settled_at_ms = ?, expires_at_ms = ?, outcome_id = ?
 WHERE digest = ? AND token = ? AND state = 1;
 
--- name: insert_outcome
--- Stores the ending of the attempt that settle_key has just ended, in the same transaction.
-INSERT OR REPLACE INTO retrysafe_outcomes (
-    digest, token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
-) VALUES (?, ?, (SELECT attempt FROM retrysafe_keys WHERE digest = ?), ?, ?, ?, ?, ?, ?);
+-- name: settle_keys
+-- The same for several keys; fewer rows than asked for mean that some were lost or settled.
+UPDATE retrysafe_keys SET
+    state = wish.column1,
+    settled_at_ms = wish.column2,
+    expires_at_ms = wish.column3,
+    outcome_id = wish.column4
+FROM (VALUES {rows:(?, ?, ?, ?, ?, ?)}) AS wish
+WHERE retrysafe_keys.digest = wish.column5
+  AND retrysafe_keys.token = wish.column6
+  AND retrysafe_keys.state = 1;
+
+-- name: insert_outcomes
+-- Stores the endings of attempts, in the transaction that settles their keys.
+INSERT INTO retrysafe_outcomes (
+    id, digest, token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
+) VALUES {rows:(?, ?, ?, (SELECT attempt FROM retrysafe_keys WHERE digest = ?), ?, ?, ?, ?, ?, ?)};
 
 -- name: select_outcome
--- The payload to replay; the token is the one of the attempt that settled the record.
-SELECT form, head, body FROM retrysafe_outcomes WHERE digest = ? AND token = ?;
+-- The payload to replay; the token must be the one of the attempt that settled the record.
+SELECT o.form, o.head, o.body
+FROM retrysafe_keys AS k
+JOIN retrysafe_outcomes AS o ON o.id = k.outcome_id AND o.token = k.token
+WHERE k.digest = ?;
 
 -- name: select_outcomes
 -- The audit of a key, oldest first.
 SELECT token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
-FROM retrysafe_outcomes WHERE digest = ? ORDER BY settled_at_ms, attempt;
+FROM retrysafe_outcomes WHERE digest = ? ORDER BY id;
 
 -- name: insert_step
 -- A step's first result stands; a repetition by the same owner changes nothing.
@@ -89,8 +119,8 @@ DELETE FROM retrysafe_keys WHERE digest = ?;
 
 -- name: delete_outcomes
 -- Removes a bounded number of outcomes past their audit window.
-DELETE FROM retrysafe_outcomes WHERE rowid IN (
-    SELECT rowid FROM retrysafe_outcomes WHERE audit_ends_at_ms <= ? LIMIT ?
+DELETE FROM retrysafe_outcomes WHERE id IN (
+    SELECT id FROM retrysafe_outcomes WHERE audit_ends_at_ms <= ? LIMIT ?
 );
 
 -- name: create_schema_table

@@ -1,0 +1,82 @@
+"""What all measurements share: rounds in turn, medians, progress, a table and JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+RESULTS = Path("var/bench")
+
+
+@dataclass
+class Row:
+    """One measured way, and what it must reach."""
+
+    name: str
+    per_second: float
+    ratio: float
+    target: float | None = None
+    note: str = ""
+
+    @property
+    def is_met(self) -> bool:
+        return self.target is None or self.ratio >= self.target
+
+
+@dataclass
+class Report:
+    """The rows of one benchmark."""
+
+    title: str
+    baseline: str
+    rows: list[Row] = field(default_factory=list)
+
+    def show(self) -> None:
+        print(f"\n{self.title}  (ratios to: {self.baseline})")
+        print(f"  {'way':<46}{'op/s':>10}{'ratio':>8}{'target':>8}")
+        for row in self.rows:
+            target = "" if row.target is None else f"{row.target:.2f}"
+            verdict = "" if row.target is None else ("  met" if row.is_met else "  MISSED")
+            print(f"  {row.name:<46}{row.per_second:>10,.0f}{row.ratio:>8.2f}{target:>8}{verdict}")
+            if row.note:
+                print(f"    {row.note}")
+
+    def save(self, name: str) -> None:
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        rows = [vars(row) | {"is_met": row.is_met} for row in self.rows]
+        document = {"title": self.title, "baseline": self.baseline, "rows": rows}
+        (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
+
+
+def in_turn(ways: dict[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
+    """Operations per second of each way, measured in turn so that noise hits all alike.
+
+    A way gets the round's number and returns its operations per second.
+    """
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    total = rounds * len(ways)
+    done = 0
+    started = time.monotonic()
+    for number in range(rounds):
+        for name, way in ways.items():
+            found[name].append(way(number))
+            done += 1
+            elapsed = time.monotonic() - started
+            print(
+                f"\r  {done}/{total} {name:<46} {elapsed:5.0f} s",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+    print("\r" + " " * 78 + "\r", end="", file=sys.stderr)
+    return found
+
+
+def median_ratio(ways: list[float], baseline: list[float]) -> float:
+    """The median over the rounds of each round's own ratio."""
+    return statistics.median(way / base for way, base in zip(ways, baseline, strict=True))

@@ -1,0 +1,56 @@
+"""Rows of the key table as records, and back."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any, Final
+
+from retrysafe.core.keys import Key
+from retrysafe.core.model import Record, State
+from retrysafe.stores.sqlite.schema import SQL
+
+_SELECT_KEY: Final = SQL["select_key"]
+_UPDATE_KEY: Final = SQL["update_key"]
+
+
+def record(row: tuple[Any, ...]) -> Record:
+    """The record of a row."""
+    made = Record(*row)
+    made.state = State(made.state)
+    return made
+
+
+def select(connection: sqlite3.Connection, digest: bytes) -> Record | None:
+    """The record under a digest, whosever it is."""
+    row = connection.execute(_SELECT_KEY, (digest,)).fetchone()
+    return None if row is None else record(row)
+
+
+def select_of(connection: sqlite3.Connection, key: Key) -> Record | None:
+    """The record of exactly this key: a row of another key with the same digest is not it."""
+    found = select(connection, key.digest)
+    if found is None or found.text != key.text or found.caller != key.caller:
+        return None
+    return found
+
+
+def update(connection: sqlite3.Connection, changed: Record) -> None:
+    """Writes a decided transition."""
+    connection.execute(
+        _UPDATE_KEY,
+        (
+            changed.operation,
+            changed.rule,
+            changed.fingerprint,
+            changed.state,
+            changed.token,
+            changed.attempt,
+            changed.first_claimed_at_ms,
+            changed.claimed_at_ms,
+            changed.lease_ends_at_ms,
+            changed.settled_at_ms,
+            changed.expires_at_ms,
+            changed.owner,
+            changed.digest,
+        ),
+    )
