@@ -18,7 +18,6 @@ class Attempt:
 
     def __init__(
         self,
-        *,
         key: Key,
         operation: str,
         number: int,

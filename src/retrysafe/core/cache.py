@@ -6,7 +6,6 @@ expiry takes effect everywhere soon, and never longer than the record's own acti
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Final
 
 from retrysafe.core.model import Fingerprint, Payload
@@ -33,7 +32,10 @@ class CachedOutcome:
 
 
 class ReplayCache:
-    """A bounded map from key digest to outcome, oldest out first. Not locked: the owner does."""
+    """A bounded map from key digest to outcome, oldest out first.
+
+    `find` needs no lock; whoever calls the others holds one.
+    """
 
     __slots__ = ("_bytes", "_bytes_limit", "_entries", "_entries_limit", "_seconds")
 
@@ -47,7 +49,7 @@ class ReplayCache:
         self._seconds = seconds
         self._entries_limit = entries_limit
         self._bytes_limit = bytes_limit
-        self._entries: OrderedDict[bytes, CachedOutcome] = OrderedDict()
+        self._entries: dict[bytes, CachedOutcome] = {}
         self._bytes = 0
 
     def find(self, digest: bytes, monotonic: float) -> CachedOutcome | None:
@@ -55,10 +57,8 @@ class ReplayCache:
         entry = self._entries.get(digest)
         if entry is None:
             return None
-        if monotonic >= entry.ends_monotonic:
-            self.forget(digest)
-            return None
-        return entry
+        # A stale entry stays until it is replaced or pushed out: only the writers hold the lock.
+        return entry if monotonic < entry.ends_monotonic else None
 
     def keep(
         self, digest: bytes, outcome: CachedOutcome, *, asked_monotonic: float, remaining_ms: int
@@ -73,8 +73,8 @@ class ReplayCache:
         self._entries[digest] = outcome
         self._bytes += size_bytes
         while len(self._entries) > self._entries_limit or self._bytes > self._bytes_limit:
-            _, oldest = self._entries.popitem(last=False)
-            self._bytes -= oldest.payload.size_bytes
+            # Dictionaries keep the order of insertion, so the first one is the oldest.
+            self.forget(next(iter(self._entries)))
 
     def forget(self, digest: bytes) -> None:
         """Drops one outcome."""

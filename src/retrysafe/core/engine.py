@@ -91,14 +91,14 @@ class Engine:
         `ClaimLost`, `OutcomeNotStored` or `StoreUnavailable`, and what the operation raises.
         """
         if self._cache is not None:
-            with self._lock:
-                cached = self._cache.find(call.key.digest, self._monotonic())
+            # One look-up of a dictionary is atomic, so a miss takes no lock.
+            cached = self._cache.find(call.key.digest, self._monotonic())
             if cached is not None:
                 self._check_same(call, cached.fingerprints, "process")
                 return self._replay(call, cached.payload, cached.attempt, "process")
         wait_until: float | None = None
         if call.policy.in_flight is InFlight.WAIT:
-            wait_until = self._monotonic() + call.policy.wait_limit.total_seconds()
+            wait_until = self._monotonic() + call.policy.wait_seconds
         digest = call.key.digest
         while True:
             flight, is_leader = self._flights.join(digest, call.fingerprints)
@@ -138,9 +138,16 @@ class Engine:
         poll_seconds = POLL_SECONDS
         while True:
             asked = self._monotonic()
-            answer = await self._claim(request)
+            try:
+                answer = await self._writer.claim(request)
+            except StoreUnavailable as error:
+                answer = await self._claim_again(request, error)
             decision = answer.decision
             if decision in _GRANTED:
+                if self._monotonic() >= asked + answer.remaining_ms / 1000:
+                    # The process stood still until the lease was over. Somebody else may run by
+                    # now, so nothing starts on this claim; the store is asked anew.
+                    continue
                 return await self._run(flight, call, invoke, request, answer, asked)
             if decision is Decision.REPLAY:
                 return self._replay_stored(flight, call, answer, asked)
@@ -157,19 +164,19 @@ class Engine:
             await self._waiting.sleep(min(poll_seconds, lease_seconds, wait_until - now))
             poll_seconds = min(poll_seconds * POLL_GROWTH, POLL_MAXIMUM_SECONDS)
 
-    async def _claim(self, request: ClaimRequest) -> ClaimAnswer:
-        """Claims, and asks again when the answer was lost: the token tells whose claim it was."""
+    async def _claim_again(self, request: ClaimRequest, error: StoreUnavailable) -> ClaimAnswer:
+        """Asks again when the answer was lost: the token tells whose claim it was."""
         pause = RETRY_PAUSE_SECONDS
-        for tries_left in range(CLAIM_TRIES - 1, -1, -1):
-            try:
-                return await self._writer.claim(request)
-            except StoreUnavailable as error:
-                self._report(EventKind.STORE_UNAVAILABLE, request.key, detail=str(error))
-                if tries_left == 0:
-                    raise
+        for _ in range(CLAIM_TRIES - 1):
+            self._report(EventKind.STORE_UNAVAILABLE, request.key, detail=str(error))
             await self._waiting.sleep(pause)
             pause *= 2
-        raise AssertionError("unreachable: the last try returns or raises")
+            try:
+                return await self._writer.claim(request)
+            except StoreUnavailable as again:
+                error = again
+        self._report(EventKind.STORE_UNAVAILABLE, request.key, detail=str(error))
+        raise error
 
     def _replay_stored(
         self, flight: Flight, call: Call, answer: ClaimAnswer, asked: float
@@ -236,29 +243,22 @@ class Engine:
         else:
             self._report(EventKind.CLAIMED, call.key, call.operation, answer.attempt)
         lease = Lease(
-            key=call.key,
-            token=request.token,
-            lease_ms=policy.lease_ms,
-            remaining_ms=answer.remaining_ms,
-            ends_at_ms=answer.lease_ends_at_ms,
-            asked_monotonic=asked,
-            run_limit_seconds=None
-            if policy.run_limit is None
-            else policy.run_limit.total_seconds(),
+            call.key,
+            request.token,
+            policy.lease_ms,
+            answer.remaining_ms,
+            answer.lease_ends_at_ms,
+            asked,
+            policy.run_limit_seconds,
         )
         flight.lease = lease
+        flight.conflict_ends_monotonic = None
         self._flights.enter(flight, Phase.RUNNING)
         if is_exhausted(answer.attempt, policy.attempt_limit):
             # The attempts so far may have died half-way; running again could kill the next worker.
             return await self._exhaust(flight, call, lease, answer.attempt)
-        attempt = Attempt(
-            key=call.key,
-            operation=call.operation,
-            number=answer.attempt,
-            lease=lease,
-            monotonic=self._monotonic,
-            secret=self._secret,
-        )
+        number = answer.attempt
+        attempt = Attempt(call.key, call.operation, number, lease, self._monotonic, self._secret)
         self._renewals.add(lease)
         try:
             # Only a clean exception is an ending. Cancellation and process exit pass through:
@@ -267,19 +267,16 @@ class Engine:
                 value = await invoke(attempt)
             except Exception as error:
                 asked = self._monotonic()
-                ending, payload = await self._settler.settle_error(
-                    call, lease.token, error, attempt.number
-                )
-                self._remember_ending(call, flight, ending, payload, attempt.number, asked)
+                ending, payload = await self._settler.settle_error(call, lease.token, error, number)
+                self._remember_ending(call, flight, ending, payload, number, asked)
                 raise
             asked = self._monotonic()
-            ending, payload = await self._settler.settle_value(
-                call, lease.token, value, attempt.number
-            )
-            self._remember_ending(call, flight, ending, payload, attempt.number, asked)
+            ending, payload = self._settler.payload_of(call, value, number)
+            payload = await self._settler.settle(call, lease.token, ending, payload, number, value)
+            self._remember_ending(call, flight, ending, payload, number, asked)
         finally:
             self._renewals.remove(lease)
-        return Answer(value, False, attempt.number)
+        return Answer(value, False, number)
 
     async def _exhaust(self, flight: Flight, call: Call, lease: Lease, attempt: int) -> Answer[Any]:
         """Settles the record as failed for good, and raises that failure."""

@@ -28,7 +28,6 @@ class Lease:
 
     def __init__(
         self,
-        *,
         key: Key,
         token: bytes,
         lease_ms: int,
@@ -44,11 +43,9 @@ class Lease:
         self.renew_until_monotonic = (
             None if run_limit_seconds is None else asked_monotonic + run_limit_seconds
         )
-        self.renewed(
-            asked_monotonic=asked_monotonic, remaining_ms=remaining_ms, ends_at_ms=ends_at_ms
-        )
+        self.renewed(remaining_ms, ends_at_ms, asked_monotonic)
 
-    def renewed(self, *, asked_monotonic: float, remaining_ms: int, ends_at_ms: int) -> None:
+    def renewed(self, remaining_ms: int, ends_at_ms: int, asked_monotonic: float) -> None:
         """Takes over what the store answered to a claim or an extend asked for at that time."""
         remaining_seconds = remaining_ms / 1000
         self.ends_at_ms = ends_at_ms

@@ -61,18 +61,25 @@ class Policy:
     lease_ms: int = field(init=False, repr=False, compare=False)
     active_ms: int = field(init=False, repr=False, compare=False)
     audit_ms: int = field(init=False, repr=False, compare=False)
+    wait_seconds: float = field(init=False, repr=False, compare=False)
+    run_limit_seconds: float | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_durations()
         self._check_numbers()
         self._check_exceptions()
-        # Whole milliseconds are precomputed: the hot path must not do timedelta arithmetic.
+        # Numbers are precomputed: the hot path must not do timedelta arithmetic.
         for name, duration in (
             ("lease_ms", self.lease),
             ("active_ms", self.active_window),
             ("audit_ms", self.audit_window),
         ):
             object.__setattr__(self, name, duration // timedelta(milliseconds=1))
+        object.__setattr__(self, "wait_seconds", self.wait_limit.total_seconds())
+        limit = self.run_limit
+        object.__setattr__(
+            self, "run_limit_seconds", None if limit is None else limit.total_seconds()
+        )
 
     def with_changes(self, **changes: Any) -> Policy:
         """The same policy with some settings changed; raises `PolicyInvalid` for unknown ones."""

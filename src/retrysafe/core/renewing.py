@@ -61,8 +61,4 @@ async def _renew_batch(
             # Also when the attempt settled meanwhile; then nobody looks at the lease any more.
             lease.revoke()
         else:
-            lease.renewed(
-                asked_monotonic=asked,
-                remaining_ms=answer.remaining_ms,
-                ends_at_ms=answer.lease_ends_at_ms,
-            )
+            lease.renewed(answer.remaining_ms, answer.lease_ends_at_ms, asked)

@@ -11,7 +11,14 @@ from typing import Any, Final
 from retrysafe.core import codec
 from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind, Reporter
-from retrysafe.core.model import Decision, Ending, Payload, SettleKind, Settlement
+from retrysafe.core.model import (
+    Decision,
+    Ending,
+    Payload,
+    SettleAnswer,
+    SettleKind,
+    Settlement,
+)
 from retrysafe.core.ports import Orphanage, Waiting, Writer
 from retrysafe.errors import (
     ClaimLost,
@@ -45,10 +52,8 @@ class Settler:
         self._orphanage = orphanage
         self._report = report
 
-    async def settle_value(
-        self, call: Call, token: bytes, value: Any, attempt: int
-    ) -> tuple[Ending, Payload]:
-        """Stores what the operation returned; raises `ClaimLost` or `OutcomeNotStored`."""
+    def payload_of(self, call: Call, value: Any, attempt: int) -> tuple[Ending, Payload]:
+        """How the operation ended that returned this value, and what is stored of it."""
         ending = Ending.SUCCEEDED
         try:
             if call.judge is not None:
@@ -59,12 +64,12 @@ class Settler:
             payload = codec.withheld(str(error))
         if payload.form == codec.WITHHELD:
             self._withheld(call, attempt, payload.body.decode())
-        return ending, await self.settle(call, token, ending, payload, attempt, value)
+        return ending, payload
 
     async def settle_error(
         self, call: Call, token: bytes, error: Exception, attempt: int
     ) -> tuple[Ending, Payload]:
-        """Stores a clean exception as the policy judges it; raises as `settle_value` does."""
+        """Stores a clean exception as the policy judges it; raises as `settle` does."""
         ending = call.policy.judge(error)
         payload = codec.encode_failure(error, call.policy.outcome_limit_bytes)
         try:
@@ -86,40 +91,52 @@ class Settler:
         attempt: int,
         value: Any = None,
     ) -> Payload:
-        """Stores an ending; when it returns, the returned payload is durable."""
+        """Stores an ending; when it returns, the returned payload is durable.
+
+        Raises `ClaimLost` when another owner has the key, `OutcomeNotStored` when the store could
+        not be told within the policy's patience.
+        """
         kind, event_kind = _KINDS[ending]
         policy = call.policy
         settlement = Settlement(
             kind, call.key, token, payload, 0, policy.active_ms, policy.audit_ms
         )
         try:
-            stored = await self._persist(call, settlement, payload, attempt, value)
+            try:
+                answer = await self._writer.settle(settlement)
+            except (StoreUnavailable, StoreRejected) as error:
+                answer = await self._insist(call, settlement, attempt, value, error)
         except RetrysafeError:
             raise
         except BaseException:
             # The caller is being cancelled, and the operation is done: its outcome must not be
             # lost with the caller. Writing it twice is harmless, the token confirms the second.
-            self._orphanage.adopt(self._persist_orphan(call, settlement, payload, attempt))
+            self._orphanage.adopt(self._settle_orphan(call, settlement, attempt))
             raise
+        if answer.decision is Decision.LOST:
+            raise self._lost(call, attempt)
         self._report(event_kind, call.key, call.operation, attempt)
-        return stored
+        return settlement.payload or payload
 
-    async def _persist(
-        self, call: Call, settlement: Settlement, payload: Payload, attempt: int, value: Any
-    ) -> Payload:
+    async def _insist(
+        self,
+        call: Call,
+        settlement: Settlement,
+        attempt: int,
+        value: Any,
+        error: StoreUnavailable | StoreRejected,
+    ) -> SettleAnswer:
+        """Writes again until it stands, within the policy's patience."""
         pause = RETRY_PAUSE_SECONDS
         give_up = self._monotonic() + call.policy.settle_patience.total_seconds()
         while True:
-            try:
-                answer = await self._writer.settle(settlement)
-                break
-            except StoreRejected as error:
-                if payload.form == codec.WITHHELD:
+            if isinstance(error, StoreRejected):
+                if settlement.payload is not None and settlement.payload.form == codec.WITHHELD:
                     raise self._not_stored(call, attempt, value, error) from error
                 # The store cannot hold this outcome; that it is done can still be remembered.
-                payload = settlement.payload = codec.withheld(f"the store refused it: {error}")
+                settlement.payload = codec.withheld(f"the store refused it: {error}")
                 self._withheld(call, attempt, str(error))
-            except StoreUnavailable as error:
+            else:
                 self._report(
                     EventKind.STORE_UNAVAILABLE, call.key, call.operation, attempt, str(error)
                 )
@@ -127,21 +144,29 @@ class Settler:
                     raise self._not_stored(call, attempt, value, error) from error
                 await self._waiting.sleep(pause)
                 pause = min(pause * 2, RETRY_PAUSE_MAXIMUM_SECONDS)
-        if answer.decision is Decision.LOST:
-            self._report(EventKind.CLAIM_LOST, call.key, call.operation, attempt)
-            raise ClaimLost(
-                f"another owner took over {call.key.text!r}; this outcome was not stored",
-                key=call.key.text,
-            )
-        return payload
+            try:
+                return await self._writer.settle(settlement)
+            except (StoreUnavailable, StoreRejected) as again:
+                error = again
 
-    async def _persist_orphan(
-        self, call: Call, settlement: Settlement, payload: Payload, attempt: int
-    ) -> None:
+    async def _settle_orphan(self, call: Call, settlement: Settlement, attempt: int) -> None:
+        """The same for an ending whose caller is gone; there is nobody left to tell."""
         try:
-            await self._persist(call, settlement, payload, attempt, None)
-        except (ClaimLost, OutcomeNotStored):
-            return  # Reported where it was raised; there is no caller left to tell.
+            try:
+                answer = await self._writer.settle(settlement)
+            except (StoreUnavailable, StoreRejected) as error:
+                answer = await self._insist(call, settlement, attempt, None, error)
+        except OutcomeNotStored:
+            return  # Reported where it was raised.
+        if answer.decision is Decision.LOST:
+            self._lost(call, attempt)
+
+    def _lost(self, call: Call, attempt: int) -> ClaimLost:
+        self._report(EventKind.CLAIM_LOST, call.key, call.operation, attempt)
+        return ClaimLost(
+            f"another owner took over {call.key.text!r}; this outcome was not stored",
+            key=call.key.text,
+        )
 
     def _withheld(self, call: Call, attempt: int, detail: str) -> None:
         self._report(EventKind.WITHHELD, call.key, call.operation, attempt, detail)

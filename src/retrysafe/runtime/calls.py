@@ -86,10 +86,10 @@ def owner_name() -> str:
 
 def operation_name(operation: Callable[..., Any]) -> str:
     """The name that tells operations apart; nameless ones share the empty name."""
-    name = getattr(operation, "__qualname__", "")
+    name: str = getattr(operation, "__qualname__", "")
     if not name or name.endswith("<lambda>"):
         return ""
-    return f"{getattr(operation, '__module__', '')}.{name}"[:255]
+    return f"{operation.__module__}.{name}"[:255]
 
 
 def returned_types(operation: Callable[..., Any]) -> tuple[type, ...]:

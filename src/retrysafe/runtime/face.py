@@ -35,7 +35,11 @@ _logger = logging.getLogger("retrysafe")
 
 
 def mint_token() -> bytes:
-    """A token that no other claim ever had or will have."""
+    """A token that no other claim ever had or will have.
+
+    Asked from the system each time. A buffer of random bytes would be copied by a fork, or by a
+    snapshot of a virtual machine, and two owners would hold the same token.
+    """
     return os.urandom(TOKEN_BYTES)
 
 

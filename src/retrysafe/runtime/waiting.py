@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from types import TracebackType
 
 
 class ThreadSignal:
@@ -73,21 +72,3 @@ class TaskWaiting:
     def signal(self) -> TaskSignal:
         """A fresh signal."""
         return TaskSignal()
-
-
-class NoLock:
-    """Tasks of one loop do not interrupt each other between two awaits, so they need no lock."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> None:
-        return None
