@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Final
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from retrysafe.core.events import Emit
 from retrysafe.core.fingerprint import FingerprintRule
@@ -17,24 +20,32 @@ from retrysafe.runtime.blocking import BlockingIdempotency
 from retrysafe.runtime.calls import CallerSource
 from retrysafe.runtime.tasks import AsyncFace
 from retrysafe.stores.memory import MemoryStore
+from retrysafe.stores.postgres import PostgresStore
+from retrysafe.stores.postgres.connector import PoolOptions
 from retrysafe.stores.sqlite import SqliteStore
 
 SECRET_VARIABLE: Final = "RETRYSAFE_SECRET"
 _SQLITE_PREFIX: Final = "sqlite:///"
+_POSTGRES_PREFIXES: Final = ("postgresql://", "postgres://")
 
 
-def open_store(url: str, *, create: bool = True, migrate: bool = True) -> Store:
+def open_store(
+    url: str, *, create: bool = True, migrate: bool = True, is_async: bool = False
+) -> Store:
     """The store that a URL means; raises `StoreUrlInvalid`.
 
-    `sqlite:///relative.db` and `sqlite:////absolute.db` are files; `memory://` is this process.
+    `sqlite:///relative.db` and `sqlite:////absolute.db` are files; `postgresql://…` is a database,
+    for threads or, with `is_async`, for an event loop; `memory://` is this process.
     """
+    if url.startswith(_POSTGRES_PREFIXES):
+        return postgres_store(url, is_async=is_async)
     if url.startswith(_SQLITE_PREFIX):
         return SqliteStore(sqlite_path(url), create=create, migrate=migrate)
     if url == "memory://":
         return MemoryStore()
     raise StoreUrlInvalid(
-        f"{url!r} names no store: use sqlite:///path/to/file.db (four slashes for an absolute "
-        "path), or memory:// for trying things out"
+        f"{_without_password(url)!r} names no store: use sqlite:///path/to/file.db (four slashes "
+        "for an absolute path), postgresql://user@host/database, or memory:// for trying things out"
     )
 
 
@@ -49,6 +60,39 @@ def sqlite_path(url: str) -> Path:
     if "?" in path:
         raise StoreUrlInvalid(f"{url!r}: a SQLite URL takes no options after '?'")
     return Path(path)
+
+
+def postgres_store(url: str, *, is_async: bool) -> PostgresStore:
+    """The PostgreSQL store of a URL; `?schema=…&prepared=off&pool=8` are retrysafe's options."""
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    schema_name = options.pop("schema", "retrysafe")
+    prepared = options.pop("prepared", "on")
+    pool = options.pop("pool", str(PoolOptions().size_limit))
+    if prepared not in ("on", "off") or not pool.isdigit() or not int(pool):
+        raise StoreUrlInvalid(
+            f"{_without_password(url)!r}: prepared is on or off, pool is a number from 1 up"
+        )
+    plain = urlunsplit(parts._replace(query=urlencode(options)))
+    location = _without_password(urlunsplit(parts._replace(query="")))
+    pool_options = PoolOptions(size_limit=int(pool), has_prepared_statements=prepared == "on")
+    extra, module = ("asyncpg", "asyncpg") if is_async else ("postgres", "psycopg")
+    try:
+        connector = import_module(f"retrysafe.stores.postgres.{module}_connector")
+    except ImportError as error:
+        raise StoreUrlInvalid(
+            f"{location} needs a driver that is not installed ({error.name}): "
+            f"pip install 'retrysafe[{extra}]'"
+        ) from error
+    made = (connector.AsyncpgConnector if is_async else connector.PsycopgConnector)(
+        plain, location, pool_options
+    )
+    return PostgresStore(made, location=location, schema_name=schema_name)
+
+
+def _without_password(url: str) -> str:
+    """The URL as it may be shown in messages and logs."""
+    return re.sub(r"://([^:/@]*):[^@/]*@", r"://\1:***@", url)
 
 
 def _environment_secret() -> str | None:
@@ -102,7 +146,7 @@ class AsyncIdempotency(AsyncFace):
     ) -> None:
         """Takes what `Idempotency` takes."""
         super().__init__(
-            open_store(store) if isinstance(store, str) else store,
+            open_store(store, is_async=True) if isinstance(store, str) else store,
             caller=caller,
             policy=policy,
             rule=rule,

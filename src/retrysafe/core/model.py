@@ -233,3 +233,5 @@ class SweepReport:
     keys: int = 0
     outcomes: int = 0
     has_more: bool = False
+    # Whole partitions of outcomes that were dropped, by stores that have them.
+    partitions: int = 0

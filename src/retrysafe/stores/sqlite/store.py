@@ -201,7 +201,7 @@ class SqliteStore:
 
     # The schema.
 
-    def migrate(self) -> list[Migration]:
+    async def migrate(self) -> list[Migration]:
         """Applies what is missing and says what it was."""
         with self._translated_errors(), self._lock:
             self._migrate = False
@@ -211,7 +211,7 @@ class SqliteStore:
             finally:
                 connection.close()
 
-    def pending_migrations(self) -> list[Migration]:
+    async def pending_migrations(self) -> list[Migration]:
         """What `migrate` would apply."""
         with self._translated_errors(), self._lock:
             connection = connecting.connect(self.path, self._create, self._busy_seconds)

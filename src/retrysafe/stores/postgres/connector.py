@@ -1,0 +1,97 @@
+"""The port between the PostgreSQL store and a driver: statements in, rows out, errors translated.
+
+The store is written once over this port. A blocking driver's methods never suspend, so the same
+store serves threads and event loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, Protocol
+
+from retrysafe.core.ports import Waits
+from retrysafe.errors import SchemaMissing, StoreError, StoreUnavailable
+
+Rows = Sequence[Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """How connections are made and kept."""
+
+    # Two batches in flight, a renewal and an operator; more only adds contention.
+    size_limit: int = 4
+    # How long a call waits for a free connection, and for the server to accept a new one.
+    connect_timeout: timedelta = timedelta(seconds=5)
+    # How long one statement may take before its connection is given up.
+    statement_timeout: timedelta = timedelta(seconds=30)
+    # Off behind PgBouncer in transaction mode: another server connection would not know them.
+    has_prepared_statements: bool = True
+
+
+class RowRefused(Exception):
+    """The server or the driver cannot take these values; the connection is fine."""
+
+
+class Conflict(Exception):
+    """A deadlock or a serialization failure: nothing happened, and trying again may help."""
+
+
+class Session(Protocol):
+    """One open transaction."""
+
+    async def fetch(self, sql: str, params: Sequence[Any] = ()) -> Rows:
+        """Runs a statement with `$1`-style parameters."""
+
+    async def script(self, sql: str) -> None:
+        """Runs several statements without parameters."""
+
+
+class Connector(Protocol):
+    """A pool of connections."""
+
+    @property
+    def waits(self) -> Waits:
+        """Whether its methods block or suspend."""
+
+    async def fetch(self, sql: str, params: Sequence[Any] = ()) -> Rows:
+        """Runs one statement in a transaction of its own.
+
+        Raises `StoreUnavailable`, `RowRefused`, `Conflict`, `SchemaMissing` or another
+        `StoreError`.
+        """
+
+    def transaction(self) -> AbstractAsyncContextManager[Session]:
+        """A transaction that commits at the end, or rolls back when something is raised."""
+
+    async def close(self) -> None:
+        """Closes the connections; the next use opens new ones."""
+
+    def after_fork_in_child(self) -> None:
+        """Leaves the parent's connections alone."""
+
+
+# The classes of SQLSTATE codes that mean something for a caller.
+ROW_CLASSES: Final = ("22", "23", "21")
+CONFLICT_CODES: Final = ("40001", "40P01")
+UNAVAILABLE_CLASSES: Final = ("08", "53", "57", "58", "25")
+MISSING_CODES: Final = ("42P01", "3F000", "42703")
+
+
+def translated(code: str | None, message: str, location: str) -> Exception:
+    """The error of a SQLSTATE code in retrysafe's words."""
+    code = code or "08000"
+    if code in CONFLICT_CODES:
+        return Conflict(message)
+    if code in MISSING_CODES:
+        return SchemaMissing(
+            f"{location} has no current retrysafe schema ({message}): run 'retrysafe migrate'"
+        )
+    if code[:2] in ROW_CLASSES:
+        return RowRefused(message)
+    if code[:2] in UNAVAILABLE_CLASSES:
+        return StoreUnavailable(f"{location} does not answer: {message}")
+    return StoreError(f"{location} refuses: {message} ({code})")

@@ -1,0 +1,208 @@
+-- Every statement of the PostgreSQL store. All of them are correct under READ COMMITTED with each
+-- statement its own transaction, so they need no session state and work behind PgBouncer in
+-- transaction mode. Time is always the server's clock.
+
+-- name: commit
+-- Claims new keys and ends attempts, for a whole batch in one round trip and one flush of the WAL.
+-- A key that has a row is skipped without a lock (the caller then reads it); an attempt whose token
+-- no longer holds its key is skipped too. Rows come sorted by digest, so two batches that insert
+-- the same keys wait for each other in the same order and cannot deadlock.
+WITH clock AS MATERIALIZED (
+    SELECT {now_ms} AS now_ms
+), claimed AS (
+    INSERT INTO {schema}.keys AS k (
+        digest, caller, key, operation, rule, fingerprint, state, token, attempt,
+        first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, owner
+    )
+    SELECT
+        w.digest, w.caller, w.key, w.operation, w.rule, w.fingerprint, 1, w.token, 1,
+        c.now_ms, c.now_ms, c.now_ms + w.lease_ms, w.owner
+    FROM clock AS c, unnest(
+        $1::bytea[], $2::text[], $3::text[], $4::text[], $5::smallint[],
+        $6::bytea[], $7::bytea[], $8::bigint[], $9::text[]
+    ) AS w (digest, caller, key, operation, rule, fingerprint, token, lease_ms, owner)
+    ON CONFLICT (digest) DO NOTHING
+    RETURNING k.token, k.lease_ends_at_ms
+), settled AS (
+    UPDATE {schema}.keys AS k SET
+        state = w.state,
+        settled_at_ms = c.now_ms,
+        expires_at_ms = c.now_ms + w.active_ms,
+        audit_ends_at_ms = c.now_ms + w.audit_ms
+    FROM clock AS c, unnest(
+        $10::bytea[], $11::bytea[], $12::smallint[], $13::bigint[], $14::bigint[],
+        $15::text[], $16::bytea[], $17::bytea[]
+    ) AS w (digest, token, state, active_ms, audit_ms, form, head, body)
+    WHERE k.digest = w.digest AND k.token = w.token AND k.state = 1
+    RETURNING
+        k.digest, k.token, k.attempt, k.state, w.form, w.head, w.body,
+        k.settled_at_ms, k.audit_ends_at_ms
+), stored AS (
+    INSERT INTO {schema}.outcomes (
+        digest, token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
+    )
+    SELECT digest, token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
+    FROM settled
+)
+SELECT token, lease_ends_at_ms FROM claimed
+UNION ALL
+SELECT token, 0 FROM settled;
+
+-- name: extend
+-- Extends leases whose tokens still hold their keys; a lease never gets shorter.
+WITH clock AS MATERIALIZED (
+    SELECT {now_ms} AS now_ms
+)
+UPDATE {schema}.keys AS k SET
+    lease_ends_at_ms = greatest(k.lease_ends_at_ms, c.now_ms + w.lease_ms)
+FROM clock AS c, unnest($1::bytea[], $2::bytea[], $3::bigint[]) AS w (digest, token, lease_ms)
+WHERE k.digest = w.digest AND k.token = w.token AND k.state = 1
+RETURNING k.token, k.lease_ends_at_ms, k.lease_ends_at_ms - c.now_ms;
+
+-- name: read_records
+-- The records of several keys with the payload to replay, and the instant they were read at.
+SELECT
+    {now_ms},
+    k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token, k.attempt,
+    k.first_claimed_at_ms, k.claimed_at_ms, k.lease_ends_at_ms, k.settled_at_ms, k.expires_at_ms,
+    k.owner, o.form, o.head, o.body
+FROM {schema}.keys AS k
+LEFT JOIN {schema}.outcomes AS o
+    ON k.state IN (2, 3)
+    AND o.audit_ends_at_ms = k.audit_ends_at_ms AND o.digest = k.digest AND o.token = k.token
+WHERE k.digest = ANY ($1::bytea[]);
+
+-- name: replace_record
+-- Writes a decided transition, if the row is still the one that the decision was made from: the
+-- token, the state and the instants together change with every transition. A new life of the key
+-- drops the steps of the earlier one in the same transaction.
+WITH clock AS MATERIALIZED (
+    SELECT {now_ms} AS now_ms
+), replaced AS (
+    UPDATE {schema}.keys SET
+        operation = $1, rule = $2, fingerprint = $3, state = $4, token = $5, attempt = $6,
+        first_claimed_at_ms = $7, claimed_at_ms = $8, lease_ends_at_ms = $9, settled_at_ms = $10,
+        expires_at_ms = $11, audit_ends_at_ms = CASE WHEN $4 = 1 THEN NULL ELSE audit_ends_at_ms END,
+        owner = $12
+    WHERE digest = $13 AND token = $14 AND state = $15 AND attempt = $16 AND lease_ends_at_ms = $17
+        AND expires_at_ms IS NOT DISTINCT FROM $18::bigint
+    RETURNING digest
+), forgotten AS (
+    DELETE FROM {schema}.steps WHERE $19::boolean AND digest IN (SELECT digest FROM replaced)
+)
+SELECT count(*) FROM replaced;
+
+-- name: record_step
+-- Stores a step's result while the token holds the key; the lock on the key's row makes a takeover
+-- wait for it. The first result stands.
+WITH held AS (
+    SELECT digest FROM {schema}.keys
+    WHERE digest = $1 AND token = $2 AND state = 1
+    FOR UPDATE
+), stored AS (
+    INSERT INTO {schema}.steps (digest, name, position, form, head, body, recorded_at_ms)
+    SELECT digest, $3, $4, $5, $6, $7, {now_ms}
+    FROM held
+    ON CONFLICT (digest, name) DO NOTHING
+)
+SELECT count(*) FROM held;
+
+-- name: read_steps
+-- The finished steps of a key in their order.
+SELECT name, position, form, head, body FROM {schema}.steps WHERE digest = $1 ORDER BY position;
+
+-- name: read_outcomes
+-- The audit of a key, oldest first.
+SELECT token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
+FROM {schema}.outcomes WHERE digest = $1 ORDER BY settled_at_ms, attempt;
+
+-- name: list_records
+-- Records for an operator. A scan on purpose: an index for it would cost every claim.
+WITH clock AS MATERIALIZED (
+    SELECT {now_ms} AS now_ms
+)
+SELECT
+    c.now_ms, k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token,
+    k.attempt, k.first_claimed_at_ms, k.claimed_at_ms, k.lease_ends_at_ms, k.settled_at_ms,
+    k.expires_at_ms, k.owner
+FROM {schema}.keys AS k, clock AS c
+WHERE ($1::text IS NULL OR k.caller = $1)
+  AND starts_with(k.key, $2)
+  AND (cardinality($3::text[]) = 0 OR CASE
+        WHEN k.state = 1 AND k.lease_ends_at_ms > c.now_ms THEN 'running'
+        WHEN k.state = 1 THEN 'abandoned'
+        WHEN k.expires_at_ms <= c.now_ms THEN 'outlived'
+        WHEN k.state = 2 THEN 'succeeded'
+        WHEN k.state = 3 THEN 'failed'
+        ELSE 'released'
+    END = ANY ($3::text[]))
+ORDER BY k.claimed_at_ms DESC, k.digest
+LIMIT $4;
+
+-- name: table_pages
+-- How many pages the sweep has to walk over.
+SELECT (pg_relation_size('{schema}.keys') / current_setting('block_size')::bigint)::bigint;
+
+-- name: sweep_pages
+-- Removes outlived keys with their steps from a range of pages. Rows that somebody else holds are
+-- left for the next pass; a pending record is never touched.
+WITH clock AS MATERIALIZED (
+    SELECT {now_ms} AS now_ms
+), outlived AS (
+    SELECT k.ctid AS place FROM {schema}.keys AS k
+    WHERE k.ctid >= $1::tid AND k.ctid < $2::tid
+        AND k.state <> 1 AND k.expires_at_ms <= (SELECT now_ms FROM clock)
+    LIMIT $3
+    FOR UPDATE SKIP LOCKED
+), removed AS (
+    DELETE FROM {schema}.keys WHERE ctid = ANY (ARRAY(SELECT place FROM outlived)) RETURNING digest
+), forgotten AS (
+    DELETE FROM {schema}.steps WHERE digest IN (SELECT digest FROM removed)
+)
+SELECT count(*) FROM removed;
+
+-- name: sweep_default_outcomes
+-- Removes a bounded number of outcomes past their audit window that have no partition of their own.
+WITH past AS (
+    SELECT ctid AS place FROM {schema}.outcomes_default
+    WHERE audit_ends_at_ms <= {now_ms}
+    LIMIT $1
+    FOR UPDATE SKIP LOCKED
+), removed AS (
+    DELETE FROM {schema}.outcomes_default WHERE ctid = ANY (ARRAY(SELECT place FROM past)) RETURNING 1
+)
+SELECT count(*) FROM removed;
+
+-- name: list_partitions
+-- The partitions of the outcomes, without the default one.
+SELECT c.relname FROM pg_inherits AS i
+JOIN pg_class AS c ON c.oid = i.inhrelid
+WHERE i.inhparent = '{schema}.outcomes'::regclass AND c.relname LIKE 'outcomes\_2%'
+ORDER BY c.relname;
+
+-- name: now_ms
+-- The server's clock.
+SELECT {now_ms};
+
+-- name: has_schema_table
+-- Whether anything was ever applied here.
+SELECT count(*) FROM pg_catalog.pg_tables WHERE schemaname = $1 AND tablename = 'schema_versions';
+
+-- name: select_schema
+-- What was applied here.
+SELECT version, checksum, oldest_schema FROM {schema}.schema_versions ORDER BY version;
+
+-- name: create_schema_table
+-- Remembers which migrations were applied; made under the migration lock.
+CREATE TABLE IF NOT EXISTS {schema}.schema_versions (
+    version integer NOT NULL PRIMARY KEY,
+    name text NOT NULL,
+    checksum text NOT NULL,
+    oldest_schema integer NOT NULL,
+    applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- name: insert_schema
+-- Notes a migration in the transaction that applied it.
+INSERT INTO {schema}.schema_versions (version, name, checksum, oldest_schema)
+VALUES ($1, $2, $3, $4);

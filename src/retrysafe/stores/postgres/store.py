@@ -1,0 +1,374 @@
+"""Records in PostgreSQL: durable, shared by many processes on many machines.
+
+Owns the statements and their order. A batch of new keys and endings is one statement; what it
+skipped is read, decided by the core's table with the server's clock, and written by comparing with
+what was read. Nothing here keeps state in a session or holds a lock between two statements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from retrysafe import forks
+from retrysafe.core import transitions
+from retrysafe.core.keys import Key
+from retrysafe.core.machine import condition_of
+from retrysafe.core.model import (
+    ClaimAnswer,
+    ClaimRequest,
+    Condition,
+    Decision,
+    OperatorCommand,
+    Payload,
+    Record,
+    RecordQuery,
+    SettleAnswer,
+    SettleKind,
+    Settlement,
+    State,
+    Step,
+    StepWrite,
+    StoredKey,
+    StoredOutcome,
+    SweepReport,
+)
+from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult
+from retrysafe.errors import StoreError, StoreRejected, StoreUnavailable
+from retrysafe.stores.migrations import Migration
+from retrysafe.stores.postgres import partitions, schema
+from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
+
+# Rivals that keep changing a row between our read and our write make us read again. Each round
+# means that somebody else made progress, so a bound only guards against a bug.
+_ROUNDS_LIMIT: Final = 50
+# A deadlock or serialization failure means that nothing happened; the next try usually goes well.
+_CONFLICT_TRIES: Final = 10
+# Pages per statement of the sweep: 2 MB are read in a few milliseconds.
+_SWEEP_PAGES: Final = 256
+# Outcomes of the default audit window of 30 days find their partition, with some days to spare.
+_HORIZON_DAYS: Final = 40
+
+
+class PostgresStore:
+    """A store in one schema of a PostgreSQL database."""
+
+    def __init__(
+        self, connector: Connector, *, location: str, schema_name: str = "retrysafe"
+    ) -> None:
+        self._connector = connector
+        self.location = location
+        self.schema_name = schema.checked_schema_name(schema_name)
+        self._sql = schema.statements(self.schema_name)
+        self._sweep_page = 0
+        self._capabilities = Capabilities(connector.waits, batch_limit=128, batches_in_flight=2)
+        forks.register(self)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Two batches in flight keep the server and the client busy at the same time."""
+        return self._capabilities
+
+    def _statement(self, name: str) -> str:
+        return self._sql[name]
+
+    # The hot path.
+
+    async def commit(
+        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
+    ) -> tuple[list[ClaimResult], list[SettleResult]]:
+        """Applies a batch, or row by row when one of them is refused."""
+        try:
+            return await self._commit_all(claims, settlements)
+        except RowRefused as error:
+            if len(claims) + len(settlements) == 1:
+                rejected = StoreRejected(f"PostgreSQL refuses this row: {error}")
+                return ([rejected], []) if claims else ([], [rejected])
+        claim_results: list[ClaimResult] = []
+        for request in claims:
+            claim_results += (await self.commit([request], []))[0]
+        settle_results: list[SettleResult] = []
+        for settlement in settlements:
+            settle_results += (await self.commit([], [settlement]))[1]
+        return claim_results, settle_results
+
+    async def _commit_all(
+        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
+    ) -> tuple[list[ClaimResult], list[SettleResult]]:
+        endings = [item for item in settlements if item.kind is not SettleKind.EXTEND]
+        written: dict[bytes, int] = {}
+        if claims or endings:
+            written = await self._write(claims, endings)
+        extended: dict[bytes, SettleAnswer] = {}
+        if len(endings) < len(settlements):
+            extended = await self._extend(
+                [item for item in settlements if item.kind is SettleKind.EXTEND]
+            )
+        claim_results: list[ClaimResult] = [
+            _admitted(request, written[request.token])
+            if request.token in written
+            else await self._claim_existing(request)
+            for request in claims
+        ]
+        settle_results: list[SettleResult] = []
+        for item in settlements:
+            answer = extended.get(item.token) if item.kind is SettleKind.EXTEND else None
+            if answer is None and item.kind is not SettleKind.EXTEND and item.token in written:
+                answer = SettleAnswer(Decision.APPLY)
+            settle_results.append(answer or await self._explain(item))
+        return claim_results, settle_results
+
+    async def _write(
+        self, claims: Sequence[ClaimRequest], endings: Sequence[Settlement]
+    ) -> dict[bytes, int]:
+        """Inserts new keys and ends attempts; the tokens whose row was written."""
+        # In the order of the digests: two batches over the same keys cannot deadlock.
+        wishes = sorted(claims, key=lambda request: request.key.digest)
+        ends = sorted(endings, key=lambda item: item.key.digest)
+        payloads = [item.payload for item in ends if item.payload is not None]
+        rows = await self._fetch(
+            "commit",
+            [request.key.digest for request in wishes],
+            [request.key.caller for request in wishes],
+            [request.key.text for request in wishes],
+            [request.operation for request in wishes],
+            [request.fingerprints[0].rule for request in wishes],
+            [request.fingerprints[0].digest for request in wishes],
+            [request.token for request in wishes],
+            [request.lease_ms for request in wishes],
+            [request.owner for request in wishes],
+            [item.key.digest for item in ends],
+            [item.token for item in ends],
+            [item.kind.value for item in ends],
+            [item.active_ms for item in ends],
+            [item.audit_ms for item in ends],
+            [payload.form for payload in payloads],
+            [payload.head for payload in payloads],
+            [payload.body for payload in payloads],
+        )
+        return {bytes(token): lease_ends_at_ms for token, lease_ends_at_ms in rows}
+
+    async def _extend(self, extends: Sequence[Settlement]) -> dict[bytes, SettleAnswer]:
+        wishes = sorted(extends, key=lambda item: item.key.digest)
+        rows = await self._fetch(
+            "extend",
+            [item.key.digest for item in wishes],
+            [item.token for item in wishes],
+            [item.lease_ms for item in wishes],
+        )
+        return {
+            bytes(token): SettleAnswer(Decision.APPLY, remaining_ms, ends_at_ms)
+            for token, ends_at_ms, remaining_ms in rows
+        }
+
+    async def _claim_existing(self, request: ClaimRequest) -> ClaimResult:
+        """Claims a key that has a row: by the table, and by comparing what is replaced."""
+        for _ in range(_ROUNDS_LIMIT):
+            found = await self._read_record(request.key.digest)
+            if found is None:
+                # Swept away in between, so the key is free again.
+                written = await self._write([request], [])
+                if request.token in written:
+                    return _admitted(request, written[request.token])
+                continue
+            record, payload, now_ms = found
+            try:
+                changed, answer = transitions.claim(record, request, now_ms)
+            except StoreError as error:
+                return error
+            if changed is None:
+                answer.payload = payload if answer.decision is Decision.REPLAY else None
+                return answer
+            is_new_life = answer.decision is Decision.ADMIT
+            if await self._replace(record, changed, is_new_life=is_new_life):
+                return answer
+        raise StoreUnavailable("the record changed under us again and again", key=request.key.text)
+
+    async def _explain(self, settlement: Settlement) -> SettleAnswer:
+        """Why an ending or an extend touched no row: lost, or standing already."""
+        found = await self._read_record(settlement.key.digest)
+        record, now_ms = (None, 0) if found is None else (found[0], found[2])
+        _, answer = transitions.settle(record, settlement, now_ms)
+        if answer.decision is Decision.APPLY:
+            # Not held a moment ago, so not ours now: a token never comes back.
+            return SettleAnswer(Decision.LOST)
+        return answer
+
+    async def _read_record(self, digest: bytes) -> tuple[Record, Payload | None, int] | None:
+        rows = await self._fetch("read_records", [digest])
+        if not rows:
+            return None
+        row = tuple(rows[0])
+        payload = None if row[16] is None else Payload(row[16], bytes(row[17]), bytes(row[18]))
+        return _record(row[1:16]), payload, row[0]
+
+    async def _replace(self, old: Record, new: Record, *, is_new_life: bool = False) -> bool:
+        ((count,),) = await self._fetch(
+            "replace_record",
+            new.operation,
+            new.rule,
+            new.fingerprint,
+            new.state.value,
+            new.token,
+            new.attempt,
+            new.first_claimed_at_ms,
+            new.claimed_at_ms,
+            new.lease_ends_at_ms,
+            new.settled_at_ms,
+            new.expires_at_ms,
+            new.owner,
+            old.digest,
+            old.token,
+            old.state.value,
+            old.attempt,
+            old.lease_ends_at_ms,
+            old.expires_at_ms,
+            is_new_life,
+        )
+        return bool(count)
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        """Stores a step's result while the token holds the key."""
+        step, payload = write.step, write.step.payload
+        ((count,),) = await self._fetch(
+            "record_step",
+            write.key.digest,
+            write.token,
+            step.name,
+            step.position,
+            payload.form,
+            payload.head,
+            payload.body,
+        )
+        return Decision.APPLY if count else Decision.LOST
+
+    # For operators.
+
+    async def read(self, key: Key) -> StoredKey | None:
+        """The record of a key with its steps and its audit."""
+        found = await self._read_record(key.digest)
+        if found is None or found[0].text != key.text or found[0].caller != key.caller:
+            return None
+        record, _, now_ms = found
+        steps = [
+            Step(name, position, Payload(form, bytes(head), bytes(body)))
+            for name, position, form, head, body in await self._fetch("read_steps", key.digest)
+        ]
+        outcomes = [
+            StoredOutcome(
+                bytes(token),
+                attempt,
+                State(state),
+                Payload(form, bytes(head), bytes(body)),
+                at,
+                ends,
+            )
+            for token, attempt, state, form, head, body, at, ends in await self._fetch(
+                "read_outcomes", key.digest
+            )
+        ]
+        return StoredKey(record, condition_of(record, now_ms), now_ms, steps, outcomes)
+
+    async def list_records(self, query: RecordQuery) -> list[StoredKey]:
+        """Records for an operator, newest claim first."""
+        rows = await self._fetch(
+            "list_records",
+            query.caller,
+            query.text_prefix,
+            [item.value for item in query.conditions],
+            query.limit,
+        )
+        found = [(row[0], _record(tuple(row)[1:])) for row in rows]
+        return [StoredKey(item, condition_of(item, now), now) for now, item in found]
+
+    async def operate(self, key: Key, command: OperatorCommand) -> Decision:
+        """Applies an operator's command."""
+        for _ in range(_ROUNDS_LIMIT):
+            found = await self._read_record(key.digest)
+            record = None if found is None else found[0]
+            if record is not None and (record.text != key.text or record.caller != key.caller):
+                record = None
+            now_ms = 0 if found is None else found[2]
+            changed, decision = transitions.operate(record, command, now_ms)
+            if changed is None or record is None or await self._replace(record, changed):
+                return decision
+        raise StoreUnavailable("the record changed under us again and again", key=key.text)
+
+    # Retention.
+
+    async def sweep(self, limit: int) -> SweepReport:
+        """Removes at most `limit` outlived keys; drops the days whose audit is over.
+
+        The sweep walks over the table's pages and goes on where the last call stopped, because an
+        index on the expiry would cost every completion more than all sweeps together.
+        """
+        removed = 0
+        ((pages,),) = await self._fetch("table_pages")
+        while removed < limit and self._sweep_page < pages:
+            upto = self._sweep_page + _SWEEP_PAGES
+            ((count,),) = await self._fetch(
+                "sweep_pages", f"({self._sweep_page},0)", f"({upto},0)", limit - removed
+            )
+            removed += count
+            if removed < limit:
+                self._sweep_page = upto
+        has_more = self._sweep_page < pages
+        if not has_more:
+            self._sweep_page = 0
+        ((outcomes,),) = await self._fetch("sweep_default_outcomes", limit)
+        dropped = await self.tend_partitions()
+        return SweepReport(removed, outcomes, has_more or outcomes == limit, len(dropped))
+
+    async def tend_partitions(self) -> list[str]:
+        """Makes the partitions of the coming days and drops those that are over."""
+        ((now_ms,),) = await self._fetch("now_ms")
+        existing = {row[0] for row in await self._fetch("list_partitions")}
+        await partitions.make_ahead(
+            self._connector, self.schema_name, existing, now_ms, _HORIZON_DAYS
+        )
+        return await partitions.drop_past(self._connector, self.schema_name, existing, now_ms)
+
+    # The schema and the connection.
+
+    async def migrate(self) -> list[Migration]:
+        """Applies what is missing, makes the coming partitions, and says what was applied."""
+        applied = await schema.migrate(self._connector, self.schema_name)
+        await self.tend_partitions()
+        return applied
+
+    async def pending_migrations(self) -> list[Migration]:
+        """What `migrate` would apply."""
+        return await schema.pending_migrations(self._connector, self.schema_name)
+
+    async def close(self) -> None:
+        """Closes the connections; the next use opens new ones."""
+        await self._connector.close()
+
+    def after_fork_in_child(self) -> None:
+        """Opens own connections at the next use."""
+        self._connector.after_fork_in_child()
+
+    async def _fetch(self, name: str, *params: Any) -> Sequence[Sequence[Any]]:
+        """Runs a statement, again after a deadlock or a serialization failure."""
+        for tries_left in range(_CONFLICT_TRIES - 1, -1, -1):
+            try:
+                return await self._connector.fetch(self._statement(name), params)
+            except Conflict as error:
+                if not tries_left:
+                    raise StoreUnavailable(f"rivals kept winning: {error}") from error
+        raise AssertionError("unreachable: the last try returns or raises")
+
+
+def _record(row: Sequence[Any]) -> Record:
+    made = Record(*row)
+    made.state = State(made.state)
+    # Drivers may give memory views for bytes; tokens are compared and used as dictionary keys.
+    made.digest, made.token = bytes(made.digest), bytes(made.token)
+    made.fingerprint = bytes(made.fingerprint)
+    return made
+
+
+def _admitted(request: ClaimRequest, lease_ends_at_ms: int) -> ClaimAnswer:
+    return ClaimAnswer(
+        Decision.ADMIT, Condition.ABSENT, 1, request.lease_ms, lease_ends_at_ms, State.PENDING
+    )
