@@ -92,6 +92,18 @@ def operation_name(operation: Callable[..., Any]) -> str:
     return f"{getattr(operation, '__module__', '')}.{name}"[:255]
 
 
+def require_runnable(operation: Callable[..., Any]) -> None:
+    """Raises `InvalidInput` for generator functions.
+
+    Calling one runs none of its body, so its key would be settled as done before any work.
+    """
+    if inspect.isgeneratorfunction(operation) or inspect.isasyncgenfunction(operation):
+        raise InvalidInput(
+            f"{operation!r} is a generator, and calling it runs nothing: wrap it in a function "
+            "that consumes it and returns the result"
+        )
+
+
 def returned_types(operation: Callable[..., Any]) -> tuple[type, ...]:
     """The classes in an operation's return annotation, for rebuilding a stored result."""
     if "return" not in getattr(operation, "__annotations__", {}):
