@@ -58,7 +58,7 @@ class Settler:
             # Whatever is wrong with the value, the operation has run: it must not run again.
             payload = codec.withheld(str(error))
         if payload.form == codec.WITHHELD:
-            self._withheld(call, attempt, payload.body.decode())
+            self._withheld(call, attempt, codec.withheld_reason(payload))
         return ending, await self.settle(call, token, ending, payload, attempt, value)
 
     async def settle_error(

@@ -22,7 +22,13 @@ from retrysafe.core.framing import Part
 from retrysafe.core.keys import Caller, GlobalCaller, Key, body_key, checked_secret, natural_key
 from retrysafe.core.policy import Policy
 from retrysafe.core.values import NotStorable, sorted_json_bytes, to_tree
-from retrysafe.errors import CallerMissing, FingerprintImpossible, InvalidInput, KeyInvalid
+from retrysafe.errors import (
+    CallerMissing,
+    FingerprintImpossible,
+    InvalidInput,
+    KeyInvalid,
+    PolicyInvalid,
+)
 
 
 class Unset:
@@ -200,6 +206,12 @@ class Once:
         if isinstance(self.key_source, BodyKey):
             checked_secret(self.settings.secret)
             window = self.key_source.window
+            if window < self.policy.lease:
+                raise PolicyInvalid(
+                    f"the window of a BodyKey ({window}) must not be shorter than the lease "
+                    f"({self.policy.lease}): choose a longer window, or a policy with a shorter "
+                    "lease"
+                )
             self.policy = self.policy.with_changes(
                 active_window=window, audit_window=max(window, self.policy.audit_window)
             )
