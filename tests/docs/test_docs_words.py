@@ -80,7 +80,7 @@ def _make_targets():
 @cache
 def _help(*commands):
     """The help of a subcommand, or None when there is no such subcommand."""
-    code = "import sys; from retrysafe.cli import main; sys.argv[0] = 'retrysafe'; main()"
+    code = "import sys; from retrysafe.cli import main; sys.argv[0] = 'retrysafe'; sys.exit(main())"
     ended = subprocess.run(
         [sys.executable, "-c", code, *commands, "--help"],
         env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
