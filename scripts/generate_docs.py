@@ -296,11 +296,8 @@ def _load(relative_path: str) -> Any | None:
 
 
 def _titled(title: str, text: str) -> str:
-    body = text.strip() + "\n"
-    if body.startswith("# "):
-        head, _, rest = body.partition("\n")
-        return f"{head}\n\n{NOTICE}\n{rest.lstrip()}"
-    return f"# {title}\n\n{NOTICE}\n{body}"
+    """A document of its own as it is; a mere table gets a title and the notice."""
+    return text if text.startswith("# ") else f"# {title}\n\n{NOTICE}\n{text.strip()}\n"
 
 
 def documents() -> dict[Path, str]:

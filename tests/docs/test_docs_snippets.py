@@ -77,7 +77,7 @@ def test_the_readme_has_a_snippet_that_runs():
 def test_hardly_any_snippet_is_left_out():
     """`python no-run` is the only way to leave a snippet out, and it is counted."""
     infos = [block.info for path in DOCUMENTS for block in blocks(path)]
-    assert set(infos) <= {"", "python", "python no-run", "sh", "mermaid"}
+    assert set(infos) <= {"", "python", "python no-run", "sh", "text", "json", "mermaid"}
     assert infos.count("python no-run") <= NO_RUN_LIMIT
 
 
