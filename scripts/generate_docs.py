@@ -295,11 +295,6 @@ def _load(relative_path: str) -> Any | None:
     return module
 
 
-def _titled(title: str, text: str) -> str:
-    """A document of its own as it is; a mere table gets a title and the notice."""
-    return text if text.startswith("# ") else f"# {title}\n\n{NOTICE}\n{text.strip()}\n"
-
-
 def documents() -> dict[Path, str]:
     """Every generated document with the text that it should have."""
     makers: dict[str, Callable[[], str]] = {
@@ -309,10 +304,10 @@ def documents() -> dict[Path, str]:
     made = {ROOT / name: make() for name, make in makers.items()}
     command_line = _load("scripts/cli_reference.py")
     if command_line is not None:
-        made[ROOT / "docs/cli.md"] = _titled("Command line", command_line.cli_reference())
+        made[ROOT / "docs/cli.md"] = command_line.cli_reference()
     guards = _load("tests/guards/guards.py")
     if guards is not None:
-        made[ROOT / "docs/guards.md"] = _titled("Guards", guards.render_table())
+        made[ROOT / "docs/guards.md"] = guards.render_page()
     return made
 
 
