@@ -111,12 +111,6 @@ def withheld(reason: str) -> Payload:
     return Payload(WITHHELD, b"", values.json_bytes({"reason": reason[:MESSAGE_LIMIT_CHARACTERS]}))
 
 
-def withheld_reason(payload: Payload) -> str:
-    """Why the outcome was withheld, for people."""
-    reason: str = json.loads(payload.body)["reason"]
-    return reason
-
-
 def bounded(payload: Payload, limit_bytes: int) -> Payload:
     """The payload itself, or a withheld one when it is over the limit."""
     if payload.size_bytes <= limit_bytes:
@@ -198,8 +192,8 @@ def _declared_type(name: str, declared: Iterable[type[Exception]]) -> type[Excep
 
 def unavailable(payload: Payload, key: str) -> OutcomeUnavailable:
     """The error for a withheld outcome."""
+    reason = json.loads(payload.body)["reason"]
     return OutcomeUnavailable(
-        "the operation is done and will not run again, but its outcome was not kept: "
-        f"{withheld_reason(payload)}",
+        f"the operation is done and will not run again, but its outcome was not kept: {reason}",
         key=key,
     )
