@@ -6,6 +6,7 @@ operation has run by now, so nothing here may free the key or forget the outcome
 
 from __future__ import annotations
 
+import json
 from typing import Any, Final
 
 from retrysafe.core import codec
@@ -63,7 +64,7 @@ class Settler:
             # Whatever is wrong with the value, the operation has run: it must not run again.
             payload = codec.withheld(str(error))
         if payload.form == codec.WITHHELD:
-            self._withheld(call, attempt, payload.body.decode())
+            self._withheld(call, attempt, json.loads(payload.body)["reason"])
         return ending, payload
 
     async def settle_error(

@@ -89,7 +89,7 @@ def to_tree(value: Any, path: str = "the value", depth: int = 0) -> Any:
     encode = _ENCODERS.get(kind) or _encoder_of_family(value)
     if encode is None:
         raise NotStorable(
-            f"{path} is a {type_name(kind)}, which has no stored form: return JSON values, bytes, "
+            f"{path} is a {type_name(kind)}, which has no stored form: use JSON values, bytes, "
             "dates, Decimals, UUIDs, enums, dataclasses, msgspec structs or pydantic models"
         )
     return encode(value, path, depth + 1)

@@ -22,7 +22,13 @@ from retrysafe.core.framing import Part
 from retrysafe.core.keys import Caller, GlobalCaller, Key, body_key, checked_secret, natural_key
 from retrysafe.core.policy import Policy
 from retrysafe.core.values import NotStorable, sorted_json_bytes, to_tree
-from retrysafe.errors import CallerMissing, FingerprintImpossible, InvalidInput, KeyInvalid
+from retrysafe.errors import (
+    CallerMissing,
+    FingerprintImpossible,
+    InvalidInput,
+    KeyInvalid,
+    PolicyInvalid,
+)
 
 
 class Unset:
@@ -90,6 +96,18 @@ def operation_name(operation: Callable[..., Any]) -> str:
     if not name or name.endswith("<lambda>"):
         return ""
     return f"{operation.__module__}.{name}"[:255]
+
+
+def require_runnable(operation: Callable[..., Any]) -> None:
+    """Raises `InvalidInput` for generator functions.
+
+    Calling one runs none of its body, so its key would be settled as done before any work.
+    """
+    if inspect.isgeneratorfunction(operation) or inspect.isasyncgenfunction(operation):
+        raise InvalidInput(
+            f"{operation!r} is a generator, and calling it runs nothing: wrap it in a function "
+            "that consumes it and returns the result"
+        )
 
 
 def returned_types(operation: Callable[..., Any]) -> tuple[type, ...]:
@@ -188,6 +206,12 @@ class Once:
         if isinstance(self.key_source, BodyKey):
             checked_secret(self.settings.secret)
             window = self.key_source.window
+            if window < self.policy.lease:
+                raise PolicyInvalid(
+                    f"the window of a BodyKey ({window}) must not be shorter than the lease "
+                    f"({self.policy.lease}): choose a longer window, or a policy with a shorter "
+                    "lease"
+                )
             self.policy = self.policy.with_changes(
                 active_window=window, audit_window=max(window, self.policy.audit_window)
             )

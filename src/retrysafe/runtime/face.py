@@ -29,6 +29,7 @@ from retrysafe.runtime.calls import (
     codec_for,
     make_call,
     operation_name,
+    require_runnable,
 )
 
 _logger = logging.getLogger("retrysafe")
@@ -110,6 +111,7 @@ class Face:
         rule: FingerprintRule | None,
         returns: type | tuple[type, ...] | None,
     ) -> Call:
+        require_runnable(operation)
         return make_call(
             self._settings,
             operation,
@@ -133,6 +135,7 @@ class Face:
         ignore: Iterable[str],
         returns: type | tuple[type, ...] | None,
     ) -> Once:
+        require_runnable(function)
         if isinstance(ignore, str):
             raise InvalidInput(f"ignore takes a list of parameter names, got the text {ignore!r}")
         return Once(

@@ -1,0 +1,92 @@
+"""Every Python snippet of the documents runs, and prints what its comments say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs.documents import DOCUMENTS, ROOT, blocks, name_of
+
+# A snippet that cannot be run is a claim that nobody checks; each one needs a reason.
+NO_RUN_LIMIT = 0
+
+_EXPECTED = re.compile(r"^\s*print\(.*\)  # (.+)$")
+_WITH_PYTHON = [path for path in DOCUMENTS if any(b.info == "python" for b in blocks(path))]
+
+
+def _script(path):
+    """The document with everything but Python blanked, so that line numbers stay the document's."""
+    lines = [""] * len(path.read_text(encoding="utf-8").splitlines())
+    for block in blocks(path):
+        if block.info == "python":
+            start = block.first_line - 1
+            lines[start : start + len(block.lines)] = block.lines
+    return "\n".join(lines) + "\n"
+
+
+def _python(folder, *arguments):
+    environment = {name: value for name, value in os.environ.items() if name != "RETRYSAFE_SECRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    return subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("path", _WITH_PYTHON, ids=name_of)
+def test_snippets_of_a_document_run_in_order_and_print_what_they_say(path, tmp_path):
+    """A reader who types a document's snippets from top to bottom gets what the document shows."""
+    script = tmp_path / f"{path.stem.replace('-', '_')}.py"
+    text = _script(path)
+    script.write_text(text, encoding="utf-8")
+    expected = [match.group(1) for line in text.splitlines() if (match := _EXPECTED.match(line))]
+    ended = _python(tmp_path, script.name)
+    assert ended.returncode == 0, f"{name_of(path)} (line numbers fit):\n{ended.stderr}"
+    assert ended.stdout.splitlines() == expected
+
+
+@pytest.mark.parametrize("path", _WITH_PYTHON, ids=name_of)
+def test_every_print_in_a_snippet_says_what_it_prints(path):
+    """Output that the document does not show could be anything."""
+    bare = [
+        line
+        for block in blocks(path)
+        if block.info == "python"
+        for line in block.lines
+        if line.lstrip().startswith("print(") and not _EXPECTED.match(line)
+    ]
+    assert bare == []
+
+
+def test_the_readme_has_a_snippet_that_runs():
+    """The checks above are not empty: the first example that people try is among them."""
+    assert ROOT / "README.md" in _WITH_PYTHON
+    assert ROOT / "docs" / "functions.md" in _WITH_PYTHON
+
+
+def test_hardly_any_snippet_is_left_out():
+    """`python no-run` is the only way to leave a snippet out, and it is counted."""
+    infos = [block.info for path in DOCUMENTS for block in blocks(path)]
+    assert set(infos) <= {"", "python", "python no-run", "sh", "text", "json", "mermaid"}
+    assert infos.count("python no-run") <= NO_RUN_LIMIT
+
+
+def test_the_store_of_the_guide_passes_the_suite_as_the_guide_says(tmp_path):
+    """Who follows the guide to a store ends with a green suite that ran many cases."""
+    script = tmp_path / "test_my_store.py"
+    script.write_text(_script(ROOT / "docs" / "writing-a-store.md"), encoding="utf-8")
+    ended = _python(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", script.name)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    passed = re.search(r"(\d+) passed", ended.stdout)
+    assert passed is not None
+    assert int(passed.group(1)) > 20
