@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
@@ -21,15 +22,26 @@ from retrysafe.stores.sqlite import SqliteStore
 
 SECRET_VARIABLE: Final = "RETRYSAFE_SECRET"
 _SQLITE_PREFIX: Final = "sqlite:///"
+# A worker would rather wait for a slow writer than give up a claim; people at a terminal wait less.
+_BUSY_TIMEOUT: Final = timedelta(seconds=30)
 
 
-def open_store(url: str, *, create: bool = True, migrate: bool = True) -> Store:
+def open_store(
+    url: str,
+    *,
+    create: bool = True,
+    migrate: bool = True,
+    busy_timeout: timedelta = _BUSY_TIMEOUT,
+) -> Store:
     """The store that a URL means; raises `StoreUrlInvalid`.
 
     `sqlite:///relative.db` and `sqlite:////absolute.db` are files; `memory://` is this process.
+    `busy_timeout` is how long a locked database is waited for.
     """
     if url.startswith(_SQLITE_PREFIX):
-        return SqliteStore(sqlite_path(url), create=create, migrate=migrate)
+        return SqliteStore(
+            sqlite_path(url), create=create, migrate=migrate, busy_timeout=busy_timeout
+        )
     if url == "memory://":
         return MemoryStore()
     raise StoreUrlInvalid(

@@ -231,6 +231,10 @@ class SqliteStore:
             finally:
                 connection.close()
 
+    def migration_script(self) -> str:
+        """The schema as SQL; the file is not touched."""
+        return schema.script()
+
     # The connection.
 
     def after_fork_in_child(self) -> None:
