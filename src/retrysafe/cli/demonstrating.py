@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from retrysafe.cli import options, output
-from retrysafe.cli.problems import ExitCode
+from retrysafe.cli.problems import ExitCode, Problem
+from retrysafe.demo.processes import WorkerSilent
 from retrysafe.demo.show import demonstrate
 
 
@@ -36,7 +37,10 @@ def demo(
     that every execution writes to. Exits 1 if anything happened more than once.
     """
     is_json = options.is_json(context, as_json)
-    result = demonstrate(store, is_fast=fast, console=output.console(stderr=is_json))
+    try:
+        result = demonstrate(store, is_fast=fast, console=output.console(stderr=is_json))
+    except WorkerSilent as error:
+        raise Problem("WorkerSilent", str(error), ExitCode.REFUSED) from error
     if is_json:
         output.write_json(result.shape())
     if not result.is_ok:

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from retrysafe.core.model import RecordQuery
 from retrysafe.core.ports import Waits
 from retrysafe.demo import acts
 from retrysafe.demo.ledger import CHARGED, STARTED, Ledger
@@ -105,6 +106,8 @@ def _play(story: Story, url: str, ledger: Ledger, lease: timedelta) -> None:
             "sqlite:///path/to/file.db, or no --store for a temporary file"
         )
     try:
+        # A store that cannot be used is told before the story begins.
+        run_sync(store.list_records(RecordQuery(limit=1)))
         # Without a cache every answer that is shown comes from the store.
         with Idempotency(store, cache=False) as idempotency, Processes() as processes:
             story.say(
