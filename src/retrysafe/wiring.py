@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Final
@@ -27,20 +28,31 @@ from retrysafe.stores.sqlite import SqliteStore
 SECRET_VARIABLE: Final = "RETRYSAFE_SECRET"
 _SQLITE_PREFIX: Final = "sqlite:///"
 _POSTGRES_PREFIXES: Final = ("postgresql://", "postgres://")
+# A worker would rather wait for a slow writer than give up a claim, and it asks three times;
+# people at a terminal wait less.
+_BUSY_TIMEOUT: Final = timedelta(seconds=10)
 
 
 def open_store(
-    url: str, *, create: bool = True, migrate: bool = True, is_async: bool = False
+    url: str,
+    *,
+    create: bool = True,
+    migrate: bool = True,
+    busy_timeout: timedelta = _BUSY_TIMEOUT,
+    is_async: bool = False,
 ) -> Store:
     """The store that a URL means; raises `StoreUrlInvalid`.
 
     `sqlite:///relative.db` and `sqlite:////absolute.db` are files; `postgresql://…` is a database,
     for threads or, with `is_async`, for an event loop; `memory://` is this process.
+    `busy_timeout` is how long a locked SQLite file is waited for.
     """
     if url.startswith(_POSTGRES_PREFIXES):
         return postgres_store(url, is_async=is_async)
     if url.startswith(_SQLITE_PREFIX):
-        return SqliteStore(sqlite_path(url), create=create, migrate=migrate)
+        return SqliteStore(
+            sqlite_path(url), create=create, migrate=migrate, busy_timeout=busy_timeout
+        )
     if url == "memory://":
         return MemoryStore()
     raise StoreUrlInvalid(

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import Protocol, runtime_checkable
 
 from retrysafe.errors import SchemaChanged, SchemaTooNew
 
@@ -41,6 +42,20 @@ class Applied:
     version: int
     checksum: str
     oldest_schema: int
+
+
+@runtime_checkable
+class Migratable(Protocol):
+    """A store that has a schema."""
+
+    async def migrate(self) -> list[Migration]:
+        """Applies what is missing and says what it was; safe to run from many places at once."""
+
+    async def pending_migrations(self) -> list[Migration]:
+        """What `migrate` would apply; changes nothing."""
+
+    def migration_script(self) -> str:
+        """All migrations as one SQL script, for people who run their own; opens no connection."""
 
 
 def load_migrations(package: str) -> list[Migration]:

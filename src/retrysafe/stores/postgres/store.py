@@ -340,6 +340,10 @@ class PostgresStore:
         """What `migrate` would apply."""
         return await schema.pending_migrations(self._connector, self.schema_name)
 
+    def migration_script(self) -> str:
+        """All migrations as one SQL script; opens no connection."""
+        return schema.script(self.schema_name)
+
     async def close(self) -> None:
         """Closes the connections; the next use opens new ones."""
         await self._connector.close()

@@ -20,24 +20,30 @@ _WAL_PAUSE_SECONDS: Final = 0.01
 
 
 def connect(path: Path, create: bool, busy_seconds: float) -> sqlite3.Connection:
-    """An open connection in autocommit mode; raises `StoreMissing` without a file to open."""
-    if not create and not path.exists():
-        raise StoreMissing(
-            f"there is no database at {path}: check the path, or create it with "
-            f"'retrysafe migrate --store sqlite:///{path}'"
-        )
-    if not path.parent.is_dir():
-        raise StoreMissing(f"there is no folder {path.parent} to hold the database")
-    connection = sqlite3.connect(
+    """An open connection in autocommit mode; raises `StoreMissing` without a file to open.
+
+    It changes nothing in an existing file: whose file it is shows only when it is read.
+    """
+    try:
+        if not create and not path.exists():
+            raise StoreMissing(
+                f"there is no database at {path}: check the path, or create it with "
+                f"'retrysafe migrate --store sqlite:///{path}'"
+            )
+        if not path.parent.is_dir():
+            raise StoreMissing(f"there is no folder {path.parent} to hold the database")
+    except OSError as error:
+        # A name that is too long, or a folder that may not be searched.
+        raise StoreMissing(f"{path} cannot be opened: {error.strerror}") from error
+    return sqlite3.connect(
         path, timeout=busy_seconds, isolation_level=None, check_same_thread=False
     )
-    try:
-        _use_wal(connection, busy_seconds)
-        connection.execute("PRAGMA synchronous = FULL")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+
+
+def make_durable(connection: sqlite3.Connection, busy_seconds: float) -> None:
+    """Switches the file to WAL for good, and this connection to commits that reach the disk."""
+    _use_wal(connection, busy_seconds)
+    connection.execute("PRAGMA synchronous = FULL")
 
 
 def _use_wal(connection: sqlite3.Connection, busy_seconds: float) -> None:

@@ -66,6 +66,20 @@ def migrate(connection: sqlite3.Connection, now_ms: Callable[[], int]) -> list[M
     return missing
 
 
+def script() -> str:
+    """The migrations as a script for SQLite's shell; it leaves a database as `migrate` does."""
+    parts = [SQL["create_schema_table"] + ";\n"]
+    for migration in MIGRATIONS:
+        note = (
+            "INSERT INTO retrysafe_schema (version, name, checksum, oldest_schema, applied_at_ms)\n"
+            f"VALUES ({migration.version}, '{migration.name}', '{migration.checksum}', "
+            f"{migration.oldest_schema}, strftime('%s', 'now') * 1000);\n"
+        )
+        title = f"-- Migration {migration.version}: {migration.name}\n"
+        parts.append(f"{title}BEGIN IMMEDIATE;\n{migration.sql.rstrip()}\n\n{note}COMMIT;\n")
+    return "\n".join(parts)
+
+
 def split_statements(script: str) -> Iterator[str]:
     """The statements of a script; `executescript` would commit the open transaction first."""
     statement = ""

@@ -62,7 +62,7 @@ class SqliteStore:
         *,
         create: bool = True,
         migrate: bool = True,
-        busy_timeout: timedelta = timedelta(seconds=30),
+        busy_timeout: timedelta = timedelta(seconds=10),
         now_ms: Callable[[], int] = wall_clock_ms,
     ) -> None:
         """Opens nothing yet; the first use does.
@@ -207,7 +207,7 @@ class SqliteStore:
             self._migrate = False
             connection = connecting.connect(self.path, self._create, self._busy_seconds)
             try:
-                return schema.migrate(connection, self._now_ms)
+                return self._migrated(connection)
             finally:
                 connection.close()
 
@@ -219,6 +219,10 @@ class SqliteStore:
                 return schema.pending_migrations(connection)
             finally:
                 connection.close()
+
+    def migration_script(self) -> str:
+        """The schema as SQL; the file is not touched."""
+        return schema.script()
 
     # The connection.
 
@@ -255,14 +259,21 @@ class SqliteStore:
             connection = connecting.connect(self.path, self._create, self._busy_seconds)
             try:
                 if self._migrate:
-                    schema.migrate(connection, self._now_ms)
+                    self._migrated(connection)
                 else:
+                    # Before anything is changed: somebody else's database must stay as it is.
                     schema.require_current(connection, self.location)
+                    connecting.make_durable(connection, self._busy_seconds)
             except BaseException:
                 connection.close()
                 raise
             self._connection = connection
         return self._connection
+
+    def _migrated(self, connection: sqlite3.Connection) -> list[Migration]:
+        schema.pending_migrations(connection)  # Raises for a schema that is not to be touched.
+        connecting.make_durable(connection, self._busy_seconds)
+        return schema.migrate(connection, self._now_ms)
 
     @contextmanager
     def _translated_errors(self) -> Iterator[None]:

@@ -1,0 +1,119 @@
+"""The command tree, and the one place where errors become a line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from retrysafe import __version__
+from retrysafe.cli import demonstrating, keys, migrating, options, output, sweeping
+from retrysafe.cli.problems import ExitCode, problem_of, tell
+
+
+class OneLineErrors(TyperGroup):
+    """A command tree that tells every expected error in one line on stderr."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Runs a command; exits with its code, or returns it when not standalone."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        # Looked up in the raw arguments: errors in the others must be JSON as well.
+        as_json = "--json" in arguments
+        try:
+            result = super().main(
+                args=arguments,
+                prog_name=prog_name or "retrysafe",
+                complete_var=complete_var,
+                standalone_mode=False,
+                windows_expand_args=windows_expand_args,
+                **extra,
+            )
+            code = result if isinstance(result, int) else ExitCode.OK
+            sys.stdout.flush()
+        except (typer.Abort, KeyboardInterrupt):
+            code = ExitCode.INTERRUPTED
+        except BrokenPipeError:
+            # The reader has seen enough, as `head` does; the flush at exit must not fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = ExitCode.REFUSED
+        except Exception as error:
+            problem = problem_of(error)
+            if problem is None:
+                raise
+            tell(problem, as_json=as_json)
+            code = problem.code
+        if standalone_mode:
+            sys.exit(int(code))
+        return int(code)
+
+
+app = typer.Typer(
+    cls=OneLineErrors,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command("migrate")(migrating.migrate)
+app.add_typer(keys.app, name="keys", invoke_without_command=True)
+app.command("sweep")(sweeping.sweep)
+app.command("demo")(demonstrating.demo)
+
+
+@app.callback(invoke_without_command=True)
+@options.examples(
+    "retrysafe migrate --store sqlite:///app.db",
+    "retrysafe keys list --store sqlite:///app.db --condition abandoned",
+    "retrysafe demo",
+)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Look after the keys of retrysafe: operations that run once, however often they are retried.
+
+    Every command takes --store URL and --json; all but demo read RETRYSAFE_STORE too.
+
+    Exit codes: 0 done; 1 refused, pending or not found; 2 usage; 3 a problem with the store.
+    """
+    if version:
+        if as_json:
+            output.write_json({"version": __version__})
+        else:
+            sys.stdout.write(f"retrysafe {__version__}\n")
+        raise typer.Exit
+    _help_without_command(context)
+
+
+@keys.app.callback(invoke_without_command=True)
+def keys_root(context: typer.Context) -> None:
+    """Look at keys, and release or expire one."""
+    _help_without_command(context)
+
+
+def _help_without_command(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(ExitCode.USAGE)
+
+
+def run() -> int:
+    """Runs the command of this process's arguments; returns its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            # A terminal that cannot show a character gets its code, never a traceback.
+            reconfigure(errors="backslashreplace")
+    return int(app(standalone_mode=False))

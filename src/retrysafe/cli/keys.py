@@ -1,0 +1,334 @@
+"""`retrysafe keys`: look at records, and change one when an incident asks for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from retrysafe.cli import options, output, shapes
+from retrysafe.cli.problems import ExitCode, Problem, usage
+from retrysafe.core.keys import Key
+from retrysafe.core.machine import decide, operator_event
+from retrysafe.core.model import (
+    Condition,
+    Decision,
+    OperatorCommand,
+    Payload,
+    RecordQuery,
+    StoredKey,
+)
+from retrysafe.core.ports import Store
+from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.face import operator_outcome
+
+# What fits a screen of scrolling; the whole body is in --json.
+BODY_LIMIT_CHARACTERS: Final = 10_000
+
+_STYLES: Final = {
+    Condition.RUNNING: "cyan",
+    Condition.ABANDONED: "yellow",
+    Condition.SUCCEEDED: "green",
+    Condition.FAILED: "red",
+    Condition.RELEASED: "magenta",
+    Condition.OUTLIVED: "dim",
+}
+
+app = typer.Typer(help="Look at keys, and release or expire one.", rich_markup_mode="rich")
+
+
+class ListedCondition(StrEnum):
+    """The conditions that a stored record can be in."""
+
+    RUNNING = Condition.RUNNING.value
+    ABANDONED = Condition.ABANDONED.value
+    SUCCEEDED = Condition.SUCCEEDED.value
+    FAILED = Condition.FAILED.value
+    RELEASED = Condition.RELEASED.value
+    OUTLIVED = Condition.OUTLIVED.value
+
+
+@app.command("list")
+@options.examples(
+    "retrysafe keys list --store sqlite:///app.db",
+    "retrysafe keys list --condition running --condition abandoned",
+    "retrysafe keys list --caller acme --prefix charge: --limit 500 --json",
+)
+def list_keys(
+    context: typer.Context,
+    store: options.StoreUrl = None,
+    caller: Annotated[
+        str | None,
+        typer.Option(
+            "--caller", metavar="CALLER", help="Only keys of this caller.", show_default=False
+        ),
+    ] = None,
+    is_global: Annotated[
+        bool, typer.Option("--global", help="Only keys in the namespace shared by all callers.")
+    ] = False,
+    prefix: Annotated[
+        str, typer.Option("--prefix", metavar="TEXT", help="Only keys that start so.")
+    ] = "",
+    condition: Annotated[
+        list[ListedCondition] | None,
+        typer.Option(
+            "--condition",
+            metavar="CONDITION",
+            help=f"Only keys that are {', '.join(ListedCondition)}; may be repeated.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option("--limit", min=1, max=100_000, help="How many keys to show at most.")
+    ] = 50,
+    busy_timeout: options.BusyTimeout = options.BUSY_SECONDS,
+    as_json: options.AsJson = False,
+) -> None:
+    """List keys, newest claim first."""
+    if is_global and caller is not None:
+        raise usage("--caller and --global exclude each other: a key has one owner")
+    if caller == "":
+        raise usage("--caller must not be empty: use --global for the shared namespace")
+    query = RecordQuery(
+        caller="" if is_global else caller and options.checked_text("--caller", caller),
+        text_prefix=options.checked_text("--prefix", prefix),
+        conditions=frozenset(Condition(item.value) for item in condition or ()),
+        # One more tells whether there are more than can be shown.
+        limit=limit + 1,
+    )
+    with options.opened_store(store, busy_timeout) as opened:
+        found = run_sync(opened.list_records(query))
+    shown, has_more = found[:limit], len(found) > limit
+    if options.is_json(context, as_json):
+        output.write_json(
+            {"keys": [shapes.record_shape(item) for item in shown], "has_more": has_more}
+        )
+        return
+    if not shown:
+        output.note("no key matches")
+        return
+    output.console().print(_table(shown))
+    if has_more:
+        output.note(f"more than {limit} keys match: raise --limit, or filter")
+
+
+def _table(found: list[StoredKey]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("caller", "key", "operation", "condition"):
+        # Folded rather than cut: half a key cannot be copied into the next command.
+        table.add_column(title, overflow="fold")
+    table.add_column("attempt", justify="right")
+    table.add_column("age", justify="right", no_wrap=True)
+    table.add_column("time left", no_wrap=True)
+    for stored in found:
+        record = stored.record
+        table.add_row(
+            output.cell(shapes.caller_text(record), "" if record.caller else "italic"),
+            output.cell(record.text),
+            output.cell(record.operation),
+            output.cell(stored.condition.value, _STYLES[stored.condition]),
+            str(record.attempt),
+            shapes.duration_text(stored.now_ms - record.first_claimed_at_ms),
+            shapes.time_left_text(stored),
+        )
+    return table
+
+
+@app.command("show")
+@options.examples(
+    "retrysafe keys show charge:42 --caller acme --store sqlite:///app.db",
+    "retrysafe keys show nightly-report --global --json",
+)
+def show_key(
+    context: typer.Context,
+    key: options.KeyText,
+    store: options.StoreUrl = None,
+    caller: options.Caller = None,
+    is_global: options.IsGlobal = False,
+    busy_timeout: options.BusyTimeout = options.BUSY_SECONDS,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show one key: its record, its finished steps, and every outcome in its audit."""
+    wanted = options.chosen_key(key, caller, is_global)
+    with options.opened_store(store, busy_timeout) as opened:
+        stored = _stored(opened, wanted)
+    if options.is_json(context, as_json):
+        output.write_json(shapes.detail_shape(stored))
+    else:
+        output.console().print(_detail(stored))
+
+
+def _stored(store: Store, key: Key) -> StoredKey:
+    stored = run_sync(store.read(key))
+    if stored is None:
+        raise Problem(
+            "KeyUnknown",
+            f"there is no record of {key!r}: check the key and the caller",
+            ExitCode.REFUSED,
+        )
+    return stored
+
+
+def _detail(stored: StoredKey) -> Group:
+    shape = shapes.detail_shape(stored)
+    record = shape["record"]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row("key", output.cell(record["key"]))
+    grid.add_row("caller", output.cell(shapes.caller_text(stored.record)))
+    grid.add_row("operation", output.cell(record["operation"] or "-"))
+    grid.add_row("condition", output.cell(record["condition"], _STYLES[stored.condition]))
+    grid.add_row("time left", shapes.time_left_text(stored))
+    grid.add_row("attempt", str(record["attempt"]))
+    grid.add_row("owner", output.cell(record["owner"] or "-"))
+    for name in ("first_claimed_at", "claimed_at", "settled_at", "lease_ends_at", "expires_at"):
+        if record[name] is not None:
+            grid.add_row(name.replace("_", " "), record[name])
+    grid.add_row("fingerprint", f"{record['fingerprint']} (rule {record['fingerprint_rule']})")
+    parts: list[Any] = [grid]
+    for step in stored.steps:
+        title = f"\nstep {step.position}: {output.safe(step.name)}"
+        parts += [Text(title, style="bold"), _body(step.payload)]
+    for outcome, kept in zip(shape["outcomes"], stored.outcomes, strict=True):
+        mark = ", replayed to retries" if outcome["is_replayed"] else ""
+        title = (
+            f"\noutcome of attempt {outcome['attempt']}: {outcome['ending']} at "
+            f"{outcome['settled_at']}, kept until {outcome['audit_ends_at']}{mark}"
+        )
+        parts += [Text(title, style="bold"), _body(kept.payload)]
+    if not shape["outcomes"]:
+        parts.append(Text("\nno outcome is stored", style="dim"))
+    return Group(*parts)
+
+
+def _body(payload: Payload) -> Padding:
+    name, body = shapes.readable_body(payload)
+    text = body if name != "body" else json.dumps(body, indent=2, ensure_ascii=False)
+    if len(text) > BODY_LIMIT_CHARACTERS:
+        left = len(text) - BODY_LIMIT_CHARACTERS
+        text = f"{text[:BODY_LIMIT_CHARACTERS]}\n… {left:,} more characters; --json shows all"
+    what = [payload.form, f"{payload.size_bytes:,} bytes"]
+    if payload.head:
+        what.append(payload.head.decode(errors="backslashreplace"))
+    if name == "body_base64":
+        what.append("in base 64")
+    lines = Text(output.safe(", ".join(what)) + "\n", style="dim")
+    return Padding(
+        lines.append(output.safe_lines(text), style="not dim"), (0, 0, 0, 2), expand=False
+    )
+
+
+@app.command("release")
+@options.examples(
+    "retrysafe keys release charge:42 --caller acme --store sqlite:///app.db",
+    "retrysafe keys release charge:42 --caller acme --force --yes",
+)
+def release_key(
+    context: typer.Context,
+    key: options.KeyText,
+    store: options.StoreUrl = None,
+    caller: options.Caller = None,
+    is_global: options.IsGlobal = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Also when the lease still holds: its owner loses the claim."),
+    ] = False,
+    yes: options.Yes = False,
+    busy_timeout: options.BusyTimeout = options.BUSY_SECONDS,
+    as_json: options.AsJson = False,
+) -> None:
+    """Free a key, so that its next use is a new attempt.
+
+    For a key whose owner is gone, or whose stored failure is to be tried again. A key whose
+    operation succeeded is refused: expire it instead. With --force a running operation may take
+    place twice, so be sure that its owner is gone.
+    """
+    command = OperatorCommand.FORCE_RELEASE if force else OperatorCommand.RELEASE
+    wanted = options.chosen_key(key, caller, is_global)
+    with options.opened_store(store, busy_timeout) as opened:
+        _operate(opened, wanted, command, yes, options.is_json(context, as_json))
+
+
+@app.command("expire")
+@options.examples(
+    "retrysafe keys expire charge:42 --caller acme --store sqlite:///app.db",
+    "retrysafe keys expire nightly-report --global --yes --json",
+)
+def expire_key(
+    context: typer.Context,
+    key: options.KeyText,
+    store: options.StoreUrl = None,
+    caller: options.Caller = None,
+    is_global: options.IsGlobal = False,
+    yes: options.Yes = False,
+    busy_timeout: options.BusyTimeout = options.BUSY_SECONDS,
+    as_json: options.AsJson = False,
+) -> None:
+    """End a settled key's active window now: its next use runs the operation again.
+
+    The stored outcome stays in the audit. A pending key is refused: release it instead.
+    """
+    wanted = options.chosen_key(key, caller, is_global)
+    with options.opened_store(store, busy_timeout) as opened:
+        _operate(opened, wanted, OperatorCommand.EXPIRE, yes, options.is_json(context, as_json))
+
+
+_CONSEQUENCES: Final = {
+    OperatorCommand.RELEASE: "the next use of the key runs the operation again",
+    OperatorCommand.FORCE_RELEASE: (
+        "whoever holds the claim loses it, and the operation may take place twice"
+    ),
+    OperatorCommand.EXPIRE: "the next use of the key runs the operation again",
+}
+_DONE: Final = {
+    OperatorCommand.RELEASE: "released",
+    OperatorCommand.FORCE_RELEASE: "released",
+    OperatorCommand.EXPIRE: "expired",
+}
+
+
+def _operate(
+    store: Store, key: Key, command: OperatorCommand, is_confirmed: bool, is_json: bool
+) -> None:
+    before = _stored(store, key)
+    # Nobody is asked about a command that will be refused.
+    operator_outcome(decide(operator_event(command), before.condition), command, key, before)
+    if not is_confirmed:
+        _confirm(key, command, before)
+    # Decided once more by the store: the record may have changed while somebody was thinking.
+    decision = run_sync(store.operate(key, command))
+    after = run_sync(store.read(key))
+    operator_outcome(decision, command, key, after)
+    if is_json:
+        output.write_json(
+            {
+                "command": command.value,
+                "decision": decision.value,
+                "condition_before": before.condition.value,
+                "record": None if after is None else shapes.record_shape(after),
+            }
+        )
+    elif decision is Decision.CONFIRM:
+        sys.stdout.write(f"nothing to do: {output.safe(repr(key))} has expired already\n")
+    else:
+        sys.stdout.write(
+            f"{_DONE[command]} {output.safe(repr(key))}; it was {before.condition.value}\n"
+        )
+
+
+def _confirm(key: Key, command: OperatorCommand, stored: StoredKey) -> None:
+    if not sys.stdin.isatty():
+        raise usage(f"there is no terminal to ask on: add --yes to {command.value} the key")
+    output.note(
+        f"{key!r} is {stored.condition.value} (attempt {stored.record.attempt}, "
+        f"{shapes.time_left_text(stored)}); after this, {_CONSEQUENCES[command]}."
+    )
+    if not typer.confirm(f"{command.value.capitalize()} it?", err=True):
+        raise Problem("Declined", "nothing was changed", ExitCode.REFUSED)

@@ -1,0 +1,127 @@
+"""The options that commands share, and what they mean."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Annotated, Final, TypeVar
+
+import typer
+
+from retrysafe.cli.problems import usage
+from retrysafe.core.keys import GLOBAL, Key
+from retrysafe.core.ports import Store, Waits
+from retrysafe.runtime.drive import run_sync
+from retrysafe.wiring import open_store
+
+# People at a terminal and scripts with a deadline want to hear of a lock soon.
+BUSY_SECONDS: Final = 5.0
+
+StoreUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        envvar="RETRYSAFE_STORE",
+        metavar="URL",
+        help="The store, such as sqlite:///app.db (four slashes for an absolute path).",
+        show_default=False,
+    ),
+]
+BusyTimeout = Annotated[
+    float,
+    typer.Option(
+        "--busy-timeout", min=0, metavar="SECONDS", help="How long to wait for a locked database."
+    ),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Write JSON to stdout, and errors as JSON to stderr.")
+]
+Caller = Annotated[
+    str | None,
+    typer.Option("--caller", metavar="CALLER", help="Whose key it is.", show_default=False),
+]
+IsGlobal = Annotated[
+    bool, typer.Option("--global", help="The key is in the namespace shared by all callers.")
+]
+KeyText = Annotated[str, typer.Argument(metavar="KEY", help="The key.", show_default=False)]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def examples(*lines: str) -> Callable[[Command], Command]:
+    """Adds examples to a command's help, one command line each."""
+
+    def add(command: Command) -> Command:
+        paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+        # Typer would keep the line breaks of the source; the terminal's width decides instead.
+        unwrapped = [" ".join(paragraph.split()) for paragraph in paragraphs]
+        # The backspace tells Click to leave the line breaks of this paragraph alone.
+        block = "".join(f"\n  {line}" for line in lines)
+        command.__doc__ = "\n\n".join([*unwrapped, f"\b\nFor example:{block}"])
+        return command
+
+    return add
+
+
+def is_json(context: typer.Context, as_json: bool) -> bool:
+    """Whether JSON was asked for, by the command or before its name."""
+    return as_json or bool(context.find_root().params.get("as_json"))
+
+
+def required_url(url: str | None) -> str:
+    """The URL; raises a usage problem when nobody named a store."""
+    if not url:
+        raise usage(
+            "which store? Pass --store sqlite:///path/to/file.db, or set RETRYSAFE_STORE to it"
+        )
+    return url
+
+
+def chosen_store(url: str | None, busy_seconds: float, *, create: bool) -> Store:
+    """The store, not opened yet; raises a usage problem for one that ends with this process."""
+    store = open_store(
+        required_url(url),
+        create=create,
+        migrate=False,
+        busy_timeout=timedelta(seconds=busy_seconds),
+    )
+    if store.capabilities.waits is Waits.NEVER:
+        raise usage(
+            f"{url} lives in one process and is empty in this one: name a store that is shared, "
+            "such as sqlite:///path/to/file.db"
+        )
+    return store
+
+
+@contextmanager
+def opened_store(url: str | None, busy_seconds: float) -> Iterator[Store]:
+    """The store for looking and operating: it makes no file and no schema."""
+    store = chosen_store(url, busy_seconds, create=False)
+    try:
+        yield store
+    finally:
+        run_sync(store.close())
+
+
+def chosen_key(text: str, caller: str | None, is_global: bool) -> Key:
+    """The key that is meant; the shared namespace must be asked for, as everywhere."""
+    if is_global and caller is not None:
+        raise usage("--caller and --global exclude each other: a key has one owner")
+    if is_global:
+        return Key(text, caller=GLOBAL)
+    if caller is None:
+        raise usage("whose key is it? Pass --caller CALLER, or --global for the shared namespace")
+    return Key(text, caller=caller)
+
+
+def checked_text(option: str, text: str) -> str:
+    """The text itself; raises a usage problem for bytes that are not text on this system."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise usage(f"{option} is not valid Unicode text") from None
+    return text

@@ -1,0 +1,145 @@
+"""Records as the command line shows them: the shapes of --json, and times in words.
+
+The JSON shapes are a promise to scripts: names are added, never changed. Tokens are left out:
+whoever holds one can settle the key.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+from retrysafe.core.codec import BYTES
+from retrysafe.core.model import Condition, Payload, Record, State, Step, StoredKey, StoredOutcome
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_UNITS: Final = ((86_400_000, "d"), (3_600_000, "h"), (60_000, "min"), (1_000, "s"))
+
+
+def instant_text(at_ms: int | None) -> str | None:
+    """The instant in ISO 8601, UTC, with milliseconds."""
+    if at_ms is None:
+        return None
+    at = _EPOCH + timedelta(milliseconds=at_ms)
+    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def duration_text(duration_ms: int) -> str:
+    """A duration in its two largest units, such as `2 h 5 min`."""
+    rest_ms = max(0, duration_ms)
+    if rest_ms < 1_000:
+        return f"{rest_ms} ms"
+    parts = []
+    for unit_ms, name in _UNITS:
+        count, rest_ms = divmod(rest_ms, unit_ms)
+        if count:
+            parts.append(f"{count} {name}")
+        elif parts:
+            break
+        if len(parts) == 2:
+            break
+    return " ".join(parts)
+
+
+def caller_text(record: Record) -> str:
+    """The caller for people; the shared namespace is stored as an empty text."""
+    return record.caller or "GLOBAL"
+
+
+def time_left_text(stored: StoredKey) -> str:
+    """What is left of the lease while pending, of the active window after that."""
+    record = stored.record
+    if stored.condition is Condition.RUNNING:
+        return f"lease {duration_text(record.lease_ends_at_ms - stored.now_ms)}"
+    if stored.condition is Condition.ABANDONED:
+        return f"lease over since {duration_text(stored.now_ms - record.lease_ends_at_ms)}"
+    if record.expires_at_ms is None:
+        return "never expires"
+    if stored.condition is Condition.OUTLIVED:
+        return f"expired {duration_text(stored.now_ms - record.expires_at_ms)} ago"
+    return f"expires in {duration_text(record.expires_at_ms - stored.now_ms)}"
+
+
+def record_shape(stored: StoredKey) -> dict[str, Any]:
+    """One record as JSON."""
+    record = stored.record
+    is_pending = record.state is State.PENDING
+    return {
+        "caller": record.caller or None,
+        "is_global": record.caller == "",
+        "key": record.text,
+        "operation": record.operation,
+        "condition": stored.condition.value,
+        "attempt": record.attempt,
+        "owner": record.owner,
+        "first_claimed_at": instant_text(record.first_claimed_at_ms),
+        "claimed_at": instant_text(record.claimed_at_ms),
+        "settled_at": instant_text(record.settled_at_ms),
+        "lease_ends_at": instant_text(record.lease_ends_at_ms) if is_pending else None,
+        "expires_at": instant_text(record.expires_at_ms),
+        "age_ms": max(0, stored.now_ms - record.first_claimed_at_ms),
+        "lease_left_ms": max(0, record.lease_ends_at_ms - stored.now_ms) if is_pending else None,
+        "expires_in_ms": (
+            None if record.expires_at_ms is None else max(0, record.expires_at_ms - stored.now_ms)
+        ),
+    }
+
+
+def detail_shape(stored: StoredKey) -> dict[str, Any]:
+    """One record with its steps and its audit as JSON."""
+    record = stored.record
+    return {
+        "record": record_shape(stored)
+        | {
+            "fingerprint": record.fingerprint.hex(),
+            "fingerprint_rule": record.rule,
+        },
+        "steps": [_step_shape(step) for step in stored.steps],
+        "outcomes": [_outcome_shape(outcome, stored) for outcome in stored.outcomes],
+    }
+
+
+def _step_shape(step: Step) -> dict[str, Any]:
+    return {"name": step.name, "position": step.position} | payload_shape(step.payload)
+
+
+def _outcome_shape(outcome: StoredOutcome, stored: StoredKey) -> dict[str, Any]:
+    is_settled = stored.condition in (Condition.SUCCEEDED, Condition.FAILED)
+    return {
+        "attempt": outcome.attempt,
+        "ending": outcome.state.name.lower(),
+        # The one that a retry gets; the others are the audit of earlier attempts and lives.
+        "is_replayed": is_settled and outcome.token == stored.record.token,
+        "settled_at": instant_text(outcome.settled_at_ms),
+        "audit_ends_at": instant_text(outcome.audit_ends_at_ms),
+    } | payload_shape(outcome.payload)
+
+
+def payload_shape(payload: Payload) -> dict[str, Any]:
+    """A payload as JSON; exactly one of `body`, `body_text` and `body_base64` is there."""
+    name, body = readable_body(payload)
+    return {
+        "form": payload.form,
+        "head": payload.head.decode(errors="backslashreplace"),
+        "size_bytes": payload.size_bytes,
+        name: body,
+    }
+
+
+def readable_body(payload: Payload) -> tuple[str, Any]:
+    """The body as JSON, else as text, else in base 64, with the name that says which.
+
+    Plain bytes are never read as JSON: the operation returned bytes, not what they may mean.
+    """
+    try:
+        text = payload.body.decode()
+    except UnicodeDecodeError:
+        return "body_base64", base64.b64encode(payload.body).decode()
+    if payload.form != BYTES:
+        try:
+            return "body", json.loads(text)
+        except ValueError:
+            pass  # A form that is not JSON; it is shown as the text that it is.
+    return "body_text", text

@@ -1,0 +1,395 @@
+"""`retrysafe keys`: what is shown is what is stored, and changes need consent."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from retrysafe import GLOBAL, Condition, Key
+from retrysafe.cli.keys import BODY_LIMIT_CHARACTERS, ListedCondition
+from retrysafe.cli.problems import ExitCode
+from retrysafe.cli.shapes import duration_text
+from retrysafe.core.model import Payload, SettleKind
+from retrysafe.runtime.drive import run_sync
+
+
+@pytest.fixture
+def filled(desk):
+    """One key in every condition; the newest claim is `running`."""
+    desk.put("outlived")
+    desk.claim("abandoned")
+    desk.now_ms += desk.ACTIVE_MS
+    desk.put("succeeded", caller=GLOBAL)
+    desk.now_ms += 1_000
+    desk.put("failed", SettleKind.FAIL, Payload("failure.1", b"m:Declined", b'{"message":"no"}'))
+    desk.now_ms += 1_000
+    desk.put("released", SettleKind.RELEASE)
+    desk.now_ms += 1_000
+    desk.claim("running", caller="other")
+    desk.now_ms += 10_000
+    return desk
+
+
+def names(outcome):
+    return [item["key"] for item in outcome.json["keys"]]
+
+
+def test_every_condition_is_listed_newest_claim_first(invoke, filled):
+    outcome = invoke("keys", "list", "--store", filled.url, "--json")
+    assert outcome.code == 0
+    assert names(outcome)[:4] == ["running", "released", "failed", "succeeded"]
+    assert {item["key"]: item["condition"] for item in outcome.json["keys"]} == {
+        name: name
+        for name in ("running", "released", "failed", "succeeded", "abandoned", "outlived")
+    }
+    assert outcome.json["has_more"] is False
+
+
+def test_the_conditions_are_all_but_absent():
+    assert {item.value for item in ListedCondition} == {
+        item.value for item in Condition if item is not Condition.ABSENT
+    }
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        (("--caller", "other"), {"running"}),
+        (("--global",), {"succeeded"}),
+        (("--prefix", "r"), {"running", "released"}),
+        (("--prefix", "r", "--caller", "acme"), {"released"}),
+        (("--condition", "failed"), {"failed"}),
+        (("--condition", "running", "--condition", "abandoned"), {"running", "abandoned"}),
+        (("--prefix", "%"), set()),
+    ],
+)
+def test_filters_choose(invoke, filled, filters, expected):
+    assert set(names(invoke("keys", "list", "--store", filled.url, "--json", *filters))) == expected
+
+
+def test_a_limit_says_that_there_is_more(invoke, filled):
+    cut = invoke("keys", "list", "--store", filled.url, "--limit", "5", "--json")
+    assert len(names(cut)) == 5
+    assert cut.json["has_more"] is True
+    whole = invoke("keys", "list", "--store", filled.url, "--limit", "6", "--json")
+    assert whole.json["has_more"] is False
+    people = invoke("keys", "list", "--store", filled.url, "--limit", "5")
+    assert "more than 5 keys match" in people.stderr
+
+
+def test_the_json_of_a_list_is_a_promise(invoke, filled):
+    """Scripts rely on these names and values."""
+    outcome = invoke("keys", "list", "--store", filled.url, "--json", "--prefix", "running")
+    assert outcome.json["keys"] == [
+        {
+            "caller": "other",
+            "is_global": False,
+            "key": "running",
+            "operation": "charge",
+            "condition": "running",
+            "attempt": 1,
+            "owner": "host:1",
+            "first_claimed_at": "2027-01-15T09:00:03.000Z",
+            "claimed_at": "2027-01-15T09:00:03.000Z",
+            "settled_at": None,
+            "lease_ends_at": "2027-01-15T09:00:33.000Z",
+            "expires_at": None,
+            "age_ms": 10_000,
+            "lease_left_ms": 20_000,
+            "expires_in_ms": None,
+        }
+    ]
+    outcome = invoke("keys", "list", "--store", filled.url, "--json", "--global")
+    (record,) = outcome.json["keys"]
+    assert record["caller"] is None
+    assert record["is_global"] is True
+    assert record["lease_ends_at"] is None
+    assert record["lease_left_ms"] is None
+    assert record["expires_in_ms"] == filled.ACTIVE_MS - 13_000
+
+
+def test_the_table_has_one_row_per_key(invoke, filled):
+    """In a pipe no row is wrapped or cut, so that it can be searched by line."""
+    long_key = "long-" + "x" * 250
+    filled.put(long_key)
+    lines = invoke("keys", "list", "--store", filled.url).stdout.splitlines()
+    rows = [" ".join(line.split()) for line in lines]
+    assert rows[0] == "caller key operation condition attempt age time left"
+    assert f"acme {long_key} charge succeeded 1 0 ms expires in 1 h" in rows
+    assert "other running charge running 1 10 s lease 20 s" in rows
+    assert "GLOBAL succeeded charge succeeded 1 13 s expires in 59 min 47 s" in rows
+    assert "acme abandoned charge abandoned 1 1 h lease over since 59 min 43 s" in rows
+    assert "acme outlived charge outlived 1 1 h expired 13 s ago" in rows
+    assert len(rows) == 8
+
+
+def test_no_match_is_not_an_error(invoke, desk):
+    outcome = invoke("keys", "list", "--store", desk.url)
+    assert (outcome.code, outcome.stdout, outcome.stderr) == (0, "", "no key matches\n")
+    assert invoke("keys", "list", "--store", desk.url, "--json").json["keys"] == []
+
+
+def test_the_store_may_come_from_the_environment(invoke, filled, monkeypatch):
+    monkeypatch.setenv("RETRYSAFE_STORE", filled.url)
+    assert len(names(invoke("keys", "list", "--json"))) == 6
+
+
+def test_a_key_cannot_command_the_terminal(invoke, desk):
+    """Keys and bodies come from clients: control characters are spelled out, markup is text."""
+    desk.put("\x1b[2J[red]k", payload=Payload("bytes.1", b"", b"\x1b]0;owned\x07 [bold]x"))
+    listed = invoke("keys", "list", "--store", desk.url).stdout
+    shown = invoke("keys", "show", "\x1b[2J[red]k", "--caller", "acme", "--store", desk.url).stdout
+    for text in (listed, shown):
+        assert "\x1b" not in text
+        assert "\\x1b[2J[red]k" in text
+    assert "\\x1b]0;owned\\x07 [bold]x" in shown
+
+
+def test_show_tells_record_steps_and_audit(invoke, desk):
+    """The first life of the key failed and was released by an operator; the second succeeded."""
+    desk.put("k", SettleKind.FAIL, Payload("failure.1", b"shop:Declined", b'{"message":"no"}'))
+    invoke("keys", "release", "k", "--caller", "acme", "--yes", "--store", desk.url)
+    desk.now_ms += 5_000
+    token = desk.claim("k")
+    desk.step("k", token, "reserve", 1, Payload("json.1", b"", b'{"shelf":7}'))
+    desk.now_ms += 1_000
+    desk.settle(SettleKind.COMPLETE, "k", token, Payload("json.1", b"", b'{"paid":[1,2]}'))
+    shape = invoke("keys", "show", "k", "--caller", "acme", "--store", desk.url, "--json").json
+    assert list(shape) == ["record", "steps", "outcomes"]
+    assert shape["record"]["condition"] == "succeeded"
+    assert shape["record"]["fingerprint"] == "66" * 16
+    assert shape["record"]["fingerprint_rule"] == 1
+    assert shape["steps"] == [
+        {
+            "name": "reserve",
+            "position": 1,
+            "form": "json.1",
+            "head": "",
+            "size_bytes": 11,
+            "body": {"shelf": 7},
+        }
+    ]
+    assert shape["outcomes"] == [
+        {
+            "attempt": 1,
+            "ending": "failed",
+            "is_replayed": False,
+            "settled_at": "2027-01-15T08:00:00.000Z",
+            "audit_ends_at": "2027-01-16T08:00:00.000Z",
+            "form": "failure.1",
+            "head": "shop:Declined",
+            "size_bytes": 29,
+            "body": {"message": "no"},
+        },
+        {
+            "attempt": 1,
+            "ending": "succeeded",
+            "is_replayed": True,
+            "settled_at": "2027-01-15T08:00:06.000Z",
+            "audit_ends_at": "2027-01-16T08:00:06.000Z",
+            "form": "json.1",
+            "head": "",
+            "size_bytes": 14,
+            "body": {"paid": [1, 2]},
+        },
+    ]
+    people = invoke("keys", "show", "k", "--caller", "acme", "--store", desk.url).stdout
+    assert '      "shelf": 7' not in people  # Indented by the margin and one level only.
+    assert '    "shelf": 7' in people
+    assert "step 1: reserve" in people
+    assert "outcome of attempt 1: failed at 2027-01-15T08:00:00.000Z" in people
+    assert people.count("replayed to retries") == 1
+    assert "shop:Declined" in people
+
+
+def test_no_token_is_ever_shown(invoke, desk):
+    """Whoever holds a token can settle the key, so it stays in the store."""
+    token = desk.claim("k")
+    desk.settle(SettleKind.COMPLETE, "k", token, Payload("json.1", b"", b"1"))
+    outcome = invoke("keys", "show", "k", "--caller", "acme", "--store", desk.url, "--json")
+    assert token.hex() not in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("payload", "name", "value"),
+    [
+        (Payload("json.1", b"", b"null"), "body", None),
+        (Payload("http.1", b"201", b'{"a": 1}'), "body", {"a": 1}),
+        (Payload("http.1", b"201", b"<p>"), "body_text", "<p>"),
+        (Payload("bytes.1", b"", b"123"), "body_text", "123"),
+        (Payload("bytes.1", b"", b"\xff\x00"), "body_base64", "/wA="),
+    ],
+)
+def test_a_body_is_shown_as_what_it_is(invoke, desk, payload, name, value):
+    desk.put("k", payload=payload)
+    outcome = invoke("keys", "show", "k", "--caller", "acme", "--store", desk.url, "--json")
+    (shape,) = outcome.json["outcomes"]
+    assert shape[name] == value
+    assert [item for item in shape if item.startswith("body")] == [name]
+
+
+def test_a_long_body_is_cut_for_people_only(invoke, desk):
+    desk.put("k", payload=Payload("bytes.1", b"", b"x" * (BODY_LIMIT_CHARACTERS + 1_234)))
+    arguments = ("keys", "show", "k", "--caller", "acme", "--store", desk.url)
+    assert "… 1,234 more characters; --json shows all" in invoke(*arguments).stdout
+    (shape,) = invoke(*arguments, "--json").json["outcomes"]
+    assert len(shape["body_text"]) == BODY_LIMIT_CHARACTERS + 1_234
+
+
+def test_callers_do_not_see_each_other(invoke, desk):
+    """The same text is another key for another caller, and for nobody in particular."""
+    desk.put("k", caller="acme")
+    for whose in (("--caller", "other"), ("--global",)):
+        for command in (("show",), ("release", "--yes"), ("expire", "--yes")):
+            outcome = invoke("keys", command[0], "k", *command[1:], *whose, "--store", desk.url)
+            assert outcome.code == ExitCode.REFUSED
+            assert "there is no record of Key('k'" in outcome.line
+    assert desk.condition("k") is Condition.SUCCEEDED
+
+
+def test_release_frees_a_failed_key(invoke, desk):
+    desk.put("k", SettleKind.FAIL)
+    outcome = invoke("keys", "release", "k", "--caller", "acme", "--yes", "--store", desk.url)
+    assert outcome.code == 0
+    assert outcome.stdout == "released Key('k', caller='acme'); it was failed\n"
+    assert desk.condition("k") is Condition.RELEASED
+
+
+def test_release_of_a_running_key_needs_force(invoke, desk):
+    """The owner may be at work: only an operator who knows better takes the claim away."""
+    desk.claim("k")
+    arguments = ("keys", "release", "k", "--caller", "acme", "--yes", "--store", desk.url)
+    refused = invoke(*arguments)
+    assert refused.code == ExitCode.REFUSED
+    assert "force the release" in refused.line
+    assert desk.condition("k") is Condition.RUNNING
+    forced = invoke(*arguments, "--force", "--json")
+    assert forced.code == 0
+    assert forced.json["command"] == "force release"
+    assert forced.json["decision"] == "apply"
+    assert forced.json["condition_before"] == "running"
+    assert forced.json["record"]["condition"] == "released"
+    assert desk.condition("k") is Condition.RELEASED
+
+
+def test_release_never_forgets_a_success(invoke, desk):
+    desk.put("k")
+    for force in ((), ("--force",)):
+        outcome = invoke(
+            "keys", "release", "k", "--caller", "acme", "--yes", *force, "--store", desk.url
+        )
+        assert outcome.code == ExitCode.REFUSED
+        assert "expire the key" in outcome.line
+    assert desk.condition("k") is Condition.SUCCEEDED
+
+
+def test_expire_ends_the_active_window(invoke, desk):
+    desk.put("k", caller=GLOBAL)
+    arguments = ("keys", "expire", "k", "--global", "--yes", "--store", desk.url)
+    assert invoke(*arguments).stdout == "expired Key('k', caller=GLOBAL); it was succeeded\n"
+    assert desk.condition("k", GLOBAL) is Condition.OUTLIVED
+    again = invoke(*arguments)
+    assert again.code == 0
+    assert again.stdout == "nothing to do: Key('k', caller=GLOBAL) has expired already\n"
+
+
+def test_expire_never_takes_a_pending_key(invoke, desk):
+    desk.claim("k")
+    outcome = invoke(
+        "keys", "expire", "k", "--caller", "acme", "--yes", "--store", desk.url, "--json"
+    )
+    assert outcome.code == ExitCode.REFUSED
+    assert json.loads(outcome.line)["error"] == "OperatorRefused"
+    assert desk.condition("k") is Condition.RUNNING
+
+
+@pytest.mark.parametrize("command", ["release", "expire"])
+def test_without_a_terminal_consent_must_be_given(invoke, desk, command):
+    """A script that forgot --yes changes nothing, whatever is piped into it."""
+    desk.put("k", SettleKind.FAIL)
+    outcome = invoke("keys", command, "k", "--caller", "acme", "--store", desk.url, piped="y\ny\n")
+    assert outcome.code == ExitCode.USAGE
+    assert "add --yes" in outcome.line
+    assert desk.condition("k") is Condition.FAILED
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "condition"),
+    [
+        ("y\n", 0, Condition.RELEASED),
+        ("n\n", ExitCode.REFUSED, Condition.FAILED),
+        ("\n", ExitCode.REFUSED, Condition.FAILED),
+        (None, ExitCode.INTERRUPTED, Condition.FAILED),
+    ],
+    ids=["yes", "no", "enter", "ctrl-c"],
+)
+def test_a_terminal_is_asked(desk, answer, code, condition):
+    """On a real terminal the question tells what will happen, and only a yes makes it happen."""
+    # The command runs on the host's clock, so the record must be fresh by that clock.
+    desk.now_ms = time.time_ns() // 1_000_000
+    desk.put("k", SettleKind.FAIL)
+    ours, theirs = pty.openpty()
+    arguments = ["keys", "release", "k", "--caller", "acme", "--store", desk.url]
+    with subprocess.Popen(
+        [sys.executable, "-m", "retrysafe", *arguments],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        os.close(theirs)
+        asked = ""
+        while "[y/N]" not in asked:
+            piece = os.read(process.stderr.fileno(), 1_000).decode()
+            assert piece, f"ended without asking: {asked}"
+            asked += piece
+        assert "is failed (attempt 1, expires in" in asked
+        assert "the next use of the key runs the operation again" in asked
+        if answer is None:
+            process.send_signal(signal.SIGINT)
+        else:
+            os.write(ours, answer.encode())
+        assert process.wait(timeout=30) == code
+        assert "Traceback" not in process.stderr.read()
+    os.close(ours)
+    assert desk.condition("k") is condition
+
+
+def test_nobody_is_asked_about_what_is_refused(invoke, desk):
+    """The refusal comes first, so that a missing --yes does not hide it."""
+    desk.put("k")
+    outcome = invoke("keys", "release", "k", "--caller", "acme", "--store", desk.url)
+    assert outcome.code == ExitCode.REFUSED
+    assert "expire the key" in outcome.line
+
+
+@pytest.mark.parametrize(
+    ("duration_ms", "text"),
+    [
+        (-5, "0 ms"),
+        (999, "999 ms"),
+        (1_000, "1 s"),
+        (61_000, "1 min 1 s"),
+        (3_600_000, "1 h"),
+        (3_601_000, "1 h"),
+        (7_500_000, "2 h 5 min"),
+        (90_000_000, "1 d 1 h"),
+    ],
+)
+def test_durations_read_well(duration_ms, text):
+    assert duration_text(duration_ms) == text
+
+
+def test_show_needs_no_outcome(invoke, desk):
+    desk.claim("k")
+    outcome = invoke("keys", "show", "k", "--caller", "acme", "--store", desk.url)
+    assert outcome.code == 0
+    assert "no outcome is stored" in outcome.stdout
+    assert run_sync(desk.store.read(Key("k", caller="acme"))).outcomes == []
