@@ -96,7 +96,7 @@ class Desk:
         self.url = f"sqlite:///{path}"
         self.now_ms = self.START_MS
         self.store = SqliteStore(path, now_ms=lambda: self.now_ms)
-        self.store.migrate()
+        run_sync(self.store.migrate())
 
     def claim(self, text, caller="acme", operation="charge"):
         """Claims a key; returns the token."""

@@ -12,6 +12,7 @@ from retrysafe import SqliteStore
 from retrysafe.cli.problems import ExitCode, Problem, problem_of, tell
 from retrysafe.core.model import SettleKind
 from retrysafe.errors import RetrysafeError, StoreError, StoreUnavailable
+from retrysafe.runtime.drive import run_sync
 
 # Every command that opens a store, with the least that it needs.
 READERS = [
@@ -83,7 +84,7 @@ def test_a_missing_schema_is_told_and_not_made(invoke, tmp_path, command):
 
 
 def change_schema(path, statement):
-    SqliteStore(path).migrate()
+    run_sync(SqliteStore(path).migrate())
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(statement)
         connection.commit()

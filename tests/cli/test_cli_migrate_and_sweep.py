@@ -7,6 +7,7 @@ from contextlib import closing
 
 from retrysafe import Condition, SqliteStore
 from retrysafe.cli.problems import ExitCode
+from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.migrations import Migratable
 from retrysafe.stores.sqlite.schema import MIGRATIONS
 
@@ -57,7 +58,7 @@ def test_the_printed_sql_makes_the_same_schema(invoke, tmp_path):
     with closing(sqlite3.connect(by_hand)) as connection:
         connection.executescript(printed.stdout)
     by_us = tmp_path / "by_us.db"
-    SqliteStore(by_us).migrate()
+    run_sync(SqliteStore(by_us).migrate())
     assert schema_of(by_hand) == schema_of(by_us)
     assert invoke("migrate", "--check", "--store", f"sqlite:///{by_hand}").code == 0
     as_json = invoke("migrate", "--sql", "--json", "--store", "sqlite:///absent.db")

@@ -23,7 +23,7 @@ def test_a_database_without_the_schema_is_not_changed(tmp_path):
     store = SqliteStore(path, create=False, migrate=False)
     with pytest.raises(SchemaMissing):
         run_sync(store.list_records(RecordQuery()))
-    assert store.pending_migrations() != []
+    assert run_sync(store.pending_migrations()) != []
     assert path.read_bytes() == before
     assert [item.name for item in tmp_path.iterdir()] == ["theirs.db"]
 
@@ -40,7 +40,7 @@ def test_an_empty_file_stays_empty(tmp_path):
 def test_a_migrated_file_is_durable_whoever_opens_it(tmp_path):
     """Opening without `migrate` still uses WAL and reaches the disk with every commit."""
     path = tmp_path / "ours.db"
-    SqliteStore(path).migrate()
+    run_sync(SqliteStore(path).migrate())
     store = SqliteStore(path, create=False, migrate=False)
     run_sync(store.list_records(RecordQuery()))
     assert store._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
