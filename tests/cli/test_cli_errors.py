@@ -37,7 +37,7 @@ def test_no_store_is_a_usage_error(invoke, command):
 
 
 @pytest.mark.parametrize("command", ALL, ids=name_of)
-@pytest.mark.parametrize("url", ["app.db", "postgres://x", "sqlite://", "sqlite:///"])
+@pytest.mark.parametrize("url", ["app.db", "mysql://x", "sqlite://", "sqlite:///"])
 def test_a_wrong_url_is_a_usage_error(invoke, command, url):
     outcome = invoke(*command, "--store", url)
     assert outcome.code == ExitCode.USAGE
