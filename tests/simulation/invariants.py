@@ -101,13 +101,32 @@ class Grant:
 class Execution:
     """One run of an operation."""
 
-    __slots__ = ("caller", "close", "grant", "is_unstorable", "key", "process", "text", "token")
+    __slots__ = (
+        "caller",
+        "close",
+        "grant",
+        "is_unstorable",
+        "key",
+        "number",
+        "process",
+        "text",
+        "token",
+    )
 
     def __init__(
-        self, key: str, token: bytes, caller: object, process: Any, grant: Grant, text: str
+        self,
+        key: str,
+        token: bytes,
+        number: int,
+        caller: object,
+        process: Any,
+        grant: Grant,
+        text: str,
     ) -> None:
         self.key = key
         self.token = token
+        # The attempt as the engine counts it; a late copy of the claim may move the grant's own.
+        self.number = number
         self.caller = caller
         self.process = process
         self.grant = grant
@@ -220,7 +239,14 @@ class Ledger:
     # Runs.
 
     def start(
-        self, key: str, token: bytes, caller: object, process: Any, request: int
+        self,
+        key: str,
+        token: bytes,
+        *,
+        number: int,
+        caller: object,
+        process: Any,
+        request: int,
     ) -> Execution:
         """Judges the start of a run, and takes note of it."""
         grant = self.grants.get(token)
@@ -228,7 +254,7 @@ class Ledger:
             self.violated(Invariant.RUNS_UNDER_CLAIM, f"{key}: a run without a claim of its own")
             grant = grant or Grant(Life(), request, 0, 0)
         text = f"{key}/{request}/{len(self.executions)}"
-        execution = Execution(key, token, caller, process, grant, text)
+        execution = Execution(key, token, number, caller, process, grant, text)
         grant.execution = execution
         grant.life.started += 1
         limit = self._attempt_limits[key]
@@ -365,7 +391,7 @@ class Ledger:
         for run in self.executions:
             if run.close is None or run.close is Close.CUT or run.process.is_dead:
                 continue
-            is_given_up = (run.key, run.grant.number) in self.given_up
+            is_given_up = (run.key, run.number) in self.given_up
             if run.token not in self.answered_tokens and not is_given_up:
                 self.violated(Invariant.NOT_LOST, f"{run.key}: {run.text} was never written")
 

@@ -193,7 +193,14 @@ class World:
         key = KEYS[plan.key].text
 
         async def invoke(attempt: Attempt) -> Any:
-            run = ledger.start(key, attempt.token, caller, host.process, plan.request)
+            run = ledger.start(
+                key,
+                attempt.token,
+                number=attempt.number,
+                caller=caller,
+                process=host.process,
+                request=plan.request,
+            )
             self.note(f"run {run.text} starts as attempt {attempt.number}")
             is_careful = chance() < 0.2
             try:
