@@ -17,6 +17,7 @@ from retrysafe.errors import (
     ClaimLost,
     OutcomeNotStored,
     RetrysafeError,
+    StoreError,
     StoreRejected,
     StoreUnavailable,
 )
@@ -127,6 +128,9 @@ class Settler:
                     raise self._not_stored(call, attempt, value, error) from error
                 await self._waiting.sleep(pause)
                 pause = min(pause * 2, RETRY_PAUSE_MAXIMUM_SECONDS)
+            except StoreError as error:
+                # Waiting does not bring a lost database back; the caller must hear that it ran.
+                raise self._not_stored(call, attempt, value, error) from error
         if answer.decision is Decision.LOST:
             self._report(EventKind.CLAIM_LOST, call.key, call.operation, attempt)
             raise ClaimLost(
