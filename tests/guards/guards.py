@@ -165,6 +165,19 @@ GUARDS: tuple[Guard, ...] = (
         (Invariant.OWN_OUTCOME,),
     ),
     Guard(
+        "a leader's refusal is not passed on to another request",
+        "the honest retry of the first request is refused because a stranger asked before it",
+        (
+            InCode(
+                Engine._disembark,
+                "if not is_same:\n        return None",
+                "if False:\n        return None",
+            ),
+        ),
+        properties.test_a_refusal_is_not_passed_on,
+        (Invariant.HONEST_ANSWER,),
+    ),
+    Guard(
         "mismatch in the replay cache",
         "a cached outcome is shown to a different request",
         (

@@ -36,7 +36,9 @@ from retrysafe import (
     current_attempt,
 )
 from retrysafe.core.cache import CachedOutcome, ReplayCache
-from retrysafe.core.flights import Flights, Phase
+from retrysafe.core.call import Call
+from retrysafe.core.codec import ValueCodec
+from retrysafe.core.flights import Flight, Flights, Phase
 from retrysafe.core.model import (
     ClaimRequest,
     Decision,
@@ -238,6 +240,15 @@ def test_another_request_is_refused_while_the_first_runs_here():
             return "first"
 
         assert owner.run("k", operation, request=1, name="pay") == "first"
+
+
+def test_a_refusal_is_not_passed_on():
+    """A follower whose leader was refused for its own request asks the store for itself."""
+    stranger = Flight((Fingerprint(1, b"s" * 16),))
+    stranger.is_mismatched = True
+    call = Call(KEY, (Fingerprint(1, b"f" * 16),), POLICY, "pay", ValueCodec())
+    with process(MemoryStore()) as owner:
+        assert owner._engine._disembark(stranger, call, None) is None
 
 
 def test_another_request_is_refused_from_the_cache():

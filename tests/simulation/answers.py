@@ -14,6 +14,7 @@ from retrysafe.errors import (
     OperationInFlight,
     OutcomeNotStored,
     OutcomeUnavailable,
+    StoreMissing,
     StoreUnavailable,
 )
 from tests.simulation.invariants import Close, Invariant, Ledger
@@ -41,9 +42,7 @@ def text_of(value: object) -> str:
     return value.text if isinstance(value, Unstorable) else str(value)
 
 
-def judge_answer(
-    ledger: Ledger, *, key: str, request: int, caller: object, result: Any, has_rivals: bool
-) -> None:
+def judge_answer(ledger: Ledger, *, key: str, request: int, caller: object, result: Any) -> None:
     """Notes a violation when the answer to this caller's call is not true."""
     if isinstance(result, Answer):
         _judge_outcome(
@@ -67,7 +66,7 @@ def judge_answer(
         elif run.token in ledger.lost_tokens:
             ledger.violated(Invariant.ZOMBIE, f"{key}: the zombie was not told")
     else:
-        reason = _untrue(ledger, key, request, caller, result, has_rivals)
+        reason = _untrue(ledger, key, request, caller, result)
         if reason is not None:
             ledger.violated(Invariant.HONEST_ANSWER, f"{key}: {result!r}, but {reason}")
 
@@ -95,9 +94,7 @@ def _judge_outcome(
         ledger.violated(Invariant.REPLAY_EXACT, f"{key}: {text} is stored as {stored.kind.name}")
 
 
-def _untrue(
-    ledger: Ledger, key: str, request: int, caller: object, error: object, has_rivals: bool
-) -> str | None:
+def _untrue(ledger: Ledger, key: str, request: int, caller: object, error: object) -> str | None:
     """Why this error cannot be true; None when it can."""
     mine = [run for run in ledger.executions if run.key == key and run.caller is caller]
     forms = {
@@ -107,10 +104,12 @@ def _untrue(
     }
     if isinstance(error, OperationInFlight):
         return "the time to wait is negative" if error.retry_after.total_seconds() < 0 else None
-    if isinstance(error, StoreUnavailable):
-        return None
+    if isinstance(error, (StoreUnavailable, StoreMissing)):
+        # After the run it must be `OutcomeNotStored`: only that says that the operation ran.
+        return "the operation ran" if mine else None
     if isinstance(error, KeyReused):
-        return None if has_rivals else "nobody used the key for another request"
+        has_rivals = any(other != request for other in ledger.admitted[key])
+        return None if has_rivals else "the key was never admitted for another request"
     if isinstance(error, ClaimLost):
         has_left = any(run.close is Close.RETRYABLE for run in mine)
         return None if ledger.lost_tokens or has_left else "no write was refused"

@@ -169,6 +169,8 @@ class Ledger:
         self._attempt_limits = attempt_limits
         self._request_of = request_of
         self.truths: dict[str, Truth] = {}
+        # Which requests a key was ever admitted for, over all its lives.
+        self.admitted: dict[str, set[int]] = {key: set() for key in attempt_limits}
         self.grants: dict[bytes, Grant] = {}
         self.executions: list[Execution] = []
         self.by_text: dict[str, Execution] = {}
@@ -203,6 +205,7 @@ class Ledger:
         if decision is Decision.ADMIT or decision is Decision.TAKE_OVER:
             life = Life() if truth is None or decision is Decision.ADMIT else truth.grant.life
             grant = Grant(life, request, now_ms, now_ms + row.lease_ms)
+            self.admitted[key].add(request)
             earlier = self.grants.get(token)
             if earlier is not None:
                 grant.execution = earlier.execution

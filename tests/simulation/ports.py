@@ -1,7 +1,7 @@
 """The engine's ports for one simulated process. Every call of a port is a scheduling point.
 
 Owns the faults of the way to the store: a row is lost before its effect, its answer after it, or
-it arrives late, when nobody waits for the answer any more.
+it arrives late, when nobody waits for the answer any more; or the store is not there at all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from retrysafe.core.lease import Lease
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
 from retrysafe.core.ports import Capabilities, Waits
 from retrysafe.core.renewing import due_leases, next_renewal, renew
-from retrysafe.errors import StoreUnavailable
+from retrysafe.errors import StoreMissing, StoreUnavailable
 from tests.simulation.scheduler import NEVER, READY, Process, Task, suspend
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class Fault(Enum):
     BEFORE = auto()
     AFTER = auto()
     LATE = auto()
+    BROKEN = auto()
 
 
 class SimulatedWriter:
@@ -58,6 +59,8 @@ class SimulatedWriter:
             raise
         if fault is Fault.BEFORE:
             raise StoreUnavailable("simulated: the row was lost")
+        if fault is Fault.BROKEN:
+            raise StoreMissing("simulated: the database is gone")
         if fault is Fault.LATE:
             world.send_late(row)
             raise StoreUnavailable("simulated: the row is late")

@@ -57,7 +57,7 @@ EPOCH_MS = 1_700_000_000_000
 # Small steps, steps past every lease, and one back: hosts do correct their clocks.
 JUMPS_MS = (40, 400, 1_100, 4_000, -300)
 CODEC = ValueCodec()
-FAULTS = (Fault.BEFORE, Fault.AFTER, Fault.LATE)
+FAULTS = tuple(Fault)
 COMMANDS = tuple(OperatorCommand)
 
 
@@ -134,7 +134,7 @@ class World:
     def draw_fault(self) -> Fault | None:
         """What goes wrong with the next row."""
         if self.plan.fault_rate and self._chance() < self.plan.fault_rate:
-            return FAULTS[int(self._chance() * 3)]
+            return FAULTS[int(self._chance() * len(FAULTS))]
         return None
 
     async def apply(self, row: Any) -> Any:
@@ -248,9 +248,6 @@ class World:
             await host.waiting.sleep(plan.delay_seconds)
         key = KEYS[plan.key]
         call = Call(key, plan.fingerprints, plan.policy, "simulated", CODEC)
-        has_rivals = any(
-            other.key == plan.key and other.request != plan.request for other in self.plan.callers
-        )
         result: Any = None
         for _ in range(plan.tries):
             caller = object()
@@ -267,7 +264,6 @@ class World:
                 request=plan.request,
                 caller=caller,
                 result=result,
-                has_rivals=has_rivals,
             )
             if isinstance(result, (Answer, KeyReused, Declined)):
                 break
