@@ -12,9 +12,12 @@ from retrysafe.errors import ClaimLost
 
 
 class Attempt:
-    """One run of an operation. Available inside the operation as `current_attempt()`."""
+    """One run of an operation. Available inside the operation as `current_attempt()`.
 
-    __slots__ = ("_lease", "_monotonic", "_secret", "key", "number", "operation")
+    `is_first` says that no earlier attempt in this life of the key can have left effects behind.
+    """
+
+    __slots__ = ("_lease", "_monotonic", "_secret", "is_first", "key", "number", "operation")
 
     def __init__(
         self,
@@ -24,6 +27,7 @@ class Attempt:
         lease: Lease,
         monotonic: Callable[[], float],
         secret: bytes | None,
+        is_first: bool,
     ) -> None:
         self.key = key
         self.operation = operation
@@ -31,11 +35,8 @@ class Attempt:
         self._lease = lease
         self._monotonic = monotonic
         self._secret = secret
-
-    @property
-    def is_first(self) -> bool:
-        """Whether no earlier attempt can have left effects behind."""
-        return self.number == 1
+        # Not the same as number 1: an operator's release starts the numbers over.
+        self.is_first = is_first
 
     @property
     def token(self) -> bytes:

@@ -34,6 +34,7 @@ from retrysafe.core.ports import Lock, Orphanage, Renewals, Waiting, Writer
 from retrysafe.core.settling import RETRY_PAUSE_SECONDS, Settler
 from retrysafe.core.values import NotReadable
 from retrysafe.errors import (
+    ClaimLost,
     KeyReused,
     OperationInFlight,
     OutcomeUnavailable,
@@ -47,6 +48,7 @@ CLAIM_TRIES: Final = 3
 POLL_SECONDS: Final = 0.02
 POLL_MAXIMUM_SECONDS: Final = 0.5
 POLL_GROWTH: Final = 1.5
+RETRY_AFTER_MINIMUM_SECONDS: Final = 0.1
 
 _GRANTED: Final = frozenset({Decision.ADMIT, Decision.TAKE_OVER, Decision.CONFIRM})
 
@@ -258,7 +260,15 @@ class Engine:
             # The attempts so far may have died half-way; running again could kill the next worker.
             return await self._exhaust(flight, call, lease, answer.attempt)
         number = answer.attempt
-        attempt = Attempt(call.key, call.operation, number, lease, self._monotonic, self._secret)
+        attempt = Attempt(
+            call.key,
+            call.operation,
+            number,
+            lease,
+            self._monotonic,
+            self._secret,
+            answer.decision is Decision.ADMIT,
+        )
         self._renewals.add(lease)
         try:
             # Only a clean exception is an ending. Cancellation and process exit pass through:
@@ -266,6 +276,10 @@ class Engine:
             try:
                 value = await invoke(attempt)
             except Exception as error:
+                if isinstance(error, ClaimLost) and attempt.is_lost:
+                    # The operation stopped because it may no longer own the key, so it has no say
+                    # in how the key's run ended.
+                    raise
                 asked = self._monotonic()
                 ending, payload = await self._settler.settle_error(call, lease.token, error, number)
                 self._remember_ending(call, flight, ending, payload, number, asked)
@@ -355,7 +369,8 @@ class Engine:
     def _in_flight(
         self, call: Call, flight: Flight, source: str, *, has_waited: bool = False
     ) -> OperationInFlight:
-        seconds = flight.seconds_left(self._monotonic())
+        # Never zero: whoever is told to come back at once comes back in a tight loop.
+        seconds = max(RETRY_AFTER_MINIMUM_SECONDS, flight.seconds_left(self._monotonic()))
         kind = EventKind.WAIT_ENDED if has_waited else EventKind.CONFLICTED
         self._report(kind, call.key, call.operation, source=source)
         return OperationInFlight(

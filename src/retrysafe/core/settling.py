@@ -25,6 +25,7 @@ from retrysafe.errors import (
     ClaimLost,
     OutcomeNotStored,
     RetrysafeError,
+    StoreError,
     StoreRejected,
     StoreUnavailable,
 )
@@ -105,7 +106,7 @@ class Settler:
         try:
             try:
                 answer = await self._writer.settle(settlement)
-            except (StoreUnavailable, StoreRejected) as error:
+            except StoreError as error:
                 answer = await self._insist(call, settlement, attempt, value, error)
         except RetrysafeError:
             raise
@@ -125,7 +126,7 @@ class Settler:
         settlement: Settlement,
         attempt: int,
         value: Any,
-        error: StoreUnavailable | StoreRejected,
+        error: StoreError,
     ) -> SettleAnswer:
         """Writes again until it stands, within the policy's patience."""
         pause = RETRY_PAUSE_SECONDS
@@ -137,6 +138,9 @@ class Settler:
                 # The store cannot hold this outcome; that it is done can still be remembered.
                 settlement.payload = codec.withheld(f"the store refused it: {error}")
                 self._withheld(call, attempt, str(error))
+            elif not isinstance(error, StoreUnavailable):
+                # Waiting does not bring a lost database back; the caller must hear that it ran.
+                raise self._not_stored(call, attempt, value, error) from error
             else:
                 self._report(
                     EventKind.STORE_UNAVAILABLE, call.key, call.operation, attempt, str(error)
@@ -147,7 +151,7 @@ class Settler:
                 pause = min(pause * 2, RETRY_PAUSE_MAXIMUM_SECONDS)
             try:
                 return await self._writer.settle(settlement)
-            except (StoreUnavailable, StoreRejected) as again:
+            except StoreError as again:
                 error = again
 
     async def _settle_orphan(self, call: Call, settlement: Settlement, attempt: int) -> None:
@@ -155,7 +159,7 @@ class Settler:
         try:
             try:
                 answer = await self._writer.settle(settlement)
-            except (StoreUnavailable, StoreRejected) as error:
+            except StoreError as error:
                 answer = await self._insist(call, settlement, attempt, None, error)
         except OutcomeNotStored:
             return  # Reported where it was raised.

@@ -1,0 +1,406 @@
+"""The guards: each with the mutation that removes it, and what fails when it is gone.
+
+The one list behind `docs/guards.md` and behind the test that removes every guard in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from retrysafe.core import flights, machine, transitions
+from retrysafe.core.cache import ReplayCache
+from retrysafe.core.engine import Engine
+from retrysafe.core.flights import Flights
+from retrysafe.core.machine import Event
+from retrysafe.core.model import Condition, Decision
+from retrysafe.core.settling import Settler
+from retrysafe.runtime.group_commit import TaskGroupCommit, ThreadGroupCommit
+from retrysafe.stores.memory import MemoryStore
+from retrysafe.stores.sqlite import connecting
+from retrysafe.stores.sqlite import store as sqlite_store
+from retrysafe.stores.sqlite.schema import SQL
+from tests.guards import test_properties as properties
+from tests.guards.mutation import InCode, InEntry, InStatement, Mutation
+from tests.simulation.invariants import Invariant
+
+_QUERIES = "`stores/sqlite/sql/queries.sql`"
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A line of code without which a promise breaks."""
+
+    name: str
+    prevents: str
+    mutations: tuple[Mutation, ...]
+    check: Callable[[], None]
+    # What the simulation finds broken as well; nothing when the guard lies outside its reach.
+    breaks: tuple[Invariant, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The places that are changed to remove the guard."""
+        return "; ".join(mutation.where for mutation in self.mutations)
+
+
+GUARDS: tuple[Guard, ...] = (
+    Guard(
+        "fence: only the record's token writes",
+        "a zombie overwrites the new owner's outcome",
+        (InCode(machine.held_event, "record is None or record.token != token", "record is None"),),
+        properties.test_a_zombie_is_refused,
+        (Invariant.ZOMBIE,),
+    ),
+    Guard(
+        "fence in SQLite's settling statement",
+        "the same, where the statement decides instead of the table",
+        (
+            InStatement(
+                SQL,
+                "settle_key",
+                "AND token = ?",
+                "AND ? IS NOT NULL",
+                f"{_QUERIES}, `settle_key`",
+                sqlite_store,
+                "_SETTLE_KEY",
+            ),
+        ),
+        properties.test_a_zombie_is_refused_by_sqlite,
+    ),
+    Guard(
+        "a released record takes no ending from its old owner",
+        "an operator's force is undone by the owner that it was meant to end",
+        (
+            InEntry(
+                machine.TABLE,
+                (Event.COMPLETE, Condition.RELEASED),
+                Decision.APPLY,
+                "`core/machine.py`, the table",
+            ),
+        ),
+        properties.test_a_forced_release_refuses_the_old_owner,
+        (Invariant.ZOMBIE,),
+    ),
+    Guard(
+        "SQLite settles pending rows only",
+        "the same, where the statement decides instead of the table",
+        (
+            InStatement(
+                SQL,
+                "settle_key",
+                " AND state = 1",
+                "",
+                f"{_QUERIES}, `settle_key`",
+                sqlite_store,
+                "_SETTLE_KEY",
+            ),
+        ),
+        properties.test_a_forced_release_refuses_the_old_owner_in_sqlite,
+    ),
+    Guard(
+        "lease: a pending record is running until its lease ends",
+        "an operation runs twice at the same time",
+        (
+            InCode(
+                machine.condition_of,
+                "Condition.RUNNING if now_ms < record.lease_ends_at_ms else Condition.ABANDONED",
+                "Condition.ABANDONED",
+            ),
+        ),
+        properties.test_a_running_operation_is_not_run_again,
+        (Invariant.ONE_OWNER,),
+    ),
+    Guard(
+        "renewal: a running attempt is given to the heartbeat",
+        "a healthy operation that takes longer than its lease is run by somebody else as well",
+        (InCode(Engine._run, "self._renewals.add(lease)", "pass"),),
+        properties.test_a_running_operation_is_renewed,
+    ),
+    Guard(
+        "an extend never shortens a lease",
+        "a delayed renewal ends a lease that its owner counts on",
+        (
+            InCode(
+                transitions.settle,
+                "max(record.lease_ends_at_ms, now_ms + settlement.lease_ms)",
+                "now_ms + settlement.lease_ms",
+            ),
+        ),
+        properties.test_an_extend_never_shortens_a_lease,
+        (Invariant.LEASE_KEPT,),
+    ),
+    Guard(
+        "an operator's plain release is refused under a live owner",
+        "a release by mistake starts a second run",
+        (
+            InEntry(
+                machine.TABLE,
+                (Event.OPERATOR_RELEASE, Condition.RUNNING),
+                Decision.APPLY,
+                "`core/machine.py`, the table",
+            ),
+        ),
+        properties.test_an_operator_cannot_release_a_running_operation,
+        (Invariant.ONE_OWNER,),
+    ),
+    Guard(
+        "mismatch: the request is compared before the state",
+        "a reused key shows one request's outcome to another",
+        (
+            InCode(
+                machine.is_mismatch,
+                "return fingerprint.digest != record.fingerprint",
+                "return False",
+            ),
+        ),
+        properties.test_another_request_is_refused,
+        (Invariant.SAME_REQUEST,),
+    ),
+    Guard(
+        "mismatch within the process",
+        "a local follower gets the outcome of its leader's different request",
+        (InCode(flights.is_same_request, "return mine.digest == other.digest", "return True"),),
+        properties.test_another_request_is_refused_while_the_first_runs_here,
+        (Invariant.OWN_OUTCOME,),
+    ),
+    Guard(
+        "a leader's refusal is not passed on to another request",
+        "the honest retry of the first request is refused because a stranger asked before it",
+        (
+            InCode(
+                Engine._disembark,
+                "if not is_same:\n        return None",
+                "if False:\n        return None",
+            ),
+        ),
+        properties.test_a_refusal_is_not_passed_on,
+        (Invariant.HONEST_ANSWER,),
+    ),
+    Guard(
+        "mismatch in the replay cache",
+        "a cached outcome is shown to a different request",
+        (
+            InCode(
+                Engine.answer,
+                'self._check_same(call, cached.fingerprints, "process")',
+                "pass",
+            ),
+        ),
+        properties.test_another_request_is_refused_from_the_cache,
+        (Invariant.OWN_OUTCOME,),
+    ),
+    Guard(
+        "a row is compared with the key's text",
+        "two keys with one digest are served for each other",
+        (InCode(transitions.claim, "if record is not None and (", "if False and ("),),
+        properties.test_a_colliding_digest_is_refused,
+    ),
+    Guard(
+        "no release on cancellation",
+        "an operation that was cut off half-way is run again at once",
+        (
+            InCode(
+                Engine._run,
+                "value = await invoke(attempt)\n        except Exception as error:",
+                "value = await invoke(attempt)\n        except BaseException as error:",
+            ),
+        ),
+        properties.test_a_cancelled_operation_keeps_its_key,
+        (Invariant.NO_EARLY_RERUN,),
+    ),
+    Guard(
+        "attempt limit",
+        "an operation that kills its worker kills every worker, one after the other",
+        (InCode(machine.is_exhausted, "return attempt > attempt_limit", "return False"),),
+        properties.test_attempts_end_at_their_limit,
+        (Invariant.ATTEMPT_LIMIT,),
+    ),
+    Guard(
+        "a pending record never expires",
+        "a crashed attempt is forgotten, and with it the attempt count and the fingerprint",
+        (InCode(machine.condition_of, "else Condition.ABANDONED", "else Condition.OUTLIVED"),),
+        properties.test_an_abandoned_attempt_is_remembered,
+        (Invariant.ONE_OWNER, Invariant.SAME_REQUEST),
+    ),
+    Guard(
+        "a pending row is never swept from SQLite",
+        "the key vanishes under a running retry, and a second run starts",
+        (
+            InCode(
+                transitions._granted,
+                "expires_at_ms=None",
+                "expires_at_ms=previous and previous.expires_at_ms",
+            ),
+            InStatement(
+                SQL,
+                "select_outlived",
+                " AND state <> 1",
+                "",
+                f"{_QUERIES}, `select_outlived`",
+            ),
+        ),
+        properties.test_a_running_retry_is_not_swept,
+    ),
+    Guard(
+        "a claim that is asked for again is confirmed by its token",
+        "a claim whose answer was lost blocks its own caller until the lease ends",
+        (InCode(machine.claim_event, "if record.token == token:", "if False:"),),
+        properties.test_a_claim_with_a_lost_answer_is_found_again,
+        (Invariant.OWN_CLAIM,),
+    ),
+    Guard(
+        "an outcome is stored before it is shown",
+        "a caller acts on a result that a crash then forgets",
+        (
+            InCode(
+                Settler.settle,
+                "stored = await self._persist(call, settlement, payload, attempt, value)",
+                "self._orphanage.adopt("
+                "self._persist_orphan(call, settlement, payload, attempt)); stored = payload",
+            ),
+        ),
+        properties.test_an_outcome_is_stored_before_it_is_shown,
+        (Invariant.STORED_FIRST, Invariant.ZOMBIE),
+    ),
+    Guard(
+        "an unstorable result is withheld, not released",
+        "an operation that has run is run again because of its result's type or size",
+        (
+            InCode(
+                Settler.settle_value,
+                "payload = codec.withheld(str(error))",
+                "ending, payload = Ending.RELEASED, codec.withheld(str(error))",
+            ),
+        ),
+        properties.test_a_result_that_cannot_be_stored_does_not_free_the_key,
+        (Invariant.NO_EARLY_RERUN,),
+    ),
+    Guard(
+        "an outcome is adopted when its caller is cancelled",
+        "a client that disconnects makes the operation run again",
+        (
+            InCode(
+                Settler.settle,
+                "self._orphanage.adopt(self._persist_orphan(call, settlement, payload, attempt))",
+                "pass",
+            ),
+        ),
+        properties.test_an_outcome_survives_its_cancelled_caller,
+        (Invariant.NOT_LOST,),
+    ),
+    Guard(
+        "a cached outcome ends with its active window",
+        "a key that is free again still replays its past",
+        (InCode(ReplayCache.keep, "min(self._seconds, remaining_ms / 1000)", "self._seconds"),),
+        properties.test_a_cached_outcome_ends_with_its_window,
+    ),
+    Guard(
+        "a landing wakes every follower",
+        "duplicates in the same process wait for ever",
+        (
+            InCode(
+                Flights.land,
+                "for waiter in waiters or ():\n        waiter.set()",
+                "pass",
+            ),
+        ),
+        properties.test_a_landing_wakes_everybody,
+        (Invariant.NO_HANG,),
+    ),
+    Guard(
+        "a new life drops the old steps (memory)",
+        "a key that is used anew skips work that it has not done",
+        (InCode(MemoryStore._claim, "self._steps.pop(digest, None)", "pass"),),
+        properties.test_a_new_life_starts_without_steps,
+    ),
+    Guard(
+        "a new life drops the old steps (SQLite)",
+        "the same",
+        (
+            InCode(
+                sqlite_store._claim,
+                'connection.execute(SQL["delete_steps"], (key.digest,))',
+                "pass",
+            ),
+        ),
+        properties.test_a_new_life_starts_without_steps_in_sqlite,
+    ),
+    Guard(
+        "SQLite reads the clock under the write lock",
+        "a lease is granted that ended while its claim waited, or a live one is taken over",
+        (
+            InCode(
+                sqlite_store.SqliteStore.commit,
+                "now_ms = self._now_ms()",
+                "pass",
+                also=("try:", "now_ms = self._now_ms()\n    try:"),
+            ),
+        ),
+        properties.test_sqlite_reads_the_clock_under_the_write_lock,
+    ),
+    Guard(
+        "SQLite commits with `synchronous=FULL`",
+        "a power cut forgets a claim whose operation already ran",
+        (InCode(connecting.connect, "PRAGMA synchronous = FULL", "PRAGMA synchronous = NORMAL"),),
+        properties.test_sqlite_commits_reach_the_disk,
+    ),
+    Guard(
+        "an interrupted carrier fails all rows of its batch (threads)",
+        "a thread takes a row that was never answered for an answer",
+        (
+            InCode(
+                ThreadGroupCommit._carry,
+                "self._fail(batch, error)\n        raise",
+                "raise",
+            ),
+        ),
+        properties.test_an_interrupted_carrier_tells_every_thread,
+    ),
+    Guard(
+        "an interrupted carrier fails all rows of its batch (tasks)",
+        "tasks wait for ever for a commit that was cancelled",
+        (
+            InCode(
+                TaskGroupCommit._fly,
+                "self._answer(batch, results)\n            raise",
+                "raise",
+            ),
+        ),
+        properties.test_an_interrupted_flight_tells_every_task,
+    ),
+)
+
+_INTRODUCTION = """\
+# Guards
+
+Each line of this table is a piece of code without which a promise of
+[the guarantees](guarantees.md) breaks. The test suite takes the guards out one by one and sees
+the named test fail; where the simulation reaches the guard, it must find the broken promise too.
+
+Generated from `tests/guards/guards.py` by `make docs`. Do not edit.
+
+"""
+
+
+def render_table() -> str:
+    """The table of all guards, in Markdown."""
+    lines = [
+        "| guard | where | what it prevents | test that fails without it | simulation finds |",
+        "|---|---|---|---|---|",
+    ]
+    for guard in GUARDS:
+        test = f"`tests/guards/test_properties.py::{guard.check.__name__}`"
+        found = (
+            " or ".join(f"`{invariant.name}`" for invariant in guard.breaks) or "out of its reach"
+        )
+        lines.append(f"| {guard.name} | {guard.where} | {guard.prevents} | {test} | {found} |")
+    lines += ["", "What the simulation checks after every step:", ""]
+    lines += ["| invariant | promise |", "|---|---|"]
+    lines += [f"| `{invariant.name}` | {invariant.value} |" for invariant in Invariant]
+    return "\n".join(lines) + "\n"
+
+
+def render_page() -> str:
+    """The whole of `docs/guards.md`."""
+    return _INTRODUCTION + render_table()

@@ -1,0 +1,517 @@
+"""One property per guard, each as a plain function that needs no fixture.
+
+They pass on the code as it is. `test_guards` removes each guard in turn and sees its property
+fail; that is why they build everything they need, and why they are short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrysafe import (
+    AttemptsExhausted,
+    ClaimLost,
+    DigestCollision,
+    Idempotency,
+    Key,
+    KeyReused,
+    MemoryStore,
+    OperationInFlight,
+    OperatorRefused,
+    OutcomeNotStored,
+    OutcomeUnavailable,
+    Policy,
+    SqliteStore,
+    StoreUnavailable,
+    current_attempt,
+)
+from retrysafe.core.cache import CachedOutcome, ReplayCache
+from retrysafe.core.call import Call
+from retrysafe.core.codec import ValueCodec
+from retrysafe.core.flights import Flight, Flights, Phase
+from retrysafe.core.model import (
+    ClaimRequest,
+    Decision,
+    Fingerprint,
+    Payload,
+    SettleKind,
+    Settlement,
+    State,
+    Step,
+    StepWrite,
+)
+from retrysafe.core.ports import Capabilities, Store, Waits
+from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.group_commit import TaskGroupCommit, ThreadGroupCommit, _Entry
+from retrysafe.runtime.waiting import NoLock, ThreadSignal
+
+LEASE_MS = 30_000
+POLICY = Policy(lease=timedelta(milliseconds=LEASE_MS), settle_patience=timedelta(0))
+# So short that keys outlive it within a test; the clock is the test's own.
+BRIEF = Policy(
+    lease=timedelta(seconds=1), active_window=timedelta(seconds=2), settle_patience=timedelta(0)
+)
+KEY = Key("k", caller="tenant")
+PAYLOAD = Payload("json.1", b"", b"1")
+
+
+class Clock:
+    """A store's clock that only moves when told to."""
+
+    def __init__(self) -> None:
+        self.now_ms = 1_700_000_000_000
+
+    def __call__(self) -> int:
+        return self.now_ms
+
+
+class Interfering:
+    """A store whose commits are interfered with: `before` and `after` may raise."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        before: Callable[[Sequence[Any], Sequence[Any]], None] | None = None,
+        after: Callable[[Sequence[Any], Sequence[Any]], None] | None = None,
+    ) -> None:
+        self._store = store
+        self._before = before
+        self._after = after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def commit(self, claims: Sequence[Any], settlements: Sequence[Any]) -> Any:
+        if self._before is not None:
+            self._before(claims, settlements)
+        answers = await self._store.commit(claims, settlements)
+        if self._after is not None:
+            self._after(claims, settlements)
+        return answers
+
+
+@contextmanager
+def process(store: Store, policy: Policy = POLICY, *, cache: bool = False) -> Iterator[Idempotency]:
+    """An object as another process would have it: it shares nothing but the store."""
+    with Idempotency(store, caller="tenant", policy=policy, cache=cache) as idempotency:
+        yield idempotency
+
+
+@contextmanager
+def sqlite_store(clock: Callable[[], int]) -> Iterator[SqliteStore]:
+    with tempfile.TemporaryDirectory() as folder:
+        store = SqliteStore(Path(folder) / "guards.db", now_ms=clock)
+        try:
+            yield store
+        finally:
+            run_sync(store.close())
+
+
+def claim_of(token: bytes, key: Key = KEY, lease_ms: int = LEASE_MS) -> ClaimRequest:
+    return ClaimRequest(key, (Fingerprint(1, bytes(16)),), token, lease_ms)
+
+
+# Ownership.
+
+
+def test_a_zombie_is_refused():
+    """An owner whose key was taken over cannot change the new owner's outcome."""
+    clock = Clock()
+    store = MemoryStore(now_ms=clock)
+
+    def zombie() -> str:
+        clock.now_ms += LEASE_MS + 1
+        with process(store) as other:
+            assert other.run("k", lambda: "second", request=1, name="pay") == "second"
+        return "first"
+
+    with process(store) as owner, pytest.raises(ClaimLost):
+        owner.run("k", zombie, request=1, name="pay")
+    with process(store) as later:
+        assert later.run("k", lambda: "third", request=1, name="pay") == "second"
+
+
+def test_a_zombie_is_refused_by_sqlite():
+    """SQLite settles without a look at the table; a zombie must not end its successor's run."""
+    clock = Clock()
+    with sqlite_store(clock) as store:
+        run_sync(store.commit([claim_of(b"t" * 16)], []))
+        clock.now_ms += LEASE_MS
+        run_sync(store.commit([claim_of(b"u" * 16)], []))
+        zombie = Settlement(SettleKind.COMPLETE, KEY, b"t" * 16, PAYLOAD, active_ms=LEASE_MS)
+        _, (answer,) = run_sync(store.commit([], [zombie]))
+        assert answer.decision is Decision.LOST
+        assert run_sync(store.read(KEY)).record.state is State.PENDING
+
+
+def _force_release(store: Store) -> None:
+    with process(store) as owner:
+
+        def operation() -> str:
+            owner.release("k", force=True)
+            return "late"
+
+        with pytest.raises(ClaimLost):
+            owner.run("k", operation, request=1, name="pay")
+
+
+def test_a_forced_release_refuses_the_old_owner():
+    """An operator's force ends the claim: what its owner writes later is refused."""
+    _force_release(MemoryStore())
+
+
+def test_a_forced_release_refuses_the_old_owner_in_sqlite():
+    """The same on SQLite, where the token alone would still match."""
+    with sqlite_store(Clock()) as store:
+        _force_release(store)
+
+
+def test_a_running_operation_is_not_run_again():
+    """While the lease holds, another process is told to wait."""
+    store = MemoryStore(now_ms=Clock())
+
+    def operation() -> str:
+        with process(store) as other, pytest.raises(OperationInFlight):
+            other.run("k", lambda: "again", request=1, name="pay")
+        return "first"
+
+    with process(store) as owner:
+        assert owner.run("k", operation, request=1, name="pay") == "first"
+
+
+def test_a_running_operation_is_renewed():
+    """The heartbeat knows the lease for as long as the operation runs, and no longer."""
+    with process(MemoryStore()) as owner:
+        known = owner.run("k", lambda: len(owner._heartbeat._leases), request=1, name="pay")
+        assert known == 1
+        assert not owner._heartbeat._leases
+
+
+def test_an_extend_never_shortens_a_lease():
+    """An extend that was long on its way leaves a longer lease as it is."""
+    store = MemoryStore(now_ms=Clock())
+    run_sync(store.commit([claim_of(b"t" * 16)], []))
+    late = Settlement(SettleKind.EXTEND, KEY, b"t" * 16, lease_ms=1)
+    _, (answer,) = run_sync(store.commit([], [late]))
+    assert answer.remaining_ms == LEASE_MS
+
+
+def test_an_operator_cannot_release_a_running_operation():
+    """Only force frees a key under a live owner; a plain release is refused."""
+    with process(MemoryStore()) as owner:
+
+        def operation() -> None:
+            with pytest.raises(OperatorRefused):
+                owner.release("k")
+
+        owner.run("k", operation, request=1, name="pay")
+
+
+# Requests.
+
+
+def test_another_request_is_refused():
+    """A key that another process used for another request is refused, and nothing is shown."""
+    store = MemoryStore()
+    with process(store) as first, process(store) as second:
+        first.run("k", lambda: "secret", request=1, name="pay")
+        with pytest.raises(KeyReused):
+            second.run("k", lambda: "other", request=2, name="pay")
+
+
+def test_another_request_is_refused_while_the_first_runs_here():
+    """The same holds in the process that runs the first request, before any waiting."""
+    with process(MemoryStore()) as owner:
+
+        def operation() -> str:
+            with pytest.raises(KeyReused):
+                owner.run("k", lambda: "other", request=2, name="pay")
+            return "first"
+
+        assert owner.run("k", operation, request=1, name="pay") == "first"
+
+
+def test_a_refusal_is_not_passed_on():
+    """A follower whose leader was refused for its own request asks the store for itself."""
+    stranger = Flight((Fingerprint(1, b"s" * 16),))
+    stranger.is_mismatched = True
+    call = Call(KEY, (Fingerprint(1, b"f" * 16),), POLICY, "pay", ValueCodec())
+    with process(MemoryStore()) as owner:
+        assert owner._engine._disembark(stranger, call, None) is None
+
+
+def test_another_request_is_refused_from_the_cache():
+    """The replay cache shows an outcome to its own request only."""
+    with process(MemoryStore(), cache=True) as owner:
+        owner.run("k", lambda: "secret", request=1, name="pay")
+        with pytest.raises(KeyReused):
+            owner.run("k", lambda: "other", request=2, name="pay")
+
+
+def test_a_colliding_digest_is_refused():
+    """Two keys with one digest are told apart by their text."""
+    store = MemoryStore()
+    other = Key("other", caller="tenant")
+    other.digest = KEY.digest
+    run_sync(store.commit([claim_of(b"t" * 16)], []))
+    (answer,), _ = run_sync(store.commit([claim_of(b"u" * 16, other)], []))
+    assert isinstance(answer, DigestCollision)
+
+
+# Endings.
+
+
+def test_a_cancelled_operation_keeps_its_key():
+    """Nobody knows how far a cancelled operation got, so only its lease frees the key."""
+    store = MemoryStore(now_ms=Clock())
+
+    def operation() -> None:
+        raise KeyboardInterrupt
+
+    with process(store) as owner, process(store) as other:
+        with pytest.raises(KeyboardInterrupt):
+            owner.run("k", operation, request=1, name="pay")
+        with pytest.raises(OperationInFlight):
+            other.run("k", lambda: "again", request=1, name="pay")
+
+
+def test_attempts_end_at_their_limit():
+    """An operation that failed as often as it may is not run again."""
+    runs = []
+
+    def operation() -> None:
+        runs.append(1)
+        raise OSError("unreachable")
+
+    with process(MemoryStore(), POLICY.with_changes(attempt_limit=2)) as owner:
+        for _ in range(2):
+            with pytest.raises(OSError, match="unreachable"):
+                owner.run("k", operation, request=1, name="pay")
+        with pytest.raises(AttemptsExhausted):
+            owner.run("k", operation, request=1, name="pay")
+    assert len(runs) == 2
+
+
+def test_an_abandoned_attempt_is_remembered():
+    """A pending record outlives every window: it is neither swept nor counted as absent."""
+    clock = Clock()
+    store = MemoryStore(now_ms=clock)
+
+    def dies() -> None:
+        raise KeyboardInterrupt
+
+    with process(store, BRIEF) as owner:
+        with pytest.raises(KeyboardInterrupt):
+            owner.run("k", dies, request=1, name="pay")
+        clock.now_ms += 3_600_000
+        assert owner.sweep().keys == 0
+        assert owner.run("k", lambda: current_attempt().number, request=1, name="pay") == 2
+
+
+def test_a_running_retry_is_not_swept():
+    """A retry that runs past the window of the failure before it keeps its row in SQLite."""
+    clock = Clock()
+    with sqlite_store(clock) as store, process(store, BRIEF) as owner:
+
+        def fails() -> None:
+            raise OSError("unreachable")
+
+        def runs_long() -> int:
+            clock.now_ms += 500
+            return owner.sweep().keys
+
+        with pytest.raises(OSError, match="unreachable"):
+            owner.run("k", fails, request=1, name="pay")
+        clock.now_ms += 1_900
+        assert owner.run("k", runs_long, request=1, name="pay") == 0
+
+
+def test_a_claim_with_a_lost_answer_is_found_again():
+    """A claim that happened although its answer was lost runs its operation now."""
+    failures = [StoreUnavailable("the answer was lost")]
+
+    def after(claims: Sequence[Any], settlements: Sequence[Any]) -> None:
+        if claims and failures:
+            raise failures.pop()
+
+    with process(Interfering(MemoryStore(), after=after)) as owner:
+        assert owner.run("k", lambda: "done", request=1, name="pay") == "done"
+    assert not failures
+
+
+def test_an_outcome_is_stored_before_it_is_shown():
+    """A result that could not be stored is not returned as if it were."""
+
+    def before(claims: Sequence[Any], settlements: Sequence[Any]) -> None:
+        if settlements:
+            raise StoreUnavailable("down")
+
+    store = Interfering(MemoryStore(), before=before)
+    with process(store) as owner, pytest.raises(OutcomeNotStored):
+        owner.run("k", lambda: "done", request=1, name="pay")
+
+
+def test_a_result_that_cannot_be_stored_does_not_free_the_key():
+    """The operation has run: a retry is told so, and does not run it again."""
+    runs = []
+
+    def operation() -> object:
+        runs.append(1)
+        return object()
+
+    with process(MemoryStore()) as owner:
+        owner.run("k", operation, request=1, name="pay")
+        with pytest.raises(OutcomeUnavailable):
+            owner.run("k", operation, request=1, name="pay")
+    assert len(runs) == 1
+
+
+def test_an_outcome_survives_its_cancelled_caller():
+    """A caller that is interrupted while its outcome is written leaves a stored outcome."""
+    interrupts = [KeyboardInterrupt()]
+
+    def before(claims: Sequence[Any], settlements: Sequence[Any]) -> None:
+        if settlements and interrupts:
+            raise interrupts.pop()
+
+    store = MemoryStore(now_ms=Clock())
+    with process(Interfering(store, before=before)) as owner, process(store) as other:
+        with pytest.raises(KeyboardInterrupt):
+            owner.run("k", lambda: "first", request=1, name="pay")
+        assert other.run("k", lambda: "second", request=1, name="pay") == "first"
+
+
+def test_a_cached_outcome_ends_with_its_window():
+    """The cache never replays longer than the record itself would."""
+    cache = ReplayCache()
+    outcome = CachedOutcome((), PAYLOAD, 1)
+    cache.keep(KEY.digest, outcome, asked_monotonic=100.0, remaining_ms=500)
+    assert cache.find(KEY.digest, 100.4) is outcome
+    assert cache.find(KEY.digest, 100.6) is None
+
+
+def test_a_landing_wakes_everybody():
+    """Whoever waits for a local leader is woken when it ends, however it ends."""
+    flights = Flights(NoLock())
+    flight, _ = flights.join(KEY.digest, ())
+    signal = ThreadSignal()
+    assert flights.enlist(flight, Phase.CLAIMING, signal)
+    flights.land(KEY.digest, flight)
+    assert run_sync(signal.wait(0))
+
+
+# Steps.
+
+
+def _start_a_new_life(store: Store, clock: Clock) -> None:
+    run_sync(store.commit([claim_of(b"t" * 16)], []))
+    run_sync(store.record_step(StepWrite(KEY, b"t" * 16, Step("charge", 1, PAYLOAD))))
+    done = Settlement(SettleKind.COMPLETE, KEY, b"t" * 16, PAYLOAD, active_ms=1_000, audit_ms=1_000)
+    run_sync(store.commit([], [done]))
+    clock.now_ms += 1_000
+    run_sync(store.commit([claim_of(b"u" * 16)], []))
+    stored = run_sync(store.read(KEY))
+    assert stored is not None
+    assert stored.steps == []
+
+
+def test_a_new_life_starts_without_steps():
+    """A key that is used anew after its window does not skip the steps of its past."""
+    clock = Clock()
+    _start_a_new_life(MemoryStore(now_ms=clock), clock)
+
+
+def test_a_new_life_starts_without_steps_in_sqlite():
+    """The same on SQLite."""
+    clock = Clock()
+    with sqlite_store(clock) as store:
+        _start_a_new_life(store, clock)
+
+
+# SQLite and group commit.
+
+
+def test_sqlite_reads_the_clock_under_the_write_lock():
+    """The wait for the write lock does not eat up a lease: nobody else writes meanwhile."""
+    found: list[bool] = []
+
+    class WatchingClock(Clock):
+        def __call__(self) -> int:
+            found.append(_is_write_locked(store.path))
+            return super().__call__()
+
+    with sqlite_store(WatchingClock()) as store:
+        run_sync(store.read(KEY))
+        found.clear()
+        run_sync(store.commit([claim_of(b"t" * 16)], []))
+    assert found == [True]
+
+
+def _is_write_locked(path: Path) -> bool:
+    rival = sqlite3.connect(path, timeout=0, isolation_level=None)
+    try:
+        rival.execute("BEGIN IMMEDIATE")
+    except sqlite3.OperationalError:
+        return True
+    finally:
+        rival.close()
+    return False
+
+
+def test_sqlite_commits_reach_the_disk():
+    """`synchronous` is FULL (2): a power cut does not forget a claim that was answered."""
+    with sqlite_store(Clock()) as store:
+        run_sync(store.commit([claim_of(b"t" * 16)], []))
+        assert store._connection.execute("PRAGMA synchronous").fetchone() == (2,)
+
+
+class InterruptedStore:
+    """A store whose commit is interrupted in the thread or task that carries it."""
+
+    capabilities = Capabilities(Waits.BLOCKING)
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    async def commit(self, claims: Sequence[Any], settlements: Sequence[Any]) -> Any:
+        raise self._error
+
+
+def test_an_interrupted_carrier_tells_every_thread():
+    """When the thread that carries a batch is interrupted, the others get an error."""
+    group = ThreadGroupCommit(InterruptedStore(KeyboardInterrupt()))
+    carrier, passenger = _Entry(claim_of(b"t" * 16)), _Entry(claim_of(b"u" * 16))
+    passenger.gate = threading.Lock()
+    passenger.gate.acquire()
+    group._carriers = 1
+    with pytest.raises(KeyboardInterrupt):
+        group._carry([carrier, passenger])
+    assert passenger.gate.acquire(blocking=False)
+    assert isinstance(passenger.result, StoreUnavailable)
+    assert group._carriers == 0
+
+
+def test_an_interrupted_flight_tells_every_task():
+    """When the task that carries a batch is cancelled, nobody waits for ever."""
+
+    async def scenario() -> list[bool]:
+        group = TaskGroupCommit(InterruptedStore(asyncio.CancelledError()))
+        rows = [group.claim(claim_of(b"t" * 16)), group.claim(claim_of(b"u" * 16))]
+        await group.drain()
+        told = [row.done() and isinstance(row.exception(), StoreUnavailable) for row in rows]
+        for row in rows:
+            row.cancel()
+        return told
+
+    assert asyncio.run(scenario()) == [True, True]

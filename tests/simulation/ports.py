@@ -1,0 +1,214 @@
+"""The engine's ports for one simulated process. Every call of a port is a scheduling point.
+
+Owns the faults of the way to the store: a row is lost before its effect, its answer after it, or
+it arrives late, when nobody waits for the answer any more; or the store is not there at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+from retrysafe.core.lease import Lease
+from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
+from retrysafe.core.ports import Capabilities, Waits
+from retrysafe.core.renewing import due_leases, next_renewal, renew
+from retrysafe.errors import StoreMissing, StoreUnavailable
+from tests.simulation.scheduler import NEVER, READY, Process, Task, suspend
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+CAPABILITIES = Capabilities(Waits.SUSPENDING)
+
+
+class Fault(Enum):
+    """What goes wrong between a process and its store."""
+
+    BEFORE = auto()
+    AFTER = auto()
+    LATE = auto()
+    BROKEN = auto()
+
+
+class SimulatedWriter:
+    """Sends rows to the shared store, one by one."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        self._world = world
+        self._process = process
+
+    async def claim(self, request: ClaimRequest) -> ClaimAnswer:
+        """Claims a key, with faults."""
+        return await self._transmit(request)
+
+    async def settle(self, settlement: Settlement) -> SettleAnswer:
+        """Ends or extends an attempt, with faults."""
+        return await self._transmit(settlement)
+
+    async def _transmit(self, row: Any) -> Any:
+        world = self._world
+        self._process.check_alive()
+        fault = world.draw_fault()
+        try:
+            await suspend(READY)
+        except BaseException:
+            # Whoever waited is gone; the row may be on its way all the same.
+            world.maybe_send_late(row)
+            raise
+        if fault is Fault.BEFORE:
+            raise StoreUnavailable("simulated: the row was lost")
+        if fault is Fault.BROKEN:
+            raise StoreMissing("simulated: the database is gone")
+        if fault is Fault.LATE:
+            world.send_late(row)
+            raise StoreUnavailable("simulated: the row is late")
+        answer = await world.apply(row)
+        await suspend(READY)
+        if fault is Fault.AFTER:
+            raise StoreUnavailable("simulated: the answer was lost")
+        world.ledger.told(row, answer)
+        return answer
+
+
+class HeartbeatStore:
+    """As much of a store as renewing needs."""
+
+    capabilities = CAPABILITIES
+
+    def __init__(self, writer: SimulatedWriter) -> None:
+        self._writer = writer
+
+    async def commit(
+        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
+    ) -> tuple[list[ClaimAnswer], list[SettleAnswer]]:
+        """Sends the extends one after the other."""
+        assert not claims
+        return [], [await self._writer.settle(settlement) for settlement in settlements]
+
+
+class SimulatedSignal:
+    """Wakes one waiting task."""
+
+    __slots__ = ("_is_set", "_waiter", "_waiting")
+
+    def __init__(self, waiting: SimulatedWaiting) -> None:
+        self._waiting = waiting
+        self._is_set = False
+        self._waiter: Task | None = None
+
+    def set(self) -> None:
+        """Wakes the waiter, now or when it starts to wait."""
+        self._is_set = True
+        if self._waiter is not None:
+            self._waiter.wakes_at_ms = READY
+
+    async def wait(self, timeout_seconds: float | None) -> bool:
+        """Waits for `set`, or until the time is over."""
+        waiting = self._waiting
+        waiting.process.check_alive()
+        if self._is_set:
+            await suspend(READY)
+            return True
+        self._waiter = waiting.world.scheduler.current
+        try:
+            await suspend(
+                NEVER if timeout_seconds is None else waiting.instant_after(timeout_seconds)
+            )
+        finally:
+            self._waiter = None
+        return self._is_set
+
+
+class SimulatedWaiting:
+    """Local time of one process, skewed, and waiting by it."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        self.world = world
+        self.process = process
+
+    def monotonic(self) -> float:
+        """The process's own seconds."""
+        process = self.process
+        return process.offset_seconds + self.world.scheduler.now_ms / 1000 * process.rate
+
+    def instant_after(self, seconds: float) -> float:
+        """The simulated instant at which so many local seconds are over, and a little more."""
+        return self.world.scheduler.now_ms + seconds * 1000 / self.process.rate + 0.01
+
+    async def sleep(self, seconds: float) -> None:
+        """Waits."""
+        self.process.check_alive()
+        await suspend(self.instant_after(seconds))
+
+    def signal(self) -> SimulatedSignal:
+        """A fresh signal."""
+        return SimulatedSignal(self)
+
+
+class SimulatedRenewals:
+    """A heartbeat that is punctual, late, or dead."""
+
+    def __init__(
+        self,
+        world: World,
+        process: Process,
+        waiting: SimulatedWaiting,
+        writer: SimulatedWriter,
+        lateness_seconds: float | None,
+    ) -> None:
+        self._world = world
+        self._process = process
+        self._waiting = waiting
+        self._store = HeartbeatStore(writer)
+        self._lateness_seconds = lateness_seconds
+        self._leases: dict[bytes, Lease] = {}
+        self._is_beating = False
+
+    def add(self, lease: Lease) -> None:
+        """Starts renewing."""
+        self._leases[lease.token] = lease
+        if not self._is_beating and self._lateness_seconds is not None:
+            self._is_beating = True
+            self._world.scheduler.spawn(
+                self._beat(self._lateness_seconds),
+                self._process,
+                f"{self._process.name} heartbeat",
+            )
+
+    def remove(self, lease: Lease) -> None:
+        """Stops renewing."""
+        self._leases.pop(lease.token, None)
+
+    async def _beat(self, lateness_seconds: float) -> None:
+        waiting = self._waiting
+        try:
+            while self._leases:
+                now = waiting.monotonic()
+                upcoming = next_renewal(self._leases.values(), now)
+                if upcoming is None:
+                    return
+                await waiting.sleep(max(0.0, upcoming - now) + lateness_seconds)
+                due = due_leases(list(self._leases.values()), waiting.monotonic())
+                if due:
+                    await renew(self._store, due, waiting.monotonic, self._world.report)
+        finally:
+            self._is_beating = False
+
+
+class SimulatedOrphanage:
+    """Finishes the last write of a cancelled caller, as long as the process lives."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        self._world = world
+        self._process = process
+
+    def adopt(self, flow: Coroutine[Any, Any, None]) -> None:
+        """Runs the flow as a task of its own."""
+        scheduler = self._world.scheduler
+        if self._process.is_dead or scheduler.is_over:
+            flow.close()
+            return
+        self._world.saw("outcome adopted from a cancelled caller")
+        scheduler.spawn(flow, self._process, f"{self._process.name} orphan")
