@@ -17,7 +17,7 @@ from retrysafe.core.model import Condition, Decision
 from retrysafe.core.settling import Settler
 from retrysafe.runtime.group_commit import TaskGroupCommit, ThreadGroupCommit
 from retrysafe.stores.memory import MemoryStore
-from retrysafe.stores.sqlite import connecting
+from retrysafe.stores.sqlite import batches, connecting
 from retrysafe.stores.sqlite import store as sqlite_store
 from retrysafe.stores.sqlite.schema import SQL
 from tests.guards import test_properties as properties
@@ -62,11 +62,60 @@ GUARDS: tuple[Guard, ...] = (
                 "AND token = ?",
                 "AND ? IS NOT NULL",
                 f"{_QUERIES}, `settle_key`",
-                sqlite_store,
+                batches,
                 "_SETTLE_KEY",
             ),
         ),
         properties.test_a_zombie_is_refused_by_sqlite,
+    ),
+    Guard(
+        "fence in SQLite's statement for many endings",
+        "the same for endings that share a batch",
+        (
+            InEntry(
+                batches._SETTLE_KEYS,
+                1,
+                batches._SETTLE_KEYS[1].replace("AND retrysafe_keys.token = wish.column6", ""),
+                f"{_QUERIES}, `settle_keys`",
+            ),
+        ),
+        properties.test_a_zombie_in_a_batch_is_refused_by_sqlite,
+    ),
+    Guard(
+        "SQLite keeps a batch of endings only when all of them stand",
+        "an ending that was refused leaves its outcome behind, and is reported as stored",
+        (
+            InCode(
+                batches._settle_all,
+                "return settled == len(settlements)",
+                "return True",
+            ),
+        ),
+        properties.test_a_batch_of_endings_is_taken_back_when_one_is_refused,
+    ),
+    Guard(
+        "nothing starts on a lease that has run out",
+        "a process that stood still between its claim and its operation runs next to its successor",
+        (
+            InCode(
+                Engine._lead,
+                "if self._monotonic() >= asked + answer.remaining_ms / 1000:",
+                "if False:",
+            ),
+        ),
+        properties.test_nothing_starts_on_a_lease_that_has_run_out,
+    ),
+    Guard(
+        "an operation that stops because its claim is lost does not end the run",
+        "a zombie's ClaimLost becomes the stored failure of its successor's key",
+        (
+            InCode(
+                Engine._run,
+                "if isinstance(error, ClaimLost) and attempt.is_lost:",
+                "if False:",
+            ),
+        ),
+        properties.test_a_lost_operation_does_not_end_the_run,
     ),
     Guard(
         "a released record takes no ending from its old owner",
@@ -92,7 +141,7 @@ GUARDS: tuple[Guard, ...] = (
                 " AND state = 1",
                 "",
                 f"{_QUERIES}, `settle_key`",
-                sqlite_store,
+                batches,
                 "_SETTLE_KEY",
             ),
         ),
@@ -255,9 +304,9 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Settler.settle,
-                "stored = await self._persist(call, settlement, payload, attempt, value)",
-                "self._orphanage.adopt("
-                "self._persist_orphan(call, settlement, payload, attempt)); stored = payload",
+                "answer = await self._writer.settle(settlement)",
+                "self._orphanage.adopt(self._settle_orphan(call, settlement, attempt)); "
+                "answer = SettleAnswer(Decision.APPLY)",
             ),
         ),
         properties.test_an_outcome_is_stored_before_it_is_shown,
@@ -268,7 +317,7 @@ GUARDS: tuple[Guard, ...] = (
         "an operation that has run is run again because of its result's type or size",
         (
             InCode(
-                Settler.settle_value,
+                Settler.payload_of,
                 "payload = codec.withheld(str(error))",
                 "ending, payload = Ending.RELEASED, codec.withheld(str(error))",
             ),
@@ -282,7 +331,7 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Settler.settle,
-                "self._orphanage.adopt(self._persist_orphan(call, settlement, payload, attempt))",
+                "self._orphanage.adopt(self._settle_orphan(call, settlement, attempt))",
                 "pass",
             ),
         ),
@@ -319,8 +368,8 @@ GUARDS: tuple[Guard, ...] = (
         "the same",
         (
             InCode(
-                sqlite_store._claim,
-                'connection.execute(SQL["delete_steps"], (key.digest,))',
+                batches._decide,
+                'connection.execute(SQL["delete_steps"], (digest,))',
                 "pass",
             ),
         ),
@@ -342,7 +391,11 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "SQLite commits with `synchronous=FULL`",
         "a power cut forgets a claim whose operation already ran",
-        (InCode(connecting.connect, "PRAGMA synchronous = FULL", "PRAGMA synchronous = NORMAL"),),
+        (
+            InCode(
+                connecting.make_durable, "PRAGMA synchronous = FULL", "PRAGMA synchronous = NORMAL"
+            ),
+        ),
         properties.test_sqlite_commits_reach_the_disk,
     ),
     Guard(

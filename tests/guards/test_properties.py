@@ -7,6 +7,7 @@ fail; that is why they build everything they need, and why they are short.
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 import tempfile
 import threading
@@ -19,9 +20,12 @@ from typing import Any
 import pytest
 
 from retrysafe import (
+    Attempt,
     AttemptsExhausted,
     ClaimLost,
+    Condition,
     DigestCollision,
+    Ending,
     Idempotency,
     Key,
     KeyReused,
@@ -38,7 +42,10 @@ from retrysafe import (
 from retrysafe.core.cache import CachedOutcome, ReplayCache
 from retrysafe.core.call import Call
 from retrysafe.core.codec import ValueCodec
+from retrysafe.core.engine import Engine
+from retrysafe.core.events import Reporter
 from retrysafe.core.flights import Flight, Flights, Phase
+from retrysafe.core.lease import Lease
 from retrysafe.core.model import (
     ClaimRequest,
     Decision,
@@ -50,10 +57,15 @@ from retrysafe.core.model import (
     Step,
     StepWrite,
 )
-from retrysafe.core.ports import Capabilities, Store, Waits
+from retrysafe.core.ports import Capabilities, Store, Waiting, Waits, Writer
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.group_commit import TaskGroupCommit, ThreadGroupCommit, _Entry
-from retrysafe.runtime.waiting import NoLock, ThreadSignal
+from retrysafe.runtime.group_commit import (
+    DirectWriter,
+    TaskGroupCommit,
+    ThreadGroupCommit,
+    _Entry,
+)
+from retrysafe.runtime.waiting import ThreadSignal, ThreadWaiting
 
 LEASE_MS = 30_000
 POLICY = Policy(lease=timedelta(milliseconds=LEASE_MS), settle_patience=timedelta(0))
@@ -62,6 +74,7 @@ BRIEF = Policy(
     lease=timedelta(seconds=1), active_window=timedelta(seconds=2), settle_patience=timedelta(0)
 )
 KEY = Key("k", caller="tenant")
+OTHER_KEY = Key("other", caller="tenant")
 PAYLOAD = Payload("json.1", b"", b"1")
 
 
@@ -122,6 +135,29 @@ def claim_of(token: bytes, key: Key = KEY, lease_ms: int = LEASE_MS) -> ClaimReq
     return ClaimRequest(key, (Fingerprint(1, bytes(16)),), token, lease_ms)
 
 
+class NoRenewals:
+    """Renews nothing: the clocks of these tests move only when told to."""
+
+    def add(self, lease: Lease) -> None:
+        pass
+
+    def remove(self, lease: Lease) -> None:
+        pass
+
+
+def engine_over(writer: Writer, waiting: Waiting) -> Engine:
+    return Engine(
+        writer=writer,
+        waiting=waiting,
+        lock=threading.Lock(),
+        renewals=NoRenewals(),
+        orphanage=None,
+        mint_token=lambda: os.urandom(16),
+        cache=None,
+        report=Reporter(None),
+    )
+
+
 # Ownership.
 
 
@@ -153,6 +189,87 @@ def test_a_zombie_is_refused_by_sqlite():
         _, (answer,) = run_sync(store.commit([], [zombie]))
         assert answer.decision is Decision.LOST
         assert run_sync(store.read(KEY)).record.state is State.PENDING
+
+
+def _settle_a_zombie_and_an_honest_owner(store: SqliteStore, clock: Clock) -> list[Decision]:
+    run_sync(store.commit([claim_of(b"t" * 16)], []))
+    clock.now_ms += LEASE_MS
+    run_sync(store.commit([claim_of(b"u" * 16), claim_of(b"v" * 16, OTHER_KEY)], []))
+    endings = [
+        Settlement(SettleKind.COMPLETE, KEY, b"t" * 16, PAYLOAD, active_ms=LEASE_MS),
+        Settlement(SettleKind.COMPLETE, OTHER_KEY, b"v" * 16, PAYLOAD, active_ms=LEASE_MS),
+    ]
+    _, answers = run_sync(store.commit([], endings))
+    return [answer.decision for answer in answers]
+
+
+def test_a_zombie_in_a_batch_is_refused_by_sqlite():
+    """An honest ending in the same batch does not carry the zombie's along."""
+    clock = Clock()
+    with sqlite_store(clock) as store:
+        decisions = _settle_a_zombie_and_an_honest_owner(store, clock)
+        assert decisions == [Decision.LOST, Decision.APPLY]
+        assert run_sync(store.read(KEY)).record.state is State.PENDING
+
+
+def test_a_batch_of_endings_is_taken_back_when_one_is_refused():
+    """What is reported as stored is stored, and a refused ending leaves no outcome behind."""
+    clock = Clock()
+    with sqlite_store(clock) as store:
+        decisions = _settle_a_zombie_and_an_honest_owner(store, clock)
+        assert decisions == [Decision.LOST, Decision.APPLY]
+        assert run_sync(store.read(KEY)).outcomes == []
+        (stored,) = run_sync(store.read(OTHER_KEY)).outcomes
+        assert stored.token == b"v" * 16
+
+
+def test_nothing_starts_on_a_lease_that_has_run_out():
+    """A process that stood still after its claim asks again before it runs anything."""
+    clock = Clock()
+    now = [0.0]
+    store = MemoryStore(now_ms=clock)
+    stalls = [LEASE_MS + 1]
+
+    def after(claims: Sequence[Any], settlements: Sequence[Any]) -> None:
+        if claims and stalls:
+            pause_ms = stalls.pop()
+            clock.now_ms += pause_ms
+            now[0] += pause_ms / 1000
+
+    numbers = []
+
+    async def operation(attempt: Attempt) -> str:
+        numbers.append(attempt.number)
+        return "done"
+
+    waiting = ThreadWaiting()
+    waiting.monotonic = lambda: now[0]
+    engine = engine_over(DirectWriter(Interfering(store, after=after)), waiting)
+    call = Call(KEY, (Fingerprint(1, bytes(16)),), POLICY, "pay", ValueCodec())
+    assert run_sync(engine.answer(call, operation)).value == "done"
+    assert numbers == [2]
+
+
+def test_a_lost_operation_does_not_end_the_run():
+    """An operation that stops itself because its claim is lost stores nothing."""
+    clock = Clock()
+    store = MemoryStore(now_ms=clock)
+    policy = POLICY.with_changes(unlisted=Ending.FAILED)
+    now = [0.0]
+
+    async def operation(attempt: Attempt) -> str:
+        clock.now_ms += LEASE_MS + 1
+        now[0] += LEASE_MS / 1000 + 1
+        attempt.raise_if_lost()
+        return "never"
+
+    waiting = ThreadWaiting()
+    waiting.monotonic = lambda: now[0]
+    engine = engine_over(DirectWriter(store), waiting)
+    call = Call(KEY, (Fingerprint(1, bytes(16)),), policy, "pay", ValueCodec())
+    with pytest.raises(ClaimLost):
+        run_sync(engine.answer(call, operation))
+    assert run_sync(store.read(KEY)).condition is Condition.ABANDONED
 
 
 def _force_release(store: Store) -> None:
@@ -403,7 +520,7 @@ def test_a_cached_outcome_ends_with_its_window():
 
 def test_a_landing_wakes_everybody():
     """Whoever waits for a local leader is woken when it ends, however it ends."""
-    flights = Flights(NoLock())
+    flights = Flights(threading.Lock())
     flight, _ = flights.join(KEY.digest, ())
     signal = ThreadSignal()
     assert flights.enlist(flight, Phase.CLAIMING, signal)

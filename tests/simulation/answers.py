@@ -111,7 +111,7 @@ def _untrue(ledger: Ledger, key: str, request: int, caller: object, error: objec
         has_rivals = any(other != request for other in ledger.admitted[key])
         return None if has_rivals else "the key was never admitted for another request"
     if isinstance(error, ClaimLost):
-        has_left = any(run.close is Close.RETRYABLE for run in mine)
+        has_left = any(run.close is Close.CUT for run in mine)
         return None if ledger.lost_tokens or has_left else "no write was refused"
     if isinstance(error, OutcomeNotStored):
         if error.value is not None and all(run.text != text_of(error.value) for run in mine):

@@ -7,6 +7,7 @@ Owns the shared store with its clock, the callers, the operations and the faults
 from __future__ import annotations
 
 import copy
+import threading
 from collections import Counter
 from dataclasses import dataclass
 from random import Random
@@ -21,7 +22,6 @@ from retrysafe.core.events import Event, EventKind, Reporter
 from retrysafe.core.model import ClaimRequest, Decision, OperatorCommand, SettleKind, Settlement
 from retrysafe.core.policy import InFlight
 from retrysafe.errors import ClaimLost, KeyReused, OperationInFlight, StoreError, StoreRejected
-from retrysafe.runtime.waiting import NoLock
 from retrysafe.stores.memory import MemoryStore
 from tests.simulation.answers import Busy, Declined, Unstorable, judge_answer
 from tests.simulation.invariants import Close, Execution, Invariant, Ledger
@@ -85,7 +85,7 @@ class Host:
         self.engine = Engine(
             writer=writer,
             waiting=self.waiting,
-            lock=NoLock(),
+            lock=threading.Lock(),
             renewals=SimulatedRenewals(world, process, self.waiting, writer, lateness_seconds),
             orphanage=SimulatedOrphanage(world, process),
             mint_token=world.mint_token,
@@ -209,7 +209,8 @@ class World:
                     if is_careful:
                         attempt.raise_if_lost()
             except ClaimLost:
-                run.close = Close.RETRYABLE
+                # It stops because it may no longer own the key, so this is not an ending.
+                run.close = Close.CUT
                 raise ClaimLost(run.text, key=key) from None
             except BaseException:
                 run.close = Close.CUT
