@@ -54,7 +54,7 @@ _SETTLE_KEY: Final = SQL["settle_key"]
 _INSERT_OUTCOME: Final = SQL["insert_outcome"]
 
 # What SQLite and its binding raise for a row that cannot be stored, as opposed to a database that
-# cannot be reached. Such a row must fail alone.
+# cannot be reached. Such a row must fail alone, and its caller must see a `StoreError`.
 _ROW_ERRORS: Final = (
     sqlite3.DataError,
     sqlite3.IntegrityError,
@@ -115,9 +115,8 @@ class SqliteStore:
                     [_claim(connection, request, now_ms) for request in claims],
                     [_settle(connection, settlement, now_ms) for settlement in settlements],
                 )
-        except _ROW_ERRORS as error:
+        except StoreRejected as rejected:
             if len(claims) + len(settlements) == 1:
-                rejected = StoreRejected(f"SQLite refuses this row: {error}")
                 return ([rejected], []) if claims else ([], [rejected])
         claim_results: list[ClaimResult] = []
         for request in claims:
@@ -281,8 +280,8 @@ class SqliteStore:
             yield
         except sqlite3.OperationalError as error:
             raise connecting.translated(error, self.location) from error
-        except _ROW_ERRORS:
-            raise
+        except _ROW_ERRORS as error:
+            raise StoreRejected(f"SQLite cannot take what it was given: {error}") from error
         except sqlite3.DatabaseError as error:
             raise StoreError(f"{self.location} cannot be used: {error}") from error
 
