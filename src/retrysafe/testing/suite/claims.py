@@ -68,6 +68,7 @@ class ClaimCases(SuiteBase):
             (SettleKind.COMPLETE, State.SUCCEEDED, RESULT),
             (SettleKind.FAIL, State.FAILED, FAILURE),
         ],
+        ids=["complete", "fail"],
     )
     def test_a_settled_key_replays(
         self, probe: Probe, kind: SettleKind, state: State, payload: Payload

@@ -9,7 +9,7 @@ import pytest
 from retrysafe.core.model import Condition, Decision, SettleKind
 from retrysafe.runtime.face import mint_token
 from retrysafe.testing.suite.base import SuiteBase
-from retrysafe.testing.suite.probe import ACTIVE_MS, ENDINGS, KEY, LEASE_MS, Probe
+from retrysafe.testing.suite.probe import ACTIVE_MS, ENDINGS, KEY, LEASE_MS, Probe, kind_name
 
 
 class LeaseCases(SuiteBase):
@@ -105,7 +105,7 @@ class LeaseCases(SuiteBase):
         probe.hold()
         assert probe.extend(token).decision is Decision.LOST
 
-    @pytest.mark.parametrize("kind", ENDINGS)
+    @pytest.mark.parametrize("kind", ENDINGS, ids=kind_name)
     def test_an_owner_whose_lease_ended_may_settle_until_somebody_takes_over(
         self, probe: Probe, kind: SettleKind
     ) -> None:

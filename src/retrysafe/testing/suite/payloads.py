@@ -6,7 +6,7 @@ import pytest
 
 from retrysafe.core.model import Decision, Payload, SettleKind
 from retrysafe.testing.suite.base import SuiteBase
-from retrysafe.testing.suite.probe import Probe
+from retrysafe.testing.suite.probe import Probe, kind_name
 
 # Deterministic, incompressible enough, and with every byte value in it.
 _LARGE = bytes((index * 167 + index // 256) % 256 for index in range(1024 * 1024))
@@ -37,7 +37,7 @@ class PayloadCases(SuiteBase):
     """A store neither reads nor tidies what it keeps."""
 
     @_each_payload
-    @pytest.mark.parametrize("kind", [SettleKind.COMPLETE, SettleKind.FAIL])
+    @pytest.mark.parametrize("kind", [SettleKind.COMPLETE, SettleKind.FAIL], ids=kind_name)
     def test_an_outcome_replays_byte_for_byte(
         self, probe: Probe, payload: Payload, kind: SettleKind
     ) -> None:

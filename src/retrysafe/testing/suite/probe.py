@@ -56,6 +56,11 @@ _ENDING_OF: Final = {
 }
 
 
+def kind_name(kind: SettleKind) -> str:
+    """How a kind is shown in the name of a case."""
+    return kind.name.lower()
+
+
 def key_of(text: str, *, caller: Caller = "caller-1") -> Key:
     """A key of the cases' usual caller."""
     return Key(text, caller=caller)

@@ -16,13 +16,14 @@ from retrysafe.testing.suite.probe import (
     RESULT,
     Probe,
     key_of,
+    kind_name,
 )
 
 
 class RetentionCases(SuiteBase):
     """Two windows: the active one frees the key, the audit one ends the outcome."""
 
-    @pytest.mark.parametrize("kind", ENDINGS)
+    @pytest.mark.parametrize("kind", ENDINGS, ids=kind_name)
     def test_the_active_window_ends_to_the_millisecond(
         self, probe: Probe, kind: SettleKind
     ) -> None:

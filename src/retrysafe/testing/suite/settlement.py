@@ -17,6 +17,7 @@ from retrysafe.testing.suite.probe import (
     RESULT,
     Probe,
     key_of,
+    kind_name,
     settlement,
 )
 
@@ -24,7 +25,7 @@ from retrysafe.testing.suite.probe import (
 class SettlementCases(SuiteBase):
     """The fence: zero effect for everybody but the holder of the record's token."""
 
-    @pytest.mark.parametrize("kind", ENDINGS)
+    @pytest.mark.parametrize("kind", ENDINGS, ids=kind_name)
     def test_an_ending_is_stored(self, probe: Probe, kind: SettleKind) -> None:
         """State, instants and outcome are written together; the claim's own words stay."""
         token = probe.hold()
@@ -42,7 +43,7 @@ class SettlementCases(SuiteBase):
         assert outcome.payload == RESULT
         assert (outcome.settled_at_ms, outcome.audit_ends_at_ms) == (now_ms, now_ms + AUDIT_MS)
 
-    @pytest.mark.parametrize("kind", ENDINGS)
+    @pytest.mark.parametrize("kind", ENDINGS, ids=kind_name)
     def test_repeating_an_ending_is_confirmed(self, probe: Probe, kind: SettleKind) -> None:
         """A commit whose answer was lost can be retried; the first one stands unchanged."""
         token = probe.hold()
@@ -52,8 +53,8 @@ class SettlementCases(SuiteBase):
         assert probe.end(kind, token, payload=FAILURE) is Decision.CONFIRM
         assert probe.stored() == stored
 
-    @pytest.mark.parametrize("first", ENDINGS)
-    @pytest.mark.parametrize("second", ENDINGS)
+    @pytest.mark.parametrize("first", ENDINGS, ids=kind_name)
+    @pytest.mark.parametrize("second", ENDINGS, ids=kind_name)
     def test_an_outcome_never_changes(
         self, probe: Probe, first: SettleKind, second: SettleKind
     ) -> None:
@@ -65,7 +66,7 @@ class SettlementCases(SuiteBase):
         assert probe.end(second, token, payload=FAILURE) is expected
         assert probe.stored() == stored
 
-    @pytest.mark.parametrize("kind", SettleKind)
+    @pytest.mark.parametrize("kind", SettleKind, ids=kind_name)
     def test_an_owner_that_was_taken_over_writes_nothing(
         self, probe: Probe, kind: SettleKind
     ) -> None:
@@ -78,8 +79,8 @@ class SettlementCases(SuiteBase):
         assert probe.stored() == stored
         assert probe.end(SettleKind.COMPLETE, owner) is Decision.APPLY
 
-    @pytest.mark.parametrize("kind", ENDINGS)
-    @pytest.mark.parametrize("standing", ENDINGS)
+    @pytest.mark.parametrize("kind", ENDINGS, ids=kind_name)
+    @pytest.mark.parametrize("standing", ENDINGS, ids=kind_name)
     def test_an_owner_that_was_taken_over_changes_no_outcome(
         self, probe: Probe, kind: SettleKind, standing: SettleKind
     ) -> None:
@@ -92,7 +93,7 @@ class SettlementCases(SuiteBase):
         assert probe.end(kind, zombie, payload=FAILURE) is Decision.LOST
         assert probe.stored() == stored
 
-    @pytest.mark.parametrize("kind", ENDINGS)
+    @pytest.mark.parametrize("kind", ENDINGS, ids=kind_name)
     def test_an_owner_of_an_earlier_life_writes_nothing(
         self, probe: Probe, kind: SettleKind
     ) -> None:
@@ -106,7 +107,7 @@ class SettlementCases(SuiteBase):
         assert probe.extend(zombie).decision is Decision.LOST
         assert probe.stored() == stored
 
-    @pytest.mark.parametrize("kind", ENDINGS)
+    @pytest.mark.parametrize("kind", ENDINGS, ids=kind_name)
     def test_an_owner_whose_key_was_swept_writes_nothing(
         self, probe: Probe, kind: SettleKind
     ) -> None:

@@ -20,7 +20,15 @@ from retrysafe.core.model import (
 )
 from retrysafe.runtime.face import mint_token
 from retrysafe.testing.suite.base import SuiteBase
-from retrysafe.testing.suite.probe import KEY, OTHER, Probe, request, settlement, without_payload
+from retrysafe.testing.suite.probe import (
+    KEY,
+    OTHER,
+    Probe,
+    kind_name,
+    request,
+    settlement,
+    without_payload,
+)
 
 _SETTLE_KINDS: Final = {
     Event.COMPLETE: SettleKind.COMPLETE,
@@ -74,7 +82,7 @@ class TableCases(SuiteBase):
         )
 
     @_cells(Event.WRITE_UNHELD)
-    @pytest.mark.parametrize("kind", SettleKind)
+    @pytest.mark.parametrize("kind", SettleKind, ids=kind_name)
     def test_unheld_settlement_is_lost(
         self, probe: Probe, event: Event, condition: Condition, kind: SettleKind
     ) -> None:
