@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from retrysafe.core.keys import Key
 from retrysafe.core.model import (
@@ -208,4 +208,11 @@ class FaultyStore:
             return logged, fault
 
 
-METHODS = ("commit", "record_step", "read", "list_records", "operate", "sweep", "close")
+# Every method of the port, by name.
+METHODS: Final = ("commit", "record_step", "read", "list_records", "operate", "sweep", "close")
+
+if TYPE_CHECKING:
+
+    def _is_a_store(store: FaultyStore) -> Store:
+        """Fails the type check when the port changes and the wrapper does not."""
+        return store
