@@ -35,6 +35,7 @@ class ThreadedStore:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="retrysafe-store")
+        self._is_closed = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -73,7 +74,10 @@ class ThreadedStore:
         return await self._hop(self._store.sweep, limit)
 
     async def close(self) -> None:
-        """Closes the store, then ends the workers."""
+        """Closes the store, then ends the workers; a second call finds nothing to do."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         await self._hop(self._store.close)
         self._pool.shutdown(wait=True)
 

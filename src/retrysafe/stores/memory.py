@@ -100,11 +100,18 @@ class MemoryStore:
                 self._steps.setdefault(digest, {}).setdefault(write.step.name, write.step)
             return decision
 
+    def _record_of(self, key: Key) -> Record | None:
+        """The record of exactly this key: one of another key with the same digest is not it."""
+        record = self._records.get(key.digest)
+        if record is None or record.text != key.text or record.caller != key.caller:
+            return None
+        return record
+
     async def read(self, key: Key) -> StoredKey | None:
         """The record of a key with its steps and its audit."""
         with self._lock:
-            record = self._records.get(key.digest)
-            if record is None or record.text != key.text or record.caller != key.caller:
+            record = self._record_of(key)
+            if record is None:
                 return None
             now_ms = self._now_ms()
             return StoredKey(
@@ -133,9 +140,7 @@ class MemoryStore:
     async def operate(self, key: Key, command: OperatorCommand) -> Decision:
         """Applies an operator's command."""
         with self._lock:
-            changed, decision = transitions.operate(
-                self._records.get(key.digest), command, self._now_ms()
-            )
+            changed, decision = transitions.operate(self._record_of(key), command, self._now_ms())
             if changed is not None:
                 self._records[key.digest] = changed
             return decision

@@ -42,7 +42,7 @@ from retrysafe.stores.sqlite import batches, connecting, rows, schema
 from retrysafe.stores.sqlite.schema import SQL
 
 # What SQLite and its binding raise for a row that cannot be stored, as opposed to a database that
-# cannot be reached. Such a row must fail alone.
+# cannot be reached. Such a row must fail alone, and its caller must see a `StoreError`.
 _ROW_ERRORS: Final = (
     sqlite3.DataError,
     sqlite3.IntegrityError,
@@ -103,9 +103,8 @@ class SqliteStore:
                     batches.claim(connection, claims, now_ms),
                     batches.settle(connection, settlements, now_ms),
                 )
-        except _ROW_ERRORS as error:
+        except StoreRejected as rejected:
             if len(claims) + len(settlements) == 1:
-                rejected = StoreRejected(f"SQLite refuses this row: {error}")
                 return ([rejected], []) if claims else ([], [rejected])
         claim_results: list[ClaimResult] = []
         for request in claims:
@@ -281,7 +280,7 @@ class SqliteStore:
             yield
         except sqlite3.OperationalError as error:
             raise connecting.translated(error, self.location) from error
-        except _ROW_ERRORS:
-            raise
+        except _ROW_ERRORS as error:
+            raise StoreRejected(f"SQLite cannot take what it was given: {error}") from error
         except sqlite3.DatabaseError as error:
             raise StoreError(f"{self.location} cannot be used: {error}") from error

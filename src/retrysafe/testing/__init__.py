@@ -1,0 +1,37 @@
+"""Tools for testing what stores records, shipped for authors of stores and of applications.
+
+`StoreSuite` is the definition of a store, `ManualClock` a clock that tests move by hand, and
+`FaultyStore` a store that fails where a test tells it to. Needs the extra `testing`.
+"""
+
+try:
+    import pytest
+except ImportError as missing:  # pragma: no cover
+    raise ImportError(
+        "retrysafe.testing needs pytest: install it with pip install 'retrysafe[testing]'"
+    ) from missing
+
+# Before the suite is imported: a failing assertion in it then shows the values that it compared.
+pytest.register_assert_rewrite("retrysafe.testing.suite")
+
+from retrysafe.testing.clock import ManualClock  # noqa: E402  The rewrite must be registered first.
+from retrysafe.testing.faults import (  # noqa: E402
+    Fault,
+    FaultyStore,
+    LoggedCall,
+    Moment,
+    PortCall,
+    store_unavailable,
+)
+from retrysafe.testing.suite import StoreSuite  # noqa: E402
+
+__all__ = [
+    "Fault",
+    "FaultyStore",
+    "LoggedCall",
+    "ManualClock",
+    "Moment",
+    "PortCall",
+    "StoreSuite",
+    "store_unavailable",
+]

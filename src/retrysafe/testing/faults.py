@@ -1,0 +1,218 @@
+"""Faults on demand: a store that fails where a test tells it to.
+
+Owns the moments at which a port call can fail. A fault before the effect is a store that could
+not be reached; a fault after the effect is the ambiguous one, where the write stands and its
+answer is lost. Code that is right survives both.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from retrysafe.core.keys import Key
+from retrysafe.core.model import (
+    ClaimRequest,
+    Decision,
+    OperatorCommand,
+    RecordQuery,
+    Settlement,
+    StepWrite,
+    StoredKey,
+    SweepReport,
+)
+from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Store
+from retrysafe.errors import StoreUnavailable
+
+T = TypeVar("T")
+
+
+class Moment(StrEnum):
+    """When a faulty call fails."""
+
+    BEFORE = "before the effect"
+    AFTER = "after the effect"
+
+
+@dataclass(frozen=True, slots=True)
+class PortCall:
+    """One call of a store's method, as it was made."""
+
+    # Counted from 1 over the store's whole life: over all methods, and over this method alone.
+    number: int
+    method_number: int
+    method: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class LoggedCall:
+    """A call and what became of it; `fault` is None for a call that the wrapper let through."""
+
+    call: PortCall
+    fault: Moment | None = None
+    # What the caller saw: an injected fault, or an error of the store itself.
+    error: BaseException | None = None
+
+
+MakeError = Callable[[PortCall], BaseException]
+
+
+def store_unavailable(call: PortCall) -> StoreUnavailable:
+    """The default error of a fault."""
+    return StoreUnavailable(f"injected fault: call {call.number} ({call.method}) failed")
+
+
+@dataclass(slots=True, eq=False)
+class Fault:
+    """A rule about which calls fail; made by `FaultyStore.fail`."""
+
+    moment: Moment
+    method: str | None
+    number: int | None
+    when: Callable[[PortCall], bool]
+    make_error: MakeError
+    times_left: int | None
+
+    def matches(self, call: PortCall) -> bool:
+        """Whether the call is one that must fail."""
+        if self.times_left == 0 or self.method not in (None, call.method):
+            return False
+        counted = call.number if self.method is None else call.method_number
+        return self.number in (None, counted) and self.when(call)
+
+
+def _always(_: PortCall) -> bool:
+    return True
+
+
+class FaultyStore:
+    """Any store, with faults injected at its port calls and a log of all of them.
+
+    Without faults it behaves exactly as the store that it wraps.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._faults: list[Fault] = []
+        self._log: list[LoggedCall] = []
+        self._counts: dict[str, int] = {}
+
+    # What a test says.
+
+    def fail(
+        self,
+        moment: Moment,
+        *,
+        method: str | None = None,
+        number: int | None = None,
+        when: Callable[[PortCall], bool] = _always,
+        times: int | None = 1,
+        error: MakeError = store_unavailable,
+    ) -> Fault:
+        """Lets calls fail from now on, until the fault was used `times` times (None: for ever).
+
+        A call fails when everything given agrees with it: its `method`, its `number` (counted
+        over this method when one is given, else over all calls, from 1), and the predicate. Of
+        several faults that agree, the earliest is used. Raises `ValueError` for a method that a
+        store does not have: such a fault would never happen, and the test would prove nothing.
+        """
+        if method is not None and method not in METHODS:
+            raise ValueError(f"a store has no method {method!r}, only {', '.join(METHODS)}")
+        fault = Fault(moment, method, number, when, error, times)
+        with self._lock:
+            self._faults.append(fault)
+        return fault
+
+    def heal(self) -> None:
+        """Takes all faults away."""
+        with self._lock:
+            self._faults.clear()
+
+    @property
+    def log(self) -> list[LoggedCall]:
+        """Every call so far, in the order in which they started."""
+        with self._lock:
+            return list(self._log)
+
+    @property
+    def calls(self) -> list[PortCall]:
+        """The calls of the log, without what became of them."""
+        return [logged.call for logged in self.log]
+
+    # The port.
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the wrapped store."""
+        return self._store.capabilities
+
+    async def commit(
+        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
+    ) -> tuple[list[ClaimResult], list[SettleResult]]:
+        """Makes a batch durable."""
+        return await self._call("commit", self._store.commit, claims, settlements)
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        """Stores a step's result."""
+        return await self._call("record_step", self._store.record_step, write)
+
+    async def read(self, key: Key) -> StoredKey | None:
+        """The record of a key."""
+        return await self._call("read", self._store.read, key)
+
+    async def list_records(self, query: RecordQuery) -> list[StoredKey]:
+        """Records for an operator."""
+        return await self._call("list_records", self._store.list_records, query)
+
+    async def operate(self, key: Key, command: OperatorCommand) -> Decision:
+        """Applies an operator's command."""
+        return await self._call("operate", self._store.operate, key, command)
+
+    async def sweep(self, limit: int) -> SweepReport:
+        """Removes what is past its windows."""
+        return await self._call("sweep", self._store.sweep, limit)
+
+    async def close(self) -> None:
+        """Closes the wrapped store."""
+        await self._call("close", self._store.close)
+
+    async def _call(
+        self, name: str, method: Callable[..., Coroutine[Any, Any, T]], *arguments: Any
+    ) -> T:
+        logged, fault = self._begin(name, arguments)
+        try:
+            if fault is not None and fault.moment is Moment.BEFORE:
+                raise fault.make_error(logged.call)
+            answer = await method(*arguments)
+            if fault is not None:
+                raise fault.make_error(logged.call)
+        except BaseException as error:
+            logged.error = error
+            raise
+        return answer
+
+    def _begin(self, name: str, arguments: tuple[Any, ...]) -> tuple[LoggedCall, Fault | None]:
+        with self._lock:
+            method_number = self._counts[name] = self._counts.get(name, 0) + 1
+            call = PortCall(len(self._log) + 1, method_number, name, arguments)
+            fault = next((fault for fault in self._faults if fault.matches(call)), None)
+            if fault is not None and fault.times_left is not None:
+                fault.times_left -= 1
+            logged = LoggedCall(call, None if fault is None else fault.moment)
+            self._log.append(logged)
+            return logged, fault
+
+
+# Every method of the port, by name.
+METHODS: Final = ("commit", "record_step", "read", "list_records", "operate", "sweep", "close")
+
+if TYPE_CHECKING:
+
+    def _is_a_store(store: FaultyStore) -> Store:
+        """Fails the type check when the port changes and the wrapper does not."""
+        return store

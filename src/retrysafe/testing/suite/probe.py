@@ -1,0 +1,259 @@
+"""Verbs for one row at a time, so that a case reads as what happens to a key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Final
+
+from retrysafe.core.keys import Caller, Key
+from retrysafe.core.model import (
+    ClaimAnswer,
+    ClaimRequest,
+    Condition,
+    Decision,
+    Fingerprint,
+    OperatorCommand,
+    Payload,
+    RecordQuery,
+    SettleAnswer,
+    SettleKind,
+    Settlement,
+    Step,
+    StepWrite,
+    StoredKey,
+    SweepReport,
+)
+from retrysafe.core.ports import ClaimResult, SettleResult, Store
+from retrysafe.errors import StoreError
+from retrysafe.runtime.face import mint_token
+from retrysafe.testing.clock import ManualClock
+
+LEASE_MS: Final = 30_000
+ACTIVE_MS: Final = 3_600_000
+# Longer than the active window, as every sensible policy has it.
+AUDIT_MS: Final = 3 * ACTIVE_MS
+
+# What the cases' requests ask for, and what a different request asks for, under one rule.
+ASKED: Final = Fingerprint(1, b"asked asked ask.")
+OTHER: Final = Fingerprint(1, b"other other oth.")
+
+RESULT: Final = Payload("json.1", b"", b'{"charged": 1000}')
+FAILURE: Final = Payload("failure.1", b"", b'{"type": "CardDeclined"}')
+
+ENDINGS: Final = (SettleKind.COMPLETE, SettleKind.FAIL, SettleKind.RELEASE)
+# The conditions in which a key has a row.
+PRESENT: Final[tuple[Condition, ...]] = tuple(
+    item for item in Condition if item is not Condition.ABSENT
+)
+
+_ENDING_OF: Final = {
+    Condition.SUCCEEDED: SettleKind.COMPLETE,
+    Condition.FAILED: SettleKind.FAIL,
+    Condition.RELEASED: SettleKind.RELEASE,
+    Condition.OUTLIVED: SettleKind.COMPLETE,
+}
+
+
+def kind_name(kind: SettleKind) -> str:
+    """How a kind is shown in the name of a case."""
+    return kind.name.lower()
+
+
+def key_of(text: str, *, caller: Caller = "caller-1") -> Key:
+    """A key of the cases' usual caller."""
+    return Key(text, caller=caller)
+
+
+KEY: Final = key_of("key-1")
+
+
+def request(
+    key: Key = KEY,
+    token: bytes | None = None,
+    *fingerprints: Fingerprint,
+    lease_ms: int = LEASE_MS,
+    operation: str = "charge",
+    owner: str = "owner-1",
+) -> ClaimRequest:
+    """A claim, with a fresh token unless one is given."""
+    return ClaimRequest(
+        key, fingerprints or (ASKED,), token or mint_token(), lease_ms, operation, owner
+    )
+
+
+def settlement(
+    kind: SettleKind,
+    key: Key,
+    token: bytes,
+    *,
+    payload: Payload | None = RESULT,
+    lease_ms: int = LEASE_MS,
+    active_ms: int = ACTIVE_MS,
+    audit_ms: int = AUDIT_MS,
+) -> Settlement:
+    """An owner's write; an extension carries the lease, an ending everything else."""
+    if kind is SettleKind.EXTEND:
+        return Settlement(kind, key, token, lease_ms=lease_ms)
+    return Settlement(kind, key, token, payload, active_ms=active_ms, audit_ms=audit_ms)
+
+
+class Probe:
+    """A store, its clock, and the way to drive it."""
+
+    def __init__(self, store: Store, clock: ManualClock, run: Callable[[Any], Any]) -> None:
+        self.store = store
+        self.clock = clock
+        self._run = run
+
+    # Batches and single rows.
+
+    def commit(
+        self, claims: Sequence[ClaimRequest] = (), settlements: Sequence[Settlement] = ()
+    ) -> tuple[list[ClaimResult], list[SettleResult]]:
+        """One batch; asserts that every row has an answer."""
+        claimed, settled = self._run(self.store.commit(claims, settlements))
+        assert (len(claimed), len(settled)) == (len(claims), len(settlements))
+        return claimed, settled
+
+    def ask(self, wish: ClaimRequest) -> ClaimAnswer:
+        """A claim as it is; raises the row's error."""
+        return answered(self.commit([wish])[0][0])
+
+    def claim(
+        self,
+        key: Key = KEY,
+        token: bytes | None = None,
+        *fingerprints: Fingerprint,
+        lease_ms: int = LEASE_MS,
+    ) -> ClaimAnswer:
+        """A claim in the usual words."""
+        return self.ask(request(key, token, *fingerprints, lease_ms=lease_ms))
+
+    def hold(self, key: Key = KEY, *fingerprints: Fingerprint, lease_ms: int = LEASE_MS) -> bytes:
+        """Claims a key that is free; gives the token of its new owner."""
+        token = mint_token()
+        answer = self.claim(key, token, *fingerprints, lease_ms=lease_ms)
+        assert answer.decision in (Decision.ADMIT, Decision.TAKE_OVER)
+        return token
+
+    def settle(self, wish: Settlement) -> SettleAnswer:
+        """An owner's write as it is; raises the row's error."""
+        result = self.commit([], [wish])[1][0]
+        if isinstance(result, StoreError):
+            raise result
+        return result
+
+    def end(
+        self,
+        kind: SettleKind,
+        token: bytes,
+        key: Key = KEY,
+        *,
+        payload: Payload | None = RESULT,
+        active_ms: int = ACTIVE_MS,
+        audit_ms: int = AUDIT_MS,
+    ) -> Decision:
+        """Ends an attempt."""
+        return self.settle(
+            settlement(kind, key, token, payload=payload, active_ms=active_ms, audit_ms=audit_ms)
+        ).decision
+
+    def extend(self, token: bytes, key: Key = KEY, *, lease_ms: int = LEASE_MS) -> SettleAnswer:
+        """Extends a lease."""
+        return self.settle(settlement(SettleKind.EXTEND, key, token, lease_ms=lease_ms))
+
+    def record(
+        self,
+        token: bytes,
+        name: str = "reserve",
+        position: int = 1,
+        *,
+        key: Key = KEY,
+        payload: Payload = RESULT,
+    ) -> Decision:
+        """Records a step."""
+        write = StepWrite(key, token, Step(name, position, payload))
+        decision: Decision = self._run(self.store.record_step(write))
+        return decision
+
+    # Operators.
+
+    def operate(self, command: OperatorCommand, key: Key = KEY) -> Decision:
+        """An operator's command."""
+        decision: Decision = self._run(self.store.operate(key, command))
+        return decision
+
+    def find(self, key: Key = KEY) -> StoredKey | None:
+        """What is stored of a key, if anything."""
+        found: StoredKey | None = self._run(self.store.read(key))
+        return found
+
+    def read(self, key: Key = KEY) -> StoredKey:
+        """What is stored of a key that has a row."""
+        found = self.find(key)
+        assert found is not None, f"{key} has no record"
+        return found
+
+    def stored(self, key: Key = KEY) -> tuple[Any, ...] | None:
+        """Everything stored of a key, to compare before and after; no instant of the reading."""
+        found = self.find(key)
+        return None if found is None else (found.record, found.steps, found.outcomes)
+
+    def listed(self, query: RecordQuery) -> list[StoredKey]:
+        """The records of a query."""
+        found: list[StoredKey] = self._run(self.store.list_records(query))
+        return found
+
+    def sweep(self, limit: int = 1000) -> SweepReport:
+        """One bounded sweep."""
+        report: SweepReport = self._run(self.store.sweep(limit))
+        return report
+
+    def close(self) -> None:
+        """Closes the store."""
+        self._run(self.store.close())
+
+    # Time.
+
+    def advance(self, by_ms: int) -> None:
+        """Moves the store's clock forward."""
+        self.clock.advance(timedelta(milliseconds=by_ms))
+
+    # Scenes.
+
+    def arrange(self, condition: Condition, key: Key = KEY) -> bytes:
+        """Brings a key into a condition with one step recorded; gives its last owner's token."""
+        if condition is Condition.ABSENT:
+            return mint_token()
+        token = self.hold(key)
+        assert self.record(token, "arranged", key=key) is Decision.APPLY
+        if condition in _ENDING_OF:
+            assert self.end(_ENDING_OF[condition], token, key) is Decision.APPLY
+        if condition is Condition.ABANDONED:
+            self.advance(LEASE_MS)
+        if condition is Condition.OUTLIVED:
+            self.advance(ACTIVE_MS)
+        assert self.read(key).condition is condition
+        return token
+
+
+def answered(result: ClaimResult) -> ClaimAnswer:
+    """The answer of a claim; raises the row's error."""
+    if isinstance(result, StoreError):
+        raise result
+    return result
+
+
+def colliding(key: Key, text: str, *, caller: Caller = "caller-1") -> Key:
+    """Another key with the digest of the first: what nobody can find, made by hand."""
+    twin = Key(text, caller=caller)
+    assert twin != key
+    twin.digest = key.digest
+    return twin
+
+
+def without_payload(answer: ClaimAnswer) -> ClaimAnswer:
+    """The part of an answer that the state machine gives."""
+    return replace(answer, payload=None)

@@ -1,0 +1,163 @@
+"""Every cell of the state machine's table, brought about through the port."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+
+from retrysafe.core import transitions
+from retrysafe.core.machine import TABLE, Event
+from retrysafe.core.model import (
+    ClaimRequest,
+    Condition,
+    Decision,
+    OperatorCommand,
+    Record,
+    SettleKind,
+    Settlement,
+    StoredKey,
+)
+from retrysafe.runtime.face import mint_token
+from retrysafe.testing.suite.base import SuiteBase
+from retrysafe.testing.suite.probe import (
+    KEY,
+    OTHER,
+    Probe,
+    kind_name,
+    request,
+    settlement,
+    without_payload,
+)
+
+_SETTLE_KINDS: Final = {
+    Event.COMPLETE: SettleKind.COMPLETE,
+    Event.FAIL: SettleKind.FAIL,
+    Event.RELEASE: SettleKind.RELEASE,
+    Event.EXTEND: SettleKind.EXTEND,
+}
+_COMMANDS: Final = {
+    Event.OPERATOR_RELEASE: OperatorCommand.RELEASE,
+    Event.OPERATOR_FORCE_RELEASE: OperatorCommand.FORCE_RELEASE,
+    Event.OPERATOR_EXPIRE: OperatorCommand.EXPIRE,
+}
+_CLAIMS: Final = (Event.CLAIM, Event.CLAIM_MISMATCHED, Event.CLAIM_AGAIN)
+
+
+def _cells(*events: Event) -> pytest.MarkDecorator:
+    cells = [
+        pytest.param(event, condition, id=f"{event.value}-{condition.value}".replace(" ", "_"))
+        for event, condition in TABLE
+        if event in events
+    ]
+    return pytest.mark.parametrize(("event", "condition"), cells)
+
+
+class TableCases(SuiteBase):
+    """A store answers as the table does, and writes what the transition writes."""
+
+    @_cells(*_CLAIMS)
+    def test_claim_answers_as_the_table(
+        self, probe: Probe, event: Event, condition: Condition
+    ) -> None:
+        """Each kind of claim gets the table's decision, and the row becomes the model's row."""
+        wish = _claim_wish(event, probe.arrange(condition))
+        before = probe.find()
+        expected = transitions.claim(_record(before), wish, probe.clock())
+        answer = probe.ask(wish)
+        assert answer.decision is TABLE[event, condition]
+        assert without_payload(answer) == expected[1]
+        after = probe.read()
+        assert after.record == (expected[0] or _record(before))
+        assert after.outcomes == ([] if before is None else before.outcomes)
+
+    @_cells(*_SETTLE_KINDS)
+    def test_settlement_answers_as_the_table(
+        self, probe: Probe, event: Event, condition: Condition
+    ) -> None:
+        """Each write of the last owner gets the table's decision, and only APPLY writes."""
+        token = probe.arrange(condition)
+        self._settle_and_compare(
+            probe, settlement(_SETTLE_KINDS[event], KEY, token), TABLE[event, condition]
+        )
+
+    @_cells(Event.WRITE_UNHELD)
+    @pytest.mark.parametrize("kind", SettleKind, ids=kind_name)
+    def test_unheld_settlement_is_lost(
+        self, probe: Probe, event: Event, condition: Condition, kind: SettleKind
+    ) -> None:
+        """A token that is not the record's writes nothing, in any condition."""
+        probe.arrange(condition)
+        assert TABLE[event, condition] is Decision.LOST
+        self._settle_and_compare(probe, settlement(kind, KEY, mint_token()), Decision.LOST)
+
+    def _settle_and_compare(self, probe: Probe, wish: Settlement, decision: Decision) -> None:
+        before = probe.find()
+        stored = probe.stored()
+        expected = transitions.settle(_record(before), wish, probe.clock())
+        assert probe.settle(wish) == expected[1]
+        assert expected[1].decision is decision
+        if decision is Decision.APPLY:
+            assert probe.read().record == expected[0]
+        else:
+            assert probe.stored() == stored
+
+    @_cells(Event.RECORD_STEP, Event.WRITE_UNHELD)
+    def test_step_answers_as_the_table(
+        self, probe: Probe, event: Event, condition: Condition
+    ) -> None:
+        """A step is stored for the owner of a pending record, and for nobody else."""
+        token = probe.arrange(condition)
+        stored = probe.stored()
+        if event is Event.WRITE_UNHELD:
+            token = mint_token()
+        decision = probe.record(token, "tried", 2)
+        assert decision is TABLE[event, condition]
+        if decision is Decision.APPLY:
+            assert [step.name for step in probe.read().steps] == ["arranged", "tried"]
+        else:
+            assert probe.stored() == stored
+
+    @_cells(*_COMMANDS)
+    def test_operator_answers_as_the_table(
+        self, probe: Probe, event: Event, condition: Condition
+    ) -> None:
+        """Each command gets the table's decision, and only APPLY writes."""
+        probe.arrange(condition)
+        before = probe.find()
+        stored = probe.stored()
+        expected = transitions.operate(_record(before), _COMMANDS[event], probe.clock())
+        decision = probe.operate(_COMMANDS[event])
+        assert decision is TABLE[event, condition]
+        if decision is Decision.APPLY:
+            after = probe.read()
+            assert after.record == expected[0]
+            assert before is not None
+            assert (after.steps, after.outcomes) == (before.steps, before.outcomes)
+        else:
+            assert probe.stored() == stored
+
+    @_cells(Event.SWEEP)
+    def test_sweep_answers_as_the_table(
+        self, probe: Probe, event: Event, condition: Condition
+    ) -> None:
+        """A sweep removes an outlived key and touches nothing else."""
+        probe.arrange(condition)
+        stored = probe.stored()
+        report = probe.sweep()
+        if TABLE[event, condition] is Decision.DELETE:
+            assert (report.keys, probe.find()) == (1, None)
+        else:
+            assert (report.keys, probe.stored()) == (0, stored)
+
+
+def _record(found: StoredKey | None) -> Record | None:
+    return None if found is None else found.record
+
+
+def _claim_wish(event: Event, token: bytes) -> ClaimRequest:
+    if event is Event.CLAIM_MISMATCHED:
+        return request(KEY, None, OTHER)
+    if event is Event.CLAIM_AGAIN:
+        return request(KEY, token)
+    return request(KEY)

@@ -1,0 +1,104 @@
+"""The pure model of a store: the core's transitions over dictionaries, and nothing else.
+
+Owns what every store must agree with. It has no lock, no I/O and no clock of its own.
+"""
+
+from dataclasses import dataclass, field
+
+from retrysafe.core import transitions
+from retrysafe.core.machine import Event, condition_of, decide
+from retrysafe.core.model import Condition, Decision, Record, SettleKind, Step, StoredOutcome
+from retrysafe.errors import DigestCollision
+
+
+@dataclass
+class Shelf:
+    """Everything known of one digest; the audit outlives the record."""
+
+    record: Record | None = None
+    steps: dict[str, Step] = field(default_factory=dict)
+    outcomes: dict[bytes, StoredOutcome] = field(default_factory=dict)
+
+
+class Model:
+    """What a store amounts to, one row at a time."""
+
+    def __init__(self, now_ms):
+        self._now_ms = now_ms
+        self.shelves: dict[bytes, Shelf] = {}
+
+    def shelf(self, key):
+        return self.shelves.setdefault(key.digest, Shelf())
+
+    def claim(self, request):
+        """The answer, or the error that takes its place."""
+        shelf = self.shelf(request.key)
+        try:
+            changed, answer = transitions.claim(shelf.record, request, self._now_ms())
+        except DigestCollision as error:
+            return error
+        if changed is not None:
+            shelf.record = changed
+        if answer.decision is Decision.ADMIT:
+            shelf.steps = {}
+        if answer.decision is Decision.REPLAY and shelf.record.token in shelf.outcomes:
+            answer.payload = shelf.outcomes[shelf.record.token].payload
+        return answer
+
+    def settle(self, settlement):
+        shelf = self.shelf(settlement.key)
+        now_ms = self._now_ms()
+        changed, answer = transitions.settle(shelf.record, settlement, now_ms)
+        if changed is not None:
+            shelf.record = changed
+            if settlement.kind is not SettleKind.EXTEND and settlement.payload is not None:
+                shelf.outcomes[settlement.token] = StoredOutcome(
+                    settlement.token,
+                    changed.attempt,
+                    changed.state,
+                    settlement.payload,
+                    now_ms,
+                    now_ms + settlement.audit_ms,
+                )
+        return answer
+
+    def record_step(self, write):
+        shelf = self.shelf(write.key)
+        decision = transitions.record_step(shelf.record, write.token, self._now_ms())
+        if decision is Decision.APPLY:
+            shelf.steps.setdefault(write.step.name, write.step)
+        return decision
+
+    def operate(self, key, command):
+        record = self.record_of(key)
+        changed, decision = transitions.operate(record, command, self._now_ms())
+        if changed is not None:
+            self.shelf(key).record = changed
+        return decision
+
+    def record_of(self, key):
+        """The record of exactly this key, not of one with the same digest."""
+        record = self.shelf(key).record
+        is_its = record is not None and (record.text, record.caller) == (key.text, key.caller)
+        return record if is_its else None
+
+    def condition(self, key):
+        record = self.record_of(key)
+        return Condition.ABSENT if record is None else condition_of(record, self._now_ms())
+
+    def outlived(self):
+        """The digests that a sweep may remove."""
+        return {
+            digest
+            for digest, shelf in self.shelves.items()
+            if decide(Event.SWEEP, condition_of(shelf.record, self._now_ms())) is Decision.DELETE
+        }
+
+    def past_audit(self):
+        """The outcomes that a sweep may remove."""
+        return {
+            (digest, token)
+            for digest, shelf in self.shelves.items()
+            for token, outcome in shelf.outcomes.items()
+            if self._now_ms() >= outcome.audit_ends_at_ms
+        }

@@ -1,0 +1,254 @@
+"""Every store behaves as the pure model does, over long random histories.
+
+Hypothesis invents the histories: claims, endings, extensions, steps, commands, sweeps and clocks
+that jump, over a few keys (two of which share a digest), few tokens and few fingerprints, so that
+rows meet. After every step each key is read and compared with the model.
+"""
+
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from retrysafe import GLOBAL, Key, MemoryStore, SqliteStore, StoreError
+from retrysafe.core.machine import condition_of
+from retrysafe.core.model import (
+    ClaimRequest,
+    Condition,
+    Fingerprint,
+    OperatorCommand,
+    Payload,
+    RecordQuery,
+    SettleKind,
+    Settlement,
+    Step,
+    StepWrite,
+)
+from retrysafe.runtime.drive import run_sync
+from retrysafe.testing import ManualClock
+from retrysafe.testing.suite.probe import colliding
+from tests.stores.model import Model
+
+FIRST = Key("key-1", caller="caller-1")
+KEYS = (
+    FIRST,
+    Key("key-2", caller="caller-1"),
+    Key("key-1", caller=GLOBAL),
+    colliding(FIRST, "the twin"),
+)
+# So few that a token is used again for the same key, as a retried claim does, and for others.
+TOKENS = tuple(bytes([number]) * 16 for number in range(1, 6))
+FINGERPRINTS = (
+    (Fingerprint(1, b"a" * 16),),
+    (Fingerprint(1, b"b" * 16),),
+    (Fingerprint(2, b"c" * 16), Fingerprint(1, b"a" * 16)),
+    (Fingerprint(3, b"d" * 16),),
+)
+PAYLOADS = (
+    None,
+    Payload("json.1", b"", b"null"),
+    Payload("bytes.1", b"\x00", b""),
+    Payload("failure.1", b"", b"\xff"),
+)
+# Small numbers that add up to each other, so that instants fall exactly on boundaries.
+DURATIONS_MS = (1, 10, 100, 1_000)
+
+keys = st.sampled_from(KEYS)
+tokens = st.sampled_from(TOKENS)
+durations_ms = st.sampled_from(DURATIONS_MS)
+claims = st.builds(
+    ClaimRequest,
+    key=keys,
+    fingerprints=st.sampled_from(FINGERPRINTS),
+    token=tokens,
+    lease_ms=durations_ms,
+    operation=st.sampled_from(("", "charge", "refund")),
+    owner=st.sampled_from(("", "owner-1")),
+)
+settlements = st.builds(
+    Settlement,
+    kind=st.sampled_from(SettleKind),
+    key=keys,
+    token=tokens,
+    payload=st.sampled_from(PAYLOADS),
+    lease_ms=durations_ms,
+    active_ms=durations_ms,
+    audit_ms=durations_ms,
+)
+steps = st.builds(
+    Step,
+    name=st.sampled_from(("reserve", "charge")),
+    position=st.integers(1, 3),
+    payload=st.sampled_from(PAYLOADS[1:]),
+)
+
+
+class StoreAgainstModel(RuleBasedStateMachine):
+    """One store, one model, one clock."""
+
+    def make_store(self, clock):
+        raise NotImplementedError
+
+    def __init__(self):
+        super().__init__()
+        self.clock = ManualClock()
+        self.store = self.make_store(self.clock)
+        self.model = Model(self.clock)
+
+    def teardown(self):
+        run_sync(self.store.close())
+
+    @rule(request=claims)
+    def claim(self, request):
+        self.commit([request], [])
+
+    @rule(settlement=settlements)
+    def settle(self, settlement):
+        self.commit([], [settlement])
+
+    @rule(
+        claims=st.lists(claims, min_size=1, max_size=4),
+        settlements=st.lists(settlements, max_size=4),
+    )
+    def commit(self, claims, settlements):
+        """Within a batch the rows count one after the other, claims first."""
+        claimed, settled = run_sync(self.store.commit(claims, settlements))
+        assert list(map(plain, claimed)) == [plain(self.model.claim(item)) for item in claims]
+        assert settled == [self.model.settle(item) for item in settlements]
+
+    @rule(kind=st.sampled_from(SettleKind), key=keys, payload=st.sampled_from(PAYLOADS))
+    def settle_by_owner(self, kind, key, payload):
+        """Random tokens seldom hold a key, so here the owner writes, if there is one."""
+        record = self.model.shelf(key).record
+        if record is not None:
+            self.commit([], [Settlement(kind, key, record.token, payload, 100, 1_000, 1_000)])
+
+    @rule(key=keys, token=tokens, step=steps)
+    def record_step(self, key, token, step):
+        write = StepWrite(key, token, step)
+        assert run_sync(self.store.record_step(write)) is self.model.record_step(write)
+
+    @rule(key=keys, step=steps)
+    def record_step_by_owner(self, key, step):
+        record = self.model.shelf(key).record
+        if record is not None:
+            self.record_step(key, record.token, step)
+
+    @rule(key=keys, command=st.sampled_from(OperatorCommand))
+    def operate(self, key, command):
+        decision = run_sync(self.store.operate(key, command))
+        assert decision is self.model.operate(key, command)
+
+    @rule(limit=st.sampled_from((1, 2, 100)))
+    def sweep(self, limit):
+        """Rounds until nothing is left: which rows a round takes is the store's own choice."""
+        keys, outcomes = self.model.outlived(), self.model.past_audit()
+        keys_left, outcomes_left, has_more = len(keys), len(outcomes), True
+        while has_more:
+            report = run_sync(self.store.sweep(limit))
+            assert report.keys == min(limit, keys_left)
+            assert report.outcomes == min(limit, outcomes_left)
+            keys_left -= report.keys
+            outcomes_left -= report.outcomes
+            # A round too many may be asked for after a full one, and never one too few.
+            has_more = report.has_more
+            assert has_more or keys_left == outcomes_left == 0
+            assert limit in (report.keys, report.outcomes) or not has_more
+        for digest in keys:
+            self.model.shelves[digest].record = None
+            self.model.shelves[digest].steps = {}
+        for digest, token in outcomes:
+            del self.model.shelves[digest].outcomes[token]
+
+    @rule(by_ms=durations_ms)
+    def advance(self, by_ms):
+        self.clock.advance(timedelta(milliseconds=by_ms))
+
+    @rule(by_ms=st.sampled_from((1, 100)))
+    def jump_back(self, by_ms):
+        self.clock.jump_back(timedelta(milliseconds=by_ms))
+
+    @rule(
+        caller=st.sampled_from((None, "caller-1", "")),
+        prefix=st.sampled_from(("", "key", "key-1")),
+        conditions=st.frozensets(st.sampled_from(Condition), max_size=3),
+        limit=st.integers(1, 4),
+    )
+    def list_records(self, caller, prefix, conditions, limit):
+        expected = [
+            record
+            for record in (shelf.record for shelf in self.model.shelves.values())
+            if record is not None
+            and caller in (None, record.caller)
+            and record.text.startswith(prefix)
+            and (not conditions or condition_of(record, self.clock()) in conditions)
+        ]
+        expected.sort(key=lambda record: (-record.claimed_at_ms, record.digest))
+        query = RecordQuery(caller, prefix, conditions, limit)
+        found = run_sync(self.store.list_records(query))
+        assert [item.record for item in found] == expected[:limit]
+
+    @invariant()
+    def every_key_reads_as_in_the_model(self):
+        for key in KEYS:
+            found = run_sync(self.store.read(key))
+            expected = self.model.record_of(key)
+            if found is None:
+                assert expected is None
+                continue
+            shelf = self.model.shelf(key)
+            assert found.record == expected
+            assert found.condition is self.model.condition(key)
+            assert found.now_ms == self.clock()
+            # Equal positions and instants have no order of their own.
+            assert sorted(found.steps, key=by_name) == sorted(shelf.steps.values(), key=by_name)
+            positions = [step.position for step in found.steps]
+            assert positions == sorted(positions)
+            outcomes = shelf.outcomes.values()
+            assert sorted(found.outcomes, key=by_token) == sorted(outcomes, key=by_token)
+
+
+def plain(result):
+    """Errors are compared by what they are; answers are compared as they are."""
+    return (type(result), result.key) if isinstance(result, StoreError) else result
+
+
+def by_name(step):
+    return step.name
+
+
+def by_token(outcome):
+    return outcome.token
+
+
+class MemoryAgainstModel(StoreAgainstModel):
+    def make_store(self, clock):
+        return MemoryStore(now_ms=clock)
+
+
+class SqliteAgainstModel(StoreAgainstModel):
+    def make_store(self, clock):
+        self.folder = tempfile.TemporaryDirectory(prefix="retrysafe-")
+        return SqliteStore(Path(self.folder.name) / "records.db", now_ms=clock)
+
+    def teardown(self):
+        super().teardown()
+        self.folder.cleanup()
+
+
+# The same histories in every run: a failure is the change's, not the dice's. SQLite waits for the
+# disk in every step, so it gets fewer of them.
+PROFILE = settings(derandomize=True, deadline=None, database=None, print_blob=False)
+
+
+@pytest.mark.parametrize(
+    ("machine", "examples"), [(MemoryAgainstModel, 300), (SqliteAgainstModel, 200)]
+)
+def test_a_store_behaves_as_the_model(machine, examples):
+    """No history that Hypothesis can find tells the store from the pure model."""
+    profile = settings(PROFILE, max_examples=examples, stateful_step_count=40)
+    run_state_machine_as_test(machine, settings=profile)
