@@ -204,11 +204,14 @@ class World:
         self._tokens = 0
         self._cache = cache
         self._secret = secret
+        self._processes: list[Process] = []
         self.first = self.process()
 
     def process(self) -> Process:
         """Another process on the same store."""
-        return Process(self)
+        made = Process(self)
+        self._processes.append(made)
+        return made
 
     def mint_token(self) -> bytes:
         self._tokens += 1
@@ -231,6 +234,7 @@ class Process:
         self.writer = ScriptedWriter(world.store)
         self.waiting = ManualWaiting(world.clock)
         self.renewals = RecordedRenewals()
+        self._flows: list[Flow] = []
         self.engine = Engine(
             writer=self.writer,
             waiting=self.waiting,
@@ -246,7 +250,10 @@ class Process:
 
     def start(self, call: Call, invoke: Invoke | None = None) -> Flow:
         """A call, run to its first pause."""
-        return Flow(self.engine.answer(call, invoke or self.returning(7))).step()
+        flow = Flow(self.engine.answer(call, invoke or self.returning(7)))
+        # Kept, because a flow that nobody refers to is closed on the spot, as if cancelled.
+        self._flows.append(flow)
+        return flow.step()
 
     def answer(self, call: Call, invoke: Invoke | None = None) -> Answer[Any]:
         """A call, run to its end."""

@@ -160,7 +160,9 @@ class Engine:
     async def _claim(self, request: ClaimRequest) -> ClaimAnswer:
         """Claims, and asks again when the answer was lost: the token tells whose claim it was."""
         pause = RETRY_PAUSE_SECONDS
-        for tries_left in range(CLAIM_TRIES - 1, -1, -1):
+        tries_left = CLAIM_TRIES
+        while True:
+            tries_left -= 1
             try:
                 return await self._writer.claim(request)
             except StoreUnavailable as error:
@@ -169,7 +171,6 @@ class Engine:
                     raise
             await self._waiting.sleep(pause)
             pause *= 2
-        raise AssertionError("unreachable: the last try returns or raises")
 
     def _replay_stored(
         self, flight: Flight, call: Call, answer: ClaimAnswer, asked: float
@@ -247,6 +248,8 @@ class Engine:
             else policy.run_limit.total_seconds(),
         )
         flight.lease = lease
+        # The owner that was in the way is gone: followers must not be told of it any more.
+        flight.conflict_ends_monotonic = None
         self._flights.enter(flight, Phase.RUNNING)
         if is_exhausted(answer.attempt, policy.attempt_limit):
             # The attempts so far may have died half-way; running again could kill the next worker.

@@ -17,6 +17,7 @@ from retrysafe.errors import (
     ClaimLost,
     OutcomeNotStored,
     RetrysafeError,
+    StoreError,
     StoreRejected,
     StoreUnavailable,
 )
@@ -52,11 +53,11 @@ class Settler:
         ending = Ending.SUCCEEDED
         try:
             if call.judge is not None:
-                ending = call.judge(value)
+                ending = Ending(call.judge(value))
             payload = codec.bounded(call.codec.encode(value), call.policy.outcome_limit_bytes)
         except Exception as error:
             # Whatever is wrong with the value, the operation has run: it must not run again.
-            payload = codec.withheld(str(error))
+            payload = codec.withheld(codec.message_of(error))
         if payload.form == codec.WITHHELD:
             self._withheld(call, attempt, payload.body.decode())
         return ending, await self.settle(call, token, ending, payload, attempt, value)
@@ -127,6 +128,10 @@ class Settler:
                     raise self._not_stored(call, attempt, value, error) from error
                 await self._waiting.sleep(pause)
                 pause = min(pause * 2, RETRY_PAUSE_MAXIMUM_SECONDS)
+            except StoreError as error:
+                # A broken database, say: asking again is no use, and the caller must still learn
+                # that the operation ran.
+                raise self._not_stored(call, attempt, value, error) from error
         if answer.decision is Decision.LOST:
             self._report(EventKind.CLAIM_LOST, call.key, call.operation, attempt)
             raise ClaimLost(
