@@ -112,6 +112,7 @@ def test_a_key_is_never_equal_to_its_text():
 def test_keys_read_well_in_logs():
     assert repr(Key("k", caller="c")) == "Key('k', caller='c')"
     assert repr(Key("k", caller=GLOBAL)) == "Key('k', caller=GLOBAL)"
+    assert repr(GLOBAL) == "GLOBAL"
 
 
 @pytest.mark.parametrize(
