@@ -84,7 +84,7 @@ class WithInitVar:
     seed: InitVar[int]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Mixed:
     side: float
 

@@ -10,7 +10,7 @@ from decimal import Decimal
 from uuid import UUID
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from retrysafe.core import values
@@ -108,7 +108,6 @@ def through(value: object, *declared: type) -> object:
     return from_tree(json.loads(json_bytes(to_tree(value))), Types(declared))
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(VALUES)
 @example({"$": "tuple", "v": [1]})
 @example({"$": None})
