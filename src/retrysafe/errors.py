@@ -33,6 +33,7 @@ This module owns the words for what can go wrong. It must not know how any of it
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 
 class RetrysafeError(Exception):
@@ -43,6 +44,19 @@ class RetrysafeError(Exception):
     def __init__(self, message: str, *, key: str | None = None) -> None:
         super().__init__(message)
         self.key = key
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Subclasses take keyword arguments, which the default way of pickling forgets. An error
+        # that cannot be unpickled breaks the process pool that it is sent through.
+        return _unpickled, (type(self), self.args, vars(self))
+
+
+def _unpickled(
+    kind: type[RetrysafeError], args: tuple[Any, ...], state: dict[str, Any]
+) -> RetrysafeError:
+    error = kind.__new__(kind, *args)
+    vars(error).update(state)
+    return error
 
 
 class InvalidInput(RetrysafeError, ValueError):

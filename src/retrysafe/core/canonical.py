@@ -8,7 +8,7 @@ different. What has no single meaning (duplicate names, NaN, broken JSON) has no
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
 from typing import Any, Final
 
 from retrysafe.core.framing import frame
@@ -71,8 +71,14 @@ _decode = json.JSONDecoder(
 ).decode
 
 
-def canonical_bytes(value: Any) -> bytes:
-    """The framed, type-tagged bytes of a parsed value."""
+# Without a limit of its own, how deep a text may be nested would depend on how deep the caller's
+# stack is, and a retry that comes in by another path would count as a different request. Twice
+# the depth of a stored value, because a tagged value takes two levels.
+DEPTH_LIMIT: Final = 200
+
+
+def canonical_bytes(value: Any, depth: int = 0) -> bytes:
+    """The framed, type-tagged bytes of a parsed value; raises `NotCanonical` when too deep."""
     if isinstance(value, str):
         return b"s" + value.encode("utf-8", "surrogatepass")
     if isinstance(value, Number):
@@ -83,17 +89,23 @@ def canonical_bytes(value: Any) -> bytes:
         return b"t"
     if value is False:
         return b"f"
+    if value is ABSENT:
+        return b"-"
+    if depth >= DEPTH_LIMIT:
+        raise NotCanonical(f"the text is nested deeper than {DEPTH_LIMIT} levels")
+    # Plain loops: one frame of the stack per level, where a comprehension would take two.
+    parts = []
     if isinstance(value, list):
-        return b"[" + frame(*map(canonical_bytes, value))
-    if isinstance(value, dict):
-        return b"{" + frame(*_pairs(value))
-    return b"-"  # ABSENT: the pointer led nowhere.
-
-
-def _pairs(value: dict[str, Any]) -> Iterable[bytes]:
+        for item in value:
+            parts.append(canonical_bytes(item, depth + 1))  # noqa: PERF401 — see above.
+        return b"[" + frame(*parts)
     for name in sorted(value):
-        yield name.encode("utf-8", "surrogatepass")
-        yield canonical_bytes(value[name])
+        parts.append(name.encode("utf-8", "surrogatepass"))
+        parts.append(canonical_bytes(value[name], depth + 1))
+    return b"{" + frame(*parts)
+
+
+_BARE_TILDE: Final = re.compile("~(?![01])")
 
 
 def pointer_tokens(pointer: str) -> tuple[str, ...]:
@@ -102,9 +114,8 @@ def pointer_tokens(pointer: str) -> tuple[str, ...]:
         return ()
     if not pointer.startswith("/"):
         raise ValueError(f"a JSON Pointer starts with '/', got {pointer!r}")
-    for part in pointer.replace("~0", "").replace("~1", ""):
-        if part == "~":
-            raise ValueError(f"'~' in a JSON Pointer is written ~0, and '/' is ~1: {pointer!r}")
+    if _BARE_TILDE.search(pointer):
+        raise ValueError(f"'~' in a JSON Pointer is written ~0, and '/' is ~1: {pointer!r}")
     return tuple(token.replace("~1", "/").replace("~0", "~") for token in pointer[1:].split("/"))
 
 

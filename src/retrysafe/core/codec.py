@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
+from enum import Enum
 from typing import Any, Final, Protocol
 
 from retrysafe.core import values
@@ -61,16 +62,18 @@ class ValueCodec:
             if values.is_plain(value):
                 return Payload(JSON, b"", values.json_bytes(value))
             if values.is_pydantic(value):
-                return Payload(PYDANTIC, _head(value), value.model_dump_json().encode())
+                return Payload(PYDANTIC, _head(value), _pydantic_body(value))
             if values.is_msgspec(value):
                 body = sys.modules["msgspec"].json.encode(value)
                 return Payload(MSGSPEC, _head(value), body)
-            if is_dataclass(value) and not isinstance(value, type):
+            if is_dataclass(value) and not isinstance(value, type | Enum):
                 body = values.json_bytes(values.dataclass_tree(value))
                 return Payload(DATACLASS, _head(value), body)
             return Payload(TAGGED, b"", values.json_bytes(values.to_tree(value)))
-        except (TypeError, ValueError, RecursionError, AttributeError) as error:
-            raise NotStorable(f"the result could not be encoded: {error}") from error
+        except NotStorable:
+            raise
+        except Exception as error:
+            raise NotStorable(f"the result could not be encoded: {message_of(error)}") from error
 
     def decode(self, payload: Payload) -> Any:
         """The value that `encode` was given."""
@@ -82,8 +85,19 @@ class ValueCodec:
             )
         try:
             return read(payload, self._types)
-        except (ValueError, KeyError, TypeError) as error:
-            raise NotReadable(f"the stored outcome is damaged: {error}") from error
+        except NotReadable:
+            raise
+        except Exception as error:
+            # Damaged bytes, or a class that refuses today what it returned then. Whatever it
+            # raises is not the outcome, and the caller must not take it for one.
+            raise NotReadable(
+                f"the stored outcome could not be read: {message_of(error)}"
+            ) from error
+
+
+def _pydantic_body(value: Any) -> bytes:
+    text: str = value.model_dump_json(**values.PYDANTIC_OPTIONS)
+    return text.encode()
 
 
 def _head(value: Any) -> bytes:
@@ -130,11 +144,11 @@ def exhausted(attempt_limit: int) -> Payload:
 def encode_failure(error: BaseException, limit_bytes: int) -> Payload:
     """The stored form of an exception: type name, message, and what rebuilds it if possible."""
     head = values.type_name(type(error)).encode()
-    message = {"message": _message(error)}
+    message = {"message": message_of(error)}
     try:
         rebuild = {
             "args": values.to_tree(list(error.args)),
-            "state": values.to_tree(dict(vars(error))),
+            "state": values.to_tree(_state(error)),
         }
         payload = Payload(FAILURE, head, values.json_bytes(message | rebuild))
         if payload.size_bytes <= limit_bytes:
@@ -146,7 +160,28 @@ def encode_failure(error: BaseException, limit_bytes: int) -> Payload:
     return Payload(FAILURE, head, values.json_bytes(message))
 
 
-def _message(error: BaseException) -> str:
+def _state(error: BaseException) -> dict[str, Any]:
+    """The attributes of an exception, those in slots included."""
+    names = {
+        name
+        for ancestor in type(error).__mro__
+        for name in _slots_of(ancestor)
+        if hasattr(error, name)
+    }
+    return vars(error) | {name: getattr(error, name) for name in sorted(names)}
+
+
+def _slots_of(kind: type) -> list[str]:
+    slots = vars(kind).get("__slots__", ())
+    return [
+        name
+        for name in ((slots,) if isinstance(slots, str) else slots)
+        if name not in ("__dict__", "__weakref__")
+    ]
+
+
+def message_of(error: BaseException) -> str:
+    """The text of an exception, bounded; never raises, whatever the exception's class does."""
     try:
         return str(error)[:MESSAGE_LIMIT_CHARACTERS]
     except Exception:
@@ -158,22 +193,39 @@ def decode_failure(payload: Payload, declared: Iterable[type[Exception]], key: s
     """The exception to raise for a stored failure: the declared type where it can be rebuilt."""
     if payload.form == WITHHELD:
         return unavailable(payload, key)
-    tree = json.loads(payload.body)
+    try:
+        tree = json.loads(payload.body)
+        message = str(tree["message"])
+        name = payload.head.decode()
+    except (ValueError, KeyError, TypeError) as error:
+        return OutcomeUnavailable(
+            f"the operation failed and will not run again, but its failure cannot be read: {error}",
+            key=key,
+        )
     if payload.form == EXHAUSTED:
-        return AttemptsExhausted(tree["message"], key=key, type_name="AttemptsExhausted")
-    name = payload.head.decode()
+        return AttemptsExhausted(message, key=key, type_name="AttemptsExhausted")
     kind = _declared_type(name, declared)
     if kind is not None and "args" in tree:
         try:
-            types = Types((kind,))
-            # Not through __init__: its parameters need not be the args that it passed on.
-            error = kind.__new__(kind)
-            error.args = tuple(values.from_tree(tree["args"], types))
-            vars(error).update(values.from_tree(tree["state"], types))
-            return error
-        except (NotReadable, TypeError, AttributeError):
-            pass  # Told as OperationFailed below: the failure stands, only its shape is lost.
-    return OperationFailed(f"{name.partition(':')[2]}: {tree['message']}", key=key, type_name=name)
+            rebuilt = _rebuilt(kind, tree)
+        except Exception:
+            rebuilt = None  # Its class has changed, or does more than hold what it is given.
+        # A class that keeps what it says elsewhere comes back mute; then the message is worth more.
+        if rebuilt is not None and message_of(rebuilt) == message:
+            return rebuilt
+    # The failure stands, only its shape is lost.
+    return OperationFailed(f"{name.partition(':')[2]}: {message}", key=key, type_name=name)
+
+
+def _rebuilt(kind: type[Exception], tree: Any) -> Exception:
+    types = Types((kind,))
+    args = values.from_tree(tree["args"], types)
+    # Not through __init__: its parameters need not be the args that it passed on.
+    error = kind.__new__(kind, *args)
+    error.args = tuple(args)
+    for name, item in values.from_tree(tree["state"], types).items():
+        object.__setattr__(error, name, item)
+    return error
 
 
 def _declared_type(name: str, declared: Iterable[type[Exception]]) -> type[Exception] | None:
@@ -192,7 +244,10 @@ def _declared_type(name: str, declared: Iterable[type[Exception]]) -> type[Excep
 
 def unavailable(payload: Payload, key: str) -> OutcomeUnavailable:
     """The error for a withheld outcome."""
-    reason = json.loads(payload.body)["reason"]
+    try:
+        reason = json.loads(payload.body)["reason"]
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"the reason cannot be read ({error})"
     return OutcomeUnavailable(
         f"the operation is done and will not run again, but its outcome was not kept: {reason}",
         key=key,

@@ -254,6 +254,7 @@ class Engine:
             policy.run_limit_seconds,
         )
         flight.lease = lease
+        # The owner that was in the way is gone: followers must not be told of it any more.
         flight.conflict_ends_monotonic = None
         self._flights.enter(flight, Phase.RUNNING)
         if is_exhausted(answer.attempt, policy.attempt_limit):

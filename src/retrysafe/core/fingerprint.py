@@ -35,9 +35,9 @@ class FingerprintRule:
 
     def __post_init__(self) -> None:
         # 32,767 is what the smallest integer column of the stores can hold.
-        if not isinstance(self.version, int) or not 1 <= self.version <= 32_767:
+        if type(self.version) is not int or not 1 <= self.version <= 32_767:
             raise PolicyInvalid(
-                f"a rule's version is a whole number from 1 up, got {self.version!r}"
+                f"a rule's version is a whole number from 1 to 32,767, got {self.version!r}"
             )
         for name in ("include", "exclude"):
             pointers = getattr(self, name)
@@ -47,9 +47,13 @@ class FingerprintRule:
                 )
             try:
                 tokens = tuple(canonical.pointer_tokens(pointer) for pointer in sorted(pointers))
-            except ValueError as error:
-                raise PolicyInvalid(f"{name}: {error}") from None
+            except (ValueError, TypeError, AttributeError) as error:
+                raise PolicyInvalid(f"{name} takes a list of JSON Pointers: {error}") from None
             object.__setattr__(self, f"_{name}d", tokens)
+        if not isinstance(self.previous, tuple | list) or not all(
+            isinstance(rule, FingerprintRule) for rule in self.previous
+        ):
+            raise PolicyInvalid(f"previous takes a list of rules, got {self.previous!r}")
         versions = [self.version, *(rule.version for rule in self.previous)]
         if len(set(versions)) != len(versions):
             raise PolicyInvalid(f"every rule needs its own version, got {versions}")

@@ -5,6 +5,7 @@ Owns every limit and the judgement of exceptions. It must not know stores or clo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from enum import Enum
@@ -18,6 +19,8 @@ _ZERO: Final = timedelta(0)
 LEASE_MINIMUM: Final = timedelta(milliseconds=100)
 # A lease is how long a crash blocks its key; renewal makes longer ones pointless.
 LEASE_MAXIMUM: Final = timedelta(days=1)
+# Nobody holds a connection open longer; an unbounded number would overflow the clocks' timers.
+WAIT_LIMIT_MAXIMUM: Final = timedelta(days=1)
 # An outcome larger than this belongs in object storage, with a reference as the outcome.
 OUTCOME_LIMIT_MAXIMUM_BYTES: Final = 64 * 1024 * 1024
 
@@ -120,8 +123,11 @@ class Policy:
                 f"audit_window ({self.audit_window}) must not be shorter than active_window "
                 f"({self.active_window}): an outcome must be there as long as it is replayed"
             )
-        if self.wait_limit < _ZERO:
-            raise PolicyInvalid(f"wait_limit must not be negative, got {self.wait_limit}")
+        if not _ZERO <= self.wait_limit <= WAIT_LIMIT_MAXIMUM:
+            raise PolicyInvalid(
+                f"wait_limit must be between {_ZERO} and {WAIT_LIMIT_MAXIMUM}, "
+                f"got {self.wait_limit}"
+            )
         if self.settle_patience < _ZERO:
             raise PolicyInvalid(f"settle_patience must not be negative, got {self.settle_patience}")
         if self.run_limit is not None and not (
@@ -150,7 +156,9 @@ class Policy:
             raise PolicyInvalid(
                 f"in_flight must be InFlight.FAIL or InFlight.WAIT, got {self.in_flight!r}"
             )
-        if self.unlisted not in (Ending.FAILED, Ending.RELEASED):
+        # By identity: a plain 4 equals Ending.RELEASED and would still be taken for an ending
+        # that is kept and replayed.
+        if self.unlisted is not Ending.FAILED and self.unlisted is not Ending.RELEASED:
             raise PolicyInvalid(
                 f"unlisted must be Ending.FAILED or Ending.RELEASED, got {self.unlisted!r}"
             )
@@ -158,7 +166,8 @@ class Policy:
     def _check_exceptions(self) -> None:
         for name in ("terminal", "retryable"):
             types = getattr(self, name)
-            if isinstance(types, type):
+            if not isinstance(types, Iterable):
+                # One class alone is what people write first; anything else is refused below.
                 types = (types,)
             types = tuple(types)
             for item in types:

@@ -52,6 +52,9 @@ async def _renew_batch(
         _, answers = await store.commit([], extends)
     except StoreError as error:
         answers = [error] * len(leases)
+    except Exception as error:
+        # A bug in a store must not end the heartbeat: every other lease would run out with it.
+        answers = [StoreError(f"{type(error).__name__}: {error}")] * len(leases)
     for lease, answer in zip(leases, answers, strict=True):
         if isinstance(answer, StoreError):
             # The lease may still be renewed before it ends, so try again soon.

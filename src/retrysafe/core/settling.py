@@ -59,11 +59,11 @@ class Settler:
         ending = Ending.SUCCEEDED
         try:
             if call.judge is not None:
-                ending = call.judge(value)
+                ending = Ending(call.judge(value))
             payload = codec.bounded(call.codec.encode(value), call.policy.outcome_limit_bytes)
         except Exception as error:
             # Whatever is wrong with the value, the operation has run: it must not run again.
-            payload = codec.withheld(str(error))
+            payload = codec.withheld(codec.message_of(error))
         if payload.form == codec.WITHHELD:
             self._withheld(call, attempt, json.loads(payload.body)["reason"])
         return ending, payload

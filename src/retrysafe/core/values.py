@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
-from enum import Enum
+from enum import Enum, Flag
 from typing import Any, Final
 from uuid import UUID
 
@@ -146,10 +146,15 @@ _ENCODERS: Final[dict[type, Callable[[Any, str, int], Any]]] = {
 
 
 def _encoder_of_family(value: Any) -> Callable[[Any, str, int], Any] | None:
+    if isinstance(value, Flag):
+        # A combination of flags is no member, so it has no name to be found by.
+        return lambda item, path, depth: _typed("flag", item, item.value)
     if isinstance(value, Enum):
         return lambda item, path, depth: _typed("enum", item, item.name)
     if is_pydantic(value):
-        return lambda item, path, depth: _typed("pydantic", item, item.model_dump(mode="json"))
+        return lambda item, path, depth: _typed(
+            "pydantic", item, item.model_dump(mode="json", **PYDANTIC_OPTIONS)
+        )
     if is_msgspec(value):
         to_builtins = sys.modules["msgspec"].to_builtins
         return lambda item, path, depth: _typed("msgspec", item, to_builtins(item))
@@ -186,6 +191,10 @@ def is_msgspec(value: Any) -> bool:
     """Whether the value is a msgspec struct, without importing msgspec."""
     msgspec = sys.modules.get("msgspec")
     return msgspec is not None and isinstance(value, msgspec.Struct)
+
+
+# Fields under their own names and no computed ones: aliases need not read what they write.
+PYDANTIC_OPTIONS: Final[dict[str, Any]] = {"by_alias": False, "round_trip": True}
 
 
 class Types:
@@ -231,8 +240,8 @@ def from_tree(tree: Any, types: Types) -> Any:
 def _read_enum(tree: Any, types: Types) -> Any:
     kind: Any = types.find(tree["t"])
     try:
-        return kind[tree["v"]]
-    except (KeyError, TypeError):
+        return kind(tree["v"]) if tree["$"] == "flag" else kind[tree["v"]]
+    except (KeyError, TypeError, ValueError):
         raise NotReadable(f"{tree['t']} has no member {tree['v']!r} any more") from None
 
 
@@ -247,8 +256,8 @@ def read_dataclass(kind: type, tree: dict[str, Any], types: Types) -> Any:
     except (KeyError, TypeError, ValueError) as error:
         raise NotReadable(f"the fields of {type_name(kind)} have changed: {error}") from None
     for name, item in values.items():
-        if not known[name].init:
-            object.__setattr__(made, name, item)
+        # Also those that __init__ took: __post_init__ may have changed them a second time.
+        object.__setattr__(made, name, item)
     return made
 
 
@@ -263,7 +272,10 @@ def _read_namedtuple(tree: Any, types: Types) -> Any:
 def read_pydantic(kind: Any, body: bytes) -> Any:
     """The pydantic model of a JSON text; raises `NotReadable` when it no longer validates."""
     try:
-        return kind.model_validate_json(body)
+        try:
+            return kind.model_validate_json(body, by_alias=False, by_name=True)
+        except TypeError:
+            return kind.model_validate_json(body)  # Before 2.11 a model itself chose the names.
     except (ValueError, AttributeError) as error:
         raise NotReadable(f"{type_name(kind)} no longer fits what was stored: {error}") from None
 
@@ -295,6 +307,7 @@ _DECODERS: Final[dict[str, Callable[[Any, Types], Any]]] = {
     "time": lambda tree, types: time.fromisoformat(tree["v"]),
     "timedelta": lambda tree, types: timedelta(*tree["v"]),
     "enum": _read_enum,
+    "flag": _read_enum,
     "dataclass": lambda tree, types: read_dataclass(types.find(tree["t"]), tree["v"], types),
     "namedtuple": _read_namedtuple,
     "pydantic": lambda tree, types: read_pydantic(types.find(tree["t"]), json_bytes(tree["v"])),

@@ -1,0 +1,286 @@
+"""A tiny deterministic world for the engine: a clock that stands still, flows that are stepped.
+
+Every wait is a pause that the test ends, so a race is an order of calls and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from retrysafe.core.attempt import Attempt
+from retrysafe.core.cache import ReplayCache
+from retrysafe.core.call import Answer, Call
+from retrysafe.core.engine import Engine, Invoke
+from retrysafe.core.events import Event, Reporter
+from retrysafe.core.lease import Lease
+from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
+from retrysafe.stores.memory import MemoryStore
+
+
+class Pause:
+    """Suspends a flow until the test steps it again."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield
+
+
+def drive(flow: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a flow that never pauses to its end."""
+    try:
+        flow.send(None)
+    except StopIteration as stop:
+        return stop.value
+    flow.close()
+    raise AssertionError("the flow paused")
+
+
+class Flow:
+    """A flow that is stepped from pause to pause."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+        self.is_done = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def step(self) -> Flow:
+        """Runs to the next pause, or to the end."""
+        return self._run(lambda: self._coroutine.send(None))
+
+    def throw(self, error: BaseException) -> Flow:
+        """Goes on from the pause with an exception, as a cancellation does."""
+        return self._run(lambda: self._coroutine.throw(error))
+
+    def _run(self, resume: Callable[[], Any]) -> Flow:
+        assert not self.is_done
+        try:
+            resume()
+        except StopIteration as stop:
+            self.is_done, self.value = True, stop.value
+        except BaseException as error:
+            self.is_done, self.error = True, error
+        return self
+
+
+@dataclass
+class Clock:
+    """One time for the store and for the process."""
+
+    seconds: float = 1_000.0
+
+    def now_ms(self) -> int:
+        return round(self.seconds * 1000)
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def advance(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+class ManualSignal:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._is_set = False
+
+    def set(self) -> None:
+        self._is_set = True
+
+    async def wait(self, timeout_seconds: float | None) -> bool:
+        ends = None if timeout_seconds is None else self._clock.seconds + timeout_seconds
+        while not self._is_set:
+            if ends is not None and self._clock.seconds >= ends:
+                return False
+            await Pause()
+        return True
+
+
+@dataclass
+class ManualWaiting:
+    """Sleeping moves the clock at once; what is to happen meanwhile can be told."""
+
+    clock: Clock
+    slept: list[float] = field(default_factory=list)
+    meanwhile: deque[Callable[[], Any]] = field(default_factory=deque)
+    pauses: bool = False
+    on_signal: Callable[[], Any] | None = None
+
+    def monotonic(self) -> float:
+        return self.clock.seconds
+
+    async def sleep(self, seconds: float) -> None:
+        assert len(self.slept) < 1_000, "a sleep that never ends"
+        self.slept.append(seconds)
+        self.clock.advance(seconds)
+        if self.meanwhile:
+            self.meanwhile.popleft()()
+        if self.pauses:
+            await Pause()
+
+    def signal(self) -> ManualSignal:
+        if self.on_signal is not None:
+            act, self.on_signal = self.on_signal, None
+            act()
+        return ManualSignal(self.clock)
+
+
+@dataclass
+class Fault:
+    """What goes wrong with one call to the store, before or after it took effect."""
+
+    error: BaseException | None = None
+    is_after: bool = False
+    pauses: bool = False
+
+
+class ScriptedWriter:
+    """One row at a time to the store, with faults in the order in which they are to happen."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+        self.claims: list[ClaimRequest] = []
+        self.settlements: list[Settlement] = []
+        self.payload_forms: list[str] = []
+        self.claim_faults: deque[Fault | None] = deque()
+        self.settle_faults: deque[Fault | None] = deque()
+
+    async def claim(self, request: ClaimRequest) -> ClaimAnswer:
+        self.claims.append(request)
+
+        async def act() -> Any:
+            return (await self._store.commit([request], []))[0][0]
+
+        return await self._faulty(self.claim_faults, act)
+
+    async def settle(self, settlement: Settlement) -> SettleAnswer:
+        self.settlements.append(settlement)
+        self.payload_forms.append(settlement.payload.form)
+
+        async def act() -> Any:
+            return (await self._store.commit([], [settlement]))[1][0]
+
+        return await self._faulty(self.settle_faults, act)
+
+    async def _faulty(self, faults: deque[Fault | None], act: Callable[[], Any]) -> Any:
+        fault = (faults.popleft() if faults else None) or Fault()
+        if fault.pauses:
+            await Pause()
+        if fault.error is not None and not fault.is_after:
+            raise fault.error
+        answer = await act()
+        if fault.error is not None:
+            raise fault.error
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class RecordedRenewals:
+    def __init__(self) -> None:
+        self.running: list[Lease] = []
+        self.count = 0
+
+    def add(self, lease: Lease) -> None:
+        self.running.append(lease)
+        self.count += 1
+
+    def remove(self, lease: Lease) -> None:
+        self.running.remove(lease)
+
+
+class World:
+    """An engine over a memory store, with everything around it in the test's hands."""
+
+    def __init__(self, *, cache: bool = False, secret: bytes | None = None) -> None:
+        self.clock = Clock()
+        self.store = MemoryStore(now_ms=self.clock.now_ms)
+        self.heard: list[Event] = []
+        self.orphans: list[Coroutine[Any, Any, None]] = []
+        self.ran: list[int] = []
+        self._tokens = 0
+        self._cache = cache
+        self._secret = secret
+        self._processes: list[Process] = []
+        self.first = self.process()
+
+    def process(self) -> Process:
+        """Another process on the same store."""
+        made = Process(self)
+        self._processes.append(made)
+        return made
+
+    def mint_token(self) -> bytes:
+        self._tokens += 1
+        return self._tokens.to_bytes(16)
+
+    def adopt(self, flow: Coroutine[Any, Any, None]) -> None:
+        self.orphans.append(flow)
+
+    @property
+    def kinds(self) -> list[str]:
+        """What was reported, in order."""
+        return [event.kind.value for event in self.heard]
+
+
+class Process:
+    """One engine with its own flights, cache and renewals."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.writer = ScriptedWriter(world.store)
+        self.waiting = ManualWaiting(world.clock)
+        self.renewals = RecordedRenewals()
+        self._flows: list[Flow] = []
+        self.engine = Engine(
+            writer=self.writer,
+            waiting=self.waiting,
+            lock=nullcontext(),
+            renewals=self.renewals,
+            orphanage=world,
+            mint_token=world.mint_token,
+            cache=ReplayCache() if world._cache else None,
+            report=Reporter(world.heard.append),
+            owner="host:1",
+            secret=world._secret,
+        )
+
+    def start(self, call: Call, invoke: Invoke | None = None) -> Flow:
+        """A call, run to its first pause."""
+        flow = Flow(self.engine.answer(call, invoke or self.returning(7)))
+        # Kept, because a flow that nobody refers to is closed on the spot, as if cancelled.
+        self._flows.append(flow)
+        return flow.step()
+
+    def answer(self, call: Call, invoke: Invoke | None = None) -> Answer[Any]:
+        """A call, run to its end."""
+        return drive(self.engine.answer(call, invoke or self.returning(7)))
+
+    def returning(self, value: Any) -> Invoke:
+        async def operation(attempt: Attempt) -> Any:
+            self.world.ran.append(attempt.number)
+            return value
+
+        return operation
+
+    def raising(self, error: BaseException) -> Invoke:
+        async def operation(attempt: Attempt) -> Any:
+            self.world.ran.append(attempt.number)
+            raise error
+
+        return operation
+
+    def pausing(self, ending: Any) -> Invoke:
+        """Pauses once in the middle, then returns or raises the ending."""
+
+        async def operation(attempt: Attempt) -> Any:
+            self.world.ran.append(attempt.number)
+            await Pause()
+            if isinstance(ending, BaseException):
+                raise ending
+            return ending
+
+        return operation

@@ -1,0 +1,484 @@
+"""The engine, one caller at a time: claim, run, settle, replay, refuse."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from retrysafe.core import codec
+from retrysafe.core.engine import CLAIM_TRIES, POLL_MAXIMUM_SECONDS
+from retrysafe.core.keys import Key, child_key
+from retrysafe.core.model import (
+    ClaimAnswer,
+    Condition,
+    Decision,
+    Ending,
+    Fingerprint,
+    OperatorCommand,
+    State,
+)
+from retrysafe.core.policy import InFlight, Policy
+from retrysafe.errors import (
+    AttemptsExhausted,
+    ClaimLost,
+    DigestCollision,
+    KeyReused,
+    OperationFailed,
+    OperationInFlight,
+    OutcomeUnavailable,
+    StoreRejected,
+    StoreUnavailable,
+)
+from tests.core.building import KEY, OTHER_MARK, call
+from tests.core.driving import Fault, World, drive
+from tests.core.sample_types import CardExpired, Declined
+
+SECRET = b"0123456789abcdef"
+DOWN = StoreUnavailable("down")
+TERMINAL = Policy(terminal=Declined)
+WAITING = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=10))
+
+
+def state(world: World) -> State | None:
+    stored = drive(world.store.read(KEY))
+    return None if stored is None else stored.record.state
+
+
+def die(world: World, **options: object) -> None:
+    """Another process claims the key and never comes back."""
+    other = world.process()
+    flow = other.start(call(**options), other.pausing(None))
+    flow.throw(GeneratorExit())
+
+
+# One run, then replays.
+
+
+@pytest.mark.parametrize("value", [7, None, False, 0, "", {}, [], b"", (1, {2})])
+def test_the_operation_runs_once_and_its_value_is_replayed(value):
+    """Falsy values are values: the second caller gets them, and nothing runs again."""
+    world = World()
+    process = world.first
+    first = process.answer(call(), process.returning(value))
+    again = process.answer(call(), process.returning("something else"))
+    assert (first.value, first.replayed, first.attempt) == (value, False, 1)
+    assert (again.value, again.replayed, again.attempt) == (value, True, 1)
+    assert type(again.value) is type(value)
+    assert world.ran == [1]
+    assert world.kinds == ["claimed", "completed", "replayed"]
+    assert process.engine.flights_count == 0
+
+
+def test_the_claim_is_durable_before_the_operation_starts():
+    world = World()
+    seen = []
+
+    async def operation(attempt):
+        seen.append(drive(world.store.read(KEY)).record)
+
+    world.first.answer(call(), operation)
+    assert seen[0].state is State.PENDING
+    assert (seen[0].owner, seen[0].operation) == ("host:1", "shop.pay")
+
+
+def test_an_attempt_knows_its_claim_and_is_renewed_while_it_runs():
+    world = World(secret=SECRET)
+    process = world.first
+    seen = []
+
+    async def operation(attempt):
+        seen.append(attempt)
+        assert [lease.token for lease in process.renewals.running] == [attempt.token]
+        assert attempt.time_left == timedelta(seconds=30)
+        assert not attempt.is_lost
+        assert attempt.child_key("x") == child_key(SECRET, KEY, "x")
+
+    process.answer(call(), operation)
+    assert seen[0].is_first
+    assert seen[0].token == process.writer.claims[0].token == process.writer.settlements[0].token
+    assert process.renewals.running == []
+
+
+def test_the_run_limit_reaches_the_lease():
+    world = World()
+    limited = Policy(run_limit=timedelta(seconds=40))
+
+    async def operation(attempt):
+        (lease,) = world.first.renewals.running
+        assert lease.may_renew(world.clock.seconds + 39.9)
+        assert not lease.may_renew(world.clock.seconds + 40)
+        return True
+
+    assert world.first.answer(call(policy=limited), operation).value is True
+
+
+def test_settlements_carry_the_policys_windows():
+    world = World()
+    policy = Policy(active_window=timedelta(minutes=1), audit_window=timedelta(minutes=2))
+    world.first.answer(call(policy=policy))
+    (settlement,) = world.first.writer.settlements
+    assert (settlement.active_ms, settlement.audit_ms) == (60_000, 120_000)
+    world.clock.advance(60)
+    assert not world.first.answer(call(policy=policy)).replayed
+
+
+def test_a_replay_from_the_process_asks_no_store():
+    world = World(cache=True)
+    process = world.first
+    process.answer(call())
+    again = process.answer(call())
+    assert again.replayed
+    assert len(process.writer.claims) == 1
+    assert world.heard[-1].source == "process"
+    world.clock.advance(2.0)
+    assert process.answer(call()).replayed
+    assert len(process.writer.claims) == 2
+    assert world.heard[-1].source == "store"
+
+
+def test_a_replay_from_the_store_is_kept_for_the_next_one():
+    world = World(cache=True)
+    world.process().answer(call())
+    process = world.first
+    assert process.answer(call()).replayed
+    assert process.answer(call()).replayed
+    assert len(process.writer.claims) == 1
+
+
+def test_the_process_refuses_another_request_without_asking():
+    world = World(cache=True)
+    process = world.first
+    process.answer(call())
+    with pytest.raises(KeyReused):
+        process.answer(call(OTHER_MARK))
+    assert len(process.writer.claims) == 1
+    assert (world.kinds[-1], world.heard[-1].source) == ("mismatched", "process")
+
+
+def test_forgetting_makes_an_operators_change_visible_at_once():
+    world = World(cache=True)
+    process = world.first
+    process.answer(call())
+    drive(world.store.operate(KEY, OperatorCommand.EXPIRE))
+    assert process.answer(call()).replayed
+    process.engine.forget(KEY)
+    assert not process.answer(call()).replayed
+    world_without = World()
+    world_without.first.engine.forget(KEY)  # Nothing is kept, and nothing is wrong.
+
+
+# Refusals.
+
+
+def test_another_request_is_refused_and_sees_nothing():
+    world = World()
+    world.first.answer(call(), world.first.returning("secret"))
+    with pytest.raises(KeyReused, match="different request") as caught:
+        world.first.answer(call(OTHER_MARK))
+    assert "secret" not in str(caught.value)
+    assert caught.value.key == "order-1"
+    assert not caught.value.retryable
+    assert world.kinds[-1] == "mismatched"
+
+
+def test_a_record_of_an_earlier_rule_is_still_compared():
+    world = World()
+    world.first.answer(call())
+    new = Fingerprint(2, b"N" * 16)
+    assert world.first.answer(call(new, Fingerprint(1, b"F" * 16))).replayed
+    with pytest.raises(KeyReused):
+        world.first.answer(call(new, OTHER_MARK))
+
+
+def test_a_running_operation_of_another_process_is_told_with_the_time_left():
+    world = World()
+    other = world.process()
+    other.start(call(), other.pausing(1))
+    world.clock.advance(12)
+    with pytest.raises(OperationInFlight, match=r"lease ends in 18\.0 s") as caught:
+        world.first.answer(call())
+    assert caught.value.retry_after == timedelta(seconds=18)
+    assert (world.kinds[-1], world.heard[-1].source) == ("conflicted", "store")
+    assert world.ran == [1]
+
+
+def test_a_collision_of_digests_is_refused():
+    world = World()
+    world.first.answer(call())
+    twin = Key("order-2", caller="tenant-1")
+    twin.digest = KEY.digest
+    with pytest.raises(DigestCollision):
+        world.first.answer(call(key=twin))
+    assert world.ran == [1]
+
+
+# Waiting for another process.
+
+
+def test_a_waiter_gets_the_outcome_of_the_other_process():
+    world = World()
+    other = world.process()
+    running = other.start(call(), other.pausing("done"))
+    world.first.waiting.meanwhile.extend([lambda: None, running.step])
+    answer = world.first.answer(call(policy=WAITING))
+    assert (answer.value, answer.replayed) == ("done", True)
+    assert world.first.waiting.slept == pytest.approx([0.02, 0.03])
+    assert world.ran == [1]
+
+
+def test_a_waiter_gives_up_at_its_limit():
+    """It polls slower and slower, never past its limit, and then answers like one in a hurry."""
+    world = World()
+    die(world)
+    with pytest.raises(OperationInFlight) as caught:
+        world.first.answer(call(policy=WAITING))
+    slept = world.first.waiting.slept
+    assert sum(slept) == pytest.approx(10.0)
+    assert max(slept) == POLL_MAXIMUM_SECONDS
+    assert slept[:-1] == sorted(slept[:-1])
+    assert caught.value.retry_after == timedelta(seconds=20)
+    assert world.kinds[-1] == "wait ended"
+
+
+def test_a_wait_of_zero_asks_once():
+    world = World()
+    die(world)
+    with pytest.raises(OperationInFlight):
+        world.first.answer(call(policy=WAITING.with_changes(wait_limit=timedelta(0))))
+    assert len(world.first.writer.claims) == 1
+
+
+def test_a_waiter_takes_over_as_soon_as_the_lease_ends():
+    world = World()
+    die(world)
+    world.clock.advance(29.5)
+    answer = world.first.answer(call(policy=WAITING))
+    assert (answer.replayed, answer.attempt) == (False, 2)
+    assert 0.5 <= sum(world.first.waiting.slept) < 0.51
+    assert "taken over" in world.kinds
+
+
+# Claims whose answer is lost.
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+def test_an_ambiguous_claim_is_repeated_with_the_same_token(is_after):
+    """Whether the first try took effect or not, the operation runs once, as attempt 1."""
+    world = World()
+    process = world.first
+    process.writer.claim_faults.append(Fault(DOWN, is_after=is_after))
+    answer = process.answer(call())
+    assert (answer.replayed, answer.attempt) == (False, 1)
+    assert len({request.token for request in process.writer.claims}) == 1
+    assert len(process.writer.claims) == 2
+    assert world.ran == [1]
+    assert world.kinds == ["store unavailable", "claimed", "completed"]
+
+
+def test_claims_are_tried_a_few_times_and_then_the_store_is_reported_down():
+    world = World()
+    process = world.first
+    process.writer.claim_faults.extend([Fault(DOWN)] * CLAIM_TRIES)
+    with pytest.raises(StoreUnavailable):
+        process.answer(call())
+    assert len(process.writer.claims) == CLAIM_TRIES == 3
+    assert process.waiting.slept == [0.05, 0.1]
+    assert world.ran == []
+    assert process.engine.flights_count == 0
+
+
+def test_a_refused_claim_is_not_tried_again():
+    world = World()
+    process = world.first
+    process.writer.claim_faults.append(Fault(StoreRejected("too long")))
+    with pytest.raises(StoreRejected):
+        process.answer(call())
+    assert len(process.writer.claims) == 1
+    assert world.ran == []
+
+
+# Failures of the operation.
+
+
+def test_a_terminal_failure_is_stored_and_replayed():
+    world = World()
+    process = world.first
+    error = CardExpired("4242", month=5)
+    with pytest.raises(CardExpired) as first:
+        process.answer(call(policy=TERMINAL), process.raising(error))
+    assert first.value is error
+    with pytest.raises(CardExpired) as again:
+        process.answer(call(policy=TERMINAL))
+    assert again.value is not error
+    assert (again.value.card, again.value.month) == ("4242", 5)
+    assert world.ran == [1]
+    assert world.kinds == ["claimed", "failed", "replayed"]
+
+
+def test_a_stored_failure_that_this_process_did_not_declare_is_told():
+    world = World()
+    with pytest.raises(Declined):
+        world.first.answer(call(policy=TERMINAL), world.first.raising(Declined("no funds")))
+    with pytest.raises(OperationFailed, match="Declined: no funds") as caught:
+        world.process().answer(call())
+    assert caught.value.type_name == "tests.core.sample_types:Declined"
+
+
+def test_a_retryable_failure_frees_the_key_at_once():
+    world = World(cache=True)
+    process = world.first
+    with pytest.raises(ConnectionError):
+        process.answer(call(), process.raising(ConnectionError("reset")))
+    assert state(world) is State.RELEASED
+    answer = process.answer(call())
+    assert (answer.replayed, answer.attempt) == (False, 2)
+    assert world.kinds == ["claimed", "released", "claimed", "completed"]
+
+
+def test_a_failed_value_is_stored_as_a_failure_and_replayed_as_a_value():
+    """A judge may call a returned value a failure, as 402 is among responses."""
+    world = World()
+    judged = call(judge=lambda value: Ending.FAILED if value == 402 else Ending.SUCCEEDED)
+    assert world.first.answer(judged, world.first.returning(402)).value == 402
+    assert state(world) is State.FAILED
+    assert world.first.answer(judged).value == 402
+
+
+def test_a_value_judged_retryable_frees_the_key():
+    world = World(cache=True)
+    judged = call(judge=lambda value: Ending.RELEASED)
+    assert world.first.answer(judged, world.first.returning(503)).value == 503
+    assert state(world) is State.RELEASED
+    assert not world.first.answer(judged).replayed
+
+
+@pytest.mark.parametrize("error", [GeneratorExit(), KeyboardInterrupt(), SystemExit()])
+def test_a_cancelled_operation_keeps_its_claim(error):
+    """Nobody knows how far it got, so only the lease frees the key."""
+    world = World()
+    process = world.first
+    flow = process.start(call(), process.pausing(None))
+    flow.throw(error)
+    assert flow.error is error
+    assert state(world) is State.PENDING
+    assert process.writer.settlements == []
+    assert process.renewals.running == []
+    assert process.engine.flights_count == 0
+    with pytest.raises(OperationInFlight):
+        process.answer(call())
+
+
+# Attempts.
+
+
+def test_a_crashed_owner_is_taken_over_after_its_lease():
+    world = World()
+    die(world)
+    world.clock.advance(30)
+    answer = world.first.answer(call())
+    assert (answer.replayed, answer.attempt) == (False, 2)
+    assert world.kinds == ["claimed", "taken over", "completed"]
+
+
+def test_attempts_are_limited_and_the_last_claim_runs_nothing():
+    """An operation that keeps killing its worker is given up, for good and for everybody."""
+    world = World(cache=True)
+    twice = Policy(attempt_limit=2)
+    for _ in range(2):
+        die(world, policy=twice)
+        world.clock.advance(30)
+    process = world.first
+    with pytest.raises(AttemptsExhausted, match="all 2 attempts"):
+        process.answer(call(policy=twice))
+    assert world.ran == [1, 2]
+    assert state(world) is State.FAILED
+    assert process.renewals.count == 0
+    assert world.kinds[-2:] == ["failed", "exhausted"]
+    for another in (process, world.process()):
+        with pytest.raises(AttemptsExhausted):
+            another.answer(call(policy=twice))
+    assert world.ran == [1, 2]
+
+
+def test_failed_attempts_count_as_well():
+    world = World()
+    process = world.first
+    once = Policy(attempt_limit=1)
+    with pytest.raises(ConnectionError):
+        process.answer(call(policy=once), process.raising(ConnectionError()))
+    with pytest.raises(AttemptsExhausted):
+        process.answer(call(policy=once))
+    assert world.ran == [1]
+
+
+def test_an_exhausted_operation_that_the_store_refuses_is_still_given_up():
+    world = World()
+    process = world.first
+    once = Policy(attempt_limit=1)
+    die(world, policy=once)
+    world.clock.advance(30)
+    process.writer.settle_faults.append(Fault(StoreRejected("no")))
+    with pytest.raises(OutcomeUnavailable, match="the store refused it"):
+        process.answer(call(policy=once))
+    assert state(world) is State.FAILED
+
+
+def test_giving_up_can_lose_the_claim():
+    world = World()
+    once = Policy(attempt_limit=1)
+    die(world, policy=once)
+    world.clock.advance(30)
+    process = world.first
+    process.writer.settle_faults.append(Fault(pauses=True))
+    flow = process.start(call(policy=once))
+    world.clock.advance(30)
+    with pytest.raises(AttemptsExhausted):
+        world.process().answer(call(policy=once))
+    assert isinstance(flow.step().error, ClaimLost)
+
+
+# Outcomes that cannot be shown.
+
+
+def test_an_outcome_that_is_no_longer_stored_is_not_run_again():
+    world = World()
+    world.first.answer(call())
+    world.store._outcomes.clear()
+    with pytest.raises(OutcomeUnavailable, match="no longer stored"):
+        world.first.answer(call())
+    assert world.ran == [1]
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ("json.9", "which this release does not know"),
+        ("failure.9", "which this release does not know"),
+        (codec.TAGGED, "could not be read"),
+        (codec.WITHHELD, "was not kept"),
+        (codec.FAILURE, "its failure cannot be read"),
+    ],
+)
+def test_an_outcome_that_cannot_be_read_here_is_not_run_again(form, words):
+    world = World()
+    world.first.answer(call())
+    (stored,) = world.store._outcomes[KEY.digest].values()
+    stored.payload.form, stored.payload.body = form, b"{"
+    with pytest.raises(OutcomeUnavailable, match=words) as caught:
+        world.first.answer(call())
+    assert caught.value.key == "order-1"
+    assert world.ran == [1]
+
+
+def test_the_answer_of_the_store_is_what_counts():
+    """The engine decides nothing by its own clock: a replay is a replay when the store says so."""
+    world = World()
+    process = world.first
+
+    async def claim(request):
+        return ClaimAnswer(Decision.MISMATCH, Condition.RUNNING)
+
+    process.writer.claim = claim
+    with pytest.raises(KeyReused):
+        process.answer(call())

@@ -1,0 +1,221 @@
+"""Flights share one leader's news; renewing keeps the leases of all attempts alive."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import pytest
+
+from retrysafe.core.events import Event, EventKind, Reporter
+from retrysafe.core.flights import Flight, Flights, Phase, is_same_request
+from retrysafe.core.keys import Key
+from retrysafe.core.lease import Lease
+from retrysafe.core.model import Decision, Fingerprint, Payload, SettleAnswer, SettleKind
+from retrysafe.core.ports import Capabilities, Waits
+from retrysafe.core.renewing import due_leases, next_renewal, renew
+from retrysafe.errors import StoreRejected, StoreUnavailable
+from tests.core.building import MARK, OTHER_MARK
+from tests.core.driving import drive
+
+
+class Bell:
+    """A signal that counts."""
+
+    def __init__(self) -> None:
+        self.rung = 0
+
+    def set(self) -> None:
+        self.rung += 1
+
+
+def flights() -> Flights:
+    return Flights(nullcontext())
+
+
+def test_the_first_to_join_leads_and_the_others_follow():
+    sky = flights()
+    flight, leads = sky.join(b"a", (MARK,))
+    assert leads
+    assert flight.phase is Phase.CLAIMING
+    assert sky.join(b"a", (OTHER_MARK,)) == (flight, False)
+    assert flight.fingerprints == (MARK,)
+    assert sky.join(b"b", (MARK,))[1]
+    assert len(sky) == 2
+
+
+def test_after_landing_the_next_one_leads_a_new_flight():
+    sky = flights()
+    flight, _ = sky.join(b"a", (MARK,))
+    sky.land(b"a", flight)
+    assert flight.phase is Phase.LANDED
+    assert len(sky) == 0
+    again, leads = sky.join(b"a", (MARK,))
+    assert leads
+    assert again is not flight
+
+
+def test_news_wake_everybody_who_enlisted_and_only_once():
+    sky = flights()
+    flight, _ = sky.join(b"a", (MARK,))
+    bells = [Bell(), Bell()]
+    assert all(sky.enlist(flight, Phase.CLAIMING, bell) for bell in bells)
+    sky.enter(flight, Phase.RUNNING)
+    sky.land(b"a", flight)
+    assert [bell.rung for bell in bells] == [1, 1]
+
+
+def test_landing_wakes_those_who_wait_for_the_end():
+    sky = flights()
+    flight, _ = sky.join(b"a", (MARK,))
+    sky.enter(flight, Phase.RUNNING)
+    bell = Bell()
+    assert sky.enlist(flight, Phase.RUNNING, bell)
+    sky.land(b"a", flight)
+    assert bell.rung == 1
+
+
+def test_nobody_waits_for_news_that_came_already():
+    """Between looking at the phase and enlisting the leader may move on: no lost wake-up."""
+    sky = flights()
+    flight, _ = sky.join(b"a", (MARK,))
+    sky.enter(flight, Phase.RUNNING)
+    bell = Bell()
+    assert not sky.enlist(flight, Phase.CLAIMING, bell)
+    sky.land(b"a", flight)
+    assert bell.rung == 0
+
+
+def test_a_flight_knows_how_long_the_running_attempt_may_last():
+    flight = Flight((MARK,))
+    assert flight.seconds_left(100.0) == 0.0
+    flight.conflict_ends_monotonic = 105.0
+    assert flight.seconds_left(100.0) == 5.0
+    assert flight.seconds_left(106.0) == 0.0
+    flight.lease = lease(b"t", asked=100.0)
+    assert flight.seconds_left(101.0) == 29.0
+
+
+def test_a_flight_hands_over_what_was_shared():
+    flight, payload = Flight((MARK,)), Payload("json.1", b"", b"1")
+    flight.share(payload, 3)
+    assert (flight.payload, flight.attempt) == (payload, 3)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_same"),
+    [
+        ([(1, b"a")], [(1, b"a")], True),
+        ([(1, b"a")], [(1, b"b")], False),
+        ([(2, b"x"), (1, b"a")], [(1, b"a")], True),
+        ([(2, b"x"), (1, b"a")], [(1, b"b")], False),
+        ([(1, b"a")], [(2, b"x"), (1, b"b")], False),
+        ([(2, b"x"), (1, b"a")], [(2, b"x"), (1, b"b")], True),
+        ([(1, b"a")], [(2, b"b")], True),
+        ([], [(1, b"a")], True),
+    ],
+)
+def test_requests_are_compared_under_the_first_rule_that_both_know(first, second, is_same):
+    def marks(pairs: list[tuple[int, bytes]]) -> tuple[Fingerprint, ...]:
+        return tuple(Fingerprint(*pair) for pair in pairs)
+
+    assert is_same_request(marks(first), marks(second)) is is_same
+
+
+# Renewing.
+
+
+def lease(token: bytes, *, asked: float = 0.0, run_limit: float | None = None) -> Lease:
+    return Lease(
+        key=Key(token.hex(), caller="c"),
+        token=token,
+        lease_ms=30_000,
+        remaining_ms=30_000,
+        ends_at_ms=0,
+        asked_monotonic=asked,
+        run_limit_seconds=run_limit,
+    )
+
+
+@dataclass
+class Extends:
+    """A store that only extends, with an answer or an exception per token."""
+
+    answers: dict[bytes, object] = field(default_factory=dict)
+    error: Exception | None = None
+    batches: list[list[bytes]] = field(default_factory=list)
+    capabilities = Capabilities(Waits.NEVER, batch_limit=2)
+
+    async def commit(self, claims, settlements):
+        assert claims == []
+        assert all(item.kind is SettleKind.EXTEND for item in settlements)
+        assert all(item.lease_ms == 30_000 for item in settlements)
+        self.batches.append([item.token for item in settlements])
+        if self.error is not None:
+            raise self.error
+        applied = SettleAnswer(Decision.APPLY, 30_000, 77)
+        return [], [self.answers.get(item.token, applied) for item in settlements]
+
+
+def renewed(store: Extends, leases: list[Lease], now: float = 15.0) -> list[Event]:
+    heard: list[Event] = []
+    drive(renew(store, leases, lambda: now, Reporter(heard.append)))
+    return heard
+
+
+def test_due_leases_are_those_at_their_time_that_may_be_renewed():
+    due, early = lease(b"a"), lease(b"b", asked=1.0)
+    over, revoked = lease(b"c", run_limit=5.0), lease(b"d")
+    revoked.revoke()
+    everything = [due, early, over, revoked]
+    assert due_leases(everything, 10.0) == [due]
+    assert due_leases(everything, 11.0) == [due, early]
+    assert due_leases([], 10.0) == []
+
+
+def test_the_next_renewal_is_the_earliest_that_may_happen():
+    """Leases past their run limit do not wake the heartbeat for ever."""
+    assert next_renewal([lease(b"a", asked=2.0), lease(b"b", asked=1.0)], 5.0) == 11.0
+    assert next_renewal([lease(b"c", run_limit=5.0), lease(b"a")], 5.0) == 10.0
+    assert next_renewal([lease(b"c", run_limit=5.0)], 5.0) is None
+    assert next_renewal([], 0.0) is None
+
+
+def test_leases_are_renewed_in_batches_of_the_stores_size():
+    leases = [lease(bytes([number])) for number in range(5)]
+    store = Extends()
+    assert renewed(store, leases) == []
+    assert [len(batch) for batch in store.batches] == [2, 2, 1]
+    assert [item.seconds_left(15.0) for item in leases] == [30.0] * 5
+    assert [item.ends_at_ms for item in leases] == [77] * 5
+
+
+def test_a_lost_lease_is_revoked_and_its_neighbour_renewed():
+    lost, kept = lease(b"a"), lease(b"b")
+    renewed(Extends({b"a": SettleAnswer(Decision.LOST)}), [lost, kept])
+    assert lost.is_revoked
+    assert kept.seconds_left(15.0) == 30.0
+
+
+def test_a_refused_row_is_tried_again_soon_and_its_neighbour_renewed():
+    refused, kept = lease(b"a"), lease(b"b")
+    (event,) = renewed(Extends({b"a": StoreRejected("no")}), [refused, kept])
+    assert (event.kind, event.key, event.detail) == (EventKind.RENEWAL_FAILED, refused.key, "no")
+    assert refused.renew_monotonic == 17.5
+    assert refused.seconds_left(15.0) == 15.0
+    assert kept.seconds_left(15.0) == 30.0
+
+
+@pytest.mark.parametrize(
+    ("error", "detail"),
+    [(StoreUnavailable("down"), "down"), (ZeroDivisionError("a bug"), "ZeroDivisionError: a bug")],
+)
+def test_no_error_of_a_store_ends_the_renewing(error, detail):
+    """One exception out of here would end the heartbeat, and with it every other lease."""
+    leases = [lease(b"a"), lease(b"b"), lease(b"c")]
+    store = Extends(error=error)
+    heard = renewed(store, leases)
+    assert [event.detail for event in heard] == [detail] * 3
+    assert len(store.batches) == 2
+    assert [item.is_revoked for item in leases] == [False] * 3
+    assert {item.renew_monotonic for item in leases} == {17.5}

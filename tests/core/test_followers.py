@@ -1,0 +1,281 @@
+"""Callers of one process for one key: one leads and asks the store, the others follow."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from retrysafe.core.model import Fingerprint
+from retrysafe.core.policy import InFlight, Policy
+from retrysafe.errors import KeyReused, OperationInFlight, StoreUnavailable
+from tests.core.building import MARK, OTHER_MARK, call
+from tests.core.driving import Fault, Process, World
+from tests.core.sample_types import Declined
+
+WAITING = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=10), terminal=Declined)
+DOWN = StoreUnavailable("down")
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def process(world: World) -> Process:
+    return world.first
+
+
+def claiming(process: Process, *marks: Fingerprint, **options: object) -> object:
+    """A leader whose claim is under way."""
+    process.writer.claim_faults.append(Fault(pauses=True))
+    return process.start(call(*marks, **options), process.pausing("first"))
+
+
+def owned_elsewhere(world: World) -> object:
+    """The key is running in another process; stepping the flow ends it."""
+    other = world.process()
+    return other.start(call(), other.pausing("theirs"))
+
+
+# While the leader runs the operation.
+
+
+def test_a_duplicate_of_a_running_operation_is_told_without_a_store_call(world, process):
+    leader = process.start(call(), process.pausing("first"))
+    world.clock.advance(5)
+    with pytest.raises(OperationInFlight) as caught:
+        process.answer(call())
+    assert caught.value.retry_after == timedelta(seconds=25)
+    assert len(process.writer.claims) == 1
+    assert (world.kinds[-1], world.heard[-1].source) == ("conflicted", "process")
+    assert leader.step().value.value == "first"
+    assert world.ran == [1]
+
+
+def test_another_request_is_refused_while_the_first_runs(world, process):
+    process.start(call(), process.pausing("first"))
+    for policy in (Policy(), WAITING):
+        with pytest.raises(KeyReused):
+            process.answer(call(OTHER_MARK, policy=policy))
+    assert len(process.writer.claims) == 1
+    assert world.heard[-1].source == "process"
+
+
+def test_followers_who_wait_get_the_leaders_outcome(world, process):
+    """One claim, one run, one settle, however many wait."""
+    leader = process.start(call(), process.pausing("first"))
+    followers = [process.start(call(policy=WAITING)) for _ in range(3)]
+    assert not any(follower.is_done for follower in followers)
+    leader.step()
+    for follower in followers:
+        answer = follower.step().value
+        assert (answer.value, answer.replayed, answer.attempt) == ("first", True, 1)
+    assert leader.value.replayed is False
+    assert world.ran == [1]
+    assert (len(process.writer.claims), len(process.writer.settlements)) == (1, 1)
+
+
+def test_followers_get_the_leaders_failure(world, process):
+    leader = process.start(call(policy=WAITING), process.pausing(Declined("no funds")))
+    follower = process.start(call(policy=WAITING))
+    leader.step()
+    follower.step()
+    assert isinstance(follower.error, Declined)
+    assert follower.error is not leader.error
+    assert world.ran == [1]
+
+
+def test_when_the_leader_frees_the_key_a_follower_leads(world, process):
+    leader = process.start(call(), process.pausing(ConnectionError("reset")))
+    second, third = (process.start(call(policy=WAITING), process.pausing(n)) for n in (2, 3))
+    leader.step()
+    assert isinstance(leader.error, ConnectionError)
+    second.step()
+    third.step()
+    assert world.ran == [1, 2]
+    assert second.step().value.value == 2
+    third.step()
+    assert (third.value.value, third.value.replayed) == (2, True)
+    assert world.ran == [1, 2]
+
+
+def test_when_the_leader_is_cancelled_a_follower_asks_the_store(world, process):
+    """The claim of the cancelled leader still stands, so the follower waits for its lease."""
+    leader = process.start(call(), process.pausing("first"))
+    follower = process.start(call(policy=WAITING))
+    leader.throw(KeyboardInterrupt())
+    follower.step()
+    assert isinstance(follower.error, OperationInFlight)
+    assert sum(process.waiting.slept) == pytest.approx(10.0)
+    assert world.ran == [1]
+
+
+def test_when_the_leaders_outcome_is_not_stored_a_follower_is_not_shown_it(world, process):
+    leader = process.start(
+        call(policy=Policy(settle_patience=timedelta(0))), process.pausing("unstored")
+    )
+    follower = process.start(call(policy=WAITING))
+    process.writer.settle_faults.append(Fault(DOWN))
+    leader.step()
+    follower.step()
+    assert isinstance(follower.error, OperationInFlight)
+
+
+def test_a_followers_wait_has_a_limit(world, process):
+    leader = process.start(call(), process.pausing("first"))
+    follower = process.start(call(policy=WAITING))
+    world.clock.advance(9.9)
+    assert not follower.step().is_done
+    world.clock.advance(0.1)
+    follower.step()
+    assert isinstance(follower.error, OperationInFlight)
+    assert follower.error.retry_after == timedelta(seconds=20)
+    assert world.kinds[-1] == "wait ended"
+    assert leader.step().value.value == "first"
+
+
+def test_an_outcome_that_arrives_with_the_end_of_the_wait_is_still_given(world, process):
+    """The wait ran out, and the leader landed before the follower could say so."""
+    leader = process.start(call(), process.pausing("first"))
+    late = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(0))
+    process.waiting.on_signal = leader.step
+    # The leader ends between the follower's look at the phase and its enlisting.
+    assert process.answer(call(policy=late)).value == "first"
+
+
+def test_a_wait_that_ends_as_the_leader_lands_takes_the_outcome(world, process):
+    leader = process.start(call(), process.pausing("first"))
+    follower = process.start(call(policy=WAITING))
+    world.clock.advance(10)
+    signal_waiters = process.engine._flights._by_digest[call().key.digest].waiters
+    signal_waiters.clear()  # The wake-up is under way to a follower whose time is over.
+    leader.step()
+    assert follower.step().value.value == "first"
+
+
+# While the leader's claim is under way.
+
+
+def test_a_duplicate_during_the_claim_waits_for_its_answer_only(world, process):
+    """It asks no store; as soon as the leader runs, it is told that the operation is in flight."""
+    leader = claiming(process)
+    follower = process.start(call())
+    assert not follower.is_done
+    leader.step()
+    follower.step()
+    assert isinstance(follower.error, OperationInFlight)
+    assert follower.error.retry_after == timedelta(seconds=30)
+    assert len(process.writer.claims) == 1
+    assert leader.step().value.value == "first"
+
+
+def test_another_request_during_the_claim_is_refused_once_the_leader_runs(world, process):
+    leader = claiming(process)
+    follower = process.start(call(OTHER_MARK))
+    leader.step()
+    assert isinstance(follower.step().error, KeyReused)
+
+
+def test_a_replay_is_shared_with_the_followers(world, process):
+    world.process().answer(call())
+    leader = claiming(process)
+    follower, stranger = process.start(call()), process.start(call(OTHER_MARK))
+    leader.step()
+    assert leader.value.replayed
+    assert follower.step().value.value == 7
+    assert isinstance(stranger.step().error, KeyReused)
+    assert len(process.writer.claims) == 1
+
+
+def test_a_mismatch_is_shared_with_those_who_ask_the_same(world, process):
+    """Others ask for themselves: what the leader was told does not hold for them."""
+    world.process().answer(call())
+    leader = claiming(process, OTHER_MARK)
+    same, honest = process.start(call(OTHER_MARK)), process.start(call(MARK))
+    leader.step()
+    assert isinstance(leader.error, KeyReused)
+    assert isinstance(same.step().error, KeyReused)
+    assert len(process.writer.claims) == 1
+    assert honest.step().value.replayed
+    assert len(process.writer.claims) == 2
+
+
+def test_a_conflict_is_shared_with_those_who_do_not_wait(world, process):
+    owned_elsewhere(world)
+    world.clock.advance(10)
+    leader = claiming(process)
+    follower, stranger = process.start(call()), process.start(call(OTHER_MARK))
+    leader.step()
+    assert isinstance(leader.error, OperationInFlight)
+    follower.step()
+    assert isinstance(follower.error, OperationInFlight)
+    assert follower.error.retry_after == timedelta(seconds=20)
+    assert len(process.writer.claims) == 1
+    assert isinstance(stranger.step().error, KeyReused)
+    assert len(process.writer.claims) == 2
+
+
+def test_after_a_conflict_a_follower_who_waits_leads_the_polling(world, process):
+    theirs = owned_elsewhere(world)
+    leader = claiming(process)
+    follower = process.start(call(policy=WAITING))
+    leader.step()
+    process.waiting.meanwhile.append(theirs.step)
+    assert follower.step().value.value == "theirs"
+
+
+def test_when_the_claim_fails_a_follower_tries_itself(world, process):
+    leader = claiming(process)
+    follower = process.start(call())
+    process.writer.claim_faults.extend([Fault(DOWN), Fault(DOWN)])
+    leader.throw(DOWN)  # The first of its three tries.
+    assert isinstance(leader.error, StoreUnavailable)
+    assert follower.step().value.value == 7
+    assert world.ran == [1]
+
+
+def test_a_follower_whose_wait_ends_during_the_claim_is_told(world, process):
+    claiming(process)
+    follower = process.start(call(policy=WAITING))
+    world.clock.advance(10)
+    follower.step()
+    assert isinstance(follower.error, OperationInFlight)
+    assert follower.error.retry_after == timedelta(0)
+
+
+# While the leader waits for another process.
+
+
+def test_followers_of_a_polling_leader_share_its_news(world, process):
+    theirs = owned_elsewhere(world)
+    process.waiting.pauses = True
+    leader = process.start(call(policy=WAITING))
+    hurried = process.start(call())
+    assert isinstance(hurried.error, OperationInFlight)
+    assert hurried.error.retry_after == timedelta(seconds=29, milliseconds=980)
+    stranger = process.start(call(OTHER_MARK, policy=WAITING))
+    assert isinstance(stranger.error, KeyReused)
+    follower = process.start(call(policy=WAITING))
+    theirs.step()
+    leader.step()
+    assert (leader.value.value, leader.value.replayed) == ("theirs", True)
+    assert follower.step().value.value == "theirs"
+    assert len(process.writer.claims) == 2
+
+
+def test_a_conflict_that_is_over_is_not_told_to_a_late_follower(world, process):
+    """The leader waited, took over, ran and freed the key: the follower may run at once."""
+    owned_elsewhere(world)
+    world.clock.advance(29.99)
+    leader = claiming(process, policy=WAITING)
+    follower = process.start(call(), process.returning("second"))
+    process.waiting.pauses = True
+    leader.step()  # In flight elsewhere: it sleeps until the lease is over.
+    leader.step()  # It takes over and runs; the follower has not woken up yet.
+    leader.throw(ConnectionError("reset"))
+    assert isinstance(leader.error, ConnectionError)
+    follower.step()
+    assert follower.error is None
+    assert follower.value.value == "second"

@@ -1,0 +1,259 @@
+"""The state machine: the whole table, the rules in its module's docstring, the edges of time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrysafe.core import machine
+from retrysafe.core.machine import CONDITIONS, TABLE, Event, condition_of, decide
+from retrysafe.core.model import (
+    Condition,
+    Decision,
+    Ending,
+    Fingerprint,
+    OperatorCommand,
+    SettleKind,
+    State,
+)
+from tests.core.building import LEASE_MS, MARK, NOW, OTHER_MARK, OTHER_TOKEN, TOKEN, record
+
+# Written by hand, from the rules and not from the code. Columns as in HEADER.
+HEADER = "absent running abandoned succeeded failed released outlived"
+GOLDEN = """
+claim                  | admit  | in flight | take over | replay   | replay   | take over | admit
+claim, other request   | admit  | mismatch  | mismatch  | mismatch | mismatch | mismatch  | admit
+claim, same token      | admit  | confirm   | take over | replay   | replay   | take over | admit
+complete               | lost   | apply     | apply     | confirm  | lost     | lost      | lost
+fail                   | lost   | apply     | apply     | lost     | confirm  | lost      | lost
+release                | lost   | apply     | apply     | lost     | lost     | confirm   | lost
+extend                 | lost   | apply     | apply     | lost     | lost     | lost      | lost
+record step            | lost   | apply     | apply     | lost     | lost     | lost      | lost
+any write, other token | lost   | lost      | lost      | lost     | lost     | lost      | lost
+operator release       | refuse | refuse    | apply     | refuse   | apply    | apply     | confirm
+operator force release | refuse | apply     | apply     | refuse   | apply    | apply     | confirm
+operator expire        | refuse | refuse    | refuse    | apply    | apply    | apply     | confirm
+sweep                  | keep   | keep      | keep      | keep     | keep     | keep      | delete
+"""
+
+CLAIMS = (Event.CLAIM, Event.CLAIM_MISMATCHED, Event.CLAIM_AGAIN)
+OWNER_WRITES = (Event.COMPLETE, Event.FAIL, Event.RELEASE, Event.EXTEND, Event.RECORD_STEP)
+OPERATOR = (Event.OPERATOR_RELEASE, Event.OPERATOR_FORCE_RELEASE, Event.OPERATOR_EXPIRE)
+THERE = (Condition.RUNNING, Condition.ABANDONED, Condition.SUCCEEDED, Condition.FAILED)
+PENDING = (Condition.RUNNING, Condition.ABANDONED)
+SETTLED_STATES = (State.SUCCEEDED, State.FAILED, State.RELEASED)
+
+
+def golden() -> dict[tuple[Event, Condition], Decision]:
+    cells = {}
+    for line in GOLDEN.strip().splitlines():
+        event, *decisions = (cell.strip() for cell in line.split("|"))
+        for condition, decision in zip(HEADER.split(), decisions, strict=True):
+            cells[Event(event), Condition(condition)] = Decision(decision)
+    return cells
+
+
+def test_the_whole_table_is_as_written_here():
+    assert golden() == TABLE
+
+
+def test_every_cell_is_decided():
+    """There is no pair of a wish and a condition to which the machine has no answer."""
+    assert set(TABLE) == {(event, condition) for event in Event for condition in Condition}
+    assert set(CONDITIONS) == set(Condition)
+    assert all(decide(event, condition) in Decision for event, condition in TABLE)
+
+
+@pytest.mark.parametrize("condition", [*THERE, Condition.RELEASED])
+def test_another_request_is_refused_whatever_the_record_is(condition):
+    """A different request under the same key is refused before anything else is looked at."""
+    assert decide(Event.CLAIM_MISMATCHED, condition) is Decision.MISMATCH
+
+
+def test_pending_never_runs_again_while_its_lease_holds():
+    granted = {Decision.ADMIT, Decision.TAKE_OVER}
+    for event in CLAIMS:
+        assert decide(event, Condition.RUNNING) not in granted
+
+
+@given(st.integers(0, 10**15))
+def test_a_pending_record_never_expires(now_ms):
+    """However old it is, and even with an expiry in its row, only its lease frees it."""
+    item = record(expires_at_ms=1)
+    assert condition_of(item, now_ms) in PENDING
+    for condition in PENDING:
+        assert decide(Event.SWEEP, condition) is Decision.KEEP
+        assert decide(Event.OPERATOR_EXPIRE, condition) is Decision.REFUSE
+
+
+@pytest.mark.parametrize("condition", Condition)
+def test_only_the_holder_of_the_token_writes(condition):
+    assert decide(Event.WRITE_UNHELD, condition) is Decision.LOST
+
+
+@pytest.mark.parametrize("event", OWNER_WRITES)
+def test_the_holder_of_an_expired_lease_still_holds_the_token(event):
+    """Until somebody takes over, its outcome is kept: it is the only one there is."""
+    assert decide(event, Condition.ABANDONED) is Decision.APPLY
+
+
+@pytest.mark.parametrize(
+    ("event", "condition"),
+    [
+        (Event.CLAIM_AGAIN, Condition.RUNNING),
+        (Event.COMPLETE, Condition.SUCCEEDED),
+        (Event.FAIL, Condition.FAILED),
+        (Event.RELEASE, Condition.RELEASED),
+    ],
+)
+def test_repeating_a_write_that_stands_is_confirmed(event, condition):
+    """An ambiguous commit can be retried: the second one changes nothing and says yes."""
+    assert decide(event, condition) is Decision.CONFIRM
+
+
+@pytest.mark.parametrize("event", OWNER_WRITES)
+def test_a_settled_outcome_never_changes(event):
+    """No later write of the owner replaces an ending by a different one."""
+    for condition in (Condition.SUCCEEDED, Condition.FAILED, Condition.RELEASED):
+        assert decide(event, condition) in (Decision.CONFIRM, Decision.LOST)
+
+
+@pytest.mark.parametrize("event", [*CLAIMS, *OWNER_WRITES, Event.WRITE_UNHELD])
+def test_a_record_past_its_window_counts_as_absent(event):
+    assert decide(event, Condition.OUTLIVED) is decide(event, Condition.ABSENT)
+
+
+def test_only_outlived_records_are_swept():
+    swept = {
+        condition for condition in Condition if decide(Event.SWEEP, condition) is not Decision.KEEP
+    }
+    assert swept == {Condition.OUTLIVED}
+
+
+@pytest.mark.parametrize("event", OPERATOR)
+def test_an_operator_cannot_act_on_what_is_not_there(event):
+    assert decide(event, Condition.ABSENT) is Decision.REFUSE
+
+
+def test_an_operator_never_frees_a_success_or_by_chance_a_running_one():
+    """Releasing a success would run it twice; a running one needs the force command."""
+    assert decide(Event.OPERATOR_RELEASE, Condition.SUCCEEDED) is Decision.REFUSE
+    assert decide(Event.OPERATOR_FORCE_RELEASE, Condition.SUCCEEDED) is Decision.REFUSE
+    assert decide(Event.OPERATOR_RELEASE, Condition.RUNNING) is Decision.REFUSE
+    assert decide(Event.OPERATOR_FORCE_RELEASE, Condition.RUNNING) is Decision.APPLY
+
+
+def test_decisions_belong_to_kinds_of_events():
+    """A claim is never "lost" and a write never "replayed": callers branch on these sets."""
+    allowed = {
+        CLAIMS: {"admit", "take over", "in flight", "replay", "mismatch", "confirm"},
+        (*OWNER_WRITES, Event.WRITE_UNHELD): {"apply", "confirm", "lost"},
+        OPERATOR: {"apply", "confirm", "refuse"},
+        (Event.SWEEP,): {"keep", "delete"},
+    }
+    assert sum(len(events) for events in allowed) == len(Event)
+    for events, decisions in allowed.items():
+        for event in events:
+            assert {decide(event, condition).value for condition in Condition} <= decisions
+
+
+# Conditions at the edges of time.
+
+
+def test_no_record_is_absent():
+    assert condition_of(None, NOW) is Condition.ABSENT
+
+
+@pytest.mark.parametrize(
+    ("offset", "condition"),
+    [
+        (-1, Condition.RUNNING),
+        (0, Condition.ABANDONED),
+        (1, Condition.ABANDONED),
+    ],
+)
+def test_a_lease_ends_exactly_at_its_end(offset, condition):
+    assert condition_of(record(), NOW + LEASE_MS + offset) is condition
+
+
+@pytest.mark.parametrize("state", SETTLED_STATES)
+def test_a_window_ends_exactly_at_its_end(state):
+    item = record(state, expires_at_ms=NOW + 5)
+    assert condition_of(item, NOW + 4) is Condition(state.name.lower())
+    assert condition_of(item, NOW + 5) is Condition.OUTLIVED
+
+
+@pytest.mark.parametrize("state", SETTLED_STATES)
+def test_a_settled_record_does_not_look_at_its_lease(state):
+    item = record(state, lease_ends_at_ms=0, expires_at_ms=None)
+    assert condition_of(item, 10**15) is Condition(state.name.lower())
+
+
+# Who asks.
+
+
+def test_fingerprints_are_compared_under_one_rule():
+    """The first fingerprint of the record's rule decides, wherever it stands in the list."""
+    item = record(rule=1, fingerprint=b"F" * 16)
+    new_rule = Fingerprint(2, b"N" * 16)
+    assert not machine.is_mismatch(item, (MARK,))
+    assert machine.is_mismatch(item, (OTHER_MARK,))
+    assert not machine.is_mismatch(item, (new_rule, MARK))
+    assert machine.is_mismatch(item, (new_rule, OTHER_MARK))
+
+
+def test_an_unknown_rule_counts_as_a_match():
+    """During a deploy that changes the rule, an honest retry must not be refused."""
+    assert not machine.is_mismatch(record(rule=9), (MARK, OTHER_MARK))
+    assert not machine.is_mismatch(record(), ())
+
+
+@pytest.mark.parametrize(
+    ("item", "mark", "token", "event"),
+    [
+        (None, MARK, TOKEN, Event.CLAIM),
+        (record(), MARK, OTHER_TOKEN, Event.CLAIM),
+        (record(), MARK, TOKEN, Event.CLAIM_AGAIN),
+        (record(), OTHER_MARK, OTHER_TOKEN, Event.CLAIM_MISMATCHED),
+        (record(), OTHER_MARK, TOKEN, Event.CLAIM_MISMATCHED),
+    ],
+)
+def test_a_claim_is_told_apart_by_request_first_then_by_token(item, mark, token, event):
+    assert machine.claim_event(item, (mark,), token) is event
+
+
+@pytest.mark.parametrize("kind", SettleKind)
+def test_a_write_counts_only_with_the_records_token(kind):
+    """This is the fence."""
+    assert machine.settle_event(record(), kind, TOKEN) is Event(kind.name.lower())
+    assert machine.settle_event(record(), kind, OTHER_TOKEN) is Event.WRITE_UNHELD
+    assert machine.settle_event(None, kind, TOKEN) is Event.WRITE_UNHELD
+
+
+@pytest.mark.parametrize("command", OperatorCommand)
+def test_every_operator_command_is_an_event(command):
+    assert machine.operator_event(command).value == f"operator {command.value}"
+
+
+@pytest.mark.parametrize(("attempt", "is_exhausted"), [(1, False), (3, False), (4, True)])
+def test_the_limit_itself_is_still_an_attempt(attempt, is_exhausted):
+    assert machine.is_exhausted(attempt, 3) is is_exhausted
+
+
+def test_stored_numbers_never_change():
+    """They are in databases, and endings and settle kinds are the states they lead to."""
+    assert {state.name: state.value for state in State} == {
+        "PENDING": 1,
+        "SUCCEEDED": 2,
+        "FAILED": 3,
+        "RELEASED": 4,
+    }
+    for ending in Ending:
+        assert State(ending).name == ending.name
+    assert {kind.name: State(kind) for kind in SettleKind} == {
+        "COMPLETE": State.SUCCEEDED,
+        "FAIL": State.FAILED,
+        "RELEASE": State.RELEASED,
+        "EXTEND": State.PENDING,
+    }
