@@ -5,13 +5,12 @@ Owns what an extend's answer means for a lease. When to renew is the heartbeat's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from retrysafe.core.events import EventKind, Reporter
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Decision, SettleAnswer, SettleKind, Settlement
 from retrysafe.core.ports import Store
-from retrysafe.errors import StoreError
 
 
 def due_leases(leases: Iterable[Lease], monotonic: float) -> list[Lease]:
@@ -47,13 +46,14 @@ async def _renew_batch(
         Settlement(SettleKind.EXTEND, lease.key, lease.token, lease_ms=lease.lease_ms)
         for lease in leases
     ]
-    answers: list[SettleAnswer | StoreError]
+    answers: Sequence[SettleAnswer | Exception]
     try:
         _, answers = await store.commit([], extends)
-    except StoreError as error:
+    except Exception as error:
+        # Whatever a store raises: a heartbeat that died of it would let every lease run out.
         answers = [error] * len(leases)
     for lease, answer in zip(leases, answers, strict=True):
-        if isinstance(answer, StoreError):
+        if isinstance(answer, Exception):
             # The lease may still be renewed before it ends, so try again soon.
             lease.put_off(monotonic())
             report(EventKind.RENEWAL_FAILED, lease.key, detail=str(answer))
