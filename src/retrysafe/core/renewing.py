@@ -13,13 +13,16 @@ from retrysafe.core.model import Decision, SettleAnswer, SettleKind, Settlement
 from retrysafe.core.ports import Store
 
 
-def due_leases(leases: Iterable[Lease], monotonic: float) -> list[Lease]:
-    """Which leases are to be renewed now."""
-    return [
-        lease
-        for lease in leases
-        if lease.renew_monotonic <= monotonic and lease.may_renew(monotonic)
-    ]
+def due_leases(leases: Sequence[Lease], monotonic: float) -> list[Lease]:
+    """Which leases are to be renewed now: none before one is due, then the nearly due ones too.
+
+    Taking those along puts operations that started one after the other into one batch, and from
+    then on they are due together; else each would pay a commit of its own.
+    """
+    renewable = [lease for lease in leases if lease.may_renew(monotonic)]
+    if all(lease.renew_monotonic > monotonic for lease in renewable):
+        return []
+    return [lease for lease in renewable if lease.is_nearly_due(monotonic)]
 
 
 def next_renewal(leases: Iterable[Lease], monotonic: float) -> float | None:
