@@ -138,7 +138,11 @@ class Engine:
         poll_seconds = POLL_SECONDS
         while True:
             asked = self._monotonic()
-            answer = await self._claim(request)
+            try:
+                answer = await self._claim(request)
+            except StoreUnavailable as error:
+                flight.outage = str(error)
+                raise
             decision = answer.decision
             if decision in _GRANTED:
                 return await self._run(flight, call, invoke, request, answer, asked)
@@ -206,6 +210,10 @@ class Engine:
     def _disembark(
         self, flight: Flight, call: Call, wait_until: float | None
     ) -> Answer[Any] | None:
+        if flight.outage is not None:
+            # Else the followers would try the silent store one after the other, and the last of
+            # a thousand would hear of the outage minutes later.
+            raise StoreUnavailable(flight.outage, key=call.key.text)
         is_same = is_same_request(call.fingerprints, flight.fingerprints)
         if flight.payload is not None:
             if not is_same:
