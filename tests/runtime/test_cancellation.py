@@ -30,9 +30,7 @@ from tests.runtime.staged import (
 )
 
 POLICY = Policy(lease=timedelta(seconds=30))
-WAIT = POLICY.with_changes(
-    in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=PATIENCE_SECONDS)
-)
+WAIT = POLICY.with_changes(in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=PATIENCE_SECONDS))
 
 
 class Scene:
@@ -246,7 +244,9 @@ def test_follower_of_a_cancelled_run_waits_for_the_lease():
             await turns()
             await _cancel(first)
             polls = len(scene.store.commits) + 2
-            await asyncio.to_thread(scene.store.wait_until, lambda: len(scene.store.commits) > polls)
+            await asyncio.to_thread(
+                scene.store.wait_until, lambda: len(scene.store.commits) > polls
+            )
             assert scene.ran == ["first"]
             scene.clock.advance(30)
             answer = await second
