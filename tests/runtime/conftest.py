@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from retrysafe.stores.sqlite import connecting
+from tests.runtime.faces import AsyncSubject, BlockingSubject, Subject
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +41,21 @@ def _is_open(connection: sqlite3.Connection) -> bool:
 def url(tmp_path) -> str:
     """The URL of a SQLite file that does not exist yet."""
     return f"sqlite:///{tmp_path / 'keys.db'}"
+
+
+@pytest.fixture(params=["blocking", "async"])
+def subject(request) -> Iterator[Callable[..., Subject]]:
+    """Makes objects of one face, to be used in the same plain way; closes them with the test."""
+    made: list[Subject] = []
+    with asyncio.Runner() as runner:
+
+        def make(store, **options) -> Subject:
+            if request.param == "blocking":
+                made.append(BlockingSubject(store, **options))
+            else:
+                made.append(AsyncSubject(runner, store, **options))
+            return made[-1]
+
+        yield make
+        for item in made:
+            assert item.close() is True
