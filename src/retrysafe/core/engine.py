@@ -143,7 +143,7 @@ class Engine:
             try:
                 answer = await self._writer.claim(request)
             except StoreUnavailable as error:
-                answer = await self._claim_again(request, error)
+                answer = await self._claim_again(flight, request, error)
             decision = answer.decision
             if decision in _GRANTED:
                 if self._monotonic() >= asked + answer.remaining_ms / 1000:
@@ -166,7 +166,9 @@ class Engine:
             await self._waiting.sleep(min(poll_seconds, lease_seconds, wait_until - now))
             poll_seconds = min(poll_seconds * POLL_GROWTH, POLL_MAXIMUM_SECONDS)
 
-    async def _claim_again(self, request: ClaimRequest, error: StoreUnavailable) -> ClaimAnswer:
+    async def _claim_again(
+        self, flight: Flight, request: ClaimRequest, error: StoreUnavailable
+    ) -> ClaimAnswer:
         """Asks again when the answer was lost: the token tells whose claim it was."""
         pause = RETRY_PAUSE_SECONDS
         for _ in range(CLAIM_TRIES - 1):
@@ -178,6 +180,7 @@ class Engine:
             except StoreUnavailable as again:
                 error = again
         self._report(EventKind.STORE_UNAVAILABLE, request.key, detail=str(error))
+        flight.outage = str(error)
         raise error
 
     def _replay_stored(
@@ -215,6 +218,10 @@ class Engine:
     def _disembark(
         self, flight: Flight, call: Call, wait_until: float | None
     ) -> Answer[Any] | None:
+        if flight.outage is not None:
+            # Else the followers would try the silent store one after the other, and the last of
+            # a thousand would hear of the outage minutes later.
+            raise StoreUnavailable(flight.outage, key=call.key.text)
         is_same = is_same_request(call.fingerprints, flight.fingerprints)
         if flight.payload is not None:
             if not is_same:

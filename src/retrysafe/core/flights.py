@@ -32,6 +32,7 @@ class Flight:
         "fingerprints",
         "is_mismatched",
         "lease",
+        "outage",
         "payload",
         "phase",
         "waiters",
@@ -44,6 +45,8 @@ class Flight:
         # When the foreign lease ends by the local clock, once it is known that there is one.
         self.conflict_ends_monotonic: float | None = None
         self.is_mismatched = False
+        # What the store's silence was, when the leader could not even ask.
+        self.outage: str | None = None
         self.attempt = 0
         self.payload: Payload | None = None
         self.waiters: list[Signal] | None = None

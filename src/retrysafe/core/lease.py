@@ -56,6 +56,11 @@ class Lease:
         """Sets the next try after a renewal that the store did not answer."""
         self.renew_monotonic = monotonic + self.lease_ms / 1000 / RENEWALS_PER_LEASE / 4
 
+    def is_nearly_due(self, monotonic: float) -> bool:
+        """Whether at least half of the time until the next renewal has passed."""
+        half_seconds = self.lease_ms / 1000 / RENEWALS_PER_LEASE / 2
+        return self.renew_monotonic - half_seconds <= monotonic
+
     def may_renew(self, monotonic: float) -> bool:
         """Whether the attempt is still within its run limit and not known to be lost."""
         return not self.is_revoked and (

@@ -5,22 +5,24 @@ Owns what an extend's answer means for a lease. When to renew is the heartbeat's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from retrysafe.core.events import EventKind, Reporter
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Decision, SettleAnswer, SettleKind, Settlement
 from retrysafe.core.ports import Store
-from retrysafe.errors import StoreError
 
 
-def due_leases(leases: Iterable[Lease], monotonic: float) -> list[Lease]:
-    """Which leases are to be renewed now."""
-    return [
-        lease
-        for lease in leases
-        if lease.renew_monotonic <= monotonic and lease.may_renew(monotonic)
-    ]
+def due_leases(leases: Sequence[Lease], monotonic: float) -> list[Lease]:
+    """Which leases are to be renewed now: none before one is due, then the nearly due ones too.
+
+    Taking those along puts operations that started one after the other into one batch, and from
+    then on they are due together; else each would pay a commit of its own.
+    """
+    renewable = [lease for lease in leases if lease.may_renew(monotonic)]
+    if all(lease.renew_monotonic > monotonic for lease in renewable):
+        return []
+    return [lease for lease in renewable if lease.is_nearly_due(monotonic)]
 
 
 def next_renewal(leases: Iterable[Lease], monotonic: float) -> float | None:
@@ -47,16 +49,17 @@ async def _renew_batch(
         Settlement(SettleKind.EXTEND, lease.key, lease.token, lease_ms=lease.lease_ms)
         for lease in leases
     ]
-    answers: list[SettleAnswer | StoreError]
+    answers: Sequence[SettleAnswer | Exception]
     try:
         _, answers = await store.commit([], extends)
-    except StoreError as error:
+    except Exception as error:
+        # Whatever a store raises: a heartbeat that died of it would let every lease run out.
         answers = [error] * len(leases)
     except Exception as error:
         # A bug in a store must not end the heartbeat: every other lease would run out with it.
         answers = [StoreError(f"{type(error).__name__}: {error}")] * len(leases)
     for lease, answer in zip(leases, answers, strict=True):
-        if isinstance(answer, StoreError):
+        if isinstance(answer, Exception):
             # The lease may still be renewed before it ends, so try again soon.
             lease.put_off(monotonic())
             report(EventKind.RENEWAL_FAILED, lease.key, detail=str(answer))

@@ -276,7 +276,8 @@ class BlockingIdempotency(Face):
     def close(self, wait: timedelta = timedelta(seconds=30)) -> bool:
         """Starts nothing new and waits for running operations; False when some still run.
 
-        Those keep their claims until the leases end, since nothing renews them any more.
+        Those keep their claims until the leases end, since nothing renews them any more; they
+        still store their outcomes. Closing again waits for them again.
         """
         has_ended = self._gate.close(wait.total_seconds())
         self._heartbeat.stop()

@@ -83,6 +83,7 @@ class TaskHeartbeat:
         self._leases: dict[bytes, Lease] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
+        self._is_stopped = False
 
     def add(self, lease: Lease) -> None:
         """Starts renewing; sets the timer only when it would fire too late."""
@@ -96,6 +97,7 @@ class TaskHeartbeat:
 
     async def stop(self) -> None:
         """Ends the timer and the renewal that is under way."""
+        self._is_stopped = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -109,7 +111,7 @@ class TaskHeartbeat:
             self._timer.cancel()
             self._timer = None
         upcoming = next_renewal(self._leases.values(), time.monotonic())
-        if upcoming is not None:
+        if upcoming is not None and not self._is_stopped:
             # The loop's clock is time.monotonic, the same that leases are counted by.
             self._timer = asyncio.get_running_loop().call_at(upcoming, self._fire)
 

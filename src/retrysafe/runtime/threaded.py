@@ -34,8 +34,7 @@ class ThreadedStore:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="retrysafe-store")
-        self._is_closed = False
+        self._pool: ThreadPoolExecutor | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -45,6 +44,9 @@ class ThreadedStore:
     async def _hop(self, method: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
         # The flow is made in the worker: a cancelled hop must not leave one that never ran.
         work = partial(_drive, method, args)
+        if self._pool is None:
+            # Also after `close`: an operation that outlived it must still store its outcome.
+            self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="retrysafe-store")
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def commit(
@@ -74,16 +76,15 @@ class ThreadedStore:
         return await self._hop(self._store.sweep, limit)
 
     async def close(self) -> None:
-        """Closes the store, then ends the workers; a second call finds nothing to do."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        """Closes the store, then ends the workers; the next use starts new ones."""
         await self._hop(self._store.close)
-        self._pool.shutdown(wait=True)
+        self.end_workers()
 
     def end_workers(self) -> None:
         """Ends the workers and leaves the store open: somebody else owns it."""
-        self._pool.shutdown(wait=True)
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=True)
 
 
 def _drive(method: Callable[..., Coroutine[Any, Any, T]], args: tuple[object, ...]) -> T:

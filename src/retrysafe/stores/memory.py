@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from retrysafe import forks
 from retrysafe.core import transitions
 from retrysafe.core.keys import Key
 from retrysafe.core.machine import Event, condition_of, decide
@@ -40,6 +41,11 @@ class MemoryStore:
         self._records: dict[bytes, Record] = {}
         self._outcomes: dict[bytes, dict[bytes, StoredOutcome]] = {}
         self._steps: dict[bytes, dict[str, Step]] = {}
+        forks.register(self)
+
+    def after_fork_in_child(self) -> None:
+        """Goes on with a copy of the records: a thread of the parent may hold the old lock."""
+        self._lock = threading.Lock()
 
     @property
     def capabilities(self) -> Capabilities:

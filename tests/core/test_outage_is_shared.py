@@ -1,0 +1,69 @@
+"""A store that does not answer is told to every local duplicate by the one that asked."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from retrysafe.core.call import Call
+from retrysafe.core.codec import ValueCodec
+from retrysafe.core.engine import CLAIM_TRIES, Engine
+from retrysafe.core.events import Reporter
+from retrysafe.core.keys import Key
+from retrysafe.core.model import Fingerprint
+from retrysafe.core.policy import InFlight, Policy
+from retrysafe.errors import StoreUnavailable
+from retrysafe.runtime.waiting import NoLock, TaskWaiting
+
+
+class _SilentWriter:
+    """Never answers, and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def claim(self, request):
+        self.asked += 1
+        await asyncio.sleep(0)
+        raise StoreUnavailable("no answer")
+
+
+class _Waiting(TaskWaiting):
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("in_flight", list(InFlight))
+def test_followers_of_a_claim_that_got_no_answer_are_told(in_flight):
+    """Ten duplicates cost the tries of one, and each gets an error of its own."""
+    writer = _SilentWriter()
+    engine = Engine(
+        writer=writer,
+        waiting=_Waiting(),
+        lock=NoLock(),
+        renewals=None,
+        orphanage=None,
+        mint_token=lambda: b"t" * 16,
+        cache=None,
+        report=Reporter(None),
+    )
+
+    def call(fingerprint: bytes) -> Call:
+        key = Key("key", caller="tester")
+        policy = Policy(in_flight=in_flight)
+        return Call(key, (Fingerprint(1, fingerprint),), policy, "", ValueCodec())
+
+    async def main() -> list[BaseException]:
+        # Half of them bring another request: the store is silent for those as well.
+        return await asyncio.gather(
+            *(engine.answer(call(b"ab"[number % 2 :]), None) for number in range(10)),
+            return_exceptions=True,
+        )
+
+    errors = asyncio.run(main())
+    assert [type(error) for error in errors] == [StoreUnavailable] * 10
+    assert len({id(error) for error in errors}) == 10
+    assert {error.key for error in errors[1:]} == {"key"}
+    assert writer.asked == CLAIM_TRIES
+    assert engine.flights_count == 0

@@ -1,0 +1,1 @@
+"""Real processes on one SQLite file: raced, killed, stopped, forked."""

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.processes.children import Child
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Child]]:
+    """Starts children, and ends all of them with the test."""
+    children: list[Child] = []
+
+    def start_child(function: Callable[..., Any], *args: Any) -> Child:
+        child = Child(function, args)
+        children.append(child)
+        return child
+
+    yield start_child
+    for child in children:
+        child.end()
+
+
+@pytest.fixture
+def database(tmp_path) -> str:
+    """A path for a SQLite file."""
+    return str(tmp_path / "keys.db")
+
+
+@pytest.fixture
+def ledger(tmp_path) -> str:
+    """A path for the ledger."""
+    return str(tmp_path / "ledger")

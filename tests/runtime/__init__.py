@@ -1,0 +1,1 @@
+"""The faces on real threads and real event loops."""

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from retrysafe.stores.sqlite import connecting
+from tests.runtime.faces import AsyncSubject, BlockingSubject, Subject
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks(monkeypatch) -> Iterator[None]:
+    """After each test no thread of retrysafe runs and no connection is open."""
+    connections: list[sqlite3.Connection] = []
+    connect = connecting.connect
+
+    def connect_and_note(*args, **kwargs) -> sqlite3.Connection:
+        connection = connect(*args, **kwargs)
+        connections.append(connection)
+        return connection
+
+    monkeypatch.setattr(connecting, "connect", connect_and_note)
+    yield
+    threads = [item.name for item in threading.enumerate() if item.name.startswith("retrysafe")]
+    assert not threads, f"threads left behind: {threads}"
+    assert not [item for item in connections if _is_open(item)], "connections left behind"
+
+
+def _is_open(connection: sqlite3.Connection) -> bool:
+    try:
+        connection.total_changes  # noqa: B018 — reading it is how a closed connection tells.
+    except sqlite3.ProgrammingError:
+        return False
+    return True
+
+
+@pytest.fixture
+def url(tmp_path) -> str:
+    """The URL of a SQLite file that does not exist yet."""
+    return f"sqlite:///{tmp_path / 'keys.db'}"
+
+
+@pytest.fixture(params=["blocking", "async"])
+def subject(request) -> Iterator[Callable[..., Subject]]:
+    """Makes objects of one face, to be used in the same plain way; closes them with the test."""
+    made: list[Subject] = []
+    with asyncio.Runner() as runner:
+
+        def make(store, **options) -> Subject:
+            if request.param == "blocking":
+                made.append(BlockingSubject(store, **options))
+            else:
+                made.append(AsyncSubject(runner, store, **options))
+            return made[-1]
+
+        yield make
+        for item in made:
+            assert item.close() is True

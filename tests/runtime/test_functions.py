@@ -1,0 +1,412 @@
+"""run, answer and once: from functions and their arguments to keys, callers and requests."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from datetime import timedelta
+
+import pytest
+
+from retrysafe import (
+    GLOBAL,
+    AsyncIdempotency,
+    BodyKey,
+    CallerMissing,
+    FingerprintImpossible,
+    FingerprintRule,
+    Idempotency,
+    InvalidInput,
+    Key,
+    KeyInvalid,
+    KeyReused,
+    MemoryStore,
+    Policy,
+    PolicyInvalid,
+    SecretMissing,
+    current_attempt,
+    natural_key,
+)
+from tests.runtime.staged import Clock, StagedStore, drive
+
+SECRET = "0123456789abcdef"
+
+
+class Ledger:
+    """Counts the executions of a function and returns which one it was."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def pay(self, invoice: str, amount: int = 10, note: str = "") -> int:
+        self.calls.append((invoice, amount, note))
+        return len(self.calls)
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger()
+
+
+def test_run_runs_once(subject, url, ledger):
+    """The second run of a key returns the first outcome; `answer` tells that it is a replay."""
+    face = subject(url, caller="tester")
+    first = face.answer("key", ledger.pay, "42")
+    second = face.answer("key", ledger.pay, "42")
+    assert (first.value, first.replayed, first.attempt) == (1, False, 1)
+    assert (second.value, second.replayed, second.attempt) == (1, True, 1)
+    assert face.run("key", ledger.pay, "42") == 1
+    assert ledger.calls == [("42", 10, "")]
+
+
+def test_request_of_run_is_name_and_arguments(subject, ledger):
+    """Other arguments or another operation under the same key are another request."""
+    face = subject(MemoryStore(), caller="tester")
+    face.run("key", ledger.pay, "42")
+    with pytest.raises(KeyReused):
+        face.run("key", ledger.pay, "43")
+    with pytest.raises(KeyReused):
+        face.run("key", str, "42")
+    assert face.run("key", str, "42", name="tests.runtime.test_functions.Ledger.pay") == 1
+
+
+def test_request_can_be_given(subject, ledger):
+    """`request=` says what is compared, instead of the arguments; None is a request too."""
+    face = subject(MemoryStore(), caller="tester")
+    face.run("key", ledger.pay, "42", request=None)
+    assert face.run("key", ledger.pay, "43", request=None) == 1
+    with pytest.raises(KeyReused):
+        face.run("key", ledger.pay, "42", request={"invoice": "42"})
+
+
+def test_request_fields_can_be_left_out_by_a_rule(subject, ledger):
+    """A rule that excludes a field makes retries that differ in it the same request."""
+    face = subject(MemoryStore(), caller="tester", rule=FingerprintRule(exclude=("/sent_at",)))
+    face.run("key", ledger.pay, "42", request={"invoice": "42", "sent_at": 1})
+    assert face.run("key", ledger.pay, "42", request={"invoice": "42", "sent_at": 2}) == 1
+    with pytest.raises(KeyReused):
+        face.run("key", ledger.pay, "42", request={"invoice": "43", "sent_at": 1})
+
+
+def test_request_without_stable_form_is_refused(subject, ledger):
+    """Two objects cannot be compared by their address; nothing ran."""
+    face = subject(MemoryStore(), caller="tester")
+    with pytest.raises(FingerprintImpossible, match="request="):
+        face.run("key", ledger.pay, object())
+    assert ledger.calls == []
+
+
+# Whose key it is.
+
+
+def test_caller_is_required(subject, ledger):
+    """Without a caller nothing is claimed: a global namespace is never the silent default."""
+    face = subject(MemoryStore())
+    with pytest.raises(CallerMissing, match="GLOBAL"):
+        face.run("key", ledger.pay, "42")
+    assert ledger.calls == []
+
+
+def test_callers_do_not_share_keys(subject, ledger):
+    """The same key of two callers is two keys; a Key carries its own caller."""
+    face = subject(MemoryStore(), caller="alice")
+    assert face.run("key", ledger.pay, "42") == 1
+    assert face.run("key", ledger.pay, "42", caller="bob") == 2
+    assert face.run(Key("key", caller="bob"), ledger.pay, "42") == 2
+    assert face.run("key", ledger.pay, "42", caller=GLOBAL) == 3
+    with pytest.raises(InvalidInput, match="not both"):
+        face.run(Key("key", caller="bob"), ledger.pay, "42", caller="alice")
+
+
+def test_caller_can_be_a_function(subject, ledger):
+    """It is asked for every call; a nobody that it returns is refused."""
+    account = ["alice"]
+    face = subject(MemoryStore(), caller=lambda: account[0])
+    assert face.run("key", ledger.pay, "42") == 1
+    account[0] = "bob"
+    assert face.run("key", ledger.pay, "42") == 2
+    for nobody in ("", None):
+        account[0] = nobody
+        with pytest.raises(CallerMissing):
+            face.run("key", ledger.pay, "42")
+
+
+def test_global_caller_is_for_those_who_ask(subject, ledger):
+    """GLOBAL as the object's caller is one namespace for everybody."""
+    face = subject(MemoryStore(), caller=GLOBAL)
+    assert face.run("key", ledger.pay, "42") == 1
+    assert face.run(Key("key", caller=GLOBAL), ledger.pay, "42") == 1
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, None, 42, b"key", "nul\x00"])
+def test_unusable_keys_are_refused(subject, ledger, key):
+    """An empty, overlong or binary key is an error, and nothing ran."""
+    face = subject(MemoryStore(), caller="tester")
+    with pytest.raises(KeyInvalid):
+        face.run(key, ledger.pay, "42")
+    assert ledger.calls == []
+
+
+# once: keys from the arguments.
+
+
+def _pay(ledger: Ledger):
+    def pay(invoice: str, amount: int = 10, *, note: str = "") -> int:
+        """Pays an invoice."""
+        return ledger.pay(invoice, amount, note)
+
+    return pay
+
+
+def test_once_by_parameter_name(subject, ledger):
+    """One parameter identifies the operation, however it is passed."""
+    face = subject(MemoryStore(), caller="tester")
+    pay = face.once(_pay(ledger), key="invoice")
+    assert [pay("42"), pay(invoice="42"), pay("42", 10), pay("43")] == [1, 1, 1, 2]
+    with pytest.raises(KeyReused):
+        pay("42", 11)
+
+
+def test_once_by_several_parameters(subject, ledger):
+    """A tuple of names: the values are framed, so that no two pairs meet."""
+    face = subject(MemoryStore(), caller="tester")
+    pay = face.once(_pay(ledger), key=("invoice", "note"))
+    assert pay("a", note="bc") == 1
+    assert pay("ab", note="c") == 2
+    assert pay("a", note="bc") == 1
+
+
+def test_once_by_function(subject, ledger):
+    """A function of the arguments makes the key: a text, a tuple of parts, or a Key."""
+    face = subject(MemoryStore(), caller="tester")
+    by_text = face.once(_pay(ledger), key=lambda invoice, **_: f"pay-{invoice}", name="text")
+    assert [by_text("42"), by_text("42")] == [1, 1]
+    by_parts = face.once(_pay(ledger), key=lambda invoice, **_: (invoice, 1), name="parts")
+    assert [by_parts("42"), by_parts("42")] == [2, 2]
+    assert face.call("read", natural_key("parts", "42", 1)) is not None
+    by_key = face.once(
+        _pay(ledger), key=lambda invoice, **_: Key(invoice, caller="own"), name="key"
+    )
+    assert [by_key("42"), by_key("42")] == [3, 3]
+    assert face.call("read", Key("42", caller="own")) is not None
+
+
+def test_once_by_body_needs_a_secret(subject, ledger, monkeypatch):
+    """A keyed hash without a secret is refused when the function is decorated."""
+    monkeypatch.delenv("RETRYSAFE_SECRET", raising=False)
+    face = subject(MemoryStore(), caller="tester")
+    with pytest.raises(SecretMissing, match="RETRYSAFE_SECRET"):
+        face.once(_pay(ledger), key=BodyKey())
+    with pytest.raises(SecretMissing):
+        Idempotency(MemoryStore(), secret="short")
+
+
+def test_once_by_body(subject, ledger):
+    """Equal calls within the window are one; after it they are new."""
+    clock = Clock()
+    face = subject(MemoryStore(now_ms=clock), caller="tester", secret=SECRET, cache=False)
+    pay = face.once(_pay(ledger), key=BodyKey(window=timedelta(minutes=5)), ignore=["note"])
+    assert [pay("42"), pay("42", note="retry"), pay("42", 11)] == [1, 1, 2]
+    clock.advance(4 * 60)
+    assert pay("42") == 1
+    clock.advance(60)
+    assert pay("42") == 3
+
+
+def test_secret_from_the_environment(subject, ledger, monkeypatch):
+    """RETRYSAFE_SECRET is the secret of objects that were given none."""
+    monkeypatch.setenv("RETRYSAFE_SECRET", SECRET)
+    face = subject(MemoryStore(), caller="tester")
+    pay = face.once(_pay(ledger), key=BodyKey())
+    assert [pay("42"), pay("42")] == [1, 1]
+
+
+def test_once_ignores_what_it_is_told_to(subject, ledger):
+    """Parameters in `ignore` are not part of the request, and need no stable form."""
+    face = subject(MemoryStore(), caller="tester")
+    pay = face.once(_pay(ledger), key="invoice", ignore=["note", "amount"])
+    assert [pay("42", note=object()), pay("42", 11, note=object())] == [1, 1]
+
+
+@pytest.mark.parametrize("options", [{"key": "invoyce"}, {"key": "invoice", "ignore": ["x"]}])
+def test_once_refuses_unknown_parameters(subject, ledger, options):
+    """A misspelt name is found when the function is decorated."""
+    face = subject(MemoryStore(), caller="tester")
+    with pytest.raises(KeyInvalid, match="has no parameter"):
+        face.once(_pay(ledger), **options)
+
+
+def test_once_refuses_a_text_as_ignore(subject, ledger):
+    """ignore="note" would mean four parameters of one letter."""
+    face = subject(MemoryStore(), caller="tester")
+    with pytest.raises(InvalidInput, match="list of parameter names"):
+        face.once(_pay(ledger), key="invoice", ignore="note")
+
+
+def test_once_wrong_arguments_are_a_type_error(subject, ledger):
+    """As without the decorator; nothing is claimed."""
+    store = StagedStore()
+    pay = subject(store, caller="tester").once(_pay(ledger), key="invoice")
+    with pytest.raises(TypeError):
+        pay()
+    with pytest.raises(TypeError):
+        pay("42", colour="red")
+    assert store.calls_count == 0
+
+
+def test_once_keeps_name_and_signature(ledger):
+    """The decorated function looks like the function."""
+    with Idempotency(MemoryStore(), caller="tester") as idem:
+        function = _pay(ledger)
+        pay = idem.once(key="invoice")(function)
+        assert (pay.__name__, pay.__doc__) == (function.__name__, "Pays an invoice.")
+        assert inspect.signature(pay) == inspect.signature(function)
+
+
+def test_once_of_two_functions_do_not_share_keys(subject):
+    """Equal arguments of two functions are two operations; equal names would be one."""
+    face = subject(MemoryStore(), caller="tester")
+    first = face.once(lambda order: "first", key="order", name="ship")
+    second = face.once(lambda order: "second", key="order", name="bill")
+    third = face.once(lambda order: "third", key="order", name="ship")
+    assert [first(1), second(1), third(1)] == ["first", "second", "first"]
+
+
+def test_answer_of_tells_about_replays(subject, ledger):
+    """`answer_of` is `answer` for decorated functions; others are refused."""
+    face = subject(MemoryStore(), caller="tester")
+    pay = face.once(_pay(ledger), key="invoice")
+    assert [face.answer_of(pay, "42").replayed for _ in range(2)] == [False, True]
+    assert face.answer_of(pay, invoice="42").value == 1
+    with pytest.raises(InvalidInput, match="not decorated"):
+        face.answer_of(len, "42")
+
+
+def test_policy_per_operation(subject):
+    """A policy of the call or of the decorator replaces the object's."""
+    face = subject(MemoryStore(), caller="tester", policy=Policy(lease=timedelta(seconds=7)))
+    seen = []
+
+    def lease() -> None:
+        seen.append(round(current_attempt().time_left.total_seconds()))
+
+    face.run("a", lease)
+    face.run("b", lease, policy=Policy(lease=timedelta(seconds=90)))
+    face.once(lambda key: lease(), key="key", policy=Policy(lease=timedelta(seconds=40)))("c")
+    assert seen == [7, 90, 40]
+    assert face.idem.policy.lease == timedelta(seconds=7)
+    with pytest.raises(PolicyInvalid):
+        face.idem.policy.with_changes(leese=1)
+
+
+# Methods.
+
+
+def test_once_on_methods():
+    """self and cls are where a method lives, not part of the request."""
+    with Idempotency(MemoryStore(), caller="tester") as idem:
+        ran = []
+
+        class Shop:
+            @idem.once(key="order")
+            def ship(self, order: int) -> str:
+                ran.append(("ship", order))
+                return f"shipped {order}"
+
+            @classmethod
+            @idem.once(key="order")
+            def bill(cls, order: int) -> str:
+                ran.append(("bill", order, cls.__name__))
+                return f"billed {order}"
+
+            @staticmethod
+            @idem.once(key="order")
+            def pack(order: int) -> str:
+                ran.append(("pack", order))
+                return f"packed {order}"
+
+        for _ in range(2):
+            assert Shop().ship(1) == "shipped 1"
+            assert Shop.bill(1) == "billed 1"
+            assert Shop().bill(order=1) == "billed 1"
+            assert Shop.pack(1) == "packed 1"
+        assert ran == [("ship", 1), ("bill", 1, "Shop"), ("pack", 1)]
+        assert idem.answer_of(Shop().ship, 1).replayed
+        assert idem.answer_of(Shop.bill, 1).replayed
+        assert idem.answer_of(Shop.pack, 2).replayed is False
+
+
+def test_once_on_async_methods():
+    """The same for coroutines."""
+
+    async def main() -> None:
+        async with AsyncIdempotency(MemoryStore(), caller="tester") as idem:
+            ran = []
+
+            class Shop:
+                @idem.once(key="order")
+                async def ship(self, order: int) -> str:
+                    ran.append(order)
+                    return f"shipped {order}"
+
+                @classmethod
+                @idem.once(key="order")
+                async def bill(cls, order: int) -> str:
+                    ran.append(order)
+                    return f"billed {order}"
+
+            assert inspect.iscoroutinefunction(Shop.ship)
+            both = asyncio.gather(Shop().ship(1), Shop.bill(2))
+            assert await both == ["shipped 1", "billed 2"]
+            assert await Shop().ship(1) == "shipped 1"
+            assert (await idem.answer_of(Shop().ship, 1)).replayed
+            assert (await idem.answer_of(Shop.bill, 2)).replayed
+            assert ran == [1, 2]
+
+    drive(main())
+
+
+# Wrong use.
+
+
+def test_async_operation_on_the_blocking_face_is_refused():
+    """Found before anything is claimed, and for disguised coroutines right after the call."""
+    store = StagedStore()
+    with Idempotency(store, caller="tester") as idem:
+
+        async def operation() -> None:
+            raise AssertionError("never runs")
+
+        def disguised() -> object:
+            return operation()
+
+        with pytest.raises(InvalidInput, match="use AsyncIdempotency"):
+            idem.run("key", operation)
+        with pytest.raises(InvalidInput, match="use AsyncIdempotency"):
+            idem.once(key="order")(operation)
+        assert store.calls_count == 0
+        with pytest.raises(InvalidInput, match="use AsyncIdempotency"):
+            idem.run("key", disguised, name="")
+        # Nothing ran, so the key is free.
+        assert idem.run("key", lambda: "free") == "free"
+
+
+def test_blocking_function_on_the_async_face():
+    """once() refuses it; run() takes what it returned, because it has run by then."""
+
+    async def main() -> None:
+        async with AsyncIdempotency(MemoryStore(), caller="tester") as idem:
+            with pytest.raises(InvalidInput, match="use Idempotency"):
+                idem.once(key="order")(lambda order: order)
+            assert await idem.run("key", lambda: "plain") == "plain"
+            assert (await idem.answer("key", lambda: "again")).replayed
+
+    drive(main())
+
+
+def test_unknown_parameters_of_run_are_refused(subject, ledger):
+    """Arguments for the operation go by position; a misspelt option is no argument."""
+    face = subject(MemoryStore(), caller="tester")
+    with pytest.raises(TypeError):
+        face.run("key", ledger.pay, invoice="42")
+    assert ledger.calls == []

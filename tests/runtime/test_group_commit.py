@@ -1,0 +1,424 @@
+"""Group commit: rows merge behind the commit under way, and no thread is left hanging."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sqlite3
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from retrysafe import Idempotency, SqliteStore, StoreRejected, StoreUnavailable
+from retrysafe.core.keys import Key
+from retrysafe.core.model import ClaimRequest, Condition, Decision, Fingerprint
+from retrysafe.core.ports import Waits
+from retrysafe.runtime import group_commit
+from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.group_commit import TaskGroupCommit, ThreadGroupCommit
+from tests.runtime.staged import (
+    Hold,
+    NotingDeque,
+    StagedStore,
+    TaskHold,
+    Worker,
+    drive,
+    raised,
+    turns,
+)
+
+
+def _request(name: str) -> ClaimRequest:
+    return ClaimRequest(
+        Key(name, caller="tester"), (Fingerprint(1, b"f" * 16),), os.urandom(16), 30_000
+    )
+
+
+class Stage:
+    """A group commit whose first commit is held up until the test opens the hold."""
+
+    def __init__(self, store: StagedStore | None = None, batch_limit: int = 64) -> None:
+        self.store = store or StagedStore(batch_limit=batch_limit)
+        self.group = ThreadGroupCommit(self.store)
+        self.queue = self.group._queue = NotingDeque()
+        self.hold = Hold()
+        self.then = None
+        self._queued = 0
+        self.store.before = self._before
+        self.first = Worker(self.claim, "first")
+        self.hold.reached()
+
+    def _before(self, commit) -> None:
+        if len(self.store.commits) == 1:
+            self.hold()
+        elif self.then is not None:
+            self.then(commit)
+
+    def claim(self, name: str):
+        return run_sync(self.group.claim(_request(name)))
+
+    def queue_up(self, count: int) -> list[Worker]:
+        """Threads that wait behind the commit under way, in this order."""
+        workers = []
+        for _ in range(count):
+            workers.append(Worker(self.claim, f"queued {self._queued}"))
+            self._queued += 1
+            self.queue.arrived(1)
+        return workers
+
+    def still_works(self) -> bool:
+        """Whether the next row is carried as ever."""
+        return Worker(self.claim, "later").result().decision is Decision.ADMIT
+
+
+def test_rows_that_wait_leave_together():
+    """Thirty rows that queued behind one commit leave in batches of the store's limit."""
+    stage = Stage(batch_limit=16)
+    workers = stage.queue_up(30)
+    stage.hold.open()
+    assert [worker.result().decision for worker in workers] == [Decision.ADMIT] * 30
+    assert [len(commit.claims) for commit in stage.store.commits] == [1, 16, 14]
+    assert stage.first.result().decision is Decision.ADMIT
+    assert stage.still_works()
+
+
+def test_idle_row_leaves_at_once():
+    """Without a commit under way each row is a commit of its own, carried by its own thread."""
+    store = StagedStore()
+    group = ThreadGroupCommit(store)
+    threads = []
+    store.before = lambda commit: threads.append(threading.current_thread())
+    for number in range(3):
+        run_sync(group.claim(_request(str(number))))
+    assert store.kinds == [["claim"]] * 3
+    assert threads == [threading.current_thread()] * 3
+
+
+def test_claims_and_settlements_are_answered_in_the_order_of_their_rows():
+    """Mixed rows share a commit, and each thread gets the answer to its own."""
+    store = StagedStore()
+    with Idempotency(store, caller="tester") as idem:
+        hold = Hold()
+        queue = idem._engine._writer._queue = NotingDeque()
+        operations = Hold()
+        runners = [Worker(idem.run, f"runner {number}", operations) for number in range(3)]
+        operations.reached(3)
+        commits_before = len(store.commits)
+        arrived = [0]
+
+        def before(commit) -> None:
+            if not arrived[0]:
+                arrived[0] = 1
+                hold()
+
+        store.before = before
+        first = Worker(idem.run, "first", lambda: "first")
+        hold.reached()
+        while queue._arrivals.acquire(blocking=False):
+            pass
+        operations.open()
+        queue.arrived(3)
+        claimers = [Worker(idem.run, f"claimer {n}", lambda n=n: n) for n in range(3)]
+        queue.arrived(3)
+        hold.open()
+        assert [worker.result() for worker in claimers] == [0, 1, 2]
+        assert first.result() == "first"
+        for runner in runners:
+            runner.result()
+        merged = store.commits[commits_before + 1].kinds
+        assert sorted(merged) == ["claim"] * 3 + ["complete"] * 3
+
+
+@contextmanager
+def _poisoned_sqlite(path):
+    """A SQLite store that refuses the row of one key, by a trigger of the database itself."""
+    store = SqliteStore(path)
+    store.migrate()
+    connection = sqlite3.connect(path)
+    connection.execute(
+        "CREATE TRIGGER poison BEFORE INSERT ON retrysafe_keys WHEN NEW.key = 'queued 2' "
+        "BEGIN SELECT RAISE(ABORT, 'poisoned'); END"
+    )
+    connection.commit()
+    connection.close()
+    try:
+        yield store
+    finally:
+        run_sync(store.close())
+
+
+def test_poisoned_row_fails_alone(tmp_path):
+    """One row that the database refuses is told so; its neighbours in the batch stand."""
+    with _poisoned_sqlite(tmp_path / "keys.db") as sqlite:
+        stage = Stage(StagedStore(sqlite))
+        workers = stage.queue_up(5)
+        stage.hold.open()
+        errors = [worker.ended() for worker in workers]
+        assert [type(error) for error in errors] == [
+            type(None),
+            type(None),
+            StoreRejected,
+            type(None),
+            type(None),
+        ]
+        assert [len(commit.claims) for commit in stage.store.commits] == [1, 5]
+        for number in (0, 1, 3, 4):
+            stored = run_sync(sqlite.read(Key(f"queued {number}", caller="tester")))
+            assert stored is not None
+            assert stored.condition is Condition.RUNNING
+        assert stage.still_works()
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("the disk is gone", key="k"), OSError("odd")])
+def test_failed_commit_is_told_to_every_row(error):
+    """Everybody in the batch hears of it, each by an error of its own."""
+    stage = Stage()
+    workers = stage.queue_up(4)
+
+    def fail(commit) -> None:
+        if len(commit.claims) > 1:
+            raise error
+
+    stage.then = fail
+    stage.hold.open()
+    errors = [worker.ended() for worker in workers]
+    # The thread that carried the batch may see what the store raised; the others never do.
+    told = [item for item in errors if item is not error]
+    assert all(isinstance(item, StoreUnavailable) for item in told)
+    assert all(item.__cause__ is error for item in told)
+    assert len({id(item) for item in errors}) == 4
+    assert stage.first.ended() is None
+    assert stage.still_works()
+
+
+def test_interrupted_carrier_leaves_nobody_hanging():
+    """Ctrl-C hits the thread that carries the batch: it is raised there, the others are told."""
+    stage = Stage()
+    workers = stage.queue_up(4)
+
+    def interrupt(commit) -> None:
+        if len(commit.claims) > 1:
+            raise KeyboardInterrupt
+
+    stage.then = interrupt
+    stage.hold.open()
+    errors = [worker.ended() for worker in workers]
+    assert [type(error) for error in errors] == [KeyboardInterrupt] + [StoreUnavailable] * 3
+    assert stage.still_works()
+
+
+class _Interrupt(BaseException):
+    """Raised by a signal, as KeyboardInterrupt is."""
+
+
+@contextmanager
+def _interruptible():
+    """SIGUSR1 raises in the main thread."""
+
+    def raise_it(*_: object) -> None:
+        raise _Interrupt
+
+    previous = signal.signal(signal.SIGUSR1, raise_it)
+    try:
+        yield lambda: os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
+def test_interrupted_follower_takes_its_row_back():
+    """A thread that is interrupted while its row still waits leaves; the row is never sent."""
+    stage = Stage()
+    before = stage.queue_up(1)
+    with _interruptible() as interrupt:
+
+        def interrupt_when_queued() -> None:
+            stage.queue.arrived(1)
+            interrupt()
+
+        sender = Worker(interrupt_when_queued)
+        with pytest.raises(_Interrupt):
+            stage.claim("interrupted")
+        sender.result()
+    after = stage.queue_up(1)
+    stage.hold.open()
+    for worker in (*before, *after):
+        assert worker.result().decision is Decision.ADMIT
+    sent = [[request.key.text for request in commit.claims] for commit in stage.store.commits]
+    assert sent == [["first"], ["queued 0", "queued 1"]]
+    assert stage.still_works()
+
+
+def test_follower_interrupted_while_its_row_travels_leaves_it_to_stand():
+    """The row is in a commit already: the thread leaves, the row and its neighbours stand."""
+    stage = Stage()
+    carrier = stage.queue_up(1)
+    travelling = Hold()
+
+    def hold_second(commit) -> None:
+        if len(commit.claims) > 1:
+            travelling()
+
+    stage.then = hold_second
+    with _interruptible() as interrupt:
+
+        def interrupt_when_travelling() -> None:
+            stage.queue.arrived(1)
+            stage.hold.open()
+            travelling.reached()
+            interrupt()
+
+        sender = Worker(interrupt_when_travelling)
+        with pytest.raises(_Interrupt):
+            stage.claim("interrupted")
+        sender.result()
+    travelling.open()
+    assert carrier[0].result().decision is Decision.ADMIT
+    stored = run_sync(stage.store.inner.read(Key("interrupted", caller="tester")))
+    assert stored is not None
+    assert stage.still_works()
+
+
+class _InterruptedGate:
+    """A lock whose second acquire is interrupted just as it succeeds."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._acquired = 0
+
+    def acquire(self) -> bool:
+        self._lock.acquire()
+        self._acquired += 1
+        if self._acquired == 2:
+            raise KeyboardInterrupt
+        return True
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+def test_follower_interrupted_as_it_becomes_the_carrier_carries_the_batch(monkeypatch):
+    """The batch was handed to a thread in the instant of its interrupt: it carries it out."""
+    stage = Stage()
+    with monkeypatch.context() as patched:
+        patched.setattr(group_commit, "threading", SimpleNamespace(Lock=_InterruptedGate))
+        interrupted = Worker(stage.claim, "interrupted")
+        stage.queue.arrived(1)
+    workers = stage.queue_up(2)
+    stage.hold.open()
+    assert isinstance(interrupted.ended(), KeyboardInterrupt)
+    for worker in workers:
+        assert worker.result().decision is Decision.ADMIT
+    assert [len(commit.claims) for commit in stage.store.commits] == [1, 3]
+    assert stage.still_works()
+
+
+# The same among the tasks of an event loop.
+
+
+class TaskStage:
+    """A group commit of tasks whose first commit is held up."""
+
+    def __init__(self, batch_limit: int = 64) -> None:
+        self.store = StagedStore(waits=Waits.SUSPENDING, batch_limit=batch_limit)
+        self.group = TaskGroupCommit(self.store)
+        self.hold = TaskHold()
+        self.then = None
+        self.store.before = self._before
+
+    async def begin(self) -> asyncio.Task:
+        first = asyncio.create_task(self.claim("first"))
+        await self.hold.reached()
+        return first
+
+    def _before(self, commit) -> object:
+        if len(self.store.commits) == 1:
+            return self.hold()
+        return None if self.then is None else self.then(commit)
+
+    async def claim(self, name: str):
+        return await self.group.claim(_request(name))
+
+    async def queue_up(self, count: int) -> list[asyncio.Task]:
+        tasks = [asyncio.create_task(self.claim(f"queued {number}")) for number in range(count)]
+        await turns()
+        assert len(self.group._queue) == count
+        return tasks
+
+
+def test_tasks_that_are_ready_together_share_the_first_commit():
+    """What other tasks add in the same turn of the loop comes along: no row waits for a timer."""
+
+    async def main() -> None:
+        store = StagedStore(waits=Waits.SUSPENDING)
+        group = TaskGroupCommit(store)
+
+        async def claim(name: str):
+            return await group.claim(_request(name))
+
+        answers = await asyncio.gather(*(claim(str(number)) for number in range(10)))
+        assert [answer.decision for answer in answers] == [Decision.ADMIT] * 10
+        assert [len(commit.claims) for commit in store.commits] == [10]
+        await group.drain()
+
+    drive(main())
+
+
+def test_rows_of_tasks_that_wait_leave_together():
+    """Thirty rows behind one commit leave in batches of the store's limit."""
+
+    async def main() -> None:
+        stage = TaskStage(batch_limit=16)
+        first = await stage.begin()
+        tasks = await stage.queue_up(30)
+        stage.hold.open()
+        answers = await asyncio.gather(first, *tasks)
+        assert [answer.decision for answer in answers] == [Decision.ADMIT] * 31
+        assert [len(commit.claims) for commit in stage.store.commits] == [1, 16, 14]
+        await stage.group.drain()
+
+    drive(main())
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("down"), OSError("odd")])
+def test_failed_commit_is_told_to_every_task(error):
+    """Each task gets its own StoreUnavailable, and the next commit works."""
+
+    async def main() -> None:
+        stage = TaskStage()
+        first = await stage.begin()
+        tasks = await stage.queue_up(4)
+
+        def fail(commit) -> None:
+            raise error
+
+        stage.then = fail
+        stage.hold.open()
+        errors = [await raised(task) for task in tasks]
+        assert [type(item) for item in errors] == [StoreUnavailable] * 4
+        assert len({id(item) for item in errors}) == 4
+        assert (await first).decision is Decision.ADMIT
+        stage.then = None
+        assert (await stage.claim("later")).decision is Decision.ADMIT
+        await stage.group.drain()
+
+    drive(main())
+
+
+def test_cancelled_task_does_not_disturb_its_batch():
+    """One of the waiting tasks is cancelled: the others are answered as ever."""
+
+    async def main() -> None:
+        stage = TaskStage()
+        first = await stage.begin()
+        tasks = await stage.queue_up(3)
+        tasks[1].cancel()
+        stage.hold.open()
+        assert isinstance(await raised(tasks[1]), asyncio.CancelledError)
+        for task in (first, tasks[0], tasks[2]):
+            assert (await task).decision is Decision.ADMIT
+        await stage.group.drain()
+
+    drive(main())

@@ -1,0 +1,269 @@
+"""Automatic renewal: a long operation keeps its key, and one batch renews all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from datetime import timedelta
+
+import pytest
+
+from retrysafe import (
+    AsyncIdempotency,
+    Condition,
+    EventKind,
+    Idempotency,
+    OperationInFlight,
+    Policy,
+    StoreUnavailable,
+    current_attempt,
+)
+from retrysafe.core.ports import Waits
+from tests.runtime.staged import Hold, StagedStore, TaskHold, Worker, drive
+
+LEASE = timedelta(milliseconds=150)
+POLICY = Policy(lease=LEASE)
+MANY = 20
+
+
+def _idem(store, **options) -> Idempotency:
+    return Idempotency(store, caller="tester", policy=POLICY, **options)
+
+
+def test_operation_far_longer_than_its_lease_keeps_its_key():
+    """Three leases later a rival with its own object still finds the key in flight."""
+    store = StagedStore()
+    with _idem(store) as idem, _idem(store) as rival:
+
+        def operation() -> str:
+            # Nine renewals at a third of a lease each.
+            store.wait_until(lambda: len(store.renewals) >= 9)
+            with pytest.raises(OperationInFlight):
+                rival.run("the key", lambda: "rival", name="", request="r")
+            attempt = current_attempt()
+            assert not attempt.is_lost
+            assert attempt.time_left > timedelta(0)
+            return "long"
+
+        answer = idem.answer("the key", operation, name="", request="r")
+        assert (answer.value, answer.attempt) == ("long", 1)
+        record = idem.read("the key").record
+        assert record.lease_ends_at_ms - record.claimed_at_ms >= 3 * 150
+
+
+def test_async_operation_far_longer_than_its_lease_keeps_its_key():
+    """The same for tasks; the renewals go through the loop's timer."""
+    store = StagedStore(waits=Waits.NEVER)
+
+    async def main() -> None:
+        async with AsyncIdempotency(store, caller="tester", policy=POLICY) as idem:
+
+            async def operation() -> str:
+                await asyncio.to_thread(store.wait_until, lambda: len(store.renewals) >= 9)
+                assert not current_attempt().is_lost
+                return "long"
+
+            answer = await idem.answer("the key", operation)
+            assert (answer.value, answer.attempt) == ("long", 1)
+
+    drive(main())
+
+
+# Enough time for twenty operations to start before the first of them is due.
+TOGETHER = POLICY.with_changes(lease=timedelta(milliseconds=600))
+
+
+def _wait_for_one_batch(store: StagedStore) -> None:
+    """Five rounds are far more than it takes, and far fewer than one commit per operation."""
+    sizes: list[int] = []
+
+    def is_reached() -> bool:
+        sizes[:] = [len(commit.settlements) for commit in store.renewals]
+        return MANY in sizes or len(sizes) >= 5
+
+    store.wait_until(is_reached)
+    assert MANY in sizes, sizes
+
+
+def test_one_thread_renews_many_operations_in_one_batch():
+    """Twenty operations that started one after the other are renewed by one commit."""
+    store = StagedStore()
+    with Idempotency(store, caller="tester", policy=TOGETHER) as idem:
+        hold = Hold()
+        workers = []
+        for number in range(MANY):
+            workers.append(Worker(idem.run, f"key {number}", hold))
+            hold.reached()
+        _wait_for_one_batch(store)
+        beats = [item for item in threading.enumerate() if item.name == "retrysafe-heartbeat"]
+        assert len(beats) == 1
+        # From there on they stay together: the next three rounds are one commit each.
+        start = len(store.renewals)
+        store.wait_until(lambda: len(store.renewals) >= start + 3)
+        rounds = store.renewals[start : start + 3]
+        assert [len(commit.settlements) for commit in rounds] == [MANY] * 3
+        hold.open()
+        for worker in workers:
+            worker.result()
+
+
+def test_one_timer_renews_many_tasks_in_one_batch():
+    """The same for tasks."""
+    store = StagedStore(waits=Waits.NEVER)
+
+    async def main() -> None:
+        async with (
+            AsyncIdempotency(store, caller="tester", policy=TOGETHER) as idem,
+            asyncio.TaskGroup() as group,
+        ):
+            hold = TaskHold()
+            for number in range(MANY):
+                group.create_task(idem.run(f"key {number}", hold))
+                await asyncio.sleep(0.001)
+            await asyncio.to_thread(_wait_for_one_batch, store)
+            hold.open()
+
+    drive(main())
+
+
+def test_renewal_batches_respect_the_limit_of_the_store():
+    """A store that takes eight rows a commit gets no more, and all twenty are renewed."""
+    store = StagedStore(batch_limit=8)
+    with _idem(store) as idem:
+        hold = Hold()
+        workers = [Worker(idem.run, f"key {number}", hold) for number in range(MANY)]
+        hold.reached(MANY)
+
+        def renewed() -> set[bytes]:
+            return {item.token for commit in store.renewals for item in commit.settlements}
+
+        store.wait_until(lambda: len(renewed()) == MANY)
+        assert max(len(commit.settlements) for commit in store.renewals) <= 8
+        hold.open()
+        for worker in workers:
+            worker.result()
+
+
+def test_renewal_stops_when_the_operation_ends():
+    """After an operation its lease is nobody's business."""
+    store = StagedStore()
+    with _idem(store) as idem:
+        idem.run("short", lambda: 1)
+
+        def operation() -> None:
+            # While this one is renewed twice, the ended one is not.
+            store.wait_until(lambda: len(store.renewals) >= 2)
+
+        idem.run("long", operation)
+    renewed = {item.key.text for commit in store.renewals for item in commit.settlements}
+    assert renewed == {"long"}
+
+
+def test_renewal_stops_at_the_run_limit():
+    """An operation over its run limit is renewed no more, and a rival takes over."""
+    store = StagedStore()
+    policy = POLICY.with_changes(run_limit=timedelta(milliseconds=300))
+    with _idem(store) as idem, _idem(store) as rival:
+        hold = Hold()
+        lost = []
+
+        def operation() -> None:
+            hold()
+            lost.append(current_attempt().is_lost)
+
+        worker = Worker(idem.run, "the key", operation, name="", policy=policy)
+        hold.reached()
+        # Every renewal lies within the run limit of its record.
+        store.wait_until(lambda: len(store.renewals) >= 1)
+        _wait_until_abandoned(rival)
+        assert rival.answer("the key", lambda: "rival").attempt == 2
+        hold.open()
+        error = worker.ended()
+        assert type(error).__name__ == "ClaimLost"
+        assert lost == [True]
+        assert rival.run("the key", lambda: None) == "rival"
+
+
+def _wait_until_abandoned(idem: Idempotency) -> None:
+    ticks = threading.Event()
+    for _ in range(3000):
+        stored = idem.read("the key")
+        assert stored is not None
+        if stored.condition is Condition.ABANDONED:
+            return
+        ticks.wait(max(0.001, (stored.record.lease_ends_at_ms - stored.now_ms) / 1000))
+    pytest.fail("the lease does not end")
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("down"), OSError("a store's own error")])
+def test_heartbeat_survives_a_store_that_fails(error):
+    """Renewals that fail are tried again soon; the lease is kept and the failures are told."""
+    store = StagedStore()
+    failures = 3
+
+    def fail(commit) -> None:
+        if commit.is_renewal and len(store.renewals) <= failures:
+            raise error
+
+    store.before = fail
+    events = []
+    policy = POLICY.with_changes(lease=timedelta(seconds=1))
+    idem = Idempotency(store, caller="tester", policy=policy, observers=[events.append])
+    with idem:
+
+        def operation() -> bool:
+            store.wait_until(lambda: len(store.renewals) >= failures + 2)
+            return current_attempt().is_lost
+
+        assert idem.run("the key", operation) is False
+    kinds = [event.kind for event in events]
+    assert kinds.count(EventKind.RENEWAL_FAILED) == failures
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("down"), OSError("a store's own error")])
+def test_timer_survives_a_store_that_fails(error):
+    """The same for tasks."""
+    store = StagedStore(waits=Waits.NEVER)
+    failures = 3
+
+    def fail(commit) -> None:
+        if commit.is_renewal and len(store.renewals) <= failures:
+            raise error
+
+    store.before = fail
+    policy = POLICY.with_changes(lease=timedelta(seconds=1))
+
+    async def operation() -> bool:
+        await asyncio.to_thread(store.wait_until, lambda: len(store.renewals) >= failures + 2)
+        return current_attempt().is_lost
+
+    async def main() -> None:
+        async with AsyncIdempotency(store, caller="tester", policy=policy) as idem:
+            assert await idem.run("the key", operation) is False
+
+    drive(main())
+
+
+def test_lease_that_could_not_be_renewed_is_told_to_the_operation():
+    """The store is gone for a whole lease: the operation sees that its claim may be lost."""
+    store = StagedStore()
+
+    def fail(commit) -> None:
+        if commit.is_renewal:
+            raise StoreUnavailable("down")
+
+    store.before = fail
+    with _idem(store) as idem:
+
+        def operation() -> bool:
+            attempt = current_attempt()
+            ticks = threading.Event()
+            for _ in range(3000):
+                if attempt.time_left == timedelta(0):
+                    break
+                ticks.wait(attempt.time_left.total_seconds())
+            return attempt.is_lost
+
+        # Nobody took over, so the late outcome is kept all the same.
+        assert idem.run("the key", operation) is True
+        assert idem.read("the key").condition is Condition.SUCCEEDED
