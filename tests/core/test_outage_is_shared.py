@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -14,7 +15,7 @@ from retrysafe.core.keys import Key
 from retrysafe.core.model import Fingerprint
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import StoreUnavailable
-from retrysafe.runtime.waiting import NoLock, TaskWaiting
+from retrysafe.runtime.waiting import TaskWaiting
 
 
 class _SilentWriter:
@@ -41,7 +42,7 @@ def test_followers_of_a_claim_that_got_no_answer_are_told(in_flight):
     engine = Engine(
         writer=writer,
         waiting=_Waiting(),
-        lock=NoLock(),
+        lock=threading.Lock(),
         renewals=None,
         orphanage=None,
         mint_token=lambda: b"t" * 16,

@@ -55,9 +55,6 @@ async def _renew_batch(
     except Exception as error:
         # Whatever a store raises: a heartbeat that died of it would let every lease run out.
         answers = [error] * len(leases)
-    except Exception as error:
-        # A bug in a store must not end the heartbeat: every other lease would run out with it.
-        answers = [StoreError(f"{type(error).__name__}: {error}")] * len(leases)
     for lease, answer in zip(leases, answers, strict=True):
         if isinstance(answer, Exception):
             # The lease may still be renewed before it ends, so try again soon.
