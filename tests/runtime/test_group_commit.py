@@ -136,7 +136,7 @@ def test_claims_and_settlements_are_answered_in_the_order_of_their_rows():
 def _poisoned_sqlite(path):
     """A SQLite store that refuses the row of one key, by a trigger of the database itself."""
     store = SqliteStore(path)
-    store.migrate()
+    run_sync(store.migrate())
     connection = sqlite3.connect(path)
     connection.execute(
         "CREATE TRIGGER poison BEFORE INSERT ON retrysafe_keys WHEN NEW.key = 'queued 2' "

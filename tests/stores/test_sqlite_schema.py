@@ -26,10 +26,11 @@ NEXT = len(schema.MIGRATIONS) + 1
 STARTER = """
 import sys
 from retrysafe import SqliteStore
+from retrysafe.runtime.drive import run_sync
 store = SqliteStore(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
-print(len(store.migrate()))
+print(len(run_sync(store.migrate())))
 """
 
 
@@ -52,7 +53,7 @@ def execute(path):
 @pytest.fixture
 def migrated(path):
     """A file with the current schema and nothing in it."""
-    assert len(SqliteStore(path).migrate()) == len(schema.MIGRATIONS)
+    assert len(run_sync(SqliteStore(path).migrate())) == len(schema.MIGRATIONS)
     return path
 
 
@@ -86,17 +87,17 @@ def test_migrating_again_changes_nothing(migrated, execute):
     """The second run applies nothing and rewrites nothing."""
     before = execute("SELECT * FROM retrysafe_schema")
     store = SqliteStore(migrated)
-    assert store.pending_migrations() == []
-    assert store.migrate() == []
+    assert run_sync(store.pending_migrations()) == []
+    assert run_sync(store.migrate()) == []
     assert execute("SELECT * FROM retrysafe_schema") == before
 
 
 def test_what_is_pending_is_told_before_it_is_applied(path):
     """Looking applies nothing."""
     store = SqliteStore(path)
-    names = [item.name for item in store.pending_migrations()]
+    names = [item.name for item in run_sync(store.pending_migrations())]
     assert names == [item.name for item in schema.MIGRATIONS]
-    assert [item.name for item in store.migrate()] == names
+    assert [item.name for item in run_sync(store.migrate())] == names
 
 
 def test_threads_that_start_together_migrate_once(path, execute):
@@ -105,7 +106,7 @@ def test_threads_that_start_together_migrate_once(path, execute):
 
     def start(_):
         barrier.wait(LIMIT_SECONDS)
-        return len(SqliteStore(path).migrate())
+        return len(run_sync(SqliteStore(path).migrate()))
 
     with ThreadPoolExecutor(STARTERS) as pool:
         applied = list(pool.map(start, range(STARTERS)))
@@ -162,7 +163,7 @@ def test_a_migration_that_fails_leaves_nothing(path, execute, monkeypatch):
     broken = Migration(NEXT, "broken", "CREATE TABLE retrysafe_half (x);\nSELECT nonsense;\n", 1)
     monkeypatch.setattr(schema, "MIGRATIONS", [*schema.MIGRATIONS, broken])
     with pytest.raises(Exception, match="nonsense"):
-        SqliteStore(path).migrate()
+        run_sync(SqliteStore(path).migrate())
     assert tables(execute) == []
     monkeypatch.undo()
     assert claim(SqliteStore(path)) is Decision.ADMIT
@@ -173,7 +174,7 @@ def test_an_old_file_is_brought_up_to_date(migrated, execute, monkeypatch):
     later = Migration(NEXT, "later", "CREATE TABLE retrysafe_later (x);\n", 1)
     monkeypatch.setattr(schema, "MIGRATIONS", [*schema.MIGRATIONS, later])
     store = SqliteStore(migrated)
-    assert store.pending_migrations() == [later]
+    assert run_sync(store.pending_migrations()) == [later]
     assert claim(store) is Decision.ADMIT
     assert "retrysafe_later" in tables(execute)
     assert execute("SELECT version, name FROM retrysafe_schema ORDER BY version")[-1] == (
@@ -213,7 +214,7 @@ def test_without_migrate_a_current_schema_is_used(migrated):
 def test_migrating_a_missing_file_is_refused_when_it_may_not_be_made(path):
     """`create=False` holds for migrating as well."""
     with pytest.raises(StoreMissing, match="no database at"):
-        SqliteStore(path, create=False).migrate()
+        run_sync(SqliteStore(path, create=False).migrate())
     assert not path.exists()
 
 

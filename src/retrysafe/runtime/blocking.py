@@ -32,7 +32,7 @@ from retrysafe.runtime.calls import (
 )
 from retrysafe.runtime.current import current
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import Face, mint_token, operator_outcome
+from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_outcome
 from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.group_commit import DirectWriter, ThreadGroupCommit
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
@@ -270,8 +270,11 @@ class BlockingIdempotency(Face):
         operator_outcome(decision, command, key, run_sync(self._store.read(key)))
 
     def sweep(self, *, limit: int = 1000) -> SweepReport:
-        """Removes at most `limit` keys and outcomes that are past their windows."""
-        return run_sync(self._store.sweep(limit))
+        """Removes at most `limit` keys and outcomes that are past their windows.
+
+        Raises `InvalidInput` for a limit below 1.
+        """
+        return run_sync(self._store.sweep(checked_limit(limit)))
 
     def close(self, wait: timedelta = timedelta(seconds=30)) -> bool:
         """Starts nothing new and waits for running operations; False when some still run.

@@ -64,6 +64,13 @@ def reporter(observers: Iterable[Emit]) -> Reporter:
     return Reporter(tell, kinds)
 
 
+def checked_limit(limit: int) -> int:
+    """The limit itself; raises `InvalidInput` for one that would mean everything or nothing."""
+    if limit < 1:
+        raise InvalidInput(f"a limit is a whole number from 1 up, got {limit}")
+    return limit
+
+
 class Face:
     """The settings of an `Idempotency` or `AsyncIdempotency` object."""
 

@@ -32,7 +32,7 @@ from retrysafe.runtime.calls import (
     owner_name,
 )
 from retrysafe.runtime.current import current
-from retrysafe.runtime.face import Face, mint_token, operator_outcome
+from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_outcome
 from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.group_commit import DirectWriter, TaskGroupCommit
 from retrysafe.runtime.heartbeat import TaskHeartbeat
@@ -310,8 +310,11 @@ class AsyncFace(Face):
         operator_outcome(decision, command, key, await parts.store.read(key))
 
     async def sweep(self, *, limit: int = 1000) -> SweepReport:
-        """Removes at most `limit` keys and outcomes that are past their windows."""
-        return await self._bound().store.sweep(limit)
+        """Removes at most `limit` keys and outcomes that are past their windows.
+
+        Raises `InvalidInput` for a limit below 1.
+        """
+        return await self._bound().store.sweep(checked_limit(limit))
 
     async def close(self, wait: timedelta = timedelta(seconds=30)) -> bool:
         """Starts nothing new and waits for running operations; False when some still run.

@@ -203,7 +203,6 @@ class SqliteStore:
     async def migrate(self) -> list[Migration]:
         """Applies what is missing and says what it was."""
         with self._translated_errors(), self._lock:
-            self._migrate = False
             connection = connecting.connect(self.path, self._create, self._busy_seconds)
             try:
                 return self._migrated(connection)
