@@ -164,12 +164,13 @@ def renewed(store: Extends, leases: list[Lease], now: float = 15.0) -> list[Even
 
 
 def test_due_leases_are_those_at_their_time_that_may_be_renewed():
-    due, early = lease(b"a"), lease(b"b", asked=1.0)
+    due, nearly, early = lease(b"a"), lease(b"e", asked=1.0), lease(b"b", asked=9.0)
     over, revoked = lease(b"c", run_limit=5.0), lease(b"d")
     revoked.revoke()
-    everything = [due, early, over, revoked]
-    assert due_leases(everything, 10.0) == [due]
-    assert due_leases(everything, 11.0) == [due, early]
+    everything = [due, nearly, early, over, revoked]
+    assert due_leases(everything, 9.9) == []
+    assert due_leases(everything, 10.0) == [due, nearly]
+    assert due_leases(everything, 19.0) == [due, nearly, early]
     assert due_leases([], 10.0) == []
 
 

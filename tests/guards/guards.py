@@ -318,8 +318,8 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Settler.payload_of,
-                "payload = codec.withheld(str(error))",
-                "ending, payload = Ending.RELEASED, codec.withheld(str(error))",
+                "payload = codec.withheld(codec.message_of(error))",
+                "ending, payload = Ending.RELEASED, codec.withheld(codec.message_of(error))",
             ),
         ),
         properties.test_a_result_that_cannot_be_stored_does_not_free_the_key,
