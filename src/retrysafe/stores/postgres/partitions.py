@@ -6,7 +6,7 @@ cannot be done now is left for the next time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
@@ -54,29 +54,30 @@ def _start_of(name: str) -> int:
 class Partitions:
     """The partitions of one schema."""
 
-    def __init__(self, connector: Connector, schema: str, sql: Mapping[str, str]) -> None:
+    def __init__(self, connector: Connector, schema: str, statement: Callable[[str], str]) -> None:
         self._connector = connector
         self._schema = schema
-        self._sql = sql
+        self._statement = statement
 
     async def tend(self) -> Tended:
         """Makes the partitions of the coming days and drops those of days that are over.
 
         Raises `StoreError` when this role may not: partitions belong to the owner of the schema.
         """
-        ((now_ms,),) = await self._connector.fetch(self._sql["now_ms"])
-        rows = await self._connector.fetch(self._sql["list_partitions"])
+        ((now_ms,),) = await self._connector.fetch(self._statement("now_ms"))
+        rows = await self._connector.fetch(self._statement("list_partitions"))
         existing = {row[0] for row in rows}
         today_ms = day_start_ms(now_ms)
         today = partition_name(today_ms)
         tended = Tended()
         try:
-            for name in sorted(item for item in existing if item < today):
-                if await self._drop(name):
-                    tended.dropped.append(name)
+            # First what is more urgent and needs the smaller lock.
             for start_ms in await self._missing(existing, today_ms):
                 if await self._make(start_ms):
                     tended.made.append(partition_name(start_ms))
+            for name in sorted(item for item in existing if item < today):
+                if await self._drop(name):
+                    tended.dropped.append(name)
         except (Locked, Conflict):
             # One wait a time: each of them makes others wait as well.
             tended.is_complete = False
@@ -87,7 +88,7 @@ class Partitions:
         last_ms = max((_start_of(name) for name in existing), default=today_ms)
         limit_ms = today_ms + HORIZON_LIMIT_DAYS * DAY_MS
         ((default_ms, is_last_in_use),) = await self._connector.fetch(
-            self._sql["last_audit_day"], (last_ms - (SPARE_DAYS - 1) * DAY_MS, limit_ms)
+            self._statement("last_audit_day"), (last_ms - (SPARE_DAYS - 1) * DAY_MS, limit_ms)
         )
         wanted_ms = today_ms + HORIZON_DAYS * DAY_MS
         if default_ms:
@@ -101,7 +102,7 @@ class Partitions:
         ]
         if not days:
             return []
-        rows = await self._connector.fetch(self._sql["days_in_default"], (days,))
+        rows = await self._connector.fetch(self._statement("days_in_default"), (days,))
         blocked = {row[0] for row in rows}
         return [start_ms for start_ms in days if start_ms not in blocked]
 
@@ -134,9 +135,9 @@ class Partitions:
 
     async def _may_start(self, session: Session) -> bool:
         await session.script(_LOCK_TIMEOUT)
-        ((has_lock,),) = await session.fetch(self._sql["try_tending"])
+        ((has_lock,),) = await session.fetch(self._statement("try_tending"))
         return bool(has_lock)
 
     async def _is_there(self, session: Session, name: str) -> bool:
-        ((is_there,),) = await session.fetch(self._sql["has_partition"], (name,))
+        ((is_there,),) = await session.fetch(self._statement("has_partition"), (name,))
         return bool(is_there)

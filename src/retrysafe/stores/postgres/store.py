@@ -38,7 +38,7 @@ from retrysafe.errors import StoreError, StoreRejected, StoreUnavailable
 from retrysafe.stores.migrations import Migration
 from retrysafe.stores.postgres import schema
 from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
-from retrysafe.stores.postgres.partitions import Partitions, Tended
+from retrysafe.stores.postgres.partitions import Partitions
 
 # Rivals that keep changing a row between our read and our write make us read again. Each round
 # means that somebody else made progress, so a bound only guards against a bug.
@@ -308,7 +308,7 @@ class PostgresStore:
         index on the expiry would cost every completion more than all sweeps together.
         """
         # Once in a walk: making and dropping partitions takes locks.
-        tended = await self.tend_partitions() if not self._sweep_page else Tended()
+        dropped = await self.tend_partitions() if not self._sweep_page else []
         removed = 0
         ((pages,),) = await self._fetch("table_pages")
         for _ in range(_SWEEP_STATEMENTS):
@@ -326,7 +326,7 @@ class PostgresStore:
         if not has_more:
             self._sweep_page = 0
         ((outcomes,),) = await self._fetch("sweep_default_outcomes", limit)
-        return SweepReport(removed, outcomes, has_more or outcomes == limit, len(tended.dropped))
+        return SweepReport(removed, outcomes, has_more or outcomes == limit, len(dropped))
 
     async def list_abandoned(self, limit: int) -> list[StoredKey]:
         """At most `limit` pending records whose lease has ended, longest ended first.
@@ -348,13 +348,14 @@ class PostgresStore:
                 break
         return sorted(found.values(), key=lambda item: item.record.lease_ends_at_ms)
 
-    async def tend_partitions(self) -> Tended:
-        """Makes the partitions of the coming days and drops those of days that are over.
+    async def tend_partitions(self) -> list[str]:
+        """Makes the partitions of the coming days; drops those that are over and names them.
 
         What needs a lock that somebody holds is left for the next time.
         """
         await self._require_current()
-        return await Partitions(self._connector, self.schema_name, self._sql).tend()
+        tended = await Partitions(self._connector, self.schema_name, self._statement).tend()
+        return tended.dropped
 
     # The schema and the connection.
 
