@@ -129,7 +129,9 @@ def project(tmp_path, name, postgres_server, database):
     (tmp_path / "env.py").write_text(ENV)
     for version in range(1, len(schema.MIGRATIONS) + 1):
         down = None if version == 1 else f"r{version - 1}"
-        text = REVISION.format(revision=f"r{version}", down=repr(down), version=version, schema=name)
+        text = REVISION.format(
+            revision=f"r{version}", down=repr(down), version=version, schema=name
+        )
         (tmp_path / "versions" / f"r{version}.py").write_text(text)
     config = Config()
     config.set_main_option("script_location", str(tmp_path))
@@ -206,8 +208,10 @@ def manage(postgres_server, name, database):
 
     def run(*args, engine="django.db.backends.postgresql", database_name=database):
         done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", MANAGE, engine, str(database_name)]
-            + [str(postgres_server.port), name, *args],
+            [
+                *(sys.executable, "-W", "error", "-c", MANAGE, engine, str(database_name)),
+                *(str(postgres_server.port), name, *args),
+            ],
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
             capture_output=True,
             text=True,
