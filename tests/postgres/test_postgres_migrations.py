@@ -11,10 +11,10 @@ import psycopg
 import pytest
 
 from retrysafe import Idempotency, InvalidInput, SchemaChanged, SchemaMissing, SchemaTooNew
-from retrysafe.core.model import Decision
+from retrysafe.core.model import Decision, Step, StepWrite
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.postgres import schema
-from retrysafe.testing.suite.probe import request
+from retrysafe.testing.suite.probe import KEY, RESULT, request
 from retrysafe.wiring import postgres_store
 from tests.docs.documents import ROOT, blocks
 
@@ -346,12 +346,23 @@ def test_the_documented_grants_are_enough_to_run_operations(store, postgres_url,
     with Idempotency(url, caller="account-7", cache=False) as idem:
         assert [idem.run("order-1", lambda: {"paid": 5}) for _ in range(2)] == [{"paid": 5}] * 2
         with pytest.raises(ZeroDivisionError):
-            idem.run("order-2", lambda: 1 / 0)
-        assert idem.run("order-2", lambda: 7, name="again") == 7
+            idem.run("order-2", lambda: 1 / 0, name="divide")
+        assert idem.run("order-2", lambda: 7, name="divide") == 7
         idem.expire("order-1")
         assert idem.run("order-1", lambda: {"paid": 6}) == {"paid": 6}
         assert len(idem.read("order-1").outcomes) == 2
+    worker = postgres_store(url, is_async=False)
+    try:
+        held = request()
+        run_sync(worker.commit([held], []))
+        step = Step("reserve", 1, RESULT)
+        assert run_sync(worker.record_step(StepWrite(KEY, held.token, step))) is Decision.APPLY
+        assert run_sync(worker.read(KEY)).steps == [step]
+        assert run_sync(worker.list_abandoned(10)) == []
+    finally:
+        run_sync(worker.close())
     with psycopg.connect(url.partition("?")[0]) as plain:
+        assert len(plain.execute(f"SELECT body_json FROM {name}.records").fetchall()) == 3
         for refused in (f"DROP TABLE {name}.keys", f"TRUNCATE {name}.outcomes"):
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 plain.execute(refused)
