@@ -125,10 +125,9 @@ class OutcomeNotStored(RetrysafeError):
     """The operation ran, and its ending could not be stored in time.
 
     `value` is what it returned (None if it raised; the exception is then the cause). The key
-    stays pending until its lease ends, and a retry after that runs the operation again.
+    stays pending until its lease ends, and a retry after that runs the operation again: that is
+    why it is not called retryable.
     """
-
-    retryable = True
 
     def __init__(self, message: str, *, key: str, value: object = None) -> None:
         super().__init__(message, key=key)

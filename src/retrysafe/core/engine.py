@@ -45,6 +45,9 @@ from retrysafe.errors import (
 # A claim whose answer was lost is asked for again with the same token, which is harmless. Three
 # tries ride out a dropped connection; a store that is down is reported quickly.
 CLAIM_TRIES: Final = 3
+# A process that stands still now and then gets its turn; a store that is always slower than the
+# lease is reported instead of being asked for ever.
+LATE_ANSWERS_LIMIT: Final = 10
 # A foreign owner is polled quickly at first, because most operations are short.
 POLL_SECONDS: Final = 0.02
 POLL_MAXIMUM_SECONDS: Final = 0.5
@@ -82,7 +85,13 @@ class Engine:
         self._mint_token = mint_token
         self._cache = cache
         self._report = report
-        self._settler = Settler(writer=writer, waiting=waiting, orphanage=orphanage, report=report)
+        self._settler = Settler(
+            writer=writer,
+            waiting=waiting,
+            renewals=renewals,
+            orphanage=orphanage,
+            report=report,
+        )
         self._owner = owner
         self._secret = secret
         self._flights = Flights(lock)
@@ -104,18 +113,20 @@ class Engine:
             wait_until = self._monotonic() + call.policy.wait_seconds
         digest = call.key.digest
         while True:
-            flight, is_leader = self._flights.join(digest, call.fingerprints, self._monotonic())
-            if is_leader:
-                try:
+            mine = Flight(call.fingerprints)
+            try:
+                flight = self._flights.join(digest, mine, self._monotonic())
+                if flight is mine:
                     return await self._lead(flight, call, invoke, wait_until)
-                finally:
-                    self._flights.land(digest, flight)
+            finally:
+                self._flights.land(digest, mine)
             answer = await self._follow(flight, call, wait_until)
             if answer is not None:
                 return answer
 
     def forget(self, key: Key) -> None:
         """Drops what the process remembers of a key, after an operator changed it."""
+        self._flights.revoke(key.digest)
         if self._cache is not None:
             with self._lock:
                 self._cache.forget(key.digest)
@@ -139,6 +150,7 @@ class Engine:
             self._owner,
         )
         poll_seconds = POLL_SECONDS
+        late_answers = 0
         while True:
             asked = self._monotonic()
             try:
@@ -150,6 +162,13 @@ class Engine:
                 if self._monotonic() >= asked + answer.remaining_ms / 1000:
                     # The process stood still until the lease was over. Somebody else may run by
                     # now, so nothing starts on this claim; the store is asked anew.
+                    late_answers += 1
+                    if late_answers == LATE_ANSWERS_LIMIT:
+                        raise StoreUnavailable(
+                            f"the store grants claims later than their lease of "
+                            f"{call.policy.lease} lasts: nothing was run",
+                            key=call.key.text,
+                        )
                     continue
                 return await self._run(flight, call, invoke, request, answer, asked)
             if decision is Decision.REPLAY:
@@ -209,12 +228,24 @@ class Engine:
                     raise self._in_flight(call, flight, "process")
             if phase is Phase.LANDED:
                 return self._disembark(flight, call, wait_until)
-            timeout = None if wait_until is None else max(0.0, wait_until - self._monotonic())
             signal = self._waiting.signal()
             if not self._flights.enlist(flight, phase, signal):
                 continue
-            if not await signal.wait(timeout) and flight.phase is not Phase.LANDED:
+            if await signal.wait(self._patience(flight, wait_until)):
+                continue
+            now = self._monotonic()
+            if flight.lease is not None and flight.lease.is_lost(now):
+                return None  # The operation hangs: this caller may take over as any other may.
+            if flight.phase is not Phase.LANDED and wait_until is not None and now >= wait_until:
                 raise self._in_flight(call, flight, "process", has_waited=True)
+
+    def _patience(self, flight: Flight, wait_until: float | None) -> float | None:
+        """How long a follower waits for news: to its limit, or to the end of the lease."""
+        if wait_until is None:
+            return None  # Only for the claim, which ends by itself.
+        now = self._monotonic()
+        left = max(0.0, wait_until - now)
+        return left if flight.lease is None else min(left, flight.lease.seconds_left(now))
 
     def _disembark(
         self, flight: Flight, call: Call, wait_until: float | None
@@ -294,15 +325,16 @@ class Engine:
                     # in how the key's run ended.
                     raise
                 asked = self._monotonic()
-                ending, payload = await self._settler.settle_error(call, lease.token, error, number)
+                ending, payload = await self._settler.settle_error(call, lease, error, number)
                 self._remember_ending(call, flight, ending, payload, number, asked)
                 raise
             asked = self._monotonic()
             ending, payload = self._settler.payload_of(call, value, number)
-            payload = await self._settler.settle(call, lease.token, ending, payload, number, value)
+            payload = await self._settler.settle(call, lease, ending, payload, number, value)
             self._remember_ending(call, flight, ending, payload, number, asked)
         finally:
-            self._renewals.remove(lease)
+            if not lease.is_adopted:
+                self._renewals.remove(lease)
         return Answer(value, False, number)
 
     async def _exhaust(self, flight: Flight, call: Call, lease: Lease, attempt: int) -> Answer[Any]:
@@ -310,7 +342,7 @@ class Engine:
         asked = self._monotonic()
         payload = await self._settler.settle(
             call,
-            lease.token,
+            lease,
             Ending.FAILED,
             codec.exhausted(call.policy.attempt_limit),
             attempt,

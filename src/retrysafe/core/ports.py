@@ -69,7 +69,8 @@ class Store(Protocol):
         """Makes a batch durable and answers each row in order.
 
         A row that the store cannot take is answered with its own `StoreError`, and the others
-        stand. Rows for one key are applied as if one after the other.
+        stand. Rows for one key are applied as if one after the other, settlements before claims: an
+        outcome that is there must not lose to a takeover beside it.
         """
 
     async def record_step(self, write: StepWrite) -> Decision:

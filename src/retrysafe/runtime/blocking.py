@@ -17,7 +17,7 @@ from retrysafe.core.engine import Engine
 from retrysafe.core.events import Emit
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.keys import Key
-from retrysafe.core.model import OperatorCommand, StoredKey, SweepReport
+from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Waits, Writer
 from retrysafe.errors import InvalidInput
@@ -233,12 +233,12 @@ class BlockingIdempotency(Face):
                 raise InvalidInput("the operation is async: use AsyncIdempotency for it")
             return value
 
-        gate = self._gate
-        gate.enter()
+        gate, inside = self._gate, object()
         try:
+            gate.enter(inside)
             return run_sync(self._engine.answer(call, invoke))
         finally:
-            gate.leave()
+            gate.leave(inside)
 
     # Looking after the store.
 
@@ -266,7 +266,8 @@ class BlockingIdempotency(Face):
 
     def _operate(self, key: Key, command: OperatorCommand) -> None:
         decision = run_sync(self._store.operate(key, command))
-        self._engine.forget(key)
+        if decision is Decision.APPLY:
+            self._engine.forget(key)
         operator_outcome(decision, command, key, run_sync(self._store.read(key)))
 
     def sweep(self, *, limit: int = 1000) -> SweepReport:

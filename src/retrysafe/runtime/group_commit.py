@@ -211,11 +211,22 @@ class TaskGroupCommit:
     def _launch(self) -> None:
         self._is_scheduled = False
         while self._queue and len(self._flights) < self._flights_limit:
-            count = min(len(self._queue), self._batch_limit)
-            batch = [self._queue.popleft() for _ in range(count)]
+            batch = self._next_batch()
+            if not batch:
+                return
             flight = asyncio.get_running_loop().create_task(self._fly(batch))
             self._flights.add(flight)
             flight.add_done_callback(self._landed)
+
+    def _next_batch(self) -> list[tuple[Row, asyncio.Future[Any]]]:
+        batch: list[tuple[Row, asyncio.Future[Any]]] = []
+        while self._queue and len(batch) < self._batch_limit:
+            row, future = self._queue.popleft()
+            # A claim whose caller is gone would block its key for a lease with nobody to run it.
+            # An ending is written whether its caller waits or not.
+            if not (future.done() and isinstance(row, ClaimRequest)):
+                batch.append((row, future))
+        return batch
 
     async def _fly(self, batch: list[tuple[Row, asyncio.Future[Any]]]) -> None:
         rows = [row for row, _ in batch]

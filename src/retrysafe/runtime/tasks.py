@@ -18,7 +18,7 @@ from retrysafe.core.engine import Engine
 from retrysafe.core.events import Emit
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.keys import Key
-from retrysafe.core.model import OperatorCommand, StoredKey, SweepReport
+from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Waits
 from retrysafe.errors import InvalidInput
@@ -306,7 +306,8 @@ class AsyncFace(Face):
     async def _operate(self, key: Key, command: OperatorCommand) -> None:
         parts = self._bound()
         decision = await parts.store.operate(key, command)
-        parts.engine.forget(key)
+        if decision is Decision.APPLY:
+            parts.engine.forget(key)
         operator_outcome(decision, command, key, await parts.store.read(key))
 
     async def sweep(self, *, limit: int = 1000) -> SweepReport:

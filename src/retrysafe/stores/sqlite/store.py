@@ -53,6 +53,10 @@ _ROW_ERRORS: Final = (
 )
 
 
+# How long a fork waits for the commit under way; a process that is stuck must be able to fork.
+_FORK_WAIT_SECONDS: Final = 5.0
+
+
 class SqliteStore:
     """A store in one SQLite file."""
 
@@ -70,14 +74,19 @@ class SqliteStore:
         `create` makes a missing file, `migrate` brings its schema up to date; without them a
         missing file raises `StoreMissing`, a missing or old schema `SchemaMissing`.
         """
-        self.path = Path(path)
+        # Absolute from the start: the file must stay the same when the working directory changes
+        # before a fork or a second open.
+        self.path = Path(path).absolute()
         self._create = create
         self._migrate = migrate
         self._busy_seconds = busy_timeout.total_seconds()
         self._now_ms = now_ms
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
-        forks.register(self)
+        self._reading_lock = threading.Lock()
+        self._reader: sqlite3.Connection | None = None
+        self._is_resting = False
+        forks.guard(self)
 
     @property
     def location(self) -> str:
@@ -99,10 +108,9 @@ class SqliteStore:
             with self._transaction() as connection:
                 # Read under the write lock: the wait for it must not count against a lease.
                 now_ms = self._now_ms()
-                return (
-                    batches.claim(connection, claims, now_ms),
-                    batches.settle(connection, settlements, now_ms),
-                )
+                # Endings first: an outcome that is there must not lose to a claim beside it.
+                settled = batches.settle(connection, settlements, now_ms)
+                return batches.claim(connection, claims, now_ms), settled
         except StoreRejected as rejected:
             if len(claims) + len(settlements) == 1:
                 return ([rejected], []) if claims else ([], [rejected])
@@ -193,10 +201,11 @@ class SqliteStore:
 
     async def close(self) -> None:
         """Closes this process's connection; the next use opens a new one."""
-        with self._lock:
-            connection, self._connection = self._connection, None
-            if connection is not None:
-                connection.close()
+        with self._reading_lock, self._lock:
+            for connection in (self._connection, self._reader):
+                if connection is not None:
+                    connection.close()
+            self._connection = self._reader = None
 
     # The schema.
 
@@ -224,18 +233,35 @@ class SqliteStore:
 
     # The connection.
 
+    def before_fork(self) -> None:
+        """Waits for the commit under way.
+
+        Else SQLite's library would believe for ever in the child that the write lock of the file
+        is taken, by a connection that is not its own.
+        """
+        self._is_resting = self._lock.acquire(timeout=_FORK_WAIT_SECONDS)
+
+    def after_fork_in_parent(self) -> None:
+        """Lets the next commit in."""
+        if self._is_resting:
+            self._is_resting = False
+            self._lock.release()
+
     def after_fork_in_child(self) -> None:
-        """Leaves the parent's connection alone and opens an own one at the next use."""
-        forks.park(self._connection)
-        self._connection = None
-        self._lock = threading.Lock()
+        """Leaves the parent's connections alone and opens own ones at the next use."""
+        forks.park((self._connection, self._reader))
+        self._connection = self._reader = None
+        self._lock, self._reading_lock = threading.Lock(), threading.Lock()
+        self._is_resting = False
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._translated_errors(), self._lock:
             connection = self._connected()
-            connection.execute("BEGIN IMMEDIATE")
             try:
+                # Inside the try: a signal that raises while this waits for the write lock is
+                # noticed only after it was got, and the lock would stay taken for everybody.
+                connection.execute("BEGIN IMMEDIATE")
                 yield connection
                 connection.execute("COMMIT")
             except BaseException:
@@ -244,10 +270,16 @@ class SqliteStore:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._translated_errors(), self._lock:
-            connection = self._connected()
-            connection.execute("BEGIN")
+        """A connection of its own for operators, whose scans must not hold up a commit."""
+        with self._translated_errors(), self._reading_lock:
+            with self._lock:
+                self._connected()  # The schema is there, or this raises.
+            if self._reader is None:
+                self._reader = connecting.connect(self.path, False, self._busy_seconds)
+            connection = self._reader
             try:
+                connecting.roll_back(connection)
+                connection.execute("BEGIN")
                 yield connection
             finally:
                 connecting.roll_back(connection)
@@ -266,6 +298,8 @@ class SqliteStore:
                 connection.close()
                 raise
             self._connection = connection
+        # An interrupted rollback leaves its transaction open; nothing of it may go on.
+        connecting.roll_back(self._connection)
         return self._connection
 
     def _migrated(self, connection: sqlite3.Connection) -> list[Migration]:
