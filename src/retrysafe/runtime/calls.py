@@ -16,12 +16,13 @@ from functools import lru_cache, partial
 from typing import Any, Final
 
 from retrysafe.core.call import Call
+from retrysafe.core.canonical import canonical_bytes, of_tree
 from retrysafe.core.codec import ValueCodec
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.framing import Part
 from retrysafe.core.keys import Caller, GlobalCaller, Key, body_key, checked_secret, natural_key
 from retrysafe.core.policy import Policy
-from retrysafe.core.values import NotStorable, sorted_json_bytes, to_tree
+from retrysafe.core.values import NotStorable, to_tree
 from retrysafe.errors import (
     CallerMissing,
     FingerprintImpossible,
@@ -175,9 +176,14 @@ def make_call(
 ) -> Call:
     """The call that the engine answers."""
     rule = rule or settings.rule
+    tree = request_tree(request)
+    try:
+        fingerprints = rule.fingerprints_of_value(name.encode(), tree=tree)
+    except ValueError as error:
+        raise FingerprintImpossible(f"the request has no canonical form: {error}") from None
     return Call(
         key,
-        rule.fingerprints_of_value(name.encode(), tree=request_tree(request)),
+        fingerprints,
         policy or settings.policy,
         name,
         codec,
@@ -258,7 +264,7 @@ class Once:
             return natural_key(self.name, **{name: bound.arguments[name] for name in source})
         if isinstance(source, BodyKey):
             secret = checked_secret(self.settings.secret)
-            return body_key(secret, self.name, sorted_json_bytes(request_tree(request)))
+            return body_key(secret, self.name, canonical_bytes(of_tree(request_tree(request))))
         made = source(*args, **kwargs)
         return natural_key(self.name, *made) if isinstance(made, tuple) else made
 
