@@ -15,7 +15,7 @@ from rich.text import Text
 
 from retrysafe.cli import options, output, shapes
 from retrysafe.cli.problems import ExitCode, Problem, usage
-from retrysafe.core.keys import Key
+from retrysafe.core.keys import GLOBAL, Key
 from retrysafe.core.machine import decide, operator_event
 from retrysafe.core.model import (
     Condition,
@@ -31,6 +31,8 @@ from retrysafe.runtime.face import operator_outcome
 
 # What fits a screen of scrolling; the whole body is in --json.
 BODY_LIMIT_CHARACTERS: Final = 10_000
+# Each mark in a list costs a look at the key; more rows than this are for programs, not people.
+MARKED_LIMIT: Final = 200
 
 _STYLES: Final = {
     Condition.RUNNING: "cyan",
@@ -104,8 +106,10 @@ def list_keys(
     )
     with options.opened_store(store, busy_timeout) as opened:
         found = run_sync(opened.list_records(query))
-    shown, has_more = found[:limit], len(found) > limit
-    if options.is_json(context, as_json):
+        shown, has_more = found[:limit], len(found) > limit
+        is_json = options.is_json(context, as_json)
+        withheld = set() if is_json else _withheld(opened, shown[:MARKED_LIMIT])
+    if is_json:
         output.write_json(
             {"keys": [shapes.record_shape(item) for item in shown], "has_more": has_more}
         )
@@ -113,12 +117,29 @@ def list_keys(
     if not shown:
         output.note("no key matches")
         return
-    output.console().print(_table(shown))
+    output.console().print(_table(shown, withheld))
+    if len(shown) > MARKED_LIMIT:
+        output.note(f"withheld outcomes are marked in the first {MARKED_LIMIT} rows only")
     if has_more:
         output.note(f"more than {limit} keys match: raise --limit, or filter")
 
 
-def _table(found: list[StoredKey]) -> Table:
+def _withheld(store: Store, found: list[StoredKey]) -> set[bytes]:
+    """The digests of the keys whose outcome retries do not get.
+
+    A list carries no outcomes, so those that have one are looked at one by one.
+    """
+    digests = set()
+    for item in found:
+        if item.condition in (Condition.SUCCEEDED, Condition.FAILED):
+            record = item.record
+            stored = run_sync(store.read(Key(record.text, caller=record.caller or GLOBAL)))
+            if stored is not None and shapes.is_withheld(stored):
+                digests.add(record.digest)
+    return digests
+
+
+def _table(found: list[StoredKey], withheld: set[bytes]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("caller", "key", "operation", "condition"):
         # Folded rather than cut: half a key cannot be copied into the next command.
@@ -131,8 +152,11 @@ def _table(found: list[StoredKey]) -> Table:
         table.add_row(
             output.cell(shapes.caller_text(record), "" if record.caller else "italic"),
             output.cell(record.text),
-            output.cell(record.operation),
-            output.cell(stored.condition.value, _STYLES[stored.condition]),
+            output.cell(shapes.operation_text(record)),
+            output.cell(
+                stored.condition.value + (" (withheld)" if record.digest in withheld else ""),
+                _STYLES[stored.condition],
+            ),
             str(record.attempt),
             shapes.duration_text(stored.now_ms - record.first_claimed_at_ms),
             shapes.time_left_text(stored),
@@ -169,7 +193,7 @@ def _stored(store: Store, key: Key) -> StoredKey:
     if stored is None:
         raise Problem(
             "KeyUnknown",
-            f"there is no record of {key!r}: check the key and the caller",
+            f"there is no record of {key}: check the key and the caller",
             ExitCode.REFUSED,
         )
     return stored
@@ -183,7 +207,7 @@ def _detail(stored: StoredKey) -> Group:
     grid.add_column(overflow="fold")
     grid.add_row("key", output.cell(record["key"]))
     grid.add_row("caller", output.cell(shapes.caller_text(stored.record)))
-    grid.add_row("operation", output.cell(record["operation"] or "-"))
+    grid.add_row("operation", output.cell(shapes.operation_text(stored.record)))
     grid.add_row("condition", output.cell(record["condition"], _STYLES[stored.condition]))
     grid.add_row("time left", shapes.time_left_text(stored))
     grid.add_row("attempt", str(record["attempt"]))
@@ -197,7 +221,13 @@ def _detail(stored: StoredKey) -> Group:
         title = f"\nstep {step.position}: {output.safe(step.name)}"
         parts += [Text(title, style="bold"), _body(step.payload)]
     for outcome, kept in zip(shape["outcomes"], stored.outcomes, strict=True):
-        mark = ", replayed to retries" if outcome["is_replayed"] else ""
+        mark = ""
+        if outcome["is_withheld"]:
+            mark = ", withheld"
+            if outcome["is_replayed"]:
+                mark += ": retries get OutcomeUnavailable"
+        elif outcome["is_replayed"]:
+            mark = ", replayed to retries"
         title = (
             f"\noutcome of attempt {outcome['attempt']}: {outcome['ending']} at "
             f"{outcome['settled_at']}, kept until {outcome['audit_ends_at']}{mark}"
@@ -273,7 +303,8 @@ def expire_key(
 ) -> None:
     """End a settled key's active window now: its next use runs the operation again.
 
-    The stored outcome stays in the audit. A pending key is refused: release it instead.
+    The stored outcome stays in the audit. A pending key is refused: release it instead. Once a
+    sweep has removed the key, its outcomes are reached by SQL only, until their audit window ends.
     """
     wanted = options.chosen_key(key, caller, is_global)
     with options.opened_store(store, busy_timeout) as opened:
@@ -316,10 +347,10 @@ def _operate(
             }
         )
     elif decision is Decision.CONFIRM:
-        sys.stdout.write(f"nothing to do: {output.safe(repr(key))} has expired already\n")
+        sys.stdout.write(f"nothing to do: {output.safe(str(key))} has expired already\n")
     else:
         sys.stdout.write(
-            f"{_DONE[command]} {output.safe(repr(key))}; it was {before.condition.value}\n"
+            f"{_DONE[command]} {output.safe(str(key))}; it was {before.condition.value}\n"
         )
 
 
@@ -327,7 +358,7 @@ def _confirm(key: Key, command: OperatorCommand, stored: StoredKey) -> None:
     if not sys.stdin.isatty():
         raise usage(f"there is no terminal to ask on: add --yes to {command.value} the key")
     output.note(
-        f"{key!r} is {stored.condition.value} (attempt {stored.record.attempt}, "
+        f"{key} is {stored.condition.value} (attempt {stored.record.attempt}, "
         f"{shapes.time_left_text(stored)}); after this, {_CONSEQUENCES[command]}."
     )
     if not typer.confirm(f"{command.value.capitalize()} it?", err=True):
