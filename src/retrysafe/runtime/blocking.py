@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
 from retrysafe.core.attempt import Attempt
@@ -29,6 +29,8 @@ from retrysafe.runtime.calls import (
     Unset,
     once_of,
     owner_name,
+    require_no_positional,
+    shown_name,
 )
 from retrysafe.runtime.current import current
 from retrysafe.runtime.drive import run_sync
@@ -172,7 +174,7 @@ class BlockingIdempotency(Face):
 
     def once(
         self,
-        *,
+        *misplaced: Never,
         key: KeySource,
         caller: CallerSource | None = None,
         name: str | None = None,
@@ -186,6 +188,7 @@ class BlockingIdempotency(Face):
         `key` names the parameters that identify the operation, or is a function of the arguments,
         or a `BodyKey`. `ignore` names parameters that are not part of the request.
         """
+        require_no_positional(misplaced)
 
         def decorate(function: Callable[P, T]) -> Callable[P, T]:
             _require_plain(function)
@@ -303,4 +306,4 @@ class BlockingIdempotency(Face):
 
 def _require_plain(operation: Callable[..., Any]) -> None:
     if inspect.iscoroutinefunction(operation):
-        raise InvalidInput(f"{operation!r} is async: use AsyncIdempotency for it")
+        raise InvalidInput(f"{shown_name(operation)} is async: use AsyncIdempotency for it")

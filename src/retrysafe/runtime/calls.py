@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache, partial
+from types import FunctionType
 from typing import Any, Final
 
 from retrysafe.core.call import Call
 from retrysafe.core.canonical import canonical_bytes, of_tree
 from retrysafe.core.codec import ValueCodec
+from retrysafe.core.events import UNNAMED
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.framing import Part
 from retrysafe.core.keys import Caller, GlobalCaller, Key, body_key, checked_secret, natural_key
@@ -108,6 +110,14 @@ def operation_name(operation: Callable[..., Any]) -> str:
     return f"{operation.__module__}.{name}"[:255]
 
 
+def shown_name(operation: Callable[..., Any]) -> str:
+    """The operation in a message: by its name, never by its address in memory."""
+    name = operation_name(operation)
+    if not name and not isinstance(operation, FunctionType | partial):
+        name = type(operation).__qualname__
+    return f"the operation {name or UNNAMED}"
+
+
 def require_runnable(operation: Callable[..., Any]) -> None:
     """Raises `InvalidInput` for generator functions.
 
@@ -115,8 +125,21 @@ def require_runnable(operation: Callable[..., Any]) -> None:
     """
     if inspect.isgeneratorfunction(operation) or inspect.isasyncgenfunction(operation):
         raise InvalidInput(
-            f"{operation!r} is a generator, and calling it runs nothing: wrap it in a function "
-            "that consumes it and returns the result"
+            f"{shown_name(operation)} is a generator, and calling it runs nothing: wrap it in a "
+            "function that consumes it and returns the result"
+        )
+
+
+def require_no_positional(misplaced: tuple[object, ...]) -> None:
+    """Raises `InvalidInput` for `once(something, key=…)`.
+
+    Positional arguments are taken only to be refused: Python's own words for a bare `@once` would
+    be about their number, and not about the key that is missing.
+    """
+    if misplaced:
+        raise InvalidInput(
+            "once takes no positional arguments: write @idem.once(key=…) above the function, with "
+            "the names of the parameters that identify the operation"
         )
 
 
@@ -215,8 +238,9 @@ class Once:
         for item in (*named, *sorted(self.ignore)):
             if isinstance(item, str) and item not in names:
                 raise KeyInvalid(
-                    f"{self.name} has no parameter {item!r}: key= and ignore= take names of its "
-                    f"parameters ({', '.join(names)}), key= also takes a function of its arguments"
+                    f"{shown_name(self.function)} has no parameter {item!r}: key= and ignore= take "
+                    f"names of its parameters ({', '.join(names)}), key= also takes a function of "
+                    "its arguments"
                 )
         if isinstance(self.key_source, BodyKey):
             checked_secret(self.settings.secret)
@@ -276,6 +300,6 @@ def once_of(function: Callable[..., Any]) -> tuple[Once, tuple[Any, ...]]:
     """The decoration of a function or bound method, and the arguments that it is bound to."""
     once = getattr(function, ONCE_ATTRIBUTE, None)
     if not isinstance(once, Once):
-        raise InvalidInput(f"{function!r} is not decorated with once()")
+        raise InvalidInput(f"{shown_name(function)} is not decorated with once()")
     owner = getattr(function, "__self__", None)
     return once, () if owner is None else (owner,)

@@ -167,7 +167,7 @@ def operator_outcome(
         return
     if stored is None:
         raise OperatorRefused(
-            f"there is no record of {key!r}: check the key and the caller", key=key.text
+            f"there is no record of {key}: check the key and the caller", key=key.text
         )
     condition = stored.condition
     advice = {
@@ -181,5 +181,5 @@ def operator_outcome(
     if advice is None:
         advice = "the operation succeeded; expire the key if it must be able to run again"
     raise OperatorRefused(
-        f"cannot {command.value} {key!r} while it is {condition.value}: {advice}", key=key.text
+        f"cannot {command.value} {key} while it is {condition.value}: {advice}", key=key.text
     )

@@ -60,12 +60,15 @@ def _merged(rows: Sequence[Row], claimed: Sequence[Any], settled: Sequence[Any])
 
 def _as_store_error(error: BaseException) -> StoreError:
     """A fresh error for one caller: a shared one would collect everybody's traceback."""
-    if isinstance(error, StoreError):
-        fresh = type(error)(str(error), key=error.key)
-    else:
+    if not isinstance(error, StoreError):
         fresh = StoreUnavailable(f"the commit broke off: {error!r}")
-    fresh.__cause__ = error
-    return fresh
+        fresh.__cause__ = error
+        return fresh
+    # It stands in for the original, with where that was raised and why. Chained to it instead,
+    # one problem would be told twice in every traceback.
+    copied = type(error)(str(error), key=error.key).with_traceback(error.__traceback__)
+    copied.__cause__ = error.__cause__
+    return copied
 
 
 class ThreadGroupCommit:

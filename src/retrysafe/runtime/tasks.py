@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
 from retrysafe.core.attempt import Attempt
@@ -30,6 +30,8 @@ from retrysafe.runtime.calls import (
     Unset,
     once_of,
     owner_name,
+    require_no_positional,
+    shown_name,
 )
 from retrysafe.runtime.current import current
 from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_outcome
@@ -212,7 +214,7 @@ class AsyncFace(Face):
 
     def once(
         self,
-        *,
+        *misplaced: Never,
         key: KeySource,
         caller: CallerSource | None = None,
         name: str | None = None,
@@ -226,10 +228,11 @@ class AsyncFace(Face):
         `key` names the parameters that identify the operation, or is a function of the arguments,
         or a `BodyKey`. `ignore` names parameters that are not part of the request.
         """
+        require_no_positional(misplaced)
 
         def decorate(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
             if not inspect.iscoroutinefunction(function):
-                raise InvalidInput(f"{function!r} is not async: use Idempotency for it")
+                raise InvalidInput(f"{shown_name(function)} is not async: use Idempotency for it")
             decoration = self._once(
                 function,
                 key=key,
