@@ -399,7 +399,7 @@ def test_an_orm_session_forgets_the_objects_of_an_undone_block(shop, idem):
 
     class Order(Base):
         __tablename__ = "orders"
-        __table_args__ = {"schema": shop.schema, "extend_existing": True}
+        __table_args__ = ({"schema": shop.schema},)
         id: Mapped[int] = mapped_column(primary_key=True)
         name: Mapped[str]
 
@@ -420,11 +420,13 @@ def test_an_orm_session_forgets_the_objects_of_an_undone_block(shop, idem):
 
 
 def test_child_keys_in_a_block(shop, connection):
-    with Idempotency(shop.store_url, caller="shop", secret=SECRET) as idem:
-        with idem.atomic(connection, "order-1") as run:
-            assert run.child_key("receipt").startswith("child:")
-            assert run.key.text == "order-1"
-            run.complete(1)
+    with (
+        Idempotency(shop.store_url, caller="shop", secret=SECRET) as idem,
+        idem.atomic(connection, "order-1") as run,
+    ):
+        assert run.child_key("receipt").startswith("child:")
+        assert run.key.text == "order-1"
+        run.complete(1)
 
 
 def test_the_lock_of_a_key_depends_on_the_schema():

@@ -145,18 +145,23 @@ class AtomicBlock:
         if policy.in_flight is InFlight.WAIT:
             wait_until = self._waiting.monotonic() + policy.wait_seconds
         if not await transaction.lock(call.key, None):
-            # Whoever holds the lock may be a reader of a settled outcome, or about to end.
-            seen = await transaction.look(request)
-            if seen.decision is Decision.REPLAY:
-                return seen
-            if seen.decision is Decision.MISMATCH:
-                raise self._reused()
             if wait_until is None:
-                raise self._in_flight(RIVAL_RETRY_AFTER_SECONDS, has_waited=False)
+                return await self._without_lock(request)
+            # Nothing is read before the wait: on SQLite a transaction that has read before the
+            # rival commits cannot become the writer after it.
             seconds_left = max(0.0, wait_until - self._waiting.monotonic())
             if not await transaction.lock(call.key, seconds_left):
                 raise self._in_flight(RIVAL_RETRY_AFTER_SECONDS, has_waited=True)
         return await self._claim(request, wait_until)
+
+    async def _without_lock(self, request: ClaimRequest) -> ClaimAnswer:
+        """What can be answered while somebody else has the lock: they may only be reading."""
+        seen = await self._transaction.look(request)
+        if seen.decision is Decision.REPLAY:
+            return seen
+        if seen.decision is Decision.MISMATCH:
+            raise self._reused()
+        raise self._in_flight(RIVAL_RETRY_AFTER_SECONDS, has_waited=False)
 
     async def _claim(self, request: ClaimRequest, wait_until: float | None) -> ClaimAnswer:
         """Claims under the lock; a leased owner of the key is waited for if that can help."""
