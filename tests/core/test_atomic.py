@@ -211,11 +211,11 @@ def test_a_free_record_is_taken_over(changes, kind):
 
 def test_used_up_attempts_are_told_and_nothing_is_written():
     """What killed its workers does not kill this one, and the record stays as it was."""
-    transaction = pending(FakeTransaction(), attempt=5, lease_ends_at_ms=0)
+    transaction = pending(FakeTransaction(), attempt=10, lease_ends_at_ms=0)
     made = Made(transaction)
     with pytest.raises(AttemptsExhausted):
         made.enter()
-    assert transaction.database.record.attempt == 5
+    assert transaction.database.record.attempt == 10
     assert made.kinds == ["exhausted"]
 
 

@@ -36,6 +36,7 @@ from retrysafe.core.settling import RETRY_PAUSE_SECONDS, Settler
 from retrysafe.errors import (
     ClaimLost,
     KeyReused,
+    OperationFailed,
     OperationInFlight,
     StoreError,
     StoreUnavailable,
@@ -105,7 +106,7 @@ class Engine:
             wait_until = self._monotonic() + call.policy.wait_seconds
         digest = call.key.digest
         while True:
-            flight, is_leader = self._flights.join(digest, call.fingerprints)
+            flight, is_leader = self._flights.join(digest, call.fingerprints, self._monotonic())
             if is_leader:
                 try:
                     return await self._lead(flight, call, invoke, wait_until)
@@ -223,10 +224,14 @@ class Engine:
             # a thousand would hear of the outage minutes later.
             raise StoreUnavailable(flight.outage, key=call.key.text)
         is_same = is_same_request(call.fingerprints, flight.fingerprints)
-        if flight.payload is not None:
+        if flight.payload is not None and not (flight.is_released and wait_until is None):
             if not is_same:
                 raise self._reused(call, "process")
-            return self._replay(call, flight.payload, flight.attempt, "process")
+            try:
+                return self._replay(call, flight.payload, flight.attempt, "process")
+            except OperationFailed as error:
+                error.retryable = flight.is_released
+                raise
         if not is_same:
             return None  # What the leader was told does not hold for another request.
         if flight.is_mismatched:
@@ -356,7 +361,9 @@ class Engine:
         attempt: int,
         asked: float,
     ) -> None:
-        if ending is not Ending.RELEASED:
+        if ending is Ending.RELEASED:
+            flight.share(payload, attempt, is_released=True)
+        else:
             self._remember(call, flight, payload, attempt, asked, call.policy.active_ms)
 
     def _remember(
@@ -397,9 +404,10 @@ class Engine:
         seconds = max(RETRY_AFTER_MINIMUM_SECONDS, flight.seconds_left(self._monotonic()))
         kind = EventKind.WAIT_ENDED if has_waited else EventKind.CONFLICTED
         self._report(kind, call.key, call.operation, source=source)
+        waited = f" after a wait of {call.policy.wait_seconds:g} s" if has_waited else ""
         return in_flight(
             call,
-            f"the first run of {call.key.text!r} has not ended; its lease ends in {seconds:.1f} s "
-            "unless it is renewed",
+            f"the first run of {call.key.text!r} has not ended{waited}; its lease ends in "
+            f"{seconds:.1f} s unless it is renewed",
             seconds,
         )

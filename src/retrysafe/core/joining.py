@@ -79,7 +79,8 @@ class Joiner:
             if decision is Decision.LOST:
                 lease.revoke()
                 raise ClaimLost(
-                    f"another owner took over {call.key.text!r}: this transaction must not commit",
+                    f"the claim on {call.key.text!r} was taken over, or released by an operator: "
+                    "this transaction must not commit",
                     key=call.key.text,
                 )
             if decision is Decision.CONFIRM:

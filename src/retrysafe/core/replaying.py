@@ -19,7 +19,8 @@ def replayed_value(call: Call, payload: Payload | None) -> Any:
     if payload.form == codec.WITHHELD:
         raise codec.unavailable(payload, call.key.text)
     if payload.form in (codec.FAILURE, codec.EXHAUSTED):
-        raise codec.decode_failure(payload, call.policy.terminal, call.key.text)
+        declared = (*call.policy.terminal, *call.policy.retryable)
+        raise codec.decode_failure(payload, declared, call.key.text)
     try:
         return call.codec.decode(payload)
     except NotReadable as error:

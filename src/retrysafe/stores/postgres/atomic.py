@@ -203,7 +203,8 @@ class PostgresTransaction:
         if status == "in progress":
             return Fate.OPEN
         ((count,),) = await self._connector.fetch(
-            self._sql["count_outcomes"], (settlement.key.digest, settlement.token)
+            self._sql["count_outcomes"],
+            (settlement.key.digest, settlement.token, settlement.kind.value),
         )
         # A committed transaction may still have rolled back the savepoint that it was written in.
         return Fate.STANDS if count else Fate.UNDONE

@@ -76,4 +76,5 @@ SELECT pg_xact_status($1::text::xid8);
 -- name: count_outcomes
 -- Runs on the store's own connection: whether the outcome of this token is committed. The audit is
 -- asked and not the record, because somebody may have taken over since.
-SELECT count(*) FROM {schema}.outcomes WHERE digest = $1::bytea AND token = $2::bytea;
+SELECT count(*) FROM {schema}.outcomes
+WHERE digest = $1::bytea AND token = $2::bytea AND state = $3::smallint;
