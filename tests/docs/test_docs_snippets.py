@@ -28,10 +28,11 @@ def _script(path):
     return "\n".join(lines) + "\n"
 
 
-def _python(folder, *arguments):
+def _python(folder, *arguments, **variables):
     environment = {name: value for name, value in os.environ.items() if name != "RETRYSAFE_SECRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    environment |= variables
     return subprocess.run(
         [sys.executable, "-W", "error", *arguments],
         cwd=folder,
@@ -44,13 +45,17 @@ def _python(folder, *arguments):
 
 
 @pytest.mark.parametrize("path", _WITH_PYTHON, ids=name_of)
-def test_snippets_of_a_document_run_in_order_and_print_what_they_say(path, tmp_path):
+def test_snippets_of_a_document_run_in_order_and_print_what_they_say(path, tmp_path, request):
     """A reader who types a document's snippets from top to bottom gets what the document shows."""
     script = tmp_path / f"{path.stem.replace('-', '_')}.py"
     text = _script(path)
     script.write_text(text, encoding="utf-8")
     expected = [match.group(1) for line in text.splitlines() if (match := _EXPECTED.match(line))]
-    ended = _python(tmp_path, script.name)
+    variables = {}
+    if "DATABASE_URL" in text:
+        # Those that need PostgreSQL run on a real one.
+        variables["DATABASE_URL"] = request.getfixturevalue("documents_database")
+    ended = _python(tmp_path, script.name, **variables)
     assert ended.returncode == 0, f"{name_of(path)} (line numbers fit):\n{ended.stderr}"
     assert ended.stdout.splitlines() == expected
 
@@ -72,6 +77,7 @@ def test_the_readme_has_a_snippet_that_runs():
     """The checks above are not empty: the first example that people try is among them."""
     assert ROOT / "README.md" in _WITH_PYTHON
     assert ROOT / "docs" / "functions.md" in _WITH_PYTHON
+    assert ROOT / "docs" / "atomic.md" in _WITH_PYTHON
 
 
 def test_hardly_any_snippet_is_left_out():
