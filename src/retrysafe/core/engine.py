@@ -8,7 +8,6 @@ ports. Every decision about a record is the store's, by the store's clock.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from datetime import timedelta
 from typing import Any, Final
 
 from retrysafe.core import codec
@@ -17,6 +16,7 @@ from retrysafe.core.cache import CachedOutcome, ReplayCache
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind, Reporter
 from retrysafe.core.flights import Flight, Flights, Phase, is_same_request
+from retrysafe.core.joining import JoinedOutcome, Joiner
 from retrysafe.core.keys import Key
 from retrysafe.core.lease import Lease
 from retrysafe.core.machine import is_exhausted
@@ -30,15 +30,15 @@ from retrysafe.core.model import (
     Payload,
 )
 from retrysafe.core.policy import InFlight
-from retrysafe.core.ports import Lock, Orphanage, Renewals, Waiting, Writer
+from retrysafe.core.ports import Fate, Lock, Orphanage, Renewals, Waiting, Writer
+from retrysafe.core.replaying import gone, in_flight, replayed_value, reused
 from retrysafe.core.settling import RETRY_PAUSE_SECONDS, Settler
-from retrysafe.core.values import NotReadable
 from retrysafe.errors import (
     ClaimLost,
     KeyReused,
     OperationFailed,
     OperationInFlight,
-    OutcomeUnavailable,
+    StoreError,
     StoreUnavailable,
 )
 
@@ -76,6 +76,7 @@ class Engine:
         report: Reporter,
         owner: str = "",
         secret: bytes | None = None,
+        joiner: Joiner | None = None,
     ) -> None:
         self._writer = writer
         self._waiting = waiting
@@ -94,6 +95,7 @@ class Engine:
         )
         self._owner = owner
         self._secret = secret
+        self._joiner = joiner
         self._flights = Flights(lock)
 
     async def answer(self, call: Call, invoke: Invoke) -> Answer[Any]:
@@ -208,9 +210,7 @@ class Engine:
     ) -> Answer[Any]:
         payload = answer.payload
         if payload is None:
-            raise OutcomeUnavailable(
-                "the operation is done, but its outcome is no longer stored", key=call.key.text
-            )
+            raise gone(call)
         self._remember(call, flight, payload, answer.attempt, asked, answer.remaining_ms)
         return self._replay(call, payload, answer.attempt, "store")
 
@@ -312,6 +312,8 @@ class Engine:
             self._monotonic,
             self._secret,
             answer.decision is Decision.ADMIT,
+            call,
+            self._joiner,
         )
         self._renewals.add(lease)
         try:
@@ -325,10 +327,16 @@ class Engine:
                     # in how the key's run ended.
                     raise
                 asked = self._monotonic()
+                joined = attempt.joined
+                if joined and await self._is_settled(flight, call, joined, number, asked, error):
+                    raise
                 ending, payload = await self._settler.settle_error(call, lease, error, number)
                 self._remember_ending(call, flight, ending, payload, number, asked)
                 raise
             asked = self._monotonic()
+            joined = attempt.joined
+            if joined and await self._is_settled(flight, call, joined, number, asked, None):
+                return Answer(joined.value, False, number)
             ending, payload = self._settler.payload_of(call, value, number)
             payload = await self._settler.settle(call, lease, ending, payload, number, value)
             self._remember_ending(call, flight, ending, payload, number, asked)
@@ -336,6 +344,29 @@ class Engine:
             if not lease.is_adopted:
                 self._renewals.remove(lease)
         return Answer(value, False, number)
+
+    async def _is_settled(
+        self,
+        flight: Flight,
+        call: Call,
+        joined: JoinedOutcome,
+        attempt: int,
+        asked: float,
+        error: Exception | None,
+    ) -> bool:
+        """Whether the user's transaction settles the attempt, so that nothing is left to write."""
+        try:
+            fate = await joined.fate()
+        except StoreError:
+            # Nobody can tell now. A value is settled as usual: an outcome that stands confirms
+            # it. An exception must not free a key whose business write may have been committed.
+            return error is not None
+        if fate is Fate.STANDS:
+            self._report(EventKind.COMPLETED, call.key, call.operation, attempt)
+            self._remember(call, flight, joined.payload, attempt, asked, call.policy.active_ms)
+        # While it is open, the record is locked by it and only its commit or its rollback decides;
+        # writing here would wait for a caller who waits for us.
+        return fate is not Fate.UNDONE
 
     async def _exhaust(self, flight: Flight, call: Call, lease: Lease, attempt: int) -> Answer[Any]:
         """Settles the record as failed for good, and raises that failure."""
@@ -388,19 +419,7 @@ class Engine:
 
     def _replay(self, call: Call, payload: Payload, attempt: int, source: str) -> Answer[Any]:
         self._report(EventKind.REPLAYED, call.key, call.operation, attempt, source=source)
-        if payload.form == codec.WITHHELD:
-            raise codec.unavailable(payload, call.key.text)
-        if payload.form in (codec.FAILURE, codec.EXHAUSTED):
-            declared = (*call.policy.terminal, *call.policy.retryable)
-            raise codec.decode_failure(payload, declared, call.key.text)
-        try:
-            return Answer(call.codec.decode(payload), True, attempt)
-        except NotReadable as error:
-            raise OutcomeUnavailable(
-                f"the operation is done and will not run again, but its outcome cannot be read "
-                f"here: {error}",
-                key=call.key.text,
-            ) from error
+        return Answer(replayed_value(call, payload), True, attempt)
 
     def _check_same(self, call: Call, fingerprints: tuple[Fingerprint, ...], source: str) -> None:
         if not is_same_request(call.fingerprints, fingerprints):
@@ -408,11 +427,7 @@ class Engine:
 
     def _reused(self, call: Call, source: str) -> KeyReused:
         self._report(EventKind.MISMATCHED, call.key, call.operation, source=source)
-        return KeyReused(
-            f"the key {call.key.text!r} was first used for a different request: use a new key "
-            "for a new request, and the same request for a retry",
-            key=call.key.text,
-        )
+        return reused(call)
 
     def _in_flight(
         self, call: Call, flight: Flight, source: str, *, has_waited: bool = False
@@ -422,9 +437,9 @@ class Engine:
         kind = EventKind.WAIT_ENDED if has_waited else EventKind.CONFLICTED
         self._report(kind, call.key, call.operation, source=source)
         waited = f" after a wait of {call.policy.wait_seconds:g} s" if has_waited else ""
-        return OperationInFlight(
+        return in_flight(
+            call,
             f"the first run of {call.key.text!r} has not ended{waited}; its lease ends in "
             f"{seconds:.1f} s unless it is renewed",
-            key=call.key.text,
-            retry_after=timedelta(seconds=seconds),
+            seconds,
         )

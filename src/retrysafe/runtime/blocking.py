@@ -16,11 +16,13 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Emit
 from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.core.joining import Joiner
 from retrysafe.core.keys import Key
 from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Waits, Writer
 from retrysafe.errors import InvalidInput
+from retrysafe.runtime.atomic_threads import AtomicThreads
 from retrysafe.runtime.calls import (
     ONCE_ATTRIBUTE,
     UNSET,
@@ -52,7 +54,7 @@ class _InterruptedThread:
         run_sync(flow)
 
 
-class BlockingIdempotency(Face):
+class BlockingIdempotency(AtomicThreads, Face):
     """Runs operations once, for threads and processes."""
 
     def __init__(
@@ -102,6 +104,11 @@ class BlockingIdempotency(Face):
             report=self._report,
             owner=owner_name(),
             secret=self._settings.secret,
+            joiner=Joiner(
+                join=lambda connection: self._join(connection, Waits.BLOCKING),
+                drive=run_sync,
+                renewals=self._heartbeat,
+            ),
         )
 
     def after_fork_in_child(self) -> None:

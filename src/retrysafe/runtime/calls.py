@@ -170,9 +170,16 @@ def _classes(annotation: Any) -> Iterable[type]:
 def codec_for(operation: Callable[..., Any], returns: type | tuple[type, ...] | None) -> ValueCodec:
     """The codec that can rebuild what the operation returns."""
     if returns is not None:
-        return ValueCodec(returns if isinstance(returns, tuple) else tuple(_classes(returns)))
+        return codec_of(returns)
     types = returned_types(operation)
     return ValueCodec(types) if types else _NO_TYPES
+
+
+def codec_of(returns: type | tuple[type, ...] | None) -> ValueCodec:
+    """The codec that can rebuild values of the declared types."""
+    if returns is None:
+        return _NO_TYPES
+    return ValueCodec(returns if isinstance(returns, tuple) else tuple(_classes(returns)))
 
 
 def request_tree(request: object) -> Any:
@@ -254,6 +261,12 @@ class Once:
             self.policy = self.policy.with_changes(
                 active_window=window, audit_window=max(window, self.policy.audit_window)
             )
+
+    def argument(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The value of one parameter in a call."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments[name]
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """The call for these arguments; raises TypeError as the function itself would."""

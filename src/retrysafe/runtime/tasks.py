@@ -17,11 +17,13 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Emit
 from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.core.joining import Joiner
 from retrysafe.core.keys import Key
 from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Waits
 from retrysafe.errors import InvalidInput
+from retrysafe.runtime.atomic_tasks import AtomicTasks
 from retrysafe.runtime.calls import (
     ONCE_ATTRIBUTE,
     UNSET,
@@ -82,7 +84,7 @@ class _LoopParts:
         self.engine = face._new_engine(self)  # noqa: SLF001 — as above.
 
 
-class AsyncFace(Face):
+class AsyncFace(AtomicTasks, Face):
     """Runs operations once, for the tasks of an event loop."""
 
     def __init__(
@@ -131,6 +133,11 @@ class AsyncFace(Face):
             report=self._report,
             owner=owner_name(),
             secret=self._settings.secret,
+            joiner=Joiner(
+                join=lambda connection: self._join(connection, Waits.SUSPENDING),
+                drive=lambda flow: flow,
+                renewals=parts.heartbeat,
+            ),
         )
 
     def _bound(self) -> _LoopParts:
@@ -148,6 +155,9 @@ class AsyncFace(Face):
         self._parts = parts = _LoopParts(self, loop)
         parts.gate.is_closed = self._is_closed
         return parts
+
+    def _atomic_gate(self) -> TaskGate:
+        return self._bound().gate
 
     # Running operations.
 

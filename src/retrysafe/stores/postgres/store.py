@@ -15,9 +15,7 @@ from retrysafe.core import transitions
 from retrysafe.core.keys import Key
 from retrysafe.core.machine import condition_of
 from retrysafe.core.model import (
-    ClaimAnswer,
     ClaimRequest,
-    Condition,
     Decision,
     OperatorCommand,
     Payload,
@@ -37,8 +35,11 @@ from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult
 from retrysafe.errors import StoreError, StoreRejected, StoreUnavailable
 from retrysafe.stores.migrations import Migration
 from retrysafe.stores.postgres import schema
+from retrysafe.stores.postgres.atomic import PostgresTransaction
+from retrysafe.stores.postgres.connections import adapted
 from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
 from retrysafe.stores.postgres.partitions import Partitions
+from retrysafe.stores.postgres.rows import admitted, found_row, record_of, replacement
 
 # Rivals that keep changing a row between our read and our write make us read again. Each round
 # means that somebody else made progress, so a bound only guards against a bug.
@@ -110,7 +111,7 @@ class PostgresStore:
                 [item for item in settlements if item.kind is SettleKind.EXTEND]
             )
         claim_results: list[ClaimResult] = [
-            _admitted(request, written[request.token])
+            admitted(request, written[request.token])
             if request.token in written
             else await self._claim_existing(request)
             for request in claims
@@ -174,7 +175,7 @@ class PostgresStore:
                 # Swept away in between, so the key is free again.
                 written = await self._write([request], [])
                 if request.token in written:
-                    return _admitted(request, written[request.token])
+                    return admitted(request, written[request.token])
                 continue
             record, payload, now_ms = found
             try:
@@ -203,32 +204,11 @@ class PostgresStore:
         rows = await self._fetch("read_records", [digest])
         if not rows:
             return None
-        row = tuple(rows[0])
-        payload = None if row[16] is None else Payload(row[16], bytes(row[17]), bytes(row[18]))
-        return _record(row[1:16]), payload, row[0]
+        return found_row(rows[0])
 
     async def _replace(self, old: Record, new: Record, *, is_new_life: bool = False) -> bool:
         ((count,),) = await self._fetch(
-            "replace_record",
-            new.operation,
-            new.rule,
-            new.fingerprint,
-            new.state.value,
-            new.token,
-            new.attempt,
-            new.first_claimed_at_ms,
-            new.claimed_at_ms,
-            new.lease_ends_at_ms,
-            new.settled_at_ms,
-            new.expires_at_ms,
-            new.owner,
-            old.digest,
-            old.token,
-            old.state.value,
-            old.attempt,
-            old.lease_ends_at_ms,
-            old.expires_at_ms,
-            is_new_life,
+            "replace_record", *replacement(old, new, is_new_life=is_new_life)
         )
         return bool(count)
 
@@ -246,6 +226,16 @@ class PostgresStore:
             payload.body,
         )
         return Decision.APPLY if count else Decision.LOST
+
+    def join(self, connection: object) -> PostgresTransaction:
+        """The open transaction of a user's connection; raises `InvalidInput` for unknown kinds."""
+        return PostgresTransaction(
+            adapted(connection),
+            connector=self._connector,
+            statements=self._sql,
+            schema_name=self.schema_name,
+            location=self.location,
+        )
 
     # For operators.
 
@@ -283,7 +273,7 @@ class PostgresStore:
             [item.value for item in query.conditions],
             query.limit,
         )
-        found = [(row[0], _record(tuple(row)[1:])) for row in rows]
+        found = [(row[0], record_of(tuple(row)[1:])) for row in rows]
         return [StoredKey(item, condition_of(item, now), now) for now, item in found]
 
     async def operate(self, key: Key, command: OperatorCommand) -> Decision:
@@ -341,7 +331,7 @@ class PostgresStore:
                 "abandoned_in_pages", f"({page},0)", f"({page + _LOOK_PAGES},0)", limit - len(found)
             )
             for row in rows:
-                record, now_ms = _record(tuple(row)[1:]), row[0]
+                record, now_ms = record_of(tuple(row)[1:]), row[0]
                 # A row that moved to a later page meanwhile is met twice; the later one counts.
                 found[record.digest] = StoredKey(record, condition_of(record, now_ms), now_ms)
             if len(found) >= limit:
@@ -398,18 +388,3 @@ class PostgresStore:
                 if not tries_left:
                     raise StoreUnavailable(f"rivals kept winning: {error}") from error
         raise AssertionError("unreachable: the last try returns or raises")
-
-
-def _record(row: Sequence[Any]) -> Record:
-    made = Record(*row)
-    made.state = State(made.state)
-    # Drivers may give memory views for bytes; tokens are compared and used as dictionary keys.
-    made.digest, made.token = bytes(made.digest), bytes(made.token)
-    made.fingerprint = bytes(made.fingerprint)
-    return made
-
-
-def _admitted(request: ClaimRequest, lease_ends_at_ms: int) -> ClaimAnswer:
-    return ClaimAnswer(
-        Decision.ADMIT, Condition.ABSENT, 1, request.lease_ms, lease_ends_at_ms, State.PENDING
-    )

@@ -35,10 +35,11 @@ from retrysafe.core.model import (
     SweepReport,
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Waits
-from retrysafe.errors import StoreError, StoreRejected
+from retrysafe.errors import InvalidInput, StoreError, StoreRejected
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.migrations import Migration
 from retrysafe.stores.sqlite import batches, connecting, rows, schema
+from retrysafe.stores.sqlite.atomic import SqliteTransaction
 from retrysafe.stores.sqlite.schema import SQL
 
 # What SQLite and its binding raise for a row that cannot be stored, as opposed to a database that
@@ -134,6 +135,33 @@ class SqliteStore:
                 row = (digest, step.name, step.position, payload.form, payload.head, payload.body)
                 connection.execute(SQL["insert_step"], (*row, now_ms))
             return decision
+
+    def join(self, connection: object) -> SqliteTransaction:
+        """The open transaction of a user's connection to this file; raises `InvalidInput`."""
+        if not isinstance(connection, sqlite3.Connection):
+            kind = type(connection)
+            raise InvalidInput(
+                f"{kind.__module__}.{kind.__qualname__} is no connection that the SQLite store can "
+                "join: pass a sqlite3.Connection to the same file"
+            )
+        return SqliteTransaction(
+            connection,
+            path=self.path,
+            now_ms=self._now_ms,
+            prepare=self._prepare,
+            has_outcome=self._has_outcome,
+        )
+
+    def _prepare(self) -> None:
+        with self._translated_errors(), self._lock:
+            self._connected()
+
+    def _has_outcome(self, settlement: Settlement) -> bool:
+        with self._reading() as connection:
+            row = connection.execute(
+                SQL["count_outcomes"], (settlement.key.digest, settlement.token)
+            ).fetchone()
+            return bool(row[0])
 
     # For operators.
 

@@ -83,7 +83,7 @@ WITH clock AS MATERIALIZED (
     UPDATE {schema}.keys SET
         operation = $1, rule = $2, fingerprint = $3, state = $4, token = $5, attempt = $6,
         first_claimed_at_ms = $7, claimed_at_ms = $8, lease_ends_at_ms = $9, settled_at_ms = $10,
-        expires_at_ms = $11, audit_ends_at_ms = CASE WHEN $4 = 1 THEN NULL ELSE audit_ends_at_ms END,
+        expires_at_ms = $11, audit_ends_at_ms = CASE WHEN $4::smallint = 1 THEN NULL ELSE audit_ends_at_ms END,
         owner = $12
     WHERE digest = $13 AND token = $14 AND state = $15 AND attempt = $16 AND lease_ends_at_ms = $17
         AND expires_at_ms IS NOT DISTINCT FROM $18::bigint
