@@ -158,7 +158,7 @@ def test_invalid_input_is_a_value_error():
 
 def test_exactly_these_errors_promise_that_a_retry_may_help():
     retryable = {name for name, kind in error_classes().items() if kind.retryable}
-    assert retryable == {"OperationInFlight", "OutcomeNotStored", "StoreUnavailable"}
+    assert retryable == {"OperationInFlight", "StoreUnavailable"}
 
 
 def made(kind: type) -> Exception:

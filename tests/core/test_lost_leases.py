@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 
 from retrysafe.core.engine import LATE_ANSWERS_LIMIT
+from retrysafe.core.lease import Lease
 from retrysafe.core.model import Condition, Ending
-from retrysafe.core.policy import Policy
+from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import ClaimLost, OperationInFlight, StoreUnavailable
 from tests.core.building import KEY, call
 from tests.core.driving import Fault, Process, World, drive
@@ -77,3 +80,35 @@ def test_the_lost_claim_of_another_key_is_an_ordinary_failure(world, process):
     flow = process.start(call(), nested)
     assert isinstance(flow.error, ClaimLost)
     assert drive(world.store.read(KEY)).condition is Condition.RELEASED
+
+
+def test_a_waiting_duplicate_takes_over_when_the_local_run_hangs(world, process):
+    """Its wait lasts as long as the lease: then it is as free to take over as anybody else."""
+    hung = process.start(call(), process.pausing("late"))
+    patient = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(minutes=5))
+    waiter = process.start(call(policy=patient), process.returning("second"))
+    world.clock.advance(30)
+    waiter.step()
+    assert (waiter.value.value, waiter.value.attempt) == ("second", 2)
+    hung.step()
+    assert isinstance(hung.error, ClaimLost)
+
+
+def test_an_outcome_that_outlives_its_caller_keeps_its_lease(world, process):
+    """While a cancelled caller's outcome is still being written, nobody may take over."""
+    process.writer.settle_faults.append(Fault(pauses=True))
+    flow = process.start(call(), process.returning("done"))
+    flow.throw(GeneratorExit())
+    assert len(process.renewals.running) == 1
+    (orphan,) = world.orphans
+    drive(orphan)
+    assert process.renewals.running == []
+    assert drive(world.store.read(KEY)).condition is Condition.SUCCEEDED
+
+
+def test_a_clock_that_was_set_back_does_not_lengthen_a_lease(world):
+    """The store answers with an hour; the owner believes no more than it asked for."""
+    lease = Lease(KEY, b"t" * 16, 30_000, 30_000, 0, 100.0)
+    lease.renewed(3_600_000, 0, 110.0)
+    assert lease.ends_monotonic == 140.0
+    assert lease.renew_monotonic == 120.0

@@ -79,11 +79,11 @@ class AtomicContext:
         self._gate = gate
 
     def __enter__(self) -> AtomicRun:
-        self._gate.enter()
         try:
+            self._gate.enter(self)
             run_sync(self._block.enter())
         except BaseException:
-            self._gate.leave()
+            self._gate.leave(self)
             raise
         return AtomicRun(self._block)
 
@@ -96,7 +96,7 @@ class AtomicContext:
         try:
             run_sync(self._block.leave(error))
         finally:
-            self._gate.leave()
+            self._gate.leave(self)
         return False
 
 
