@@ -75,7 +75,7 @@ class Connector(Protocol):
 
 
 # The classes of SQLSTATE codes that mean something for a caller.
-ROW_CLASSES: Final = ("22", "23", "21")
+ROW_CLASSES: Final = ("22", "23", "21", "54")
 CONFLICT_CODES: Final = ("40001", "40P01")
 UNAVAILABLE_CLASSES: Final = ("08", "53", "57", "58", "25")
 MISSING_CODES: Final = ("42P01", "3F000", "42703")
