@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
@@ -32,6 +32,7 @@ from retrysafe.runtime.drive import run_sync
 from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import colliding
 from tests.stores.model import Model
+from tests.stores.postgres_stores import ClockedStore, Table
 
 FIRST = Key("key-1", caller="caller-1")
 KEYS = (
@@ -240,8 +241,16 @@ class SqliteAgainstModel(StoreAgainstModel):
         self.folder.cleanup()
 
 
+class PostgresAgainstModel(StoreAgainstModel):
+    table: Table
+
+    def make_store(self, clock):
+        self.table.empty()
+        return ClockedStore(self.table.url, clock, is_async=False)
+
+
 # The same histories in every run: a failure is the change's, not the dice's. SQLite waits for the
-# disk in every step, so it gets fewer of them.
+# disk in every step and PostgreSQL for the network, so they get fewer of them.
 PROFILE = settings(derandomize=True, deadline=None, database=None, print_blob=False)
 
 
@@ -252,3 +261,15 @@ def test_a_store_behaves_as_the_model(machine, examples):
     """No history that Hypothesis can find tells the store from the pure model."""
     profile = settings(PROFILE, max_examples=examples, stateful_step_count=40)
     run_state_machine_as_test(machine, settings=profile)
+
+
+def test_postgres_behaves_as_the_model(postgres_server, postgres_url):
+    """The same for PostgreSQL, which decides in SQL what the model decides in Python."""
+    table = Table(postgres_url, postgres_server.url())
+    machine = type("Machine", (PostgresAgainstModel,), {"table": table})
+    # Without shrinking, which would take minutes over a network; the failing history is shown.
+    profile = settings(
+        PROFILE, max_examples=60, stateful_step_count=30, phases=[Phase.explicit, Phase.generate]
+    )
+    run_state_machine_as_test(machine, settings=profile)
+    table.close()

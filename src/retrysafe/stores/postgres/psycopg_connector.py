@@ -104,7 +104,7 @@ class _Pool:
         return None
 
     def _give_back(self, connection: _Connection) -> None:
-        is_fine = connection.pgconn.transaction_status is TransactionStatus.IDLE
+        is_fine = connection.pgconn.transaction_status == TransactionStatus.IDLE
         if is_fine:
             self._idle.append(connection)
         # Looked at after the append: a close in between would have missed it.

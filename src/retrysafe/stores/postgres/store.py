@@ -113,17 +113,21 @@ class PostgresStore:
         extended: dict[bytes, SettleAnswer] = {}
         if extends:
             extended = await self._extend(extends.values())
+        together = len(extends)
         claimed = await self._answer_claims(claims, written)
         settled: list[SettleResult] = []
         for item in settlements:
             digest = item.key.digest
             # Each write is told to the first row of its key; a second one asks for itself.
+            is_extended = extends.pop(digest, None) is not None
             if endings.pop(digest, None) is not None and digest in written:
                 settled.append(SettleAnswer(Decision.APPLY))
-            elif extends.pop(digest, None) is not None and digest in extended:
+            elif is_extended and digest in extended:
                 settled.append(extended[digest])
             else:
-                settled.append(await self._settle(item, may_wait=len(settlements) == 1))
+                settled.append(
+                    await self._settle(item, may_wait=not is_extended or together == 1)
+                )
         return claimed, settled
 
     async def _write(
@@ -237,7 +241,9 @@ class PostgresStore:
                     return StoreUnavailable("the record is being written", key=settlement.key.text)
             except StoreRejected as error:
                 return error
-        raise StoreUnavailable("the record changed under us again and again")
+        raise StoreUnavailable(
+            "the record changed under us again and again", key=settlement.key.text
+        )
 
     async def _read_record(self, digest: bytes) -> _Found | None:
         return (await self._read_records([digest])).get(digest)
