@@ -6,9 +6,15 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe.core.model import Fingerprint
+from retrysafe.core.model import Ending, Fingerprint
 from retrysafe.core.policy import InFlight, Policy
-from retrysafe.errors import KeyReused, OperationInFlight, StoreUnavailable
+from retrysafe.errors import (
+    ClaimLost,
+    KeyReused,
+    OperationFailed,
+    OperationInFlight,
+    StoreUnavailable,
+)
 from tests.core.building import MARK, OTHER_MARK, call
 from tests.core.driving import Fault, Process, World
 from tests.core.sample_types import Declined
@@ -87,18 +93,42 @@ def test_followers_get_the_leaders_failure(world, process):
     assert world.ran == [1]
 
 
-def test_when_the_leader_frees_the_key_a_follower_leads(world, process):
+def test_when_the_leader_frees_the_key_those_who_waited_are_told(world, process):
+    """They share the failed attempt; the next call makes the next one."""
     leader = process.start(call(), process.pausing(ConnectionError("reset")))
     second, third = (process.start(call(policy=WAITING), process.pausing(n)) for n in (2, 3))
+    stranger = process.start(call(OTHER_MARK, policy=WAITING), process.pausing(4))
     leader.step()
     assert isinstance(leader.error, ConnectionError)
-    second.step()
-    third.step()
-    assert world.ran == [1, 2]
-    assert second.step().value.value == 2
-    third.step()
-    assert (third.value.value, third.value.replayed) == (2, True)
-    assert world.ran == [1, 2]
+    for follower in (second, third):
+        follower.step()
+        assert isinstance(follower.error, OperationFailed)
+        assert follower.error.retryable
+        assert follower.error.type_name == "builtins:ConnectionError"
+    assert isinstance(stranger.error, KeyReused)
+    assert world.ran == [1]
+    assert process.start(call(), process.returning("next")).value.attempt == 2
+
+
+def test_a_stored_failure_is_final_for_those_who_waited(world, process):
+    policy = WAITING.with_changes(unlisted=Ending.FAILED)
+    leader = process.start(call(policy=policy), process.pausing(ConnectionError("reset")))
+    follower = process.start(call(policy=policy), process.pausing(2))
+    leader.step()
+    follower.step()
+    assert isinstance(follower.error, OperationFailed)
+    assert not follower.error.retryable
+
+
+def test_a_hung_operation_does_not_hold_its_own_process_back(world, process):
+    """A flight whose lease ran out is replaced: this process may take over as any other may."""
+    hung = process.start(call(), process.pausing("late"))
+    world.clock.advance(30)
+    successor = process.start(call(), process.returning("second"))
+    assert (successor.value.value, successor.value.attempt) == ("second", 2)
+    hung.step()
+    assert isinstance(hung.error, ClaimLost)
+    assert process.start(call()).value.value == "second"
 
 
 def test_when_the_leader_is_cancelled_a_follower_asks_the_store(world, process):
@@ -226,14 +256,14 @@ def test_after_a_conflict_a_follower_who_waits_leads_the_polling(world, process)
     assert follower.step().value.value == "theirs"
 
 
-def test_when_the_claim_fails_a_follower_tries_itself(world, process):
+def test_when_the_claim_fails_a_follower_is_told_of_the_outage(world, process):
     leader = claiming(process)
     follower = process.start(call())
     process.writer.claim_faults.extend([Fault(DOWN), Fault(DOWN)])
     leader.throw(DOWN)  # The first of its three tries.
     assert isinstance(leader.error, StoreUnavailable)
-    assert follower.step().value.value == 7
-    assert world.ran == [1]
+    assert isinstance(follower.step().error, StoreUnavailable)
+    assert world.ran == []
 
 
 def test_a_follower_whose_wait_ends_during_the_claim_is_told(world, process):
@@ -242,7 +272,8 @@ def test_a_follower_whose_wait_ends_during_the_claim_is_told(world, process):
     world.clock.advance(10)
     follower.step()
     assert isinstance(follower.error, OperationInFlight)
-    assert follower.error.retry_after == timedelta(0)
+    # Nothing is known of the lease yet; zero would be an invitation to a tight loop.
+    assert follower.error.retry_after == timedelta(seconds=0.1)
 
 
 # While the leader waits for another process.

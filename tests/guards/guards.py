@@ -318,8 +318,8 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Settler.payload_of,
-                "payload = codec.withheld(str(error))",
-                "ending, payload = Ending.RELEASED, codec.withheld(str(error))",
+                "payload = codec.withheld(codec.message_of(error))",
+                "ending, payload = Ending.RELEASED, codec.withheld(codec.message_of(error))",
             ),
         ),
         properties.test_a_result_that_cannot_be_stored_does_not_free_the_key,
@@ -399,16 +399,16 @@ GUARDS: tuple[Guard, ...] = (
         properties.test_sqlite_commits_reach_the_disk,
     ),
     Guard(
-        "an interrupted carrier fails all rows of its batch (threads)",
-        "a thread takes a row that was never answered for an answer",
+        "an interrupted carrier hands its duty over (threads)",
+        "every later claim and ending of the process waits for ever",
         (
             InCode(
-                ThreadGroupCommit._carry,
-                "self._fail(batch, error)\n        raise",
+                ThreadGroupCommit._submit,
+                "self._leave(entry)\n        raise",
                 "raise",
             ),
         ),
-        properties.test_an_interrupted_carrier_tells_every_thread,
+        properties.test_an_interrupted_carrier_hands_over,
     ),
     Guard(
         "an interrupted carrier fails all rows of its batch (tasks)",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections import deque
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -194,20 +194,12 @@ class Worker(threading.Thread):
         return self._value
 
 
-class NotingDeque(deque):
-    """A queue on which a test can wait for arrivals."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._arrivals = threading.Semaphore(0)
-
-    def append(self, item: object) -> None:
-        super().append(item)
-        self._arrivals.release()
-
-    def arrived(self, count: int) -> None:
-        for _ in range(count):
-            assert self._arrivals.acquire(timeout=PATIENCE_SECONDS), "nobody queued"
+def until(is_reached: Callable[[], bool]) -> None:
+    """Waits for a state that makes no sound; it never passes early."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not is_reached():
+        assert time.monotonic() < end, "the state is not reached"
+        time.sleep(0.001)
 
 
 def drive(main: Coroutine[Any, Any, Any]) -> Any:

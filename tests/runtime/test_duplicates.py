@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from datetime import timedelta
-from time import monotonic, sleep
 
 import pytest
 
@@ -13,6 +12,7 @@ from retrysafe import (
     Idempotency,
     InFlight,
     KeyReused,
+    OperationFailed,
     OperationInFlight,
     Policy,
     StoreUnavailable,
@@ -28,6 +28,7 @@ from tests.runtime.staged import (
     Worker,
     drive,
     turns,
+    until,
 )
 
 FAIL = Policy()
@@ -40,14 +41,6 @@ def _followers(face) -> int:
     engine = face._engine if isinstance(face, Idempotency) else face._parts.engine
     flight = engine._flights._by_digest.get(KEY.digest)
     return 0 if flight is None or flight.waiters is None else len(flight.waiters)
-
-
-def _until(is_reached) -> None:
-    """Waits for a state that makes no sound; bounded, and it never passes early."""
-    end = monotonic() + PATIENCE_SECONDS
-    while not is_reached():
-        assert monotonic() < end, "the state is not reached"
-        sleep(0.001)
 
 
 def _run(idem, operation, *, policy=None, request="r"):
@@ -86,7 +79,7 @@ def test_waiting_duplicate_costs_no_store_call():
         first = Worker(_run, idem, operation)
         hold.reached()
         second = Worker(_run, idem, lambda: "second", policy=WAIT)
-        _until(lambda: _followers(idem) == 1)
+        until(lambda: _followers(idem) == 1)
         hold.open()
         assert (second.result().value, second.result().replayed) == ("first", True)
         assert first.result().replayed is False
@@ -122,7 +115,7 @@ def test_thousand_waiting_threads_cost_two_commits():
         first = Worker(_run, idem, operation, policy=WAIT)
         hold.reached()
         others = [Worker(_run, idem, lambda: "other", policy=WAIT) for _ in range(DUPLICATES - 1)]
-        _until(lambda: _followers(idem) == DUPLICATES - 1)
+        until(lambda: _followers(idem) == DUPLICATES - 1)
         hold.open()
         answers = [worker.result() for worker in (first, *others)]
         assert {answer.value for answer in answers} == {"first"}
@@ -189,7 +182,7 @@ def test_duplicate_during_the_claim_waits_for_its_answer():
         first = Worker(_run, idem, operation)
         claims.reached()
         second = Worker(_run, idem, lambda: "second", policy=FAIL)
-        _until(lambda: _followers(idem) == 1)
+        until(lambda: _followers(idem) == 1)
         claims.open()
         assert isinstance(second.ended(), OperationInFlight)
         assert store.kinds == [["claim"]]
@@ -249,8 +242,8 @@ def test_nested_async_run_of_the_same_key_is_in_flight():
     drive(main())
 
 
-def test_waiting_duplicate_runs_after_a_clean_failure():
-    """The first run failed in a retryable way: the waiting duplicate makes the next attempt."""
+def test_waiting_duplicate_shares_a_clean_failure():
+    """The first run failed in a retryable way: who waited for it is told, and may try again."""
     with Idempotency(StagedStore()) as idem:
         hold = Hold()
 
@@ -261,10 +254,14 @@ def test_waiting_duplicate_runs_after_a_clean_failure():
         first = Worker(_run, idem, operation)
         hold.reached()
         second = Worker(_run, idem, lambda: "second", policy=WAIT)
-        _until(lambda: _followers(idem) == 1)
+        until(lambda: _followers(idem) == 1)
         hold.open()
         assert isinstance(first.ended(), ConnectionError)
-        assert (second.result().value, second.result().attempt) == ("second", 2)
+        error = second.ended()
+        assert isinstance(error, OperationFailed)
+        assert error.retryable
+        again = Worker(_run, idem, lambda: "third", policy=WAIT)
+        assert (again.result().value, again.result().attempt) == ("third", 2)
 
 
 def test_store_that_is_down_refuses_every_duplicate_soon():
@@ -282,7 +279,7 @@ def test_store_that_is_down_refuses_every_duplicate_soon():
         first = Worker(_run, idem, lambda: ran.append(1))
         claims.reached()
         others = [Worker(_run, idem, lambda: ran.append(1)) for _ in range(20)]
-        _until(lambda: _followers(idem) == 20)
+        until(lambda: _followers(idem) == 20)
         claims.open()
         for worker in (first, *others):
             assert isinstance(worker.ended(), StoreUnavailable)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from datetime import timedelta
+from functools import partial
 
 import pytest
 
@@ -68,6 +69,16 @@ def test_request_of_run_is_name_and_arguments(subject, ledger):
     with pytest.raises(KeyReused):
         face.run("key", str, "42")
     assert face.run("key", str, "42", name="tests.runtime.test_functions.Ledger.pay") == 1
+
+
+def test_values_in_a_partial_are_part_of_the_request():
+    """What a partial holds is asked for as well: with another amount it is another request."""
+    ledger = Ledger()
+    with Idempotency(MemoryStore(), caller="tester") as face:
+        assert face.run("key", partial(ledger.pay, "42", amount=10)) == 1
+        assert face.run("key", partial(ledger.pay, "42", amount=10)) == 1
+        with pytest.raises(KeyReused):
+            face.run("key", partial(ledger.pay, "42", amount=11))
 
 
 def test_request_can_be_given(subject, ledger):

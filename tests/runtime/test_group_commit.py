@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import linecache
 import os
 import signal
 import sqlite3
+import sys
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -21,13 +23,13 @@ from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit import TaskGroupCommit, ThreadGroupCommit
 from tests.runtime.staged import (
     Hold,
-    NotingDeque,
     StagedStore,
     TaskHold,
     Worker,
     drive,
     raised,
     turns,
+    until,
 )
 
 
@@ -43,7 +45,6 @@ class Stage:
     def __init__(self, store: StagedStore | None = None, batch_limit: int = 64) -> None:
         self.store = store or StagedStore(batch_limit=batch_limit)
         self.group = ThreadGroupCommit(self.store)
-        self.queue = self.group._queue = NotingDeque()
         self.hold = Hold()
         self.then = None
         self._queued = 0
@@ -64,10 +65,14 @@ class Stage:
         """Threads that wait behind the commit under way, in this order."""
         workers = []
         for _ in range(count):
+            length = len(self.group._queue)
             workers.append(Worker(self.claim, f"queued {self._queued}"))
             self._queued += 1
-            self.queue.arrived(1)
+            self.wait_for_queue(length + 1)
         return workers
+
+    def wait_for_queue(self, length: int) -> None:
+        until(lambda: len(self.group._queue) == length)
 
     def still_works(self) -> bool:
         """Whether the next row is carried as ever."""
@@ -102,7 +107,7 @@ def test_claims_and_settlements_are_answered_in_the_order_of_their_rows():
     store = StagedStore()
     with Idempotency(store, caller="tester") as idem:
         hold = Hold()
-        queue = idem._engine._writer._queue = NotingDeque()
+        group = idem._engine._writer
         operations = Hold()
         runners = [Worker(idem.run, f"runner {number}", operations) for number in range(3)]
         operations.reached(3)
@@ -117,12 +122,10 @@ def test_claims_and_settlements_are_answered_in_the_order_of_their_rows():
         store.before = before
         first = Worker(idem.run, "first", lambda: "first")
         hold.reached()
-        while queue._arrivals.acquire(blocking=False):
-            pass
         operations.open()
-        queue.arrived(3)
+        until(lambda: len(group._queue) == 3)
         claimers = [Worker(idem.run, f"claimer {n}", lambda n=n: n) for n in range(3)]
-        queue.arrived(3)
+        until(lambda: len(group._queue) == 6)
         hold.open()
         assert [worker.result() for worker in claimers] == [0, 1, 2]
         assert first.result() == "first"
@@ -235,7 +238,7 @@ def test_interrupted_follower_takes_its_row_back():
     with _interruptible() as interrupt:
 
         def interrupt_when_queued() -> None:
-            stage.queue.arrived(1)
+            stage.wait_for_queue(2)
             interrupt()
 
         sender = Worker(interrupt_when_queued)
@@ -265,7 +268,7 @@ def test_follower_interrupted_while_its_row_travels_leaves_it_to_stand():
     with _interruptible() as interrupt:
 
         def interrupt_when_travelling() -> None:
-            stage.queue.arrived(1)
+            stage.wait_for_queue(2)
             stage.hold.open()
             travelling.reached()
             interrupt()
@@ -298,21 +301,95 @@ class _InterruptedGate:
     def release(self) -> None:
         self._lock.release()
 
+    def locked(self) -> bool:
+        return self._lock.locked()
 
-def test_follower_interrupted_as_it_becomes_the_carrier_carries_the_batch(monkeypatch):
-    """The batch was handed to a thread in the instant of its interrupt: it carries it out."""
+
+def test_follower_interrupted_as_it_becomes_the_carrier_gives_the_turn_on(monkeypatch):
+    """A batch was handed to a thread in the instant of its interrupt: its rows are told."""
     stage = Stage()
     with monkeypatch.context() as patched:
         patched.setattr(group_commit, "threading", SimpleNamespace(Lock=_InterruptedGate))
         interrupted = Worker(stage.claim, "interrupted")
-        stage.queue.arrived(1)
+        stage.wait_for_queue(1)
     workers = stage.queue_up(2)
     stage.hold.open()
     assert isinstance(interrupted.ended(), KeyboardInterrupt)
-    for worker in workers:
-        assert worker.result().decision is Decision.ADMIT
-    assert [len(commit.claims) for commit in stage.store.commits] == [1, 3]
+    assert [type(worker.ended()) for worker in workers] == [StoreUnavailable] * 2
+    assert [len(commit.claims) for commit in stage.store.commits] == [1]
     assert stage.still_works()
+
+
+class _InterruptAtLine:
+    """Raises KeyboardInterrupt at the n-th line that a thread executes in group_commit.py."""
+
+    def __init__(self, fatal: int) -> None:
+        self._fatal = fatal
+        self._lines = 0
+        self._entered: set[tuple[object, int]] = set()
+        self.struck: int | None = None
+
+    def __call__(self, frame, event: str, arg: object):
+        if frame.f_code.co_filename != group_commit.__file__:
+            return None
+        if event == "line" and not self._is_lock_release(frame):
+            self._lines += 1
+            if self._lines == self._fatal:
+                self.struck = frame.f_lineno
+                raise KeyboardInterrupt
+        return self
+
+    def _is_lock_release(self, frame) -> bool:
+        """The second visit of a `with` line: a signal is not delivered before the release."""
+        place = (frame, frame.f_lineno)
+        is_with = linecache.getline(group_commit.__file__, frame.f_lineno).strip() == (
+            "with self._lock:"
+        )
+        is_second = place in self._entered
+        self._entered.add(place)
+        return is_with and is_second
+
+
+@pytest.mark.parametrize("role", ["carrier", "follower"])
+def test_interrupt_at_any_line_leaves_nobody_hanging(role):
+    """Interrupted at the n-th line for n = 1, 2, 3 … until none is left: others always go on."""
+    for fatal in range(1, 200):
+        if not _strike(role, fatal):
+            break
+    else:
+        pytest.fail("there is no end of lines")
+    # Both roles pass through more lines than this; fewer would mean that hardly any was struck.
+    assert fatal > 20
+
+
+def _strike(role: str, fatal: int) -> bool:
+    """Whether there was such a line; checks that everybody else went on."""
+    stage = Stage()
+    if role == "carrier":
+        stage.hold.open()
+        stage.first.result()
+    strike = _InterruptAtLine(fatal)
+
+    def claim():
+        sys.settrace(strike)
+        try:
+            return stage.claim("interrupted")
+        finally:
+            sys.settrace(None)
+
+    interrupted = Worker(claim)
+    if role == "follower":
+        until(lambda: stage.group._queue or strike.struck or not interrupted.is_alive())
+    others = [Worker(stage.claim, f"other {number}") for number in range(3)]
+    stage.hold.open()
+    error = interrupted.ended()
+    assert {type(item.ended()) for item in others} <= {type(None), StoreUnavailable}
+    assert stage.still_works()
+    assert stage.group._carriers == set()
+    assert stage.group._queue == []
+    assert (strike.struck is None) == (error is None)
+    assert error is None or isinstance(error, KeyboardInterrupt)
+    return strike.struck is not None
 
 
 # The same among the tasks of an event loop.

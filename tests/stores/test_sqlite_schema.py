@@ -240,7 +240,7 @@ def test_a_too_new_schema_is_refused(migrated, execute, migrate):
     assert execute("SELECT count(*) FROM retrysafe_keys") == [(0,)]
     for look in (store.migrate, store.pending_migrations):
         with pytest.raises(SchemaTooNew):
-            look()
+            run_sync(look())
 
 
 @pytest.mark.parametrize("migrate", [True, False])

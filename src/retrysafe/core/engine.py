@@ -36,6 +36,7 @@ from retrysafe.core.values import NotReadable
 from retrysafe.errors import (
     ClaimLost,
     KeyReused,
+    OperationFailed,
     OperationInFlight,
     OutcomeUnavailable,
     StoreUnavailable,
@@ -103,7 +104,7 @@ class Engine:
             wait_until = self._monotonic() + call.policy.wait_seconds
         digest = call.key.digest
         while True:
-            flight, is_leader = self._flights.join(digest, call.fingerprints)
+            flight, is_leader = self._flights.join(digest, call.fingerprints, self._monotonic())
             if is_leader:
                 try:
                     return await self._lead(flight, call, invoke, wait_until)
@@ -223,10 +224,14 @@ class Engine:
             # a thousand would hear of the outage minutes later.
             raise StoreUnavailable(flight.outage, key=call.key.text)
         is_same = is_same_request(call.fingerprints, flight.fingerprints)
-        if flight.payload is not None:
+        if flight.payload is not None and not (flight.is_released and wait_until is None):
             if not is_same:
                 raise self._reused(call, "process")
-            return self._replay(call, flight.payload, flight.attempt, "process")
+            try:
+                return self._replay(call, flight.payload, flight.attempt, "process")
+            except OperationFailed as error:
+                error.retryable = flight.is_released
+                raise
         if not is_same:
             return None  # What the leader was told does not hold for another request.
         if flight.is_mismatched:
@@ -325,7 +330,9 @@ class Engine:
         attempt: int,
         asked: float,
     ) -> None:
-        if ending is not Ending.RELEASED:
+        if ending is Ending.RELEASED:
+            flight.share(payload, attempt, is_released=True)
+        else:
             self._remember(call, flight, payload, attempt, asked, call.policy.active_ms)
 
     def _remember(
@@ -352,7 +359,8 @@ class Engine:
         if payload.form == codec.WITHHELD:
             raise codec.unavailable(payload, call.key.text)
         if payload.form in (codec.FAILURE, codec.EXHAUSTED):
-            raise codec.decode_failure(payload, call.policy.terminal, call.key.text)
+            declared = (*call.policy.terminal, *call.policy.retryable)
+            raise codec.decode_failure(payload, declared, call.key.text)
         try:
             return Answer(call.codec.decode(payload), True, attempt)
         except NotReadable as error:

@@ -11,6 +11,7 @@ from retrysafe.core.events import EventKind, Reporter
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Decision, SettleAnswer, SettleKind, Settlement
 from retrysafe.core.ports import Store
+from retrysafe.errors import StoreError
 
 
 def due_leases(leases: Sequence[Lease], monotonic: float) -> list[Lease]:
@@ -49,14 +50,19 @@ async def _renew_batch(
         Settlement(SettleKind.EXTEND, lease.key, lease.token, lease_ms=lease.lease_ms)
         for lease in leases
     ]
-    answers: Sequence[SettleAnswer | Exception]
+    answers: Sequence[SettleAnswer | StoreError]
     try:
         _, answers = await store.commit([], extends)
     except Exception as error:
         # Whatever a store raises: a heartbeat that died of it would let every lease run out.
-        answers = [error] * len(leases)
+        told = (
+            error
+            if isinstance(error, StoreError)
+            else StoreError(f"{type(error).__name__}: {error}")
+        )
+        answers = [told] * len(leases)
     for lease, answer in zip(leases, answers, strict=True):
-        if isinstance(answer, Exception):
+        if isinstance(answer, StoreError):
             # The lease may still be renewed before it ends, so try again soon.
             lease.put_off(monotonic())
             report(EventKind.RENEWAL_FAILED, lease.key, detail=str(answer))

@@ -26,7 +26,7 @@ _WAITING: Final = object()
 class _Entry:
     """One row on its way, and the place where its thread waits."""
 
-    __slots__ = ("batch", "gate", "result", "row")
+    __slots__ = ("batch", "gate", "result", "row", "to_wake")
 
     def __init__(self, row: Row) -> None:
         self.row = row
@@ -34,6 +34,8 @@ class _Entry:
         # Set when this entry's thread is to carry the next batch; the entry is its first row.
         self.batch: list[_Entry] | None = None
         self.gate: threading.Lock | None = None
+        # Whom this entry's thread must wake before it leaves.
+        self.to_wake: list[_Entry] = []
 
 
 def _split(rows: Sequence[Row]) -> tuple[list[ClaimRequest], list[Settlement]]:
@@ -75,8 +77,8 @@ class ThreadGroupCommit:
         self._batch_limit = capabilities.batch_limit
         self._carriers_limit = capabilities.batches_in_flight
         self._lock = threading.Lock()
-        self._queue: deque[_Entry] = deque()
-        self._carriers = 0
+        self._queue: list[_Entry] = []
+        self._carriers: set[_Entry] = set()
 
     async def claim(self, request: ClaimRequest) -> ClaimAnswer:
         """Claims a key in the next batch."""
@@ -90,37 +92,34 @@ class ThreadGroupCommit:
 
     def _submit(self, row: Row) -> Any:
         entry = _Entry(row)
-        with self._lock:
-            if self._carriers < self._carriers_limit:
-                self._carriers += 1
-                entry.batch = [entry]
-            else:
-                entry.gate = threading.Lock()
-                entry.gate.acquire()
-                self._queue.append(entry)
-        if entry.gate is not None:
-            try:
-                # Released when the row is answered, or when this thread is to carry a batch.
-                entry.gate.acquire()
-            except BaseException:
-                self._withdraw(entry)
-                raise
-        if entry.batch is not None:
-            self._carry(entry.batch)
+        try:
+            self._take_part(entry)
+        except BaseException:
+            # A signal may raise in the main thread at any line. Whatever this thread owes to the
+            # others by then is done before it goes, or all of them would wait for ever.
+            self._leave(entry)
+            raise
         result = entry.result
         if isinstance(result, StoreError):
             raise result
         return result
 
-    def _withdraw(self, entry: _Entry) -> None:
-        """Takes back the row of an interrupted thread, or carries the batch that waits for it."""
+    def _take_part(self, entry: _Entry) -> None:
+        """Returns when the row is answered; by then this thread may have carried a batch."""
         with self._lock:
-            if entry in self._queue:
-                self._queue.remove(entry)
-                return
-            batch = entry.batch
-        if batch is not None:
-            self._carry(batch)
+            if len(self._carriers) < self._carriers_limit:
+                entry.batch = [entry]
+                self._carriers.add(entry)
+            else:
+                entry.gate = threading.Lock()
+                entry.gate.acquire()
+                self._queue.append(entry)
+        if entry.gate is not None:
+            # Released when the row is answered, or when this thread is to carry a batch.
+            entry.gate.acquire()
+        if entry.batch is not None:
+            self._carry(entry.batch)
+            self._leave(entry)
 
     def _carry(self, batch: list[_Entry]) -> None:
         try:
@@ -132,32 +131,51 @@ class ThreadGroupCommit:
         except StoreError as error:
             self._fail(batch, error)
         except BaseException as error:
-            # Also for an interrupt in this thread: the other rows' threads must not wait for ever.
+            # Also for an interrupt in this thread: the other rows' threads must be told.
             self._fail(batch, error)
             raise
-        finally:
-            self._hand_over()
-            for entry in batch:
-                if entry.gate is not None and entry is not batch[0]:
-                    entry.gate.release()
 
     @staticmethod
     def _fail(batch: list[_Entry], error: BaseException) -> None:
         for entry in batch:
             entry.result = _as_store_error(error)
 
-    def _hand_over(self) -> None:
-        """Gives the queue to its first thread, or ends the carrying when it is empty."""
+    def _leave(self, entry: _Entry) -> None:
+        """Gives the queue to its first thread and wakes the batch, or takes back a queued row.
+
+        It is called again when it was interrupted, so every step is harmless to repeat.
+        """
         with self._lock:
-            if not self._queue:
-                self._carriers -= 1
-                return
-            count = min(len(self._queue), self._batch_limit)
-            batch = [self._queue.popleft() for _ in range(count)]
-            first = batch[0]
-            first.batch = batch
-            assert first.gate is not None  # Every queued entry waits at its gate.
-            first.gate.release()
+            if entry in self._carriers:
+                batch = entry.batch or []
+                for other in batch:
+                    if other.result is _WAITING:
+                        other.result = StoreUnavailable(
+                            "the thread that carried it was interrupted"
+                        )
+                to_wake = [other for other in batch if other is not entry]
+                carriers = self._carriers - {entry}
+                following = self._queue[: self._batch_limit]
+                if following:
+                    following[0].batch = following
+                    carriers.add(following[0])
+                    # Woken first, because its commit is what everybody else waits for.
+                    to_wake.append(following[0])
+                rest = self._queue[self._batch_limit :]
+                # One statement without a call: no signal can come between these stores.
+                entry.batch, entry.to_wake, self._carriers, self._queue = (
+                    None,
+                    to_wake,
+                    carriers,
+                    rest,
+                )
+            elif entry in self._queue:
+                self._queue.remove(entry)
+        while entry.to_wake:
+            gate = entry.to_wake[-1].gate
+            if gate is not None and gate.locked():
+                gate.release()
+            entry.to_wake.pop()
 
 
 class TaskGroupCommit:

@@ -87,4 +87,5 @@ SELECT
     o.form, o.body, {schema}.body_json(o.form, o.body) AS body_json
 FROM {schema}.keys AS k
 LEFT JOIN {schema}.outcomes AS o
-    ON o.audit_ends_at_ms = k.audit_ends_at_ms AND o.digest = k.digest AND o.token = k.token;
+    ON o.audit_ends_at_ms = k.audit_ends_at_ms AND o.digest = k.digest AND o.token = k.token
+    AND o.attempt = k.attempt;

@@ -92,6 +92,7 @@ FROM {schema}.keys AS k
 LEFT JOIN {schema}.outcomes AS o
     ON k.state IN (2, 3)
     AND o.audit_ends_at_ms = k.audit_ends_at_ms AND o.digest = k.digest AND o.token = k.token
+    AND o.attempt = k.attempt
 WHERE k.digest = ANY ($1::bytea[]);
 
 -- name: replace_record
