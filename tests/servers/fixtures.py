@@ -15,6 +15,8 @@ from contextlib import contextmanager
 import psycopg
 import pytest
 
+from retrysafe.runtime.drive import run_sync
+from retrysafe.wiring import postgres_store
 from tests.servers.pgbouncer import PgBouncer, pgbouncer_binary
 from tests.servers.postgres import PostgresServer, debian_binaries
 
@@ -84,6 +86,14 @@ def schema_on(url: str) -> Iterator[str]:
     finally:
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute(f"DROP SCHEMA IF EXISTS {schema} CASCADE")
+
+
+def migrated(url: str) -> str:
+    """The URL itself, once its schema is there."""
+    store = postgres_store(url, is_async=False)
+    run_sync(store.migrate())
+    run_sync(store.close())
+    return url
 
 
 @pytest.fixture
