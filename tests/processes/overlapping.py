@@ -33,9 +33,11 @@ from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import mint_token
 from retrysafe.wiring import postgres_store
 
-KEYS = [Key(f"key-{number}", caller="racer") for number in range(60)]
+KEYS = [Key(f"key-{number}", caller="racer") for number in range(500)]
 PRINTS = (Fingerprint(1, b"f" * 16),)
 GRANTED = (Decision.ADMIT, Decision.TAKE_OVER)
+# Short windows, so that keys get new lives and every kind of row meets every other.
+ENDINGS = [(SettleKind.COMPLETE, 1), (SettleKind.COMPLETE, 300), (SettleKind.RELEASE, 100)]
 THREADS = 3
 
 
@@ -51,16 +53,15 @@ class _Owner:
     def turn(self, dice: random.Random) -> None:
         wishes = [
             ClaimRequest(key, PRINTS, mint_token(), 30_000)
-            for key in dice.sample(KEYS, dice.randint(0, 40))
+            for key in dice.sample(KEYS, dice.randint(0, 64))
         ]
         held = list(self.held.items())
         dice.shuffle(held)
-        chosen = held[: dice.randint(0, 40)]
+        chosen = held[: dice.randint(0, 64)]
         endings = [
             Settlement(kind, key, token, Payload("json.1", b"", b"1"), 0, active_ms, 60_000)
             for token, key in chosen
-            # Short windows, so that keys get new lives and every kind of row meets every other.
-            for kind, active_ms in [dice.choice([(SettleKind.COMPLETE, 1), (SettleKind.RELEASE, 1)])]
+            for kind, active_ms in [dice.choice(ENDINGS)]
         ]
         claimed, settled = run_sync(self.store.commit(wishes, endings))
         for wish, claim in zip(wishes, claimed, strict=True):
@@ -79,7 +80,7 @@ class _Owner:
         held = list(self.held.items())
         dice.shuffle(held)
         extends = [
-            Settlement(SettleKind.EXTEND, key, token, lease_ms=30_000) for token, key in held[:40]
+            Settlement(SettleKind.EXTEND, key, token, lease_ms=30_000) for token, key in held[:64]
         ]
         if extends:
             for answer in run_sync(self.store.commit([], extends))[1]:
@@ -130,7 +131,7 @@ def double_endings(url: str, schema: str) -> int:
     """How many claims have more than one ending."""
     with psycopg.connect(url, autocommit=True) as connection:
         row = connection.execute(
-            f"SELECT count(*) FROM (SELECT 1 FROM {schema}.outcomes GROUP BY token "  # noqa: S608
+            f"SELECT count(*) FROM (SELECT 1 FROM {schema}.outcomes GROUP BY token "
             "HAVING count(*) > 1) AS twice"
         ).fetchone()
     assert row is not None

@@ -94,9 +94,7 @@ def test_zombie_gets_claim_lost_and_the_outcome_stays(start, url, ledger, face):
 
 
 @pytest.mark.parametrize("face", ["blocking", "async"])
-def test_owner_stopped_past_its_lease_but_not_overtaken_keeps_its_outcome(
-    start, url, ledger, face
-):
+def test_owner_stopped_past_its_lease_but_not_overtaken_keeps_its_outcome(start, url, ledger, face):
     """Nobody wanted the key meanwhile, so the late outcome is the one and only one."""
     owner = start(_own, face, url, ledger)
     assert owner.receive() == "running"

@@ -21,11 +21,10 @@ class _Suite(StoreSuite):
     @classmethod
     def table(cls, request):
         server = request.getfixturevalue(cls.server)
+        port = request.getfixturevalue(cls.proxy).port if cls.proxy else server.port
         with schema_on(server.url()) as url:
-            if cls.proxy is not None:
-                proxy = request.getfixturevalue(cls.proxy)
-                url = url.replace(f":{server.port}/", f":{proxy.port}/")
-            table = Table(f"{url}{cls.options}", server.url())
+            reached = url.replace(f":{server.port}/", f":{port}/")
+            table = Table(f"{reached}{cls.options}", server.url())
             yield table
             table.close()
 

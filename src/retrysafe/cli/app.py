@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from retrysafe import __version__
-from retrysafe.cli import demonstrating, keys, migrating, options, output, sweeping
+from retrysafe.cli import demonstrating, diagnosing, keys, migrating, options, output, sweeping
 from retrysafe.cli.problems import ExitCode, problem_of, tell
 
 
@@ -66,6 +66,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command("migrate")(migrating.migrate)
+app.command("doctor")(diagnosing.doctor)
 app.add_typer(keys.app, name="keys", invoke_without_command=True)
 app.command("sweep")(sweeping.sweep)
 app.command("demo")(demonstrating.demo)

@@ -153,6 +153,14 @@ class PsycopgConnector:
         with self._connection() as connection, connection.transaction():
             yield _Session(connection)
 
+    async def has_forgetful_pooler(self) -> bool:
+        """Whether prepared statements would meet a server connection that does not know them."""
+        if not self._options.has_prepared_statements:
+            return False
+        with self._connection() as connection:
+            row = connection.execute("SELECT pg_backend_pid()", prepare=False).fetchone()
+            return row is not None and row[0] != connection.info.backend_pid
+
     async def close(self) -> None:
         """Closes the connections."""
         pool, self._pool = self._pool, _Pool(self._connect, self._options)

@@ -34,9 +34,11 @@ from retrysafe.core.model import (
     SweepReport,
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult
-from retrysafe.errors import DigestCollision, StoreRejected, StoreUnavailable
+from retrysafe.errors import DigestCollision, StoreError, StoreRejected, StoreUnavailable
+from retrysafe.stores.clock import wall_clock_ms
+from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.postgres import partitions, schema
+from retrysafe.stores.postgres import diagnosis, partitions, schema
 from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
 
 # Rivals that keep changing a row between our read and our write make us read again. Each round
@@ -125,9 +127,7 @@ class PostgresStore:
             elif is_extended and digest in extended:
                 settled.append(extended[digest])
             else:
-                settled.append(
-                    await self._settle(item, may_wait=not is_extended or together == 1)
-                )
+                settled.append(await self._settle(item, may_wait=not is_extended or together == 1))
         return claimed, settled
 
     async def _write(
@@ -398,6 +398,26 @@ class PostgresStore:
     def migration_script(self) -> str:
         """All migrations as one SQL script; opens no connection."""
         return schema.script(self.schema_name)
+
+    async def diagnose(self) -> list[Finding]:
+        """What is wrong with the server's settings, and what is worth knowing."""
+        if await self._connector.has_forgetful_pooler():
+            # Every other statement may fail for that very reason.
+            return [diagnosis.POOLER]
+        found = diagnosis.settings_findings((await self._fetch("read_settings"))[0])
+        try:
+            pending: list[Migration] | StoreError = await self.pending_migrations()
+        except StoreError as error:
+            pending = error
+        asked_ms = wall_clock_ms()
+        ((now_ms,),) = await self._fetch("now_ms")
+        found += diagnosis.clock_finding(now_ms, asked_ms, wall_clock_ms())
+        missing = diagnosis.schema_findings(pending, self.schema_name)
+        if missing:
+            return found + missing
+        found += diagnosis.table_findings(await self._fetch("read_table_options", self.schema_name))
+        existing = {row[0] for row in await self._fetch("list_partitions")}
+        return found + diagnosis.partition_findings(existing, now_ms)
 
     async def close(self) -> None:
         """Closes the connections; the next use opens new ones."""

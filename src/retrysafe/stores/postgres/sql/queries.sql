@@ -229,3 +229,22 @@ CREATE TABLE IF NOT EXISTS {schema}.schema_versions (
 -- Notes a migration in the transaction that applied it.
 INSERT INTO {schema}.schema_versions (version, name, checksum, oldest_schema)
 VALUES ($1, $2, $3, $4);
+
+-- name: read_settings
+-- The settings that durability and cleanup rely on, as this session has them.
+SELECT
+    current_setting('server_version_num')::integer,
+    current_setting('fsync'), current_setting('full_page_writes'),
+    current_setting('synchronous_commit'), current_setting('autovacuum');
+
+-- name: read_table_options
+-- Which of the schema's tables would be emptied by a crash, or are never vacuumed.
+SELECT
+    n.nspname || '.' || c.relname,
+    c.relpersistence = 'u',
+    coalesce('autovacuum_enabled=false' = ANY (c.reloptions), false)
+        OR coalesce('autovacuum_enabled=off' = ANY (c.reloptions), false)
+FROM pg_catalog.pg_class AS c
+JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
+WHERE n.nspname = $1 AND c.relkind = 'r'
+ORDER BY c.relname;
