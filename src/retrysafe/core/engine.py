@@ -389,9 +389,10 @@ class Engine:
         seconds = max(RETRY_AFTER_MINIMUM_SECONDS, flight.seconds_left(self._monotonic()))
         kind = EventKind.WAIT_ENDED if has_waited else EventKind.CONFLICTED
         self._report(kind, call.key, call.operation, source=source)
+        waited = f" after a wait of {call.policy.wait_seconds:g} s" if has_waited else ""
         return OperationInFlight(
-            f"the first run of {call.key.text!r} has not ended; its lease ends in {seconds:.1f} s "
-            "unless it is renewed",
+            f"the first run of {call.key.text!r} has not ended{waited}; its lease ends in "
+            f"{seconds:.1f} s unless it is renewed",
             key=call.key.text,
             retry_after=timedelta(seconds=seconds),
         )
