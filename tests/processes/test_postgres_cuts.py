@@ -107,15 +107,17 @@ def test_a_server_killed_between_claim_and_settle_changes_nothing(mortal_server,
     """
     url = migrated(f"{mortal_server.url()}?schema=killed_{face}")
     runs = []
+    # Comes back while the ending is being tried already.
+    restart = threading.Timer(0.5, mortal_server.start)
 
     def body() -> str:
         runs.append(1)
         mortal_server.kill()
-        # Comes back while the ending is being tried already.
-        threading.Timer(0.5, mortal_server.start).start()
+        restart.start()
         return "done"
 
     assert run_once(face, url, body) == ("done", 1)
+    restart.join(60)
     assert len(runs) == 1
     stored = stored_in(url)
     assert (stored.condition, len(stored.outcomes)) == (Condition.SUCCEEDED, 1)
