@@ -15,7 +15,9 @@ from retrysafe import errors
 
 PUBLIC_NAMES = [
     "Answer",
+    "AsyncAtomicRun",
     "AsyncIdempotency",
+    "AtomicRun",
     "Attempt",
     "AttemptsExhausted",
     "BodyKey",
@@ -41,6 +43,7 @@ PUBLIC_NAMES = [
     "OperationFailed",
     "OperationInFlight",
     "OperatorRefused",
+    "OutcomeMissing",
     "OutcomeNotStored",
     "OutcomeUnavailable",
     "Policy",
@@ -56,10 +59,13 @@ PUBLIC_NAMES = [
     "StoreRejected",
     "StoreUnavailable",
     "StoreUrlInvalid",
+    "TransactionMissing",
     "child_key",
     "current_attempt",
+    "is_conflict",
     "natural_key",
     "open_store",
+    "retry_serialization",
 ]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from retrysafe.core.engine import LATE_ANSWERS_LIMIT
 from retrysafe.core.model import Condition, Ending
 from retrysafe.core.policy import Policy
-from retrysafe.errors import ClaimLost, OperationInFlight
+from retrysafe.errors import ClaimLost, OperationInFlight, StoreUnavailable
 from tests.core.building import KEY, call
 from tests.core.driving import Fault, Process, World, drive
 
@@ -22,13 +23,27 @@ def process(world: World) -> Process:
 
 
 def test_a_process_that_stood_still_after_its_claim_asks_again(world, process):
-    """Nobody else came, so it takes its own expired claim over and runs as attempt 2."""
+    """Nobody else came, so its own claim is granted anew; it is still the first attempt."""
     process.writer.claim_faults.append(Fault(stalls=True))
     flow = process.start(call(), process.returning("done"))
     world.clock.advance(30)
     flow.step()
-    assert (flow.value.value, flow.value.attempt) == ("done", 2)
-    assert world.ran == [2]
+    assert (flow.value.value, flow.value.attempt) == ("done", 1)
+    assert len(process.writer.claims) == 2
+    assert world.ran == [1]
+
+
+def test_a_store_that_is_slower_than_the_lease_is_reported(world, process):
+    """Nothing runs, no attempt is used up, and the caller does not wait for ever."""
+    process.writer.claim_faults.extend([Fault(stalls=True)] * LATE_ANSWERS_LIMIT)
+    flow = process.start(call())
+    for _ in range(LATE_ANSWERS_LIMIT):
+        world.clock.advance(30)
+        flow.step()
+    assert isinstance(flow.error, StoreUnavailable)
+    assert "later than their lease" in str(flow.error)
+    assert world.ran == []
+    assert drive(world.store.read(KEY)).record.attempt == 1
 
 
 def test_a_process_that_stood_still_does_not_run_next_to_its_successor(world, process):

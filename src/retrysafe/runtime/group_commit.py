@@ -60,12 +60,15 @@ def _merged(rows: Sequence[Row], claimed: Sequence[Any], settled: Sequence[Any])
 
 def _as_store_error(error: BaseException) -> StoreError:
     """A fresh error for one caller: a shared one would collect everybody's traceback."""
-    if isinstance(error, StoreError):
-        fresh = type(error)(str(error), key=error.key)
-    else:
+    if not isinstance(error, StoreError):
         fresh = StoreUnavailable(f"the commit broke off: {error!r}")
-    fresh.__cause__ = error
-    return fresh
+        fresh.__cause__ = error
+        return fresh
+    # It stands in for the original, with where that was raised and why. Chained to it instead,
+    # one problem would be told twice in every traceback.
+    copied = type(error)(str(error), key=error.key).with_traceback(error.__traceback__)
+    copied.__cause__ = error.__cause__
+    return copied
 
 
 class ThreadGroupCommit:
@@ -211,11 +214,22 @@ class TaskGroupCommit:
     def _launch(self) -> None:
         self._is_scheduled = False
         while self._queue and len(self._flights) < self._flights_limit:
-            count = min(len(self._queue), self._batch_limit)
-            batch = [self._queue.popleft() for _ in range(count)]
+            batch = self._next_batch()
+            if not batch:
+                return
             flight = asyncio.get_running_loop().create_task(self._fly(batch))
             self._flights.add(flight)
             flight.add_done_callback(self._landed)
+
+    def _next_batch(self) -> list[tuple[Row, asyncio.Future[Any]]]:
+        batch: list[tuple[Row, asyncio.Future[Any]]] = []
+        while self._queue and len(batch) < self._batch_limit:
+            row, future = self._queue.popleft()
+            # A claim whose caller is gone would block its key for a lease with nobody to run it.
+            # An ending is written whether its caller waits or not.
+            if not (future.done() and isinstance(row, ClaimRequest)):
+                batch.append((row, future))
+        return batch
 
     async def _fly(self, batch: list[tuple[Row, asyncio.Future[Any]]]) -> None:
         rows = [row for row, _ in batch]

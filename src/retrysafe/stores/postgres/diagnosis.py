@@ -12,7 +12,7 @@ from typing import Any, Final
 from retrysafe.errors import SchemaMissing, StoreError
 from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.postgres.partitions import partition_name, wanted_days
+from retrysafe.stores.postgres.partitions import DAY_MS, partition_name
 
 # Older servers get no fixes any more, and the tests do not run on them.
 OLDEST_VERSION: Final = 14
@@ -98,11 +98,8 @@ def schema_findings(pending: Sequence[Migration] | StoreError, schema: str) -> l
 
 def partition_findings(existing: set[str], now_ms: int) -> list[Finding]:
     """Whether the coming days have partitions; without one, outcomes are removed row by row."""
-    missing = [
-        name
-        for name in map(partition_name, wanted_days(now_ms, _DAYS_AHEAD))
-        if name not in existing
-    ]
+    names = [partition_name(now_ms + number * DAY_MS) for number in range(_DAYS_AHEAD + 1)]
+    missing = [name for name in names if name not in existing]
     if not missing:
         return []
     return [

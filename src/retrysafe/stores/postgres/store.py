@@ -15,9 +15,7 @@ from retrysafe.core import transitions
 from retrysafe.core.keys import Key
 from retrysafe.core.machine import condition_of
 from retrysafe.core.model import (
-    ClaimAnswer,
     ClaimRequest,
-    Condition,
     Decision,
     OperatorCommand,
     Payload,
@@ -38,8 +36,12 @@ from retrysafe.errors import DigestCollision, StoreError, StoreRejected, StoreUn
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.postgres import diagnosis, partitions, schema
+from retrysafe.stores.postgres import diagnosis, schema
+from retrysafe.stores.postgres.atomic import PostgresTransaction
+from retrysafe.stores.postgres.connections import adapted
 from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
+from retrysafe.stores.postgres.partitions import Partitions
+from retrysafe.stores.postgres.rows import admitted, found_row, record_of, replacement
 
 # Rivals that keep changing a row between our read and our write make us read again. Each round
 # means that somebody else made progress, so a bound only guards against a bug.
@@ -48,8 +50,11 @@ _ROUNDS_LIMIT: Final = 50
 _CONFLICT_TRIES: Final = 10
 # Pages per statement of the sweep: 2 MB are read in a few milliseconds.
 _SWEEP_PAGES: Final = 256
-# Outcomes of the default audit window of 30 days find their partition, with some days to spare.
-_HORIZON_DAYS: Final = 40
+# Statements per call of the sweep: a large table in which nothing is outlived is walked over in
+# many calls, so that whoever calls can pause in between.
+_SWEEP_STATEMENTS: Final = 8
+# Looking for abandoned keys changes nothing, so it may read more at a time.
+_LOOK_PAGES: Final = 2048
 
 # A record, the payload to replay, and the instant of the reading.
 _Found = tuple[Record, Payload | None, int]
@@ -65,6 +70,7 @@ class PostgresStore:
         self.location = location
         self.schema_name = schema.checked_schema_name(schema_name)
         self._sql = schema.statements(self.schema_name)
+        self._is_current = False
         self._sweep_page = 0
         self._capabilities = Capabilities(connector.waits, batch_limit=128, batches_in_flight=2)
         forks.register(self)
@@ -180,7 +186,7 @@ class PostgresStore:
         results: list[ClaimResult | None] = []
         for request in claims:
             ends_at_ms = written.pop(request.key.digest, None)
-            results.append(None if ends_at_ms is None else _admitted(request, ends_at_ms))
+            results.append(None if ends_at_ms is None else admitted(request, ends_at_ms))
         digests = [
             request.key.digest
             for request, result in zip(claims, results, strict=True)
@@ -202,7 +208,7 @@ class PostgresStore:
                     # Swept away in between, so the key is free again.
                     written = await self._write([request], [])
                     if written:
-                        return _admitted(request, written[request.key.digest])
+                        return admitted(request, written[request.key.digest])
                 else:
                     record, payload, now_ms = found
                     changed, answer = transitions.claim(record, request, now_ms)
@@ -249,36 +255,12 @@ class PostgresStore:
         return (await self._read_records([digest])).get(digest)
 
     async def _read_records(self, digests: Sequence[bytes]) -> dict[bytes, _Found]:
-        found: dict[bytes, _Found] = {}
-        for row in await self._fetch("read_records", digests):
-            now_ms, *fields, form, head, body = row
-            payload = None if form is None else Payload(form, bytes(head), bytes(body))
-            record = _record(fields)
-            found[record.digest] = record, payload, now_ms
-        return found
+        found = map(found_row, await self._fetch("read_records", digests))
+        return {item[0].digest: item for item in found}
 
     async def _replace(self, old: Record, new: Record, *, is_new_life: bool = False) -> bool:
         ((count,),) = await self._fetch(
-            "replace_record",
-            new.operation,
-            new.rule,
-            new.fingerprint,
-            new.state.value,
-            new.token,
-            new.attempt,
-            new.first_claimed_at_ms,
-            new.claimed_at_ms,
-            new.lease_ends_at_ms,
-            new.settled_at_ms,
-            new.expires_at_ms,
-            new.owner,
-            old.digest,
-            old.token,
-            old.state.value,
-            old.attempt,
-            old.lease_ends_at_ms,
-            old.expires_at_ms,
-            is_new_life,
+            "replace_record", *replacement(old, new, is_new_life=is_new_life)
         )
         return bool(count)
 
@@ -296,6 +278,16 @@ class PostgresStore:
             payload.body,
         )
         return Decision.APPLY if count else Decision.LOST
+
+    def join(self, connection: object) -> PostgresTransaction:
+        """The open transaction of a user's connection; raises `InvalidInput` for unknown kinds."""
+        return PostgresTransaction(
+            adapted(connection),
+            connector=self._connector,
+            statements=self._sql,
+            schema_name=self.schema_name,
+            location=self.location,
+        )
 
     # For operators.
 
@@ -333,7 +325,7 @@ class PostgresStore:
             [item.value for item in query.conditions],
             query.limit,
         )
-        found = [(row[0], _record(tuple(row)[1:])) for row in rows]
+        found = [(row[0], record_of(tuple(row)[1:])) for row in rows]
         return [StoredKey(item, condition_of(item, now), now) for now, item in found]
 
     async def operate(self, key: Key, command: OperatorCommand) -> Decision:
@@ -357,31 +349,55 @@ class PostgresStore:
         The sweep walks over the table's pages and goes on where the last call stopped, because an
         index on the expiry would cost every completion more than all sweeps together.
         """
+        # Once in a walk: making and dropping partitions takes locks.
+        dropped = await self.tend_partitions() if not self._sweep_page else []
         removed = 0
         ((pages,),) = await self._fetch("table_pages")
-        while removed < limit and self._sweep_page < pages:
+        for _ in range(_SWEEP_STATEMENTS):
+            if self._sweep_page >= pages:
+                break
             upto = self._sweep_page + _SWEEP_PAGES
             ((count,),) = await self._fetch(
                 "sweep_pages", f"({self._sweep_page},0)", f"({upto},0)", limit - removed
             )
             removed += count
-            if removed < limit:
-                self._sweep_page = upto
+            if removed >= limit:
+                break  # These pages may hold more; the next call looks at them again.
+            self._sweep_page = upto
         has_more = self._sweep_page < pages
         if not has_more:
             self._sweep_page = 0
         ((outcomes,),) = await self._fetch("sweep_default_outcomes", limit)
-        dropped = await self.tend_partitions()
         return SweepReport(removed, outcomes, has_more or outcomes == limit, len(dropped))
 
+    async def list_abandoned(self, limit: int) -> list[StoredKey]:
+        """At most `limit` pending records whose lease has ended, longest ended first.
+
+        Walks over the table's pages in short statements and stops at the limit, so it is cheap for
+        the server even where it takes a while, and may see a record that was settled meanwhile.
+        """
+        ((pages,),) = await self._fetch("table_pages")
+        found: dict[bytes, StoredKey] = {}
+        for page in range(0, pages, _LOOK_PAGES):
+            rows = await self._fetch(
+                "abandoned_in_pages", f"({page},0)", f"({page + _LOOK_PAGES},0)", limit - len(found)
+            )
+            for row in rows:
+                record, now_ms = record_of(tuple(row)[1:]), row[0]
+                # A row that moved to a later page meanwhile is met twice; the later one counts.
+                found[record.digest] = StoredKey(record, condition_of(record, now_ms), now_ms)
+            if len(found) >= limit:
+                break
+        return sorted(found.values(), key=lambda item: item.record.lease_ends_at_ms)
+
     async def tend_partitions(self) -> list[str]:
-        """Makes the partitions of the coming days and drops those that are over."""
-        ((now_ms,),) = await self._fetch("now_ms")
-        existing = {row[0] for row in await self._fetch("list_partitions")}
-        await partitions.make_ahead(
-            self._connector, self.schema_name, existing, now_ms, _HORIZON_DAYS
-        )
-        return await partitions.drop_past(self._connector, self.schema_name, existing, now_ms)
+        """Makes the partitions of the coming days; drops those that are over and names them.
+
+        What needs a lock that somebody holds is left for the next time.
+        """
+        await self._require_current()
+        tended = await Partitions(self._connector, self.schema_name, self._statement).tend()
+        return tended.dropped
 
     # The schema and the connection.
 
@@ -404,13 +420,15 @@ class PostgresStore:
         if await self._connector.has_forgetful_pooler():
             # Every other statement may fail for that very reason.
             return [diagnosis.POOLER]
-        found = diagnosis.settings_findings((await self._fetch("read_settings"))[0])
+        # Asked without the schema: whether it is there is one of the questions.
+        settings = await self._connector.fetch(self._statement("read_settings"))
+        found = diagnosis.settings_findings(settings[0])
         try:
             pending: list[Migration] | StoreError = await self.pending_migrations()
         except StoreError as error:
             pending = error
         asked_ms = wall_clock_ms()
-        ((now_ms,),) = await self._fetch("now_ms")
+        ((now_ms,),) = await self._connector.fetch(self._statement("now_ms"))
         found += diagnosis.clock_finding(now_ms, asked_ms, wall_clock_ms())
         missing = diagnosis.schema_findings(pending, self.schema_name)
         if missing:
@@ -427,8 +445,16 @@ class PostgresStore:
         """Opens own connections at the next use."""
         self._connector.after_fork_in_child()
 
+    async def _require_current(self) -> None:
+        """Raises once, and until somebody migrates, when the schema is not this release's."""
+        if not self._is_current:
+            await schema.require_current(self._connector, self.schema_name, self.location)
+            self._is_current = True
+
     async def _fetch(self, name: str, *params: Any) -> Sequence[Sequence[Any]]:
         """Runs a statement, again after a deadlock or a serialization failure."""
+        if not self._is_current:
+            await self._require_current()
         for tries_left in range(_CONFLICT_TRIES - 1, -1, -1):
             try:
                 return await self._connector.fetch(self._statement(name), params)
@@ -438,18 +464,3 @@ class PostgresStore:
                 if not tries_left:
                     raise StoreUnavailable(f"rivals kept winning: {error}") from error
         raise AssertionError("unreachable: the last try returns or raises")
-
-
-def _record(row: Sequence[Any]) -> Record:
-    made = Record(*row)
-    made.state = State(made.state)
-    # Drivers may give memory views for bytes; tokens are compared and used as dictionary keys.
-    made.digest, made.token = bytes(made.digest), bytes(made.token)
-    made.fingerprint = bytes(made.fingerprint)
-    return made
-
-
-def _admitted(request: ClaimRequest, lease_ends_at_ms: int) -> ClaimAnswer:
-    return ClaimAnswer(
-        Decision.ADMIT, Condition.ABSENT, 1, request.lease_ms, lease_ends_at_ms, State.PENDING
-    )
