@@ -45,7 +45,8 @@ format: setup ## Format the code
 bench: setup ## Measure against a baseline in the same run
 	$(BIN)/python -m benchmarks
 
-soak: setup ## Run the simulation for many more seeds than the tests do
+soak: setup ## Run the simulation and overlapping batches for much longer than the tests do
+	$(BIN)/python -m tests.processes.overlapping --seconds 60
 	$(BIN)/python -m tests.simulation --seeds 1000000 --minutes 20
 
 docs: setup ## Generate the generated parts of the documents

@@ -12,7 +12,16 @@ import typer
 from typer.core import TyperGroup
 
 from retrysafe import __version__
-from retrysafe.cli import demonstrating, keys, migrating, natural, options, output, sweeping
+from retrysafe.cli import (
+    demonstrating,
+    diagnosing,
+    keys,
+    migrating,
+    natural,
+    options,
+    output,
+    sweeping,
+)
 from retrysafe.cli.problems import ExitCode, problem_of, tell
 
 # The pool of PostgreSQL connections logs every try to connect; the error tells it once.
@@ -71,6 +80,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command("migrate")(migrating.migrate)
+app.command("doctor")(diagnosing.doctor)
 app.add_typer(keys.app, name="keys", invoke_without_command=True)
 app.command("sweep")(sweeping.sweep)
 app.command("demo")(demonstrating.demo)
