@@ -261,3 +261,8 @@ def test_short_secrets_are_refused():
     with pytest.raises(SecretMissing, match="at least 16 bytes"):
         checked_secret(b"fifteen bytes!!")
     assert checked_secret(SECRET) is SECRET
+
+
+def test_a_key_is_told_in_plain_words():
+    assert str(Key("k1", caller="acme")) == "key 'k1' of caller 'acme'"
+    assert str(Key("k1", caller=GLOBAL)) == "key 'k1' (global)"

@@ -341,9 +341,13 @@ class Engine:
             payload = await self._settler.settle(call, lease, ending, payload, number, value)
             self._remember_ending(call, flight, ending, payload, number, asked)
         finally:
-            if not lease.is_adopted:
-                self._renewals.remove(lease)
+            self._stop_renewing(lease)
         return Answer(value, False, number)
+
+    def _stop_renewing(self, lease: Lease) -> None:
+        # The ending of a cancelled caller keeps its lease until it is written.
+        if not lease.is_adopted:
+            self._renewals.remove(lease)
 
     async def _is_settled(
         self,
