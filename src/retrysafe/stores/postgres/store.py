@@ -95,8 +95,8 @@ class PostgresStore:
             if len(claims) + len(settlements) == 1:
                 return ([error], []) if claims else ([], [error])
         if claims and settlements:
-            claimed, _ = await self.commit(claims, [])
-            return claimed, (await self.commit([], settlements))[1]
+            _, settled = await self.commit([], settlements)
+            return (await self.commit(claims, []))[0], settled
         middle = max(len(claims), len(settlements)) // 2
         first = await self.commit(claims[:middle], settlements[:middle])
         second = await self.commit(claims[middle:], settlements[middle:])
@@ -105,16 +105,21 @@ class PostgresStore:
     async def _commit_all(
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
-        """Writes at most one row per key at once; further rows for a key follow one by one."""
-        wishes: dict[bytes, ClaimRequest] = {}
-        for request in claims:
-            wishes.setdefault(request.key.digest, request)
+        """Writes at most one row per key at once; further rows for a key follow one by one.
+
+        Settlements come first: an outcome that is there must not lose to a claim beside it.
+        """
         endings: dict[bytes, Settlement] = {}
         extends: dict[bytes, Settlement] = {}
         for item in settlements:
             digest = item.key.digest
-            if digest not in wishes and digest not in endings and digest not in extends:
+            if digest not in endings and digest not in extends:
                 (extends if item.kind is SettleKind.EXTEND else endings)[digest] = item
+        wishes: dict[bytes, ClaimRequest] = {}
+        for request in claims:
+            digest = request.key.digest
+            if digest not in endings and digest not in extends:
+                wishes.setdefault(digest, request)
         written: dict[bytes, int] = {}
         if wishes or endings:
             written = await self._write(wishes.values(), endings.values())
@@ -122,7 +127,7 @@ class PostgresStore:
         if extends:
             extended = await self._extend(extends.values())
         together = len(extends)
-        claimed = await self._answer_claims(claims, written)
+        inserted = {digest: at for digest, at in written.items() if digest in wishes}
         settled: list[SettleResult] = []
         for item in settlements:
             digest = item.key.digest
@@ -134,7 +139,7 @@ class PostgresStore:
                 settled.append(extended[digest])
             else:
                 settled.append(await self._settle(item, may_wait=not is_extended or together == 1))
-        return claimed, settled
+        return await self._answer_claims(claims, inserted), settled
 
     async def _write(
         self, claims: Iterable[ClaimRequest], endings: Iterable[Settlement]
