@@ -122,11 +122,11 @@ class StoreAgainstModel(RuleBasedStateMachine):
         settlements=st.lists(settlements, max_size=4),
     )
     def commit(self, claims, settlements):
-        """Within a batch the rows count one after the other, claims first."""
+        """Within a batch the rows count one after the other, settlements first."""
         claims = [self.as_claimed(item) for item in claims]
         claimed, settled = run_sync(self.store.commit(claims, settlements))
-        assert list(map(plain, claimed)) == [plain(self.model.claim(item)) for item in claims]
         assert settled == [self.model.settle(item) for item in settlements]
+        assert list(map(plain, claimed)) == [plain(self.model.claim(item)) for item in claims]
 
     @rule(kind=st.sampled_from(SettleKind), key=keys, payload=st.sampled_from(PAYLOADS))
     def settle_by_owner(self, kind, key, payload):
