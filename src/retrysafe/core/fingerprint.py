@@ -8,6 +8,7 @@ stay known for as long as their records live.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from retrysafe.core import canonical
@@ -15,6 +16,12 @@ from retrysafe.core.framing import digest, frame
 from retrysafe.core.model import Fingerprint
 from retrysafe.core.values import json_bytes, sorted_json_bytes
 from retrysafe.errors import PolicyInvalid
+
+
+@lru_cache(maxsize=512)
+def _framed_start(parts: tuple[bytes, ...]) -> bytes:
+    """What all fingerprints of one operation start with; a program has few operations."""
+    return frame(b"fingerprint 1", frame(*parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +77,8 @@ class FingerprintRule:
         if self._included or self._excluded:
             own = self._digest(parts, json_bytes(tree))
         else:
-            own = digest(frame(b"fingerprint 1", frame(*parts), b"v" + sorted_json_bytes(tree)))
+            text = sorted_json_bytes(tree)
+            own = digest(b"%b%d:v%b" % (_framed_start(parts), len(text) + 1, text))
         mine = Fingerprint(self.version, own)
         if not self.previous:
             return (mine,)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Any, Final, TypeVar
 
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
 from retrysafe.core.ports import Store
@@ -38,24 +38,25 @@ class _Entry:
         self.to_wake: list[_Entry] = []
 
 
-def _split(rows: Sequence[Row]) -> tuple[list[ClaimRequest], list[Settlement]]:
+_Waiter = TypeVar("_Waiter")
+
+
+def _split(
+    pairs: Iterable[tuple[Row, _Waiter]],
+) -> tuple[list[ClaimRequest], list[_Waiter], list[Settlement], list[_Waiter]]:
+    """Claims and settlements as the store takes them, each with those who wait for them."""
     claims: list[ClaimRequest] = []
+    claiming: list[_Waiter] = []
     settlements: list[Settlement] = []
-    for row in rows:
+    settling: list[_Waiter] = []
+    for row, waiter in pairs:
         if isinstance(row, ClaimRequest):
             claims.append(row)
+            claiming.append(waiter)
         else:
             settlements.append(row)
-    return claims, settlements
-
-
-def _merged(rows: Sequence[Row], claimed: Sequence[Any], settled: Sequence[Any]) -> list[Any]:
-    """The store's answers in the order of the rows."""
-    claim_answers, settle_answers = iter(claimed), iter(settled)
-    return [
-        next(claim_answers) if isinstance(row, ClaimRequest) else next(settle_answers)
-        for row in rows
-    ]
+            settling.append(waiter)
+    return claims, claiming, settlements, settling
 
 
 def _as_store_error(error: BaseException) -> StoreError:
@@ -123,11 +124,14 @@ class ThreadGroupCommit:
 
     def _carry(self, batch: list[_Entry]) -> None:
         try:
-            rows = [entry.row for entry in batch]
-            claims, settlements = _split(rows)
+            claims, claiming, settlements, settling = _split(
+                [(entry.row, entry) for entry in batch]
+            )
             claimed, settled = run_sync(self._store.commit(claims, settlements))
-            for entry, answer in zip(batch, _merged(rows, claimed, settled), strict=True):
-                entry.result = answer
+            for entry, claim_answer in zip(claiming, claimed, strict=True):
+                entry.result = claim_answer
+            for entry, settle_answer in zip(settling, settled, strict=True):
+                entry.result = settle_answer
         except StoreError as error:
             self._fail(batch, error)
         except BaseException as error:
@@ -218,27 +222,29 @@ class TaskGroupCommit:
             flight.add_done_callback(self._landed)
 
     async def _fly(self, batch: list[tuple[Row, asyncio.Future[Any]]]) -> None:
-        rows = [row for row, _ in batch]
-        claims, settlements = _split(rows)
+        claims, claiming, settlements, settling = _split(batch)
         try:
             claimed, settled = await self._store.commit(claims, settlements)
-            results = _merged(rows, claimed, settled)
+            answers: list[tuple[asyncio.Future[Any], Any]] = [
+                *zip(claiming, claimed, strict=True),
+                *zip(settling, settled, strict=True),
+            ]
         except BaseException as error:
-            results = [_as_store_error(error) for _ in batch]
+            self._answer([(future, _as_store_error(error)) for _, future in batch])
             if not isinstance(error, StoreError):
-                self._answer(batch, results)
                 raise
-        self._answer(batch, results)
+            return
+        self._answer(answers)
 
     @staticmethod
-    def _answer(batch: list[tuple[Row, asyncio.Future[Any]]], results: list[Any]) -> None:
-        for (_, future), result in zip(batch, results, strict=True):
+    def _answer(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
+        for future, answer in answers:
             if future.done():
                 continue  # Its caller was cancelled; the row stands all the same.
-            if isinstance(result, StoreError):
-                future.set_exception(result)
+            if isinstance(answer, StoreError):
+                future.set_exception(answer)
             else:
-                future.set_result(result)
+                future.set_result(answer)
 
     def _landed(self, flight: asyncio.Task[None]) -> None:
         self._flights.discard(flight)

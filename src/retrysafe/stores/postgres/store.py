@@ -8,6 +8,7 @@ what was read. Nothing here keeps state in a session or holds a lock between two
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 from retrysafe import forks
@@ -48,6 +49,17 @@ _CONFLICT_TRIES: Final = 10
 _SWEEP_PAGES: Final = 256
 # Outcomes of the default audit window of 30 days find their partition, with some days to spare.
 _HORIZON_DAYS: Final = 40
+
+# A record, the payload to replay, and the instant they were read at.
+_Found = tuple[Record, Payload | None, int]
+_digest_of: Final = attrgetter("key.digest")
+# Looked up once: members of an enum are dear to look up per row.
+_EXTEND: Final = SettleKind.EXTEND
+_ADMIT: Final = Decision.ADMIT
+_ABSENT: Final = Condition.ABSENT
+_PENDING: Final = State.PENDING
+# Nobody changes an answer, so that all rows that were applied can share one.
+_APPLIED: Final = SettleAnswer(Decision.APPLY)
 
 
 class PostgresStore:
@@ -95,27 +107,31 @@ class PostgresStore:
     async def _commit_all(
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
-        endings = [item for item in settlements if item.kind is not SettleKind.EXTEND]
+        extends = [item for item in settlements if item.kind is _EXTEND]
+        endings = settlements
+        if extends:
+            endings = [item for item in settlements if item.kind is not _EXTEND]
         written: dict[bytes, int] = {}
         if claims or endings:
             written = await self._write(claims, endings)
-        extended: dict[bytes, SettleAnswer] = {}
-        if len(endings) < len(settlements):
-            extended = await self._extend(
-                [item for item in settlements if item.kind is SettleKind.EXTEND]
-            )
+        extended = await self._extend(extends) if extends else {}
+        # What was skipped is read in one statement, for a batch of replays is nothing else.
+        skipped = [request.key.digest for request in claims if request.token not in written]
+        skipped += [item.key.digest for item in endings if item.token not in written]
+        skipped += [item.key.digest for item in extends if item.token not in extended]
+        found = await self._read_records(skipped) if skipped else {}
         claim_results: list[ClaimResult] = [
             _admitted(request, written[request.token])
             if request.token in written
-            else await self._claim_existing(request)
+            else await self._claim_existing(request, found.get(request.key.digest))
             for request in claims
         ]
         settle_results: list[SettleResult] = []
         for item in settlements:
-            answer = extended.get(item.token) if item.kind is SettleKind.EXTEND else None
-            if answer is None and item.kind is not SettleKind.EXTEND and item.token in written:
-                answer = SettleAnswer(Decision.APPLY)
-            settle_results.append(answer or await self._explain(item))
+            answer = extended.get(item.token) if item.kind is _EXTEND else None
+            if answer is None and item.kind is not _EXTEND and item.token in written:
+                answer = _APPLIED
+            settle_results.append(answer or _explanation(item, found.get(item.key.digest)))
         return claim_results, settle_results
 
     async def _write(
@@ -123,8 +139,8 @@ class PostgresStore:
     ) -> dict[bytes, int]:
         """Inserts new keys and ends attempts; the tokens whose row was written."""
         # In the order of the digests: two batches over the same keys cannot deadlock.
-        wishes = sorted(claims, key=lambda request: request.key.digest)
-        ends = sorted(endings, key=lambda item: item.key.digest)
+        wishes = sorted(claims, key=_digest_of)
+        ends = sorted(endings, key=_digest_of)
         payloads = [item.payload for item in ends if item.payload is not None]
         rows = await self._fetch(
             "commit",
@@ -139,7 +155,7 @@ class PostgresStore:
             [request.owner for request in wishes],
             [item.key.digest for item in ends],
             [item.token for item in ends],
-            [item.kind.value for item in ends],
+            [int(item.kind) for item in ends],
             [item.active_ms for item in ends],
             [item.audit_ms for item in ends],
             [payload.form for payload in payloads],
@@ -149,7 +165,7 @@ class PostgresStore:
         return {bytes(token): lease_ends_at_ms for token, lease_ends_at_ms in rows}
 
     async def _extend(self, extends: Sequence[Settlement]) -> dict[bytes, SettleAnswer]:
-        wishes = sorted(extends, key=lambda item: item.key.digest)
+        wishes = sorted(extends, key=_digest_of)
         rows = await self._fetch(
             "extend",
             [item.key.digest for item in wishes],
@@ -161,46 +177,40 @@ class PostgresStore:
             for token, ends_at_ms, remaining_ms in rows
         }
 
-    async def _claim_existing(self, request: ClaimRequest) -> ClaimResult:
+    async def _claim_existing(self, request: ClaimRequest, found: _Found | None) -> ClaimResult:
         """Claims a key that has a row: by the table, and by comparing what is replaced."""
         for _ in range(_ROUNDS_LIMIT):
-            found = await self._read_record(request.key.digest)
             if found is None:
                 # Swept away in between, so the key is free again.
                 written = await self._write([request], [])
                 if request.token in written:
                     return _admitted(request, written[request.token])
-                continue
-            record, payload, now_ms = found
-            try:
-                changed, answer = transitions.claim(record, request, now_ms)
-            except StoreError as error:
-                return error
-            if changed is None:
-                answer.payload = payload if answer.decision is Decision.REPLAY else None
-                return answer
-            is_new_life = answer.decision is Decision.ADMIT
-            if await self._replace(record, changed, is_new_life=is_new_life):
-                return answer
+            else:
+                record, payload, now_ms = found
+                try:
+                    changed, answer = transitions.claim(record, request, now_ms)
+                except StoreError as error:
+                    return error
+                if changed is None:
+                    answer.payload = payload if answer.decision is Decision.REPLAY else None
+                    return answer
+                is_new_life = answer.decision is Decision.ADMIT
+                if await self._replace(record, changed, is_new_life=is_new_life):
+                    return answer
+            found = await self._read_record(request.key.digest)
         raise StoreUnavailable("the record changed under us again and again", key=request.key.text)
 
-    async def _explain(self, settlement: Settlement) -> SettleAnswer:
-        """Why an ending or an extend touched no row: lost, or standing already."""
-        found = await self._read_record(settlement.key.digest)
-        record, now_ms = (None, 0) if found is None else (found[0], found[2])
-        _, answer = transitions.settle(record, settlement, now_ms)
-        if answer.decision is Decision.APPLY:
-            # Not held a moment ago, so not ours now: a token never comes back.
-            return SettleAnswer(Decision.LOST)
-        return answer
+    async def _read_record(self, digest: bytes) -> _Found | None:
+        return (await self._read_records([digest])).get(digest)
 
-    async def _read_record(self, digest: bytes) -> tuple[Record, Payload | None, int] | None:
-        rows = await self._fetch("read_records", [digest])
-        if not rows:
-            return None
-        row = tuple(rows[0])
-        payload = None if row[16] is None else Payload(row[16], bytes(row[17]), bytes(row[18]))
-        return _record(row[1:16]), payload, row[0]
+    async def _read_records(self, digests: list[bytes]) -> dict[bytes, _Found]:
+        found: dict[bytes, _Found] = {}
+        for row in await self._fetch("read_records", digests):
+            now_ms, *columns, form, head, body = row
+            record = _record(columns)
+            payload = None if form is None else Payload(form, bytes(head), bytes(body))
+            found[record.digest] = (record, payload, now_ms)
+        return found
 
     async def _replace(self, old: Record, new: Record, *, is_new_life: bool = False) -> bool:
         ((count,),) = await self._fetch(
@@ -363,6 +373,16 @@ class PostgresStore:
         raise AssertionError("unreachable: the last try returns or raises")
 
 
+def _explanation(settlement: Settlement, found: _Found | None) -> SettleAnswer:
+    """Why an ending or an extend touched no row: lost, or standing already."""
+    record, now_ms = (None, 0) if found is None else (found[0], found[2])
+    _, answer = transitions.settle(record, settlement, now_ms)
+    if answer.decision is Decision.APPLY:
+        # Not held a moment ago, so not ours now: a token never comes back.
+        return SettleAnswer(Decision.LOST)
+    return answer
+
+
 def _record(row: Sequence[Any]) -> Record:
     made = Record(*row)
     made.state = State(made.state)
@@ -373,6 +393,4 @@ def _record(row: Sequence[Any]) -> Record:
 
 
 def _admitted(request: ClaimRequest, lease_ends_at_ms: int) -> ClaimAnswer:
-    return ClaimAnswer(
-        Decision.ADMIT, Condition.ABSENT, 1, request.lease_ms, lease_ends_at_ms, State.PENDING
-    )
+    return ClaimAnswer(_ADMIT, _ABSENT, 1, request.lease_ms, lease_ends_at_ms, _PENDING)
