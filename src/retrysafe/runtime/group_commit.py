@@ -21,6 +21,8 @@ from retrysafe.runtime.drive import run_sync
 
 Row = ClaimRequest | Settlement
 _WAITING: Final = object()
+# While fewer rows than this are on their way, the next one leaves at once if the store allows it.
+FEW_ROWS: Final = 8
 
 
 class _Entry:
@@ -191,7 +193,9 @@ class TaskGroupCommit:
         self._batch_limit = capabilities.batch_limit
         self._flights_limit = capabilities.batches_in_flight
         self._queue: deque[tuple[Row, asyncio.Future[Any]]] = deque()
-        self._flights: set[asyncio.Task[None]] = set()
+        self._small_flights_limit = capabilities.small_batches_in_flight
+        self._flights: dict[asyncio.Task[None], int] = {}
+        self._rows_in_flight = 0
         self._is_scheduled = False
 
     def claim(self, request: ClaimRequest) -> asyncio.Future[ClaimAnswer]:
@@ -206,19 +210,26 @@ class TaskGroupCommit:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         self._queue.append((row, future))
-        if not self._is_scheduled and len(self._flights) < self._flights_limit:
+        if not self._is_scheduled and self._may_launch():
             # At the end of this turn of the loop: what other ready tasks add comes along.
             self._is_scheduled = True
             loop.call_soon(self._launch)
         return future
 
+    def _may_launch(self) -> bool:
+        flights = len(self._flights)
+        return flights < self._flights_limit or (
+            flights < self._small_flights_limit and self._rows_in_flight < FEW_ROWS
+        )
+
     def _launch(self) -> None:
         self._is_scheduled = False
-        while self._queue and len(self._flights) < self._flights_limit:
+        while self._queue and self._may_launch():
             count = min(len(self._queue), self._batch_limit)
             batch = [self._queue.popleft() for _ in range(count)]
             flight = asyncio.get_running_loop().create_task(self._fly(batch))
-            self._flights.add(flight)
+            self._flights[flight] = count
+            self._rows_in_flight += count
             flight.add_done_callback(self._landed)
 
     async def _fly(self, batch: list[tuple[Row, asyncio.Future[Any]]]) -> None:
@@ -247,7 +258,7 @@ class TaskGroupCommit:
                 future.set_result(answer)
 
     def _landed(self, flight: asyncio.Task[None]) -> None:
-        self._flights.discard(flight)
+        self._rows_in_flight -= self._flights.pop(flight)
         if not flight.cancelled():
             flight.exception()  # Told to every row already.
         self._launch()

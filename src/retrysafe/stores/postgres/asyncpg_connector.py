@@ -12,7 +12,13 @@ import asyncpg
 from retrysafe import forks
 from retrysafe.core.ports import Waits
 from retrysafe.errors import StoreUnavailable
-from retrysafe.stores.postgres.connector import PoolOptions, RowRefused, Rows, translated
+from retrysafe.stores.postgres.connector import (
+    PLANNER_SETTINGS,
+    PoolOptions,
+    RowRefused,
+    Rows,
+    translated,
+)
 
 
 class _Session:
@@ -109,6 +115,7 @@ class AsyncpgConnector:
 
     async def _new_pool(self) -> Any:
         options = self._options
+        settings = PLANNER_SETTINGS if options.has_prepared_statements else {}
         try:
             return await asyncpg.create_pool(
                 self._url,
@@ -118,7 +125,7 @@ class AsyncpgConnector:
                 timeout=options.connect_timeout.total_seconds(),
                 command_timeout=options.statement_timeout.total_seconds(),
                 statement_cache_size=100 if options.has_prepared_statements else 0,
-                server_settings={"application_name": "retrysafe"},
+                server_settings={"application_name": "retrysafe", **settings},
             )
         except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as error:
             raise StoreUnavailable(f"{self._location} does not answer: {error!r}") from error

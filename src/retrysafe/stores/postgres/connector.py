@@ -18,12 +18,24 @@ from retrysafe.errors import SchemaMissing, StoreError, StoreUnavailable
 Rows = Sequence[Sequence[Any]]
 
 
+# Sent when a connection is opened, together with prepared statements. Planning a batch anew takes
+# longer than running it, so it is planned once; and always by the primary key, because a plan that
+# was made while the tables were empty would go on reading them from end to end as they grow.
+PLANNER_SETTINGS: Final = {
+    "plan_cache_mode": "force_generic_plan",
+    "enable_seqscan": "off",
+    "enable_hashjoin": "off",
+    "enable_mergejoin": "off",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
     """How connections are made and kept."""
 
-    # Two batches in flight, a renewal and an operator; more only adds contention.
-    size_limit: int = 4
+    # Four small batches in flight, a renewal and an operator; more only adds contention. They are
+    # opened when they are needed.
+    size_limit: int = 6
     # How long a call waits for a free connection, and for the server to accept a new one.
     connect_timeout: timedelta = timedelta(seconds=5)
     # How long one statement may take before its connection is given up.

@@ -9,10 +9,17 @@ from typing import Any
 
 import psycopg
 import psycopg_pool
+from psycopg.conninfo import conninfo_to_dict
 
 from retrysafe import forks
 from retrysafe.core.ports import Waits
-from retrysafe.stores.postgres.connector import PoolOptions, RowRefused, Rows, translated
+from retrysafe.stores.postgres.connector import (
+    PLANNER_SETTINGS,
+    PoolOptions,
+    RowRefused,
+    Rows,
+    translated,
+)
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -106,6 +113,15 @@ class PsycopgConnector:
                         "prepare_threshold": 0 if options.has_prepared_statements else None,
                         "connect_timeout": max(1, int(seconds)),
                         "application_name": "retrysafe",
+                        **self._planner_options(),
                     },
                 )
             return self._pool
+
+    def _planner_options(self) -> dict[str, str]:
+        """The planner's settings, after whatever options the URL has of its own."""
+        if not self._options.has_prepared_statements:
+            return {}
+        own = str(conninfo_to_dict(self._url).get("options") or "")
+        ours = " ".join(f"-c {name}={value}" for name, value in PLANNER_SETTINGS.items())
+        return {"options": f"{own} {ours}".strip()}

@@ -73,12 +73,14 @@ class PostgresStore:
         self.schema_name = schema.checked_schema_name(schema_name)
         self._sql = schema.statements(self.schema_name)
         self._sweep_page = 0
-        self._capabilities = Capabilities(connector.waits, batch_limit=128, batches_in_flight=2)
+        self._capabilities = Capabilities(
+            connector.waits, batch_limit=128, batches_in_flight=2, small_batches_in_flight=4
+        )
         forks.register(self)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Two batches in flight keep the server and the client busy at the same time."""
+        """Two full batches in flight keep the server and the client busy at the same time."""
         return self._capabilities
 
     def _statement(self, name: str) -> str:

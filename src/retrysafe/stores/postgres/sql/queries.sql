@@ -151,7 +151,7 @@ WITH clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms
 ), outlived AS (
     SELECT k.ctid AS place FROM {schema}.keys AS k
-    WHERE k.ctid >= $1::tid AND k.ctid < $2::tid
+    WHERE k.ctid >= $1::text::tid AND k.ctid < $2::text::tid
         AND k.state <> 1 AND k.expires_at_ms <= (SELECT now_ms FROM clock)
     LIMIT $3
     FOR UPDATE SKIP LOCKED
