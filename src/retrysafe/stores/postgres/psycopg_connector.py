@@ -20,6 +20,7 @@ from retrysafe.stores.postgres.connector import (
     Rows,
     translated,
 )
+from retrysafe.stores.postgres.psycopg_arrays import BytesArray, BytesArrayDumper, encoded
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -36,8 +37,12 @@ class _Session:
         psycopg.ClientCursor(self._connection).execute(sql.encode())
 
 
+def _configure(connection: Connection) -> None:
+    connection.adapters.register_dumper(BytesArray, BytesArrayDumper)
+
+
 def _fetch(connection: Connection, sql: str, params: Sequence[Any]) -> Rows:
-    cursor = connection.execute(sql.encode(), params)
+    cursor = connection.execute(sql.encode(), encoded(params))
     return [] if cursor.description is None else cursor.fetchall()
 
 
@@ -106,6 +111,7 @@ class PsycopgConnector:
                     max_size=options.size_limit,
                     timeout=seconds,
                     open=True,
+                    configure=_configure,
                     name="retrysafe",
                     kwargs={
                         "autocommit": True,
