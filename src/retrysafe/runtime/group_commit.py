@@ -9,6 +9,7 @@ asking again with the same token is safe.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -28,7 +29,7 @@ FEW_ROWS: Final = 8
 class _Entry:
     """One row on its way, and the place where its thread waits."""
 
-    __slots__ = ("batch", "gate", "result", "row", "to_wake")
+    __slots__ = ("batch", "gate", "has_left", "result", "row", "to_wake")
 
     def __init__(self, row: Row) -> None:
         self.row = row
@@ -36,6 +37,8 @@ class _Entry:
         # Set when this entry's thread is to carry the next batch; the entry is its first row.
         self.batch: list[_Entry] | None = None
         self.gate: threading.Lock | None = None
+        # Set when this entry's thread was interrupted: it takes nothing over any more.
+        self.has_left = False
         # Whom this entry's thread must wake before it leaves.
         self.to_wake: list[_Entry] = []
 
@@ -120,6 +123,7 @@ class ThreadGroupCommit:
         if entry.gate is not None:
             # Released when the row is answered, or when this thread is to carry a batch.
             entry.gate.acquire()
+            self._wake(entry)
         if entry.batch is not None:
             self._carry(entry.batch)
             self._leave(entry)
@@ -152,6 +156,7 @@ class ThreadGroupCommit:
         It is called again when it was interrupted, so every step is harmless to repeat.
         """
         with self._lock:
+            entry.has_left = True
             if entry in self._carriers:
                 batch = entry.batch or []
                 for other in batch:
@@ -177,10 +182,27 @@ class ThreadGroupCommit:
                 )
             elif entry in self._queue:
                 self._queue.remove(entry)
+        self._wake(entry)
+
+    def _wake(self, entry: _Entry) -> None:
+        """Wakes the next of those who are to be woken, and leaves the others to it.
+
+        A chain, because threads that are woken all at once only queue for the interpreter, and
+        the system switches between them for nothing.
+        """
         while entry.to_wake:
-            gate = entry.to_wake[-1].gate
+            following = entry.to_wake[-1]
+            if following.batch is None and len(entry.to_wake) > 1:
+                with self._lock:
+                    # Whoever was interrupted while it waited wakes nobody any more.
+                    if not following.has_left:
+                        # After a signal in between both have the list, and wake twice.
+                        following.to_wake = entry.to_wake[:-1]
+                        entry.to_wake = [following]
+            gate = following.gate
             if gate is not None and gate.locked():
-                gate.release()
+                with contextlib.suppress(RuntimeError):  # Somebody else was faster.
+                    gate.release()
             entry.to_wake.pop()
 
 
