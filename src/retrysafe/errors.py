@@ -102,7 +102,11 @@ class OperationInFlight(RetrysafeError):
 
 
 class OperationFailed(RetrysafeError):
-    """The first run failed for good; carries the type name and the message of its exception."""
+    """The first run failed; carries the type name and the message of its exception.
+
+    It is stored and final, unless `retryable` says otherwise: then this caller waited for a run
+    whose failure has freed the key.
+    """
 
     def __init__(self, message: str, *, key: str, type_name: str) -> None:
         super().__init__(message, key=key)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from retrysafe.core.events import Emit
@@ -31,6 +31,15 @@ _POSTGRES_PREFIXES: Final = ("postgresql://", "postgres://")
 # A worker would rather wait for a slow writer than give up a claim, and it asks three times;
 # people at a terminal wait less.
 _BUSY_TIMEOUT: Final = timedelta(seconds=10)
+
+
+def checked_store(store: object) -> Store | str:
+    """A store or its URL; raises `StoreUrlInvalid` for anything else, such as an unset variable."""
+    if isinstance(store, str) or hasattr(store, "capabilities"):
+        return cast("Store | str", store)
+    raise StoreUrlInvalid(
+        f"a store is a URL such as 'sqlite:///app.db', or a store object; got {store!r}"
+    )
 
 
 def open_store(
@@ -130,6 +139,7 @@ class Idempotency(BlockingIdempotency):
         `caller` says whose keys they are: a text, a function that returns it, or `GLOBAL`.
         `secret` keys the hashes of child keys and body keys (default: `RETRYSAFE_SECRET`).
         """
+        store = checked_store(store)
         super().__init__(
             open_store(store) if isinstance(store, str) else store,
             caller=caller,
@@ -157,6 +167,7 @@ class AsyncIdempotency(AsyncFace):
         observers: Iterable[Emit] = (),
     ) -> None:
         """Takes what `Idempotency` takes."""
+        store = checked_store(store)
         super().__init__(
             open_store(store, is_async=True) if isinstance(store, str) else store,
             caller=caller,

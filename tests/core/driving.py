@@ -135,6 +135,8 @@ class Fault:
     error: BaseException | None = None
     is_after: bool = False
     pauses: bool = False
+    # A pause between the effect and its answer, as when the process stands still.
+    stalls: bool = False
 
 
 class ScriptedWriter:
@@ -172,6 +174,8 @@ class ScriptedWriter:
         if fault.error is not None and not fault.is_after:
             raise fault.error
         answer = await act()
+        if fault.stalls:
+            await Pause()
         if fault.error is not None:
             raise fault.error
         if isinstance(answer, Exception):

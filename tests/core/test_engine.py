@@ -463,7 +463,7 @@ def test_an_outcome_that_is_no_longer_stored_is_not_run_again():
 def test_an_outcome_that_cannot_be_read_here_is_not_run_again(form, words):
     world = World()
     world.first.answer(call())
-    (stored,) = world.store._outcomes[KEY.digest].values()
+    (stored,) = world.store._outcomes[KEY.digest]
     stored.payload.form, stored.payload.body = form, b"{"
     with pytest.raises(OutcomeUnavailable, match=words) as caught:
         world.first.answer(call())

@@ -35,29 +35,29 @@ def flights() -> Flights:
 
 def test_the_first_to_join_leads_and_the_others_follow():
     sky = flights()
-    flight, leads = sky.join(b"a", (MARK,))
+    flight, leads = sky.join(b"a", (MARK,), 0.0)
     assert leads
     assert flight.phase is Phase.CLAIMING
-    assert sky.join(b"a", (OTHER_MARK,)) == (flight, False)
+    assert sky.join(b"a", (OTHER_MARK,), 0.0) == (flight, False)
     assert flight.fingerprints == (MARK,)
-    assert sky.join(b"b", (MARK,))[1]
+    assert sky.join(b"b", (MARK,), 0.0)[1]
     assert len(sky) == 2
 
 
 def test_after_landing_the_next_one_leads_a_new_flight():
     sky = flights()
-    flight, _ = sky.join(b"a", (MARK,))
+    flight, _ = sky.join(b"a", (MARK,), 0.0)
     sky.land(b"a", flight)
     assert flight.phase is Phase.LANDED
     assert len(sky) == 0
-    again, leads = sky.join(b"a", (MARK,))
+    again, leads = sky.join(b"a", (MARK,), 0.0)
     assert leads
     assert again is not flight
 
 
 def test_news_wake_everybody_who_enlisted_and_only_once():
     sky = flights()
-    flight, _ = sky.join(b"a", (MARK,))
+    flight, _ = sky.join(b"a", (MARK,), 0.0)
     bells = [Bell(), Bell()]
     assert all(sky.enlist(flight, Phase.CLAIMING, bell) for bell in bells)
     sky.enter(flight, Phase.RUNNING)
@@ -67,7 +67,7 @@ def test_news_wake_everybody_who_enlisted_and_only_once():
 
 def test_landing_wakes_those_who_wait_for_the_end():
     sky = flights()
-    flight, _ = sky.join(b"a", (MARK,))
+    flight, _ = sky.join(b"a", (MARK,), 0.0)
     sky.enter(flight, Phase.RUNNING)
     bell = Bell()
     assert sky.enlist(flight, Phase.RUNNING, bell)
@@ -78,7 +78,7 @@ def test_landing_wakes_those_who_wait_for_the_end():
 def test_nobody_waits_for_news_that_came_already():
     """Between looking at the phase and enlisting the leader may move on: no lost wake-up."""
     sky = flights()
-    flight, _ = sky.join(b"a", (MARK,))
+    flight, _ = sky.join(b"a", (MARK,), 0.0)
     sky.enter(flight, Phase.RUNNING)
     bell = Bell()
     assert not sky.enlist(flight, Phase.CLAIMING, bell)

@@ -6,9 +6,15 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe.core.model import Fingerprint
+from retrysafe.core.model import Ending, Fingerprint
 from retrysafe.core.policy import InFlight, Policy
-from retrysafe.errors import KeyReused, OperationInFlight, StoreUnavailable
+from retrysafe.errors import (
+    ClaimLost,
+    KeyReused,
+    OperationFailed,
+    OperationInFlight,
+    StoreUnavailable,
+)
 from tests.core.building import MARK, OTHER_MARK, call
 from tests.core.driving import Fault, Process, World
 from tests.core.sample_types import Declined
@@ -87,18 +93,42 @@ def test_followers_get_the_leaders_failure(world, process):
     assert world.ran == [1]
 
 
-def test_when_the_leader_frees_the_key_a_follower_leads(world, process):
+def test_when_the_leader_frees_the_key_those_who_waited_are_told(world, process):
+    """They share the failed attempt; the next call makes the next one."""
     leader = process.start(call(), process.pausing(ConnectionError("reset")))
     second, third = (process.start(call(policy=WAITING), process.pausing(n)) for n in (2, 3))
+    stranger = process.start(call(OTHER_MARK, policy=WAITING), process.pausing(4))
     leader.step()
     assert isinstance(leader.error, ConnectionError)
-    second.step()
-    third.step()
-    assert world.ran == [1, 2]
-    assert second.step().value.value == 2
-    third.step()
-    assert (third.value.value, third.value.replayed) == (2, True)
-    assert world.ran == [1, 2]
+    for follower in (second, third):
+        follower.step()
+        assert isinstance(follower.error, OperationFailed)
+        assert follower.error.retryable
+        assert follower.error.type_name == "builtins:ConnectionError"
+    assert isinstance(stranger.error, KeyReused)
+    assert world.ran == [1]
+    assert process.start(call(), process.returning("next")).value.attempt == 2
+
+
+def test_a_stored_failure_is_final_for_those_who_waited(world, process):
+    policy = WAITING.with_changes(unlisted=Ending.FAILED)
+    leader = process.start(call(policy=policy), process.pausing(ConnectionError("reset")))
+    follower = process.start(call(policy=policy), process.pausing(2))
+    leader.step()
+    follower.step()
+    assert isinstance(follower.error, OperationFailed)
+    assert not follower.error.retryable
+
+
+def test_a_hung_operation_does_not_hold_its_own_process_back(world, process):
+    """A flight whose lease ran out is replaced: this process may take over as any other may."""
+    hung = process.start(call(), process.pausing("late"))
+    world.clock.advance(30)
+    successor = process.start(call(), process.returning("second"))
+    assert (successor.value.value, successor.value.attempt) == ("second", 2)
+    hung.step()
+    assert isinstance(hung.error, ClaimLost)
+    assert process.start(call()).value.value == "second"
 
 
 def test_when_the_leader_is_cancelled_a_follower_asks_the_store(world, process):

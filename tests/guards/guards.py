@@ -399,16 +399,16 @@ GUARDS: tuple[Guard, ...] = (
         properties.test_sqlite_commits_reach_the_disk,
     ),
     Guard(
-        "an interrupted carrier fails all rows of its batch (threads)",
-        "a thread takes a row that was never answered for an answer",
+        "an interrupted carrier hands its duty over (threads)",
+        "every later claim and ending of the process waits for ever",
         (
             InCode(
-                ThreadGroupCommit._carry,
-                "self._fail(batch, error)\n        raise",
+                ThreadGroupCommit._submit,
+                "self._leave(entry)\n        raise",
                 "raise",
             ),
         ),
-        properties.test_an_interrupted_carrier_tells_every_thread,
+        properties.test_an_interrupted_carrier_hands_over,
     ),
     Guard(
         "an interrupted carrier fails all rows of its batch (tasks)",

@@ -521,7 +521,7 @@ def test_a_cached_outcome_ends_with_its_window():
 def test_a_landing_wakes_everybody():
     """Whoever waits for a local leader is woken when it ends, however it ends."""
     flights = Flights(threading.Lock())
-    flight, _ = flights.join(KEY.digest, ())
+    flight, _ = flights.join(KEY.digest, (), 0.0)
     signal = ThreadSignal()
     assert flights.enlist(flight, Phase.CLAIMING, signal)
     flights.land(KEY.digest, flight)
@@ -600,23 +600,25 @@ class InterruptedStore:
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
+        self.meanwhile = lambda: None
 
     async def commit(self, claims: Sequence[Any], settlements: Sequence[Any]) -> Any:
+        self.meanwhile()
         raise self._error
 
 
-def test_an_interrupted_carrier_tells_every_thread():
-    """When the thread that carries a batch is interrupted, the others get an error."""
-    group = ThreadGroupCommit(InterruptedStore(KeyboardInterrupt()))
-    carrier, passenger = _Entry(claim_of(b"t" * 16)), _Entry(claim_of(b"u" * 16))
+def test_an_interrupted_carrier_hands_over():
+    """When the thread that carries a batch is interrupted, the next one carries the queue."""
+    passenger = _Entry(claim_of(b"u" * 16))
     passenger.gate = threading.Lock()
     passenger.gate.acquire()
-    group._carriers = 1
+    store = InterruptedStore(KeyboardInterrupt())
+    group = ThreadGroupCommit(store)
+    store.meanwhile = lambda: group._queue.append(passenger)
     with pytest.raises(KeyboardInterrupt):
-        group._carry([carrier, passenger])
+        run_sync(group.claim(claim_of(b"t" * 16)))
     assert passenger.gate.acquire(blocking=False)
-    assert isinstance(passenger.result, StoreUnavailable)
-    assert group._carriers == 0
+    assert passenger.batch == [passenger]
 
 
 def test_an_interrupted_flight_tells_every_task():

@@ -12,6 +12,7 @@ from retrysafe import (
     Idempotency,
     InFlight,
     KeyReused,
+    OperationFailed,
     OperationInFlight,
     Policy,
     StoreUnavailable,
@@ -241,8 +242,8 @@ def test_nested_async_run_of_the_same_key_is_in_flight():
     drive(main())
 
 
-def test_waiting_duplicate_runs_after_a_clean_failure():
-    """The first run failed in a retryable way: the waiting duplicate makes the next attempt."""
+def test_waiting_duplicate_shares_a_clean_failure():
+    """The first run failed in a retryable way: who waited for it is told, and may try again."""
     with Idempotency(StagedStore()) as idem:
         hold = Hold()
 
@@ -256,7 +257,11 @@ def test_waiting_duplicate_runs_after_a_clean_failure():
         until(lambda: _followers(idem) == 1)
         hold.open()
         assert isinstance(first.ended(), ConnectionError)
-        assert (second.result().value, second.result().attempt) == ("second", 2)
+        error = second.ended()
+        assert isinstance(error, OperationFailed)
+        assert error.retryable
+        again = Worker(_run, idem, lambda: "third", policy=WAIT)
+        assert (again.result().value, again.result().attempt) == ("third", 2)
 
 
 def test_store_that_is_down_refuses_every_duplicate_soon():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from datetime import timedelta
+from functools import partial
 
 import pytest
 
@@ -24,6 +25,7 @@ from retrysafe import (
     Policy,
     PolicyInvalid,
     SecretMissing,
+    StoreUrlInvalid,
     current_attempt,
     natural_key,
 )
@@ -68,6 +70,24 @@ def test_request_of_run_is_name_and_arguments(subject, ledger):
     with pytest.raises(KeyReused):
         face.run("key", str, "42")
     assert face.run("key", str, "42", name="tests.runtime.test_functions.Ledger.pay") == 1
+
+
+@pytest.mark.parametrize("face", [Idempotency, AsyncIdempotency])
+@pytest.mark.parametrize("store", [None, 5])
+def test_what_is_no_store_is_refused(face, store):
+    """A variable that is not set in the environment gives None: say what a store is."""
+    with pytest.raises(StoreUrlInvalid, match=r"sqlite:///app\.db"):
+        face(store, caller="tester")
+
+
+def test_values_in_a_partial_are_part_of_the_request():
+    """What a partial holds is asked for as well: with another amount it is another request."""
+    ledger = Ledger()
+    with Idempotency(MemoryStore(), caller="tester") as face:
+        assert face.run("key", partial(ledger.pay, "42", amount=10)) == 1
+        assert face.run("key", partial(ledger.pay, "42", amount=10)) == 1
+        with pytest.raises(KeyReused):
+            face.run("key", partial(ledger.pay, "42", amount=11))
 
 
 def test_request_can_be_given(subject, ledger):

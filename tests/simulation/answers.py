@@ -61,8 +61,10 @@ def judge_answer(ledger: Ledger, *, key: str, request: int, caller: object, resu
         _judge_outcome(ledger, key, request, caller, text, is_replay, SettleKind.FAIL)
     elif isinstance(result, Busy):
         run = ledger.by_text.get(str(result))
-        if run is None or run.caller is not caller:
-            ledger.violated(Invariant.OWN_OUTCOME, f"{key}: a retryable failure was passed on")
+        if run is None or run.key != key or run.grant.request != request:
+            ledger.violated(Invariant.OWN_OUTCOME, f"{key}: the failure of another request")
+        elif run.caller is not caller and run.token in ledger.lost_tokens:
+            ledger.violated(Invariant.ZOMBIE, f"{key}: a zombie's failure was passed on")
         elif run.token in ledger.lost_tokens:
             ledger.violated(Invariant.ZOMBIE, f"{key}: the zombie was not told")
     else:

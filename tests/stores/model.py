@@ -17,7 +17,7 @@ class Shelf:
 
     record: Record | None = None
     steps: dict[str, Step] = field(default_factory=dict)
-    outcomes: dict[bytes, StoredOutcome] = field(default_factory=dict)
+    outcomes: list[StoredOutcome] = field(default_factory=list)
 
 
 class Model:
@@ -41,8 +41,9 @@ class Model:
             shelf.record = changed
         if answer.decision is Decision.ADMIT:
             shelf.steps = {}
-        if answer.decision is Decision.REPLAY and shelf.record.token in shelf.outcomes:
-            answer.payload = shelf.outcomes[shelf.record.token].payload
+        if answer.decision is Decision.REPLAY:
+            mine = [item for item in shelf.outcomes if item.token == shelf.record.token]
+            answer.payload = mine[-1].payload if mine else None
         return answer
 
     def settle(self, settlement):
@@ -52,7 +53,7 @@ class Model:
         if changed is not None:
             shelf.record = changed
             if settlement.kind is not SettleKind.EXTEND and settlement.payload is not None:
-                shelf.outcomes[settlement.token] = StoredOutcome(
+                ending = StoredOutcome(
                     settlement.token,
                     changed.attempt,
                     changed.state,
@@ -60,6 +61,7 @@ class Model:
                     now_ms,
                     now_ms + settlement.audit_ms,
                 )
+                shelf.outcomes.append(ending)
         return answer
 
     def record_step(self, write):
@@ -96,9 +98,9 @@ class Model:
 
     def past_audit(self):
         """The outcomes that a sweep may remove."""
-        return {
-            (digest, token)
+        return [
+            (digest, outcome)
             for digest, shelf in self.shelves.items()
-            for token, outcome in shelf.outcomes.items()
+            for outcome in shelf.outcomes
             if self._now_ms() >= outcome.audit_ends_at_ms
-        }
+        ]

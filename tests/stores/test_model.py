@@ -161,8 +161,8 @@ class StoreAgainstModel(RuleBasedStateMachine):
         for digest in keys:
             self.model.shelves[digest].record = None
             self.model.shelves[digest].steps = {}
-        for digest, token in outcomes:
-            del self.model.shelves[digest].outcomes[token]
+        for digest, outcome in outcomes:
+            self.model.shelves[digest].outcomes.remove(outcome)
 
     @rule(by_ms=durations_ms)
     def advance(self, by_ms):
@@ -208,8 +208,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
             assert sorted(found.steps, key=by_name) == sorted(shelf.steps.values(), key=by_name)
             positions = [step.position for step in found.steps]
             assert positions == sorted(positions)
-            outcomes = shelf.outcomes.values()
-            assert sorted(found.outcomes, key=by_token) == sorted(outcomes, key=by_token)
+            assert sorted(found.outcomes, key=repr) == sorted(shelf.outcomes, key=repr)
 
 
 def plain(result):
@@ -219,10 +218,6 @@ def plain(result):
 
 def by_name(step):
     return step.name
-
-
-def by_token(outcome):
-    return outcome.token
 
 
 class MemoryAgainstModel(StoreAgainstModel):

@@ -36,6 +36,7 @@ from retrysafe.core.values import NotReadable
 from retrysafe.errors import (
     ClaimLost,
     KeyReused,
+    OperationFailed,
     OperationInFlight,
     OutcomeUnavailable,
     StoreUnavailable,
@@ -110,7 +111,7 @@ class Engine:
             wait_until = self._monotonic() + call.policy.wait_seconds
         digest = call.key.digest
         while True:
-            flight, is_leader = self._flights.join(digest, call.fingerprints)
+            flight, is_leader = self._flights.join(digest, call.fingerprints, self._monotonic())
             if is_leader:
                 try:
                     return await self._lead(flight, call, invoke, wait_until)
@@ -230,10 +231,14 @@ class Engine:
             # a thousand would hear of the outage minutes later.
             raise StoreUnavailable(flight.outage, key=call.key.text)
         is_same = is_same_request(call.fingerprints, flight.fingerprints)
-        if flight.payload is not None:
+        if flight.payload is not None and not (flight.is_released and wait_until is None):
             if not is_same:
                 raise self._reused(call, "process")
-            return self._replay(call, flight.payload, flight.attempt, "process")
+            try:
+                return self._replay(call, flight.payload, flight.attempt, "process")
+            except OperationFailed as error:
+                error.retryable = flight.is_released
+                raise
         if not is_same:
             return None  # What the leader was told does not hold for another request.
         if flight.is_mismatched:
@@ -332,7 +337,9 @@ class Engine:
         attempt: int,
         asked: float,
     ) -> None:
-        if ending is not _RELEASED:
+        if ending is _RELEASED:
+            flight.share(payload, attempt, is_released=True)
+        else:
             self._remember(call, flight, payload, attempt, asked, call.policy.active_ms)
 
     def _remember(
@@ -359,7 +366,8 @@ class Engine:
         if payload.form == codec.WITHHELD:
             raise codec.unavailable(payload, call.key.text)
         if payload.form in (codec.FAILURE, codec.EXHAUSTED):
-            raise codec.decode_failure(payload, call.policy.terminal, call.key.text)
+            declared = (*call.policy.terminal, *call.policy.retryable)
+            raise codec.decode_failure(payload, declared, call.key.text)
         try:
             return Answer(call.codec.decode(payload), True, attempt)
         except NotReadable as error:
@@ -388,9 +396,10 @@ class Engine:
         seconds = max(RETRY_AFTER_MINIMUM_SECONDS, flight.seconds_left(self._monotonic()))
         kind = EventKind.WAIT_ENDED if has_waited else EventKind.CONFLICTED
         self._report(kind, call.key, call.operation, source=source)
+        waited = f" after a wait of {call.policy.wait_seconds:g} s" if has_waited else ""
         return OperationInFlight(
-            f"the first run of {call.key.text!r} has not ended; its lease ends in {seconds:.1f} s "
-            "unless it is renewed",
+            f"the first run of {call.key.text!r} has not ended{waited}; its lease ends in "
+            f"{seconds:.1f} s unless it is renewed",
             key=call.key.text,
             retry_after=timedelta(seconds=seconds),
         )

@@ -37,6 +37,7 @@ class Flight:
         "conflict_ends_monotonic",
         "fingerprints",
         "is_mismatched",
+        "is_released",
         "lease",
         "outage",
         "payload",
@@ -51,16 +52,22 @@ class Flight:
         # When the foreign lease ends by the local clock, once it is known that there is one.
         self.conflict_ends_monotonic: float | None = None
         self.is_mismatched = False
+        self.is_released = False
         # What the store's silence was, when the leader could not even ask.
         self.outage: str | None = None
         self.attempt = 0
         self.payload: Payload | None = None
         self.waiters: list[Signal] | None = None
 
-    def share(self, payload: Payload, attempt: int) -> None:
-        """Hands a settled outcome to the followers."""
+    def share(self, payload: Payload, attempt: int, *, is_released: bool = False) -> None:
+        """Hands an ending to the followers, also one that frees the key.
+
+        Those who waited for a run that failed are told of its failure. Were they to run the
+        operation again, one after the other, they would use up its attempts within an instant.
+        """
         self.payload = payload
         self.attempt = attempt
+        self.is_released = is_released
 
     def seconds_left(self, monotonic: float) -> float:
         """How long the running attempt's lease lasts, as far as it is known here."""
@@ -89,11 +96,19 @@ class Flights:
         self._lock = lock
         self._by_digest: dict[bytes, Flight] = {}
 
-    def join(self, digest: bytes, fingerprints: tuple[Fingerprint, ...]) -> tuple[Flight, bool]:
-        """The key's flight, and whether the caller leads it."""
+    def join(
+        self, digest: bytes, fingerprints: tuple[Fingerprint, ...], monotonic: float
+    ) -> tuple[Flight, bool]:
+        """The key's flight, and whether the caller leads it.
+
+        A flight whose lease ran out unrenewed is replaced: its operation hangs, and this process
+        must be as free to take the key over as any other.
+        """
         with self._lock:
             flight = self._by_digest.get(digest)
-            if flight is not None:
+            if flight is not None and not (
+                flight.lease is not None and flight.lease.is_lost(monotonic)
+            ):
                 return flight, False
             flight = self._by_digest[digest] = Flight(fingerprints)
             return flight, True
@@ -109,7 +124,8 @@ class Flights:
     def land(self, digest: bytes, flight: Flight) -> None:
         """Ends a flight; whoever comes next starts a new one."""
         with self._lock:
-            del self._by_digest[digest]
+            if self._by_digest.get(digest) is flight:
+                del self._by_digest[digest]
             flight.phase = _LANDED
             waiters, flight.waiters = flight.waiters, None
         for waiter in waiters or ():

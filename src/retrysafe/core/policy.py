@@ -43,7 +43,7 @@ class Policy:
     # How long stored outcomes are kept for audit; never shorter than the active window.
     audit_window: timedelta = timedelta(days=30)
     # How many attempts may crash or fail before the operation is given up.
-    attempt_limit: int = 5
+    attempt_limit: int = 10
     in_flight: InFlight = InFlight.FAIL
     # How long a waiting duplicate waits; then it is told that the operation is in flight.
     wait_limit: timedelta = timedelta(seconds=10)

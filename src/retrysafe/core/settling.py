@@ -173,7 +173,8 @@ class Settler:
     def _lost(self, call: Call, attempt: int) -> ClaimLost:
         self._report(EventKind.CLAIM_LOST, call.key, call.operation, attempt)
         return ClaimLost(
-            f"another owner took over {call.key.text!r}; this outcome was not stored",
+            f"the claim on {call.key.text!r} was taken over, or released by an operator; this "
+            "outcome was not stored",
             key=call.key.text,
         )
 

@@ -242,9 +242,14 @@ def from_tree(tree: Any, types: Types) -> Any:
 def _read_enum(tree: Any, types: Types) -> Any:
     kind: Any = types.find(tree["t"])
     try:
-        return kind(tree["v"]) if tree["$"] == "flag" else kind[tree["v"]]
+        made = kind(tree["v"]) if tree["$"] == "flag" else kind[tree["v"]]
+        # Early releases of Python 3.11 drop the bits of a flag that they do not know.
+        is_whole = tree["$"] != "flag" or made.value == tree["v"]
     except (KeyError, TypeError, ValueError):
-        raise NotReadable(f"{tree['t']} has no member {tree['v']!r} any more") from None
+        is_whole = False
+    if not is_whole:
+        raise NotReadable(f"{tree['t']} has no member {tree['v']!r} any more")
+    return made
 
 
 def read_dataclass(kind: type, tree: dict[str, Any], types: Types) -> Any:

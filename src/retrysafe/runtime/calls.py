@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any, Final
 
@@ -92,8 +92,17 @@ def owner_name() -> str:
     return f"{socket.gethostname()[:100]}:{os.getpid()}"
 
 
+def asked_for(operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What a call asks for: its arguments, with those that a `functools.partial` holds."""
+    if not isinstance(operation, partial):
+        return list(args)
+    return {"args": [*operation.args, *args], "kwargs": operation.keywords}
+
+
 def operation_name(operation: Callable[..., Any]) -> str:
     """The name that tells operations apart; nameless ones share the empty name."""
+    if isinstance(operation, partial):
+        operation = operation.func
     name: str = getattr(operation, "__qualname__", "")
     if not name or name.endswith("<lambda>"):
         return ""

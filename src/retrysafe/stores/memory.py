@@ -16,6 +16,7 @@ from retrysafe.core.model import (
     ClaimRequest,
     Decision,
     OperatorCommand,
+    Payload,
     Record,
     RecordQuery,
     SettleAnswer,
@@ -39,7 +40,7 @@ class MemoryStore:
         self._now_ms = now_ms
         self._lock = threading.Lock()
         self._records: dict[bytes, Record] = {}
-        self._outcomes: dict[bytes, dict[bytes, StoredOutcome]] = {}
+        self._outcomes: dict[bytes, list[StoredOutcome]] = {}
         self._steps: dict[bytes, dict[str, Step]] = {}
         forks.register(self)
 
@@ -75,8 +76,7 @@ class MemoryStore:
                 # A new life of the key must not resume from the steps of an earlier one.
                 self._steps.pop(digest, None)
         elif answer.decision is Decision.REPLAY:
-            outcome = self._outcomes.get(digest, {}).get(self._records[digest].token)
-            answer.payload = None if outcome is None else outcome.payload
+            answer.payload = self._payload(self._records[digest])
         return answer
 
     def _settle(self, settlement: Settlement, now_ms: int) -> SettleAnswer:
@@ -85,7 +85,7 @@ class MemoryStore:
         if changed is not None:
             self._records[digest] = changed
             if settlement.payload is not None and settlement.kind is not SettleKind.EXTEND:
-                self._outcomes.setdefault(digest, {})[settlement.token] = StoredOutcome(
+                ending = StoredOutcome(
                     settlement.token,
                     changed.attempt,
                     changed.state,
@@ -93,7 +93,15 @@ class MemoryStore:
                     now_ms,
                     now_ms + settlement.audit_ms,
                 )
+                self._outcomes.setdefault(digest, []).append(ending)
         return answer
+
+    def _payload(self, record: Record) -> Payload | None:
+        """What the attempt that settled the record left behind."""
+        for outcome in reversed(self._outcomes.get(record.digest, [])):
+            if outcome.token == record.token:
+                return outcome.payload
+        return None
 
     async def record_step(self, write: StepWrite) -> Decision:
         """Stores a step's result while the token holds the key."""
@@ -125,7 +133,7 @@ class MemoryStore:
                 condition_of(record, now_ms),
                 now_ms,
                 sorted(self._steps.get(key.digest, {}).values(), key=lambda step: step.position),
-                list(self._outcomes.get(key.digest, {}).values()),
+                list(self._outcomes.get(key.digest, [])),
             )
 
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
@@ -164,13 +172,13 @@ class MemoryStore:
                 del self._records[digest]
                 self._steps.pop(digest, None)
             past = [
-                (digest, token)
-                for digest, by_token in self._outcomes.items()
-                for token, outcome in by_token.items()
+                (digest, outcome)
+                for digest, outcomes in self._outcomes.items()
+                for outcome in outcomes
                 if now_ms >= outcome.audit_ends_at_ms
             ]
-            for digest, token in past[:limit]:
-                del self._outcomes[digest][token]
+            for digest, outcome in past[:limit]:
+                self._outcomes[digest].remove(outcome)
                 if not self._outcomes[digest]:
                     del self._outcomes[digest]
             has_more = len(outlived) > limit or len(past) > limit
