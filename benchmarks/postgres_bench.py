@@ -181,7 +181,7 @@ def replays(server: Server, *, rounds: int, seconds: float, keys: int) -> list[R
 
 def run(is_quick: bool = False) -> Report:
     keys = 50_000 if is_quick else 1_000_000
-    rounds = 1 if is_quick else 5
+    rounds = 1 if is_quick else 3
     seconds = 2.0 if is_quick else 5.0
     report = Report("PostgreSQL, claim + complete, fsync and synchronous_commit on", ONE_ROW)
     with PostgresServer(settings=SETTINGS) as started:
