@@ -9,7 +9,7 @@ from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Final, cast
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 from retrysafe.core.events import Emit
 from retrysafe.core.fingerprint import FingerprintRule
@@ -94,7 +94,8 @@ def postgres_store(url: str, *, is_async: bool) -> PostgresStore:
         raise StoreUrlInvalid(
             f"{_without_password(url)!r}: prepared is on or off, pool is a number from 1 up"
         )
-    plain = urlunsplit(parts._replace(query=urlencode(options)))
+    # libpq takes a plus for a plus, so a space must stay %20.
+    plain = urlunsplit(parts._replace(query=urlencode(options, quote_via=quote)))
     location = _without_password(urlunsplit(parts._replace(query="")))
     pool_options = PoolOptions(size_limit=int(pool), has_prepared_statements=prepared == "on")
     extra, module = ("asyncpg", "asyncpg") if is_async else ("postgres", "psycopg")

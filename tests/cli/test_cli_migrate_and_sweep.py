@@ -81,7 +81,13 @@ def test_sweep_removes_all_in_bounded_rounds(invoke, desk):
     fill(desk, 5)
     outcome = invoke("sweep", "--limit", "2", "--pause-ms", "0", "--store", desk.url, "--json")
     assert outcome.code == 0
-    assert outcome.json == {"keys": 5, "outcomes": 0, "rounds": 3, "has_more": False}
+    assert outcome.json == {
+        "keys": 5,
+        "outcomes": 0,
+        "partitions": 0,
+        "rounds": 3,
+        "has_more": False,
+    }
     # Abandoned, but pending: only its lease frees it, never the sweep.
     assert desk.condition("running") is Condition.ABANDONED
 

@@ -7,12 +7,18 @@ import re
 import subprocess
 import sys
 
+import psycopg
 import pytest
 
+from retrysafe import open_store
+from retrysafe.runtime.drive import run_sync
 from tests.docs.documents import DOCUMENTS, ROOT, blocks, name_of
 
 # A snippet that cannot be run is a claim that nobody checks; each one needs a reason.
 NO_RUN_LIMIT = 0
+
+# What the documents call the reader's PostgreSQL; a test has its own.
+DOCUMENTED_URL = "postgresql://app@db.internal/payments"
 
 _EXPECTED = re.compile(r"^\s*print\(.*\)  # (.+)$")
 _WITH_PYTHON = [path for path in DOCUMENTS if any(b.info == "python" for b in blocks(path))]
@@ -43,16 +49,42 @@ def _python(folder, *arguments):
     )
 
 
+@pytest.fixture
+def documented_database(postgres_server):
+    """The database of the documents: migrated, with the role that they grant rights to."""
+    url = postgres_server.url("documented")
+    with psycopg.connect(postgres_server.url(), autocommit=True) as connection:
+        connection.execute("CREATE DATABASE documented")
+        connection.execute("CREATE ROLE app_role")
+        store = open_store(url)
+        run_sync(store.migrate())
+        run_sync(store.close())
+        yield url
+        connection.execute("DROP DATABASE documented")
+        connection.execute("DROP ROLE app_role")
+
+
 @pytest.mark.parametrize("path", _WITH_PYTHON, ids=name_of)
-def test_snippets_of_a_document_run_in_order_and_print_what_they_say(path, tmp_path):
+def test_snippets_of_a_document_run_in_order_and_print_what_they_say(path, tmp_path, request):
     """A reader who types a document's snippets from top to bottom gets what the document shows."""
     script = tmp_path / f"{path.stem.replace('-', '_')}.py"
     text = _script(path)
+    if DOCUMENTED_URL in text:
+        text = text.replace(DOCUMENTED_URL, request.getfixturevalue("documented_database"))
     script.write_text(text, encoding="utf-8")
     expected = [match.group(1) for line in text.splitlines() if (match := _EXPECTED.match(line))]
     ended = _python(tmp_path, script.name)
     assert ended.returncode == 0, f"{name_of(path)} (line numbers fit):\n{ended.stderr}"
     assert ended.stdout.splitlines() == expected
+
+
+def test_sql_in_the_documents_runs(documented_database):
+    """Every statement that a document shows is one that the schema understands."""
+    shown = [block for path in DOCUMENTS for block in blocks(path) if block.info == "sql"]
+    assert len(shown) > 1
+    with psycopg.connect(documented_database, autocommit=True) as connection:
+        for block in shown:
+            connection.execute("\n".join(block.lines))
 
 
 @pytest.mark.parametrize("path", _WITH_PYTHON, ids=name_of)
@@ -77,7 +109,7 @@ def test_the_readme_has_a_snippet_that_runs():
 def test_hardly_any_snippet_is_left_out():
     """`python no-run` is the only way to leave a snippet out, and it is counted."""
     infos = [block.info for path in DOCUMENTS for block in blocks(path)]
-    assert set(infos) <= {"", "python", "python no-run", "sh", "text", "json", "mermaid"}
+    assert set(infos) <= {"", "python", "python no-run", "sh", "sql", "text", "json", "mermaid"}
     assert infos.count("python no-run") <= NO_RUN_LIMIT
 
 

@@ -26,7 +26,7 @@ from tests.docs.documents import (
 )
 
 # What a shell snippet may call besides this repository's own commands.
-_FOREIGN_COMMANDS = {"sqlite3", "pip", "git", "cd"}
+_FOREIGN_COMMANDS = {"sqlite3", "psql", "pip", "git", "cd"}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)

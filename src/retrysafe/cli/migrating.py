@@ -47,13 +47,19 @@ def migrate(
         else:
             sys.stdout.write(chosen.migration_script())
         return
-    if check:
-        pending = run_sync(chosen.pending_migrations())
-        _show(pending, "pending", "the schema is up to date", is_json)
-        if pending:
-            raise typer.Exit(ExitCode.REFUSED)
+    try:
+        if check:
+            pending = run_sync(chosen.pending_migrations())
+        else:
+            applied = run_sync(chosen.migrate())
+    finally:
+        run_sync(chosen.close())
+    if not check:
+        _show(applied, "applied", "nothing to do: the schema is up to date", is_json)
         return
-    _show(run_sync(chosen.migrate()), "applied", "nothing to do: the schema is up to date", is_json)
+    _show(pending, "pending", "the schema is up to date", is_json)
+    if pending:
+        raise typer.Exit(ExitCode.REFUSED)
 
 
 def _show(migrations: list[Migration], word: str, nothing: str, is_json: bool) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from retrysafe.core.keys import Key
 from retrysafe.core.lease import Lease
@@ -92,6 +92,14 @@ class Store(Protocol):
 
     async def close(self) -> None:
         """Gives back what the store holds; closing twice is harmless."""
+
+
+@runtime_checkable
+class ListsAbandoned(Protocol):
+    """A store with a cheaper way to abandoned records than listing all; optional."""
+
+    async def list_abandoned(self, limit: int) -> list[StoredKey]:
+        """At most `limit` pending records whose lease has ended, without steps and audit."""
 
 
 class Writer(Protocol):

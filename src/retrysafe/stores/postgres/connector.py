@@ -52,6 +52,10 @@ class Conflict(Exception):
     """A deadlock or a serialization failure: nothing happened, and trying again may help."""
 
 
+class Locked(StoreUnavailable):
+    """Somebody else held a lock for longer than we wanted to wait; nothing happened."""
+
+
 class Session(Protocol):
     """One open transaction."""
 
@@ -91,6 +95,7 @@ ROW_CLASSES: Final = ("22", "23", "21")
 CONFLICT_CODES: Final = ("40001", "40P01")
 UNAVAILABLE_CLASSES: Final = ("08", "53", "57", "58", "25")
 MISSING_CODES: Final = ("42P01", "3F000", "42703")
+LOCKED_CODE: Final = "55P03"
 
 
 def translated(code: str | None, message: str, location: str) -> Exception:
@@ -98,6 +103,8 @@ def translated(code: str | None, message: str, location: str) -> Exception:
     code = code or "08000"
     if code in CONFLICT_CODES:
         return Conflict(message)
+    if code == LOCKED_CODE:
+        return Locked(f"{location} is locked by somebody else: {message}")
     if code in MISSING_CODES:
         return SchemaMissing(
             f"{location} has no current retrysafe schema ({message}): run 'retrysafe migrate'"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Final
 
-from retrysafe.errors import InvalidInput
+from retrysafe.errors import InvalidInput, SchemaMissing, StoreUnavailable
 from retrysafe.stores.migrations import Applied, Migration, load_migrations, pending
-from retrysafe.stores.postgres.connector import Connector, Session
+from retrysafe.stores.postgres.connector import Connector, Locked, Rows, Session
+from retrysafe.stores.postgres.partitions import HORIZON_DAYS
 from retrysafe.stores.sql import load_blocks
 
 BLOCKS: Final = load_blocks("retrysafe.stores.postgres.sql", "queries.sql")
@@ -17,7 +19,16 @@ NOW_MS: Final = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 # Any constant will do, as long as every release takes the same one: it is the lock that makes ten
 # processes that start at once migrate one after the other.
 _MIGRATION_LOCK: Final = 0x7265747279
-_SCHEMA_NAME: Final = re.compile(r"^[a-z_][a-z0-9_]{0,47}$")
+# The lock of the transaction, not of the session: it works behind PgBouncer, and a process that
+# dies gives it back.
+LOCK_SQL: Final = f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"
+# A deploy waits this long for another one that is migrating.
+_RIVAL_TIMEOUT: Final = "SET LOCAL lock_timeout = '60s'"
+# A migration that waits for a table makes everybody else wait for it too, so it gives up soon.
+_TABLE_TIMEOUT: Final = "SET LOCAL lock_timeout = '5s'"
+# The lock is worth nothing to a transaction that took its snapshot before it got the lock.
+_READ_COMMITTED: Final = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
+_SCHEMA_NAME: Final = re.compile(r"^[a-z_][a-z0-9_]{0,47}\Z")
 
 
 def checked_schema_name(name: str) -> str:
@@ -32,38 +43,68 @@ def checked_schema_name(name: str) -> str:
 def statements(schema: str, now_ms: str = NOW_MS) -> dict[str, str]:
     """The store's statements for one schema."""
     return {
-        name: block.replace("{schema}", schema).replace("{now_ms}", now_ms)
+        name: block.replace("{schema}", schema)
+        .replace("{now_ms}", now_ms)
+        .replace("{horizon_days}", str(HORIZON_DAYS))
         for name, block in BLOCKS.items()
     }
 
 
-def migration_sql(migration: Migration, schema: str) -> str:
-    """The migration as it runs in one schema."""
-    return migration.sql.replace("{schema}", schema)
+def migration_script(version: int, schema: str) -> str:
+    """One migration with its note in `schema_versions`, to be run in one transaction.
+
+    Raises `InvalidInput` for a version that this release does not have.
+    """
+    schema = checked_schema_name(schema)
+    if not 1 <= version <= len(MIGRATIONS):
+        raise InvalidInput(
+            f"there is no migration {version}: this release knows 1 to {len(MIGRATIONS)}"
+        )
+    migration = MIGRATIONS[version - 1]
+    sql = statements(schema)
+    parts = [f"-- Migration {version}: {migration.name}", f"{LOCK_SQL};"]
+    if version == 1:
+        parts += [f"CREATE SCHEMA IF NOT EXISTS {schema};", f"{sql['create_schema_table']};"]
+    parts += [
+        _migration_sql(migration, schema).strip(),
+        f"INSERT INTO {schema}.schema_versions "  # noqa: S608 — the name was checked.
+        f"(version, name, checksum, oldest_schema) VALUES "
+        f"({version}, '{migration.name}', '{migration.checksum}', {migration.oldest_schema});",
+    ]
+    if version == 1:
+        parts.append(f"{sql['first_partitions']};")
+    return "\n\n".join(parts) + "\n"
+
+
+def is_due(version: int, schema: str, query: Callable[[str], Rows]) -> bool:
+    """Whether a migration is still to be applied, for tools that bring their own connection.
+
+    `query` runs a statement without parameters, in the transaction that is to migrate. Raises
+    `SchemaTooNew` or `SchemaChanged`, and `InvalidInput` when an earlier one must be applied first.
+    """
+    query(LOCK_SQL)
+    sql = statements(checked_schema_name(schema))
+    ((has_table,),) = query(sql["has_schema_table"].replace("$1", f"'{schema}'"))
+    rows = query(sql["select_schema"]) if has_table else []
+    missing = [item.version for item in pending(MIGRATIONS, [Applied(*row) for row in rows])]
+    if version in missing and missing[0] != version:
+        raise InvalidInput(f"migration {missing[0]} comes before {version}: apply that first")
+    return version in missing
 
 
 def script(schema: str) -> str:
     """Everything that `migrate` would do to an empty database, for people who run their own SQL."""
-    parts = [f"CREATE SCHEMA IF NOT EXISTS {schema};", f"{_sql(schema)['create_schema_table']};"]
-    for migration in MIGRATIONS:
-        parts.append(f"-- Migration {migration.version}: {migration.name}")
-        parts.append(migration_sql(migration, schema).strip())
-        parts.append(
-            f"INSERT INTO {schema}.schema_versions "  # noqa: S608 — the name was checked.
-            f"(version, name, checksum, oldest_schema) VALUES "
-            f"({migration.version}, '{migration.name}', '{migration.checksum}', "
-            f"{migration.oldest_schema});"
-        )
-    return "\n\n".join(parts) + "\n"
+    parts = [migration_script(migration.version, schema) for migration in MIGRATIONS]
+    return "\n".join(f"BEGIN;\n\n{part}\nCOMMIT;\n" for part in parts)
 
 
-def _sql(schema: str) -> dict[str, str]:
-    return statements(schema)
+def _migration_sql(migration: Migration, schema: str) -> str:
+    return migration.sql.replace("{schema}", schema)
 
 
 async def applied(connector: Connector | Session, schema: str) -> list[Applied]:
     """What the database remembers; nothing for a database that never had the schema."""
-    sql = _sql(schema)
+    sql = statements(schema)
     ((count,),) = await connector.fetch(sql["has_schema_table"], (schema,))
     if not count:
         return []
@@ -75,28 +116,47 @@ async def pending_migrations(connector: Connector | Session, schema: str) -> lis
     return pending(MIGRATIONS, await applied(connector, schema))
 
 
+async def require_current(connector: Connector, schema: str, location: str) -> None:
+    """Raises `SchemaMissing` when something is to be applied, or what `pending_migrations` does."""
+    missing = await pending_migrations(connector, schema)
+    if missing:
+        names = ", ".join(f"{item.version:04d} {item.name}" for item in missing)
+        raise SchemaMissing(
+            f"schema {schema!r} of {location} lacks {names}: run 'retrysafe migrate'"
+        )
+
+
 async def migrate(connector: Connector, schema: str) -> list[Migration]:
     """Applies what is missing, in one transaction under one lock."""
     if not await pending_migrations(connector, schema):
         return []
-    sql = _sql(schema)
-    async with connector.transaction() as session:
-        # A lock of the transaction, not of the session: it works behind PgBouncer, and a process
-        # that dies gives it back.
-        await session.fetch("SELECT pg_advisory_xact_lock($1)", (_MIGRATION_LOCK,))
-        await session.script(f"CREATE SCHEMA IF NOT EXISTS {schema}")
-        await session.script(sql["create_schema_table"])
-        # Looked up again under the lock: a rival may have migrated while this one waited for it.
-        missing = await pending_migrations(session, schema)
-        for migration in missing:
-            await session.script(migration_sql(migration, schema))
-            await session.fetch(
-                sql["insert_schema"],
-                (
-                    migration.version,
-                    migration.name,
-                    migration.checksum,
-                    migration.oldest_schema,
-                ),
-            )
+    try:
+        async with connector.transaction() as session:
+            return await _migrate_locked(session, schema)
+    except Locked as error:
+        raise StoreUnavailable(
+            f"cannot migrate schema {schema!r} now, try again: {error}"
+        ) from error
+
+
+async def _migrate_locked(session: Session, schema: str) -> list[Migration]:
+    sql = statements(schema)
+    await session.script(_READ_COMMITTED)
+    await session.script(_RIVAL_TIMEOUT)
+    await session.fetch(LOCK_SQL)
+    await session.script(_TABLE_TIMEOUT)
+    ((has_schema,),) = await session.fetch(sql["has_schema"], (schema,))
+    if not has_schema:
+        await session.script(f"CREATE SCHEMA {schema}")
+    await session.script(sql["create_schema_table"])
+    # Looked up again under the lock: a rival may have migrated while this one waited for it.
+    missing = await pending_migrations(session, schema)
+    for migration in missing:
+        await session.script(_migration_sql(migration, schema))
+        await session.fetch(
+            sql["insert_schema"],
+            (migration.version, migration.name, migration.checksum, migration.oldest_schema),
+        )
+        if migration.version == 1:
+            await session.script(sql["first_partitions"])
     return missing

@@ -37,8 +37,9 @@ from retrysafe.core.model import (
 from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult
 from retrysafe.errors import StoreError, StoreRejected, StoreUnavailable
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.postgres import partitions, schema
+from retrysafe.stores.postgres import schema
 from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
+from retrysafe.stores.postgres.partitions import Partitions
 
 # Rivals that keep changing a row between our read and our write make us read again. Each round
 # means that somebody else made progress, so a bound only guards against a bug.
@@ -47,8 +48,11 @@ _ROUNDS_LIMIT: Final = 50
 _CONFLICT_TRIES: Final = 10
 # Pages per statement of the sweep: 2 MB are read in a few milliseconds.
 _SWEEP_PAGES: Final = 256
-# Outcomes of the default audit window of 30 days find their partition, with some days to spare.
-_HORIZON_DAYS: Final = 40
+# Statements per call of the sweep: a large table in which nothing is outlived is walked over in
+# many calls, so that whoever calls can pause in between.
+_SWEEP_STATEMENTS: Final = 8
+# Looking for abandoned keys changes nothing, so it may read more at a time.
+_LOOK_PAGES: Final = 2048
 
 # A record, the payload to replay, and the instant they were read at.
 _Found = tuple[Record, Payload | None, int]
@@ -72,6 +76,7 @@ class PostgresStore:
         self.location = location
         self.schema_name = schema.checked_schema_name(schema_name)
         self._sql = schema.statements(self.schema_name)
+        self._is_current = False
         self._sweep_page = 0
         self._capabilities = Capabilities(
             connector.waits, batch_limit=128, batches_in_flight=2, small_batches_in_flight=4
@@ -314,31 +319,55 @@ class PostgresStore:
         The sweep walks over the table's pages and goes on where the last call stopped, because an
         index on the expiry would cost every completion more than all sweeps together.
         """
+        # Once in a walk: making and dropping partitions takes locks.
+        dropped = await self.tend_partitions() if not self._sweep_page else []
         removed = 0
         ((pages,),) = await self._fetch("table_pages")
-        while removed < limit and self._sweep_page < pages:
+        for _ in range(_SWEEP_STATEMENTS):
+            if self._sweep_page >= pages:
+                break
             upto = self._sweep_page + _SWEEP_PAGES
             ((count,),) = await self._fetch(
                 "sweep_pages", f"({self._sweep_page},0)", f"({upto},0)", limit - removed
             )
             removed += count
-            if removed < limit:
-                self._sweep_page = upto
+            if removed >= limit:
+                break  # These pages may hold more; the next call looks at them again.
+            self._sweep_page = upto
         has_more = self._sweep_page < pages
         if not has_more:
             self._sweep_page = 0
         ((outcomes,),) = await self._fetch("sweep_default_outcomes", limit)
-        dropped = await self.tend_partitions()
         return SweepReport(removed, outcomes, has_more or outcomes == limit, len(dropped))
 
+    async def list_abandoned(self, limit: int) -> list[StoredKey]:
+        """At most `limit` pending records whose lease has ended, longest ended first.
+
+        Walks over the table's pages in short statements and stops at the limit, so it is cheap for
+        the server even where it takes a while, and may see a record that was settled meanwhile.
+        """
+        ((pages,),) = await self._fetch("table_pages")
+        found: dict[bytes, StoredKey] = {}
+        for page in range(0, pages, _LOOK_PAGES):
+            rows = await self._fetch(
+                "abandoned_in_pages", f"({page},0)", f"({page + _LOOK_PAGES},0)", limit - len(found)
+            )
+            for row in rows:
+                record, now_ms = _record(tuple(row)[1:]), row[0]
+                # A row that moved to a later page meanwhile is met twice; the later one counts.
+                found[record.digest] = StoredKey(record, condition_of(record, now_ms), now_ms)
+            if len(found) >= limit:
+                break
+        return sorted(found.values(), key=lambda item: item.record.lease_ends_at_ms)
+
     async def tend_partitions(self) -> list[str]:
-        """Makes the partitions of the coming days and drops those that are over."""
-        ((now_ms,),) = await self._fetch("now_ms")
-        existing = {row[0] for row in await self._fetch("list_partitions")}
-        await partitions.make_ahead(
-            self._connector, self.schema_name, existing, now_ms, _HORIZON_DAYS
-        )
-        return await partitions.drop_past(self._connector, self.schema_name, existing, now_ms)
+        """Makes the partitions of the coming days; drops those that are over and names them.
+
+        What needs a lock that somebody holds is left for the next time.
+        """
+        await self._require_current()
+        tended = await Partitions(self._connector, self.schema_name, self._statement).tend()
+        return tended.dropped
 
     # The schema and the connection.
 
@@ -364,8 +393,16 @@ class PostgresStore:
         """Opens own connections at the next use."""
         self._connector.after_fork_in_child()
 
+    async def _require_current(self) -> None:
+        """Raises once, and until somebody migrates, when the schema is not this release's."""
+        if not self._is_current:
+            await schema.require_current(self._connector, self.schema_name, self.location)
+            self._is_current = True
+
     async def _fetch(self, name: str, *params: Any) -> Sequence[Sequence[Any]]:
         """Runs a statement, again after a deadlock or a serialization failure."""
+        if not self._is_current:
+            await self._require_current()
         for tries_left in range(_CONFLICT_TRIES - 1, -1, -1):
             try:
                 return await self._connector.fetch(self._statement(name), params)

@@ -50,6 +50,9 @@ CREATE INDEX outcomes_digest ON {schema}.outcomes (digest);
 
 CREATE TABLE {schema}.outcomes_default PARTITION OF {schema}.outcomes DEFAULT;
 
+-- Lets the sweep find what is over, and the days that cannot have a partition yet, without a scan.
+CREATE INDEX outcomes_default_audit ON {schema}.outcomes_default (audit_ends_at_ms);
+
 -- The results of finished steps, removed together with their key.
 CREATE TABLE {schema}.steps (
     digest bytea NOT NULL,
@@ -62,16 +65,17 @@ CREATE TABLE {schema}.steps (
     PRIMARY KEY (digest, name)
 );
 
--- JSON bodies as jsonb, and nothing for bodies that are not JSON: one bad body must not break a
--- query over all of them.
+-- JSON bodies as jsonb, and nothing for bodies that are not JSON, are nested too deep or are too
+-- large for jsonb: one bad body must not break a query over all of them. Not safe in parallel plans:
+-- catching an error starts a subtransaction, which PostgreSQL before 17 refuses there.
 CREATE FUNCTION {schema}.body_json(form text, body bytea) RETURNS jsonb
-LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE AS $body$
+LANGUAGE plpgsql IMMUTABLE PARALLEL UNSAFE AS $body$
 BEGIN
     IF form = 'bytes.1' THEN
         RETURN NULL;
     END IF;
-    RETURN convert_from(body, 'UTF8')::jsonb;
-EXCEPTION WHEN data_exception OR untranslatable_character THEN
+    RETURN pg_catalog.convert_from(body, 'UTF8')::pg_catalog.jsonb;
+EXCEPTION WHEN data_exception OR program_limit_exceeded THEN
     RETURN NULL;
 END;
 $body$;

@@ -144,9 +144,22 @@ LIMIT $4;
 -- How many pages the sweep has to walk over.
 SELECT (pg_relation_size('{schema}.keys') / current_setting('block_size')::bigint)::bigint;
 
+-- name: abandoned_in_pages
+-- Pending records whose lease has ended, in a range of pages. Reads without a lock; an index on the
+-- lease would turn every renewal into a non-HOT update.
+SELECT
+    {now_ms}, k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token,
+    k.attempt, k.first_claimed_at_ms, k.claimed_at_ms, k.lease_ends_at_ms, k.settled_at_ms,
+    k.expires_at_ms, k.owner
+FROM {schema}.keys AS k
+WHERE k.ctid >= $1::text::tid AND k.ctid < $2::text::tid
+    AND k.state = 1 AND k.lease_ends_at_ms <= (SELECT {now_ms})
+LIMIT $3;
+
 -- name: sweep_pages
 -- Removes outlived keys with their steps from a range of pages. Rows that somebody else holds are
--- left for the next pass; a pending record is never touched.
+-- left for the next pass; a pending record is never touched. What was chosen is locked, so it is
+-- still outlived when it is deleted.
 WITH clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms
 ), outlived AS (
@@ -164,6 +177,7 @@ SELECT count(*) FROM removed;
 
 -- name: sweep_default_outcomes
 -- Removes a bounded number of outcomes past their audit window that have no partition of their own.
+-- Two sweepers never wait for each other.
 WITH past AS (
     SELECT ctid AS place FROM {schema}.outcomes_default
     WHERE audit_ends_at_ms <= {now_ms}
@@ -181,6 +195,48 @@ JOIN pg_class AS c ON c.oid = i.inhrelid
 WHERE i.inhparent = '{schema}.outcomes'::regclass AND c.relname LIKE 'outcomes\_2%'
 ORDER BY c.relname;
 
+-- name: last_audit_day
+-- The latest end of an audit window that has no partition, and whether the given instant or later
+-- ones are in use at all. One probe of an index, and one row of the last partitions.
+SELECT
+    coalesce((SELECT max(audit_ends_at_ms) FROM {schema}.outcomes_default WHERE audit_ends_at_ms < $2), 0),
+    EXISTS (SELECT 1 FROM {schema}.outcomes WHERE audit_ends_at_ms >= $1 AND audit_ends_at_ms < $2);
+
+-- name: days_in_default
+-- Which of these days have outcomes in the default partition; a day that has some cannot get a
+-- partition until they are gone.
+SELECT day FROM unnest($1::bigint[]) AS day
+WHERE EXISTS (
+    SELECT 1 FROM {schema}.outcomes_default
+    WHERE audit_ends_at_ms >= day AND audit_ends_at_ms < day + 86400000
+);
+
+-- name: try_tending
+-- One sweeper at a time makes and drops partitions; the lock ends with the transaction.
+SELECT pg_try_advisory_xact_lock(hashtextextended('retrysafe partitions {schema}', 0));
+
+-- name: has_partition
+-- Whether it exists by now: a rival may have made or dropped it.
+SELECT to_regclass($1) IS NOT NULL;
+
+-- name: first_partitions
+-- The partitions of the coming days, in the transaction that makes the table: by then nobody uses
+-- it, so all locks are free.
+DO $partitions$
+DECLARE
+    today bigint := {now_ms} / 86400000 * 86400000;
+    day bigint;
+    name text;
+BEGIN
+    FOR day IN SELECT generate_series(today, today + {horizon_days} * 86400000::bigint, 86400000) LOOP
+        name := '{schema}.outcomes_' || to_char(to_timestamp(day / 1000) AT TIME ZONE 'UTC', 'YYYYMMDD');
+        EXECUTE 'CREATE TABLE ' || name || ' (LIKE {schema}.outcomes INCLUDING ALL)';
+        EXECUTE 'ALTER TABLE {schema}.outcomes ATTACH PARTITION ' || name
+            || ' FOR VALUES FROM (' || day || ') TO (' || day + 86400000 || ')';
+    END LOOP;
+END
+$partitions$;
+
 -- name: now_ms
 -- The server's clock.
 SELECT {now_ms};
@@ -192,6 +248,10 @@ SELECT count(*) FROM pg_catalog.pg_tables WHERE schemaname = $1 AND tablename = 
 -- name: select_schema
 -- What was applied here.
 SELECT version, checksum, oldest_schema FROM {schema}.schema_versions ORDER BY version;
+
+-- name: has_schema
+-- Whether the schema is there; making it again would need a right on the database, even if it is.
+SELECT count(*) FROM pg_catalog.pg_namespace WHERE nspname = $1;
 
 -- name: create_schema_table
 -- Remembers which migrations were applied; made under the migration lock.

@@ -1,0 +1,1 @@
+"""For applications that keep their migrations in another tool."""

@@ -1,0 +1,1 @@
+"""One Django migration per migration of retrysafe, with the same number and name."""

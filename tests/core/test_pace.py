@@ -1,0 +1,151 @@
+"""The pace of a sweeper, on a simulated store: it keeps up, and it never runs flat out."""
+
+from __future__ import annotations
+
+import pytest
+
+from retrysafe.core.model import SweepReport
+from retrysafe.core.pace import Pace
+from retrysafe.errors import StoreError, StoreUnavailable
+from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.sweeping import Sweeper
+
+
+class Simulated:
+    """A store in which keys expire at a rate, a clock, and a signal that stops in the end."""
+
+    def __init__(self, *, expire_per_second, row_seconds, rounds_per_walk=1, minutes=30):
+        self.now = 0.0
+        self.busy = 0.0
+        self.backlog = 0.0
+        self.worst_backlog = 0.0
+        self.rounds = 0
+        self.limits = []
+        self.rests = []
+        self.failures = 0
+        self._rate = expire_per_second
+        self._row_seconds = row_seconds
+        self._rounds_per_walk = rounds_per_walk
+        self._walked = 0
+        self._ends_at = minutes * 60
+
+    def monotonic(self):
+        return self.now
+
+    async def sweep(self, limit):
+        if self.failures:
+            self.failures -= 1
+            raise StoreUnavailable("down")
+        self.limits.append(limit)
+        self.rounds += 1
+        # A walk finds its share of the backlog in each of its rounds.
+        here = int(self.backlog / (self._rounds_per_walk - self._walked))
+        removed = min(limit, here)
+        self.backlog -= removed
+        self._pass(0.002 + removed * self._row_seconds)
+        self.busy += 0.002 + removed * self._row_seconds
+        if removed < limit:
+            self._walked += 1
+        has_more = self._walked < self._rounds_per_walk
+        if not has_more:
+            self._walked = 0
+        return SweepReport(removed, 0, has_more)
+
+    async def wait(self, seconds):
+        self.rests.append(seconds)
+        self._pass(seconds)
+        return self.now >= self._ends_at
+
+    def _pass(self, seconds):
+        self.now += seconds
+        self.backlog += seconds * self._rate
+        self.worst_backlog = max(self.worst_backlog, self.backlog)
+
+    def swept(self, **options):
+        run_sync(Sweeper(self, self, **options).run(self))
+        return self
+
+
+@pytest.mark.parametrize("rate", [10, 300, 5_000, 20_000])
+@pytest.mark.parametrize("rounds_per_walk", [1, 40])
+def test_it_keeps_up_with_the_expiry_and_leaves_most_of_the_time_to_others(rate, rounds_per_walk):
+    """No backlog grows without end, and the store works for the sweeper a fifth of the time."""
+    world = Simulated(
+        expire_per_second=rate, row_seconds=5e-6, rounds_per_walk=rounds_per_walk
+    ).swept()
+    # A minute's worth is what may wait between two walks.
+    assert world.worst_backlog <= rate * 70
+    assert world.busy <= world.now * 0.21
+
+
+def test_a_quiet_store_is_hardly_touched():
+    """Nothing expires: one look a minute."""
+    world = Simulated(expire_per_second=0, row_seconds=5e-6).swept()
+    assert world.rounds <= 31
+    assert set(world.rests) == {60.0}
+
+
+def test_the_more_expires_the_more_often_it_comes():
+    """The pause between walks follows the rate of expiry."""
+    slow = Simulated(expire_per_second=20, row_seconds=5e-6).swept()
+    fast = Simulated(expire_per_second=200, row_seconds=5e-6).swept()
+    assert 2 * slow.rounds < fast.rounds
+
+
+def test_a_slow_store_gets_small_rounds():
+    """A round that takes long is a sign that others wait; the next one takes less."""
+    world = Simulated(expire_per_second=100, row_seconds=1e-3).swept()
+    assert min(world.limits) < 100
+    assert world.limits[-1] <= 100
+    assert world.worst_backlog <= 100 * 120
+
+
+def test_a_large_backlog_is_removed_in_growing_rounds_with_rests():
+    """After a week without a sweep: large rounds, but a rest after each of them."""
+    world = Simulated(expire_per_second=10, row_seconds=5e-6, minutes=10)
+    world.backlog = 2_000_000
+    world.swept()
+    assert world.backlog < 1_000
+    assert max(world.limits) > 2_000
+    assert min(world.rests) >= 0.01
+    assert world.busy <= world.now * 0.21
+
+
+def test_limits_have_bounds():
+    """Neither grows nor shrinks for ever."""
+    pace = Pace()
+    for _ in range(50):
+        pace.rest_after(SweepReport(pace.limit, 0, True), started_at=0.0, ended_at=0.001)
+    assert pace.limit == 5_000
+    for _ in range(50):
+        pace.rest_after(SweepReport(pace.limit, 0, True), started_at=0.0, ended_at=1.0)
+    assert pace.limit == 50
+
+
+def test_an_outage_is_waited_for_ever_longer_and_told():
+    """The sweeper outlives the store's restart, without hammering it."""
+    world = Simulated(expire_per_second=1, row_seconds=5e-6, minutes=10)
+    world.failures = 8
+    told = []
+    world.swept(on_outage=told.append)
+    assert world.rests[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert len(told) == 8
+    assert world.rounds > 0
+
+
+def test_another_error_ends_the_sweeper():
+    """A missing right or a wrong schema does not heal by waiting."""
+
+    class Refusing(Simulated):
+        async def sweep(self, limit):
+            raise StoreError("permission denied")
+
+    with pytest.raises(StoreError, match="permission"):
+        Refusing(expire_per_second=0, row_seconds=0).swept()
+
+
+def test_a_clock_that_stands_still_divides_by_nothing():
+    """Two walks within one tick of the clock give a rest, not an error."""
+    pace = Pace()
+    assert pace.rest_after(SweepReport(3, 0, False), started_at=5.0, ended_at=5.0) == 1.0
+    assert pace.rest_after(SweepReport(0, 0, False), started_at=5.0, ended_at=5.0) == 60.0

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+from urllib.parse import parse_qs, urlsplit
+
+import psycopg
+import pytest
+
+from retrysafe.core.model import SettleKind
+from retrysafe.runtime.drive import run_sync
+from retrysafe.stores.postgres import PostgresStore, schema
+from retrysafe.stores.postgres.partitions import DAY_MS, Partitions, day_start_ms
+from retrysafe.testing import ManualClock
+from retrysafe.testing.suite.probe import Probe, key_of
+from retrysafe.wiring import postgres_store
+
+
+class TurnedStore(PostgresStore):
+    """The store with a test's clock where its statements ask for the server's."""
+
+    clock: ManualClock
+
+    def _statement(self, name):
+        return schema.statements(self.schema_name, f"{self.clock()}::bigint")[name]
+
+
+class Desk(Probe):
+    """A migrated schema, stores on it with one clock, and a plain connection beside them."""
+
+    def __init__(self, url, connection):
+        self.url = url
+        self.plain_url = url.partition("?")[0]
+        self.schema = parse_qs(urlsplit(url).query)["schema"][0]
+        self.connection = connection
+        # The server's own day, as the migration makes partitions by it, at noon: no test comes
+        # near midnight unless it wants to.
+        ((now_ms,),) = self.sql(f"SELECT {schema.NOW_MS}")
+        self.stores = []
+        self._numbers = itertools.count()
+        clock = ManualClock(day_start_ms(now_ms) + DAY_MS // 2)
+        super().__init__(None, clock, run_sync)
+        self.store = self.another()
+        run_sync(self.store.migrate())
+
+    def another(self):
+        """One more store object on the schema, as another process would have."""
+        made = postgres_store(self.url, is_async=False)
+        store = TurnedStore(made._connector, location=made.location, schema_name=self.schema)
+        store.clock = self.clock
+        self.stores.append(store)
+        return store
+
+    def sql(self, statement, *params):
+        """Runs a statement as another program would."""
+        text = statement.replace("{schema}", self.schema)
+        cursor = self.connection.execute(text, params or None)
+        return cursor.fetchall() if cursor.description else []
+
+    def done(self, count=1, **windows):
+        """Settled keys."""
+        keys = [key_of(f"done-{next(self._numbers)}") for _ in range(count)]
+        for key in keys:
+            assert self.end(SettleKind.COMPLETE, self.hold(key), key, **windows).value == "apply"
+        return keys
+
+    def days(self, count):
+        self.clock.advance(timedelta(days=count))
+
+    def partitions(self):
+        """The names of the days that have a partition."""
+        rows = self.sql(schema.statements(self.schema)["list_partitions"])
+        return [name for (name,) in rows]
+
+    def tend(self):
+        """What tending did."""
+        store = self.store
+        return run_sync(Partitions(store._connector, self.schema, store._statement).tend())
+
+
+@pytest.fixture
+def connection(postgres_server):
+    with psycopg.connect(postgres_server.url(), autocommit=True) as made:
+        yield made
+
+
+@pytest.fixture
+def desk(postgres_url, connection):
+    made = Desk(postgres_url, connection)
+    yield made
+    for store in made.stores:
+        run_sync(store.close())
