@@ -16,13 +16,15 @@ setup: $(STAMP) ## Make the environment in .venv
 
 $(STAMP): requirements/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "retrysafe needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Setting up $(VENV); this takes about a minute, once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --require-hashes -r requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
 run: setup ## Run the demonstration on SQLite
-	$(BIN)/retrysafe demo
+	@echo "The demonstration takes about half a minute."
+	@$(BIN)/retrysafe demo
 
 test: setup lint ## Run the whole test suite
 	$(BIN)/python -m coverage run -m pytest tests/core
@@ -43,13 +45,14 @@ format: setup ## Format the code
 bench: setup ## Measure against a baseline in the same run
 	$(BIN)/python -m benchmarks
 
-soak: setup ## Run the simulation for many more seeds than the tests do
+soak: setup ## Run the simulation and overlapping batches for much longer than the tests do
+	$(BIN)/python -m tests.processes.overlapping --seconds 60
 	$(BIN)/python -m tests.simulation --seeds 1000000 --minutes 20
 
 docs: setup ## Generate the generated parts of the documents
 	$(BIN)/python scripts/generate_docs.py
 
-pins: ## Pin the development requirements again
+pins: setup ## Pin the development requirements again
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate requirements/dev.in -o requirements/dev.txt
 

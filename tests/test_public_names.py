@@ -15,7 +15,9 @@ from retrysafe import errors
 
 PUBLIC_NAMES = [
     "Answer",
+    "AsyncAtomicRun",
     "AsyncIdempotency",
+    "AtomicRun",
     "Attempt",
     "AttemptsExhausted",
     "BodyKey",
@@ -41,6 +43,7 @@ PUBLIC_NAMES = [
     "OperationFailed",
     "OperationInFlight",
     "OperatorRefused",
+    "OutcomeMissing",
     "OutcomeNotStored",
     "OutcomeUnavailable",
     "Policy",
@@ -56,10 +59,13 @@ PUBLIC_NAMES = [
     "StoreRejected",
     "StoreUnavailable",
     "StoreUrlInvalid",
+    "TransactionMissing",
     "child_key",
     "current_attempt",
+    "is_conflict",
     "natural_key",
     "open_store",
+    "retry_serialization",
 ]
 
 
@@ -152,7 +158,7 @@ def test_invalid_input_is_a_value_error():
 
 def test_exactly_these_errors_promise_that_a_retry_may_help():
     retryable = {name for name, kind in error_classes().items() if kind.retryable}
-    assert retryable == {"OperationInFlight", "OutcomeNotStored", "StoreUnavailable"}
+    assert retryable == {"OperationInFlight", "StoreUnavailable"}
 
 
 def made(kind: type) -> Exception:

@@ -1,5 +1,6 @@
 """retrysafe: an operation that is retried, redelivered or raced runs once."""
 
+from retrysafe.conflicts import is_conflict, retry_serialization
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer
 from retrysafe.core.events import Event, EventKind
@@ -21,6 +22,7 @@ from retrysafe.errors import (
     OperationFailed,
     OperationInFlight,
     OperatorRefused,
+    OutcomeMissing,
     OutcomeNotStored,
     OutcomeUnavailable,
     PolicyInvalid,
@@ -34,7 +36,10 @@ from retrysafe.errors import (
     StoreRejected,
     StoreUnavailable,
     StoreUrlInvalid,
+    TransactionMissing,
 )
+from retrysafe.runtime.atomic_tasks import AsyncAtomicRun
+from retrysafe.runtime.atomic_threads import AtomicRun
 from retrysafe.runtime.calls import BodyKey
 from retrysafe.runtime.current import current_attempt
 from retrysafe.stores.memory import MemoryStore
@@ -46,7 +51,9 @@ __version__ = "0.1.0"
 __all__ = [
     "GLOBAL",
     "Answer",
+    "AsyncAtomicRun",
     "AsyncIdempotency",
+    "AtomicRun",
     "Attempt",
     "AttemptsExhausted",
     "BodyKey",
@@ -71,6 +78,7 @@ __all__ = [
     "OperationFailed",
     "OperationInFlight",
     "OperatorRefused",
+    "OutcomeMissing",
     "OutcomeNotStored",
     "OutcomeUnavailable",
     "Policy",
@@ -86,8 +94,11 @@ __all__ = [
     "StoreRejected",
     "StoreUnavailable",
     "StoreUrlInvalid",
+    "TransactionMissing",
     "child_key",
     "current_attempt",
+    "is_conflict",
     "natural_key",
     "open_store",
+    "retry_serialization",
 ]

@@ -7,7 +7,8 @@
     │   ├── SecretMissing          a keyed hash was asked for, and there is no secret
     │   ├── PolicyInvalid          a limit or a window makes no sense
     │   ├── FingerprintImpossible  a value of the request has no canonical form
-    │   └── StoreUrlInvalid        no store is meant by that URL
+    │   ├── StoreUrlInvalid        no store is meant by that URL
+    │   └── TransactionMissing     there is no open transaction to join
     ├── KeyReused                  the key belongs to another request
     ├── OperationInFlight          the first run has not ended yet
     ├── OperationFailed            the first run failed for good; this is its failure
@@ -15,6 +16,7 @@
     ├── OutcomeUnavailable         the first run is done, and its outcome cannot be shown
     ├── OutcomeNotStored           the operation ran, and the store could not be told
     ├── ClaimLost                  another owner has the key now; nothing was written
+    ├── OutcomeMissing             an atomic block ended without an outcome; nothing is kept
     ├── StoreError
     │   ├── StoreUnavailable       the store did not answer
     │   ├── StoreRejected          the store refuses this one row
@@ -87,6 +89,10 @@ class StoreUrlInvalid(InvalidInput):
     """The URL names no store that retrysafe has."""
 
 
+class TransactionMissing(InvalidInput):
+    """There is no open transaction to join, or it ended before retrysafe was done with it."""
+
+
 class KeyReused(RetrysafeError):
     """The key was first used with a different request; the stored outcome is not shown."""
 
@@ -125,10 +131,9 @@ class OutcomeNotStored(RetrysafeError):
     """The operation ran, and its ending could not be stored in time.
 
     `value` is what it returned (None if it raised; the exception is then the cause). The key
-    stays pending until its lease ends, and a retry after that runs the operation again.
+    stays pending until its lease ends, and a retry after that runs the operation again: that is
+    why it is not called retryable.
     """
-
-    retryable = True
 
     def __init__(self, message: str, *, key: str, value: object = None) -> None:
         super().__init__(message, key=key)
@@ -137,6 +142,10 @@ class OutcomeNotStored(RetrysafeError):
 
 class ClaimLost(RetrysafeError):
     """Another owner holds the key; what this one wanted to write was refused."""
+
+
+class OutcomeMissing(RetrysafeError):
+    """An atomic block was left without an outcome, so everything in it was undone."""
 
 
 class StoreError(RetrysafeError):

@@ -34,10 +34,39 @@ def park(item: object) -> None:
     _parked.append(item)
 
 
+class ForkGuarded(ForkAware, Protocol):
+    """An object that must not be in the middle of something while its process forks."""
+
+    def before_fork(self) -> None:
+        """Comes to rest; must not wait for long."""
+
+    def after_fork_in_parent(self) -> None:
+        """Goes on."""
+
+
+_guarded: weakref.WeakSet[ForkGuarded] = weakref.WeakSet()
+
+
+def guard(item: ForkGuarded) -> None:
+    """As `register`, for an object that also has to come to rest before the fork."""
+    _registered.add(item)
+    _guarded.add(item)
+
+
+def _rest_all() -> None:
+    for item in list(_guarded):
+        item.before_fork()
+
+
+def _go_on_all() -> None:
+    for item in list(_guarded):
+        item.after_fork_in_parent()
+
+
 def _refresh_all() -> None:
     for item in list(_registered):
         item.after_fork_in_child()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_refresh_all)
+    os.register_at_fork(before=_rest_all, after_in_parent=_go_on_all, after_in_child=_refresh_all)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 from contextlib import closing
 
@@ -168,9 +169,10 @@ def test_readers_do_not_mind_a_writer(invoke, desk):
         (("keys", "shw"), "Did you mean 'show'?"),
         (("nonsense",), "No such command"),
         (("keys", "list", "--nonsense"), "--nonsense"),
-        (("keys", "list", "--limit", "0"), "--limit"),
-        (("keys", "list", "--limit", "many"), "--limit"),
-        (("keys", "list", "--condition", "absent"), "--condition"),
+        (("keys", "list", "--limit", "0"), "--limit takes a whole number from 1 to 100,000"),
+        (("keys", "list", "--limit", "many"), "--limit takes a whole number"),
+        (("keys", "list", "--limit", "100001"), "--limit takes a whole number"),
+        (("keys", "list", "--condition", "absent"), "--condition takes one of running, abandoned"),
         (("keys", "list", "--caller", "a", "--global"), "exclude each other"),
         (("keys", "list", "--caller", ""), "use --global"),
         (("keys", "list", "--prefix", "\udcff"), "--prefix is not valid Unicode text"),
@@ -182,7 +184,9 @@ def test_readers_do_not_mind_a_writer(invoke, desk):
         (("keys", "show", "", "--global"), "at least one character"),
         (("keys", "show", "k" * 256, "--global"), "at most 255 characters"),
         (("keys", "show", "\udcff", "--global"), "not valid Unicode"),
-        (("sweep", "--rounds", "0"), "--rounds"),
+        (("sweep", "--rounds", "0"), "--rounds takes a whole number from 1 to 1,000,000"),
+        (("sweep", "--pause-ms", "60001"), "milliseconds from 0 to 60,000"),
+        (("sweep", "--busy-timeout", "-1"), "--busy-timeout takes a number of seconds, 0 or more"),
         (("migrate", "--check", "--sql"), "pass one of them"),
     ],
     ids=lambda item: None if isinstance(item, str) else ascii(" ".join(item))[:40],
@@ -200,6 +204,35 @@ def test_what_cannot_be_understood_is_a_usage_error(invoke, desk, args, words):
     assert words in problem["message"]
     assert problem["exit_code"] == 2
     assert problem["retryable"] is False
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("keys", "list", "--limit", "100000"),
+        ("sweep", "--rounds", "1000000", "--pause-ms", "60000"),
+        ("sweep", "--busy-timeout", "0"),
+    ],
+    ids=" ".join,
+)
+def test_the_limits_that_are_told_are_the_limits(invoke, desk, args):
+    """What a message says that an option takes is taken."""
+    assert invoke(*args, "--store", desk.url).code == 0
+
+
+def test_a_pool_that_cannot_connect_is_one_line(invoke, capfd):
+    """The driver logs every try; the command tells the problem once."""
+    logger = logging.getLogger("psycopg.pool")
+    invoke("keys", "list", "--store", "memory://")
+    above = list(logging.getLogger().handlers)
+    for item in above:
+        logging.getLogger().removeHandler(item)
+    try:
+        logger.warning("error connecting")
+    finally:
+        for item in above:
+            logging.getLogger().addHandler(item)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_every_kind_of_error_has_its_code():

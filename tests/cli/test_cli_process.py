@@ -97,7 +97,7 @@ def test_a_missing_extra_is_named(spawn, tmp_path, missing):
     path = ":".join([str(tmp_path), str(Path(retrysafe.__file__).parents[1])])
     outcome = spawn("keys", "list", PYTHONPATH=path)
     assert outcome.code == ExitCode.USAGE
-    assert "pip install 'retrysafe[cli]'" in outcome.line
+    assert "with its extra cli, from a clone with pip install '/path/to/clone[cli]'" in outcome.line
     works = spawn(command=("-c", "import retrysafe; print(retrysafe.Idempotency)"), PYTHONPATH=path)
     assert works.code == 0
 

@@ -29,14 +29,25 @@ def test_the_environment_does_not_show_through(reference, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["migrate", "sweep", "demo", "keys list", "keys show", "keys release", "keys expire"]
+    "command",
+    [
+        "migrate",
+        "sweep",
+        "demo",
+        "keys list",
+        "keys show",
+        "keys release",
+        "keys expire",
+        "keys natural",
+    ],
 )
 def test_every_command_has_help_and_examples(reference, invoke, command):
     text = reference()
     section = text.partition(f"## `retrysafe {command}`\n")[2].partition("\n## ")[0]
     assert "For example:" in section
     assert "`--json`" in section
-    assert "`--store` `URL`" in section
+    # A natural key is made of its values alone.
+    assert ("`--store` `URL`" in section) == (command != "keys natural")
     shown = invoke(*command.split(), "--help")
     assert shown.code == 0
     assert f"retrysafe {command}" in shown.stdout

@@ -16,6 +16,7 @@ from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine, Invoke
 from retrysafe.core.events import Event, Reporter
+from retrysafe.core.joining import Join, Joiner
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
 from retrysafe.stores.memory import MemoryStore
@@ -193,13 +194,17 @@ class RecordedRenewals:
         self.count += 1
 
     def remove(self, lease: Lease) -> None:
-        self.running.remove(lease)
+        if lease in self.running:
+            self.running.remove(lease)
 
 
 class World:
     """An engine over a memory store, with everything around it in the test's hands."""
 
-    def __init__(self, *, cache: bool = False, secret: bytes | None = None) -> None:
+    def __init__(
+        self, *, cache: bool = False, secret: bytes | None = None, join: Join | None = None
+    ) -> None:
+        self.join = join
         self.clock = Clock()
         self.store = MemoryStore(now_ms=self.clock.now_ms)
         self.heard: list[Event] = []
@@ -250,6 +255,9 @@ class Process:
             report=Reporter(world.heard.append),
             owner="host:1",
             secret=world._secret,
+            joiner=None
+            if world.join is None
+            else Joiner(join=world.join, drive=drive, renewals=self.renewals),
         )
 
     def start(self, call: Call, invoke: Invoke | None = None) -> Flow:

@@ -35,29 +35,47 @@ def flights() -> Flights:
 
 def test_the_first_to_join_leads_and_the_others_follow():
     sky = flights()
-    flight, leads = sky.join(b"a", (MARK,), 0.0)
-    assert leads
+    flight, other = Flight((MARK,)), Flight((OTHER_MARK,))
+    assert sky.join(b"a", flight, 0.0) is flight
     assert flight.phase is Phase.CLAIMING
-    assert sky.join(b"a", (OTHER_MARK,), 0.0) == (flight, False)
-    assert flight.fingerprints == (MARK,)
-    assert sky.join(b"b", (MARK,), 0.0)[1]
+    assert sky.join(b"a", other, 0.0) is flight
+    assert sky.join(b"b", other, 0.0) is other
     assert len(sky) == 2
+
+
+def test_landing_a_flight_that_never_flew_changes_nothing():
+    """Whoever follows lands its own flight all the same: a signal may come at any line."""
+    sky = flights()
+    flight = sky.join(b"a", Flight((MARK,)), 0.0)
+    sky.land(b"a", Flight((MARK,)))
+    assert len(sky) == 1
+    assert flight.phase is Phase.CLAIMING
+
+
+def test_an_operator_ends_the_hold_of_a_flight():
+    sky = flights()
+    flight = sky.join(b"a", Flight((MARK,)), 0.0)
+    sky.revoke(b"a")  # Still claiming: there is no lease to end.
+    flight.lease = lease(b"a")
+    sky.revoke(b"b")
+    assert sky.join(b"a", Flight((MARK,)), 0.0) is flight
+    sky.revoke(b"a")
+    assert sky.join(b"a", Flight((MARK,)), 0.0) is not flight
 
 
 def test_after_landing_the_next_one_leads_a_new_flight():
     sky = flights()
-    flight, _ = sky.join(b"a", (MARK,), 0.0)
+    flight = sky.join(b"a", Flight((MARK,)), 0.0)
     sky.land(b"a", flight)
     assert flight.phase is Phase.LANDED
     assert len(sky) == 0
-    again, leads = sky.join(b"a", (MARK,), 0.0)
-    assert leads
-    assert again is not flight
+    again = Flight((MARK,))
+    assert sky.join(b"a", again, 0.0) is again
 
 
 def test_news_wake_everybody_who_enlisted_and_only_once():
     sky = flights()
-    flight, _ = sky.join(b"a", (MARK,), 0.0)
+    flight = sky.join(b"a", Flight((MARK,)), 0.0)
     bells = [Bell(), Bell()]
     assert all(sky.enlist(flight, Phase.CLAIMING, bell) for bell in bells)
     sky.enter(flight, Phase.RUNNING)
@@ -67,7 +85,7 @@ def test_news_wake_everybody_who_enlisted_and_only_once():
 
 def test_landing_wakes_those_who_wait_for_the_end():
     sky = flights()
-    flight, _ = sky.join(b"a", (MARK,), 0.0)
+    flight = sky.join(b"a", Flight((MARK,)), 0.0)
     sky.enter(flight, Phase.RUNNING)
     bell = Bell()
     assert sky.enlist(flight, Phase.RUNNING, bell)
@@ -78,7 +96,7 @@ def test_landing_wakes_those_who_wait_for_the_end():
 def test_nobody_waits_for_news_that_came_already():
     """Between looking at the phase and enlisting the leader may move on: no lost wake-up."""
     sky = flights()
-    flight, _ = sky.join(b"a", (MARK,), 0.0)
+    flight = sky.join(b"a", Flight((MARK,)), 0.0)
     sky.enter(flight, Phase.RUNNING)
     bell = Bell()
     assert not sky.enlist(flight, Phase.CLAIMING, bell)

@@ -142,7 +142,7 @@ def test_digests_are_frozen(key, digest):
                 datetime(2024, 2, 29, 1, 2, 3, tzinfo=UTC),
                 timedelta(days=1, microseconds=5),
             ),
-            "all:TzLowVKOWBxiVGsRZ0Je3oErImk",
+            "all:aRjjEnl3Wlxr3Bjpue9uIITE4tc",
         ),
         (body_key(SECRET, "pay", b'{"a":1}'), "body:iA7ppxugVqvagcohwU0bWs-xtiOUH2CAtthcB4iNVtE"),
         (body_key(SECRET, "pay", b""), "body:E6uPUCIP6k4ehKyWz6qhz4hfx_MkDyE7Ue7xNxVLr9o"),
@@ -261,3 +261,8 @@ def test_short_secrets_are_refused():
     with pytest.raises(SecretMissing, match="at least 16 bytes"):
         checked_secret(b"fifteen bytes!!")
     assert checked_secret(SECRET) is SECRET
+
+
+def test_a_key_is_told_in_plain_words():
+    assert str(Key("k1", caller="acme")) == "key 'k1' of caller 'acme'"
+    assert str(Key("k1", caller=GLOBAL)) == "key 'k1' (global)"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 
+from retrysafe.core.engine import LATE_ANSWERS_LIMIT
+from retrysafe.core.lease import Lease
 from retrysafe.core.model import Condition, Ending
-from retrysafe.core.policy import Policy
-from retrysafe.errors import ClaimLost, OperationInFlight
+from retrysafe.core.policy import InFlight, Policy
+from retrysafe.errors import ClaimLost, OperationInFlight, StoreUnavailable
 from tests.core.building import KEY, call
 from tests.core.driving import Fault, Process, World, drive
 
@@ -22,13 +26,27 @@ def process(world: World) -> Process:
 
 
 def test_a_process_that_stood_still_after_its_claim_asks_again(world, process):
-    """Nobody else came, so it takes its own expired claim over and runs as attempt 2."""
+    """Nobody else came, so its own claim is granted anew; it is still the first attempt."""
     process.writer.claim_faults.append(Fault(stalls=True))
     flow = process.start(call(), process.returning("done"))
     world.clock.advance(30)
     flow.step()
-    assert (flow.value.value, flow.value.attempt) == ("done", 2)
-    assert world.ran == [2]
+    assert (flow.value.value, flow.value.attempt) == ("done", 1)
+    assert len(process.writer.claims) == 2
+    assert world.ran == [1]
+
+
+def test_a_store_that_is_slower_than_the_lease_is_reported(world, process):
+    """Nothing runs, no attempt is used up, and the caller does not wait for ever."""
+    process.writer.claim_faults.extend([Fault(stalls=True)] * LATE_ANSWERS_LIMIT)
+    flow = process.start(call())
+    for _ in range(LATE_ANSWERS_LIMIT):
+        world.clock.advance(30)
+        flow.step()
+    assert isinstance(flow.error, StoreUnavailable)
+    assert "later than their lease" in str(flow.error)
+    assert world.ran == []
+    assert drive(world.store.read(KEY)).record.attempt == 1
 
 
 def test_a_process_that_stood_still_does_not_run_next_to_its_successor(world, process):
@@ -62,3 +80,35 @@ def test_the_lost_claim_of_another_key_is_an_ordinary_failure(world, process):
     flow = process.start(call(), nested)
     assert isinstance(flow.error, ClaimLost)
     assert drive(world.store.read(KEY)).condition is Condition.RELEASED
+
+
+def test_a_waiting_duplicate_takes_over_when_the_local_run_hangs(world, process):
+    """Its wait lasts as long as the lease: then it is as free to take over as anybody else."""
+    hung = process.start(call(), process.pausing("late"))
+    patient = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(minutes=5))
+    waiter = process.start(call(policy=patient), process.returning("second"))
+    world.clock.advance(30)
+    waiter.step()
+    assert (waiter.value.value, waiter.value.attempt) == ("second", 2)
+    hung.step()
+    assert isinstance(hung.error, ClaimLost)
+
+
+def test_an_outcome_that_outlives_its_caller_keeps_its_lease(world, process):
+    """While a cancelled caller's outcome is still being written, nobody may take over."""
+    process.writer.settle_faults.append(Fault(pauses=True))
+    flow = process.start(call(), process.returning("done"))
+    flow.throw(GeneratorExit())
+    assert len(process.renewals.running) == 1
+    (orphan,) = world.orphans
+    drive(orphan)
+    assert process.renewals.running == []
+    assert drive(world.store.read(KEY)).condition is Condition.SUCCEEDED
+
+
+def test_a_clock_that_was_set_back_does_not_lengthen_a_lease(world):
+    """The store answers with an hour; the owner believes no more than it asked for."""
+    lease = Lease(KEY, b"t" * 16, 30_000, 30_000, 0, 100.0)
+    lease.renewed(3_600_000, 0, 110.0)
+    assert lease.ends_monotonic == 140.0
+    assert lease.renew_monotonic == 120.0

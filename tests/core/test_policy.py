@@ -55,6 +55,7 @@ class BothDeclinedAndOutage(TryAgainDeclined, CardExpired):
         ({"lease": LEASE_MAXIMUM + MOMENT}, ["lease", "0:00:00.100000", "1 day"]),
         ({"active_window": 29 * SECOND}, ["active_window", "0:00:29", "lease", "0:00:30"]),
         ({"audit_window": 23 * 3600 * SECOND}, ["audit_window", "23:00:00", "active_window"]),
+        ({"audit_window": timedelta(days=36_501)}, ["audit_window", "36,500 days"]),
         ({"wait_limit": -MOMENT}, ["wait_limit", "between 0:00:00"]),
         ({"wait_limit": WAIT_LIMIT_MAXIMUM + MOMENT}, ["wait_limit", "1 day"]),
         ({"settle_patience": -MOMENT}, ["settle_patience", "negative"]),

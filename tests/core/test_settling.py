@@ -58,7 +58,7 @@ def test_patience_ends_and_the_caller_learns_the_value(world, process):
         process.answer(call(), process.returning({"charge": 9}))
     assert caught.value.value == {"charge": 9}
     assert caught.value.key == "order-1"
-    assert caught.value.retryable
+    assert not caught.value.retryable
     assert caught.value.__cause__ is DOWN
     assert sum(process.waiting.slept) <= 10.0
     assert max(process.waiting.slept) == 1.0

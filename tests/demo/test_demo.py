@@ -27,12 +27,17 @@ from retrysafe.runtime.drive import run_sync
 
 
 def start(*args, **options):
+    # Said, not inherited: readline, which pytest imports, sets the terminal's width behind Python's
+    # back, and lines that are folded there cannot be found.
+    environment = dict(options.pop("env", os.environ))
+    environment.pop("COLUMNS", None)
     return subprocess.Popen(
         [sys.executable, "-m", "retrysafe", "demo", "--fast", *args],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=environment,
         **options,
     )
 
@@ -49,6 +54,16 @@ def runs(tmp_path_factory):
         "json": (with_json.returncode, *json_text),
         "store": store,
     }
+
+
+def test_the_story_promises_no_more_than_the_library(runs):
+    """Waiting is a policy, and a crash makes a second execution: both are said, and why."""
+    story = " ".join(runs["plain"][1].split())
+    assert "there is one run at a time and one outcome" in story
+    assert "because their policy says so: InFlight.WAIT" in story
+    assert "The first one died before its charge." in story
+    assert "a child key, the same in each attempt" in story
+    assert "runs once" not in story
 
 
 def test_all_expectations_hold(runs):

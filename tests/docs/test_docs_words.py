@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields
 from datetime import timedelta
 from functools import cache
@@ -131,6 +132,18 @@ def test_shell_snippets_call_known_commands_only():
         and not (ROOT / words[0]).name.startswith("python")
     ]
     assert unknown == []
+
+
+def test_the_readme_names_every_extra_and_no_registry():
+    """What can be installed is said before it is needed, and nobody is sent to a registry."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = set(tomllib.load(file)["project"]["optional-dependencies"])
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Install\n")[2].partition("\n## ")[0]
+    assert extras <= set(re.findall(r"`([a-z]+)` \(", section))
+    assert text.index("\n## Install\n") < text.index("\n## Example\n")
+    told = [name_of(path) for path in DOCUMENTS if "install 'retrysafe[" in path.read_text()]
+    assert told == []
 
 
 def test_the_policy_table_is_the_policy():

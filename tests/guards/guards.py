@@ -305,7 +305,7 @@ GUARDS: tuple[Guard, ...] = (
             InCode(
                 Settler.settle,
                 "answer = await self._writer.settle(settlement)",
-                "self._orphanage.adopt(self._settle_orphan(call, settlement, attempt)); "
+                "self._orphanage.adopt(self._settle_orphan(call, lease, settlement, attempt)); "
                 "answer = SettleAnswer(Decision.APPLY)",
             ),
         ),
@@ -331,7 +331,7 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Settler.settle,
-                "self._orphanage.adopt(self._settle_orphan(call, settlement, attempt))",
+                "self._orphanage.adopt(self._settle_orphan(call, lease, settlement, attempt))",
                 "pass",
             ),
         ),

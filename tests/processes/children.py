@@ -50,14 +50,14 @@ class Child:
     def send(self, message: object) -> None:
         self._pipe.send(message)
 
-    def receive(self) -> Any:
+    def receive(self, extra_seconds: float = 0) -> Any:
         """The next message of the child."""
-        assert self._pipe.poll(PATIENCE_SECONDS), "the child says nothing"
+        assert self._pipe.poll(PATIENCE_SECONDS + extra_seconds), "the child says nothing"
         return self._pipe.recv()
 
-    def result(self) -> Any:
+    def result(self, extra_seconds: float = 0) -> Any:
         """What the function returned, once the process has ended."""
-        how, what = self.receive()
+        how, what = self.receive(extra_seconds)
         assert how == "returned", what
         assert self.exit_code() == 0
         return what

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.processes.children import Child
+from tests.servers.fixtures import migrated
 
 
 @pytest.fixture
@@ -27,6 +28,20 @@ def start() -> Iterator[Callable[..., Child]]:
 def database(tmp_path) -> str:
     """A path for a SQLite file."""
     return str(tmp_path / "keys.db")
+
+
+@pytest.fixture
+def migrated_url(postgres_url) -> str:
+    """A PostgreSQL schema that is ready to use."""
+    return migrated(postgres_url)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request) -> str:
+    """A store that processes share: each kind in its turn."""
+    if request.param == "sqlite":
+        return f"sqlite:///{request.getfixturevalue('database')}"
+    return request.getfixturevalue("migrated_url")
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ POLICY = Policy(
 BOUNDARIES_LIMIT = 60
 
 
-def _operation(ledger: str, boundaries: Boundaries) -> str:
+def operation_with_boundaries(ledger: str, boundaries: Boundaries) -> str:
     boundaries.cross("operation:start")
     note(ledger, "executed", os.getpid())
     boundaries.cross("operation:middle")
@@ -44,7 +44,7 @@ def _own(pipe, face: str, database: str, ledger: str, log: str, fatal: int) -> N
     store = MortalStore(database, boundaries)
     if face == "blocking":
         idem = Idempotency(store, caller="owner", policy=POLICY)
-        idem.run("the key", lambda: _operation(ledger, boundaries), request="r")
+        idem.run("the key", lambda: operation_with_boundaries(ledger, boundaries), request="r")
     else:
         asyncio.run(_own_async(store, ledger, boundaries))
 
@@ -52,15 +52,15 @@ def _own(pipe, face: str, database: str, ledger: str, log: str, fatal: int) -> N
 async def _own_async(store: MortalStore, ledger: str, boundaries: Boundaries) -> None:
     async def operation() -> str:
         await asyncio.sleep(0)
-        return _operation(ledger, boundaries)
+        return operation_with_boundaries(ledger, boundaries)
 
     idem = AsyncIdempotency(store, caller="owner", policy=POLICY)
     await idem.run("the key", operation, name="", request="r")
 
 
-def _retry_after_death(database: str, ledger: str) -> Condition:
+def retry_after_death(url: str, ledger: str, caller: str = "owner") -> Condition:
     """Retries as another process would; checks the outcome against the ledger and the audit."""
-    with Idempotency(f"sqlite:///{database}", caller="owner", policy=POLICY) as idem:
+    with Idempotency(url, caller=caller, policy=POLICY) as idem:
         before = idem.read("the key")
         executed_before = [line for line in noted(ledger) if line[0] == "executed"]
 
@@ -104,7 +104,7 @@ def test_owner_killed_at_each_boundary(start, tmp_path, face):
         if code == 0:
             break
         assert code == -signal.SIGKILL
-        conditions.append(_retry_after_death(database, ledger))
+        conditions.append(retry_after_death(f"sqlite:///{database}", ledger))
     else:
         pytest.fail("the owner meets boundaries without end")
     crossed = [line[0] for line in noted(log)]

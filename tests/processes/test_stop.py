@@ -41,8 +41,7 @@ def _work_until_told(pipe, ledger: str) -> str:
     return "from the first owner"
 
 
-def _own(pipe, face: str, database: str, ledger: str) -> str:
-    url = f"sqlite:///{database}"
+def _own(pipe, face: str, url: str, ledger: str) -> str:
     try:
         if face == "blocking":
             with Idempotency(url, caller="owner", policy=POLICY) as idem:
@@ -62,12 +61,12 @@ async def _own_async(pipe, url: str, ledger: str) -> str:
 
 
 @pytest.mark.parametrize("face", ["blocking", "async"])
-def test_zombie_gets_claim_lost_and_the_outcome_stays(start, database, ledger, face):
+def test_zombie_gets_claim_lost_and_the_outcome_stays(start, url, ledger, face):
     """Stopped, overtaken, woken: the first owner learns of its loss and writes nothing."""
-    owner = start(_own, face, database, ledger)
+    owner = start(_own, face, url, ledger)
     assert owner.receive() == "running"
     owner.kill(signal.SIGSTOP)
-    with Idempotency(f"sqlite:///{database}", caller="owner", policy=POLICY) as idem:
+    with Idempotency(url, caller="owner", policy=POLICY) as idem:
 
         def operation() -> str:
             note(ledger, "executed", os.getpid())
@@ -95,14 +94,12 @@ def test_zombie_gets_claim_lost_and_the_outcome_stays(start, database, ledger, f
 
 
 @pytest.mark.parametrize("face", ["blocking", "async"])
-def test_owner_stopped_past_its_lease_but_not_overtaken_keeps_its_outcome(
-    start, database, ledger, face
-):
+def test_owner_stopped_past_its_lease_but_not_overtaken_keeps_its_outcome(start, url, ledger, face):
     """Nobody wanted the key meanwhile, so the late outcome is the one and only one."""
-    owner = start(_own, face, database, ledger)
+    owner = start(_own, face, url, ledger)
     assert owner.receive() == "running"
     owner.kill(signal.SIGSTOP)
-    with Idempotency(f"sqlite:///{database}", caller="owner", policy=POLICY) as idem:
+    with Idempotency(url, caller="owner", policy=POLICY) as idem:
         _wait_until_abandoned(idem)
         owner.kill(signal.SIGCONT)
         owner.send("go on")

@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import sys
 import threading
+import traceback
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -191,7 +192,13 @@ def test_failed_commit_is_told_to_every_row(error):
     # The thread that carried the batch may see what the store raised; the others never do.
     told = [item for item in errors if item is not error]
     assert all(isinstance(item, StoreUnavailable) for item in told)
-    assert all(item.__cause__ is error for item in told)
+    # A copy of the store's error stands in for it; only another kind of error is told as a cause.
+    cause = None if isinstance(error, StoreUnavailable) else error
+    assert all(item.__cause__ is cause for item in told)
+    for item in told:
+        where = "".join(traceback.format_exception(item))
+        assert "in fail" in where
+        assert where.count(str(error)) == (2 if cause is not None else 1)
     assert len({id(item) for item in errors}) == 4
     assert stage.first.ended() is None
     assert stage.still_works()

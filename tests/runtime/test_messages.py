@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import traceback
 from datetime import timedelta
 
 import pytest
 
 from retrysafe import (
+    GLOBAL,
+    AsyncIdempotency,
     BodyKey,
     Event,
     EventKind,
     FingerprintImpossible,
     Idempotency,
+    InvalidInput,
+    OperatorRefused,
     PolicyInvalid,
+    StoreMissing,
 )
 
 SECRET = "sixteen bytes or more"
@@ -42,3 +48,74 @@ def test_a_request_without_a_stable_form_is_not_told_to_return_something():
         pytest.raises(FingerprintImpossible, match=r"the request.0. is a builtins:object.*: use"),
     ):
         idem.run("k", lambda value: value, object())
+
+
+def stream():
+    yield 1
+
+
+async def charge_later():
+    """Never called: it is refused before."""
+
+
+def test_operations_are_named_and_never_shown_by_their_address():
+    """A message can be searched for; an address in memory means nothing to its reader."""
+    module = __name__
+    with Idempotency("memory://", caller="c") as idem:
+        for misuse, words in (
+            (lambda: idem.run("k", stream), f"the operation {module}.stream is a generator"),
+            (lambda: idem.run("k", charge_later), f"the operation {module}.charge_later is async"),
+            (lambda: idem.answer_of(stream), f"the operation {module}.stream is not decorated"),
+            (
+                lambda: idem.once(key="y")(lambda x: x),
+                "the operation (unnamed) has no parameter 'y'",
+            ),
+        ):
+            with pytest.raises(InvalidInput) as caught:
+                misuse()
+            assert str(caught.value).startswith(words)
+            assert " at 0x" not in str(caught.value)
+
+
+def test_a_plain_function_under_async_once_is_named():
+    idem = AsyncIdempotency("memory://", caller="c")
+    with pytest.raises(InvalidInput, match=r"the operation .*\.stream is not async"):
+        idem.once(key="k")(stream)
+
+
+@pytest.mark.parametrize("kind", [Idempotency, AsyncIdempotency])
+def test_once_without_a_key_is_told_about_the_key(kind):
+    """The bare decorator is the likely slip, and the number of arguments is not what is wrong."""
+    idem = kind("memory://", caller="c")
+    with pytest.raises(TypeError, match="required keyword-only argument: 'key'"):
+
+        @idem.once
+        def pay(invoice_id):
+            """Never decorated."""
+
+    with pytest.raises(InvalidInput, match=r"write @idem.once\(key=…\) above the function"):
+        idem.once(stream, key="k")
+
+
+def test_an_operator_reads_whose_key_it_is_in_words():
+    """No Python in what is told to people: the caller is named, or the key is global."""
+    with Idempotency("memory://") as idem:
+        idem.run("w1", lambda: 1, caller="acme")
+        idem.run("w1", lambda: 1, caller=GLOBAL)
+        with pytest.raises(OperatorRefused, match="cannot release key 'w1' of caller 'acme' while"):
+            idem.release("w1", caller="acme")
+        with pytest.raises(OperatorRefused, match=r"cannot release key 'w1' \(global\) while"):
+            idem.release("w1", caller=GLOBAL)
+        with pytest.raises(OperatorRefused, match="no record of key 'w2' of caller 'acme':"):
+            idem.release("w2", caller="acme")
+
+
+def test_a_store_that_is_not_there_is_told_once(tmp_path):
+    """One problem is one traceback: no copy of the error chained to itself."""
+    with Idempotency(f"sqlite:///{tmp_path}/nowhere/app.db", caller="c") as idem:
+        with pytest.raises(StoreMissing, match="there is no folder") as caught:
+            idem.run("k", lambda: 1)
+        told = "".join(traceback.format_exception(caught.value))
+    assert told.count("Traceback (most recent call last)") == 1
+    assert told.count("there is no folder") == 2  # The line that raised it, and the message.
+    assert "in connect" in told

@@ -348,7 +348,7 @@ def test_outcome_that_could_not_be_stored_is_handed_over(subject):
     with pytest.raises(OutcomeNotStored, match="could not be stored") as caught:
         face.run(KEY, operation, request="r")
     assert caught.value.value == "first"
-    assert caught.value.retryable
+    assert not caught.value.retryable
     assert isinstance(caught.value.__cause__, StoreUnavailable)
     # Until its lease ends nobody runs it again.
     with pytest.raises(OperationInFlight):

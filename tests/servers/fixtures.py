@@ -1,15 +1,44 @@
-"""The servers of a test run: started once when the first test asks, stopped with the run."""
+"""The servers of a test run: started once when the first test asks, stopped with the run.
+
+A test that cannot have its server fails where `CI` is set. Elsewhere it is left out, and the end of
+the run says loudly what was left out and how to get it.
+"""
 
 from __future__ import annotations
 
+import os
 import uuid
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import psycopg
 import pytest
 
-from tests.servers.postgres import PostgresServer
+from retrysafe.runtime.drive import run_sync
+from retrysafe.wiring import postgres_store
+from tests.servers.pgbouncer import PgBouncer, pgbouncer_binary
+from tests.servers.postgres import PostgresServer, debian_binaries
+
+_LEFT_OUT = "left out, because there is no"
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Says which servers were missing: a green run must not hide what it did not look at."""
+    counts = Counter(
+        report.longrepr[2].partition("Skipped: ")[2]
+        for report in terminalreporter.stats.get("skipped", ())
+        if isinstance(report.longrepr, tuple) and _LEFT_OUT in report.longrepr[2]
+    )
+    for reason, count in counts.items():
+        terminalreporter.write_line(f"{count} tests {reason}", red=True, bold=True)
+
+
+def _missing(server: str) -> None:
+    """Ends a test whose server cannot be had."""
+    if os.environ.get("CI"):
+        pytest.fail(f"there is no {server}; with CI set, a missing server is a failure")
+    pytest.skip(f"{_LEFT_OUT} {server}")
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +49,32 @@ def postgres_server() -> Iterator[PostgresServer]:
         yield server.start()
     finally:
         server.remove()
+
+
+@pytest.fixture(scope="session")
+def postgres_15() -> Iterator[PostgresServer]:
+    """PostgreSQL 15 from Debian: the oldest that the tests run on."""
+    binaries = debian_binaries()
+    if binaries is None:
+        _missing("PostgreSQL 15 (apt-get install postgresql-15)")
+    server = PostgresServer(binaries, settings={"fsync": "off"})
+    try:
+        yield server.start()
+    finally:
+        server.remove()
+
+
+@pytest.fixture(scope="session")
+def pgbouncer(postgres_server: PostgresServer) -> Iterator[PgBouncer]:
+    """PgBouncer in transaction mode in front of `postgres_server`."""
+    binary = pgbouncer_binary()
+    if binary is None:
+        _missing("PgBouncer (apt-get install pgbouncer)")
+    bouncer = PgBouncer(binary, postgres_server)
+    try:
+        yield bouncer.start()
+    finally:
+        bouncer.remove()
 
 
 @contextmanager
@@ -33,8 +88,31 @@ def schema_on(url: str) -> Iterator[str]:
             connection.execute(f"DROP SCHEMA IF EXISTS {schema} CASCADE")
 
 
+def migrated(url: str) -> str:
+    """The URL itself, once its schema is there."""
+    store = postgres_store(url, is_async=False)
+    run_sync(store.migrate())
+    run_sync(store.close())
+    return url
+
+
 @pytest.fixture
 def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
     """A URL with a schema of its own; the schema is not migrated yet."""
     with schema_on(postgres_server.url()) as url:
         yield url
+
+
+@pytest.fixture
+def new_postgres_url(postgres_server: PostgresServer) -> Iterator[Callable[[], str]]:
+    """Gives URLs, each with a schema of its own, for tests that need several."""
+    made = []
+
+    def make() -> str:
+        context = schema_on(postgres_server.url())
+        made.append(context)
+        return context.__enter__()
+
+    yield make
+    for context in made:
+        context.__exit__(None, None, None)

@@ -43,6 +43,15 @@ def _unprivileged() -> str | None:
     return "nobody" if os.geteuid() == 0 else None
 
 
+def _is_alive(pid: int) -> bool:
+    """Whether the process is there and not just waiting to be counted as dead."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
 class PostgresServer:
     """One server; `start` may be called again after `stop` or `kill`, on the same data."""
 
@@ -162,10 +171,23 @@ class PostgresServer:
     def kill(self) -> None:
         """Kills the server with all its processes, as a power cut would."""
         assert self.process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        # Stopped first, so that it starts nobody while its children are counted; each of them has
+        # a process group of its own, and one that lives on would stop the next server.
+        self.process.send_signal(signal.SIGSTOP)
+        pid = self.process.pid
+        children = [
+            int(item) for item in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
+        self.process.kill()
         self.process.wait(30)
         self.process = None
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        until = time.monotonic() + START_SECONDS
+        while any(map(_is_alive, children)):
+            assert time.monotonic() < until, "a killed server process lives on"
+            time.sleep(0.01)
         (self.data / "postmaster.pid").unlink(missing_ok=True)
 
     def remove(self) -> None:

@@ -205,6 +205,15 @@ class Ledger:
         if decision is Decision.ADMIT or decision is Decision.TAKE_OVER:
             life = Life() if truth is None or decision is Decision.ADMIT else truth.grant.life
             grant = Grant(life, request, now_ms, now_ms + row.lease_ms)
+            if (
+                decision is Decision.TAKE_OVER
+                and truth is not None
+                and truth.token == token
+                and truth.status is Status.PENDING
+            ):
+                # Its own claim again, which never started: the attempt keeps its number.
+                life.granted -= 1
+                grant.number = truth.grant.number
             self.admitted[key].add(request)
             earlier = self.grants.get(token)
             if earlier is not None:

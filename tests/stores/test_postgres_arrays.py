@@ -35,6 +35,16 @@ def test_bytes_travel_in_the_binary_form():
     assert sent == struct.pack("!iiiii", 1, 0, 17, 2, 1) + b"\0\0\0\2ab" + b"\0\0\0\0"
 
 
+def test_nothing_is_not_an_empty_value():
+    """None is NULL in every kind of list, and a list of nothing else is an array of NULLs."""
+    texts, numbers, nothing, array = encoded(
+        [[None, "NULL"], [None, 1], [None, None], [None, b"a"]]
+    )
+    assert (texts, numbers, nothing) == ('{NULL,"NULL"}', "{NULL,1}", "{NULL,NULL}")
+    sent = bytes(BytesArrayDumper(BytesArray).dump(array))
+    assert sent == struct.pack("!iiiii", 1, 1, 17, 2, 1) + b"\xff\xff\xff\xff" + b"\0\0\0\1a"
+
+
 def test_a_nul_is_refused():
     """The literal would end at a NUL, and the server would read another text."""
     with pytest.raises(psycopg.DataError, match="NUL"):

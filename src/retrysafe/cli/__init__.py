@@ -1,6 +1,6 @@
 """The command line: for operators who look after keys, and for deployments that migrate.
 
-Typer and Rich come with the extra `retrysafe[cli]`, so nothing here imports them before `main`
+Typer and Rich come with the extra `cli`, so nothing here imports them before `main`
 has seen that they are there.
 """
 
@@ -22,8 +22,8 @@ def main() -> int:
         if (error.name or "").partition(".")[0] not in _EXTRA:
             raise
         sys.stderr.write(
-            f"retrysafe: the command line needs {error.name}: install it with "
-            "pip install 'retrysafe[cli]'\n"
+            f"retrysafe: the command line needs {error.name}: install retrysafe with its extra "
+            "cli, from a clone with pip install '/path/to/clone[cli]'\n"
         )
         return _USAGE
     return run()

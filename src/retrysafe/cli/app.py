@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
 
 from retrysafe import __version__
-from retrysafe.cli import demonstrating, keys, migrating, options, output, sweeping
+from retrysafe.cli import (
+    demonstrating,
+    diagnosing,
+    keys,
+    migrating,
+    natural,
+    options,
+    output,
+    sweeping,
+)
 from retrysafe.cli.problems import ExitCode, problem_of, tell
+
+# The pool of PostgreSQL connections logs every try to connect; the error tells it once.
+_SILENCE: Final = logging.NullHandler()
 
 
 class OneLineErrors(TyperGroup):
@@ -31,6 +44,7 @@ class OneLineErrors(TyperGroup):
         arguments = list(sys.argv[1:] if args is None else args)
         # Looked up in the raw arguments: errors in the others must be JSON as well.
         as_json = "--json" in arguments
+        logging.getLogger("psycopg").addHandler(_SILENCE)
         try:
             result = super().main(
                 args=arguments,
@@ -66,6 +80,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command("migrate")(migrating.migrate)
+app.command("doctor")(diagnosing.doctor)
 app.add_typer(keys.app, name="keys", invoke_without_command=True)
 app.command("sweep")(sweeping.sweep)
 app.command("demo")(demonstrating.demo)
@@ -84,7 +99,8 @@ def root(
 ) -> None:
     """Look after the keys of retrysafe: operations that run once, however often they are retried.
 
-    Every command takes --store URL and --json; all but demo read RETRYSAFE_STORE too.
+    Every command takes --json. Those that need a store take --store URL; all but demo read
+    RETRYSAFE_STORE too.
 
     Exit codes: 0 done; 1 refused, pending or not found; 2 usage; 3 a problem with the store.
     """
@@ -95,6 +111,9 @@ def root(
             sys.stdout.write(f"retrysafe {__version__}\n")
         raise typer.Exit
     _help_without_command(context)
+
+
+keys.app.command("natural")(natural.natural)
 
 
 @keys.app.callback(invoke_without_command=True)

@@ -34,7 +34,7 @@ def demo(
     """Watch a race, a crash, a zombie and a mismatch, with real threads and real processes.
 
     It takes about half a minute, and everything shown is read from the store or from a ledger
-    that every execution writes to. Exits 1 if anything happened more than once.
+    that every execution writes to. Exits 1 if anything came otherwise than it should.
     """
     is_json = options.is_json(context, as_json)
     try:

@@ -140,8 +140,11 @@ def _table(found: list[StoredKey]) -> Table:
         table.add_row(
             output.cell(shapes.caller_text(record), "" if record.caller else "italic"),
             output.cell(record.text),
-            output.cell(record.operation),
-            output.cell(stored.condition.value, _STYLES[stored.condition]),
+            output.cell(shapes.operation_text(record)),
+            output.cell(
+                stored.condition.value,
+                _STYLES[stored.condition],
+            ),
             str(record.attempt),
             shapes.duration_text(stored.now_ms - record.first_claimed_at_ms),
             shapes.time_left_text(stored),
@@ -178,7 +181,7 @@ def _stored(store: Store, key: Key) -> StoredKey:
     if stored is None:
         raise Problem(
             "KeyUnknown",
-            f"there is no record of {key!r}: check the key and the caller",
+            f"there is no record of {key}: check the key and the caller",
             ExitCode.REFUSED,
         )
     return stored
@@ -192,7 +195,7 @@ def _detail(stored: StoredKey) -> Group:
     grid.add_column(overflow="fold")
     grid.add_row("key", output.cell(record["key"]))
     grid.add_row("caller", output.cell(shapes.caller_text(stored.record)))
-    grid.add_row("operation", output.cell(record["operation"] or "-"))
+    grid.add_row("operation", output.cell(shapes.operation_text(stored.record)))
     grid.add_row("condition", output.cell(record["condition"], _STYLES[stored.condition]))
     grid.add_row("time left", shapes.time_left_text(stored))
     grid.add_row("attempt", str(record["attempt"]))
@@ -206,7 +209,13 @@ def _detail(stored: StoredKey) -> Group:
         title = f"\nstep {step.position}: {output.safe(step.name)}"
         parts += [Text(title, style="bold"), _body(step.payload)]
     for outcome, kept in zip(shape["outcomes"], stored.outcomes, strict=True):
-        mark = ", replayed to retries" if outcome["is_replayed"] else ""
+        mark = ""
+        if outcome["is_withheld"]:
+            mark = ", withheld"
+            if outcome["is_replayed"]:
+                mark += ": retries get OutcomeUnavailable"
+        elif outcome["is_replayed"]:
+            mark = ", replayed to retries"
         title = (
             f"\noutcome of attempt {outcome['attempt']}: {outcome['ending']} at "
             f"{outcome['settled_at']}, kept until {outcome['audit_ends_at']}{mark}"
@@ -282,7 +291,8 @@ def expire_key(
 ) -> None:
     """End a settled key's active window now: its next use runs the operation again.
 
-    The stored outcome stays in the audit. A pending key is refused: release it instead.
+    The stored outcome stays in the audit. A pending key is refused: release it instead. Once a
+    sweep has removed the key, its outcomes are reached by SQL only, until their audit window ends.
     """
     wanted = options.chosen_key(key, caller, is_global)
     with options.opened_store(store, busy_timeout) as opened:
@@ -325,10 +335,10 @@ def _operate(
             }
         )
     elif decision is Decision.CONFIRM:
-        sys.stdout.write(f"nothing to do: {output.safe(repr(key))} has expired already\n")
+        sys.stdout.write(f"nothing to do: {output.safe(str(key))} has expired already\n")
     else:
         sys.stdout.write(
-            f"{_DONE[command]} {output.safe(repr(key))}; it was {before.condition.value}\n"
+            f"{_DONE[command]} {output.safe(str(key))}; it was {before.condition.value}\n"
         )
 
 
@@ -336,7 +346,7 @@ def _confirm(key: Key, command: OperatorCommand, stored: StoredKey) -> None:
     if not sys.stdin.isatty():
         raise usage(f"there is no terminal to ask on: add --yes to {command.value} the key")
     output.note(
-        f"{key!r} is {stored.condition.value} (attempt {stored.record.attempt}, "
+        f"{key} is {stored.condition.value} (attempt {stored.record.attempt}, "
         f"{shapes.time_left_text(stored)}); after this, {_CONSEQUENCES[command]}."
     )
     if not typer.confirm(f"{command.value.capitalize()} it?", err=True):

@@ -15,9 +15,20 @@ import json
 import sys
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Final
 
 from retrysafe.cli.output import safe
+from retrysafe.core.model import Condition
 from retrysafe.errors import InvalidInput, RetrysafeError, StoreError
+
+# In people's words; the limits themselves are where the options are declared.
+TAKES: Final = {
+    "--limit": "a whole number from 1 to 100,000",
+    "--rounds": "a whole number from 1 to 1,000,000",
+    "--pause-ms": "a whole number of milliseconds from 0 to 60,000",
+    "--busy-timeout": "a number of seconds, 0 or more",
+    "--condition": f"one of {', '.join(item for item in Condition if item != Condition.ABSENT)}",
+}
 
 
 class ExitCode(IntEnum):
@@ -60,7 +71,17 @@ def problem_of(error: Exception) -> Problem | None:
     # word what was wrong with the arguments.
     wording = getattr(error, "format_message", None)
     if wording is not None:
-        return usage(str(wording()))
+        return usage(_value_refused(error) or str(wording()))
+    return None
+
+
+def _value_refused(error: Exception) -> str | None:
+    """What an option takes, when its value was refused: the library's words name its own types."""
+    if type(error).__name__ != "BadParameter":
+        return None
+    for option in getattr(getattr(error, "param", None), "opts", ()):
+        if option in TAKES:
+            return f"{option} takes {TAKES[option]}"
     return None
 
 

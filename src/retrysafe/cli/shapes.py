@@ -11,7 +11,8 @@ import json
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from retrysafe.core.codec import BYTES
+from retrysafe.core.codec import BYTES, WITHHELD
+from retrysafe.core.events import UNNAMED
 from retrysafe.core.model import Condition, Payload, Record, State, Step, StoredKey, StoredOutcome
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -48,13 +49,18 @@ def caller_text(record: Record) -> str:
     return record.caller or "GLOBAL"
 
 
+def operation_text(record: Record) -> str:
+    """The operation's name for people; a lambda has none."""
+    return record.operation or UNNAMED
+
+
 def time_left_text(stored: StoredKey) -> str:
     """What is left of the lease while pending, of the active window after that."""
     record = stored.record
     if stored.condition is Condition.RUNNING:
         return f"lease {duration_text(record.lease_ends_at_ms - stored.now_ms)}"
     if stored.condition is Condition.ABANDONED:
-        return f"lease over since {duration_text(stored.now_ms - record.lease_ends_at_ms)}"
+        return f"lease ended {duration_text(stored.now_ms - record.lease_ends_at_ms)} ago"
     if record.expires_at_ms is None:
         return "never expires"
     if stored.condition is Condition.OUTLIVED:
@@ -105,13 +111,27 @@ def _step_shape(step: Step) -> dict[str, Any]:
     return {"name": step.name, "position": step.position} | payload_shape(step.payload)
 
 
-def _outcome_shape(outcome: StoredOutcome, stored: StoredKey) -> dict[str, Any]:
+def is_withheld(stored: StoredKey) -> bool:
+    """Whether the outcome that counts could not be stored, so that retries do not get it."""
+    return any(
+        outcome.payload.form == WITHHELD and _is_current(outcome, stored)
+        for outcome in stored.outcomes
+    )
+
+
+def _is_current(outcome: StoredOutcome, stored: StoredKey) -> bool:
     is_settled = stored.condition in (Condition.SUCCEEDED, Condition.FAILED)
+    return is_settled and outcome.token == stored.record.token
+
+
+def _outcome_shape(outcome: StoredOutcome, stored: StoredKey) -> dict[str, Any]:
     return {
         "attempt": outcome.attempt,
         "ending": outcome.state.name.lower(),
         # The one that a retry gets; the others are the audit of earlier attempts and lives.
-        "is_replayed": is_settled and outcome.token == stored.record.token,
+        "is_replayed": _is_current(outcome, stored),
+        # Its value could not be stored: a retry gets OutcomeUnavailable in its place.
+        "is_withheld": outcome.payload.form == WITHHELD,
         "settled_at": instant_text(outcome.settled_at_ms),
         "audit_ends_at": instant_text(outcome.audit_ends_at_ms),
     } | payload_shape(outcome.payload)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
+from retrysafe.core.call import Call
 from retrysafe.core.framing import Part
+from retrysafe.core.joining import JoinedOutcome, Joiner
 from retrysafe.core.keys import Key, checked_secret, child_key
 from retrysafe.core.lease import Lease
-from retrysafe.errors import ClaimLost
+from retrysafe.errors import ClaimLost, InvalidInput
 
 
 class Attempt:
@@ -17,7 +20,18 @@ class Attempt:
     `is_first` says that no earlier attempt in this life of the key can have left effects behind.
     """
 
-    __slots__ = ("_lease", "_monotonic", "_secret", "is_first", "key", "number", "operation")
+    __slots__ = (
+        "_call",
+        "_joiner",
+        "_lease",
+        "_monotonic",
+        "_secret",
+        "is_first",
+        "joined",
+        "key",
+        "number",
+        "operation",
+    )
 
     def __init__(
         self,
@@ -28,6 +42,8 @@ class Attempt:
         monotonic: Callable[[], float],
         secret: bytes | None,
         is_first: bool,
+        call: Call | None = None,
+        joiner: Joiner | None = None,
     ) -> None:
         self.key = key
         self.operation = operation
@@ -37,6 +53,10 @@ class Attempt:
         self._secret = secret
         # Not the same as number 1: an operator's release starts the numbers over.
         self.is_first = is_first
+        self._call = call
+        self._joiner = joiner
+        # The outcome that `complete_in` wrote last; the engine asks what became of it.
+        self.joined: JoinedOutcome | None = None
 
     @property
     def token(self) -> bytes:
@@ -64,6 +84,21 @@ class Attempt:
             raise ClaimLost(
                 f"the claim on {self.key.text!r} is lost or its lease ran out", key=self.key.text
             )
+
+    def complete_in(self, connection: object, value: Any) -> Any:
+        """Writes the outcome in the user's open transaction, so that both commit or neither does.
+
+        `value` is then the outcome, whatever the operation returns. Make it the last thing before
+        the commit. With `AsyncIdempotency` it is awaited. Raises `ClaimLost` when another owner
+        has the key: let it end the transaction. Raises `TransactionMissing` when none is open, and
+        `InvalidInput` for a value or a connection that cannot be used.
+        """
+        if self._joiner is None or self._call is None:
+            raise InvalidInput("this attempt's store cannot work in a transaction of yours")
+        return self._joiner.complete(self._call, self._lease, connection, value, self._keep)
+
+    def _keep(self, joined: JoinedOutcome) -> None:
+        self.joined = joined
 
     def child_key(self, *parts: Part) -> str:
         """The key for a call downstream: the same in every attempt, different for other parts.

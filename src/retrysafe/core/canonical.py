@@ -9,31 +9,16 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import datetime
+from decimal import Decimal
 from typing import Any, Final
 
-from retrysafe.core.framing import frame
+from retrysafe.core.framing import frame, utc_text
+from retrysafe.core.numerals import Number
 
 
 class NotCanonical(Exception):
     """The text has no single meaning as JSON."""
-
-
-class Number:
-    """A JSON number by its exact decimal value: digits without trailing zeros, and an exponent."""
-
-    __slots__ = ("text",)
-
-    def __init__(self, lexeme: str) -> None:
-        mantissa, _, exponent_text = lexeme.lower().partition("e")
-        sign = "-" if mantissa.startswith("-") else ""
-        whole, _, fraction = mantissa.lstrip("-").partition(".")
-        digits = (whole + fraction).lstrip("0")
-        stripped = digits.rstrip("0")
-        if not stripped:
-            self.text = "0"
-            return
-        exponent = int(exponent_text or "0") - len(fraction) + len(digits) - len(stripped)
-        self.text = f"{sign}{stripped}e{exponent}"
 
 
 class _Absent:
@@ -75,6 +60,43 @@ _decode = json.JSONDecoder(
 # stack is, and a retry that comes in by another path would count as a different request. Twice
 # the depth of a stored value, because a tagged value takes two levels.
 DEPTH_LIMIT: Final = 200
+
+
+def of_tree(tree: Any) -> Any:
+    """A JSON tree of Python values as `parse` would give it: equal for values that are equal.
+
+    The spelling of Decimals, the time zone of an instant, the order of a dictionary and the name of
+    a class do not count. Raises `ValueError` for integers too long to be written out.
+    """
+    kind = type(tree)
+    if kind is int:
+        return Number(str(tree))
+    if kind is float:
+        return Number(repr(tree))
+    if kind is list:
+        return [of_tree(item) for item in tree]
+    if kind is not dict:
+        return tree
+    tag = tree.get("$")
+    if tag is None:
+        return {name: of_tree(item) for name, item in tree.items()}
+    return _of_tagged(tag, tree["v"])
+
+
+def _of_tagged(tag: str, value: Any) -> Any:
+    if tag in _TYPED_TAGS:
+        return of_tree(value)
+    if tag == "decimal" and Decimal(value).is_finite():
+        return Number(value)
+    if tag == "datetime":
+        return {"$": tag, "v": utc_text(datetime.fromisoformat(value))}
+    inner = of_tree(value)
+    return {"$": tag, "v": sorted(inner, key=canonical_bytes) if tag in _UNORDERED_TAGS else inner}
+
+
+# Values of classes count by their fields, so that pointers reach them and a class may be renamed.
+_TYPED_TAGS: Final = frozenset({"dataclass", "namedtuple", "pydantic", "msgspec"})
+_UNORDERED_TAGS: Final = frozenset({"dict", "set", "frozenset"})
 
 
 def canonical_bytes(value: Any, depth: int = 0) -> bytes:

@@ -8,7 +8,6 @@ ports. Every decision about a record is the store's, by the store's clock.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from datetime import timedelta
 from typing import Any, Final
 
 from retrysafe.core import codec
@@ -17,6 +16,7 @@ from retrysafe.core.cache import CachedOutcome, ReplayCache
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind, Reporter
 from retrysafe.core.flights import Flight, Flights, Phase, is_same_request
+from retrysafe.core.joining import JoinedOutcome, Joiner
 from retrysafe.core.keys import Key
 from retrysafe.core.lease import Lease
 from retrysafe.core.machine import is_exhausted
@@ -30,21 +30,24 @@ from retrysafe.core.model import (
     Payload,
 )
 from retrysafe.core.policy import InFlight
-from retrysafe.core.ports import Lock, Orphanage, Renewals, Waiting, Writer
+from retrysafe.core.ports import Fate, Lock, Orphanage, Renewals, Waiting, Writer
+from retrysafe.core.replaying import gone, in_flight, replayed_value, reused
 from retrysafe.core.settling import RETRY_PAUSE_SECONDS, Settler
-from retrysafe.core.values import NotReadable
 from retrysafe.errors import (
     ClaimLost,
     KeyReused,
     OperationFailed,
     OperationInFlight,
-    OutcomeUnavailable,
+    StoreError,
     StoreUnavailable,
 )
 
 # A claim whose answer was lost is asked for again with the same token, which is harmless. Three
 # tries ride out a dropped connection; a store that is down is reported quickly.
 CLAIM_TRIES: Final = 3
+# A process that stands still now and then gets its turn; a store that is always slower than the
+# lease is reported instead of being asked for ever.
+LATE_ANSWERS_LIMIT: Final = 10
 # A foreign owner is polled quickly at first, because most operations are short.
 POLL_SECONDS: Final = 0.02
 POLL_MAXIMUM_SECONDS: Final = 0.5
@@ -80,6 +83,7 @@ class Engine:
         report: Reporter,
         owner: str = "",
         secret: bytes | None = None,
+        joiner: Joiner | None = None,
     ) -> None:
         self._writer = writer
         self._waiting = waiting
@@ -89,9 +93,16 @@ class Engine:
         self._mint_token = mint_token
         self._cache = cache
         self._report = report
-        self._settler = Settler(writer=writer, waiting=waiting, orphanage=orphanage, report=report)
+        self._settler = Settler(
+            writer=writer,
+            waiting=waiting,
+            renewals=renewals,
+            orphanage=orphanage,
+            report=report,
+        )
         self._owner = owner
         self._secret = secret
+        self._joiner = joiner
         self._flights = Flights(lock)
 
     async def answer(self, call: Call, invoke: Invoke) -> Answer[Any]:
@@ -111,18 +122,20 @@ class Engine:
             wait_until = self._monotonic() + call.policy.wait_seconds
         digest = call.key.digest
         while True:
-            flight, is_leader = self._flights.join(digest, call.fingerprints, self._monotonic())
-            if is_leader:
-                try:
+            mine = Flight(call.fingerprints)
+            try:
+                flight = self._flights.join(digest, mine, self._monotonic())
+                if flight is mine:
                     return await self._lead(flight, call, invoke, wait_until)
-                finally:
-                    self._flights.land(digest, flight)
+            finally:
+                self._flights.land(digest, mine)
             answer = await self._follow(flight, call, wait_until)
             if answer is not None:
                 return answer
 
     def forget(self, key: Key) -> None:
         """Drops what the process remembers of a key, after an operator changed it."""
+        self._flights.revoke(key.digest)
         if self._cache is not None:
             with self._lock:
                 self._cache.forget(key.digest)
@@ -146,6 +159,7 @@ class Engine:
             self._owner,
         )
         poll_seconds = POLL_SECONDS
+        late_answers = 0
         while True:
             asked = self._monotonic()
             try:
@@ -157,6 +171,13 @@ class Engine:
                 if self._monotonic() >= asked + answer.remaining_ms / 1000:
                     # The process stood still until the lease was over. Somebody else may run by
                     # now, so nothing starts on this claim; the store is asked anew.
+                    late_answers += 1
+                    if late_answers == LATE_ANSWERS_LIMIT:
+                        raise StoreUnavailable(
+                            f"the store grants claims later than their lease of "
+                            f"{call.policy.lease} lasts: nothing was run",
+                            key=call.key.text,
+                        )
                     continue
                 return await self._run(flight, call, invoke, request, answer, asked)
             if decision is Decision.REPLAY:
@@ -196,9 +217,7 @@ class Engine:
     ) -> Answer[Any]:
         payload = answer.payload
         if payload is None:
-            raise OutcomeUnavailable(
-                "the operation is done, but its outcome is no longer stored", key=call.key.text
-            )
+            raise gone(call)
         self._remember(call, flight, payload, answer.attempt, asked, answer.remaining_ms)
         return self._replay(call, payload, answer.attempt, "store")
 
@@ -216,12 +235,24 @@ class Engine:
                     raise self._in_flight(call, flight, "process")
             if phase is Phase.LANDED:
                 return self._disembark(flight, call, wait_until)
-            timeout = None if wait_until is None else max(0.0, wait_until - self._monotonic())
             signal = self._waiting.signal()
             if not self._flights.enlist(flight, phase, signal):
                 continue
-            if not await signal.wait(timeout) and flight.phase is not Phase.LANDED:
+            if await signal.wait(self._patience(flight, wait_until)):
+                continue
+            now = self._monotonic()
+            if flight.lease is not None and flight.lease.is_lost(now):
+                return None  # The operation hangs: this caller may take over as any other may.
+            if flight.phase is not Phase.LANDED and wait_until is not None and now >= wait_until:
                 raise self._in_flight(call, flight, "process", has_waited=True)
+
+    def _patience(self, flight: Flight, wait_until: float | None) -> float | None:
+        """How long a follower waits for news: to its limit, or to the end of the lease."""
+        if wait_until is None:
+            return None  # Only for the claim, which ends by itself.
+        now = self._monotonic()
+        left = max(0.0, wait_until - now)
+        return left if flight.lease is None else min(left, flight.lease.seconds_left(now))
 
     def _disembark(
         self, flight: Flight, call: Call, wait_until: float | None
@@ -288,6 +319,8 @@ class Engine:
             self._monotonic,
             self._secret,
             answer.decision is _ADMIT,
+            call,
+            self._joiner,
         )
         self._renewals.add(lease)
         try:
@@ -301,23 +334,57 @@ class Engine:
                     # in how the key's run ended.
                     raise
                 asked = self._monotonic()
-                ending, payload = await self._settler.settle_error(call, lease.token, error, number)
+                joined = attempt.joined
+                if joined and await self._is_settled(flight, call, joined, number, asked, error):
+                    raise
+                ending, payload = await self._settler.settle_error(call, lease, error, number)
                 self._remember_ending(call, flight, ending, payload, number, asked)
                 raise
             asked = self._monotonic()
+            joined = attempt.joined
+            if joined and await self._is_settled(flight, call, joined, number, asked, None):
+                return Answer(joined.value, False, number)
             ending, payload = self._settler.payload_of(call, value, number)
-            payload = await self._settler.settle(call, lease.token, ending, payload, number, value)
+            payload = await self._settler.settle(call, lease, ending, payload, number, value)
             self._remember_ending(call, flight, ending, payload, number, asked)
         finally:
-            self._renewals.remove(lease)
+            self._stop_renewing(lease)
         return Answer(value, False, number)
+
+    def _stop_renewing(self, lease: Lease) -> None:
+        # The ending of a cancelled caller keeps its lease until it is written.
+        if not lease.is_adopted:
+            self._renewals.remove(lease)
+
+    async def _is_settled(
+        self,
+        flight: Flight,
+        call: Call,
+        joined: JoinedOutcome,
+        attempt: int,
+        asked: float,
+        error: Exception | None,
+    ) -> bool:
+        """Whether the user's transaction settles the attempt, so that nothing is left to write."""
+        try:
+            fate = await joined.fate()
+        except StoreError:
+            # Nobody can tell now. A value is settled as usual: an outcome that stands confirms
+            # it. An exception must not free a key whose business write may have been committed.
+            return error is not None
+        if fate is Fate.STANDS:
+            self._report(EventKind.COMPLETED, call.key, call.operation, attempt)
+            self._remember(call, flight, joined.payload, attempt, asked, call.policy.active_ms)
+        # While it is open, the record is locked by it and only its commit or its rollback decides;
+        # writing here would wait for a caller who waits for us.
+        return fate is not Fate.UNDONE
 
     async def _exhaust(self, flight: Flight, call: Call, lease: Lease, attempt: int) -> Answer[Any]:
         """Settles the record as failed for good, and raises that failure."""
         asked = self._monotonic()
         payload = await self._settler.settle(
             call,
-            lease.token,
+            lease,
             Ending.FAILED,
             codec.exhausted(call.policy.attempt_limit),
             attempt,
@@ -363,19 +430,7 @@ class Engine:
 
     def _replay(self, call: Call, payload: Payload, attempt: int, source: str) -> Answer[Any]:
         self._report(EventKind.REPLAYED, call.key, call.operation, attempt, source=source)
-        if payload.form == codec.WITHHELD:
-            raise codec.unavailable(payload, call.key.text)
-        if payload.form in (codec.FAILURE, codec.EXHAUSTED):
-            declared = (*call.policy.terminal, *call.policy.retryable)
-            raise codec.decode_failure(payload, declared, call.key.text)
-        try:
-            return Answer(call.codec.decode(payload), True, attempt)
-        except NotReadable as error:
-            raise OutcomeUnavailable(
-                f"the operation is done and will not run again, but its outcome cannot be read "
-                f"here: {error}",
-                key=call.key.text,
-            ) from error
+        return Answer(replayed_value(call, payload), True, attempt)
 
     def _check_same(self, call: Call, fingerprints: tuple[Fingerprint, ...], source: str) -> None:
         if not is_same_request(call.fingerprints, fingerprints):
@@ -383,11 +438,7 @@ class Engine:
 
     def _reused(self, call: Call, source: str) -> KeyReused:
         self._report(EventKind.MISMATCHED, call.key, call.operation, source=source)
-        return KeyReused(
-            f"the key {call.key.text!r} was first used for a different request: use a new key "
-            "for a new request, and the same request for a retry",
-            key=call.key.text,
-        )
+        return reused(call)
 
     def _in_flight(
         self, call: Call, flight: Flight, source: str, *, has_waited: bool = False
@@ -397,9 +448,9 @@ class Engine:
         kind = EventKind.WAIT_ENDED if has_waited else EventKind.CONFLICTED
         self._report(kind, call.key, call.operation, source=source)
         waited = f" after a wait of {call.policy.wait_seconds:g} s" if has_waited else ""
-        return OperationInFlight(
+        return in_flight(
+            call,
             f"the first run of {call.key.text!r} has not ended{waited}; its lease ends in "
             f"{seconds:.1f} s unless it is renewed",
-            key=call.key.text,
-            retry_after=timedelta(seconds=seconds),
+            seconds,
         )

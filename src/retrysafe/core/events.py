@@ -44,6 +44,8 @@ class Event:
 
 
 Emit = Callable[[Event], None]
+# What is shown where an operation has no name, as a lambda has none.
+UNNAMED: Final = "(unnamed)"
 ALL_KINDS: Final = frozenset(EventKind)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from retrysafe.core import canonical
 from retrysafe.core.framing import digest, frame
 from retrysafe.core.model import Fingerprint
-from retrysafe.core.values import json_bytes, sorted_json_bytes
 from retrysafe.errors import PolicyInvalid
 
 
@@ -73,30 +72,32 @@ class FingerprintRule:
         return (own, *(rule.fingerprints(*parts, body=body)[0] for rule in self.previous))
 
     def fingerprints_of_value(self, *parts: bytes, tree: Any) -> tuple[Fingerprint, ...]:
-        """The same for a request that is a JSON tree already; no text is parsed for it."""
-        if self._included or self._excluded:
-            own = self._digest(parts, json_bytes(tree))
-        else:
-            text = sorted_json_bytes(tree)
-            own = digest(b"%b%d:v%b" % (_framed_start(parts), len(text) + 1, text))
-        mine = Fingerprint(self.version, own)
-        if not self.previous:
-            return (mine,)
-        earlier = (rule.fingerprints_of_value(*parts, tree=tree)[0] for rule in self.previous)
-        return (mine, *earlier)
+        """The same for a request that is a tree of Python values; no text is parsed for it.
+
+        Raises `ValueError` for integers too long to be written out.
+        """
+        value = canonical.of_tree(tree)
+        return tuple(
+            Fingerprint(rule.version, rule._framed(parts, rule._counting(value)))  # noqa: SLF001 — rules of one class.
+            for rule in (self, *self.previous)
+        )
+
+    @staticmethod
+    def _framed(parts: tuple[bytes, ...], counting: bytes) -> bytes:
+        return digest(b"%b%d:%b" % (_framed_start(parts), len(counting), counting))
 
     def _digest(self, parts: tuple[bytes, ...], body: bytes) -> bytes:
-        return digest(frame(b"fingerprint 1", frame(*parts), self._canonical_body(body)))
-
-    def _canonical_body(self, body: bytes) -> bytes:
         """The bytes that count; the first one says how they were made, so no two ways meet."""
         try:
-            value = canonical.parse(body)
-            for tokens in self._excluded:
-                value = canonical.without(value, tokens)
-            if not self._included:
-                return b"j" + canonical.canonical_bytes(value)
-            chosen = (canonical.select(value, tokens) for tokens in self._included)
-            return b"i" + frame(*map(canonical.canonical_bytes, chosen))
+            counting = self._counting(canonical.parse(body))
         except (canonical.NotCanonical, RecursionError):
-            return b"r" + body
+            counting = b"r" + body
+        return self._framed(parts, counting)
+
+    def _counting(self, value: Any) -> bytes:
+        for tokens in self._excluded:
+            value = canonical.without(value, tokens)
+        if not self._included:
+            return b"j" + canonical.canonical_bytes(value)
+        chosen = (canonical.select(value, tokens) for tokens in self._included)
+        return b"i" + frame(*map(canonical.canonical_bytes, chosen))

@@ -96,22 +96,22 @@ class Flights:
         self._lock = lock
         self._by_digest: dict[bytes, Flight] = {}
 
-    def join(
-        self, digest: bytes, fingerprints: tuple[Fingerprint, ...], monotonic: float
-    ) -> tuple[Flight, bool]:
-        """The key's flight, and whether the caller leads it.
+    def join(self, digest: bytes, mine: Flight, monotonic: float) -> Flight:
+        """The key's flight: the caller's own when it leads.
 
-        A flight whose lease ran out unrenewed is replaced: its operation hangs, and this process
-        must be as free to take the key over as any other.
+        The caller brings the flight and lands it in any case, so that a signal that raises
+        anywhere in between leaves no flight without a leader. A flight whose lease ran out
+        unrenewed is replaced: its operation hangs, and this process must be as free to take the
+        key over as any other.
         """
         with self._lock:
             flight = self._by_digest.get(digest)
             if flight is not None and not (
                 flight.lease is not None and flight.lease.is_lost(monotonic)
             ):
-                return flight, False
-            flight = self._by_digest[digest] = Flight(fingerprints)
-            return flight, True
+                return flight
+            self._by_digest[digest] = mine
+            return mine
 
     def enter(self, flight: Flight, phase: Phase) -> None:
         """Moves a flight on and wakes everybody who waits for news of it."""
@@ -122,7 +122,7 @@ class Flights:
             waiter.set()
 
     def land(self, digest: bytes, flight: Flight) -> None:
-        """Ends a flight; whoever comes next starts a new one."""
+        """Ends a flight; whoever comes next starts a new one. One that never flew is ignored."""
         with self._lock:
             if self._by_digest.get(digest) is flight:
                 del self._by_digest[digest]
@@ -140,6 +140,13 @@ class Flights:
                 flight.waiters = []
             flight.waiters.append(signal)
             return True
+
+    def revoke(self, digest: bytes) -> None:
+        """Ends the hold of the flight on its key, after an operator took the key away."""
+        with self._lock:
+            flight = self._by_digest.get(digest)
+        if flight is not None and flight.lease is not None:
+            flight.lease.revoke()
 
     def __len__(self) -> int:
         return len(self._by_digest)

@@ -8,10 +8,11 @@ length instead.
 from __future__ import annotations
 
 import hashlib
-from datetime import date, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from uuid import UUID
 
+from retrysafe.core.numerals import Number
 from retrysafe.errors import FingerprintImpossible
 
 Part = str | bytes | int | bool | None | Decimal | UUID | date | datetime | timedelta
@@ -46,11 +47,12 @@ def part_bytes(part: Part) -> bytes:
     if part is None:
         return b"n"
     if isinstance(part, Decimal):
-        return b"d" + str(part).encode()
+        # By value: an amount is the same amount however many zeros it is written with.
+        return b"d" + (Number(str(part)).text if part.is_finite() else str(part)).encode()
     if isinstance(part, UUID):
         return b"u" + part.bytes
     if isinstance(part, datetime):
-        return b"t" + part.isoformat().encode()
+        return b"t" + utc_text(part).encode()
     if isinstance(part, date):
         return b"D" + part.isoformat().encode()
     if isinstance(part, timedelta):
@@ -59,6 +61,11 @@ def part_bytes(part: Part) -> bytes:
         f"{type(part).__name__} cannot be part of a key: pass text, bytes, numbers (no floats), "
         "None, Decimal, UUID, dates or times"
     )
+
+
+def utc_text(moment: datetime) -> str:
+    """An instant is the same instant in every time zone; a naive one is what it says."""
+    return (moment.astimezone(UTC) if moment.tzinfo is not None else moment).isoformat()
 
 
 def frame_parts(*parts: Part) -> bytes:

@@ -75,6 +75,12 @@ class Key:
     def __hash__(self) -> int:
         return hash(self.digest)
 
+    def __str__(self) -> str:
+        """The key in a sentence, for people who do not read Python."""
+        return f"key {self.text!r} " + (
+            "(global)" if self.is_global else f"of caller {self.caller!r}"
+        )
+
     def __repr__(self) -> str:
         caller = "GLOBAL" if self.is_global else repr(self.caller)
         return f"Key({self.text!r}, caller={caller})"

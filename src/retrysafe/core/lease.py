@@ -18,6 +18,7 @@ class Lease:
     __slots__ = (
         "ends_at_ms",
         "ends_monotonic",
+        "is_adopted",
         "is_revoked",
         "key",
         "lease_ms",
@@ -40,6 +41,8 @@ class Lease:
         self.token = token
         self.lease_ms = lease_ms
         self.is_revoked = False
+        # Whether a background flow renews and gives it up, because its caller was cancelled.
+        self.is_adopted = False
         self.renew_until_monotonic = (
             None if run_limit_seconds is None else asked_monotonic + run_limit_seconds
         )
@@ -47,7 +50,9 @@ class Lease:
 
     def renewed(self, remaining_ms: int, ends_at_ms: int, asked_monotonic: float) -> None:
         """Takes over what the store answered to a claim or an extend asked for at that time."""
-        remaining_seconds = remaining_ms / 1000
+        # A store whose clock was set back answers with more than was asked for. Believing that
+        # would put off the next renewal until long after the clock is right again.
+        remaining_seconds = min(remaining_ms, self.lease_ms) / 1000
         self.ends_at_ms = ends_at_ms
         self.ends_monotonic = asked_monotonic + remaining_seconds
         self.renew_monotonic = asked_monotonic + remaining_seconds / RENEWALS_PER_LEASE

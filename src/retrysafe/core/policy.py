@@ -21,6 +21,8 @@ LEASE_MINIMUM: Final = timedelta(milliseconds=100)
 LEASE_MAXIMUM: Final = timedelta(days=1)
 # Nobody holds a connection open longer; an unbounded number would overflow the clocks' timers.
 WAIT_LIMIT_MAXIMUM: Final = timedelta(days=1)
+# A hundred years: what lies beyond cannot be shown as a date any more.
+WINDOW_MAXIMUM: Final = timedelta(days=36_500)
 # An outcome larger than this belongs in object storage, with a reference as the outcome.
 OUTCOME_LIMIT_MAXIMUM_BYTES: Final = 64 * 1024 * 1024
 
@@ -112,6 +114,11 @@ class Policy:
             raise PolicyInvalid(
                 f"lease must be between {LEASE_MINIMUM} and {LEASE_MAXIMUM}, got {self.lease}: "
                 "it is the time that a crash blocks the key; longer operations are renewed"
+            )
+        if self.audit_window > WINDOW_MAXIMUM:
+            raise PolicyInvalid(
+                f"audit_window must be at most {WINDOW_MAXIMUM.days:,} days, "
+                f"got {self.audit_window}"
             )
         if self.active_window < self.lease:
             raise PolicyInvalid(

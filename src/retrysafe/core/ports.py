@@ -72,7 +72,8 @@ class Store(Protocol):
         """Makes a batch durable and answers each row in order.
 
         A row that the store cannot take is answered with its own `StoreError`, and the others
-        stand. Rows for one key are applied as if one after the other.
+        stand. Rows for one key are applied as if one after the other, settlements before claims: an
+        outcome that is there must not lose to a takeover beside it.
         """
 
     async def record_step(self, write: StepWrite) -> Decision:
@@ -110,6 +111,63 @@ class Writer(Protocol):
 
     def settle(self, settlement: Settlement) -> Awaitable[SettleAnswer]:
         """Ends or extends an attempt; raises the row's `StoreError`."""
+
+
+class Fate(Enum):
+    """What became of an outcome that was written in a user's transaction."""
+
+    STANDS = "stands"
+    OPEN = "open"
+    UNDONE = "undone"
+
+
+class Transaction(Protocol):
+    """A user's open transaction that retrysafe has joined.
+
+    What is written here commits or rolls back together with the user's own writes. Errors of the
+    database reach the user as the driver's own, because the user's transaction is what they end.
+    """
+
+    @property
+    def waits(self) -> Waits:
+        """Whether its methods block or suspend."""
+
+    async def begin(self) -> None:
+        """Marks the point that `undo` returns to; raises `TransactionMissing`."""
+
+    async def keep(self) -> None:
+        """Hands what was written since `begin` to the user's transaction."""
+
+    async def undo(self) -> None:
+        """Takes back everything since `begin`, the user's writes and the lock included."""
+
+    async def lock(self, key: Key, wait_seconds: float | None) -> bool:
+        """Keeps other transactions off the key until this one ends; None asks without waiting.
+
+        After a wait that ran out, only `undo` may follow.
+        """
+
+    async def look(self, request: ClaimRequest) -> ClaimAnswer:
+        """What a claim would be answered by what others have committed; writes nothing."""
+
+    async def claim(self, request: ClaimRequest) -> ClaimAnswer:
+        """Claims a key under the lock; raises `DigestCollision`."""
+
+    async def sees_changes(self) -> bool:
+        """Whether asking again can show what others commit while this transaction is open."""
+
+    async def settle(self, settlement: Settlement) -> Decision:
+        """Ends an attempt: APPLY, CONFIRM or LOST."""
+
+    async def fate(self, settlement: Settlement) -> Fate:
+        """What became of a settlement that was applied here, seen from outside."""
+
+
+class Joins(Protocol):
+    """A store that can work inside a user's transaction."""
+
+    def join(self, connection: object) -> Transaction:
+        """The transaction of a user's connection; raises `InvalidInput` for unknown kinds."""
 
 
 class Signal(Protocol):

@@ -12,6 +12,7 @@ from typing import Any, Final
 from retrysafe.core import codec
 from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.lease import Lease
 from retrysafe.core.model import (
     Decision,
     Ending,
@@ -20,7 +21,7 @@ from retrysafe.core.model import (
     SettleKind,
     Settlement,
 )
-from retrysafe.core.ports import Orphanage, Waiting, Writer
+from retrysafe.core.ports import Orphanage, Renewals, Waiting, Writer
 from retrysafe.errors import (
     ClaimLost,
     OutcomeNotStored,
@@ -47,14 +48,21 @@ _LOST: Final = Decision.LOST
 class Settler:
     """Writes endings until they stand."""
 
-    __slots__ = ("_monotonic", "_orphanage", "_report", "_waiting", "_writer")
+    __slots__ = ("_monotonic", "_orphanage", "_renewals", "_report", "_waiting", "_writer")
 
     def __init__(
-        self, *, writer: Writer, waiting: Waiting, orphanage: Orphanage, report: Reporter
+        self,
+        *,
+        writer: Writer,
+        waiting: Waiting,
+        renewals: Renewals,
+        orphanage: Orphanage,
+        report: Reporter,
     ) -> None:
         self._writer = writer
         self._waiting = waiting
         self._monotonic = waiting.monotonic
+        self._renewals = renewals
         self._orphanage = orphanage
         self._report = report
 
@@ -73,13 +81,13 @@ class Settler:
         return ending, payload
 
     async def settle_error(
-        self, call: Call, token: bytes, error: Exception, attempt: int
+        self, call: Call, lease: Lease, error: Exception, attempt: int
     ) -> tuple[Ending, Payload]:
         """Stores a clean exception as the policy judges it; raises as `settle` does."""
         ending = call.policy.judge(error)
         payload = codec.encode_failure(error, call.policy.outcome_limit_bytes)
         try:
-            return ending, await self.settle(call, token, ending, payload, attempt)
+            return ending, await self.settle(call, lease, ending, payload, attempt)
         except OutcomeNotStored as unstored:
             if ending is Ending.RELEASED:
                 # The key is freed by its lease instead; the operation's own error matters more.
@@ -91,7 +99,7 @@ class Settler:
     async def settle(
         self,
         call: Call,
-        token: bytes,
+        lease: Lease,
         ending: Ending,
         payload: Payload,
         attempt: int,
@@ -105,7 +113,7 @@ class Settler:
         kind, event_kind = _KINDS[ending]
         policy = call.policy
         settlement = Settlement(
-            kind, call.key, token, payload, 0, policy.active_ms, policy.audit_ms
+            kind, call.key, lease.token, payload, 0, policy.active_ms, policy.audit_ms
         )
         try:
             try:
@@ -117,7 +125,9 @@ class Settler:
         except BaseException:
             # The caller is being cancelled, and the operation is done: its outcome must not be
             # lost with the caller. Writing it twice is harmless, the token confirms the second.
-            self._orphanage.adopt(self._settle_orphan(call, settlement, attempt))
+            # Its lease goes along: it must not run out while the store is still being asked.
+            lease.is_adopted = True
+            self._orphanage.adopt(self._settle_orphan(call, lease, settlement, attempt))
             raise
         if answer.decision is _LOST:
             raise self._lost(call, attempt)
@@ -158,7 +168,9 @@ class Settler:
             except StoreError as again:
                 error = again
 
-    async def _settle_orphan(self, call: Call, settlement: Settlement, attempt: int) -> None:
+    async def _settle_orphan(
+        self, call: Call, lease: Lease, settlement: Settlement, attempt: int
+    ) -> None:
         """The same for an ending whose caller is gone; there is nobody left to tell."""
         try:
             try:
@@ -167,6 +179,8 @@ class Settler:
                 answer = await self._insist(call, settlement, attempt, None, error)
         except OutcomeNotStored:
             return  # Reported where it was raised.
+        finally:
+            self._renewals.remove(lease)
         if answer.decision is Decision.LOST:
             self._lost(call, attempt)
 

@@ -53,14 +53,13 @@ def claim(
     condition = condition_of(record, now_ms)
     decision = decide(claim_event(record, request.fingerprints, request.token), condition)
     if decision is Decision.ADMIT:
-        return _granted(request, None, now_ms), _grant(decision, condition, 1, request, now_ms)
+        return _granted(request, None, condition, now_ms), _grant(
+            decision, condition, 1, request, now_ms
+        )
     assert record is not None  # Only an absent record has no row, and absent is always admitted.
     if decision is Decision.TAKE_OVER:
-        attempt = record.attempt + 1
-        return (
-            _granted(request, record, now_ms),
-            _grant(decision, condition, attempt, request, now_ms),
-        )
+        granted = _granted(request, record, condition, now_ms)
+        return granted, _grant(decision, condition, granted.attempt, request, now_ms)
     ends_at_ms = record.expires_at_ms if decision is Decision.REPLAY else record.lease_ends_at_ms
     return None, ClaimAnswer(
         decision,
@@ -85,13 +84,21 @@ def _grant(
     )
 
 
-def _granted(request: ClaimRequest, previous: Record | None, now_ms: int) -> Record:
+def _granted(
+    request: ClaimRequest, previous: Record | None, condition: Condition, now_ms: int
+) -> Record:
     """The pending record of a claim; a takeover keeps the birth and the judged fingerprint.
 
     Keeping the first fingerprint matters during a change of rule: the record stays comparable to
     the request that it was made for.
     """
     current = request.fingerprints[0]
+    attempt = 1 if previous is None else previous.attempt + 1
+    is_own = previous is not None and previous.token == request.token
+    if previous is not None and is_own and condition is Condition.ABANDONED:
+        # Asked for again by the same owner, whose lease ended before it could start: an attempt
+        # that ran nothing must not count towards the limit.
+        attempt = previous.attempt
     return Record(
         digest=request.key.digest,
         caller=request.key.caller,
@@ -101,7 +108,7 @@ def _granted(request: ClaimRequest, previous: Record | None, now_ms: int) -> Rec
         fingerprint=current.digest if previous is None else previous.fingerprint,
         state=State.PENDING,
         token=request.token,
-        attempt=1 if previous is None else previous.attempt + 1,
+        attempt=attempt,
         first_claimed_at_ms=now_ms if previous is None else previous.first_claimed_at_ms,
         claimed_at_ms=now_ms,
         lease_ends_at_ms=now_ms + request.lease_ms,

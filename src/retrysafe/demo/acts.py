@@ -83,7 +83,8 @@ def race(stage: Stage) -> None:
     story.say(
         f"{PROCESSES} processes with {THREADS} threads each charge the same card at the same "
         f"moment, all with the key {key!r}. One of them wins the claim and works; the others "
-        "wait for its outcome."
+        "wait for its outcome, because their policy says so: InFlight.WAIT. By default they would "
+        "be refused, as the retry in the next act is."
     )
     job = stage.job(key, lease=LONG_LEASE, threads=THREADS)
     workers = stage.processes.start_all([job] * PROCESSES)
@@ -139,6 +140,12 @@ def crash(stage: Stage) -> None:
     story.see(f"attempt {answer.attempt} took over and finished: {answer.value['receipt']}")
     started, charged = stage.counts(key)
     story.see(f"the ledger has {started} executions, of which {charged} moved money")
+    story.say(
+        "The first one died before its charge. Had it died just after, the second would have "
+        "charged again: no store can know what a dead process did elsewhere. Send "
+        "every call to a system outside a child key, the same in each attempt, by which the other "
+        "side recognises the repetition."
+    )
     story.expect("attempt that finished", expected=2, actual=answer.attempt)
     story.expect("charges in the ledger", expected=1, actual=charged)
     story.expect("stored receipts", expected=answer.value["receipt"], actual=_only(stage, key))

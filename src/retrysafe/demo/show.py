@@ -111,9 +111,10 @@ def _play(story: Story, url: str, ledger: Ledger, lease: timedelta) -> None:
         # Without a cache every answer that is shown comes from the store.
         with Idempotency(store, cache=False) as idempotency, Processes() as processes:
             story.say(
-                "An operation that is retried, raced or interrupted runs once, and everybody gets "
-                f"the first outcome. Watch it happen on {url}. The ledger stands for the card "
-                "network: every execution writes into it, so a double charge would show."
+                "However often an operation is retried, raced or interrupted: there is one run at "
+                f"a time and one outcome, and everybody gets it. Watch it happen on {url}. The "
+                "ledger stands for the card network: every execution writes into it, so a double "
+                "charge would show."
             )
             stage = acts.Stage(story, idempotency, processes, ledger, url, _run_id(), lease)
             acts.race(stage)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
 from retrysafe.core.attempt import Attempt
@@ -16,11 +16,13 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Emit
 from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.core.joining import Joiner
 from retrysafe.core.keys import Key
-from retrysafe.core.model import OperatorCommand, StoredKey, SweepReport
+from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Waits, Writer
 from retrysafe.errors import InvalidInput
+from retrysafe.runtime.atomic_threads import AtomicThreads
 from retrysafe.runtime.calls import (
     ONCE_ATTRIBUTE,
     UNSET,
@@ -29,6 +31,8 @@ from retrysafe.runtime.calls import (
     Unset,
     once_of,
     owner_name,
+    require_no_positional,
+    shown_name,
 )
 from retrysafe.runtime.current import current
 from retrysafe.runtime.drive import run_sync
@@ -50,7 +54,7 @@ class _InterruptedThread:
         run_sync(flow)
 
 
-class BlockingIdempotency(Face):
+class BlockingIdempotency(AtomicThreads, Face):
     """Runs operations once, for threads and processes."""
 
     def __init__(
@@ -100,6 +104,11 @@ class BlockingIdempotency(Face):
             report=self._report,
             owner=owner_name(),
             secret=self._settings.secret,
+            joiner=Joiner(
+                join=lambda connection: self._join(connection, Waits.BLOCKING),
+                drive=run_sync,
+                renewals=self._heartbeat,
+            ),
         )
 
     def after_fork_in_child(self) -> None:
@@ -172,7 +181,7 @@ class BlockingIdempotency(Face):
 
     def once(
         self,
-        *,
+        *misplaced: Never,
         key: KeySource,
         caller: CallerSource | None = None,
         name: str | None = None,
@@ -186,6 +195,7 @@ class BlockingIdempotency(Face):
         `key` names the parameters that identify the operation, or is a function of the arguments,
         or a `BodyKey`. `ignore` names parameters that are not part of the request.
         """
+        require_no_positional(misplaced)
 
         def decorate(function: Callable[P, T]) -> Callable[P, T]:
             _require_plain(function)
@@ -233,12 +243,12 @@ class BlockingIdempotency(Face):
                 raise InvalidInput("the operation is async: use AsyncIdempotency for it")
             return value
 
-        gate = self._gate
-        gate.enter()
+        gate, inside = self._gate, object()
         try:
+            gate.enter(inside)
             return run_sync(self._engine.answer(call, invoke))
         finally:
-            gate.leave()
+            gate.leave(inside)
 
     # Looking after the store.
 
@@ -266,7 +276,8 @@ class BlockingIdempotency(Face):
 
     def _operate(self, key: Key, command: OperatorCommand) -> None:
         decision = run_sync(self._store.operate(key, command))
-        self._engine.forget(key)
+        if decision is Decision.APPLY:
+            self._engine.forget(key)
         operator_outcome(decision, command, key, run_sync(self._store.read(key)))
 
     def sweep(self, *, limit: int = 1000) -> SweepReport:
@@ -302,4 +313,4 @@ class BlockingIdempotency(Face):
 
 def _require_plain(operation: Callable[..., Any]) -> None:
     if inspect.iscoroutinefunction(operation):
-        raise InvalidInput(f"{operation!r} is async: use AsyncIdempotency for it")
+        raise InvalidInput(f"{shown_name(operation)} is async: use AsyncIdempotency for it")

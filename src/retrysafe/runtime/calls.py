@@ -17,12 +17,14 @@ from types import FunctionType
 from typing import Any, Final
 
 from retrysafe.core.call import Call
+from retrysafe.core.canonical import canonical_bytes, of_tree
 from retrysafe.core.codec import ValueCodec
+from retrysafe.core.events import UNNAMED
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.framing import Part
 from retrysafe.core.keys import Caller, GlobalCaller, Key, body_key, checked_secret, natural_key
 from retrysafe.core.policy import Policy
-from retrysafe.core.values import NotStorable, sorted_json_bytes, to_tree
+from retrysafe.core.values import NotStorable, to_tree
 from retrysafe.errors import (
     CallerMissing,
     FingerprintImpossible,
@@ -109,6 +111,14 @@ def operation_name(operation: Callable[..., Any]) -> str:
     return f"{operation.__module__}.{name}"[:255]
 
 
+def shown_name(operation: Callable[..., Any]) -> str:
+    """The operation in a message: by its name, never by its address in memory."""
+    name = operation_name(operation)
+    if not name and not isinstance(operation, FunctionType | partial):
+        name = type(operation).__qualname__
+    return f"the operation {name or UNNAMED}"
+
+
 def require_runnable(operation: Callable[..., Any]) -> None:
     """Raises `InvalidInput` for generator functions.
 
@@ -118,8 +128,21 @@ def require_runnable(operation: Callable[..., Any]) -> None:
         return  # The usual case, without the long way that sees through partials and methods.
     if inspect.isgeneratorfunction(operation) or inspect.isasyncgenfunction(operation):
         raise InvalidInput(
-            f"{operation!r} is a generator, and calling it runs nothing: wrap it in a function "
-            "that consumes it and returns the result"
+            f"{shown_name(operation)} is a generator, and calling it runs nothing: wrap it in a "
+            "function that consumes it and returns the result"
+        )
+
+
+def require_no_positional(misplaced: tuple[object, ...]) -> None:
+    """Raises `InvalidInput` for `once(something, key=…)`.
+
+    Positional arguments are taken only to be refused: Python's own words for a bare `@once` would
+    be about their number, and not about the key that is missing.
+    """
+    if misplaced:
+        raise InvalidInput(
+            "once takes no positional arguments: write @idem.once(key=…) above the function, with "
+            "the names of the parameters that identify the operation"
         )
 
 
@@ -150,9 +173,16 @@ def _classes(annotation: Any) -> Iterable[type]:
 def codec_for(operation: Callable[..., Any], returns: type | tuple[type, ...] | None) -> ValueCodec:
     """The codec that can rebuild what the operation returns."""
     if returns is not None:
-        return ValueCodec(returns if isinstance(returns, tuple) else tuple(_classes(returns)))
+        return codec_of(returns)
     types = returned_types(operation)
     return ValueCodec(types) if types else _NO_TYPES
+
+
+def codec_of(returns: type | tuple[type, ...] | None) -> ValueCodec:
+    """The codec that can rebuild values of the declared types."""
+    if returns is None:
+        return _NO_TYPES
+    return ValueCodec(returns if isinstance(returns, tuple) else tuple(_classes(returns)))
 
 
 def request_tree(request: object) -> Any:
@@ -179,9 +209,14 @@ def make_call(
 ) -> Call:
     """The call that the engine answers."""
     rule = rule or settings.rule
+    tree = request_tree(request)
+    try:
+        fingerprints = rule.fingerprints_of_value(name.encode(), tree=tree)
+    except ValueError as error:
+        raise FingerprintImpossible(f"the request has no canonical form: {error}") from None
     return Call(
         key,
-        rule.fingerprints_of_value(name.encode(), tree=request_tree(request)),
+        fingerprints,
         policy or settings.policy,
         name,
         codec,
@@ -213,8 +248,9 @@ class Once:
         for item in (*named, *sorted(self.ignore)):
             if isinstance(item, str) and item not in names:
                 raise KeyInvalid(
-                    f"{self.name} has no parameter {item!r}: key= and ignore= take names of its "
-                    f"parameters ({', '.join(names)}), key= also takes a function of its arguments"
+                    f"{shown_name(self.function)} has no parameter {item!r}: key= and ignore= take "
+                    f"names of its parameters ({', '.join(names)}), key= also takes a function of "
+                    "its arguments"
                 )
         if isinstance(self.key_source, BodyKey):
             checked_secret(self.settings.secret)
@@ -228,6 +264,12 @@ class Once:
             self.policy = self.policy.with_changes(
                 active_window=window, audit_window=max(window, self.policy.audit_window)
             )
+
+    def argument(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The value of one parameter in a call."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments[name]
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """The call for these arguments; raises TypeError as the function itself would."""
@@ -262,7 +304,7 @@ class Once:
             return natural_key(self.name, **{name: bound.arguments[name] for name in source})
         if isinstance(source, BodyKey):
             secret = checked_secret(self.settings.secret)
-            return body_key(secret, self.name, sorted_json_bytes(request_tree(request)))
+            return body_key(secret, self.name, canonical_bytes(of_tree(request_tree(request))))
         made = source(*args, **kwargs)
         return natural_key(self.name, *made) if isinstance(made, tuple) else made
 
@@ -274,6 +316,6 @@ def once_of(function: Callable[..., Any]) -> tuple[Once, tuple[Any, ...]]:
     """The decoration of a function or bound method, and the arguments that it is bound to."""
     once = getattr(function, ONCE_ATTRIBUTE, None)
     if not isinstance(once, Once):
-        raise InvalidInput(f"{function!r} is not decorated with once()")
+        raise InvalidInput(f"{shown_name(function)} is not decorated with once()")
     owner = getattr(function, "__self__", None)
     return once, () if owner is None else (owner,)

@@ -17,7 +17,7 @@ from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.keys import Key, checked_secret
 from retrysafe.core.model import TOKEN_BYTES, Condition, Decision, OperatorCommand, StoredKey
 from retrysafe.core.policy import Policy
-from retrysafe.core.ports import Store
+from retrysafe.core.ports import Store, Transaction, Waits
 from retrysafe.errors import InvalidInput, OperatorRefused
 from retrysafe.runtime.calls import (
     UNSET,
@@ -28,8 +28,10 @@ from retrysafe.runtime.calls import (
     Unset,
     asked_for,
     codec_for,
+    codec_of,
     make_call,
     operation_name,
+    request_tree,
     require_runnable,
 )
 
@@ -131,6 +133,41 @@ class Face:
             codec=codec_for(operation, returns),
         )
 
+    def _join(self, connection: object, waits: Waits) -> Transaction:
+        """The user's transaction, if the store and this face can work in it."""
+        join: Callable[[object], Transaction] | None = getattr(self._store, "join", None)
+        if join is None:
+            raise InvalidInput(
+                f"{type(self._store).__name__} has no transactions to join: atomic mode needs a "
+                "PostgreSQL or a SQLite store"
+            )
+        transaction = join(connection)
+        if transaction.waits is not waits:
+            needed = "Idempotency" if transaction.waits is Waits.BLOCKING else "AsyncIdempotency"
+            kind = type(connection)
+            raise InvalidInput(f"use {needed} with {kind.__module__}.{kind.__qualname__}")
+        return transaction
+
+    def _atomic_call(
+        self,
+        key: str | Key,
+        *,
+        caller: CallerSource | None,
+        name: str,
+        request: object,
+        policy: Policy | None,
+        rule: FingerprintRule | None,
+        returns: type | tuple[type, ...] | None,
+    ) -> Call:
+        rule = rule or self._settings.rule
+        return Call(
+            self._settings.key(key, caller),
+            rule.fingerprints_of_value(name.encode(), tree=request_tree(request)),
+            policy or self._settings.policy,
+            name,
+            codec_of(returns),
+        )
+
     def _once(
         self,
         function: Callable[..., Any],
@@ -167,7 +204,7 @@ def operator_outcome(
         return
     if stored is None:
         raise OperatorRefused(
-            f"there is no record of {key!r}: check the key and the caller", key=key.text
+            f"there is no record of {key}: check the key and the caller", key=key.text
         )
     condition = stored.condition
     advice = {
@@ -181,5 +218,5 @@ def operator_outcome(
     if advice is None:
         advice = "the operation succeeded; expire the key if it must be able to run again"
     raise OperatorRefused(
-        f"cannot {command.value} {key!r} while it is {condition.value}: {advice}", key=key.text
+        f"cannot {command.value} {key} while it is {condition.value}: {advice}", key=key.text
     )

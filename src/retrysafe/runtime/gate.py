@@ -14,36 +14,40 @@ def _closed() -> Closed:
 
 
 class ThreadGate:
-    """Counts threads."""
+    """Counts threads.
+
+    A call is a token in a dictionary, because one dictionary operation cannot be interrupted: a
+    signal that raises between any two lines leaves neither a lock taken nor a count too high.
+    """
 
     def __init__(self) -> None:
-        self._condition = threading.Condition(threading.Lock())
-        self._inside = 0
+        self._inside: dict[object, None] = {}
+        self._left = threading.Event()
         self.is_closed = False
 
-    def enter(self) -> None:
-        """Lets a call in; raises `Closed`."""
-        with self._condition:
-            if self.is_closed:
-                raise _closed()
-            self._inside += 1
+    def enter(self, token: object) -> None:
+        """Lets a call in; raises `Closed`. `leave` takes it out again, and may be called anyway."""
+        # In this order: `close` sets its mark before it looks, so one of the two sees the other.
+        self._inside[token] = None
+        if self.is_closed:
+            raise _closed()
 
-    def leave(self) -> None:
-        """Lets a call out."""
-        with self._condition:
-            self._inside -= 1
-            if self.is_closed and not self._inside:
-                self._condition.notify_all()
+    def leave(self, token: object) -> None:
+        """Lets a call out; one that never came in is ignored."""
+        self._inside.pop(token, None)
+        if self.is_closed:
+            self._left.set()
 
     def close(self, wait_seconds: float) -> bool:
         """Lets nobody in any more, and waits for those inside; False when the time ran out."""
         until = time.monotonic() + wait_seconds
-        with self._condition:
-            self.is_closed = True
-            while self._inside:
-                left = until - time.monotonic()
-                if left <= 0 or not self._condition.wait(left):
-                    return not self._inside
+        self.is_closed = True
+        while self._inside:
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            self._left.wait(left)
+            self._left.clear()
         return True
 
 
@@ -77,7 +81,8 @@ class TaskGate:
         self.is_closed = True
         if not self._inside:
             return True
-        self._empty = asyncio.Event()
+        # Shared by several calls: each must hear of the end.
+        self._empty = self._empty or asyncio.Event()
         try:
             await asyncio.wait_for(self._empty.wait(), wait_seconds)
         except TimeoutError:

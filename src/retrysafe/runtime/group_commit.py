@@ -66,12 +66,15 @@ def _split(
 
 def _as_store_error(error: BaseException) -> StoreError:
     """A fresh error for one caller: a shared one would collect everybody's traceback."""
-    if isinstance(error, StoreError):
-        fresh = type(error)(str(error), key=error.key)
-    else:
+    if not isinstance(error, StoreError):
         fresh = StoreUnavailable(f"the commit broke off: {error!r}")
-    fresh.__cause__ = error
-    return fresh
+        fresh.__cause__ = error
+        return fresh
+    # It stands in for the original, with where that was raised and why. Chained to it instead,
+    # one problem would be told twice in every traceback.
+    copied = type(error)(str(error), key=error.key).with_traceback(error.__traceback__)
+    copied.__cause__ = error.__cause__
+    return copied
 
 
 class ThreadGroupCommit:
@@ -247,12 +250,23 @@ class TaskGroupCommit:
     def _launch(self) -> None:
         self._is_scheduled = False
         while self._queue and self._may_launch():
-            count = min(len(self._queue), self._batch_limit)
-            batch = [self._queue.popleft() for _ in range(count)]
+            batch = self._next_batch()
+            if not batch:
+                return
             flight = asyncio.get_running_loop().create_task(self._fly(batch))
-            self._flights[flight] = count
-            self._rows_in_flight += count
+            self._flights[flight] = len(batch)
+            self._rows_in_flight += len(batch)
             flight.add_done_callback(self._landed)
+
+    def _next_batch(self) -> list[tuple[Row, asyncio.Future[Any]]]:
+        batch: list[tuple[Row, asyncio.Future[Any]]] = []
+        while self._queue and len(batch) < self._batch_limit:
+            row, future = self._queue.popleft()
+            # A claim whose caller is gone would block its key for a lease with nobody to run it.
+            # An ending is written whether its caller waits or not.
+            if not (future.done() and isinstance(row, ClaimRequest)):
+                batch.append((row, future))
+        return batch
 
     async def _fly(self, batch: list[tuple[Row, asyncio.Future[Any]]]) -> None:
         claims, claiming, settlements, settling = _split(batch)

@@ -10,6 +10,8 @@ import asyncio
 import math
 import threading
 import time
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 from retrysafe.core.events import Reporter
 from retrysafe.core.lease import Lease
@@ -19,28 +21,40 @@ from retrysafe.runtime.drive import run_sync
 
 
 class ThreadHeartbeat:
-    """Renews from one daemon thread, started with the first attempt."""
+    """Renews from one daemon thread, started with the first attempt.
+
+    No condition variable on the callers' side: its lock is taken in Python code, and a signal that
+    raises in there would leave it taken. A plain lock and a simple queue cannot be left half-way.
+    """
 
     def __init__(self, store: Store, report: Reporter) -> None:
         self._store = store
         self._report = report
-        self._condition = threading.Condition()
+        self._lock = threading.Lock()
         self._leases: dict[bytes, Lease] = {}
+        self._news: SimpleQueue[None] = SimpleQueue()
         self._wakes_at = math.inf
         self._thread: threading.Thread | None = None
         self._is_stopped = False
 
     def add(self, lease: Lease) -> None:
         """Starts renewing; wakes the thread only when it would wake too late."""
-        with self._condition:
-            self._leases[lease.token] = lease
-            if self._thread is None and not self._is_stopped:
-                self._thread = threading.Thread(
-                    target=self._beat, name="retrysafe-heartbeat", daemon=True
-                )
-                self._thread.start()
-            elif lease.renew_monotonic < self._wakes_at:
-                self._condition.notify()
+        self._leases[lease.token] = lease
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            self._start()
+        elif lease.renew_monotonic < self._wakes_at:
+            self._news.put(None)
+
+    def _start(self) -> None:
+        with self._lock:
+            is_running = self._thread is not None and self._thread.is_alive()
+            if is_running or self._is_stopped:
+                return
+            thread = threading.Thread(target=self._beat, name="retrysafe-heartbeat", daemon=True)
+            # Kept only once it runs: a start that fails must be tried again by the next one.
+            thread.start()
+            self._thread = thread
 
     def remove(self, lease: Lease) -> None:
         """Stops renewing."""
@@ -49,29 +63,29 @@ class ThreadHeartbeat:
 
     def stop(self) -> None:
         """Ends the thread and waits for it."""
-        with self._condition:
+        with self._lock:
             self._is_stopped = True
-            self._condition.notify()
             thread = self._thread
+        self._news.put(None)
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
     def _beat(self) -> None:
-        while True:
-            with self._condition:
-                while True:
-                    if self._is_stopped:
-                        return
-                    leases = list(self._leases.values())
-                    now = time.monotonic()
-                    due = due_leases(leases, now)
-                    if due:
-                        break
-                    upcoming = next_renewal(leases, now)
-                    # Without a lease it sleeps until one is added.
-                    self._wakes_at = math.inf if upcoming is None else upcoming
-                    self._condition.wait(None if upcoming is None else max(0.0, upcoming - now))
-            run_sync(renew(self._store, due, time.monotonic, self._report))
+        while not self._is_stopped:
+            # While this looks, every new lease is announced: none can fall in between.
+            self._wakes_at = math.inf
+            leases = list(self._leases.values())
+            now = time.monotonic()
+            due = due_leases(leases, now)
+            if due:
+                run_sync(renew(self._store, due, time.monotonic, self._report))
+                continue
+            upcoming = next_renewal(leases, now)
+            if upcoming is not None:
+                self._wakes_at = upcoming
+            # Without a lease it sleeps until one is added.
+            with suppress(Empty):
+                self._news.get(timeout=None if upcoming is None else max(0.0, upcoming - now))
 
 
 class TaskHeartbeat:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from datetime import timedelta
 from types import CoroutineType, TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
 from retrysafe.core.attempt import Attempt
@@ -17,11 +17,13 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Emit
 from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.core.joining import Joiner
 from retrysafe.core.keys import Key
-from retrysafe.core.model import OperatorCommand, StoredKey, SweepReport
+from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Waits
 from retrysafe.errors import InvalidInput
+from retrysafe.runtime.atomic_tasks import AtomicTasks
 from retrysafe.runtime.calls import (
     ONCE_ATTRIBUTE,
     UNSET,
@@ -30,6 +32,8 @@ from retrysafe.runtime.calls import (
     Unset,
     once_of,
     owner_name,
+    require_no_positional,
+    shown_name,
 )
 from retrysafe.runtime.current import current
 from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_outcome
@@ -80,7 +84,7 @@ class _LoopParts:
         self.engine = face._new_engine(self)  # noqa: SLF001 — as above.
 
 
-class AsyncFace(Face):
+class AsyncFace(AtomicTasks, Face):
     """Runs operations once, for the tasks of an event loop."""
 
     def __init__(
@@ -129,6 +133,11 @@ class AsyncFace(Face):
             report=self._report,
             owner=owner_name(),
             secret=self._settings.secret,
+            joiner=Joiner(
+                join=lambda connection: self._join(connection, Waits.SUSPENDING),
+                drive=lambda flow: flow,
+                renewals=parts.heartbeat,
+            ),
         )
 
     def _bound(self) -> _LoopParts:
@@ -146,6 +155,9 @@ class AsyncFace(Face):
         self._parts = parts = _LoopParts(self, loop)
         parts.gate.is_closed = self._is_closed
         return parts
+
+    def _atomic_gate(self) -> TaskGate:
+        return self._bound().gate
 
     # Running operations.
 
@@ -212,7 +224,7 @@ class AsyncFace(Face):
 
     def once(
         self,
-        *,
+        *misplaced: Never,
         key: KeySource,
         caller: CallerSource | None = None,
         name: str | None = None,
@@ -226,10 +238,11 @@ class AsyncFace(Face):
         `key` names the parameters that identify the operation, or is a function of the arguments,
         or a `BodyKey`. `ignore` names parameters that are not part of the request.
         """
+        require_no_positional(misplaced)
 
         def decorate(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
             if not inspect.iscoroutinefunction(function):
-                raise InvalidInput(f"{function!r} is not async: use Idempotency for it")
+                raise InvalidInput(f"{shown_name(function)} is not async: use Idempotency for it")
             decoration = self._once(
                 function,
                 key=key,
@@ -308,7 +321,8 @@ class AsyncFace(Face):
     async def _operate(self, key: Key, command: OperatorCommand) -> None:
         parts = self._bound()
         decision = await parts.store.operate(key, command)
-        parts.engine.forget(key)
+        if decision is Decision.APPLY:
+            parts.engine.forget(key)
         operator_outcome(decision, command, key, await parts.store.read(key))
 
     async def sweep(self, *, limit: int = 1000) -> SweepReport:

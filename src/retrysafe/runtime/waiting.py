@@ -5,23 +5,32 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import suppress
 
 
 class ThreadSignal:
-    """Wakes one waiting thread."""
+    """Wakes one waiting thread.
 
-    __slots__ = ("_event",)
+    A plain lock, not an event: an event's own lock is taken in Python code, and a waiter that a
+    signal interrupts in there would leave it taken for whoever wants to wake it.
+    """
+
+    __slots__ = ("_lock",)
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._lock.acquire()
 
     def set(self) -> None:
         """Wakes the waiter."""
-        self._event.set()
+        with suppress(RuntimeError):  # Set before, and not waited for yet.
+            self._lock.release()
 
     async def wait(self, timeout_seconds: float | None) -> bool:
         """Blocks until `set`, or until the time is over."""
-        return self._event.wait(timeout_seconds)
+        if timeout_seconds is None:
+            return self._lock.acquire()
+        return self._lock.acquire(timeout=min(timeout_seconds, threading.TIMEOUT_MAX))
 
 
 class ThreadWaiting:

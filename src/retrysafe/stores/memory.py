@@ -59,10 +59,9 @@ class MemoryStore:
         """Applies a batch under the lock."""
         with self._lock:
             now_ms = self._now_ms()
-            return (
-                [self._claim(request, now_ms) for request in claims],
-                [self._settle(settlement, now_ms) for settlement in settlements],
-            )
+            # Endings first: an outcome that is there must not lose to a claim beside it.
+            settled: list[SettleResult] = [self._settle(item, now_ms) for item in settlements]
+            return [self._claim(request, now_ms) for request in claims], settled
 
     def _claim(self, request: ClaimRequest, now_ms: int) -> ClaimResult:
         digest = request.key.digest

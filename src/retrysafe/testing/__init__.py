@@ -8,7 +8,8 @@ try:
     import pytest
 except ImportError as missing:  # pragma: no cover
     raise ImportError(
-        "retrysafe.testing needs pytest: install it with pip install 'retrysafe[testing]'"
+        "retrysafe.testing needs pytest: install retrysafe with its extra testing, from a clone "
+        "with pip install '/path/to/clone[testing]'"
     ) from missing
 
 # Before the suite is imported: a failing assertion in it then shows the values that it compared.

@@ -76,6 +76,24 @@ class AsyncpgConnector:
         async with self._connection() as connection, connection.transaction():
             yield _Session(connection)
 
+    async def has_forgetful_pooler(self) -> bool:
+        """Whether prepared statements would meet a server connection that does not know them."""
+        if not self._options.has_prepared_statements:
+            return False
+        # A connection of its own, because those of the pool prepare every statement.
+        seconds = self._options.connect_timeout.total_seconds()
+        try:
+            connection = await asyncpg.connect(
+                self._url, timeout=seconds, command_timeout=seconds, statement_cache_size=0
+            )
+            try:
+                pid: int = await connection.fetchval("SELECT pg_backend_pid()")
+                return bool(pid != connection.get_server_pid())
+            finally:
+                await connection.close()
+        except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as error:
+            raise StoreUnavailable(f"{self._location} does not answer: {error!r}") from error
+
     async def close(self) -> None:
         """Closes the connections."""
         pool, self._pool = self._pool, None

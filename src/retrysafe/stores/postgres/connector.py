@@ -83,6 +83,12 @@ class Connector(Protocol):
     def transaction(self) -> AbstractAsyncContextManager[Session]:
         """A transaction that commits at the end, or rolls back when something is raised."""
 
+    async def has_forgetful_pooler(self) -> bool:
+        """Whether prepared statements are on and the server is not the one that was dialled.
+
+        A pooler announces a process id of its own making; the server answers with its real one.
+        """
+
     async def close(self) -> None:
         """Closes the connections; the next use opens new ones."""
 
@@ -91,9 +97,10 @@ class Connector(Protocol):
 
 
 # The classes of SQLSTATE codes that mean something for a caller.
-ROW_CLASSES: Final = ("22", "23", "21")
+ROW_CLASSES: Final = ("22", "23", "21", "54")
 CONFLICT_CODES: Final = ("40001", "40P01")
 UNAVAILABLE_CLASSES: Final = ("08", "53", "57", "58", "25")
+UNPREPARED_CODES: Final = ("26000", "42P05")
 MISSING_CODES: Final = ("42P01", "3F000", "42703")
 LOCKED_CODE: Final = "55P03"
 
@@ -101,6 +108,11 @@ LOCKED_CODE: Final = "55P03"
 def translated(code: str | None, message: str, location: str) -> Exception:
     """The error of a SQLSTATE code in retrysafe's words."""
     code = code or "08000"
+    if code in UNPREPARED_CODES:
+        return StoreError(
+            f"{location} does not know a prepared statement ({message}): add ?prepared=off to the "
+            "URL when PgBouncer is in between"
+        )
     if code in CONFLICT_CODES:
         return Conflict(message)
     if code == LOCKED_CODE:

@@ -1,8 +1,8 @@
 """Lists as PostgreSQL arrays for psycopg, which by itself spends more on them than on the query.
 
-Owns the encoding of lists of one type without NULLs, as the store's statements take them. Numbers
-and texts travel as array literals, which are joined in C; bytes travel in the binary form, which
-needs no escapes.
+Owns the encoding of lists of one type, as the store's statements take them. Numbers and texts
+travel as array literals, which are joined in C; bytes travel in the binary form, which needs no
+escapes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from psycopg.pq import Format
 
 _BYTEA_OID: Final = 17
 _BYTEA_ARRAY_OID: Final = 1001
-# One dimension, no NULLs, the type of the items, their number, and the first index.
+# One dimension, whether there are NULLs, the type of the items, their number, and the first index.
 _ARRAY_HEAD: Final = struct.Struct("!iiiii")
 _LENGTH: Final = struct.Struct("!i").pack
+_NULL: Final = _LENGTH(-1)
 
 
 class BytesArray:
@@ -27,7 +28,7 @@ class BytesArray:
 
     __slots__ = ("items",)
 
-    def __init__(self, items: list[bytes]) -> None:
+    def __init__(self, items: list[bytes | None]) -> None:
         self.items = items
 
 
@@ -39,10 +40,14 @@ class BytesArrayDumper(Dumper):
 
     def dump(self, obj: BytesArray) -> Buffer:
         """The array's header, then every item after its length."""
-        parts = [_ARRAY_HEAD.pack(1, 0, _BYTEA_OID, len(obj.items), 1)]
+        has_nulls = None in obj.items
+        parts = [_ARRAY_HEAD.pack(1, has_nulls, _BYTEA_OID, len(obj.items), 1)]
         for item in obj.items:
-            parts.append(_LENGTH(len(item)))
-            parts.append(item)
+            if item is None:
+                parts.append(_NULL)
+            else:
+                parts.append(_LENGTH(len(item)))
+                parts.append(item)
         return b"".join(parts)
 
 
@@ -52,15 +57,20 @@ def encoded(params: Sequence[Any]) -> list[Any]:
 
 
 def _array(items: list[Any]) -> Any:
-    if not items:
-        return "{}"
-    first = items[0]
-    if isinstance(first, bytes):
+    known = next((item for item in items if item is not None), None)
+    if isinstance(known, bytes):
         return BytesArray(items)
-    if isinstance(first, str):
-        text = '","'.join([item.replace("\\", "\\\\").replace('"', '\\"') for item in items])
+    if isinstance(known, str):
+        text = ",".join([_quoted(item) for item in items])
         if "\x00" in text:
             # The literal would end there, and the server would see another text.
             raise psycopg.DataError("PostgreSQL text cannot contain the NUL character")
-        return f'{{"{text}"}}'
-    return f"{{{','.join(map(str, items))}}}"
+        return f"{{{text}}}"
+    return f"{{{','.join(['NULL' if item is None else str(item) for item in items])}}}"
+
+
+def _quoted(text: str | None) -> str:
+    if text is None:
+        return "NULL"
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

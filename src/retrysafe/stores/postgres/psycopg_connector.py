@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import select
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
-import psycopg_pool
 from psycopg.conninfo import conninfo_to_dict
+from psycopg.pq import TransactionStatus
 
 from retrysafe import forks
 from retrysafe.core.ports import Waits
@@ -22,11 +24,106 @@ from retrysafe.stores.postgres.connector import (
 )
 from retrysafe.stores.postgres.psycopg_arrays import BytesArray, BytesArrayDumper, encoded
 
-Connection = psycopg.Connection[tuple[Any, ...]]
+T = TypeVar("T")
+
+
+class _Connection(psycopg.Connection[tuple[Any, ...]]):
+    """A connection that does not wait for ever for a server that hangs."""
+
+    statement_seconds: float
+
+    def wait(self, gen: Generator[Any, Any, T], *args: Any, **options: Any) -> T:
+        """Drives one exchange with the server, within the limit."""
+        return super().wait(_limited(gen, self.statement_seconds), *args, **options)
+
+
+def _limited(gen: Generator[Any, Any, T], seconds: float) -> Generator[Any, Any, T]:
+    """The same exchange; psycopg looks in several times a second, and then the time is checked."""
+    until = time.monotonic() + seconds
+    try:
+        wanted = next(gen)
+        while True:
+            ready = yield wanted
+            if not ready and time.monotonic() > until:
+                raise psycopg.OperationalError(f"no answer within {seconds:g} s")
+            wanted = gen.send(ready)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
+class _Pool:
+    """Idle connections, used again last in first out, and a limit on all of them together.
+
+    A connection is made by the thread that needs it, so a server that is down is reported at once
+    and one that is back is found at the next call; there is no thread and no back-off in between.
+    """
+
+    def __init__(self, connect: Callable[[], _Connection], options: PoolOptions) -> None:
+        self._connect = connect
+        self._wait_seconds = options.connect_timeout.total_seconds()
+        self._size_limit = options.size_limit
+        self._slots = threading.Semaphore(options.size_limit)
+        self._idle: list[_Connection] = []
+        self._is_closed = False
+
+    @contextmanager
+    def connection(self) -> Iterator[_Connection]:
+        """One connection for one statement or transaction; raises what psycopg raises."""
+        if not self._slots.acquire(timeout=self._wait_seconds):
+            raise psycopg.OperationalError(
+                f"all {self._size_limit} connections were busy for {self._wait_seconds:g} s"
+            )
+        try:
+            connection = self._quiet_one() or self._connect()
+            try:
+                yield connection
+            finally:
+                self._give_back(connection)
+        finally:
+            self._slots.release()
+
+    def discard_idle(self) -> None:
+        """Closes the idle connections: a restarted server has killed all of them."""
+        while self._idle:
+            try:
+                self._idle.pop().close()
+            except IndexError:
+                return  # Another thread took the last one.
+
+    def close(self) -> None:
+        """Closes the idle connections now and those in use when they come back."""
+        self._is_closed = True
+        self.discard_idle()
+
+    def _quiet_one(self) -> _Connection | None:
+        """An idle connection that the server has not ended meanwhile."""
+        while self._idle:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return None  # Another thread took the last one.
+            poll = select.poll()
+            poll.register(connection.pgconn.socket, select.POLLIN)
+            if not poll.poll(0):
+                return connection
+            # An idle server has nothing to say but good-bye.
+            connection.close()
+        return None
+
+    def _give_back(self, connection: _Connection) -> None:
+        is_fine = connection.pgconn.transaction_status == TransactionStatus.IDLE
+        if is_fine:
+            self._idle.append(connection)
+        # Looked at after the append: a close in between would have missed it.
+        if self._is_closed:
+            self.discard_idle()
+        if not is_fine:
+            connection.close()
 
 
 class _Session:
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: _Connection) -> None:
         self._connection = connection
 
     async def fetch(self, sql: str, params: Sequence[Any] = ()) -> Rows:
@@ -37,11 +134,7 @@ class _Session:
         psycopg.ClientCursor(self._connection).execute(sql.encode())
 
 
-def _configure(connection: Connection) -> None:
-    connection.adapters.register_dumper(BytesArray, BytesArrayDumper)
-
-
-def _fetch(connection: Connection, sql: str, params: Sequence[Any]) -> Rows:
+def _fetch(connection: _Connection, sql: str, params: Sequence[Any]) -> Rows:
     cursor = connection.execute(sql.encode(), encoded(params))
     return [] if cursor.description is None else cursor.fetchall()
 
@@ -55,8 +148,7 @@ class PsycopgConnector:
         self._url = url
         self._location = location
         self._options = options
-        self._lock = threading.Lock()
-        self._pool: psycopg_pool.ConnectionPool[Connection] | None = None
+        self._pool = _Pool(self._connect, options)
 
     async def fetch(self, sql: str, params: Sequence[Any] = ()) -> Rows:
         """Runs one statement in a transaction of its own."""
@@ -69,62 +161,55 @@ class PsycopgConnector:
         with self._connection() as connection, connection.transaction():
             yield _Session(connection)
 
+    async def has_forgetful_pooler(self) -> bool:
+        """Whether prepared statements would meet a server connection that does not know them."""
+        if not self._options.has_prepared_statements:
+            return False
+        with self._connection() as connection:
+            row = connection.execute("SELECT pg_backend_pid()", prepare=False).fetchone()
+            return row is not None and row[0] != connection.info.backend_pid
+
     async def close(self) -> None:
         """Closes the connections."""
-        with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
+        pool, self._pool = self._pool, _Pool(self._connect, self._options)
+        pool.close()
 
     def after_fork_in_child(self) -> None:
         """Leaves the parent's connections alone."""
         forks.park(self._pool)
-        self._pool = None
-        self._lock = threading.Lock()
+        self._pool = _Pool(self._connect, self._options)
 
     @contextmanager
-    def _connection(self) -> Iterator[Connection]:
-        pool = self._opened()
+    def _connection(self) -> Iterator[_Connection]:
+        pool = self._pool
         try:
             with pool.connection() as connection:
                 yield connection
         except (UnicodeError, psycopg.DataError) as error:
             raise RowRefused(str(error)) from error
-        except psycopg.OperationalError as error:
-            if error.sqlstate is None or error.sqlstate[:2] in ("08", "57"):
-                # A restarted server has killed the others too; find out before they are used.
-                pool.check()
-            raise translated(error.sqlstate, str(error).strip(), self._location) from error
         except psycopg.Error as error:
+            if isinstance(error, psycopg.OperationalError) and (
+                error.sqlstate is None or error.sqlstate[:2] in ("08", "57")
+            ):
+                pool.discard_idle()
             raise translated(error.sqlstate, str(error).strip(), self._location) from error
 
-    def _opened(self) -> psycopg_pool.ConnectionPool[Connection]:
-        if self._pool is not None:
-            return self._pool
-        with self._lock:
-            if self._pool is None:
-                options = self._options
-                seconds = options.connect_timeout.total_seconds()
-                self._pool = psycopg_pool.ConnectionPool(
-                    self._url,
-                    min_size=0,
-                    max_size=options.size_limit,
-                    timeout=seconds,
-                    open=True,
-                    configure=_configure,
-                    name="retrysafe",
-                    kwargs={
-                        "autocommit": True,
-                        "cursor_factory": psycopg.RawCursor,
-                        "prepare_threshold": 0 if options.has_prepared_statements else None,
-                        "connect_timeout": max(1, int(seconds)),
-                        "application_name": "retrysafe",
-                        **self._planner_options(),
-                    },
-                )
-            return self._pool
+    def _connect(self) -> _Connection:
+        options = self._options
+        connection = _Connection.connect(
+            self._url,
+            autocommit=True,
+            cursor_factory=psycopg.RawCursor,
+            prepare_threshold=0 if options.has_prepared_statements else None,
+            connect_timeout=max(1, int(options.connect_timeout.total_seconds())),
+            application_name="retrysafe",
+            **self._planner_options(),
+        )
+        connection.adapters.register_dumper(BytesArray, BytesArrayDumper)
+        connection.statement_seconds = options.statement_timeout.total_seconds()
+        return connection
 
-    def _planner_options(self) -> dict[str, str]:
+    def _planner_options(self) -> dict[str, Any]:
         """The planner's settings, after whatever options the URL has of its own."""
         if not self._options.has_prepared_statements:
             return {}

@@ -12,7 +12,10 @@ from retrysafe.stores.postgres.connector import Connector, Locked, Rows, Session
 from retrysafe.stores.postgres.partitions import HORIZON_DAYS
 from retrysafe.stores.sql import load_blocks
 
-BLOCKS: Final = load_blocks("retrysafe.stores.postgres.sql", "queries.sql")
+BLOCKS: Final = {
+    **load_blocks("retrysafe.stores.postgres.sql", "queries.sql"),
+    **load_blocks("retrysafe.stores.postgres.sql", "atomic.sql"),
+}
 MIGRATIONS: Final = load_migrations("retrysafe.stores.postgres.migrations")
 NOW_MS: Final = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 

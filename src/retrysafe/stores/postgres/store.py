@@ -7,7 +7,7 @@ what was read. Nothing here keeps state in a session or holds a lock between two
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
@@ -16,9 +16,7 @@ from retrysafe.core import transitions
 from retrysafe.core.keys import Key
 from retrysafe.core.machine import condition_of
 from retrysafe.core.model import (
-    ClaimAnswer,
     ClaimRequest,
-    Condition,
     Decision,
     OperatorCommand,
     Payload,
@@ -35,11 +33,16 @@ from retrysafe.core.model import (
     SweepReport,
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult
-from retrysafe.errors import StoreError, StoreRejected, StoreUnavailable
+from retrysafe.errors import DigestCollision, StoreError, StoreRejected, StoreUnavailable
+from retrysafe.stores.clock import wall_clock_ms
+from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.postgres import schema
+from retrysafe.stores.postgres import diagnosis, schema
+from retrysafe.stores.postgres.atomic import PostgresTransaction
+from retrysafe.stores.postgres.connections import adapted
 from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
 from retrysafe.stores.postgres.partitions import Partitions
+from retrysafe.stores.postgres.rows import admitted, found_row, record_of, replacement
 
 # Rivals that keep changing a row between our read and our write make us read again. Each round
 # means that somebody else made progress, so a bound only guards against a bug.
@@ -54,14 +57,11 @@ _SWEEP_STATEMENTS: Final = 8
 # Looking for abandoned keys changes nothing, so it may read more at a time.
 _LOOK_PAGES: Final = 2048
 
-# A record, the payload to replay, and the instant they were read at.
+# A record, the payload to replay, and the instant of the reading.
 _Found = tuple[Record, Payload | None, int]
 _digest_of: Final = attrgetter("key.digest")
 # Looked up once: members of an enum are dear to look up per row.
 _EXTEND: Final = SettleKind.EXTEND
-_ADMIT: Final = Decision.ADMIT
-_ABSENT: Final = Condition.ABSENT
-_PENDING: Final = State.PENDING
 # Nobody changes an answer, so that all rows that were applied can share one.
 _APPLIED: Final = SettleAnswer(Decision.APPLY)
 
@@ -96,59 +96,62 @@ class PostgresStore:
     async def commit(
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
-        """Applies a batch, or row by row when one of them is refused."""
+        """Applies a batch; when a row is refused, the batch is halved until it stands alone."""
         try:
             return await self._commit_all(claims, settlements)
-        except RowRefused as error:
+        except StoreRejected as error:
             if len(claims) + len(settlements) == 1:
-                rejected = StoreRejected(f"PostgreSQL refuses this row: {error}")
-                return ([rejected], []) if claims else ([], [rejected])
-        claim_results: list[ClaimResult] = []
-        for request in claims:
-            claim_results += (await self.commit([request], []))[0]
-        settle_results: list[SettleResult] = []
-        for settlement in settlements:
-            settle_results += (await self.commit([], [settlement]))[1]
-        return claim_results, settle_results
+                return ([error], []) if claims else ([], [error])
+        if claims and settlements:
+            claimed, _ = await self.commit(claims, [])
+            return claimed, (await self.commit([], settlements))[1]
+        middle = max(len(claims), len(settlements)) // 2
+        first = await self.commit(claims[:middle], settlements[:middle])
+        second = await self.commit(claims[middle:], settlements[middle:])
+        return first[0] + second[0], first[1] + second[1]
 
     async def _commit_all(
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
-        extends = [item for item in settlements if item.kind is _EXTEND]
-        endings = settlements
-        if extends:
-            endings = [item for item in settlements if item.kind is not _EXTEND]
-        written: dict[bytes, int] = {}
-        if claims or endings:
-            written = await self._write(claims, endings)
-        extended = await self._extend(extends) if extends else {}
-        # What was skipped is read in one statement, for a batch of replays is nothing else.
-        skipped = [request.key.digest for request in claims if request.token not in written]
-        skipped += [item.key.digest for item in endings if item.token not in written]
-        skipped += [item.key.digest for item in extends if item.token not in extended]
-        found = await self._read_records(skipped) if skipped else {}
-        claim_results: list[ClaimResult] = [
-            _admitted(request, written[request.token])
-            if request.token in written
-            else await self._claim_existing(request, found.get(request.key.digest))
-            for request in claims
-        ]
-        settle_results: list[SettleResult] = []
+        """Writes at most one row per key at once; further rows for a key follow one by one."""
+        wishes: dict[bytes, ClaimRequest] = {}
+        for request in claims:
+            wishes.setdefault(request.key.digest, request)
+        endings: dict[bytes, Settlement] = {}
+        extends: dict[bytes, Settlement] = {}
         for item in settlements:
-            answer = extended.get(item.token) if item.kind is _EXTEND else None
-            if answer is None and item.kind is not _EXTEND and item.token in written:
-                answer = _APPLIED
-            settle_results.append(answer or _explanation(item, found.get(item.key.digest)))
-        return claim_results, settle_results
+            digest = item.key.digest
+            if digest not in wishes and digest not in endings and digest not in extends:
+                (extends if item.kind is _EXTEND else endings)[digest] = item
+        written: dict[bytes, int] = {}
+        if wishes or endings:
+            written = await self._write(wishes.values(), endings.values())
+        extended: dict[bytes, SettleAnswer] = {}
+        if extends:
+            extended = await self._extend(extends.values())
+        together = len(extends)
+        claimed = await self._answer_claims(claims, written)
+        settled: list[SettleResult] = []
+        for item in settlements:
+            digest = item.key.digest
+            # Each write is told to the first row of its key; a second one asks for itself.
+            is_extended = extends.pop(digest, None) is not None
+            if endings.pop(digest, None) is not None and digest in written:
+                settled.append(_APPLIED)
+            elif is_extended and digest in extended:
+                settled.append(extended[digest])
+            else:
+                settled.append(await self._settle(item, may_wait=not is_extended or together == 1))
+        return claimed, settled
 
     async def _write(
-        self, claims: Sequence[ClaimRequest], endings: Sequence[Settlement]
+        self, claims: Iterable[ClaimRequest], endings: Iterable[Settlement]
     ) -> dict[bytes, int]:
-        """Inserts new keys and ends attempts; the tokens whose row was written."""
+        """Inserts new keys and ends attempts; the digests whose row was written."""
         # In the order of the digests: two batches over the same keys cannot deadlock.
         wishes = sorted(claims, key=_digest_of)
         ends = sorted(endings, key=_digest_of)
-        payloads = [item.payload for item in ends if item.payload is not None]
+        payloads = [item.payload for item in ends]
         rows = await self._fetch(
             "commit",
             [request.key.digest for request in wishes],
@@ -165,82 +168,107 @@ class PostgresStore:
             [int(item.kind) for item in ends],
             [item.active_ms for item in ends],
             [item.audit_ms for item in ends],
-            [payload.form for payload in payloads],
-            [payload.head for payload in payloads],
-            [payload.body for payload in payloads],
+            [None if payload is None else payload.form for payload in payloads],
+            [None if payload is None else payload.head for payload in payloads],
+            [None if payload is None else payload.body for payload in payloads],
         )
-        return {bytes(token): lease_ends_at_ms for token, lease_ends_at_ms in rows}
+        return {bytes(digest): lease_ends_at_ms for digest, lease_ends_at_ms in rows}
 
-    async def _extend(self, extends: Sequence[Settlement]) -> dict[bytes, SettleAnswer]:
-        wishes = sorted(extends, key=_digest_of)
+    async def _extend(self, extends: Collection[Settlement]) -> dict[bytes, SettleAnswer]:
+        # One row may wait for whoever writes it; several must not, see the statement.
         rows = await self._fetch(
-            "extend",
-            [item.key.digest for item in wishes],
-            [item.token for item in wishes],
-            [item.lease_ms for item in wishes],
+            "extend" if len(extends) == 1 else "extend_many",
+            [item.key.digest for item in extends],
+            [item.token for item in extends],
+            [item.lease_ms for item in extends],
         )
         return {
-            bytes(token): SettleAnswer(Decision.APPLY, remaining_ms, ends_at_ms)
-            for token, ends_at_ms, remaining_ms in rows
+            bytes(digest): SettleAnswer(Decision.APPLY, remaining_ms, ends_at_ms)
+            for digest, ends_at_ms, remaining_ms in rows
         }
+
+    async def _answer_claims(
+        self, claims: Sequence[ClaimRequest], written: dict[bytes, int]
+    ) -> list[ClaimResult]:
+        """Admits the keys that were written, and looks at the others together."""
+        results: list[ClaimResult | None] = []
+        for request in claims:
+            ends_at_ms = written.pop(request.key.digest, None)
+            results.append(None if ends_at_ms is None else admitted(request, ends_at_ms))
+        digests = [
+            request.key.digest
+            for request, result in zip(claims, results, strict=True)
+            if result is None
+        ]
+        found = await self._read_records(digests) if digests else {}
+        return [
+            await self._claim_existing(request, found.get(request.key.digest))
+            if result is None
+            else result
+            for request, result in zip(claims, results, strict=True)
+        ]
 
     async def _claim_existing(self, request: ClaimRequest, found: _Found | None) -> ClaimResult:
         """Claims a key that has a row: by the table, and by comparing what is replaced."""
         for _ in range(_ROUNDS_LIMIT):
-            if found is None:
-                # Swept away in between, so the key is free again.
-                written = await self._write([request], [])
-                if request.token in written:
-                    return _admitted(request, written[request.token])
-            else:
-                record, payload, now_ms = found
-                try:
+            try:
+                if found is None:
+                    # Swept away in between, so the key is free again.
+                    written = await self._write([request], [])
+                    if written:
+                        return admitted(request, written[request.key.digest])
+                else:
+                    record, payload, now_ms = found
                     changed, answer = transitions.claim(record, request, now_ms)
-                except StoreError as error:
-                    return error
-                if changed is None:
-                    answer.payload = payload if answer.decision is Decision.REPLAY else None
-                    return answer
-                is_new_life = answer.decision is Decision.ADMIT
-                if await self._replace(record, changed, is_new_life=is_new_life):
-                    return answer
+                    if changed is None:
+                        answer.payload = payload if answer.decision is Decision.REPLAY else None
+                        return answer
+                    is_new_life = answer.decision is Decision.ADMIT
+                    if await self._replace(record, changed, is_new_life=is_new_life):
+                        return answer
+            except (StoreRejected, DigestCollision) as error:
+                return error
             found = await self._read_record(request.key.digest)
         raise StoreUnavailable("the record changed under us again and again", key=request.key.text)
+
+    async def _settle(self, settlement: Settlement, *, may_wait: bool) -> SettleResult:
+        """An ending or an extend of its own, until the row was written or says why not."""
+        digest = settlement.key.digest
+        is_extend = settlement.kind is SettleKind.EXTEND
+        for _ in range(_ROUNDS_LIMIT):
+            found = await self._read_record(digest)
+            record, now_ms = (None, 0) if found is None else (found[0], found[2])
+            _, answer = transitions.settle(record, settlement, now_ms)
+            if answer.decision is not Decision.APPLY:
+                return answer
+            # Held by this token, and yet not written: somebody else was at the row.
+            try:
+                if not is_extend:
+                    if await self._write([], [settlement]):
+                        return SettleAnswer(Decision.APPLY)
+                elif may_wait:
+                    extended = await self._extend([settlement])
+                    if extended:
+                        return extended[digest]
+                else:
+                    # The other leases of the batch must not wait for this row's lock.
+                    return StoreUnavailable("the record is being written", key=settlement.key.text)
+            except StoreRejected as error:
+                return error
+        raise StoreUnavailable(
+            "the record changed under us again and again", key=settlement.key.text
+        )
 
     async def _read_record(self, digest: bytes) -> _Found | None:
         return (await self._read_records([digest])).get(digest)
 
-    async def _read_records(self, digests: list[bytes]) -> dict[bytes, _Found]:
-        found: dict[bytes, _Found] = {}
-        for row in await self._fetch("read_records", digests):
-            now_ms, *columns, form, head, body = row
-            record = _record(columns)
-            payload = None if form is None else Payload(form, bytes(head), bytes(body))
-            found[record.digest] = (record, payload, now_ms)
-        return found
+    async def _read_records(self, digests: Sequence[bytes]) -> dict[bytes, _Found]:
+        found = map(found_row, await self._fetch("read_records", digests))
+        return {item[0].digest: item for item in found}
 
     async def _replace(self, old: Record, new: Record, *, is_new_life: bool = False) -> bool:
         ((count,),) = await self._fetch(
-            "replace_record",
-            new.operation,
-            new.rule,
-            new.fingerprint,
-            new.state.value,
-            new.token,
-            new.attempt,
-            new.first_claimed_at_ms,
-            new.claimed_at_ms,
-            new.lease_ends_at_ms,
-            new.settled_at_ms,
-            new.expires_at_ms,
-            new.owner,
-            old.digest,
-            old.token,
-            old.state.value,
-            old.attempt,
-            old.lease_ends_at_ms,
-            old.expires_at_ms,
-            is_new_life,
+            "replace_record", *replacement(old, new, is_new_life=is_new_life)
         )
         return bool(count)
 
@@ -258,6 +286,16 @@ class PostgresStore:
             payload.body,
         )
         return Decision.APPLY if count else Decision.LOST
+
+    def join(self, connection: object) -> PostgresTransaction:
+        """The open transaction of a user's connection; raises `InvalidInput` for unknown kinds."""
+        return PostgresTransaction(
+            adapted(connection),
+            connector=self._connector,
+            statements=self._sql,
+            schema_name=self.schema_name,
+            location=self.location,
+        )
 
     # For operators.
 
@@ -295,7 +333,7 @@ class PostgresStore:
             [item.value for item in query.conditions],
             query.limit,
         )
-        found = [(row[0], _record(tuple(row)[1:])) for row in rows]
+        found = [(row[0], record_of(tuple(row)[1:])) for row in rows]
         return [StoredKey(item, condition_of(item, now), now) for now, item in found]
 
     async def operate(self, key: Key, command: OperatorCommand) -> Decision:
@@ -353,7 +391,7 @@ class PostgresStore:
                 "abandoned_in_pages", f"({page},0)", f"({page + _LOOK_PAGES},0)", limit - len(found)
             )
             for row in rows:
-                record, now_ms = _record(tuple(row)[1:]), row[0]
+                record, now_ms = record_of(tuple(row)[1:]), row[0]
                 # A row that moved to a later page meanwhile is met twice; the later one counts.
                 found[record.digest] = StoredKey(record, condition_of(record, now_ms), now_ms)
             if len(found) >= limit:
@@ -385,6 +423,28 @@ class PostgresStore:
         """All migrations as one SQL script; opens no connection."""
         return schema.script(self.schema_name)
 
+    async def diagnose(self) -> list[Finding]:
+        """What is wrong with the server's settings, and what is worth knowing."""
+        if await self._connector.has_forgetful_pooler():
+            # Every other statement may fail for that very reason.
+            return [diagnosis.POOLER]
+        # Asked without the schema: whether it is there is one of the questions.
+        settings = await self._connector.fetch(self._statement("read_settings"))
+        found = diagnosis.settings_findings(settings[0])
+        try:
+            pending: list[Migration] | StoreError = await self.pending_migrations()
+        except StoreError as error:
+            pending = error
+        asked_ms = wall_clock_ms()
+        ((now_ms,),) = await self._connector.fetch(self._statement("now_ms"))
+        found += diagnosis.clock_finding(now_ms, asked_ms, wall_clock_ms())
+        missing = diagnosis.schema_findings(pending, self.schema_name)
+        if missing:
+            return found + missing
+        found += diagnosis.table_findings(await self._fetch("read_table_options", self.schema_name))
+        existing = {row[0] for row in await self._fetch("list_partitions")}
+        return found + diagnosis.partition_findings(existing, now_ms)
+
     async def close(self) -> None:
         """Closes the connections; the next use opens new ones."""
         await self._connector.close()
@@ -406,30 +466,9 @@ class PostgresStore:
         for tries_left in range(_CONFLICT_TRIES - 1, -1, -1):
             try:
                 return await self._connector.fetch(self._statement(name), params)
+            except RowRefused as error:
+                raise StoreRejected(f"PostgreSQL refuses this row: {error}") from error
             except Conflict as error:
                 if not tries_left:
                     raise StoreUnavailable(f"rivals kept winning: {error}") from error
         raise AssertionError("unreachable: the last try returns or raises")
-
-
-def _explanation(settlement: Settlement, found: _Found | None) -> SettleAnswer:
-    """Why an ending or an extend touched no row: lost, or standing already."""
-    record, now_ms = (None, 0) if found is None else (found[0], found[2])
-    _, answer = transitions.settle(record, settlement, now_ms)
-    if answer.decision is Decision.APPLY:
-        # Not held a moment ago, so not ours now: a token never comes back.
-        return SettleAnswer(Decision.LOST)
-    return answer
-
-
-def _record(row: Sequence[Any]) -> Record:
-    made = Record(*row)
-    made.state = State(made.state)
-    # Drivers may give memory views for bytes; tokens are compared and used as dictionary keys.
-    made.digest, made.token = bytes(made.digest), bytes(made.token)
-    made.fingerprint = bytes(made.fingerprint)
-    return made
-
-
-def _admitted(request: ClaimRequest, lease_ends_at_ms: int) -> ClaimAnswer:
-    return ClaimAnswer(_ADMIT, _ABSENT, 1, request.lease_ms, lease_ends_at_ms, _PENDING)

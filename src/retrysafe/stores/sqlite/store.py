@@ -35,10 +35,11 @@ from retrysafe.core.model import (
     SweepReport,
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Waits
-from retrysafe.errors import StoreError, StoreRejected
+from retrysafe.errors import InvalidInput, StoreError, StoreRejected
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.migrations import Migration
 from retrysafe.stores.sqlite import batches, connecting, rows, schema
+from retrysafe.stores.sqlite.atomic import SqliteTransaction
 from retrysafe.stores.sqlite.schema import SQL
 
 # What SQLite and its binding raise for a row that cannot be stored, as opposed to a database that
@@ -51,6 +52,10 @@ _ROW_ERRORS: Final = (
     OverflowError,
     UnicodeError,
 )
+
+
+# How long a fork waits for the commit under way; a process that is stuck must be able to fork.
+_FORK_WAIT_SECONDS: Final = 5.0
 
 
 class SqliteStore:
@@ -70,14 +75,19 @@ class SqliteStore:
         `create` makes a missing file, `migrate` brings its schema up to date; without them a
         missing file raises `StoreMissing`, a missing or old schema `SchemaMissing`.
         """
-        self.path = Path(path)
+        # Absolute from the start: the file must stay the same when the working directory changes
+        # before a fork or a second open.
+        self.path = Path(path).absolute()
         self._create = create
         self._migrate = migrate
         self._busy_seconds = busy_timeout.total_seconds()
         self._now_ms = now_ms
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
-        forks.register(self)
+        self._reading_lock = threading.Lock()
+        self._reader: sqlite3.Connection | None = None
+        self._is_resting = False
+        forks.guard(self)
 
     @property
     def location(self) -> str:
@@ -99,10 +109,9 @@ class SqliteStore:
             with self._transaction() as connection:
                 # Read under the write lock: the wait for it must not count against a lease.
                 now_ms = self._now_ms()
-                return (
-                    batches.claim(connection, claims, now_ms),
-                    batches.settle(connection, settlements, now_ms),
-                )
+                # Endings first: an outcome that is there must not lose to a claim beside it.
+                settled = batches.settle(connection, settlements, now_ms)
+                return batches.claim(connection, claims, now_ms), settled
         except StoreRejected as rejected:
             if len(claims) + len(settlements) == 1:
                 return ([rejected], []) if claims else ([], [rejected])
@@ -126,6 +135,33 @@ class SqliteStore:
                 row = (digest, step.name, step.position, payload.form, payload.head, payload.body)
                 connection.execute(SQL["insert_step"], (*row, now_ms))
             return decision
+
+    def join(self, connection: object) -> SqliteTransaction:
+        """The open transaction of a user's connection to this file; raises `InvalidInput`."""
+        if not isinstance(connection, sqlite3.Connection):
+            kind = type(connection)
+            raise InvalidInput(
+                f"{kind.__module__}.{kind.__qualname__} is no connection that the SQLite store can "
+                "join: pass a sqlite3.Connection to the same file"
+            )
+        return SqliteTransaction(
+            connection,
+            path=self.path,
+            now_ms=self._now_ms,
+            prepare=self._prepare,
+            has_outcome=self._has_outcome,
+        )
+
+    def _prepare(self) -> None:
+        with self._translated_errors(), self._lock:
+            self._connected()
+
+    def _has_outcome(self, settlement: Settlement) -> bool:
+        with self._reading() as connection:
+            row = connection.execute(
+                SQL["count_outcomes"], (settlement.key.digest, settlement.token)
+            ).fetchone()
+            return bool(row[0])
 
     # For operators.
 
@@ -193,10 +229,11 @@ class SqliteStore:
 
     async def close(self) -> None:
         """Closes this process's connection; the next use opens a new one."""
-        with self._lock:
-            connection, self._connection = self._connection, None
-            if connection is not None:
-                connection.close()
+        with self._reading_lock, self._lock:
+            for connection in (self._connection, self._reader):
+                if connection is not None:
+                    connection.close()
+            self._connection = self._reader = None
 
     # The schema.
 
@@ -224,18 +261,35 @@ class SqliteStore:
 
     # The connection.
 
+    def before_fork(self) -> None:
+        """Waits for the commit under way.
+
+        Else SQLite's library would believe for ever in the child that the write lock of the file
+        is taken, by a connection that is not its own.
+        """
+        self._is_resting = self._lock.acquire(timeout=_FORK_WAIT_SECONDS)
+
+    def after_fork_in_parent(self) -> None:
+        """Lets the next commit in."""
+        if self._is_resting:
+            self._is_resting = False
+            self._lock.release()
+
     def after_fork_in_child(self) -> None:
-        """Leaves the parent's connection alone and opens an own one at the next use."""
-        forks.park(self._connection)
-        self._connection = None
-        self._lock = threading.Lock()
+        """Leaves the parent's connections alone and opens own ones at the next use."""
+        forks.park((self._connection, self._reader))
+        self._connection = self._reader = None
+        self._lock, self._reading_lock = threading.Lock(), threading.Lock()
+        self._is_resting = False
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._translated_errors(), self._lock:
             connection = self._connected()
-            connection.execute("BEGIN IMMEDIATE")
             try:
+                # Inside the try: a signal that raises while this waits for the write lock is
+                # noticed only after it was got, and the lock would stay taken for everybody.
+                connection.execute("BEGIN IMMEDIATE")
                 yield connection
                 connection.execute("COMMIT")
             except BaseException:
@@ -244,10 +298,16 @@ class SqliteStore:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._translated_errors(), self._lock:
-            connection = self._connected()
-            connection.execute("BEGIN")
+        """A connection of its own for operators, whose scans must not hold up a commit."""
+        with self._translated_errors(), self._reading_lock:
+            with self._lock:
+                self._connected()  # The schema is there, or this raises.
+            if self._reader is None:
+                self._reader = connecting.connect(self.path, False, self._busy_seconds)
+            connection = self._reader
             try:
+                connecting.roll_back(connection)
+                connection.execute("BEGIN")
                 yield connection
             finally:
                 connecting.roll_back(connection)
@@ -266,6 +326,8 @@ class SqliteStore:
                 connection.close()
                 raise
             self._connection = connection
+        # An interrupted rollback leaves its transaction open; nothing of it may go on.
+        connecting.roll_back(self._connection)
         return self._connection
 
     def _migrated(self, connection: sqlite3.Connection) -> list[Migration]:

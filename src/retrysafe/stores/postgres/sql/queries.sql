@@ -5,8 +5,9 @@
 -- name: commit
 -- Claims new keys and ends attempts, for a whole batch in one round trip and one flush of the WAL.
 -- A key that has a row is skipped without a lock (the caller then reads it); an attempt whose token
--- no longer holds its key is skipped too. Rows come sorted by digest, so two batches that insert
--- the same keys wait for each other in the same order and cannot deadlock.
+-- no longer holds its key is skipped too. No key is in a batch twice. Rows come sorted by digest, so
+-- two batches that insert the same keys wait for each other in the same order and cannot deadlock;
+-- the endings come after all insertions, and no rival writes the rows of another owner's token.
 WITH clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms
 ), claimed AS (
@@ -22,7 +23,7 @@ WITH clock AS MATERIALIZED (
         $6::bytea[], $7::bytea[], $8::bigint[], $9::text[]
     ) AS w (digest, caller, key, operation, rule, fingerprint, token, lease_ms, owner)
     ON CONFLICT (digest) DO NOTHING
-    RETURNING k.token, k.lease_ends_at_ms
+    RETURNING k.digest, k.lease_ends_at_ms
 ), settled AS (
     UPDATE {schema}.keys AS k SET
         state = w.state,
@@ -43,13 +44,14 @@ WITH clock AS MATERIALIZED (
     )
     SELECT digest, token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
     FROM settled
+    WHERE form IS NOT NULL
 )
-SELECT token, lease_ends_at_ms FROM claimed
+SELECT digest, lease_ends_at_ms FROM claimed
 UNION ALL
-SELECT token, 0 FROM settled;
+SELECT digest, 0 FROM settled;
 
 -- name: extend
--- Extends leases whose tokens still hold their keys; a lease never gets shorter.
+-- Extends one lease whose token still holds its key; a lease never gets shorter.
 WITH clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms
 )
@@ -57,7 +59,27 @@ UPDATE {schema}.keys AS k SET
     lease_ends_at_ms = greatest(k.lease_ends_at_ms, c.now_ms + w.lease_ms)
 FROM clock AS c, unnest($1::bytea[], $2::bytea[], $3::bigint[]) AS w (digest, token, lease_ms)
 WHERE k.digest = w.digest AND k.token = w.token AND k.state = 1
-RETURNING k.token, k.lease_ends_at_ms, k.lease_ends_at_ms - c.now_ms;
+RETURNING k.digest, k.lease_ends_at_ms, k.lease_ends_at_ms - c.now_ms;
+
+-- name: extend_many
+-- The same for many leases. Rows that somebody is writing at this moment are left out: they are
+-- mostly being settled by this very owner, and waiting for them while holding others could
+-- deadlock with that settlement, whose rows come in another order.
+WITH clock AS MATERIALIZED (
+    SELECT {now_ms} AS now_ms
+), held AS MATERIALIZED (
+    SELECT k.digest, w.lease_ms
+    FROM {schema}.keys AS k
+    JOIN unnest($1::bytea[], $2::bytea[], $3::bigint[]) AS w (digest, token, lease_ms)
+        ON k.digest = w.digest AND k.token = w.token
+    WHERE k.state = 1
+    FOR NO KEY UPDATE OF k SKIP LOCKED
+)
+UPDATE {schema}.keys AS k SET
+    lease_ends_at_ms = greatest(k.lease_ends_at_ms, c.now_ms + h.lease_ms)
+FROM clock AS c, held AS h
+WHERE k.digest = h.digest
+RETURNING k.digest, k.lease_ends_at_ms, k.lease_ends_at_ms - c.now_ms;
 
 -- name: read_records
 -- The records of several keys with the payload to replay, and the instant they were read at.
@@ -81,9 +103,9 @@ WITH clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms
 ), replaced AS (
     UPDATE {schema}.keys SET
-        operation = $1, rule = $2, fingerprint = $3, state = $4, token = $5, attempt = $6,
+        operation = $1, rule = $2, fingerprint = $3, state = $4::smallint, token = $5, attempt = $6,
         first_claimed_at_ms = $7, claimed_at_ms = $8, lease_ends_at_ms = $9, settled_at_ms = $10,
-        expires_at_ms = $11, audit_ends_at_ms = CASE WHEN $4 = 1 THEN NULL ELSE audit_ends_at_ms END,
+        expires_at_ms = $11, audit_ends_at_ms = CASE WHEN $4::smallint = 1 THEN NULL ELSE audit_ends_at_ms END,
         owner = $12
     WHERE digest = $13 AND token = $14 AND state = $15 AND attempt = $16 AND lease_ends_at_ms = $17
         AND expires_at_ms IS NOT DISTINCT FROM $18::bigint
@@ -267,3 +289,22 @@ CREATE TABLE IF NOT EXISTS {schema}.schema_versions (
 -- Notes a migration in the transaction that applied it.
 INSERT INTO {schema}.schema_versions (version, name, checksum, oldest_schema)
 VALUES ($1, $2, $3, $4);
+
+-- name: read_settings
+-- The settings that durability and cleanup rely on, as this session has them.
+SELECT
+    current_setting('server_version_num')::integer,
+    current_setting('fsync'), current_setting('full_page_writes'),
+    current_setting('synchronous_commit'), current_setting('autovacuum');
+
+-- name: read_table_options
+-- Which of the schema's tables would be emptied by a crash, or are never vacuumed.
+SELECT
+    n.nspname || '.' || c.relname,
+    c.relpersistence = 'u',
+    coalesce('autovacuum_enabled=false' = ANY (c.reloptions), false)
+        OR coalesce('autovacuum_enabled=off' = ANY (c.reloptions), false)
+FROM pg_catalog.pg_class AS c
+JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
+WHERE n.nspname = $1 AND c.relkind = 'r'
+ORDER BY c.relname;

@@ -75,6 +75,15 @@ WHERE k.digest = ?;
 SELECT token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
 FROM retrysafe_outcomes WHERE digest = ? ORDER BY id;
 
+-- name: take_write_lock
+-- Changes nothing, and makes a transaction that has only read so far the file's one writer.
+UPDATE retrysafe_keys SET owner = owner WHERE 0;
+
+-- name: count_outcomes
+-- Whether the outcome of this token is there, as the connection sees it.
+SELECT count(*) FROM retrysafe_keys AS k JOIN retrysafe_outcomes AS o ON o.id = k.outcome_id
+WHERE k.digest = ?1 AND o.token = ?2 AND k.token = ?2 AND k.state <> 1;
+
 -- name: insert_step
 -- A step's first result stands; a repetition by the same owner changes nothing.
 INSERT INTO retrysafe_steps (digest, name, position, form, head, body, recorded_at_ms)

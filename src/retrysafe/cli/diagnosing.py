@@ -1,0 +1,48 @@
+"""`retrysafe doctor`: what is wrong with a store's settings, before it costs somebody money."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from retrysafe.cli import options, output
+from retrysafe.cli.problems import ExitCode, usage
+from retrysafe.runtime.drive import run_sync
+from retrysafe.stores.diagnosis import Diagnosable, Finding
+
+
+@options.examples(
+    "retrysafe doctor --store postgresql://app@db/app",
+    "retrysafe doctor --store postgresql://app@db/app --json",
+)
+def doctor(
+    context: typer.Context,
+    store: options.StoreUrl = None,
+    busy_timeout: options.BusyTimeout = options.BUSY_SECONDS,
+    as_json: options.AsJson = False,
+) -> None:
+    """Look at a store's settings, and say what would break a promise; exit 1 when something would.
+
+    Changes nothing. Good at the start of a deployment, after migrate.
+    """
+    with options.opened_store(store, busy_timeout) as chosen:
+        if not isinstance(chosen, Diagnosable):
+            raise usage(f"{store} has no settings to look at: name a postgresql:// store")
+        found = run_sync(chosen.diagnose())
+    if options.is_json(context, as_json):
+        output.write_json(
+            {
+                "problems": [item.text for item in found if item.is_problem],
+                "notes": [item.text for item in found if not item.is_problem],
+            }
+        )
+    else:
+        lines = [_line(item) for item in found] or ["nothing to complain about"]
+        sys.stdout.write("\n".join(lines) + "\n")
+    if any(item.is_problem for item in found):
+        raise typer.Exit(ExitCode.REFUSED)
+
+
+def _line(finding: Finding) -> str:
+    return output.safe(f"{'problem' if finding.is_problem else 'note'}: {finding.text}")

@@ -1,0 +1,277 @@
+"""The atomic block: claim, business writes and outcome in the one transaction of the user.
+
+Owns the order of an atomic run. There is no lease to renew and nothing to settle later: until the
+user's transaction commits nobody else sees any of it, and when it rolls back the key is free. It
+must not know databases; it speaks to the `Transaction` port.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Final
+
+from retrysafe.core import codec
+from retrysafe.core.call import Call
+from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.framing import Part
+from retrysafe.core.keys import checked_secret, child_key
+from retrysafe.core.machine import is_exhausted
+from retrysafe.core.model import (
+    ClaimAnswer,
+    ClaimRequest,
+    Condition,
+    Decision,
+    Payload,
+    SettleKind,
+    Settlement,
+)
+from retrysafe.core.policy import InFlight
+from retrysafe.core.ports import Transaction, Waiting
+from retrysafe.core.replaying import in_flight, replayed_value, reused
+from retrysafe.errors import ClaimLost, InvalidInput, OperationInFlight, OutcomeMissing
+
+# A rival's transaction has no lease, so nobody knows when it ends. Most are shorter than this.
+RIVAL_RETRY_AFTER_SECONDS: Final = 1.0
+# A leased owner under the same key is polled as the engine polls.
+POLL_SECONDS: Final = 0.02
+POLL_MAXIMUM_SECONDS: Final = 0.5
+POLL_GROWTH: Final = 1.5
+
+
+class Stage(Enum):
+    """How far a block has come."""
+
+    NEW = "new"
+    CLAIMED = "claimed"
+    SETTLED = "settled"
+    LEFT = "left"
+
+
+def storable(call: Call, value: Any) -> Payload:
+    """The payload of an outcome that is written with the user's own writes.
+
+    Raises `InvalidInput` when it cannot be stored. Unlike in a leased run nothing has happened
+    yet that could not be undone, so refusing is better than remembering an outcome without value.
+    """
+    try:
+        payload = codec.bounded(call.codec.encode(value), call.policy.outcome_limit_bytes)
+    except Exception as error:
+        raise InvalidInput(
+            f"the outcome of {call.key.text!r} cannot be stored: {codec.message_of(error)}",
+            key=call.key.text,
+        ) from error
+    if payload.form == codec.WITHHELD:
+        raise InvalidInput(str(codec.unavailable(payload, call.key.text)), key=call.key.text)
+    return payload
+
+
+def settlement_of(call: Call, token: bytes, kind: SettleKind, payload: Payload) -> Settlement:
+    """The ending of an attempt as it is written in the user's transaction."""
+    policy = call.policy
+    return Settlement(kind, call.key, token, payload, 0, policy.active_ms, policy.audit_ms)
+
+
+class AtomicBlock:
+    """One pass through an atomic block."""
+
+    def __init__(
+        self,
+        call: Call,
+        transaction: Transaction,
+        *,
+        waiting: Waiting,
+        mint_token: Callable[[], bytes],
+        report: Reporter,
+        owner: str = "",
+        secret: bytes | None = None,
+    ) -> None:
+        self.call = call
+        self._transaction = transaction
+        self._waiting = waiting
+        self._report = report
+        self._secret = secret
+        self._token = mint_token()
+        self._owner = owner
+        self._stage = Stage.NEW
+        self.replayed = False
+        self.attempt = 0
+        self._value: Any = None
+
+    # Entering.
+
+    async def enter(self) -> None:
+        """Claims the key, or finds the outcome to replay.
+
+        Raises `TransactionMissing`, `KeyReused`, `OperationInFlight`, the stored failure,
+        `OutcomeUnavailable` or `AttemptsExhausted`, and what the database raises.
+        """
+        if self._stage is not Stage.NEW:
+            raise InvalidInput("an atomic block is entered once: make a new one for a retry")
+        self._stage = Stage.LEFT
+        await self._transaction.begin()
+        try:
+            answer = await self._admission()
+            if answer.decision is Decision.REPLAY:
+                self.attempt = answer.attempt
+                self._tell(EventKind.REPLAYED)
+                self._value = replayed_value(self.call, answer.payload)
+                self.replayed = True
+            elif is_exhausted(answer.attempt, self.call.policy.attempt_limit):
+                # Not stored: the error rolls the user's transaction back, and the next caller
+                # finds the same number of attempts and is told the same.
+                self._tell(EventKind.EXHAUSTED)
+                exhausted = codec.exhausted(self.call.policy.attempt_limit)
+                raise codec.decode_failure(exhausted, (), self.call.key.text)
+        except BaseException:
+            await self._undo()
+            raise
+        if self.replayed:
+            # Gives the lock back: other retries must not take this reader for a running owner.
+            await self._transaction.undo()
+            return
+        self._stage = Stage.CLAIMED
+        self.attempt = answer.attempt
+        was_abandoned = answer.condition is Condition.ABANDONED
+        self._tell(EventKind.TAKEN_OVER if was_abandoned else EventKind.CLAIMED)
+
+    async def _admission(self) -> ClaimAnswer:
+        call, transaction = self.call, self._transaction
+        policy = call.policy
+        request = ClaimRequest(
+            call.key, call.fingerprints, self._token, policy.lease_ms, call.operation, self._owner
+        )
+        wait_until: float | None = None
+        if policy.in_flight is InFlight.WAIT:
+            wait_until = self._waiting.monotonic() + policy.wait_seconds
+        if not await transaction.lock(call.key, None):
+            if wait_until is None:
+                return await self._without_lock(request)
+            # Nothing is read before the wait: on SQLite a transaction that has read before the
+            # rival commits cannot become the writer after it.
+            seconds_left = max(0.0, wait_until - self._waiting.monotonic())
+            if not await transaction.lock(call.key, seconds_left):
+                raise self._in_flight(RIVAL_RETRY_AFTER_SECONDS, has_waited=True)
+        return await self._claim(request, wait_until)
+
+    async def _without_lock(self, request: ClaimRequest) -> ClaimAnswer:
+        """What can be answered while somebody else has the lock: they may only be reading."""
+        seen = await self._transaction.look(request)
+        if seen.decision is Decision.REPLAY:
+            return seen
+        if seen.decision is Decision.MISMATCH:
+            raise self._reused()
+        raise self._in_flight(RIVAL_RETRY_AFTER_SECONDS, has_waited=False)
+
+    async def _claim(self, request: ClaimRequest, wait_until: float | None) -> ClaimAnswer:
+        """Claims under the lock; a leased owner of the key is waited for if that can help."""
+        poll_seconds = POLL_SECONDS
+        while True:
+            answer = await self._transaction.claim(request)
+            if answer.decision is Decision.MISMATCH:
+                raise self._reused()
+            if answer.decision is not Decision.IN_FLIGHT:
+                return answer
+            now = self._waiting.monotonic()
+            lease_seconds = answer.remaining_ms / 1000 + 0.001
+            if wait_until is None or not await self._transaction.sees_changes():
+                raise self._in_flight(lease_seconds, has_waited=False)
+            if now >= wait_until:
+                raise self._in_flight(lease_seconds, has_waited=True)
+            await self._waiting.sleep(min(poll_seconds, lease_seconds, wait_until - now))
+            poll_seconds = min(poll_seconds * POLL_GROWTH, POLL_MAXIMUM_SECONDS)
+
+    # Inside.
+
+    @property
+    def value(self) -> Any:
+        """The outcome: replayed, or given to `complete`; raises `OutcomeMissing` before that."""
+        if self.replayed or self._stage is Stage.SETTLED:
+            return self._value
+        raise OutcomeMissing(
+            f"{self.call.key.text!r} has no outcome yet: it is run by this block",
+            key=self.call.key.text,
+        )
+
+    def child_key(self, *parts: Part) -> str:
+        """The key for a call downstream; raises `SecretMissing`."""
+        return child_key(checked_secret(self._secret), self.call.key, *parts)
+
+    async def complete(self, value: Any) -> None:
+        """Stores the outcome; raises `ClaimLost`, or `InvalidInput` for a value without a form."""
+        self._require_claimed()
+        await self._settle(SettleKind.COMPLETE, storable(self.call, value))
+        self._value = value
+        self._tell(EventKind.COMPLETED)
+
+    async def fail(self, error: Exception) -> None:
+        """Stores a failure for good; raises `ClaimLost`."""
+        self._require_claimed()
+        payload = codec.encode_failure(error, self.call.policy.outcome_limit_bytes)
+        await self._settle(SettleKind.FAIL, payload)
+        self._tell(EventKind.FAILED)
+
+    def _require_claimed(self) -> None:
+        text = self.call.key.text
+        if self.replayed:
+            raise InvalidInput(
+                f"{text!r} is a replay and has its outcome: return run.value instead", key=text
+            )
+        if self._stage is not Stage.CLAIMED:
+            raise InvalidInput(f"the outcome of {text!r} is given once, inside the block", key=text)
+
+    async def _settle(self, kind: SettleKind, payload: Payload) -> None:
+        settlement = settlement_of(self.call, self._token, kind, payload)
+        decision = await self._transaction.settle(settlement)
+        if decision is not Decision.APPLY:
+            # The claim was rolled back by a savepoint, or the user's transaction was: whoever
+            # claims now may be running.
+            self._tell(EventKind.CLAIM_LOST)
+            raise ClaimLost(
+                f"the claim on {self.call.key.text!r} is gone: the transaction, or the savepoint "
+                "that it was made in, was rolled back inside the block",
+                key=self.call.key.text,
+            )
+        self._stage = Stage.SETTLED
+
+    # Leaving.
+
+    async def leave(self, error: BaseException | None) -> None:
+        """Keeps a block that has its outcome; undoes any other.
+
+        Raises `OutcomeMissing` when the block ended quietly without an outcome.
+        """
+        stage, self._stage = self._stage, Stage.LEFT
+        if stage is Stage.SETTLED and error is None:
+            await self._transaction.keep()
+            self._stage = Stage.SETTLED
+        elif stage in (Stage.SETTLED, Stage.CLAIMED):
+            await self._undo()
+            if error is None:
+                raise OutcomeMissing(
+                    f"the atomic block of {self.call.key.text!r} ended without an outcome: call "
+                    "run.complete(value) before it ends. Nothing that it wrote is kept",
+                    key=self.call.key.text,
+                )
+
+    async def _undo(self) -> None:
+        try:
+            await self._transaction.undo()
+        except Exception:
+            # The connection is gone, or the transaction has ended. Either undoes more than this
+            # would have, and the reason for undoing matters more to the caller.
+            return
+
+    # Words.
+
+    def _tell(self, kind: EventKind) -> None:
+        self._report(kind, self.call.key, self.call.operation, self.attempt)
+
+    def _reused(self) -> Exception:
+        self._tell(EventKind.MISMATCHED)
+        return reused(self.call)
+
+    def _in_flight(self, seconds: float, *, has_waited: bool) -> OperationInFlight:
+        self._tell(EventKind.WAIT_ENDED if has_waited else EventKind.CONFLICTED)
+        message = f"another run of {self.call.key.text!r} has not ended"
+        return in_flight(self.call, message, seconds)

@@ -1,0 +1,102 @@
+"""Settling a leased attempt inside the user's transaction.
+
+Owns what the engine has to know about an outcome that it did not write itself: whether it stands,
+still depends on the user's commit, or was rolled back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from retrysafe.core.atomic import settlement_of, storable
+from retrysafe.core.call import Call
+from retrysafe.core.lease import Lease
+from retrysafe.core.model import Decision, Payload, SettleKind, Settlement
+from retrysafe.core.ports import Fate, Renewals, Transaction
+from retrysafe.errors import ClaimLost, InvalidInput
+
+Join = Callable[[object], Transaction]
+Drive = Callable[[Coroutine[Any, Any, None]], Any]
+
+
+class JoinedOutcome:
+    """An outcome that was written in the user's transaction."""
+
+    __slots__ = ("_settlement", "_transaction", "payload", "value")
+
+    def __init__(
+        self, transaction: Transaction, settlement: Settlement, payload: Payload, value: Any
+    ) -> None:
+        self._transaction = transaction
+        self._settlement = settlement
+        self.payload = payload
+        self.value = value
+
+    async def fate(self) -> Fate:
+        """What became of it; raises `StoreError` when the store cannot tell."""
+        return await self._transaction.fate(self._settlement)
+
+
+class Joiner:
+    """Completes attempts in users' transactions; the face says how its flows are driven."""
+
+    __slots__ = ("_drive", "_join", "_renewals")
+
+    def __init__(self, *, join: Join, drive: Drive, renewals: Renewals) -> None:
+        self._join = join
+        self._drive = drive
+        self._renewals = renewals
+
+    def complete(
+        self,
+        call: Call,
+        lease: Lease,
+        connection: object,
+        value: Any,
+        keep: Callable[[JoinedOutcome], None],
+    ) -> Any:
+        """Writes the outcome and hands it to `keep`; to be awaited where flows suspend."""
+        return self._drive(self._complete(call, lease, connection, value, keep))
+
+    async def _complete(
+        self,
+        call: Call,
+        lease: Lease,
+        connection: object,
+        value: Any,
+        keep: Callable[[JoinedOutcome], None],
+    ) -> None:
+        payload = storable(call, value)
+        settlement = settlement_of(call, lease.token, SettleKind.COMPLETE, payload)
+        transaction = self._join(connection)
+        await transaction.begin()
+        # The user's transaction is about to lock the record. A renewal would wait for it, and with
+        # it the renewals of every other operation. Nobody can take over a locked record.
+        self._renewals.remove(lease)
+        try:
+            decision = await transaction.settle(settlement)
+            if decision is Decision.LOST:
+                lease.revoke()
+                raise ClaimLost(
+                    f"the claim on {call.key.text!r} was taken over, or released by an operator: "
+                    "this transaction must not commit",
+                    key=call.key.text,
+                )
+            if decision is Decision.CONFIRM:
+                raise InvalidInput(f"{call.key.text!r} is completed already", key=call.key.text)
+        except BaseException as error:
+            if not lease.is_revoked and not isinstance(error, InvalidInput):
+                self._renewals.add(lease)
+            await _undo(transaction)
+            raise
+        await transaction.keep()
+        keep(JoinedOutcome(transaction, settlement, payload, value))
+
+
+async def _undo(transaction: Transaction) -> None:
+    try:
+        await transaction.undo()
+    except Exception:
+        # The connection is gone, which undoes more; the reason for undoing matters more.
+        return

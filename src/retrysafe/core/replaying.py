@@ -1,0 +1,52 @@
+"""What callers are told of a run that is not theirs: its outcome, or why there is none."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from retrysafe.core import codec
+from retrysafe.core.call import Call
+from retrysafe.core.model import Payload
+from retrysafe.core.values import NotReadable
+from retrysafe.errors import KeyReused, OperationInFlight, OutcomeUnavailable
+
+
+def replayed_value(call: Call, payload: Payload | None) -> Any:
+    """The first run's value; raises its failure, or `OutcomeUnavailable`."""
+    if payload is None:
+        raise gone(call)
+    if payload.form == codec.WITHHELD:
+        raise codec.unavailable(payload, call.key.text)
+    if payload.form in (codec.FAILURE, codec.EXHAUSTED):
+        declared = (*call.policy.terminal, *call.policy.retryable)
+        raise codec.decode_failure(payload, declared, call.key.text)
+    try:
+        return call.codec.decode(payload)
+    except NotReadable as error:
+        raise OutcomeUnavailable(
+            f"the operation is done and will not run again, but its outcome cannot be read "
+            f"here: {error}",
+            key=call.key.text,
+        ) from error
+
+
+def reused(call: Call) -> KeyReused:
+    """The refusal of a different request under the same key."""
+    return KeyReused(
+        f"the key {call.key.text!r} was first used for a different request: use a new key "
+        "for a new request, and the same request for a retry",
+        key=call.key.text,
+    )
+
+
+def gone(call: Call) -> OutcomeUnavailable:
+    """The answer for a run that is done and whose outcome the store no longer has."""
+    return OutcomeUnavailable(
+        "the operation is done, but its outcome is no longer stored", key=call.key.text
+    )
+
+
+def in_flight(call: Call, message: str, seconds: float) -> OperationInFlight:
+    """The refusal while the first run has not ended, with the time after which to ask again."""
+    return OperationInFlight(message, key=call.key.text, retry_after=timedelta(seconds=seconds))

@@ -1,0 +1,192 @@
+"""Atomic mode for tasks: a block in the user's transaction, and a decorator that makes one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from types import TracebackType
+from typing import Any, Literal, ParamSpec, TypeVar
+
+from retrysafe.core.atomic import AtomicBlock
+from retrysafe.core.call import Call
+from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.core.framing import Part
+from retrysafe.core.keys import Key
+from retrysafe.core.policy import Policy
+from retrysafe.core.ports import Waits
+from retrysafe.errors import InvalidInput
+from retrysafe.runtime.atomic_threads import with_connection
+from retrysafe.runtime.calls import CallerSource, KeySource, owner_name
+from retrysafe.runtime.face import Face, mint_token
+from retrysafe.runtime.gate import TaskGate
+from retrysafe.runtime.waiting import TaskWaiting
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class AsyncAtomicRun:
+    """What an atomic block works with: the outcome to replay, or the run that is to give one."""
+
+    __slots__ = ("_block",)
+
+    def __init__(self, block: AtomicBlock) -> None:
+        self._block = block
+
+    @property
+    def key(self) -> Key:
+        """The key of the run."""
+        return self._block.call.key
+
+    @property
+    def replayed(self) -> bool:
+        """Whether an earlier run gave the outcome: use `value`, and write nothing."""
+        return self._block.replayed
+
+    @property
+    def value(self) -> Any:
+        """The outcome: replayed, or given to `complete`; raises `OutcomeMissing` before that."""
+        return self._block.value
+
+    @property
+    def attempt(self) -> int:
+        """Which attempt this is, or which one gave the outcome."""
+        return self._block.attempt
+
+    async def complete(self, value: Any) -> None:
+        """Stores the outcome, to be committed with everything else; raises as `AtomicRun` does."""
+        await self._block.complete(value)
+
+    async def fail(self, error: Exception) -> None:
+        """Stores a failure for good, to be committed; every later use of the key raises it."""
+        await self._block.fail(error)
+
+    def child_key(self, *parts: Part) -> str:
+        """The key for a call downstream; raises `SecretMissing`."""
+        return self._block.child_key(*parts)
+
+
+class AsyncAtomicContext:
+    """The `async with` statement of an atomic block."""
+
+    def __init__(self, block: AtomicBlock, bound_gate: Callable[[], TaskGate]) -> None:
+        self._block = block
+        self._bound_gate = bound_gate
+
+    async def __aenter__(self) -> AsyncAtomicRun:
+        # Asked for here: the block may have been made where no loop runs.
+        self._gate = self._bound_gate()
+        self._gate.enter()
+        try:
+            await self._block.enter()
+        except BaseException:
+            self._gate.leave()
+            raise
+        return AsyncAtomicRun(self._block)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> Literal[False]:
+        try:
+            await self._block.leave(error)
+        finally:
+            self._gate.leave()
+        return False
+
+
+class AtomicTasks(Face):
+    """The atomic mode of a face for asyncio."""
+
+    def _atomic_gate(self) -> TaskGate:
+        """The gate of the running loop."""
+        raise NotImplementedError
+
+    def atomic(
+        self,
+        connection: object,
+        key: str | Key,
+        *,
+        caller: CallerSource | None = None,
+        name: str = "",
+        request: object = None,
+        policy: Policy | None = None,
+        rule: FingerprintRule | None = None,
+        returns: type | tuple[type, ...] | None = None,
+    ) -> AsyncAtomicContext:
+        """A block whose writes and whose outcome commit together, in your open transaction.
+
+        `connection` is an async psycopg connection, an asyncpg connection, or an async connection
+        or session of SQLAlchemy. Raises as the blocking face does.
+        """
+        call = self._atomic_call(
+            key,
+            caller=caller,
+            name=name,
+            request=request,
+            policy=policy,
+            rule=rule,
+            returns=returns,
+        )
+        return self._atomic_context(call, connection)
+
+    def _atomic_context(self, call: Call, connection: object) -> AsyncAtomicContext:
+        block = AtomicBlock(
+            call,
+            self._join(connection, Waits.SUSPENDING),
+            waiting=TaskWaiting(),
+            mint_token=mint_token,
+            report=self._report,
+            owner=owner_name(),
+            secret=self._settings.secret,
+        )
+        return AsyncAtomicContext(block, self._atomic_gate)
+
+    def atomic_once(
+        self,
+        *,
+        key: KeySource,
+        connection: str,
+        caller: CallerSource | None = None,
+        name: str | None = None,
+        policy: Policy | None = None,
+        rule: FingerprintRule | None = None,
+        ignore: Iterable[str] = (),
+        returns: type | tuple[type, ...] | None = None,
+    ) -> Callable[[Callable[P, Awaitable[T]]], Callable[P, Coroutine[Any, Any, T]]]:
+        """Decorates an async function so that each key runs it once, as an atomic block.
+
+        `connection` names the parameter that holds the connection. What the function returns is
+        the outcome; what it raises undoes what it wrote. The rest is as in `once`.
+        """
+
+        def decorate(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+            if not inspect.iscoroutinefunction(function):
+                raise InvalidInput(f"{function!r} is not async: use Idempotency for it")
+            decoration = self._once(
+                function,
+                key=key,
+                caller=caller,
+                name=name,
+                policy=policy,
+                rule=rule,
+                ignore=with_connection(ignore, connection),
+                returns=returns,
+            )
+
+            @functools.wraps(function)
+            async def run_once(*args: P.args, **kwargs: P.kwargs) -> T:
+                call = decoration.call(args, kwargs)
+                used = decoration.argument(connection, args, kwargs)
+                async with self._atomic_context(call, used) as run:
+                    if not run.replayed:
+                        await run.complete(await function(*args, **kwargs))
+                value: T = run.value
+                return value
+
+            return run_once
+
+        return decorate

@@ -1,0 +1,200 @@
+"""Atomic mode for threads: a block in the user's transaction, and a decorator that makes one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Literal, ParamSpec, TypeVar
+
+from retrysafe.core.atomic import AtomicBlock
+from retrysafe.core.call import Call
+from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.core.framing import Part
+from retrysafe.core.keys import Key
+from retrysafe.core.policy import Policy
+from retrysafe.core.ports import Waits
+from retrysafe.errors import InvalidInput
+from retrysafe.runtime.calls import CallerSource, KeySource, owner_name
+from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.face import Face, mint_token
+from retrysafe.runtime.gate import ThreadGate
+from retrysafe.runtime.waiting import ThreadWaiting
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class AtomicRun:
+    """What an atomic block works with: the outcome to replay, or the run that is to give one."""
+
+    __slots__ = ("_block",)
+
+    def __init__(self, block: AtomicBlock) -> None:
+        self._block = block
+
+    @property
+    def key(self) -> Key:
+        """The key of the run."""
+        return self._block.call.key
+
+    @property
+    def replayed(self) -> bool:
+        """Whether an earlier run gave the outcome: use `value`, and write nothing."""
+        return self._block.replayed
+
+    @property
+    def value(self) -> Any:
+        """The outcome: replayed, or given to `complete`; raises `OutcomeMissing` before that."""
+        return self._block.value
+
+    @property
+    def attempt(self) -> int:
+        """Which attempt this is, or which one gave the outcome."""
+        return self._block.attempt
+
+    def complete(self, value: Any) -> None:
+        """Stores the outcome, to be committed with everything else.
+
+        Raises `ClaimLost` when the claim was rolled back inside the block, and `InvalidInput` when
+        the value cannot be stored; let both end the transaction.
+        """
+        run_sync(self._block.complete(value))
+
+    def fail(self, error: Exception) -> None:
+        """Stores a failure for good, to be committed; every later use of the key raises it."""
+        run_sync(self._block.fail(error))
+
+    def child_key(self, *parts: Part) -> str:
+        """The key for a call downstream; raises `SecretMissing`."""
+        return self._block.child_key(*parts)
+
+
+class AtomicContext:
+    """The `with` statement of an atomic block."""
+
+    def __init__(self, block: AtomicBlock, gate: ThreadGate) -> None:
+        self._block = block
+        self._gate = gate
+
+    def __enter__(self) -> AtomicRun:
+        try:
+            self._gate.enter(self)
+            run_sync(self._block.enter())
+        except BaseException:
+            self._gate.leave(self)
+            raise
+        return AtomicRun(self._block)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> Literal[False]:
+        try:
+            run_sync(self._block.leave(error))
+        finally:
+            self._gate.leave(self)
+        return False
+
+
+class AtomicThreads(Face):
+    """The atomic mode of a face for threads."""
+
+    _gate: ThreadGate
+
+    def atomic(
+        self,
+        connection: object,
+        key: str | Key,
+        *,
+        caller: CallerSource | None = None,
+        name: str = "",
+        request: object = None,
+        policy: Policy | None = None,
+        rule: FingerprintRule | None = None,
+        returns: type | tuple[type, ...] | None = None,
+    ) -> AtomicContext:
+        """A block whose writes and whose outcome commit together, in your open transaction.
+
+        `connection` is a psycopg connection, a SQLAlchemy connection or session, Django's
+        connection, or a `sqlite3.Connection` to the store's file. Entering raises
+        `TransactionMissing`, `KeyReused`, `OperationInFlight`, the stored failure or
+        `OutcomeUnavailable`; leaving without an outcome raises `OutcomeMissing`. Whatever leaves
+        the block as an exception undoes what the block wrote.
+        """
+        call = self._atomic_call(
+            key,
+            caller=caller,
+            name=name,
+            request=request,
+            policy=policy,
+            rule=rule,
+            returns=returns,
+        )
+        return self._atomic_context(call, connection)
+
+    def _atomic_context(self, call: Call, connection: object) -> AtomicContext:
+        block = AtomicBlock(
+            call,
+            self._join(connection, Waits.BLOCKING),
+            waiting=ThreadWaiting(),
+            mint_token=mint_token,
+            report=self._report,
+            owner=owner_name(),
+            secret=self._settings.secret,
+        )
+        return AtomicContext(block, self._gate)
+
+    def atomic_once(
+        self,
+        *,
+        key: KeySource,
+        connection: str,
+        caller: CallerSource | None = None,
+        name: str | None = None,
+        policy: Policy | None = None,
+        rule: FingerprintRule | None = None,
+        ignore: Iterable[str] = (),
+        returns: type | tuple[type, ...] | None = None,
+    ) -> Callable[[Callable[P, T]], Callable[P, T]]:
+        """Decorates a function so that each key runs it once, as an atomic block.
+
+        `connection` names the parameter that holds the connection. What the function returns is
+        the outcome; what it raises undoes what it wrote. The rest is as in `once`.
+        """
+
+        def decorate(function: Callable[P, T]) -> Callable[P, T]:
+            if inspect.iscoroutinefunction(function):
+                raise InvalidInput(f"{function!r} is async: use AsyncIdempotency for it")
+            decoration = self._once(
+                function,
+                key=key,
+                caller=caller,
+                name=name,
+                policy=policy,
+                rule=rule,
+                ignore=with_connection(ignore, connection),
+                returns=returns,
+            )
+
+            @functools.wraps(function)
+            def run_once(*args: P.args, **kwargs: P.kwargs) -> T:
+                call = decoration.call(args, kwargs)
+                used = decoration.argument(connection, args, kwargs)
+                with self._atomic_context(call, used) as run:
+                    if not run.replayed:
+                        run.complete(function(*args, **kwargs))
+                value: T = run.value
+                return value
+
+            return run_once
+
+        return decorate
+
+
+def with_connection(ignore: Iterable[str], connection: str) -> Iterable[str]:
+    """The parameters that are not part of the request; a lone text is refused further on."""
+    return ignore if isinstance(ignore, str) else (*ignore, connection)

@@ -1,0 +1,230 @@
+"""Atomic mode on PostgreSQL: retrysafe's part of a user's transaction.
+
+Owns the order of the statements on the user's connection, and the lock that stands for a running
+atomic block. Decisions are the core's, made with the server's clock. The driver's errors pass
+through as they are: they say what became of the user's transaction.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+from retrysafe.conflicts import sqlstate_of
+from retrysafe.core import transitions
+from retrysafe.core.keys import Key
+from retrysafe.core.model import (
+    ClaimAnswer,
+    ClaimRequest,
+    Decision,
+    Payload,
+    Record,
+    Settlement,
+)
+from retrysafe.core.ports import Fate, Waits
+from retrysafe.errors import SchemaMissing, StoreUnavailable, TransactionMissing
+from retrysafe.stores.postgres import rows
+from retrysafe.stores.postgres.connections import UserConnection
+from retrysafe.stores.postgres.connector import MISSING_CODES, Connector
+
+_LOCK_NOT_AVAILABLE: Final = "55P03"
+_NO_TRANSACTION_CODES: Final = ("25P01", "3B001")
+# Only a leased claim or an operator can change a record under our lock, so a few rounds suffice.
+_ROUNDS_LIMIT: Final = 20
+
+
+def lock_number(schema: str, digest: bytes) -> int:
+    """The advisory lock of a key: its digest folded to 64 bits, apart for each schema.
+
+    Two keys that share a number only wait for each other; what is replayed is decided by the full
+    digest and the stored text.
+    """
+    folded = hashlib.blake2b(digest, digest_size=8, key=schema.encode(), person=b"retrysafe lock")
+    return int.from_bytes(folded.digest(), "big", signed=True)
+
+
+class PostgresTransaction:
+    """A user's transaction on PostgreSQL."""
+
+    def __init__(
+        self,
+        connection: UserConnection,
+        *,
+        connector: Connector,
+        statements: dict[str, str],
+        schema_name: str,
+        location: str,
+    ) -> None:
+        self._connection = connection
+        self._connector = connector
+        self._sql = statements
+        self._schema_name = schema_name
+        self._location = location
+        self._transaction_id: str | None = None
+
+    @property
+    def waits(self) -> Waits:
+        """As the user's connection does."""
+        return self._connection.waits
+
+    # The frame around everything that is written.
+
+    async def begin(self) -> None:
+        """Sets a savepoint; without a transaction there can be none."""
+        try:
+            await self._connection.begin_savepoint()
+        except Exception as error:
+            if sqlstate_of(error) in _NO_TRANSACTION_CODES:
+                raise TransactionMissing(
+                    "this connection has no open transaction, so nothing could commit together "
+                    "with your writes: open one around the block"
+                ) from error
+            raise
+
+    async def keep(self) -> None:
+        """Releases the savepoint."""
+        try:
+            await self._connection.release_savepoint()
+        except Exception as error:
+            if sqlstate_of(error) in _NO_TRANSACTION_CODES:
+                raise TransactionMissing(
+                    "the transaction ended inside the block: commit or roll back after it"
+                ) from error
+            raise
+
+    async def undo(self) -> None:
+        """Rolls back to the savepoint, which also gives the lock back."""
+        await self._connection.roll_back_savepoint()
+
+    # The claim.
+
+    async def lock(self, key: Key, wait_seconds: float | None) -> bool:
+        """Takes the key's lock, at once or within the time."""
+        number = lock_number(self._schema_name, key.digest)
+        if wait_seconds is None:
+            ((is_ours,),) = await self._fetch("try_lock", number)
+            return bool(is_ours)
+        # Zero would mean no limit.
+        limit_ms = max(1, math.ceil(wait_seconds * 1000))
+        ((earlier, _),) = await self._fetch("limit_lock_wait", f"{limit_ms}ms")
+        try:
+            await self._fetch("wait_for_lock", number)
+        except Exception as error:
+            if sqlstate_of(error) == _LOCK_NOT_AVAILABLE:
+                # The transaction takes no statement now; rolling back to the savepoint mends it,
+                # and restores the bound as well.
+                return False
+            raise
+        await self._fetch("restore_lock_wait", earlier)
+        return True
+
+    async def look(self, request: ClaimRequest) -> ClaimAnswer:
+        """The table's answer to a claim, without making it."""
+        found = await self._read(request.key)
+        record, payload, now_ms = (None, None, 0) if found is None else found
+        return _decided(record, payload, request, now_ms)[1]
+
+    async def claim(self, request: ClaimRequest) -> ClaimAnswer:
+        """Claims a key: a new row, or the one that is there by comparing what is replaced."""
+        key, fingerprint = request.key, request.fingerprints[0]
+        for _ in range(_ROUNDS_LIMIT):
+            inserted = await self._fetch(
+                "insert_record",
+                key.digest,
+                key.caller,
+                key.text,
+                request.operation,
+                fingerprint.rule,
+                fingerprint.digest,
+                request.token,
+                request.lease_ms,
+                request.owner,
+            )
+            if inserted:
+                return rows.admitted(request, inserted[0][0])
+            found = await self._read(key)
+            if found is None:
+                continue  # Swept away in between, so the key is free again.
+            record, payload, now_ms = found
+            changed, answer = _decided(record, payload, request, now_ms)
+            if changed is None:
+                return answer
+            is_new_life = answer.decision is Decision.ADMIT
+            ((count,),) = await self._fetch(
+                "replace_record", *rows.replacement(record, changed, is_new_life=is_new_life)
+            )
+            if count:
+                return answer
+        raise StoreUnavailable("the record changed under us again and again", key=key.text)
+
+    async def sees_changes(self) -> bool:
+        """Only READ COMMITTED reads with a new snapshot every time."""
+        ((isolation,),) = await self._fetch("isolation")
+        return str(isolation) in ("read committed", "read uncommitted")
+
+    async def _read(self, key: Key) -> tuple[Record, Payload | None, int] | None:
+        found = await self._fetch("read_records", [key.digest])
+        return rows.found_row(found[0]) if found else None
+
+    # The outcome.
+
+    async def settle(self, settlement: Settlement) -> Decision:
+        """Writes the ending, if the token holds the key."""
+        payload = settlement.payload
+        assert payload is not None  # Only endings are written in a user's transaction.
+        settled = await self._fetch(
+            "settle_record",
+            settlement.key.digest,
+            settlement.token,
+            settlement.kind.value,
+            settlement.active_ms,
+            settlement.audit_ms,
+            payload.form,
+            payload.head,
+            payload.body,
+        )
+        if settled:
+            self._transaction_id = str(settled[0][0])
+            return Decision.APPLY
+        found = await self._read(settlement.key)
+        record, now_ms = (None, 0) if found is None else (found[0], found[2])
+        _, answer = transitions.settle(record, settlement, now_ms)
+        # Not held a moment ago, so not ours now: a token never comes back.
+        return Decision.CONFIRM if answer.decision is Decision.CONFIRM else Decision.LOST
+
+    async def fate(self, settlement: Settlement) -> Fate:
+        """Asks on the store's own connection; neither question waits for a lock."""
+        # In this order: what has ended before the record is read is seen by that read.
+        ((status,),) = await self._connector.fetch(
+            self._sql["transaction_status"], (self._transaction_id,)
+        )
+        if status == "in progress":
+            return Fate.OPEN
+        ((count,),) = await self._connector.fetch(
+            self._sql["count_outcomes"],
+            (settlement.key.digest, settlement.token, settlement.kind.value),
+        )
+        # A committed transaction may still have rolled back the savepoint that it was written in.
+        return Fate.STANDS if count else Fate.UNDONE
+
+    async def _fetch(self, name: str, *params: Any) -> Sequence[Sequence[Any]]:
+        try:
+            return await self._connection.fetch(self._sql[name], params)
+        except Exception as error:
+            if sqlstate_of(error) in MISSING_CODES:
+                raise SchemaMissing(
+                    f"the connection's database has no current retrysafe schema "
+                    f"{self._schema_name!r}: run 'retrysafe migrate' for {self._location}"
+                ) from error
+            raise
+
+
+def _decided(
+    record: Record | None, payload: Payload | None, request: ClaimRequest, now_ms: int
+) -> tuple[Record | None, ClaimAnswer]:
+    changed, answer = transitions.claim(record, request, now_ms)
+    if answer.decision is Decision.REPLAY:
+        answer.payload = payload
+    return changed, answer

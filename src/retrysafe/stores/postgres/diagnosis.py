@@ -1,0 +1,126 @@
+"""A look at the server's settings: what would make claims forgettable, slow or impossible.
+
+Owns the sentences and what they are judged by. It changes nothing and needs no rights beyond those
+of a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from retrysafe.errors import SchemaMissing, StoreError
+from retrysafe.stores.diagnosis import Finding
+from retrysafe.stores.migrations import Migration
+from retrysafe.stores.postgres.partitions import DAY_MS, partition_name
+
+# Older servers get no fixes any more, and the tests do not run on them.
+OLDEST_VERSION: Final = 14
+# Outcomes of the default audit window and a little more; later days are made by the next sweep.
+_DAYS_AHEAD: Final = 31
+# Network and rounding; nothing is decided by the difference.
+_SKEW_NOTED_MS: Final = 1_000
+
+POOLER: Final = Finding(
+    "A pooler such as PgBouncer stands in front of the server, and prepared statements are on: in "
+    "transaction mode another connection does not know them. Add ?prepared=off to the URL."
+)
+
+
+def settings_findings(row: Sequence[Any]) -> list[Finding]:
+    """What the server's settings mean for a store of claims."""
+    version, fsync, full_page_writes, synchronous_commit, autovacuum = row
+    found = []
+    if version // 10_000 < OLDEST_VERSION:
+        found.append(
+            Finding(
+                f"PostgreSQL {version // 10_000} is too old: retrysafe is tested from "
+                f"{OLDEST_VERSION} up. Upgrade the server."
+            )
+        )
+    if fsync == "off":
+        found.append(
+            Finding(
+                "fsync is off: a crash of the machine forgets claims whose effects have happened, "
+                "and can damage the database. Set fsync = on."
+            )
+        )
+    if full_page_writes == "off":
+        found.append(
+            Finding(
+                "full_page_writes is off: a crash of the machine can damage pages. Set it on, "
+                "unless the file system writes pages as a whole."
+            )
+        )
+    if synchronous_commit == "off":
+        found.append(
+            Finding(
+                "synchronous_commit is off for this user and database: a crash of the server "
+                "forgets claims whose effects have happened. Set it to on or local."
+            )
+        )
+    if autovacuum == "off":
+        found.append(
+            Finding("autovacuum is off: the tables grow without end. Set autovacuum = on.")
+        )
+    return found
+
+
+def table_findings(rows: Sequence[Sequence[Any]]) -> list[Finding]:
+    """What the tables' own options mean."""
+    found = []
+    for name, is_unlogged, is_never_vacuumed in rows:
+        if is_unlogged:
+            found.append(
+                Finding(
+                    f"The table {name} is unlogged: a crash of the server empties it, and every "
+                    f"operation could run again. Run ALTER TABLE {name} SET LOGGED."
+                )
+            )
+        if is_never_vacuumed:
+            found.append(
+                Finding(
+                    f"autovacuum is off for the table {name}, which then grows without end. Run "
+                    f"ALTER TABLE {name} RESET (autovacuum_enabled)."
+                )
+            )
+    return found
+
+
+def schema_findings(pending: Sequence[Migration] | StoreError, schema: str) -> list[Finding]:
+    """Whether the schema is there and is this release's."""
+    if isinstance(pending, StoreError) and not isinstance(pending, SchemaMissing):
+        return [Finding(f"{pending}.")]
+    if not isinstance(pending, SchemaMissing) and not pending:
+        return []
+    return [Finding(f"The schema {schema} is missing or not up to date. Run retrysafe migrate.")]
+
+
+def partition_findings(existing: set[str], now_ms: int) -> list[Finding]:
+    """Whether the coming days have partitions; without one, outcomes are removed row by row."""
+    names = [partition_name(now_ms + number * DAY_MS) for number in range(_DAYS_AHEAD + 1)]
+    missing = [name for name in names if name not in existing]
+    if not missing:
+        return []
+    return [
+        Finding(
+            f"{len(missing)} of the coming {_DAYS_AHEAD + 1} days have no partition of outcomes "
+            f"(the first is {missing[0]}): nobody has swept for some time. Run retrysafe sweep "
+            "every day."
+        )
+    ]
+
+
+def clock_finding(server_ms: int, asked_ms: int, answered_ms: int) -> list[Finding]:
+    """How far this host's clock is from the server's; only worth knowing."""
+    skew_ms = server_ms - (asked_ms + answered_ms) // 2
+    if abs(skew_ms) < _SKEW_NOTED_MS:
+        return []
+    direction = "ahead of" if skew_ms < 0 else "behind"
+    return [
+        Finding(
+            f"This host's clock is {abs(skew_ms) / 1000:.1f} s {direction} the server's. Nothing "
+            "is decided by it, but times in logs will not fit together.",
+            is_problem=False,
+        )
+    ]

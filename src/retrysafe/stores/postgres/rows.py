@@ -1,0 +1,68 @@
+"""Rows of the key table as records, and the parameters that replace one record by the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from retrysafe.core.model import (
+    ClaimAnswer,
+    ClaimRequest,
+    Condition,
+    Decision,
+    Payload,
+    Record,
+    State,
+)
+
+# Looked up once: members of an enum are dear to look up per row.
+_ADMIT: Final = Decision.ADMIT
+_ABSENT: Final = Condition.ABSENT
+_PENDING: Final = State.PENDING
+
+
+def record_of(row: Sequence[Any]) -> Record:
+    """The record of a row."""
+    made = Record(*row)
+    made.state = State(made.state)
+    # Drivers may give memory views for bytes; tokens are compared and used as dictionary keys.
+    made.digest, made.token = bytes(made.digest), bytes(made.token)
+    made.fingerprint = bytes(made.fingerprint)
+    return made
+
+
+def found_row(row: Sequence[Any]) -> tuple[Record, Payload | None, int]:
+    """A row of `read_records`: the record, the payload to replay, and the instant of reading."""
+    row = tuple(row)
+    payload = None if row[16] is None else Payload(row[16], bytes(row[17]), bytes(row[18]))
+    return record_of(row[1:16]), payload, row[0]
+
+
+def replacement(old: Record, new: Record, *, is_new_life: bool) -> tuple[Any, ...]:
+    """The parameters of `replace_record`: what is written, and what must still be there."""
+    return (
+        new.operation,
+        new.rule,
+        new.fingerprint,
+        new.state.value,
+        new.token,
+        new.attempt,
+        new.first_claimed_at_ms,
+        new.claimed_at_ms,
+        new.lease_ends_at_ms,
+        new.settled_at_ms,
+        new.expires_at_ms,
+        new.owner,
+        old.digest,
+        old.token,
+        old.state.value,
+        old.attempt,
+        old.lease_ends_at_ms,
+        old.expires_at_ms,
+        is_new_life,
+    )
+
+
+def admitted(request: ClaimRequest, lease_ends_at_ms: int) -> ClaimAnswer:
+    """The answer to the claim of a key that had no row."""
+    return ClaimAnswer(_ADMIT, _ABSENT, 1, request.lease_ms, lease_ends_at_ms, _PENDING)

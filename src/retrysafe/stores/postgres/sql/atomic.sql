@@ -1,0 +1,80 @@
+-- The statements that run on a user's connection, inside the user's transaction. They are correct
+-- under READ COMMITTED, REPEATABLE READ and SERIALIZABLE: under the last two a rival's commit shows
+-- as SQLSTATE 40001. They leave nothing in the session. Time is always the server's clock.
+
+-- name: try_lock
+-- Keeps other atomic runs off the key until the transaction, or the savepoint, is over. A lock of
+-- the transaction works behind PgBouncer, and a process that dies gives it back.
+SELECT pg_try_advisory_xact_lock($1::bigint);
+
+-- name: wait_for_lock
+-- The same, waiting as long as lock_timeout allows. The server wakes the waiters in their order,
+-- and sees two transactions that wait for each other.
+SELECT 1 FROM pg_advisory_xact_lock($1::bigint);
+
+-- name: limit_lock_wait
+-- Bounds the wait for a lock until the end of the transaction; the earlier bound comes back.
+WITH earlier AS MATERIALIZED (
+    SELECT current_setting('lock_timeout') AS bound
+)
+SELECT bound, set_config('lock_timeout', $1::text, true) FROM earlier;
+
+-- name: restore_lock_wait
+-- Gives the transaction its own bound back.
+SELECT set_config('lock_timeout', $1::text, true);
+
+-- name: insert_record
+-- Claims a key that has no row; nothing comes back when there is one. The lock keeps rivals in other
+-- transactions off, so this waits for no longer than a leased claim takes.
+WITH clock AS MATERIALIZED (
+    SELECT {now_ms} AS now_ms
+)
+INSERT INTO {schema}.keys AS k (
+    digest, caller, key, operation, rule, fingerprint, state, token, attempt,
+    first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, owner
+)
+SELECT
+    $1::bytea, $2::text, $3::text, $4::text, $5::smallint, $6::bytea, 1, $7::bytea, 1,
+    c.now_ms, c.now_ms, c.now_ms + $8::bigint, $9::text
+FROM clock AS c
+ON CONFLICT (digest) DO NOTHING
+RETURNING k.lease_ends_at_ms;
+
+-- name: isolation
+-- Whether later statements see what others commit meanwhile.
+SELECT current_setting('transaction_isolation');
+
+-- name: settle_record
+-- Ends the attempt if the token still holds the key, and stores its outcome. The row stays locked
+-- until the transaction ends, so nobody takes over in between. Comes back with the transaction's id,
+-- by which its fate is found out later.
+WITH clock AS MATERIALIZED (
+    SELECT {now_ms} AS now_ms
+), settled AS (
+    UPDATE {schema}.keys AS k SET
+        state = $3::smallint,
+        settled_at_ms = c.now_ms,
+        expires_at_ms = c.now_ms + $4::bigint,
+        audit_ends_at_ms = c.now_ms + $5::bigint
+    FROM clock AS c
+    WHERE k.digest = $1::bytea AND k.token = $2::bytea AND k.state = 1
+    RETURNING k.digest, k.token, k.attempt, k.state, k.settled_at_ms, k.audit_ends_at_ms
+), stored AS (
+    INSERT INTO {schema}.outcomes (
+        digest, token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
+    )
+    SELECT
+        digest, token, attempt, state, $6::text, $7::bytea, $8::bytea, settled_at_ms, audit_ends_at_ms
+    FROM settled
+)
+SELECT pg_current_xact_id()::text FROM settled;
+
+-- name: transaction_status
+-- Runs on the store's own connection: whether a transaction is still open.
+SELECT pg_xact_status($1::text::xid8);
+
+-- name: count_outcomes
+-- Runs on the store's own connection: whether the outcome of this token is committed. The audit is
+-- asked and not the record, because somebody may have taken over since.
+SELECT count(*) FROM {schema}.outcomes
+WHERE digest = $1::bytea AND token = $2::bytea AND state = $3::smallint;

@@ -1,0 +1,184 @@
+"""Atomic mode on SQLite: retrysafe's part of a transaction on the user's own connection.
+
+Owns the write lock that the decisions need. SQLite has one for the whole file, so a rival is
+anybody who writes to it. Under the lock nothing changes, which is why waiting for a leased owner of
+the key would be waiting for ourselves.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from retrysafe.core import transitions
+from retrysafe.core.keys import Key
+from retrysafe.core.model import (
+    ClaimAnswer,
+    ClaimRequest,
+    Decision,
+    Payload,
+    Settlement,
+)
+from retrysafe.core.ports import Fate, Waits
+from retrysafe.errors import InvalidInput, SchemaMissing, StoreError, TransactionMissing
+from retrysafe.stores.sqlite import batches, rows
+from retrysafe.stores.sqlite.schema import SQL
+
+_PRIMARY_MASK: Final = 0xFF
+
+
+class SqliteTransaction:
+    """A user's transaction on the store's file."""
+
+    waits = Waits.BLOCKING
+
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        *,
+        path: Path,
+        now_ms: Callable[[], int],
+        prepare: Callable[[], object],
+        has_outcome: Callable[[Settlement], bool],
+    ) -> None:
+        self._connection = connection
+        self._path = path
+        self._now_ms = now_ms
+        self._prepare = prepare
+        self._has_outcome = has_outcome
+
+    # The frame around everything that is written.
+
+    async def begin(self) -> None:
+        """Sets a savepoint; a connection that begins by itself is made to do it now."""
+        connection = self._connection
+        with self._plain_rows():
+            self._require_same_file()
+            if not connection.in_transaction:
+                if connection.isolation_level is None:
+                    raise TransactionMissing(
+                        "this connection has no open transaction, so nothing could commit together "
+                        "with your writes: run connection.execute('BEGIN IMMEDIATE') before the "
+                        "block"
+                    )
+                self._prepare()
+                # The binding would begin at the next write anyway, and the user commits.
+                connection.execute("BEGIN")
+            connection.execute("SAVEPOINT retrysafe")
+
+    async def keep(self) -> None:
+        """Releases the savepoint."""
+        if not self._connection.in_transaction:
+            raise TransactionMissing(
+                "the transaction ended inside the block: commit or roll back after it"
+            )
+        self._connection.execute("RELEASE retrysafe")
+
+    async def undo(self) -> None:
+        """Rolls back to the savepoint and ends it."""
+        if self._connection.in_transaction:
+            self._connection.execute("ROLLBACK TO retrysafe")
+            self._connection.execute("RELEASE retrysafe")
+
+    # The claim.
+
+    async def lock(self, key: Key, wait_seconds: float | None) -> bool:
+        """Takes the file's write lock, within the connection's own timeout or the given time."""
+        with self._plain_rows():
+            (earlier_ms,) = self._connection.execute("PRAGMA busy_timeout").fetchone()
+            if wait_seconds is not None:
+                limit_ms = math.ceil(wait_seconds * 1000)
+                self._connection.execute(f"PRAGMA busy_timeout = {limit_ms}")
+            try:
+                self._connection.execute(SQL["take_write_lock"])
+                return True
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode == sqlite3.SQLITE_ERROR:
+                    raise SchemaMissing(
+                        f"{self._path} has no current retrysafe schema ({error}): run 'retrysafe "
+                        f"migrate --store sqlite:///{self._path}' before the first transaction"
+                    ) from error
+                if error.sqlite_errorcode & _PRIMARY_MASK != sqlite3.SQLITE_BUSY:
+                    raise
+                if error.sqlite_errorcode == sqlite3.SQLITE_BUSY_SNAPSHOT:
+                    # This transaction has read what a rival has changed since; only a new one can
+                    # go on, so the user must hear of it as it is.
+                    raise
+                return False
+            finally:
+                self._connection.execute(f"PRAGMA busy_timeout = {earlier_ms}")
+
+    async def look(self, request: ClaimRequest) -> ClaimAnswer:
+        """The table's answer to a claim, without making it."""
+        with self._plain_rows():
+            record = rows.select(self._connection, request.key.digest)
+            _, answer = transitions.claim(record, request, self._now_ms())
+            if answer.decision is Decision.REPLAY:
+                row = self._connection.execute(
+                    SQL["select_outcome"], (request.key.digest,)
+                ).fetchone()
+                answer.payload = None if row is None else Payload(*row)
+            return answer
+
+    async def claim(self, request: ClaimRequest) -> ClaimAnswer:
+        """Claims a key as the store does, on the user's connection."""
+        with self._plain_rows():
+            (answer,) = batches.claim(self._connection, [request], self._now_ms())
+        if isinstance(answer, StoreError):
+            raise answer
+        return answer
+
+    async def sees_changes(self) -> bool:
+        """Never: whoever could change something waits for this transaction."""
+        return False
+
+    # The outcome.
+
+    async def settle(self, settlement: Settlement) -> Decision:
+        """Writes the ending, if the token holds the key."""
+        with self._plain_rows():
+            # Before the first read: a transaction that has read cannot always become the writer.
+            self._connection.execute(SQL["take_write_lock"])
+            (answer,) = batches.settle(self._connection, [settlement], self._now_ms())
+        if isinstance(answer, StoreError):
+            raise answer
+        return answer.decision
+
+    async def fate(self, settlement: Settlement) -> Fate:
+        """Compares what the store sees with what the user's connection sees."""
+        if self._has_outcome(settlement):
+            return Fate.STANDS
+        try:
+            with self._plain_rows():
+                (count,) = self._connection.execute(
+                    SQL["count_outcomes"], (settlement.key.digest, settlement.token)
+                ).fetchone()
+        except sqlite3.ProgrammingError:
+            return Fate.UNDONE  # Closed, so whatever was open was rolled back.
+        return Fate.OPEN if count else Fate.UNDONE
+
+    # The user's connection.
+
+    @contextmanager
+    def _plain_rows(self) -> Iterator[None]:
+        """Rows and texts as they are, whatever shape the user has asked for."""
+        connection = self._connection
+        row_factory, text_factory = connection.row_factory, connection.text_factory
+        connection.row_factory, connection.text_factory = None, str
+        try:
+            yield
+        finally:
+            connection.row_factory, connection.text_factory = row_factory, text_factory
+
+    def _require_same_file(self) -> None:
+        files = {name: file for _, name, file in self._connection.execute("PRAGMA database_list")}
+        file = files.get("main")
+        if not file or not self._path.exists() or not Path(file).samefile(self._path):
+            raise InvalidInput(
+                f"this connection is to {file or 'a database in memory'!r}, and the store is "
+                f"{str(self._path)!r}: outcome and business write must be in one file"
+            )

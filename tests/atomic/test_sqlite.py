@@ -1,0 +1,350 @@
+"""Atomic mode on the embedded store, with the user's own `sqlite3` connection."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from datetime import timedelta
+
+import pytest
+
+from retrysafe import (
+    AsyncIdempotency,
+    ClaimLost,
+    Idempotency,
+    InFlight,
+    InvalidInput,
+    KeyReused,
+    OperationInFlight,
+    OutcomeMissing,
+    Policy,
+    SchemaMissing,
+    TransactionMissing,
+    current_attempt,
+    is_conflict,
+)
+
+PATIENCE_SECONDS = 30
+WAITING = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=29))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "shop.db"
+
+
+@pytest.fixture
+def idem(path):
+    with Idempotency(f"sqlite:///{path}", caller="shop") as made:
+        yield made
+
+
+@pytest.fixture
+def open_connection(path):
+    """Opens connections to the store's file, and closes them with the test."""
+    made = []
+
+    def connect(**options):
+        connection = sqlite3.connect(path, **{"isolation_level": None, **options})
+        made.append(connection)
+        return connection
+
+    yield connect
+    for connection in made:
+        connection.close()
+
+
+@pytest.fixture
+def connection(idem, open_connection):
+    """A connection in autocommit mode to a file that has the store's schema and an orders table."""
+    assert idem.read("nothing") is None
+    made = open_connection(timeout=0)
+    made.execute("CREATE TABLE orders (name TEXT)")
+    return made
+
+
+def orders(connection):
+    return [row[0] for row in connection.execute("SELECT name FROM orders")]
+
+
+def keys(connection):
+    return [row[0] for row in connection.execute("SELECT state FROM retrysafe_keys")]
+
+
+def test_write_and_outcome_commit_together(idem, connection):
+    """The first transaction writes, the second replays."""
+    for replayed in (False, True):
+        connection.execute("BEGIN IMMEDIATE")
+        with idem.atomic(connection, "order-1", request="pen") as run:
+            assert run.replayed is replayed
+            if not run.replayed:
+                connection.execute("INSERT INTO orders VALUES ('pen')")
+                run.complete({"id": 1})
+        assert run.value == {"id": 1}
+        connection.execute("COMMIT")
+    assert orders(connection) == ["pen"]
+    assert idem.run("order-1", lambda: 2, name="", request="pen") == {"id": 1}
+    connection.execute("BEGIN")
+    with pytest.raises(KeyReused), idem.atomic(connection, "order-1", request="ink"):
+        pass
+
+
+def test_a_rollback_frees_the_key(idem, connection):
+    connection.execute("BEGIN IMMEDIATE")
+    with idem.atomic(connection, "order-1") as run:
+        connection.execute("INSERT INTO orders VALUES ('pen')")
+        run.complete(1)
+    connection.execute("ROLLBACK")
+    assert orders(connection) == []
+    assert idem.run("order-1", lambda: "leased", name="", request=None) == "leased"
+
+
+def test_a_block_that_fails_is_undone_alone(idem, connection):
+    """The outer transaction goes on and commits what is its own."""
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute("INSERT INTO orders VALUES ('outer')")
+    with pytest.raises(OutcomeMissing), idem.atomic(connection, "order-1"):
+        connection.execute("INSERT INTO orders VALUES ('inner')")
+    connection.execute("COMMIT")
+    assert orders(connection) == ["outer"]
+    assert keys(connection) == []
+
+
+def test_a_savepoint_that_is_rolled_back_takes_the_claim_with_it(idem, connection):
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute("SAVEPOINT inner")
+    with idem.atomic(connection, "order-1") as run:
+        run.complete(1)
+    connection.execute("ROLLBACK TO inner")
+    connection.execute("COMMIT")
+    assert keys(connection) == []
+
+
+def test_a_rollback_inside_the_block_loses_the_claim(idem, connection):
+    connection.execute("BEGIN IMMEDIATE")
+    with pytest.raises(ClaimLost), idem.atomic(connection, "order-1") as run:
+        connection.execute("ROLLBACK")
+        run.complete(1)
+    assert keys(connection) == []
+
+
+def test_a_commit_inside_the_block_is_told(idem, connection):
+    connection.execute("BEGIN IMMEDIATE")
+    with (
+        pytest.raises(TransactionMissing, match="inside the block"),
+        idem.atomic(connection, "order-1") as run,
+    ):
+        run.complete(1)
+        connection.execute("COMMIT")
+
+
+def test_rows_and_texts_keep_the_shape_that_the_user_asked_for(idem, connection):
+    """The user's factories neither disturb the store nor are lost."""
+    connection.row_factory, connection.text_factory = sqlite3.Row, bytes
+    for _ in range(2):
+        connection.execute("BEGIN IMMEDIATE")
+        with idem.atomic(connection, "order-1") as run:
+            if not run.replayed:
+                run.complete({"id": 1})
+        assert run.value == {"id": 1}
+        connection.execute("COMMIT")
+    row = connection.execute("SELECT key FROM retrysafe_keys").fetchone()
+    assert row["key"] == b"order-1"
+
+
+def test_no_transaction_is_refused(idem, connection):
+    wanted = pytest.raises(TransactionMissing, match="BEGIN IMMEDIATE")
+    with wanted, idem.atomic(connection, "order-1"):
+        pass
+    assert keys(connection) == []
+
+
+def test_a_connection_that_begins_by_itself(idem, open_connection):
+    """The binding's default mode: the block begins, also on a file without the schema, and the
+    user's `with connection` commits."""
+    connection = open_connection(isolation_level="")
+    with connection, idem.atomic(connection, "order-1") as run:
+        connection.execute("CREATE TABLE orders (name TEXT)")
+        connection.execute("INSERT INTO orders VALUES ('pen')")
+        run.complete(1)
+    assert orders(connection) == ["pen"]
+    assert keys(connection) == [2]
+
+
+def test_a_missing_schema_in_an_open_transaction_is_told(idem, open_connection):
+    """Making it would wait for this very transaction."""
+    connection = open_connection()
+    connection.execute("BEGIN IMMEDIATE")
+    wanted = pytest.raises(SchemaMissing, match="retrysafe migrate")
+    with wanted, idem.atomic(connection, "order-1"):
+        pass
+
+
+def test_a_locked_file_is_in_flight(idem, connection, open_connection):
+    """Somebody else is writing: refused after the connection's own timeout, which is none here."""
+    other = open_connection()
+    other.execute("BEGIN IMMEDIATE")
+    connection.execute("BEGIN")
+    with pytest.raises(OperationInFlight), idem.atomic(connection, "order-1"):
+        pass
+    other.execute("ROLLBACK")
+    with idem.atomic(connection, "order-1") as run:
+        run.complete(1)
+    connection.execute("COMMIT")
+    assert keys(connection) == [2]
+
+
+def test_a_locked_file_is_waited_for(path, idem, connection):
+    """With the policy WAIT the rival's commit is awaited, and its outcome replayed."""
+    locked, seen = threading.Event(), []
+
+    def compete():
+        rival = sqlite3.connect(path, isolation_level=None)
+        rival.execute("BEGIN IMMEDIATE")
+        with idem.atomic(rival, "order-1") as run:
+            run.complete("rival")
+            locked.set()
+            # The lock is asked for while it is held here: SQLite itself retries until it is free.
+            asked.wait(PATIENCE_SECONDS)
+        rival.execute("COMMIT")
+        rival.close()
+
+    asked = threading.Event()
+    thread = threading.Thread(target=compete)
+    thread.start()
+    assert locked.wait(PATIENCE_SECONDS)
+    connection.execute("BEGIN")
+    # The next statement after the bound is set asks for the lock.
+    connection.set_trace_callback(lambda sql: asked.set() if "busy_timeout = 2" in sql else None)
+    with idem.atomic(connection, "order-1", policy=WAITING) as run:
+        seen.append(run.value)
+    thread.join(PATIENCE_SECONDS)
+    assert seen == ["rival"]
+    assert connection.execute("PRAGMA busy_timeout").fetchone() == (0,)
+
+
+def test_a_transaction_that_read_before_a_rival_wrote_is_a_conflict(
+    idem, connection, open_connection
+):
+    """It cannot become the writer any more; the error asks for a new transaction."""
+    connection.execute("BEGIN")
+    assert orders(connection) == []
+    open_connection().execute("INSERT INTO orders VALUES ('rival')")
+    with pytest.raises(sqlite3.OperationalError) as caught, idem.atomic(connection, "order-1"):
+        pass
+    assert is_conflict(caught.value)
+    assert not is_conflict(sqlite3.OperationalError("other"))
+
+
+def test_a_leased_owner_is_in_flight_and_not_waited_for(idem, connection):
+    """Its settling would wait for this transaction, so waiting here would be for ourselves."""
+
+    def operation():
+        connection.execute("BEGIN IMMEDIATE")
+        with (
+            pytest.raises(OperationInFlight) as caught,
+            idem.atomic(connection, "order-1", policy=WAITING),
+        ):
+            pass
+        connection.execute("ROLLBACK")
+        return caught.value.retry_after > timedelta(seconds=1)
+
+    assert idem.run("order-1", operation, name="", request=None) is True
+
+
+def test_another_file_is_refused(idem, connection, tmp_path):
+    """Outcome and business write in two files would be two transactions."""
+    other = sqlite3.connect(tmp_path / "other.db")
+    memory = sqlite3.connect(":memory:")
+    for wrong in (other, memory):
+        with pytest.raises(InvalidInput, match="one file"), idem.atomic(wrong, "order-1"):
+            pass
+        wrong.close()
+    with pytest.raises(InvalidInput, match=r"sqlite3\.Connection"):
+        idem.atomic(object(), "order-1")
+
+
+def test_an_event_loop_is_not_blocked_by_a_plain_connection(path, connection):
+    with pytest.raises(InvalidInput, match="use Idempotency"):
+        AsyncIdempotency(f"sqlite:///{path}", caller="shop").atomic(connection, "order-1")
+
+
+# Settling in the user's transaction.
+
+
+def test_a_leased_operation_completes_in_the_transaction(idem, connection):
+    """The value of complete_in is the outcome, stored once with the business write."""
+
+    def operation():
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("INSERT INTO orders VALUES ('pen')")
+        current_attempt().complete_in(connection, "in the transaction")
+        connection.execute("COMMIT")
+        return "ignored"
+
+    assert idem.run("order-1", operation) == "in the transaction"
+    assert idem.answer("order-1", operation).replayed
+    assert orders(connection) == ["pen"]
+    assert len(idem.read("order-1").outcomes) == 1
+
+
+def test_after_a_rollback_the_engine_settles(idem, connection):
+    def operation():
+        connection.execute("BEGIN IMMEDIATE")
+        current_attempt().complete_in(connection, "in the transaction")
+        connection.execute("ROLLBACK")
+        return "by the engine"
+
+    assert idem.run("order-1", operation) == "by the engine"
+    assert idem.run("order-1", operation) == "by the engine"
+
+
+def test_a_connection_that_was_closed_was_rolled_back(idem, connection, open_connection):
+    def operation():
+        own = open_connection()
+        own.execute("BEGIN IMMEDIATE")
+        current_attempt().complete_in(own, "in the transaction")
+        own.close()
+        return "by the engine"
+
+    assert idem.run("order-1", operation) == "by the engine"
+
+
+def test_a_zombie_loses_its_business_write(path, idem, connection):
+    """Another process took over: the transaction is refused and rolled back."""
+
+    def operation():
+        with Idempotency(f"sqlite:///{path}", caller="shop") as other:
+            other.release("order-1", force=True)
+            other.run("order-1", lambda: "successor", name="place", request=None)
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("INSERT INTO orders VALUES ('zombie')")
+        try:
+            current_attempt().complete_in(connection, "zombie")
+        except ClaimLost:
+            connection.execute("ROLLBACK")
+            raise
+
+    with pytest.raises(ClaimLost):
+        idem.run("order-1", operation, name="place", request=None)
+    assert orders(connection) == []
+    assert idem.run("order-1", operation, name="place", request=None) == "successor"
+
+
+def test_a_transaction_around_the_run_decides(idem, connection):
+    """The run ends while the transaction is open, without waiting for its lock."""
+
+    def operation():
+        current_attempt().complete_in(connection, "done")
+
+    with pytest.raises(TransactionMissing):
+        idem.run("order-1", operation)
+
+    def beginning():
+        connection.execute("BEGIN IMMEDIATE")
+        current_attempt().complete_in(connection, "done")
+
+    assert idem.run("order-2", beginning) == "done"
+    assert connection.in_transaction
+    connection.execute("COMMIT")
+    assert idem.run("order-2", beginning) == "done"

@@ -1,0 +1,92 @@
+"""Values that are equal make equal keys and equal requests, whatever way they are written."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta, timezone
+from decimal import Decimal
+
+import pytest
+
+from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.core.keys import natural_key
+from retrysafe.core.values import to_tree
+
+NOON = datetime(2024, 2, 29, 12, 0, tzinfo=UTC)
+NOON_ELSEWHERE = NOON.astimezone(timezone(timedelta(hours=2)))
+
+
+@dataclass
+class Order:
+    customer: str
+    sent_at: str
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def mark(value: object, rule: FingerprintRule | None = None) -> bytes:
+    return (rule or FingerprintRule()).fingerprints_of_value(b"pay", tree=to_tree(value))[0].digest
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Decimal("10.0"), Decimal("10.00")),
+        (NOON, NOON_ELSEWHERE),
+    ],
+)
+def test_equal_values_give_one_natural_key(first, second):
+    assert natural_key("pay", amount=first) == natural_key("pay", amount=second)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Decimal("10.0"), Decimal("10.00")),
+        (5, 5.0),
+        (NOON, NOON_ELSEWHERE),
+        ({1: "a", 2: "b"}, {2: "b", 1: "a"}),
+        ({"a": 1, "b": (2, 3)}, {"b": (2, 3), "a": 1}),
+        ({1, 2, 3}, {3, 2, 1}),
+    ],
+)
+def test_equal_values_are_one_request(first, second):
+    assert mark([first]) == mark([second])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Decimal("10.0"), Decimal("10.1")),
+        (Decimal("Infinity"), Decimal("-Infinity")),
+        (NOON, NOON.replace(tzinfo=None)),
+        ((1, 2), [1, 2]),
+        (1, True),
+        (1, "1"),
+        ({1: "a"}, {"1": "a"}),
+        (12345678901234567890, 12345678901234567891),
+    ],
+)
+def test_different_values_are_different_requests(first, second):
+    assert mark([first]) != mark([second])
+
+
+def test_pointers_reach_the_fields_of_typed_values():
+    """A field that does not count does not count in a dataclass either."""
+    rule = FingerprintRule(exclude=("/order/sent_at",))
+    first, second = Order("c1", "noon"), Order("c1", "one")
+    assert mark({"order": first}, rule) == mark({"order": second}, rule)
+    assert mark({"order": first}) != mark({"order": second})
+    pointer = FingerprintRule(include=("/pair/0",))
+    assert mark({"pair": Pair(1, 2)}, pointer) == mark({"pair": Pair(1, 3)}, pointer)
+
+
+def test_a_rule_without_fields_and_one_with_fields_read_values_alike():
+    """So a later rule can leave a new field out and still match the records of the plain rule."""
+    plain = FingerprintRule(version=1)
+    later = FingerprintRule(version=2, previous=(FingerprintRule(version=1, exclude=("/new",)),))
+    old = plain.fingerprints_of_value(b"pay", tree={"amount": 5})[0]
+    _, earlier = later.fingerprints_of_value(b"pay", tree={"amount": 5, "new": "x"})
+    assert earlier == old

@@ -1,0 +1,106 @@
+"""SIGKILL of an owner at every boundary on PostgreSQL: around each statement, and in between."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+
+from retrysafe import AsyncIdempotency, Condition, Idempotency
+from retrysafe.core.model import SettleKind
+from retrysafe.stores.postgres import PostgresStore
+from retrysafe.wiring import postgres_store
+from tests.processes.boundaries import Boundaries
+from tests.processes.ledger import noted
+from tests.processes.test_kill import (
+    BOUNDARIES_LIMIT,
+    POLICY,
+    operation_with_boundaries,
+    retry_after_death,
+)
+
+
+class _MortalStore(PostgresStore):
+    """The PostgreSQL store, with a boundary around each commit and around each statement.
+
+    Renewals are left out: whether one comes at all depends on how busy the machine is.
+    """
+
+    def __init__(self, url: str, boundaries: Boundaries, *, is_async: bool) -> None:
+        made = postgres_store(url, is_async=is_async)
+        super().__init__(made._connector, location=made.location, schema_name=made.schema_name)
+        self._boundaries = boundaries
+        self._kind = ""
+
+    async def commit(self, claims, settlements):
+        if not claims and settlements[0].kind is SettleKind.EXTEND:
+            return await super().commit(claims, settlements)
+        self._kind = "claim" if claims else f"settle-{settlements[0].kind.name.lower()}"
+        self._boundaries.cross(f"{self._kind}:before")
+        answers = await super().commit(claims, settlements)
+        self._boundaries.cross(f"{self._kind}:after")
+        return answers
+
+    async def _fetch(self, name, *params):
+        if name == "extend":
+            return await super()._fetch(name, *params)
+        self._boundaries.cross(f"{self._kind}:{name}:before")
+        rows = await super()._fetch(name, *params)
+        self._boundaries.cross(f"{self._kind}:{name}:after")
+        return rows
+
+
+def _own(pipe, face: str, url: str, ledger: str, log: str, fatal: int) -> None:
+    boundaries = Boundaries(log, fatal)
+    store = _MortalStore(url, boundaries, is_async=face == "async")
+    if face == "async":
+        asyncio.run(_own_async(store, ledger, boundaries))
+        return
+    with Idempotency(store, caller=ledger[-40:], policy=POLICY) as idem:
+        idem.run("the key", lambda: operation_with_boundaries(ledger, boundaries), request="r")
+
+
+async def _own_async(store: PostgresStore, ledger: str, boundaries: Boundaries) -> None:
+    async def operation() -> str:
+        await asyncio.sleep(0)
+        return operation_with_boundaries(ledger, boundaries)
+
+    async with AsyncIdempotency(store, caller=ledger[-40:], policy=POLICY) as idem:
+        await idem.run("the key", operation, name="", request="r")
+
+
+@pytest.mark.parametrize("face", ["blocking", "async"])
+def test_owner_killed_at_each_boundary(start, tmp_path, migrated_url, face):
+    """Killed at the n-th boundary for n = 1, 2, 3 … until it survives; a retry always ends well."""
+    conditions = []
+    log = str(tmp_path / "boundaries")
+    for fatal in range(1, BOUNDARIES_LIMIT):
+        # A caller of its own for every death; one schema serves them all.
+        ledger = str(tmp_path / f"ledger-{fatal}")
+        owner = start(_own, face, migrated_url, ledger, log, fatal)
+        code = owner.exit_code()
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        conditions.append(retry_after_death(migrated_url, ledger, caller=ledger[-40:]))
+    else:
+        pytest.fail("the owner meets boundaries without end")
+    assert [line[0] for line in noted(log)] == [
+        "claim:before",
+        "claim:commit:before",
+        "claim:commit:after",
+        "claim:after",
+        "operation:start",
+        "operation:middle",
+        "operation:end",
+        "settle-complete:before",
+        "settle-complete:commit:before",
+        "settle-complete:commit:after",
+        "settle-complete:after",
+    ]
+    # Free before the claim is durable, then pending, and settled once the ending is durable.
+    pending = {Condition.RUNNING, Condition.ABANDONED}
+    assert conditions[:2] == [Condition.ABSENT] * 2
+    assert set(conditions[2:9]) <= pending
+    assert conditions[9:] == [Condition.SUCCEEDED] * 2

@@ -1,0 +1,176 @@
+"""`diagnose` and `retrysafe doctor` against servers that are really set wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import psycopg
+import pytest
+from typer.testing import CliRunner
+
+from retrysafe.cli.app import app
+from retrysafe.cli.problems import ExitCode
+from retrysafe.runtime.drive import run_sync
+from retrysafe.stores.clock import wall_clock_ms
+from retrysafe.stores.postgres import diagnosis
+from retrysafe.wiring import postgres_store
+from tests.servers.fixtures import migrated
+from tests.servers.postgres import PostgresServer
+
+
+@pytest.fixture(scope="module")
+def sound_server():
+    """A server as it comes: everything that durability needs is on."""
+    server = PostgresServer()
+    try:
+        yield server.start()
+    finally:
+        server.remove()
+
+
+@pytest.fixture
+def sound_url(sound_server):
+    url = migrated(f"{sound_server.url()}?schema=doctor")
+    yield url
+    with psycopg.connect(sound_server.url(), autocommit=True) as connection:
+        connection.execute("DROP SCHEMA doctor CASCADE")
+
+
+def diagnosed(url: str, *, is_async: bool = False) -> list[str]:
+    store = postgres_store(url, is_async=is_async)
+
+    async def look():
+        try:
+            return await store.diagnose()
+        finally:
+            await store.close()
+
+    found = asyncio.run(look()) if is_async else run_sync(look())
+    return [item.text for item in found]
+
+
+def execute(url: str, statement: str) -> None:
+    with psycopg.connect(url.partition("?")[0], autocommit=True) as connection:
+        connection.execute(statement)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_sound_server_has_no_findings(sound_url, is_async):
+    assert diagnosed(sound_url, is_async=is_async) == []
+
+
+def test_a_server_without_fsync_is_found(postgres_url):
+    """The server of the other tests is set so, for speed."""
+    (found,) = diagnosed(migrated(postgres_url))
+    assert found.startswith("fsync is off")
+
+
+def test_asynchronous_commits_are_found(sound_url):
+    """The setting is often made for one user or database; it is looked up where it counts."""
+    execute(sound_url, "ALTER DATABASE postgres SET synchronous_commit = off")
+    try:
+        (found,) = diagnosed(sound_url)
+    finally:
+        execute(sound_url, "ALTER DATABASE postgres RESET synchronous_commit")
+    assert found.startswith("synchronous_commit is off")
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [("full_page_writes", "full_page_writes is off"), ("autovacuum", "autovacuum is off:")],
+)
+def test_settings_of_the_whole_server_are_found(sound_url, setting, sentence):
+    execute(sound_url, f"ALTER SYSTEM SET {setting} = off")
+    execute(sound_url, "SELECT pg_reload_conf()")
+    try:
+        found = _eventually(sound_url, sentence)
+    finally:
+        execute(sound_url, f"ALTER SYSTEM RESET {setting}")
+        execute(sound_url, "SELECT pg_reload_conf()")
+    assert len(found) == 1
+
+
+def _eventually(url: str, sentence: str) -> list[str]:
+    """The server takes a changed setting over a moment after it was told."""
+    for _ in range(500):
+        found = diagnosed(url)
+        if any(text.startswith(sentence) for text in found):
+            return found
+    raise AssertionError(f"never found: {sentence}")
+
+
+def test_an_unlogged_table_is_found(sound_url):
+    execute(sound_url, "ALTER TABLE doctor.keys SET UNLOGGED")
+    (found,) = diagnosed(sound_url)
+    assert found.startswith("The table doctor.keys is unlogged")
+
+
+def test_a_table_that_is_never_vacuumed_is_found(sound_url):
+    execute(sound_url, "ALTER TABLE doctor.keys SET (autovacuum_enabled = off)")
+    (found,) = diagnosed(sound_url)
+    assert found.startswith("autovacuum is off for the table doctor.keys")
+
+
+def test_a_missing_schema_is_found(sound_server):
+    (found,) = diagnosed(f"{sound_server.url()}?schema=nowhere")
+    assert found == "The schema nowhere is missing or not up to date. Run retrysafe migrate."
+
+
+def test_missing_partitions_are_found(sound_url):
+    """Nobody has swept for a month: the days ahead are missing."""
+    store = postgres_store(sound_url, is_async=False)
+    names = [row[0] for row in run_sync(store._fetch("list_partitions"))]
+    run_sync(store.close())
+    for name in names[-20:]:
+        execute(sound_url, f"DROP TABLE doctor.{name}")
+    (found,) = diagnosed(sound_url)
+    assert f"the first is {names[-20]}" in found
+
+
+def test_a_skewed_host_is_a_note(sound_url, monkeypatch):
+    """Nothing is decided by the host's clock, so it is no problem."""
+    monkeypatch.setattr(
+        "retrysafe.stores.postgres.store.wall_clock_ms", lambda: wall_clock_ms() + 90_400
+    )
+    (found,) = diagnosed(sound_url)
+    assert re.search(r"This host's clock is 90\.\d s ahead of the server's", found)
+    outcome = CliRunner().invoke(app, ["doctor", "--store", sound_url])
+    assert (outcome.exit_code, outcome.stdout.startswith("note: ")) == (0, True)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_prepared_statements_behind_pgbouncer_are_found(
+    pgbouncer, postgres_server, postgres_url, is_async
+):
+    """Found by the process id that the pooler made up, before any statement has failed."""
+    migrated(postgres_url)
+    url = postgres_url.replace(f":{postgres_server.port}/", f":{pgbouncer.port}/")
+    assert diagnosed(url, is_async=is_async) == [diagnosis.POOLER.text]
+    (found,) = diagnosed(f"{url}&prepared=off", is_async=is_async)
+    assert found.startswith("fsync is off")
+
+
+def test_an_old_server_is_found():
+    """Judged by the number that the server gives."""
+    (found,) = diagnosis.settings_findings((130_012, "on", "on", "on", "on"))
+    assert found.text.startswith("PostgreSQL 13 is too old")
+
+
+def test_doctor_exits_with_the_verdict(sound_url, sound_server):
+    """A deployment reads the exit code, a person the sentences, a program the JSON."""
+
+    def doctor(*args: str):
+        return CliRunner().invoke(app, ["doctor", *args])
+
+    fine = doctor("--store", sound_url)
+    assert (fine.exit_code, fine.stdout) == (0, "nothing to complain about\n")
+    ill = doctor("--store", f"{sound_server.url()}?schema=nowhere")
+    assert ill.exit_code == ExitCode.REFUSED
+    assert ill.stdout.startswith("problem: The schema nowhere is missing")
+    as_json = doctor("--json", "--store", f"{sound_server.url()}?schema=nowhere")
+    assert as_json.exit_code == ExitCode.REFUSED
+    assert '"notes": []' in as_json.stdout
+    nothing = doctor("--store", "sqlite:///some.db")
+    assert nothing.exit_code == ExitCode.USAGE
+    assert "has no settings to look at" in nothing.stderr
