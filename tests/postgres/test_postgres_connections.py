@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 
+from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.postgres.asyncpg_connector import AsyncpgConnector
 from retrysafe.stores.postgres.connector import PLANNER_SETTINGS, PoolOptions
+from retrysafe.stores.postgres.psycopg_connector import PsycopgConnector
 
 
 def _connector(url: str, size_limit: int) -> AsyncpgConnector:
@@ -66,3 +68,30 @@ def test_plans_are_made_once_and_by_the_primary_key(postgres_server):
             await connector.close()
 
     assert asyncio.run(main()) == PLANNER_SETTINGS
+
+
+def test_a_shared_connection_keeps_its_settings(pgbouncer):
+    """Behind a pooler the next client of the same connection must not inherit ours."""
+
+    async def with_asyncpg() -> str:
+        connector = _connector(pgbouncer.url(), 1)
+        try:
+            return (await connector.fetch("SHOW plan_cache_mode"))[0][0]
+        finally:
+            await connector.close()
+
+    assert asyncio.run(with_asyncpg()) == "auto"
+    assert _shown(pgbouncer.url()) == "auto"
+
+
+def test_threads_have_the_same_plans(postgres_server):
+    """The blocking driver's connections are set up as the others are."""
+    assert _shown(postgres_server.url()) == "force_generic_plan"
+
+
+def _shown(url: str) -> str:
+    connector = PsycopgConnector(url, "the server", PoolOptions())
+    try:
+        return run_sync(connector.fetch("SHOW plan_cache_mode"))[0][0]
+    finally:
+        run_sync(connector.close())

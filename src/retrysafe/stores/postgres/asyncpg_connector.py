@@ -14,10 +14,10 @@ from retrysafe import forks
 from retrysafe.core.ports import Waits
 from retrysafe.errors import StoreUnavailable
 from retrysafe.stores.postgres.connector import (
-    PLANNER_SETTINGS,
     PoolOptions,
     RowRefused,
     Rows,
+    planner_statement,
     translated,
 )
 
@@ -46,6 +46,10 @@ class _Connection(asyncpg.Connection):  # type: ignore[misc]
 
     def get_reset_query(self) -> str:
         return ""
+
+
+async def _set_planner(connection: Any) -> None:
+    await connection.execute(planner_statement(connection.get_server_pid()))
 
 
 class AsyncpgConnector:
@@ -173,7 +177,6 @@ class AsyncpgConnector:
 
     async def _new_pool(self) -> Any:
         options = self._options
-        settings = PLANNER_SETTINGS if options.has_prepared_statements else {}
         try:
             return await asyncpg.create_pool(
                 self._url,
@@ -183,7 +186,8 @@ class AsyncpgConnector:
                 timeout=options.connect_timeout.total_seconds(),
                 command_timeout=options.statement_timeout.total_seconds(),
                 statement_cache_size=100 if options.has_prepared_statements else 0,
-                server_settings={"application_name": "retrysafe", **settings},
+                server_settings={"application_name": "retrysafe"},
+                init=_set_planner if options.has_prepared_statements else None,
             )
         except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as error:
             raise StoreUnavailable(f"{self._location} does not answer: {error!r}") from error

@@ -10,16 +10,15 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
 
 from retrysafe import forks
 from retrysafe.core.ports import Waits
 from retrysafe.stores.postgres.connector import (
-    PLANNER_SETTINGS,
     PoolOptions,
     RowRefused,
     Rows,
+    planner_statement,
     translated,
 )
 from retrysafe.stores.postgres.psycopg_arrays import BytesArray, BytesArrayDumper, encoded
@@ -203,16 +202,10 @@ class PsycopgConnector:
             prepare_threshold=0 if options.has_prepared_statements else None,
             connect_timeout=max(1, int(options.connect_timeout.total_seconds())),
             application_name="retrysafe",
-            **self._planner_options(),
         )
         connection.adapters.register_dumper(BytesArray, BytesArrayDumper)
         connection.statement_seconds = options.statement_timeout.total_seconds()
+        if options.has_prepared_statements:
+            statement = planner_statement(connection.info.backend_pid)
+            psycopg.ClientCursor(connection).execute(statement.encode())
         return connection
-
-    def _planner_options(self) -> dict[str, Any]:
-        """The planner's settings, after whatever options the URL has of its own."""
-        if not self._options.has_prepared_statements:
-            return {}
-        own = str(conninfo_to_dict(self._url).get("options") or "")
-        ours = " ".join(f"-c {name}={value}" for name, value in PLANNER_SETTINGS.items())
-        return {"options": f"{own} {ours}".strip()}
