@@ -18,9 +18,9 @@ from retrysafe.errors import SchemaMissing, StoreError, StoreUnavailable
 Rows = Sequence[Sequence[Any]]
 
 
-# For connections with prepared statements. Planning a batch anew takes longer than running it, so it
-# is planned once; and always by the primary key, because a plan that was made while the tables were
-# empty would go on reading them from end to end as they grow.
+# For connections with prepared statements. Planning a batch anew takes longer than running it, so
+# it is planned once; and always by the primary key, because a plan that was made while the tables
+# were empty would go on reading them from end to end as they grow.
 PLANNER_SETTINGS: Final = {
     "plan_cache_mode": "force_generic_plan",
     "enable_seqscan": "off",
