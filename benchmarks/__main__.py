@@ -1,26 +1,35 @@
-"""Runs the measurements: python -m benchmarks [name …]; fails when a target is missed."""
+"""Runs the measurements: python -m benchmarks [--quick] [name …]; fails when a target is missed.
+
+`--quick` measures on small tables for a short time: to try the benchmark, not the code.
+"""
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks import sqlite_bench
+from benchmarks import postgres_bench, postgres_drivers, sqlite_bench
 
-BENCHMARKS = {"sqlite": sqlite_bench.run}
+BENCHMARKS = {
+    "sqlite": sqlite_bench.run,
+    "postgres": postgres_bench.run,
+    "drivers": postgres_drivers.run,
+}
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
+    is_quick = "--quick" in arguments
+    names = [name for name in arguments if name != "--quick"]
     unknown = sorted(set(names) - set(BENCHMARKS))
     if unknown:
         print(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
         return 2
     is_met = True
     for name in names or BENCHMARKS:
-        report = BENCHMARKS[name]()
+        report = BENCHMARKS[name](is_quick)
         report.show()
         report.save(name)
         is_met &= all(row.is_met for row in report.rows)
-    print("\nResults as JSON: var/bench/")
+    print("\nResults as JSON and plots: var/bench/")
     return 0 if is_met else 1
 
 

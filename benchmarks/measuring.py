@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from benchmarks.plotting import bar_chart
 
 RESULTS = Path("var/bench")
 
@@ -22,10 +25,14 @@ class Row:
     ratio: float
     target: float | None = None
     note: str = ""
+    # For latencies and the like: the ratio must not be above the target.
+    is_ceiling: bool = False
 
     @property
     def is_met(self) -> bool:
-        return self.target is None or self.ratio >= self.target
+        if self.target is None:
+            return True
+        return self.ratio <= self.target if self.is_ceiling else self.ratio >= self.target
 
 
 @dataclass
@@ -38,19 +45,21 @@ class Report:
 
     def show(self) -> None:
         print(f"\n{self.title}  (ratios to: {self.baseline})")
-        print(f"  {'way':<46}{'op/s':>10}{'ratio':>8}{'target':>8}")
+        print(f"  {'way':<52}{'op/s':>10}{'ratio':>8}{'target':>9}")
         for row in self.rows:
-            target = "" if row.target is None else f"{row.target:.2f}"
+            bound = "≤ " if row.is_ceiling else "≥ "
+            target = "" if row.target is None else f"{bound}{row.target:.2f}"
             verdict = "" if row.target is None else ("  met" if row.is_met else "  MISSED")
-            print(f"  {row.name:<46}{row.per_second:>10,.0f}{row.ratio:>8.2f}{target:>8}{verdict}")
+            print(f"  {row.name:<52}{row.per_second:>10,.0f}{row.ratio:>8.2f}{target:>9}{verdict}")
             if row.note:
                 print(f"    {row.note}")
 
     def save(self, name: str) -> None:
         RESULTS.mkdir(parents=True, exist_ok=True)
         rows = [vars(row) | {"is_met": row.is_met} for row in self.rows]
-        document = {"title": self.title, "baseline": self.baseline, "rows": rows}
+        document: dict[str, Any] = {"title": self.title, "baseline": self.baseline, "rows": rows}
         (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
+        (RESULTS / f"{name}.svg").write_text(bar_chart(self.title, document["rows"]))
 
 
 def in_turn(ways: dict[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
@@ -75,6 +84,11 @@ def in_turn(ways: dict[str, Callable[[int], float]], rounds: int) -> dict[str, l
             )
     print("\r" + " " * 78 + "\r", end="", file=sys.stderr)
     return found
+
+
+def progress(text: str) -> None:
+    """One line that says what is going on."""
+    print(f"\r  {text:<70}", end="", file=sys.stderr, flush=True)
 
 
 def median_ratio(ways: list[float], baseline: list[float]) -> float:

@@ -416,8 +416,8 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 TaskGroupCommit._fly,
-                "self._answer(batch, results)\n            raise",
-                "raise",
+                "self._answer([(future, _as_store_error(error)) for _, future in batch])",
+                "pass",
             ),
         ),
         properties.test_an_interrupted_flight_tells_every_task,

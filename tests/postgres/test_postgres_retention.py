@@ -206,7 +206,7 @@ def test_the_tables_have_the_options_that_they_were_designed_with(desk):
         "SELECT reloptions FROM pg_class WHERE oid = '{schema}.keys'::regclass"
     )
     assert set(options) == {
-        "fillfactor=70",
+        "fillfactor=45",
         "autovacuum_vacuum_scale_factor=0.0",
         "autovacuum_vacuum_threshold=50000",
         "autovacuum_vacuum_insert_scale_factor=0.0",

@@ -18,10 +18,10 @@ import pytest
 from retrysafe import Idempotency, SqliteStore, StoreRejected, StoreUnavailable
 from retrysafe.core.keys import Key
 from retrysafe.core.model import ClaimRequest, Condition, Decision, Fingerprint
-from retrysafe.core.ports import Waits
+from retrysafe.core.ports import Capabilities, Waits
 from retrysafe.runtime import group_commit
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.group_commit import TaskGroupCommit, ThreadGroupCommit
+from retrysafe.runtime.group_commit import FEW_ROWS, TaskGroupCommit, ThreadGroupCommit
 from tests.runtime.staged import (
     Hold,
     StagedStore,
@@ -504,5 +504,49 @@ def test_cancelled_task_does_not_disturb_its_batch():
         for task in (first, tasks[0], tasks[2]):
             assert (await task).decision is Decision.ADMIT
         await stage.group.drain()
+
+    drive(main())
+
+
+def test_a_few_rows_do_not_wait_for_each_other():
+    """While few rows are under way, each leaves at once; with many, they merge again."""
+
+    async def main() -> None:
+        store = StagedStore(waits=Waits.SUSPENDING)
+        store.capabilities = Capabilities(Waits.SUSPENDING, small_batches_in_flight=3)
+        hold = TaskHold()
+        store.before = hold
+        group = TaskGroupCommit(store)
+        rows = []
+        for name in ("first", "second", "third", "fourth", "fifth"):
+            rows.append(group.claim(_request(name)))
+            await turns()
+        assert [len(commit.claims) for commit in store.commits] == [1, 1, 1]
+        hold.open()
+        await asyncio.gather(*rows)
+        assert [len(commit.claims) for commit in store.commits] == [1, 1, 1, 2]
+        await group.drain()
+
+    drive(main())
+
+
+def test_a_full_batch_keeps_the_others_waiting():
+    """With many rows under way, the store's ordinary limit of batches holds."""
+
+    async def main() -> None:
+        store = StagedStore(waits=Waits.SUSPENDING)
+        store.capabilities = Capabilities(Waits.SUSPENDING, small_batches_in_flight=3)
+        hold = TaskHold()
+        store.before = hold
+        group = TaskGroupCommit(store)
+        rows = [group.claim(_request(f"early {number}")) for number in range(FEW_ROWS)]
+        await turns()
+        rows.append(group.claim(_request("late")))
+        await turns()
+        assert [len(commit.claims) for commit in store.commits] == [FEW_ROWS]
+        hold.open()
+        await asyncio.gather(*rows)
+        assert [len(commit.claims) for commit in store.commits] == [FEW_ROWS, 1]
+        await group.drain()
 
     drive(main())

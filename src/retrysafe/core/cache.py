@@ -6,6 +6,7 @@ expiry takes effect everywhere soon, and never longer than the record's own acti
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Final
 
 from retrysafe.core.model import Fingerprint, Payload
@@ -20,7 +21,7 @@ ENTRIES_LIMIT: Final = 10_000
 class CachedOutcome:
     """A finished outcome, the request that it belongs to, and the attempt that made it."""
 
-    __slots__ = ("attempt", "ends_monotonic", "fingerprints", "payload")
+    __slots__ = ("attempt", "ends_monotonic", "fingerprints", "payload", "size_bytes")
 
     def __init__(
         self, fingerprints: tuple[Fingerprint, ...], payload: Payload, attempt: int
@@ -28,6 +29,7 @@ class CachedOutcome:
         self.fingerprints = fingerprints
         self.payload = payload
         self.attempt = attempt
+        self.size_bytes = payload.size_bytes
         self.ends_monotonic = 0.0
 
 
@@ -49,7 +51,8 @@ class ReplayCache:
         self._seconds = seconds
         self._entries_limit = entries_limit
         self._bytes_limit = bytes_limit
-        self._entries: dict[bytes, CachedOutcome] = {}
+        # A plain dictionary looks for its first entry among the holes of all that were removed.
+        self._entries: OrderedDict[bytes, CachedOutcome] = OrderedDict()
         self._bytes = 0
 
     def find(self, digest: bytes, monotonic: float) -> CachedOutcome | None:
@@ -65,22 +68,22 @@ class ReplayCache:
     ) -> None:
         """Remembers an outcome, counted from the instant that the store was asked."""
         seconds = min(self._seconds, remaining_ms / 1000)
-        size_bytes = outcome.payload.size_bytes
+        size_bytes = outcome.size_bytes
         if seconds <= 0 or size_bytes > self._bytes_limit // 16:
             return  # One large outcome must not push out a thousand small ones.
-        self.forget(digest)
+        if digest in self._entries:
+            self.forget(digest)
         outcome.ends_monotonic = asked_monotonic + seconds
         self._entries[digest] = outcome
         self._bytes += size_bytes
         while len(self._entries) > self._entries_limit or self._bytes > self._bytes_limit:
-            # Dictionaries keep the order of insertion, so the first one is the oldest.
-            self.forget(next(iter(self._entries)))
+            self._bytes -= self._entries.popitem(last=False)[1].size_bytes
 
     def forget(self, digest: bytes) -> None:
         """Drops one outcome."""
         entry = self._entries.pop(digest, None)
         if entry is not None:
-            self._bytes -= entry.payload.size_bytes
+            self._bytes -= entry.size_bytes
 
     def clear(self) -> None:
         """Drops everything."""

@@ -104,9 +104,12 @@ def _head(value: Any) -> bytes:
     return values.type_name(type(value)).encode()
 
 
+# The bytes are our own and UTF-8: looking for other encodings would take longer than reading them.
+_parse: Final = json.JSONDecoder().decode
+
 _READERS: Final[dict[str, Callable[[Payload, Types], Any]]] = {
     BYTES: lambda payload, types: payload.body,
-    JSON: lambda payload, types: json.loads(payload.body),
+    JSON: lambda payload, types: _parse(payload.body.decode()),
     TAGGED: lambda payload, types: values.from_tree(json.loads(payload.body), types),
     DATACLASS: lambda payload, types: values.read_dataclass(
         types.find(payload.head.decode()), json.loads(payload.body), types

@@ -55,6 +55,13 @@ POLL_GROWTH: Final = 1.5
 RETRY_AFTER_MINIMUM_SECONDS: Final = 0.1
 
 _GRANTED: Final = frozenset({Decision.ADMIT, Decision.TAKE_OVER, Decision.CONFIRM})
+# Looked up once: members of an enum are dear to look up on every call.
+_ABANDONED: Final = Condition.ABANDONED
+_ADMIT: Final = Decision.ADMIT
+_CLAIMED: Final = EventKind.CLAIMED
+_RELEASED: Final = Ending.RELEASED
+_RUNNING: Final = Phase.RUNNING
+_WAIT: Final = InFlight.WAIT
 
 
 Invoke = Callable[[Attempt], Awaitable[Any]]
@@ -111,7 +118,7 @@ class Engine:
                 self._check_same(call, cached.fingerprints, "process")
                 return self._replay(call, cached.payload, cached.attempt, "process")
         wait_until: float | None = None
-        if call.policy.in_flight is InFlight.WAIT:
+        if call.policy.in_flight is _WAIT:
             wait_until = self._monotonic() + call.policy.wait_seconds
         digest = call.key.digest
         while True:
@@ -283,10 +290,10 @@ class Engine:
         asked: float,
     ) -> Answer[Any]:
         policy = call.policy
-        if answer.condition is Condition.ABANDONED:
+        if answer.condition is _ABANDONED:
             self._report(EventKind.TAKEN_OVER, call.key, call.operation, answer.attempt)
         else:
-            self._report(EventKind.CLAIMED, call.key, call.operation, answer.attempt)
+            self._report(_CLAIMED, call.key, call.operation, answer.attempt)
         lease = Lease(
             call.key,
             request.token,
@@ -299,7 +306,7 @@ class Engine:
         flight.lease = lease
         # The owner that was in the way is gone: followers must not be told of it any more.
         flight.conflict_ends_monotonic = None
-        self._flights.enter(flight, Phase.RUNNING)
+        self._flights.enter(flight, _RUNNING)
         if is_exhausted(answer.attempt, policy.attempt_limit):
             # The attempts so far may have died half-way; running again could kill the next worker.
             return await self._exhaust(flight, call, lease, answer.attempt)
@@ -311,7 +318,7 @@ class Engine:
             lease,
             self._monotonic,
             self._secret,
-            answer.decision is Decision.ADMIT,
+            answer.decision is _ADMIT,
             call,
             self._joiner,
         )
@@ -397,7 +404,7 @@ class Engine:
         attempt: int,
         asked: float,
     ) -> None:
-        if ending is Ending.RELEASED:
+        if ending is _RELEASED:
             flight.share(payload, attempt, is_released=True)
         else:
             self._remember(call, flight, payload, attempt, asked, call.policy.active_ms)

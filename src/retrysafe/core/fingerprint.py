@@ -8,12 +8,19 @@ stay known for as long as their records live.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from retrysafe.core import canonical
 from retrysafe.core.framing import digest, frame
 from retrysafe.core.model import Fingerprint
 from retrysafe.errors import PolicyInvalid
+
+
+@lru_cache(maxsize=512)
+def _framed_start(parts: tuple[bytes, ...]) -> bytes:
+    """What all fingerprints of one operation start with; a program has few operations."""
+    return frame(b"fingerprint 1", frame(*parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ class FingerprintRule:
 
     @staticmethod
     def _framed(parts: tuple[bytes, ...], counting: bytes) -> bytes:
-        return digest(frame(b"fingerprint 1", frame(*parts), counting))
+        return digest(b"%b%d:%b" % (_framed_start(parts), len(counting), counting))
 
     def _digest(self, parts: tuple[bytes, ...], body: bytes) -> bytes:
         """The bytes that count; the first one says how they were made, so no two ways meet."""

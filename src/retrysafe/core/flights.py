@@ -8,6 +8,7 @@ to its followers; a follower that gets nothing starts over and may lead the next
 from __future__ import annotations
 
 from enum import Enum
+from typing import Final
 
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Fingerprint, Payload
@@ -21,6 +22,11 @@ class Phase(Enum):
     RUNNING = "running"
     AWAITING = "awaiting"
     LANDED = "landed"
+
+
+# Looked up once: members of an enum are dear to look up on every call.
+_CLAIMING: Final = Phase.CLAIMING
+_LANDED: Final = Phase.LANDED
 
 
 class Flight:
@@ -41,7 +47,7 @@ class Flight:
 
     def __init__(self, fingerprints: tuple[Fingerprint, ...]) -> None:
         self.fingerprints = fingerprints
-        self.phase = Phase.CLAIMING
+        self.phase = _CLAIMING
         self.lease: Lease | None = None
         # When the foreign lease ends by the local clock, once it is known that there is one.
         self.conflict_ends_monotonic: float | None = None
@@ -120,7 +126,7 @@ class Flights:
         with self._lock:
             if self._by_digest.get(digest) is flight:
                 del self._by_digest[digest]
-            flight.phase = Phase.LANDED
+            flight.phase = _LANDED
             waiters, flight.waiters = flight.waiters, None
         for waiter in waiters or ():
             waiter.set()

@@ -46,6 +46,9 @@ class Capabilities:
     # How many rows one commit should carry at most, and how many commits may be under way.
     batch_limit: int = 64
     batches_in_flight: int = 1
+    # How many commits may be under way while they carry a few rows only. Merging saves nothing
+    # then, and a row that waits for a rival's commit is late for nothing.
+    small_batches_in_flight: int = 0
 
 
 ClaimResult = ClaimAnswer | StoreError

@@ -40,6 +40,10 @@ _KINDS: Final = {
     Ending.RELEASED: (SettleKind.RELEASE, EventKind.RELEASED),
 }
 
+# Looked up once: members of an enum are dear to look up on every call.
+_SUCCEEDED: Final = Ending.SUCCEEDED
+_LOST: Final = Decision.LOST
+
 
 class Settler:
     """Writes endings until they stand."""
@@ -64,7 +68,7 @@ class Settler:
 
     def payload_of(self, call: Call, value: Any, attempt: int) -> tuple[Ending, Payload]:
         """How the operation ended that returned this value, and what is stored of it."""
-        ending = Ending.SUCCEEDED
+        ending = _SUCCEEDED
         try:
             if call.judge is not None:
                 ending = Ending(call.judge(value))
@@ -125,7 +129,7 @@ class Settler:
             lease.is_adopted = True
             self._orphanage.adopt(self._settle_orphan(call, lease, settlement, attempt))
             raise
-        if answer.decision is Decision.LOST:
+        if answer.decision is _LOST:
             raise self._lost(call, attempt)
         self._report(event_kind, call.key, call.operation, attempt)
         return settlement.payload or payload

@@ -47,6 +47,7 @@ UNSET: Final = Unset()
 
 CallerSource = Caller | Callable[[], Caller]
 _NO_TYPES = ValueCodec()
+_GENERATOR_FLAGS: Final = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Settings:
                 "whose key is it? Pass caller=… with the authenticated account (a text, or a "
                 "function that returns it), or caller=GLOBAL for one namespace shared by everybody"
             )
-        if not isinstance(source, str | GlobalCaller):
+        if type(source) is not str and not isinstance(source, str | GlobalCaller):
             source = source()
         return Key(key, caller=source)
 
@@ -123,6 +124,8 @@ def require_runnable(operation: Callable[..., Any]) -> None:
 
     Calling one runs none of its body, so its key would be settled as done before any work.
     """
+    if type(operation) is FunctionType and not operation.__code__.co_flags & _GENERATOR_FLAGS:
+        return  # The usual case, without the long way that sees through partials and methods.
     if inspect.isgeneratorfunction(operation) or inspect.isasyncgenfunction(operation):
         raise InvalidInput(
             f"{shown_name(operation)} is a generator, and calling it runs nothing: wrap it in a "

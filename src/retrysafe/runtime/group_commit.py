@@ -9,10 +9,11 @@ asking again with the same token is safe.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Any, Final, TypeVar
 
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
 from retrysafe.core.ports import Store
@@ -21,12 +22,14 @@ from retrysafe.runtime.drive import run_sync
 
 Row = ClaimRequest | Settlement
 _WAITING: Final = object()
+# While fewer rows than this are on their way, the next one leaves at once if the store allows it.
+FEW_ROWS: Final = 8
 
 
 class _Entry:
     """One row on its way, and the place where its thread waits."""
 
-    __slots__ = ("batch", "gate", "result", "row", "to_wake")
+    __slots__ = ("batch", "gate", "has_left", "result", "row", "to_wake")
 
     def __init__(self, row: Row) -> None:
         self.row = row
@@ -34,28 +37,31 @@ class _Entry:
         # Set when this entry's thread is to carry the next batch; the entry is its first row.
         self.batch: list[_Entry] | None = None
         self.gate: threading.Lock | None = None
+        # Set when this entry's thread was interrupted: it takes nothing over any more.
+        self.has_left = False
         # Whom this entry's thread must wake before it leaves.
         self.to_wake: list[_Entry] = []
 
 
-def _split(rows: Sequence[Row]) -> tuple[list[ClaimRequest], list[Settlement]]:
+_Waiter = TypeVar("_Waiter")
+
+
+def _split(
+    pairs: Iterable[tuple[Row, _Waiter]],
+) -> tuple[list[ClaimRequest], list[_Waiter], list[Settlement], list[_Waiter]]:
+    """Claims and settlements as the store takes them, each with those who wait for them."""
     claims: list[ClaimRequest] = []
+    claiming: list[_Waiter] = []
     settlements: list[Settlement] = []
-    for row in rows:
+    settling: list[_Waiter] = []
+    for row, waiter in pairs:
         if isinstance(row, ClaimRequest):
             claims.append(row)
+            claiming.append(waiter)
         else:
             settlements.append(row)
-    return claims, settlements
-
-
-def _merged(rows: Sequence[Row], claimed: Sequence[Any], settled: Sequence[Any]) -> list[Any]:
-    """The store's answers in the order of the rows."""
-    claim_answers, settle_answers = iter(claimed), iter(settled)
-    return [
-        next(claim_answers) if isinstance(row, ClaimRequest) else next(settle_answers)
-        for row in rows
-    ]
+            settling.append(waiter)
+    return claims, claiming, settlements, settling
 
 
 def _as_store_error(error: BaseException) -> StoreError:
@@ -120,17 +126,21 @@ class ThreadGroupCommit:
         if entry.gate is not None:
             # Released when the row is answered, or when this thread is to carry a batch.
             entry.gate.acquire()
+            self._wake(entry)
         if entry.batch is not None:
             self._carry(entry.batch)
             self._leave(entry)
 
     def _carry(self, batch: list[_Entry]) -> None:
         try:
-            rows = [entry.row for entry in batch]
-            claims, settlements = _split(rows)
+            claims, claiming, settlements, settling = _split(
+                [(entry.row, entry) for entry in batch]
+            )
             claimed, settled = run_sync(self._store.commit(claims, settlements))
-            for entry, answer in zip(batch, _merged(rows, claimed, settled), strict=True):
-                entry.result = answer
+            for entry, claim_answer in zip(claiming, claimed, strict=True):
+                entry.result = claim_answer
+            for entry, settle_answer in zip(settling, settled, strict=True):
+                entry.result = settle_answer
         except StoreError as error:
             self._fail(batch, error)
         except BaseException as error:
@@ -149,6 +159,7 @@ class ThreadGroupCommit:
         It is called again when it was interrupted, so every step is harmless to repeat.
         """
         with self._lock:
+            entry.has_left = True
             if entry in self._carriers:
                 batch = entry.batch or []
                 for other in batch:
@@ -174,10 +185,27 @@ class ThreadGroupCommit:
                 )
             elif entry in self._queue:
                 self._queue.remove(entry)
+        self._wake(entry)
+
+    def _wake(self, entry: _Entry) -> None:
+        """Wakes the next of those who are to be woken, and leaves the others to it.
+
+        A chain, because threads that are woken all at once only queue for the interpreter, and
+        the system switches between them for nothing.
+        """
         while entry.to_wake:
-            gate = entry.to_wake[-1].gate
+            following = entry.to_wake[-1]
+            if following.batch is None and len(entry.to_wake) > 1:
+                with self._lock:
+                    # Whoever was interrupted while it waited wakes nobody any more.
+                    if not following.has_left:
+                        # After a signal in between both have the list, and wake twice.
+                        following.to_wake = entry.to_wake[:-1]
+                        entry.to_wake = [following]
+            gate = following.gate
             if gate is not None and gate.locked():
-                gate.release()
+                with contextlib.suppress(RuntimeError):  # Somebody else was faster.
+                    gate.release()
             entry.to_wake.pop()
 
 
@@ -190,7 +218,9 @@ class TaskGroupCommit:
         self._batch_limit = capabilities.batch_limit
         self._flights_limit = capabilities.batches_in_flight
         self._queue: deque[tuple[Row, asyncio.Future[Any]]] = deque()
-        self._flights: set[asyncio.Task[None]] = set()
+        self._small_flights_limit = capabilities.small_batches_in_flight
+        self._flights: dict[asyncio.Task[None], int] = {}
+        self._rows_in_flight = 0
         self._is_scheduled = False
 
     def claim(self, request: ClaimRequest) -> asyncio.Future[ClaimAnswer]:
@@ -205,20 +235,27 @@ class TaskGroupCommit:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         self._queue.append((row, future))
-        if not self._is_scheduled and len(self._flights) < self._flights_limit:
+        if not self._is_scheduled and self._may_launch():
             # At the end of this turn of the loop: what other ready tasks add comes along.
             self._is_scheduled = True
             loop.call_soon(self._launch)
         return future
 
+    def _may_launch(self) -> bool:
+        flights = len(self._flights)
+        return flights < self._flights_limit or (
+            flights < self._small_flights_limit and self._rows_in_flight < FEW_ROWS
+        )
+
     def _launch(self) -> None:
         self._is_scheduled = False
-        while self._queue and len(self._flights) < self._flights_limit:
+        while self._queue and self._may_launch():
             batch = self._next_batch()
             if not batch:
                 return
             flight = asyncio.get_running_loop().create_task(self._fly(batch))
-            self._flights.add(flight)
+            self._flights[flight] = len(batch)
+            self._rows_in_flight += len(batch)
             flight.add_done_callback(self._landed)
 
     def _next_batch(self) -> list[tuple[Row, asyncio.Future[Any]]]:
@@ -232,30 +269,32 @@ class TaskGroupCommit:
         return batch
 
     async def _fly(self, batch: list[tuple[Row, asyncio.Future[Any]]]) -> None:
-        rows = [row for row, _ in batch]
-        claims, settlements = _split(rows)
+        claims, claiming, settlements, settling = _split(batch)
         try:
             claimed, settled = await self._store.commit(claims, settlements)
-            results = _merged(rows, claimed, settled)
+            answers: list[tuple[asyncio.Future[Any], Any]] = [
+                *zip(claiming, claimed, strict=True),
+                *zip(settling, settled, strict=True),
+            ]
         except BaseException as error:
-            results = [_as_store_error(error) for _ in batch]
+            self._answer([(future, _as_store_error(error)) for _, future in batch])
             if not isinstance(error, StoreError):
-                self._answer(batch, results)
                 raise
-        self._answer(batch, results)
+            return
+        self._answer(answers)
 
     @staticmethod
-    def _answer(batch: list[tuple[Row, asyncio.Future[Any]]], results: list[Any]) -> None:
-        for (_, future), result in zip(batch, results, strict=True):
+    def _answer(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
+        for future, answer in answers:
             if future.done():
                 continue  # Its caller was cancelled; the row stands all the same.
-            if isinstance(result, StoreError):
-                future.set_exception(result)
+            if isinstance(answer, StoreError):
+                future.set_exception(answer)
             else:
-                future.set_result(result)
+                future.set_result(answer)
 
     def _landed(self, flight: asyncio.Task[None]) -> None:
-        self._flights.discard(flight)
+        self._rows_in_flight -= self._flights.pop(flight)
         if not flight.cancelled():
             flight.exception()  # Told to every row already.
         self._launch()

@@ -8,7 +8,7 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from datetime import timedelta
-from types import TracebackType
+from types import CoroutineType, TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
@@ -279,9 +279,11 @@ class AsyncFace(AtomicTasks, Face):
         async def invoke(attempt: Attempt) -> Any:
             token = current.set(attempt)
             try:
-                value = operation(*args, **kwargs)
+                value: Any = operation(*args, **kwargs)
+                if type(value) is CoroutineType or inspect.isawaitable(value):
+                    return await value
                 # A plain function has done its work by now, so what it returned is the outcome.
-                return await value if inspect.isawaitable(value) else value
+                return value
             finally:
                 current.reset(token)
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 import asyncpg
 
 from retrysafe import forks
 from retrysafe.core.ports import Waits
 from retrysafe.errors import StoreUnavailable
-from retrysafe.stores.postgres.connector import PoolOptions, RowRefused, Rows, translated
+from retrysafe.stores.postgres.connector import (
+    PoolOptions,
+    RowRefused,
+    Rows,
+    planner_statement,
+    translated,
+)
+
+# A connection that rested longer goes through the pool, which closes what nobody uses.
+REST_SECONDS: Final = 30.0
 
 
 class _Session:
@@ -27,6 +37,21 @@ class _Session:
         await self._connection.execute(sql)
 
 
+class _Connection(asyncpg.Connection):  # type: ignore[misc]
+    """A connection without session state, so that giving it back to the pool asks nothing.
+
+    asyncpg's own reset is a round trip after every statement, and the statement's caller waits
+    for it.
+    """
+
+    def get_reset_query(self) -> str:
+        return ""
+
+
+async def _set_planner(connection: Any) -> None:
+    await connection.execute(planner_statement(connection.get_server_pid()))
+
+
 class AsyncpgConnector:
     """A pool of connections of one event loop."""
 
@@ -37,6 +62,9 @@ class AsyncpgConnector:
         self._location = location
         self._options = options
         self._pool: Any = None
+        # Connections at hand. The pool's own way to take one and to give it back costs two tasks.
+        self._resting: list[tuple[Any, float]] = []
+        self._waiting = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opening: asyncio.Lock | None = None
 
@@ -73,33 +101,65 @@ class AsyncpgConnector:
     async def close(self) -> None:
         """Closes the connections."""
         pool, self._pool = self._pool, None
+        resting, self._resting = self._resting, []
         if pool is not None and self._loop is asyncio.get_running_loop():
+            for connection, _ in resting:
+                await pool.release(connection)
             await pool.close()
 
     def after_fork_in_child(self) -> None:
         """Leaves the parent's connections alone."""
-        forks.park(self._pool)
+        forks.park((self._pool, self._resting))
         self._pool = None
+        self._resting = []
         self._loop = None
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Any]:
         pool = await self._opened()
         try:
-            async with pool.acquire(
-                timeout=self._options.connect_timeout.total_seconds()
-            ) as connection:
+            connection = await self._taken(pool)
+            is_fine = False
+            try:
                 yield connection
+                is_fine = True
+            finally:
+                await self._give_back(pool, connection, is_fine=is_fine)
         except (UnicodeError, asyncpg.DataError) as error:
             raise RowRefused(str(error)) from error
         except asyncpg.PostgresError as error:
             if (error.sqlstate or "")[:2] in ("08", "57"):
-                await pool.expire_connections()
+                await self._expire(pool)
             raise translated(error.sqlstate, str(error), self._location) from error
         except (asyncpg.InterfaceError, OSError, TimeoutError) as error:
             # A restarted server has killed the others too.
-            await pool.expire_connections()
+            await self._expire(pool)
             raise StoreUnavailable(f"{self._location} does not answer: {error!r}") from error
+
+    async def _taken(self, pool: Any) -> Any:
+        while self._resting:
+            connection, rested_since = self._resting.pop()
+            if time.monotonic() - rested_since < REST_SECONDS and not connection.is_closed():
+                return connection
+            await pool.release(connection)
+        self._waiting += 1
+        try:
+            return await pool.acquire(timeout=self._options.connect_timeout.total_seconds())
+        finally:
+            self._waiting -= 1
+
+    async def _give_back(self, pool: Any, connection: Any, *, is_fine: bool) -> None:
+        if is_fine and not self._waiting and pool is self._pool and not connection.is_closed():
+            self._resting.append((connection, time.monotonic()))
+        else:
+            # The pool looks after what was cancelled or broken, and after those who wait for one.
+            await pool.release(connection)
+
+    async def _expire(self, pool: Any) -> None:
+        await pool.expire_connections()
+        resting, self._resting = self._resting, []
+        for connection, _ in resting:
+            await pool.release(connection)
 
     async def _opened(self) -> Any:
         loop = asyncio.get_running_loop()
@@ -108,6 +168,7 @@ class AsyncpgConnector:
         if self._loop is not loop:
             # Connections of a loop that has ended cannot be used, nor closed, by this one.
             self._loop, self._pool, self._opening = loop, None, asyncio.Lock()
+            self._resting = []
         assert self._opening is not None  # Set together with the loop.
         async with self._opening:
             if self._pool is None:
@@ -119,12 +180,14 @@ class AsyncpgConnector:
         try:
             return await asyncpg.create_pool(
                 self._url,
+                connection_class=_Connection,
                 min_size=0,
                 max_size=options.size_limit,
                 timeout=options.connect_timeout.total_seconds(),
                 command_timeout=options.statement_timeout.total_seconds(),
                 statement_cache_size=100 if options.has_prepared_statements else 0,
                 server_settings={"application_name": "retrysafe"},
+                init=_set_planner if options.has_prepared_statements else None,
             )
         except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as error:
             raise StoreUnavailable(f"{self._location} does not answer: {error!r}") from error

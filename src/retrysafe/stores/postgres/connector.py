@@ -18,12 +18,36 @@ from retrysafe.errors import SchemaMissing, StoreError, StoreUnavailable
 Rows = Sequence[Sequence[Any]]
 
 
+# For connections with prepared statements. Planning a batch anew takes longer than running it, so
+# it is planned once; and always by the primary key, because a plan that was made while the tables
+# were empty would go on reading them from end to end as they grow.
+PLANNER_SETTINGS: Final = {
+    "plan_cache_mode": "force_generic_plan",
+    "enable_seqscan": "off",
+    "enable_hashjoin": "off",
+    "enable_mergejoin": "off",
+}
+
+
+def planner_statement(server_pid: int) -> str:
+    """Makes the planner's settings on a new connection, if it leads to the server itself.
+
+    A pooler makes up the process id that it tells. Its connections are shared with others, who
+    must not inherit our settings.
+    """
+    settings = ", ".join(
+        f"set_config('{name}', '{value}', false)" for name, value in PLANNER_SETTINGS.items()
+    )
+    return f"SELECT {settings} WHERE pg_backend_pid() = {server_pid:d}"
+
+
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
     """How connections are made and kept."""
 
-    # Two batches in flight, a renewal and an operator; more only adds contention.
-    size_limit: int = 4
+    # Four small batches in flight, a renewal and an operator; more only adds contention. They are
+    # opened when they are needed.
+    size_limit: int = 6
     # How long a call waits for a free connection, and for the server to accept a new one.
     connect_timeout: timedelta = timedelta(seconds=5)
     # How long one statement may take before its connection is given up.

@@ -14,7 +14,14 @@ from psycopg.pq import TransactionStatus
 
 from retrysafe import forks
 from retrysafe.core.ports import Waits
-from retrysafe.stores.postgres.connector import PoolOptions, RowRefused, Rows, translated
+from retrysafe.stores.postgres.connector import (
+    PoolOptions,
+    RowRefused,
+    Rows,
+    planner_statement,
+    translated,
+)
+from retrysafe.stores.postgres.psycopg_arrays import BytesArray, BytesArrayDumper, encoded
 
 T = TypeVar("T")
 
@@ -127,7 +134,7 @@ class _Session:
 
 
 def _fetch(connection: _Connection, sql: str, params: Sequence[Any]) -> Rows:
-    cursor = connection.execute(sql.encode(), params)
+    cursor = connection.execute(sql.encode(), encoded(params))
     return [] if cursor.description is None else cursor.fetchall()
 
 
@@ -196,5 +203,9 @@ class PsycopgConnector:
             connect_timeout=max(1, int(options.connect_timeout.total_seconds())),
             application_name="retrysafe",
         )
+        connection.adapters.register_dumper(BytesArray, BytesArrayDumper)
         connection.statement_seconds = options.statement_timeout.total_seconds()
+        if options.has_prepared_statements:
+            statement = planner_statement(connection.info.backend_pid)
+            psycopg.ClientCursor(connection).execute(statement.encode())
         return connection

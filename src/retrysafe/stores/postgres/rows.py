@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from retrysafe.core.model import (
     ClaimAnswer,
@@ -14,6 +14,11 @@ from retrysafe.core.model import (
     Record,
     State,
 )
+
+# Looked up once: members of an enum are dear to look up per row.
+_ADMIT: Final = Decision.ADMIT
+_ABSENT: Final = Condition.ABSENT
+_PENDING: Final = State.PENDING
 
 
 def record_of(row: Sequence[Any]) -> Record:
@@ -60,6 +65,4 @@ def replacement(old: Record, new: Record, *, is_new_life: bool) -> tuple[Any, ..
 
 def admitted(request: ClaimRequest, lease_ends_at_ms: int) -> ClaimAnswer:
     """The answer to the claim of a key that had no row."""
-    return ClaimAnswer(
-        Decision.ADMIT, Condition.ABSENT, 1, request.lease_ms, lease_ends_at_ms, State.PENDING
-    )
+    return ClaimAnswer(_ADMIT, _ABSENT, 1, request.lease_ms, lease_ends_at_ms, _PENDING)

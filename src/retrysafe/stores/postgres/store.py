@@ -8,6 +8,7 @@ what was read. Nothing here keeps state in a session or holds a lock between two
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 from retrysafe import forks
@@ -58,6 +59,11 @@ _LOOK_PAGES: Final = 2048
 
 # A record, the payload to replay, and the instant of the reading.
 _Found = tuple[Record, Payload | None, int]
+_digest_of: Final = attrgetter("key.digest")
+# Looked up once: members of an enum are dear to look up per row.
+_EXTEND: Final = SettleKind.EXTEND
+# Nobody changes an answer, so that all rows that were applied can share one.
+_APPLIED: Final = SettleAnswer(Decision.APPLY)
 
 
 class PostgresStore:
@@ -72,12 +78,14 @@ class PostgresStore:
         self._sql = schema.statements(self.schema_name)
         self._is_current = False
         self._sweep_page = 0
-        self._capabilities = Capabilities(connector.waits, batch_limit=128, batches_in_flight=2)
+        self._capabilities = Capabilities(
+            connector.waits, batch_limit=128, batches_in_flight=2, small_batches_in_flight=4
+        )
         forks.register(self)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Two batches in flight keep the server and the client busy at the same time."""
+        """Two full batches in flight keep the server and the client busy at the same time."""
         return self._capabilities
 
     def _statement(self, name: str) -> str:
@@ -114,7 +122,7 @@ class PostgresStore:
         for item in settlements:
             digest = item.key.digest
             if digest not in endings and digest not in extends:
-                (extends if item.kind is SettleKind.EXTEND else endings)[digest] = item
+                (extends if item.kind is _EXTEND else endings)[digest] = item
         wishes: dict[bytes, ClaimRequest] = {}
         for request in claims:
             digest = request.key.digest
@@ -134,7 +142,7 @@ class PostgresStore:
             # Each write is told to the first row of its key; a second one asks for itself.
             is_extended = extends.pop(digest, None) is not None
             if endings.pop(digest, None) is not None and digest in written:
-                settled.append(SettleAnswer(Decision.APPLY))
+                settled.append(_APPLIED)
             elif is_extended and digest in extended:
                 settled.append(extended[digest])
             else:
@@ -146,8 +154,8 @@ class PostgresStore:
     ) -> dict[bytes, int]:
         """Inserts new keys and ends attempts; the digests whose row was written."""
         # In the order of the digests: two batches over the same keys cannot deadlock.
-        wishes = sorted(claims, key=lambda request: request.key.digest)
-        ends = sorted(endings, key=lambda item: item.key.digest)
+        wishes = sorted(claims, key=_digest_of)
+        ends = sorted(endings, key=_digest_of)
         payloads = [item.payload for item in ends]
         rows = await self._fetch(
             "commit",
@@ -162,7 +170,7 @@ class PostgresStore:
             [request.owner for request in wishes],
             [item.key.digest for item in ends],
             [item.token for item in ends],
-            [item.kind.value for item in ends],
+            [int(item.kind) for item in ends],
             [item.active_ms for item in ends],
             [item.audit_ms for item in ends],
             [None if payload is None else payload.form for payload in payloads],

@@ -3,7 +3,8 @@
 -- One small row per (caller, key), and no payload. The digest identifies the pair; the texts are
 -- kept so that a collision of digests is found and never served. There is no index on the lease,
 -- the state or the expiry: any of them would turn every completion into a non-HOT update. The free
--- space in each page is for exactly that update.
+-- space in each page is for exactly that update: a batch completes all rows of a page in one
+-- transaction, so their new versions, each a little longer, must fit beside the old ones.
 CREATE TABLE {schema}.keys (
     digest bytea NOT NULL PRIMARY KEY,
     caller text NOT NULL,
@@ -22,7 +23,7 @@ CREATE TABLE {schema}.keys (
     audit_ends_at_ms bigint,
     owner text NOT NULL
 ) WITH (
-    fillfactor = 70,
+    fillfactor = 45,
     -- Vacuum by a fixed number of dead rows: a share of a large table would come too late.
     autovacuum_vacuum_scale_factor = 0.0,
     autovacuum_vacuum_threshold = 50000,

@@ -1,0 +1,201 @@
+"""Claim and complete on PostgreSQL with full durability, against pgbench on the same server."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import psycopg
+
+from benchmarks import pgbench, postgres_cleanup
+from benchmarks.measuring import Report, Row, in_turn, median_ratio, progress
+from benchmarks.postgres_filling import fill, fill_outcomes, migrate, tidy
+from benchmarks.postgres_load import Found, Load, measure
+from tests.servers.postgres import PostgresServer
+
+SCHEMA = "retrysafe"
+CLIENTS = 32
+IN_FLIGHT = 256
+THREADS = 64
+RATE = 500
+READERS = 64
+# What any production server has: memory for the hot indexes, and no checkpoint every minute.
+# fsync, synchronous_commit and full_page_writes stay on.
+SETTINGS = {"shared_buffers": "1GB", "max_wal_size": "8GB", "checkpoint_timeout": "30min"}
+
+ONE_ROW = f"R: pgbench, {CLIENTS} clients, one row a transaction"
+MERGED = f"B: pgbench, batches of {pgbench.BATCH}, 4 clients"
+ONE_PROCESS = f"AsyncIdempotency.run, {IN_FLIGHT} in flight"
+TWO_PROCESSES = f"the same, two processes of {IN_FLIGHT}"
+MANY_THREADS = f"Idempotency.run, {THREADS} threads"
+
+
+class Server:
+    """The server under test, and what it counts."""
+
+    def __init__(self, server: PostgresServer) -> None:
+        self.url = server.url()
+        self.connection = psycopg.connect(self.url, autocommit=True)
+
+    def value(self, sql: str) -> int:
+        row = self.connection.execute(sql.encode()).fetchone()
+        assert row is not None
+        return int(row[0])
+
+    def wal_bytes(self) -> int:
+        return self.value("SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn")
+
+    def updates(self) -> tuple[int, int]:
+        """Updates of keys so far, and how many of them were HOT."""
+        row = self.connection.execute(
+            "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables "
+            "WHERE schemaname = %s AND relname = 'keys'",
+            (SCHEMA,),
+        ).fetchone()
+        assert row is not None
+        return row
+
+
+class Throughput:
+    """The ways of writing, measured in turn."""
+
+    def __init__(self, server: Server, seconds: float) -> None:
+        self._server = server
+        self._seconds = seconds
+        self.loads: dict[str, list[Found]] = {}
+        self.wal_per_operation: list[float] = []
+
+    def one_row(self, _round: int) -> float:
+        script = pgbench.one_row(SCHEMA)
+        return pgbench.run(self._server.url, script, clients=CLIENTS, seconds=self._seconds)
+
+    def merged(self, _round: int) -> float:
+        script = pgbench.merged(SCHEMA)
+        batches = pgbench.run(self._server.url, script, clients=4, seconds=self._seconds)
+        return batches * pgbench.BATCH
+
+    def _processes(self, name: str, kind: str, in_flight: int, count: int) -> float:
+        loads = [
+            Load(kind, url=self._server.url, in_flight=in_flight, seconds=self._seconds)
+            for _ in range(count)
+        ]
+        before = self._server.wal_bytes()
+        for load in loads:
+            load.go()
+        found = [load.result() for load in loads]
+        written = self._server.wal_bytes() - before
+        self.loads.setdefault(name, []).extend(found)
+        self.wal_per_operation.append(written / sum(item["count"] for item in found))
+        return sum(item["per_second"] for item in found)
+
+    def one_process(self, _round: int) -> float:
+        return self._processes(ONE_PROCESS, "tasks", IN_FLIGHT, 1)
+
+    def two_processes(self, _round: int) -> float:
+        return self._processes(TWO_PROCESSES, "tasks", IN_FLIGHT, 2)
+
+    def threads(self, _round: int) -> float:
+        return self._processes(MANY_THREADS, "threads", THREADS, 1)
+
+    def python_note(self, name: str) -> str:
+        cpu = statistics.median(found["cpu_us"] for found in self.loads[name])
+        return f"{cpu:.0f} µs of Python CPU per operation"
+
+
+def throughput(server: Server, *, rounds: int, seconds: float) -> tuple[list[Row], float]:
+    """The rows of the writing ways, and the most that one process reached."""
+    updates_before, hot_before = server.updates()
+    way = Throughput(server, seconds)
+    ways: dict[str, Callable[[int], float]] = {
+        ONE_ROW: way.one_row,
+        MERGED: way.merged,
+        ONE_PROCESS: way.one_process,
+        TWO_PROCESSES: way.two_processes,
+        MANY_THREADS: way.threads,
+    }
+    found = in_turn(ways, rounds)
+    targets = {ONE_PROCESS: 4.0, TWO_PROCESSES: 6.0, MANY_THREADS: 2.0}
+    rows = []
+    for name, rates in found.items():
+        note = way.python_note(name) if name in targets else ""
+        ratio = median_ratio(rates, found[ONE_ROW])
+        rows.append(Row(name, statistics.median(rates), ratio, targets.get(name), note))
+    half = median_ratio(found[TWO_PROCESSES], found[MERGED])
+    rows.append(Row("two processes to B", statistics.median(found[TWO_PROCESSES]), half, 0.5))
+    updates, hot = server.updates()
+    share = (hot - hot_before) / max(1, updates - updates_before)
+    wal = statistics.median(way.wal_per_operation)
+    rows.append(
+        Row("share of HOT updates", 0, share, 0.99, f"{wal:,.0f} bytes of WAL per operation")
+    )
+    return rows, statistics.median(found[ONE_PROCESS])
+
+
+def latency(server: Server, *, rounds: int, seconds: float) -> Row:
+    """The median at a low, steady rate, against a hand-written loop."""
+    ours, plain = [], []
+    for _ in range(rounds):
+        progress(f"{RATE} operations/s on a schedule")
+        task = {"url": server.url, "rate": RATE, "seconds": seconds, "schema": SCHEMA}
+        plain.append(measure("plain", **task)["p50_ms"])
+        ours.append(measure("paced", **task)["p50_ms"])
+    ratio = median_ratio(ours, plain)
+    note = f"{statistics.median(ours):.2f} ms against {statistics.median(plain):.2f} ms"
+    name = f"median at {RATE}/s to a plain asyncpg loop"
+    return Row(name, RATE, ratio, 1.0, note, is_ceiling=True)
+
+
+def replays(server: Server, *, rounds: int, seconds: float, keys: int) -> list[Row]:
+    """Replays from the store and from the process, against a SELECT by primary key."""
+    script = pgbench.select(SCHEMA, keys)
+    task = {"url": server.url, "seconds": seconds}
+    ways: dict[str, Callable[[int], float]] = {
+        f"pgbench SELECT by primary key, {READERS} clients": lambda _: pgbench.run(
+            server.url, script, clients=READERS, seconds=seconds
+        ),
+        "pgbench SELECT by primary key, 1 client": lambda _: pgbench.run(
+            server.url, script, clients=1, seconds=seconds
+        ),
+        f"replay from the store, {READERS} in flight": lambda _: measure(
+            "replays", in_flight=READERS, each=50, cache=False, **task
+        )["per_second"],
+        # Few keys, because an outcome stays in the process for two seconds only.
+        "replay from the process, 1 in flight": lambda _: measure(
+            "replays", in_flight=1, each=8, cache=True, **task
+        )["per_second"],
+    }
+    found = in_turn(ways, rounds)
+    many, one, stored, cached = found
+    ratios = {many: (many, None), one: (one, None), stored: (many, 0.8), cached: (one, 20.0)}
+    return [
+        Row(
+            name,
+            statistics.median(found[name]),
+            median_ratio(found[name], found[baseline]),
+            target,
+            f"to {baseline}" if target else "",
+        )
+        for name, (baseline, target) in ratios.items()
+    ]
+
+
+def run(is_quick: bool = False) -> Report:
+    keys = 50_000 if is_quick else 1_000_000
+    rounds = 1 if is_quick else 3
+    seconds = 2.0 if is_quick else 5.0
+    report = Report("PostgreSQL, claim + complete, fsync and synchronous_commit on", ONE_ROW)
+    with PostgresServer(settings=SETTINGS) as started:
+        server = Server(started)
+        migrate(server.url)
+        progress(f"filling {keys:,} keys")
+        fill(server.connection, SCHEMA, keys)
+        fill_outcomes(server.connection, SCHEMA)
+        tidy(server.connection, SCHEMA)
+        rows, maximum = throughput(server, rounds=rounds, seconds=seconds)
+        report.rows += rows
+        report.rows.append(latency(server, rounds=rounds, seconds=seconds))
+        report.rows += replays(server, rounds=rounds, seconds=seconds, keys=keys)
+        report.rows += postgres_cleanup.run(server.url, maximum, is_quick=is_quick)
+        server.connection.close()
+    progress("")
+    return report

@@ -1,0 +1,75 @@
+"""Tables that look as if the service had run for a day before the measurement began."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+
+import psycopg
+
+from retrysafe.stores.postgres.partitions import DAY_MS, partition_name
+from retrysafe.wiring import open_store
+
+_NOW = "(SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint AS now_ms) AS c"
+
+
+def migrate(url: str) -> None:
+    """Makes the schema that the URL names."""
+
+    async def apply() -> None:
+        store = open_store(url, is_async=True)
+        await store.migrate()
+        await store.close()
+
+    asyncio.run(apply())
+
+
+def fill(connection: psycopg.Connection, schema: str, keys: int, *, expired: str = "false") -> None:
+    """Inserts succeeded keys; `expired` says for which numbers `i` the active window is over."""
+    connection.execute(
+        f"""
+        INSERT INTO {schema}.keys SELECT
+            uuid_send(md5('filled ' || i)::uuid), '', 'filled-' || i, 'benchmarks.operation', 1,
+            uuid_send(md5('fingerprint ' || i)::uuid), 2, uuid_send(md5('token ' || i)::uuid), 1,
+            c.now_ms, c.now_ms, c.now_ms + 30000, c.now_ms,
+            c.now_ms + CASE WHEN {expired} THEN -1000 ELSE 86400000 END,
+            c.now_ms + 2592000000::bigint, 'host:1'
+        FROM generate_series(1, {keys}) AS i, {_NOW}""".encode()
+    )
+
+
+def fill_outcomes(connection: psycopg.Connection, schema: str) -> None:
+    """Inserts the outcome of every key."""
+    connection.execute(
+        f"""
+        INSERT INTO {schema}.outcomes SELECT
+            digest, token, attempt, state, 'json.1', '', convert_to(repeat('x', 500), 'UTF8'),
+            settled_at_ms, audit_ends_at_ms
+        FROM {schema}.keys""".encode()
+    )
+
+
+def fill_past_day(connection: psycopg.Connection, schema: str, outcomes: int) -> None:
+    """Makes a partition whose audit ended yesterday, full of outcomes."""
+    day = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(days=1)
+    starts = int(day.timestamp() * 1000)
+    name = partition_name(day)
+    connection.execute(
+        f"""
+        CREATE TABLE {schema}.{name} PARTITION OF {schema}.outcomes
+        FOR VALUES FROM ({starts}) TO ({starts + DAY_MS})""".encode()
+    )
+    connection.execute(
+        f"""
+        INSERT INTO {schema}.{name} SELECT
+            uuid_send(md5('past ' || i)::uuid), uuid_send(md5('past token ' || i)::uuid), 1, 2,
+            'json.1', '', convert_to(repeat('x', 500), 'UTF8'), {starts}, {starts}
+        FROM generate_series(1, {outcomes}) AS i""".encode()
+    )
+
+
+def tidy(connection: psycopg.Connection, schema: str) -> None:
+    """Leaves nothing for later: no pages to clean and no checkpoint in the measurement."""
+    connection.execute(f"VACUUM (ANALYZE) {schema}.keys".encode())
+    connection.execute(f"VACUUM (ANALYZE) {schema}.outcomes".encode())
+    connection.execute("CHECKPOINT")

@@ -1,0 +1,297 @@
+"""The loads on PostgreSQL, each in a process of its own: python -m benchmarks.postgres_load {…}.
+
+Reads its task as JSON from the command line, says `ready` when it has warmed up, starts at the
+first line of input and prints what it measured as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import asyncpg
+
+from retrysafe import GLOBAL, AsyncIdempotency, Idempotency
+
+BODY = "x" * 500
+Task = dict[str, Any]
+Found = dict[str, float]
+
+
+async def operation() -> str:
+    return BODY
+
+
+def plain_operation() -> str:
+    return BODY
+
+
+def _start() -> None:
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value below which this share of the values lies."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+def _milliseconds(seconds: list[float]) -> Found:
+    return {
+        "p50_ms": percentile(seconds, 0.5) * 1000,
+        "p99_ms": percentile(seconds, 0.99) * 1000,
+        "count": len(seconds),
+    }
+
+
+async def tasks(task: Task) -> Found:
+    """Claim and complete as fast as possible, with a fixed number in flight."""
+    name, seconds = os.urandom(6).hex(), task["seconds"]
+    async with AsyncIdempotency(task["url"], caller=GLOBAL) as idem:
+
+        async def caller(number: int, until: float) -> int:
+            count = 0
+            while time.perf_counter() < until:
+                await idem.run(f"{name}-{number}-{count}-{until}", operation)
+                count += 1
+            return count
+
+        async def burst(length: float) -> int:
+            until = time.perf_counter() + length
+            return sum(await asyncio.gather(*(caller(n, until) for n in range(task["in_flight"]))))
+
+        await burst(0.3)
+        _start()
+        started, cpu = time.perf_counter(), time.process_time()
+        count = await burst(seconds)
+        elapsed = time.perf_counter() - started
+        cpu = time.process_time() - cpu
+        return {"per_second": count / elapsed, "count": count, "cpu_us": cpu / count * 1e6}
+
+
+def threads(task: Task) -> Found:
+    """The same with threads."""
+    name, count = os.urandom(6).hex(), task["in_flight"]
+    done = [0] * count
+    with Idempotency(task["url"], caller=GLOBAL) as idem:
+        idem.run(f"{name} warm-up", plain_operation)
+        barrier = threading.Barrier(count + 1)
+        until = float("inf")
+
+        def caller(number: int) -> None:
+            barrier.wait()
+            while time.perf_counter() < until:
+                idem.run(f"{name}-{number}-{done[number]}", plain_operation)
+                done[number] += 1
+
+        workers = [threading.Thread(target=caller, args=(number,)) for number in range(count)]
+        for worker in workers:
+            worker.start()
+        _start()
+        until = time.perf_counter() + task["seconds"]
+        started, cpu = time.perf_counter(), time.process_time()
+        barrier.wait()
+        for worker in workers:
+            worker.join()
+        elapsed, cpu = time.perf_counter() - started, time.process_time() - cpu
+    return {
+        "per_second": sum(done) / elapsed,
+        "count": sum(done),
+        "cpu_us": cpu / sum(done) * 1e6,
+    }
+
+
+async def _open_loop(
+    rate: float, seconds: float, run_one: Callable[[int], Coroutine[Any, Any, None]]
+) -> None:
+    """Starts operations on a fixed schedule, whether the earlier ones have ended or not."""
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    running: set[asyncio.Task[None]] = set()
+    for number in range(int(rate * seconds)):
+        pause = started + number / rate - loop.time()
+        if pause > 0:
+            await asyncio.sleep(pause)
+        one = loop.create_task(run_one(number))
+        running.add(one)
+        one.add_done_callback(running.discard)
+    if running:
+        await asyncio.wait(running)
+
+
+async def paced(task: Task) -> Found:
+    """Operations on a schedule: how long each takes, and how long its claim takes."""
+    name = os.urandom(6).hex()
+    whole: list[float] = []
+    claims: list[float] = []
+    async with AsyncIdempotency(task["url"], caller=GLOBAL) as idem:
+
+        async def run_one(number: int) -> None:
+            asked = time.perf_counter()
+
+            async def timed() -> str:
+                claims.append(time.perf_counter() - asked)
+                return BODY
+
+            await idem.run(f"{name}-{number}", timed, name="benchmarks.operation")
+            whole.append(time.perf_counter() - asked)
+
+        await _open_loop(task["rate"], 0.5, lambda number: run_one(-1 - number))
+        whole.clear()
+        claims.clear()
+        _start()
+        if task.get("until_told"):
+            stopped = asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+            while not stopped.done():
+                base = len(whole) * 1000
+                await _open_loop(
+                    task["rate"], 0.2, lambda number, base=base: run_one(base + number)
+                )
+        else:
+            await _open_loop(task["rate"], task["seconds"], run_one)
+    claim = _milliseconds(claims)
+    return _milliseconds(whole) | {
+        "claim_p50_ms": claim["p50_ms"],
+        "claim_p99_ms": claim["p99_ms"],
+        "per_second": task["rate"],
+    }
+
+
+CLAIM = """
+INSERT INTO {schema}.keys AS k (
+    digest, caller, key, operation, rule, fingerprint, state, token, attempt,
+    first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, owner
+) SELECT $1, '', $2, 'benchmarks.operation', 1, $1, 1, $3, 1, c.now_ms, c.now_ms,
+    c.now_ms + 30000, 'host:1'
+FROM (SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint AS now_ms) AS c
+ON CONFLICT (digest) DO NOTHING RETURNING k.token"""
+COMPLETE = """
+WITH settled AS (
+    UPDATE {schema}.keys AS k SET state = 2, settled_at_ms = c.now_ms,
+        expires_at_ms = c.now_ms + 86400000, audit_ends_at_ms = c.now_ms + 2592000000::bigint
+    FROM (SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint AS now_ms) AS c
+    WHERE k.digest = $1 AND k.token = $2 AND k.state = 1
+    RETURNING k.digest, k.token, attempt, state, settled_at_ms, audit_ends_at_ms
+), stored AS (
+    INSERT INTO {schema}.outcomes (
+        digest, token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
+    ) SELECT digest, token, attempt, state, 'json.1', '', $3::bytea, settled_at_ms, audit_ends_at_ms
+    FROM settled
+) SELECT token FROM settled"""
+
+
+async def plain(task: Task) -> Found:
+    """What people write by hand with asyncpg: two statements, one row each, on a schedule."""
+    whole: list[float] = []
+    body = BODY.encode()
+    claim, complete = (text.format(schema=task["schema"]) for text in (CLAIM, COMPLETE))
+    async with asyncpg.create_pool(task["url"], min_size=8, max_size=8) as pool:
+
+        async def run_one(number: int) -> None:
+            asked = time.perf_counter()
+            async with pool.acquire() as connection:
+                digest, token = os.urandom(16), os.urandom(16)
+                await connection.fetch(claim, digest, f"key-{number}", token)
+                await connection.fetch(complete, digest, token, body)
+                # Before the pool's own reset: that is not part of the work.
+                whole.append(time.perf_counter() - asked)
+
+        await _open_loop(task["rate"], 0.5, run_one)
+        whole.clear()
+        _start()
+        await _open_loop(task["rate"], task["seconds"], run_one)
+    return _milliseconds(whole) | {"per_second": task["rate"]}
+
+
+async def replays(task: Task) -> Found:
+    """Replays of finished keys, from the store or from the process."""
+    name, in_flight, each = os.urandom(6).hex(), task["in_flight"], task["each"]
+    async with AsyncIdempotency(task["url"], caller=GLOBAL, cache=task["cache"]) as idem:
+
+        async def once_each(number: int) -> None:
+            for count in range(each):
+                await idem.run(f"{name}-{number}-{count}", operation)
+
+        await asyncio.gather(*(once_each(number) for number in range(in_flight)))
+
+        async def caller(number: int, until: float) -> int:
+            count = 0
+            while time.perf_counter() < until:
+                await idem.run(f"{name}-{number}-{count % each}", operation)
+                count += 1
+            return count
+
+        _start()
+        started, cpu = time.perf_counter(), time.process_time()
+        until = started + task["seconds"]
+        count = sum(await asyncio.gather(*(caller(number, until) for number in range(in_flight))))
+        elapsed, cpu = time.perf_counter() - started, time.process_time() - cpu
+    return {"per_second": count / elapsed, "count": count, "cpu_us": cpu / count * 1e6}
+
+
+KINDS: dict[str, Callable[[Task], Any]] = {
+    "tasks": tasks,
+    "threads": threads,
+    "paced": paced,
+    "plain": plain,
+    "replays": replays,
+}
+
+
+class Load:
+    """A load in a child process: warmed up when this returns, started by `go`."""
+
+    def __init__(self, kind: str, **task: Any) -> None:
+        arguments = json.dumps({"kind": kind, **task})
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.postgres_load", arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "ready\n":
+            raise RuntimeError(f"the load {kind} did not start")
+
+    def go(self) -> None:
+        """Starts it; called again, ends a load that runs until it is told."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+
+    def result(self) -> Found:
+        """What it measured."""
+        output, _ = self._process.communicate(timeout=600)
+        if self._process.returncode:
+            raise RuntimeError("a load failed")
+        found: Found = json.loads(output.splitlines()[-1])
+        return found
+
+
+def measure(kind: str, **task: Any) -> Found:
+    """Runs one load."""
+    load = Load(kind, **task)
+    load.go()
+    return load.result()
+
+
+def main() -> None:
+    task = json.loads(sys.argv[1])
+    found = KINDS[task["kind"]](task)
+    if asyncio.iscoroutine(found):
+        found = asyncio.run(found)
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
