@@ -1,0 +1,225 @@
+"""Signals, forks and failing threads at the worst moment leave nothing locked or lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sqlite3
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from retrysafe import (
+    AsyncIdempotency,
+    ClaimLost,
+    Closed,
+    Idempotency,
+    Key,
+    MemoryStore,
+    Policy,
+    SqliteStore,
+)
+from retrysafe.core.events import Reporter
+from retrysafe.core.lease import Lease
+from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.gate import ThreadGate
+from retrysafe.runtime.heartbeat import ThreadHeartbeat
+
+LIMIT_SECONDS = 30
+
+
+class Interrupted(BaseException):
+    """What the signal raises in the main thread."""
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_signal_while_waiting_for_the_write_lock_leaves_the_file_free(tmp_path: Path, alarm):
+    """The signal is noticed only when the lock was got: it must be given back at once."""
+    path = tmp_path / "app.db"
+    with Idempotency(f"sqlite:///{path}", caller="tester") as idem:
+        idem.run("first", lambda: 1)
+        rival = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        rival.execute("BEGIN IMMEDIATE")
+        release = threading.Timer(0.5, rival.execute, ("COMMIT",))
+        release.start()
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(Interrupted):
+            idem.run("second", lambda: 2)
+        release.join(LIMIT_SECONDS)
+        assert idem.run("third", lambda: 3) == 3
+        rival.execute("PRAGMA busy_timeout = 0")
+        rival.execute("BEGIN IMMEDIATE")  # Raises when somebody still holds the lock.
+        rival.execute("ROLLBACK")
+        rival.close()
+
+
+def test_an_outcome_survives_a_signal_while_it_waits_for_the_write_lock(tmp_path: Path, alarm):
+    """The operation has run: its outcome is written although its caller is interrupted."""
+    path = tmp_path / "app.db"
+    runs: list[int] = []
+    rival = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    releases: list[threading.Timer] = []
+
+    def operation() -> int:
+        runs.append(1)
+        rival.execute("BEGIN IMMEDIATE")
+        releases.append(threading.Timer(0.5, rival.execute, ("COMMIT",)))
+        releases[0].start()
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        return 7
+
+    with Idempotency(f"sqlite:///{path}", caller="tester") as idem:
+        with pytest.raises(Interrupted):
+            idem.run("key", operation, request=1, name="pay")
+        releases[0].join(LIMIT_SECONDS)
+        rival.close()
+    with Idempotency(f"sqlite:///{path}", caller="tester") as other:
+        assert other.run("key", operation, request=1, name="pay") == 7
+    assert runs == [1]
+
+
+def test_a_fork_waits_for_the_commit_under_way(tmp_path: Path):
+    """Else SQLite's library would believe in the child that the file is locked, for ever."""
+    inside, release = threading.Event(), threading.Event()
+    is_staged = [False]
+
+    def clock() -> int:
+        # Asked for under the write lock, in the middle of a commit.
+        if is_staged[0]:
+            is_staged[0] = False
+            inside.set()
+            assert release.wait(LIMIT_SECONDS)
+        return 1_700_000_000_000
+
+    store = SqliteStore(tmp_path / "app.db", busy_timeout=timedelta(seconds=2), now_ms=clock)
+    with Idempotency(store, caller="tester") as idem:
+        idem.run("warm-up", lambda: 1)
+        is_staged[0] = True
+        writer = threading.Thread(target=lambda: idem.run("parent", lambda: 2))
+        writer.start()
+        assert inside.wait(LIMIT_SECONDS)
+        # The fork stands still until the commit is over, so somebody else must let it go on.
+        threading.Timer(0.2, release.set).start()
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                status = 0 if idem.run("child", lambda: 3) == 3 else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        writer.join(LIMIT_SECONDS)
+        assert idem.run("parent", lambda: 9) == 2
+    run_sync(store.close())
+
+
+def test_a_relative_path_stays_the_same_file(tmp_path: Path, monkeypatch):
+    """A daemon changes its working directory; the records must not be left behind."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    store = SqliteStore("app.db")
+    with Idempotency(store, caller="tester", cache=False) as idem:
+        assert idem.run("key", lambda: 1, request=0, name="pay") == 1
+        run_sync(store.close())
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert idem.run("key", lambda: 2, request=0, name="pay") == 1
+    run_sync(store.close())
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_heartbeat_that_could_not_start_is_started_by_the_next_attempt(monkeypatch):
+    """One failed start of a thread must not leave every later lease unrenewed."""
+    heartbeat = ThreadHeartbeat(MemoryStore(), Reporter(None))
+    key = Key("k", caller="tester")
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            heartbeat.add(Lease(key, b"a" * 16, 30_000, 30_000, 0, 0.0))
+    heartbeat.add(Lease(key, b"b" * 16, 30_000, 30_000, 0, 0.0))
+    names = [thread.name for thread in threading.enumerate()]
+    heartbeat.stop()
+    assert "retrysafe-heartbeat" in names
+
+
+def test_a_cancelled_claim_that_has_not_left_is_not_sent(tmp_path: Path):
+    """Nobody would run it, and its key would be blocked for a lease."""
+
+    async def main() -> int:
+        async with AsyncIdempotency(f"sqlite:///{tmp_path}/app.db", caller="tester") as idem:
+
+            async def operation() -> int:
+                return 5
+
+            await idem.run("warm-up", operation)
+            # The first one is under way when the second one queues behind it.
+            first = asyncio.create_task(idem.run("first", operation))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            second = asyncio.create_task(idem.run("second", operation))
+            await asyncio.sleep(0)
+            second.cancel()
+            await asyncio.gather(first, second, return_exceptions=True)
+            return await idem.run("second", operation)
+
+    assert asyncio.run(main()) == 5
+
+
+def test_a_gate_forgets_nobody_and_counts_nobody_twice():
+    """Leaving is harmless for those who never came in, also after a refusal."""
+    gate = ThreadGate()
+    gate.enter("a")
+    gate.leave("never inside")
+    assert not gate.close(0.0)
+    with pytest.raises(Closed):
+        gate.enter("late")
+    gate.leave("late")
+    gate.leave("a")
+    gate.leave("a")
+    assert gate.close(0.0)
+
+
+def test_a_forced_release_frees_the_key_in_the_same_process():
+    """The operator's own process is as free to run the operation as any other."""
+    started, may_end = threading.Event(), threading.Event()
+    policy = Policy(lease=timedelta(minutes=5))
+    with Idempotency(MemoryStore(), caller="tester", policy=policy) as idem:
+
+        def hang() -> str:
+            started.set()
+            assert may_end.wait(LIMIT_SECONDS)
+            return "late"
+
+        hung = threading.Thread(target=_quietly(idem, hang))
+        hung.start()
+        assert started.wait(LIMIT_SECONDS)
+        idem.release("key", force=True)
+        assert idem.run("key", lambda: "next", request=1, name="pay") == "next"
+        may_end.set()
+        hung.join(LIMIT_SECONDS)
+        assert idem.run("key", lambda: "again", request=1, name="pay") == "next"
+
+
+def _quietly(idem: Idempotency, operation):
+    def call() -> None:
+        with pytest.raises(ClaimLost):
+            idem.run("key", operation, request=1, name="pay")
+
+    return call
