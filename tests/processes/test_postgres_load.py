@@ -105,8 +105,12 @@ def _leave(pipe, url: str) -> None:
 
 def test_no_connection_is_left_and_few_are_used(start, postgres_server, migrated_url):
     """A busy process keeps to its pool, and a closed object leaves no connection behind."""
-    query = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'retrysafe'"
     with psycopg.connect(postgres_server.url(), autocommit=True) as connection:
+        (since,) = connection.execute("SELECT clock_timestamp()").fetchone()
+        query = (
+            "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'retrysafe' "
+            f"AND backend_start > '{since}'"
+        )
         child = start(_leave, migrated_url)
         child.receive()
         # The blocking object works one call after the other, so one connection serves them all;

@@ -6,9 +6,7 @@ rows meet. After every step each key is read and compared with the model.
 """
 
 import tempfile
-from dataclasses import replace
 from datetime import timedelta
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -96,10 +94,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def make_store(self, clock):
         raise NotImplementedError
 
-    def as_claimed(self, request):
-        """The claim itself; a store may need tokens that never come back after an ending."""
-        return request
-
     def __init__(self):
         super().__init__()
         self.clock = ManualClock()
@@ -123,7 +117,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
     )
     def commit(self, claims, settlements):
         """Within a batch the rows count one after the other, settlements first."""
-        claims = [self.as_claimed(item) for item in claims]
         claimed, settled = run_sync(self.store.commit(claims, settlements))
         assert settled == [self.model.settle(item) for item in settlements]
         assert list(map(plain, claimed)) == [plain(self.model.claim(item)) for item in claims]
@@ -248,18 +241,7 @@ class PostgresAgainstModel(StoreAgainstModel):
 
     def make_store(self, clock):
         self.table.empty()
-        self.tokens = count(1)
         return ClockedStore(self.table.url, clock, is_async=False)
-
-    def as_claimed(self, request):
-        """A token that has ended an attempt of this key is never minted again.
-
-        The audit has no unique index, which a table in partitions cannot have, so it would show
-        both endings where the model shows the last one.
-        """
-        if request.token in self.model.shelf(request.key).outcomes:
-            return replace(request, token=next(self.tokens).to_bytes(16))
-        return request
 
 
 # The same histories in every run: a failure is the change's, not the dice's. SQLite waits for the

@@ -52,6 +52,14 @@ async def _set_planner(connection: Any) -> None:
     await connection.execute(planner_statement(connection.get_server_pid()))
 
 
+def _is_open(connection: Any) -> bool:
+    """Whether the server has not ended the connection; the pool takes such a one back by itself."""
+    try:
+        return not connection.is_closed()
+    except asyncpg.InterfaceError:
+        return False
+
+
 class AsyncpgConnector:
     """A pool of connections of one event loop."""
 
@@ -139,7 +147,7 @@ class AsyncpgConnector:
     async def _taken(self, pool: Any) -> Any:
         while self._resting:
             connection, rested_since = self._resting.pop()
-            if time.monotonic() - rested_since < REST_SECONDS and not connection.is_closed():
+            if time.monotonic() - rested_since < REST_SECONDS and _is_open(connection):
                 return connection
             await pool.release(connection)
         self._waiting += 1
@@ -149,7 +157,7 @@ class AsyncpgConnector:
             self._waiting -= 1
 
     async def _give_back(self, pool: Any, connection: Any, *, is_fine: bool) -> None:
-        if is_fine and not self._waiting and pool is self._pool and not connection.is_closed():
+        if is_fine and not self._waiting and pool is self._pool and _is_open(connection):
             self._resting.append((connection, time.monotonic()))
         else:
             # The pool looks after what was cancelled or broken, and after those who wait for one.
