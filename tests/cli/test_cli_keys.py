@@ -359,7 +359,10 @@ def test_a_terminal_is_asked(desk, answer, code, condition):
             process.send_signal(signal.SIGINT)
         else:
             os.write(ours, answer.encode())
-        assert process.wait(timeout=30) == code
+        try:
+            assert process.wait(timeout=30) == code
+        finally:
+            process.kill()  # Else leaving the block would wait for an answer that nobody gives.
         assert "Traceback" not in process.stderr.read()
     os.close(ours)
     assert desk.condition("k") is condition

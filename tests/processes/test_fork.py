@@ -102,10 +102,12 @@ def _fork_while_locked(pipe, database: str, ledger: str, kind: str) -> int:
     store = MemoryStore() if kind == "memory" else None
     idem = Idempotency(store or f"sqlite:///{database}", caller="owner", policy=POLICY)
     idem.run("before", lambda: "done", request="r")
-    locks = [idem._store._lock, idem._gate._condition, idem._heartbeat._condition]
-    locks.append(idem._engine._lock)
+    locks = [idem._heartbeat._lock, idem._engine._lock]
     if kind == "sqlite":
-        locks.append(idem._engine._writer._lock)
+        # A fork waits for the lock around a commit, so that one is not held for long.
+        locks += [idem._engine._writer._lock, idem._store._reading_lock]
+    else:
+        locks.append(idem._store._lock)
     held = [threading.Event() for _ in locks]
     let_go = threading.Event()
 
