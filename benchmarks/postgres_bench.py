@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable
 
@@ -183,7 +184,8 @@ def run(is_quick: bool = False) -> Report:
     keys = 50_000 if is_quick else 1_000_000
     rounds = 1 if is_quick else 3
     seconds = 2.0 if is_quick else 5.0
-    report = Report("PostgreSQL, claim + complete, fsync and synchronous_commit on", ONE_ROW)
+    machine = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before"
+    report = Report(f"PostgreSQL, claim + complete, full durability ({machine})", ONE_ROW)
     with PostgresServer(settings=SETTINGS) as started:
         server = Server(started)
         migrate(server.url)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime, timedelta
+import time
 
 import psycopg
 
-from retrysafe.stores.postgres.partitions import DAY_MS, partition_name
+from retrysafe.stores.postgres.partitions import DAY_MS, day_start_ms, partition_name
 from retrysafe.wiring import open_store
 
 _NOW = "(SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint AS now_ms) AS c"
@@ -51,9 +51,8 @@ def fill_outcomes(connection: psycopg.Connection, schema: str) -> None:
 
 def fill_past_day(connection: psycopg.Connection, schema: str, outcomes: int) -> None:
     """Makes a partition whose audit ended yesterday, full of outcomes."""
-    day = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(days=1)
-    starts = int(day.timestamp() * 1000)
-    name = partition_name(day)
+    starts = day_start_ms(int(time.time() * 1000)) - DAY_MS
+    name = partition_name(starts)
     connection.execute(
         f"""
         CREATE TABLE {schema}.{name} PARTITION OF {schema}.outcomes
