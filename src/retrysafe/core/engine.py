@@ -322,8 +322,10 @@ class Engine:
             call,
             self._joiner,
         )
-        self._renewals.add(lease)
         try:
+            # Inside the try: a signal right after it must not leave a lease that is renewed for
+            # ever, with nobody to run for it.
+            self._renewals.add(lease)
             # Only a clean exception is an ending. Cancellation and process exit pass through:
             # nobody knows how far the operation got, so only the lease frees the key.
             try:
