@@ -58,12 +58,12 @@ GUARDS: tuple[Guard, ...] = (
         (
             InStatement(
                 SQL,
-                "settle_key",
+                "insert_outcome",
                 "AND token = ?",
                 "AND ? IS NOT NULL",
-                f"{_QUERIES}, `settle_key`",
+                f"{_QUERIES}, `insert_outcome`",
                 batches,
-                "_SETTLE_KEY",
+                "_INSERT_OUTCOME",
             ),
         ),
         properties.test_a_zombie_is_refused_by_sqlite,
@@ -73,10 +73,10 @@ GUARDS: tuple[Guard, ...] = (
         "the same for endings that share a batch",
         (
             InEntry(
-                batches._SETTLE_KEYS,
-                1,
-                batches._SETTLE_KEYS[1].replace("AND retrysafe_keys.token = wish.column6", ""),
-                f"{_QUERIES}, `settle_keys`",
+                batches._COUNT_HELD.statements,
+                2,
+                batches._COUNT_HELD.statements[2].replace("k.token = wish.column2 AND", ""),
+                f"{_QUERIES}, `count_held`",
             ),
         ),
         properties.test_a_zombie_in_a_batch_is_refused_by_sqlite,
@@ -87,8 +87,8 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 batches._settle_all,
-                "return settled == len(settlements)",
-                "return True",
+                "if held != len(settlements):",
+                "if False:",
             ),
         ),
         properties.test_a_batch_of_endings_is_taken_back_when_one_is_refused,
@@ -137,12 +137,12 @@ GUARDS: tuple[Guard, ...] = (
         (
             InStatement(
                 SQL,
-                "settle_key",
+                "insert_outcome",
                 " AND state = 1",
                 "",
-                f"{_QUERIES}, `settle_key`",
+                f"{_QUERIES}, `insert_outcome`",
                 batches,
-                "_SETTLE_KEY",
+                "_INSERT_OUTCOME",
             ),
         ),
         properties.test_a_forced_release_refuses_the_old_owner_in_sqlite,
@@ -380,10 +380,10 @@ GUARDS: tuple[Guard, ...] = (
         "a lease is granted that ended while its claim waited, or a live one is taken over",
         (
             InCode(
-                sqlite_store.SqliteStore.commit,
+                sqlite_store.SqliteStore._commit,
                 "now_ms = self._now_ms()",
                 "pass",
-                also=("try:", "now_ms = self._now_ms()\n    try:"),
+                also=("with self._lock:", "now_ms = self._now_ms()\n        with self._lock:"),
             ),
         ),
         properties.test_sqlite_reads_the_clock_under_the_write_lock,

@@ -422,13 +422,9 @@ class Engine:
     ) -> None:
         flight.share(payload, attempt)
         if self._cache is not None:
+            outcome = CachedOutcome(call.fingerprints, payload, attempt)
             with self._lock:
-                self._cache.keep(
-                    call.key.digest,
-                    CachedOutcome(call.fingerprints, payload, attempt),
-                    asked_monotonic=asked,
-                    remaining_ms=remaining_ms,
-                )
+                self._cache.keep(call.key.digest, outcome, asked, remaining_ms)
 
     def _replay(self, call: Call, payload: Payload, attempt: int, source: str) -> Answer[Any]:
         self._report(EventKind.REPLAYED, call.key, call.operation, attempt, source=source)

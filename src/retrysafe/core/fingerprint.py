@@ -77,6 +77,8 @@ class FingerprintRule:
         Raises `ValueError` for integers too long to be written out.
         """
         value = canonical.of_tree(tree)
+        if not self.previous:
+            return (Fingerprint(self.version, self._framed(parts, self._counting(value))),)
         return tuple(
             Fingerprint(rule.version, rule._framed(parts, rule._counting(value)))  # noqa: SLF001 — rules of one class.
             for rule in (self, *self.previous)

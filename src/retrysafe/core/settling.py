@@ -72,7 +72,9 @@ class Settler:
         try:
             if call.judge is not None:
                 ending = Ending(call.judge(value))
-            payload = codec.bounded(call.codec.encode(value), call.policy.outcome_limit_bytes)
+            payload = call.codec.encode(value)
+            if len(payload.head) + len(payload.body) > call.policy.outcome_limit_bytes:
+                payload = codec.bounded(payload, call.policy.outcome_limit_bytes)
         except Exception as error:
             # Whatever is wrong with the value, the operation has run: it must not run again.
             payload = codec.withheld(codec.message_of(error))

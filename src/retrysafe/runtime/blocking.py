@@ -7,7 +7,7 @@ import inspect
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from datetime import timedelta
-from types import TracebackType
+from types import CoroutineType, FunctionType, TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
@@ -139,17 +139,20 @@ class BlockingIdempotency(AtomicThreads, Face):
         `OutcomeUnavailable`, `ClaimLost`, `OutcomeNotStored`, `StoreUnavailable`, and what the
         operation raises.
         """
-        return self.answer(
+        _require_plain(operation)
+        call = self._call(
             key,
             operation,
-            *args,
+            args,
             caller=caller,
             name=name,
             request=request,
             policy=policy,
             rule=rule,
             returns=returns,
-        ).value
+        )
+        value: T = self._answer(call, operation, args, {}).value
+        return value
 
     def answer(
         self,
@@ -237,7 +240,7 @@ class BlockingIdempotency(AtomicThreads, Face):
                 value = operation(*args, **kwargs)
             finally:
                 current.reset(token)
-            if inspect.iscoroutine(value):
+            if type(value) is CoroutineType:
                 # Nothing has run yet: the coroutine was only made.
                 value.close()
                 raise InvalidInput("the operation is async: use AsyncIdempotency for it")
@@ -312,5 +315,7 @@ class BlockingIdempotency(AtomicThreads, Face):
 
 
 def _require_plain(operation: Callable[..., Any]) -> None:
+    if type(operation) is FunctionType and not operation.__code__.co_flags & inspect.CO_COROUTINE:
+        return  # The usual case, without the long way that sees through partials and methods.
     if inspect.iscoroutinefunction(operation):
         raise InvalidInput(f"{shown_name(operation)} is async: use AsyncIdempotency for it")

@@ -52,6 +52,7 @@ _ROW_ERRORS: Final = (
     OverflowError,
     UnicodeError,
 )
+_SQLITE_ERRORS: Final = (*_ROW_ERRORS, sqlite3.DatabaseError)
 
 
 # How long a fork waits for the commit under way; a process that is stuck must be able to fork.
@@ -106,12 +107,7 @@ class SqliteStore:
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
         """Applies a batch in one transaction, or row by row when one of them is refused."""
         try:
-            with self._transaction() as connection:
-                # Read under the write lock: the wait for it must not count against a lease.
-                now_ms = self._now_ms()
-                # Endings first: an outcome that is there must not lose to a claim beside it.
-                settled = batches.settle(connection, settlements, now_ms)
-                return batches.claim(connection, claims, now_ms), settled
+            return self._commit(claims, settlements)
         except StoreRejected as rejected:
             if len(claims) + len(settlements) == 1:
                 return ([rejected], []) if claims else ([], [rejected])
@@ -122,6 +118,28 @@ class SqliteStore:
         for settlement in settlements:
             settle_results += (await self.commit([], [settlement]))[1]
         return claim_results, settle_results
+
+    def _commit(
+        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
+    ) -> tuple[list[ClaimResult], list[SettleResult]]:
+        # `_transaction` spelled out: two generators cost as much as a statement.
+        try:
+            with self._lock:
+                connection = self._connected()
+                try:
+                    connection.execute("BEGIN IMMEDIATE")
+                    # Read under the write lock: the wait for it must not count against a lease.
+                    now_ms = self._now_ms()
+                    # Endings first: an outcome that is there must not lose to a claim beside it.
+                    settled = batches.settle(connection, settlements, now_ms) if settlements else []
+                    claimed = batches.claim(connection, claims, now_ms) if claims else []
+                    connection.execute("COMMIT")
+                except BaseException:
+                    connecting.roll_back(connection)
+                    raise
+        except _SQLITE_ERRORS as error:
+            raise self._told(error) from error
+        return claimed, settled
 
     async def record_step(self, write: StepWrite) -> Decision:
         """Stores a step's result while the token holds the key."""
@@ -339,9 +357,13 @@ class SqliteStore:
     def _translated_errors(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.OperationalError as error:
-            raise connecting.translated(error, self.location) from error
-        except _ROW_ERRORS as error:
-            raise StoreRejected(f"SQLite cannot take what it was given: {error}") from error
-        except sqlite3.DatabaseError as error:
-            raise StoreError(f"{self.location} cannot be used: {error}") from error
+        except _SQLITE_ERRORS as error:
+            raise self._told(error) from error
+
+    def _told(self, error: Exception) -> StoreError:
+        """The error in retrysafe's words."""
+        if isinstance(error, sqlite3.OperationalError):
+            return connecting.translated(error, self.location)
+        if isinstance(error, _ROW_ERRORS):
+            return StoreRejected(f"SQLite cannot take what it was given: {error}")
+        return StoreError(f"{self.location} cannot be used: {error}")
