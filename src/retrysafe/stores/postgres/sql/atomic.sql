@@ -38,7 +38,7 @@ SELECT
     c.now_ms, c.now_ms, c.now_ms + $8::bigint, $9::text
 FROM clock AS c
 ON CONFLICT (digest) DO NOTHING
-RETURNING k.lease_ends_at_ms;
+RETURNING k.claimed_at_ms;
 
 -- name: isolation
 -- Whether later statements see what others commit meanwhile.
