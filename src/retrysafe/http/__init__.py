@@ -1,0 +1,1 @@
+"""HTTP: any ASGI or WSGI application, protected by one set of rules."""
