@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Final
-
-_NO_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType({})
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -33,7 +30,7 @@ class Request:
     # HttpRequest. For callables of the application; nothing in this package looks inside.
     host: Any = None
     # What the matching rule's path pattern took from the path: {"id": "7"} for /charges/{id}.
-    parameters: Mapping[str, str] = field(default=_NO_PARAMETERS)
+    parameters: Mapping[str, str] = field(default_factory=dict)
 
     def header(self, name: bytes) -> bytes | None:
         """The value of the first line with this lower-case name; None without one."""
