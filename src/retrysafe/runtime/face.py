@@ -105,6 +105,11 @@ class Face:
         """The policy of calls that bring none of their own."""
         return self._settings.policy
 
+    @property
+    def settings(self) -> Settings:
+        """For adapters: what calls are made with that bring nothing of their own."""
+        return self._settings
+
     def _new_cache(self) -> ReplayCache | None:
         return ReplayCache() if self._has_cache else None
 
