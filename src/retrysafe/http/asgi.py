@@ -14,12 +14,14 @@ from typing import Any, Final
 
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.keys import GlobalCaller
+from retrysafe.core.events import EventKind
+from retrysafe.core.keys import GlobalCaller, Key
+from retrysafe.errors import StoreError
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
-from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, Plan, Protection
+from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
 from retrysafe.http.request import Request
-from retrysafe.http.responses import Response
+from retrysafe.http.responses import Response, is_event_stream
 from retrysafe.http.rules import Match, Rule, Streaming
 from retrysafe.runtime.tasks import AsyncFace
 
@@ -35,6 +37,7 @@ _HIDDEN_EXTENSIONS: Final = (
     "http.response.zerocopysend",
     "http.response.trailers",
 )
+_PAGE_METHODS: Final = ("GET", "HEAD")
 _logger = logging.getLogger("retrysafe")
 
 
@@ -74,9 +77,8 @@ class IdempotencyMiddleware:
             breaker=breaker,
         )
         self._find = self.protection.find
-        # The loop itself holds tasks weakly. The value wakes whoever waits for the task.
-        self._running: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
-        self.runs: set[_Run] = set()
+        # The loop itself holds tasks weakly, so a run whose client has gone is held here.
+        self._runs: set[_Run] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; everything that is not HTTP passes untouched."""
@@ -88,23 +90,31 @@ class IdempotencyMiddleware:
         if root and path.startswith(root):
             path = path[len(root) :]
         match = self._find(scope["method"], path)
-        if match is None:
+        if match is not None:
+            await self._protect(match, scope, receive, send)
+        elif scope["method"] in _PAGE_METHODS and self.protection.has_page(path):
+            await self._show_page(path, scope, send)
+        else:
             await self.app(scope, receive, send)
-            return
-        await self._protect(match, scope, receive, send)
+
+    async def _show_page(self, path: str, scope: Scope, send: Send) -> None:
+        protection, request, prefix = self.protection, _request(scope), _prefix(scope)
+        page = protection.page(path, request, prefix)
+        if isinstance(page, Key):
+            try:
+                stored = await self.idempotency.read(page)
+                page = protection.status(stored, page, request, prefix)
+            except StoreError as error:
+                page = protection.status_refused(error, page, request, prefix)
+        if scope["method"] == "HEAD":
+            page.body = b""
+        await _send(send, page)
 
     async def _protect(self, match: Match, scope: Scope, receive: Receive, send: Send) -> None:
         protection = self.protection
-        request = Request(
-            scope["method"],
-            scope["path"],
-            scope.get("query_string", b""),
-            scope["headers"],
-            b"",
-            scope,
-            match[1],
-        )
-        prefix = scope.get("app_root_path") or scope.get("root_path", "")
+        request = _request(scope)
+        request.parameters = match[1]
+        prefix = _prefix(scope)
         plan = protection.begin(match[0], request, prefix)
         if type(plan) is Plan:
             body = await _read_body(receive, plan.route.rule.request_limit_bytes)
@@ -115,22 +125,29 @@ class IdempotencyMiddleware:
                 await self._answer(plan, scope, receive, send)
             else:
                 await _send(send, protection.too_large(plan.route, request, prefix, plan.key))
-        elif plan is None:
-            await self.app(scope, receive, send)
-        else:
+        elif isinstance(plan, Response):
             await _send(send, plan)
+        else:
+            await self.app(scope, receive, send)
 
     async def _answer(self, plan: Plan, scope: Scope, receive: Receive, send: Send) -> None:
         protection = self.protection
-        run = _Run(self, plan, scope, receive, send)
+        run: _Run | None = None
         try:
             call = protection.call(plan)
             answer = self.idempotency.recall(call)
             if answer is None:
-                answer = await self._run(run, call)
-            response = protection.answered(plan, answer, run.response)
+                response = protection.closed_off(plan) if protection.breaker.is_open else None
+                if response is not None and protection.fail_open:
+                    await self._run_unprotected(call, plan, scope, receive, send)
+                    return
+                if response is None:
+                    run = _Run(self, plan, scope, receive, send)
+                    response = await self._run(run, call)
+            else:
+                response = protection.answered(plan, answer)
         except Exception as error:
-            if error is run.error:
+            if run is not None and error is run.error:
                 raise  # The application's own: the server above us deals with it as ever.
             refusal = protection.refused(plan, error)
             if refusal is None:
@@ -138,39 +155,71 @@ class IdempotencyMiddleware:
             response = refusal
         if not response.is_streamed:
             await _send(send, response)
-        if run.task is not None:
-            # What the application does after its response, such as background tasks.
-            if not run.task.done():
-                await self._wait_for(run.task)
-            run.task.result()
+        if run is not None:
+            await run.finish()
 
-    async def _run(self, run: _Run, call: Call) -> Answer[Any]:
+    async def _run_unprotected(
+        self, call: Call, plan: Plan, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Runs the application although nobody can tell whether it ran before, as was asked for."""
+        self.idempotency.report(EventKind.UNPROTECTED, call.key, call.operation)
+        is_given = False
+
+        async def replayed() -> Message:
+            nonlocal is_given
+            if is_given:
+                return await receive()
+            is_given = True
+            return {"type": "http.request", "body": plan.request.body, "more_body": False}
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), UNPROTECTED]
+            await send(message)
+
+        await self.app(scope, replayed, marked)
+
+    async def _run(self, run: _Run, call: Call) -> Response:
         """Runs the application in tasks of its own; cancelling the caller leaves them alone."""
-        task = asyncio.get_running_loop().create_task(
-            self.idempotency.answer_call(call, run.invoke)
-        )
+        plan = run.plan
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[Answer[Any]] = loop.create_future()
+        if plan.preference.respond_async:
+            run.started = loop.create_future()
+        run.settling = loop.create_task(self._settle(run, call, waiter))
+        self._runs.add(run)
         try:
-            await self._wait_for(task)
+            if run.started is not None and not await _is_prompt(
+                waiter, run.started, plan.preference.wait_seconds or 0
+            ):
+                run.leave()
+                waiter.cancel()
+                return self.protection.accepted(plan)
+            answer = await waiter
         except asyncio.CancelledError:
             run.leave()
+            waiter.cancel()
             raise
-        return task.result()
+        return self.protection.answered(plan, answer, run.response)
 
-    async def _wait_for(self, task: asyncio.Task[Any]) -> None:
-        """Waits until the task is done, and leaves it running when the caller is cancelled."""
-        waiter = asyncio.get_running_loop().create_future()
-        self._running[task] = waiter
-        task.add_done_callback(self._ended)
-        await waiter
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        waiter = self._running.pop(task)
-        if not waiter.done():
-            waiter.set_result(None)
-        elif not task.cancelled() and task.exception() is not None:
-            _logger.error(
-                "a protected request failed after its client had gone", exc_info=task.exception()
-            )
+    async def _settle(self, run: _Run, call: Call, waiter: asyncio.Future[Answer[Any]]) -> None:
+        """Answers the call, and tells the waiter at once: a task's own callbacks come later."""
+        try:
+            answer = await self.idempotency.answer_call(call, run.invoke)
+        except Exception as error:
+            if not waiter.done():
+                waiter.set_exception(error)
+            else:
+                _logger.exception("a protected request failed after its client had gone")
+        except BaseException:
+            waiter.cancel()
+            raise
+        else:
+            if not waiter.done():
+                waiter.set_result(answer)
+        finally:
+            if run.task is None or run.task.done():
+                self._runs.discard(run)
 
 
 class _Run:
@@ -186,14 +235,16 @@ class _Run:
         "_is_left",
         "_is_passing",
         "_news",
-        "_plan",
         "_receive",
         "_runs",
         "_scope",
         "_send",
         "_status",
         "error",
+        "plan",
         "response",
+        "settling",
+        "started",
         "task",
     )
 
@@ -206,8 +257,8 @@ class _Run:
         send: Send,
     ) -> None:
         self._app = middleware.app
-        self._runs = middleware.runs
-        self._plan = plan
+        self._runs = middleware._runs  # noqa: SLF001 — the run is the middleware's own.
+        self.plan = plan
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -223,7 +274,10 @@ class _Run:
         self._news: asyncio.Future[None] | None = None
         self.response: Response | None = None
         self.error: BaseException | None = None
+        # The task that the application runs in, and the one that stores its response.
         self.task: asyncio.Task[None] | None = None
+        self.started: asyncio.Future[None] | None = None
+        self.settling: asyncio.Task[None] | None = None
 
     async def invoke(self, attempt: Attempt) -> Response:
         """Runs the application until its response is complete."""
@@ -235,12 +289,13 @@ class _Run:
             scope["extensions"] = {
                 name: value for name, value in extensions.items() if name not in _HIDDEN_EXTENSIONS
             }
+        if self.started is not None:
+            self.started.set_result(None)
         loop = asyncio.get_running_loop()
         complete = self._complete = loop.create_future()
         # A task of its own: the response is stored and sent while background tasks still run.
         self.task = loop.create_task(self._serve())
         self.task.add_done_callback(self._app_ended)
-        self._runs.add(self)
         await complete
         response = self.response
         assert response is not None
@@ -250,10 +305,10 @@ class _Run:
         await self._app(self._scope, self.receive, self.capture)
 
     def _app_ended(self, task: asyncio.Task[None]) -> None:
-        self._runs.discard(self)
         complete = self._complete
         assert complete is not None
         if complete.done():
+            self._runs.discard(self)
             if self._is_left and not task.cancelled() and task.exception() is not None:
                 _logger.error(
                     "a protected request failed after its response", exc_info=task.exception()
@@ -280,7 +335,7 @@ class _Run:
         """The whole body first; then nothing until the response is complete."""
         if not self._is_body_given:
             self._is_body_given = True
-            return {"type": "http.request", "body": self._plan.request.body, "more_body": False}
+            return {"type": "http.request", "body": self.plan.request.body, "more_body": False}
         complete = self._complete
         assert complete is not None
         while not complete.done():
@@ -305,7 +360,7 @@ class _Run:
                 raise RuntimeError("the application started its response twice")
             self._status = message["status"]
             self._headers = [(name, value) for name, value in message.get("headers", ())]
-            if self._plan.route.rule.streaming is Streaming.PASS or _is_event_stream(self._headers):
+            if self.plan.route.rule.streaming is Streaming.PASS or is_event_stream(self._headers):
                 self._is_passing = True
                 self._wake()
                 await self._pass_on(message)
@@ -339,6 +394,19 @@ class _Run:
             self._is_gone = True
             raise
 
+    async def finish(self) -> None:
+        """Waits for what the application does after its response; raises what that raises."""
+        task = self.task
+        if task is None:
+            return
+        if not task.done():
+            try:
+                await asyncio.wait((task,))
+            except asyncio.CancelledError:
+                self.leave()
+                raise
+        task.result()
+
     def leave(self) -> None:
         """The connection is no longer ours: whoever sends or listens hears that it is gone."""
         self._is_gone = True
@@ -352,11 +420,34 @@ class _Run:
             news.set_result(None)
 
 
-def _is_event_stream(headers: list[tuple[bytes, bytes]]) -> bool:
-    return any(
-        name.lower() == b"content-type" and value.lower().startswith(b"text/event-stream")
-        for name, value in headers
+async def _is_prompt(
+    waiter: asyncio.Future[Answer[Any]], started: asyncio.Future[None], seconds: float
+) -> bool:
+    """Whether the answer is there in time, counted from the start of the run.
+
+    Nothing is promised before the key is claimed: a refusal must reach the client itself.
+    """
+    await asyncio.wait((waiter, started), return_when=asyncio.FIRST_COMPLETED)
+    if not waiter.done():
+        await asyncio.wait((waiter,), timeout=seconds)
+    return waiter.done()
+
+
+def _request(scope: Scope) -> Request:
+    return Request(
+        scope["method"],
+        scope["path"],
+        scope.get("query_string", b""),
+        scope["headers"],
+        b"",
+        scope,
     )
+
+
+def _prefix(scope: Scope) -> str:
+    """Where the whole application is mounted; routers move `root_path` further down."""
+    prefix: str = scope["app_root_path"] if "app_root_path" in scope else scope.get("root_path", "")
+    return prefix
 
 
 _TOO_LARGE: Final = object()

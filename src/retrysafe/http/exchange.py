@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.keys import GlobalCaller, Key
+from retrysafe.core.model import StoredKey
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import (
     InvalidInput,
@@ -40,10 +41,12 @@ from retrysafe.http.headers import (
     retry_after_text,
 )
 from retrysafe.http.keys_of import FromHeader
+from retrysafe.http.policy_page import policy_response
 from retrysafe.http.problems import Place, ProblemKind, problem, problem_of
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response, response_of
 from retrysafe.http.rules import Match, Route, RouteTable, Rule
+from retrysafe.http.status_page import status_response
 from retrysafe.runtime.calls import Settings
 
 POLICY_PATH: Final = "/idempotency-policy"
@@ -116,6 +119,41 @@ class Protection:
         self._challenge: tuple[Header, ...] = ((b"www-authenticate", challenge.encode()),)
         self._monotonic = monotonic
         self._waits: dict[tuple[int, float], Policy] = {}
+
+    # The pages.
+
+    def has_page(self, path: str) -> bool:
+        """Whether a GET or HEAD of this path is answered here and not by the application."""
+        return path == self.policy_path or path.startswith(self.status_path)
+
+    def page(self, path: str, request: Request, prefix: str) -> Response | Key:
+        """The policy page or a refusal; a key when its record must be read for `status`."""
+        if path == self.policy_path:
+            return policy_response(
+                self.table.routes,
+                request.header(b"accept"),
+                policy_url=f"{prefix}{self.policy_path}",
+                status_url=f"{prefix}{self.status_path}",
+            )
+        caller = self.caller(request)
+        if caller is None:
+            return self.unknown_caller(request, prefix)
+        try:
+            return Key(path[len(self.status_path) :], caller=caller)
+        except KeyInvalid:
+            return self.problem(problems.KEY_UNKNOWN, request, prefix)
+
+    def status(self, stored: StoredKey | None, key: Key, request: Request, prefix: str) -> Response:
+        """What a caller is shown of the record of its key."""
+        return status_response(stored, self.place(request, prefix), key.text)
+
+    def status_refused(
+        self, error: StoreError, key: Key, request: Request, prefix: str
+    ) -> Response:
+        """The refusal when the record could not be read."""
+        refusal = problem_of(error, self.place(request, prefix), key=key.text)
+        assert refusal is not None  # Every error of a store has its kind.
+        return refusal
 
     # Before the body is read.
 
@@ -304,4 +342,4 @@ def _checked_caller_of(caller: object) -> CallerOf:
             f"caller is a plain function of the request such as bearer_token, or GLOBAL for one "
             f"namespace shared by everybody; got {caller!r}"
         )
-    return caller  # type: ignore[no-any-return]
+    return caller

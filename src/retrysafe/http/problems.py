@@ -240,9 +240,7 @@ def problem(
     return Response(kind.status, lines, body)
 
 
-def problem_of(
-    error: BaseException, place: Place, *, key: str | None = None
-) -> Response | None:
+def problem_of(error: BaseException, place: Place, *, key: str | None = None) -> Response | None:
     """The refusal that an error means; None for one that is not for clients."""
     kind = kind_of(error)
     if kind is None or not isinstance(error, RetrysafeError):

@@ -158,6 +158,14 @@ class ResponseCodec:
         return Response(status, headers, body)
 
 
+def is_event_stream(headers: Iterable[Header]) -> bool:
+    """Whether these are the headers of server-sent events, which have no end to wait for."""
+    return any(
+        name.lower() == b"content-type" and value.lower().startswith(b"text/event-stream")
+        for name, value in headers
+    )
+
+
 def response_of(value: Any) -> Response:
     """The response itself, or what a framework's response object says; raises `NotStorable`.
 

@@ -47,7 +47,7 @@ class Streaming(Enum):
     # It is held back until it is stored; the first caller and every retry get the same bytes.
     BUFFER = "buffer"
     # It is sent as it comes, and remembered as done without its body.
-    PASS = "pass"  # noqa: S105 — no password.
+    PASS = "pass"
 
 
 class StatusRule:
@@ -195,9 +195,7 @@ class RouteTable:
 
     __slots__ = ("_exact", "_methods", "_patterns", "routes")
 
-    def __init__(
-        self, rules: Iterable[Rule], policy: Policy, fingerprint: FingerprintRule
-    ) -> None:
+    def __init__(self, rules: Iterable[Rule], policy: Policy, fingerprint: FingerprintRule) -> None:
         self.routes = tuple(Route(rule, policy, fingerprint) for rule in rules)
         # Plain paths are looked up; only patterns before a plain match are tried one by one.
         self._exact: dict[tuple[str, str], int] = {}
@@ -210,9 +208,7 @@ class RouteTable:
             else:
                 for method in route.rule.methods:
                     self._exact.setdefault((method, path), position)
-        self._methods = frozenset(
-            method for route in self.routes for method in route.rule.methods
-        )
+        self._methods = frozenset(method for route in self.routes for method in route.rule.methods)
 
     def find(self, method: str, path: str) -> Match | None:
         """The route of a request, with what its pattern took from the path."""

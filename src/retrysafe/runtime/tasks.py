@@ -295,9 +295,7 @@ class AsyncFace(AtomicTasks, Face):
         async def invoke(attempt: Attempt) -> Any:
             token = current.set(attempt)
             try:
-                value: Any = (
-                    operation(attempt) if args is None else operation(*args, **kwargs)
-                )
+                value: Any = operation(attempt) if args is None else operation(*args, **kwargs)
                 if type(value) is CoroutineType or inspect.isawaitable(value):
                     return await value
                 # A plain function has done its work by now, so what it returned is the outcome.
