@@ -78,7 +78,7 @@ class FingerprintRule:
         """
         value = canonical.of_tree(tree)
         return tuple(
-            Fingerprint(rule.version, rule._framed(parts, rule._counting(value)))  # noqa: SLF001 — rules of one class.
+            Fingerprint(rule.version, rule._framed(parts, rule.counting_bytes(value)))  # noqa: SLF001 — rules of one class.
             for rule in (self, *self.previous)
         )
 
@@ -89,12 +89,13 @@ class FingerprintRule:
     def _digest(self, parts: tuple[bytes, ...], body: bytes) -> bytes:
         """The bytes that count; the first one says how they were made, so no two ways meet."""
         try:
-            counting = self._counting(canonical.parse(body))
+            counting = self.counting_bytes(canonical.parse(body))
         except (canonical.NotCanonical, RecursionError):
             counting = b"r" + body
         return self._framed(parts, counting)
 
-    def _counting(self, value: Any) -> bytes:
+    def counting_bytes(self, value: Any) -> bytes:
+        """The parts of a parsed value that count; raises `NotCanonical` when it is too deep."""
         for tokens in self._excluded:
             value = canonical.without(value, tokens)
         if not self._included:

@@ -22,7 +22,7 @@ from retrysafe.http.request import Request
 CallerOf = Callable[[Request], str | GlobalCaller | None]
 
 _BEARER: Final = re.compile(rb"bearer +([!-~]+)", re.IGNORECASE)
-_BASIC: Final = re.compile(rb"basic +([A-Za-z0-9+/]+={0,2})", re.IGNORECASE)
+_BASIC: Final = re.compile(rb"basic +([!-~]+)", re.IGNORECASE)
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 # 160 bits: no two tokens will ever share them, and a row holds 40 characters.
 _DIGEST_CHARACTERS: Final = 40
@@ -38,11 +38,9 @@ def bearer_token(request: Request) -> str | None:
     must.
     """
     token = _credentials(request, _BEARER)
-    return (
-        None
-        if token is None
-        else "bearer:" + hashlib.sha256(token).hexdigest()[:_DIGEST_CHARACTERS]
-    )
+    if token is None:
+        return None
+    return "bearer:" + hashlib.sha256(token).hexdigest()[:_DIGEST_CHARACTERS]
 
 
 def basic_user(request: Request) -> str | None:
@@ -55,8 +53,7 @@ def basic_user(request: Request) -> str | None:
     if encoded is None:
         return None
     try:
-        # Some clients leave the padding out.
-        pair = base64.b64decode(encoded.rstrip(b"=") + b"=" * (-len(encoded.rstrip(b"=")) % 4))
+        pair = base64.b64decode(encoded, validate=True)
     except binascii.Error:
         return None
     name, colon, _ = pair.partition(b":")
