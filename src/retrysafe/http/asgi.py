@@ -101,11 +101,12 @@ class IdempotencyMiddleware:
         protection, request, prefix = self.protection, _request(scope), _prefix(scope)
         page = protection.page(path, request, prefix)
         if isinstance(page, Key):
+            key = page
             try:
-                stored = await self.idempotency.read(page)
-                page = protection.status(stored, page, request, prefix)
+                stored = await self.idempotency.read(key)
+                page = protection.status(stored, key, request, prefix)
             except StoreError as error:
-                page = protection.status_refused(error, page, request, prefix)
+                page = protection.status_refused(error, key, request, prefix)
         if scope["method"] == "HEAD":
             page.body = b""
         await _send(send, page)

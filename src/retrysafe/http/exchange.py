@@ -108,9 +108,7 @@ class Protection:
         self._global = caller if isinstance(caller, GlobalCaller) else None
         self._caller_of = None if isinstance(caller, GlobalCaller) else _checked_caller_of(caller)
         self.settings = settings
-        self.table = RouteTable(
-            (rule or Rule(),) if rules is None else tuple(rules), settings.policy, settings.rule
-        )
+        self.table = RouteTable((rule or Rule(),) if rules is None else tuple(rules), settings)
         self.find: Callable[[str, str], Match | None] = self.table.find
         self.fail_open = fail_open
         self.policy_path = policy_path
@@ -221,14 +219,19 @@ class Protection:
     def call(self, plan: Plan) -> Call:
         """The call that the engine answers; raises `KeyInvalid` and `CallerMissing`."""
         route, request = plan.route, plan.request
+        operation = route.operations[request.method]
         text = plan.key
         if text is None:
-            text = plan.key = route.source.key(request, self.settings, route)
+            source = route.source
+            assert not isinstance(source, FromHeader)  # Such a plan has its key.
+            text = plan.key = source.key(
+                request, operation=operation, rule=route.fingerprint, secret=self.settings.secret
+            )
         return Call(
             Key(text, caller=plan.caller),
             request_fingerprints(request, route.fingerprint),
             plan.policy,
-            route.operations[request.method],
+            operation,
             route.codec,
             route.judge,
         )

@@ -17,8 +17,9 @@ from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.model import Ending
 from retrysafe.core.policy import Policy
 from retrysafe.errors import PolicyInvalid
-from retrysafe.http.keys_of import FromHeader, KeySource
+from retrysafe.http.keys_of import FromBody, FromFields, FromHeader, KeySource
 from retrysafe.http.responses import ResponseCodec
+from retrysafe.runtime.calls import Settings
 
 # The methods that change state. GET, HEAD and OPTIONS are safe by definition.
 STATE_CHANGING: Final = ("POST", "PUT", "PATCH", "DELETE")
@@ -132,10 +133,12 @@ class Rule:
             ("streaming", Streaming),
             ("stored", StatusRule),
             ("strict", bool),
+            ("source", FromHeader | FromFields | FromBody),
         ):
-            if not isinstance(getattr(self, name), kind):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
                 raise PolicyInvalid(
-                    f"a rule's {name} is a {kind.__name__}, got {getattr(self, name)!r}"
+                    f"a rule's {name} is a {getattr(kind, '__name__', kind)}, got {value!r}"
                 )
         if type(self.request_limit_bytes) is not int or self.request_limit_bytes < 0:
             raise PolicyInvalid(
@@ -171,10 +174,10 @@ class Route:
         "source",
     )
 
-    def __init__(self, rule: Rule, policy: Policy, fingerprint: FingerprintRule) -> None:
+    def __init__(self, rule: Rule, settings: Settings) -> None:
         self.rule = rule
-        self.policy = rule.policy or policy
-        self.fingerprint = rule.fingerprint or fingerprint
+        self.policy = rule.source.checked(rule.policy or settings.policy, settings.secret)
+        self.fingerprint = rule.fingerprint or settings.rule
         self.codec = ResponseCodec(rule.headers)
         self.judge = rule.stored.ending_of
         self.is_required = rule.key is KeyUse.REQUIRED
@@ -195,8 +198,8 @@ class RouteTable:
 
     __slots__ = ("_exact", "_methods", "_patterns", "routes")
 
-    def __init__(self, rules: Iterable[Rule], policy: Policy, fingerprint: FingerprintRule) -> None:
-        self.routes = tuple(Route(rule, policy, fingerprint) for rule in rules)
+    def __init__(self, rules: Iterable[Rule], settings: Settings) -> None:
+        self.routes = tuple(Route(rule, settings) for rule in rules)
         # Plain paths are looked up; only patterns before a plain match are tried one by one.
         self._exact: dict[tuple[str, str], int] = {}
         self._patterns: list[tuple[int, frozenset[str], re.Pattern[str] | None]] = []

@@ -87,10 +87,11 @@ class WSGIIdempotencyMiddleware:
         protection, request, prefix = self.protection, _request(environ), _prefix(environ)
         page = protection.page(path, request, prefix)
         if isinstance(page, Key):
+            key = page
             try:
-                page = protection.status(self.idempotency.read(page), page, request, prefix)
+                page = protection.status(self.idempotency.read(key), key, request, prefix)
             except StoreError as error:
-                page = protection.status_refused(error, page, request, prefix)
+                page = protection.status_refused(error, key, request, prefix)
         if request.method == "HEAD":
             page.body = b""
         return _sent(start_response, page)
