@@ -111,12 +111,9 @@ class Engine:
         Raises `KeyReused`, `OperationInFlight`, the stored failure, `OutcomeUnavailable`,
         `ClaimLost`, `OutcomeNotStored` or `StoreUnavailable`, and what the operation raises.
         """
-        if self._cache is not None:
-            # One look-up of a dictionary is atomic, so a miss takes no lock.
-            cached = self._cache.find(call.key.digest, self._monotonic())
-            if cached is not None:
-                self._check_same(call, cached.fingerprints, "process")
-                return self._replay(call, cached.payload, cached.attempt, "process")
+        remembered = self.recall(call)
+        if remembered is not None:
+            return remembered
         wait_until: float | None = None
         if call.policy.in_flight is _WAIT:
             wait_until = self._monotonic() + call.policy.wait_seconds
@@ -132,6 +129,20 @@ class Engine:
             answer = await self._follow(flight, call, wait_until)
             if answer is not None:
                 return answer
+
+    def recall(self, call: Call) -> Answer[Any] | None:
+        """The answer when this process remembers it; None when the store must be asked.
+
+        Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
+        """
+        if self._cache is None:
+            return None
+        # One look-up of a dictionary is atomic, so a miss takes no lock.
+        cached = self._cache.find(call.key.digest, self._monotonic())
+        if cached is None:
+            return None
+        self._check_same(call, cached.fingerprints, "process")
+        return self._replay(call, cached.payload, cached.attempt, "process")
 
     def forget(self, key: Key) -> None:
         """Drops what the process remembers of a key, after an operator changed it."""

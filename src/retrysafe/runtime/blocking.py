@@ -231,13 +231,27 @@ class BlockingIdempotency(AtomicThreads, Face):
         arguments = (*bound, *args)
         return self._answer(once.call(arguments, kwargs), once.function, arguments, kwargs)
 
+    def recall(self, call: Call) -> Answer[Any] | None:
+        """For adapters: the answer when this process remembers it, without asking the store.
+
+        None when it does not. Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
+        """
+        return self._engine.recall(call)
+
+    def answer_call(self, call: Call, operation: Callable[[Attempt], Any]) -> Answer[Any]:
+        """For adapters: answers a call that they have put together; the operation gets its attempt.
+
+        Raises as `run` does.
+        """
+        return self._answer(call, operation, None, None)
+
     def _answer(
         self, call: Call, operation: Callable[..., Any], args: Any, kwargs: Any
     ) -> Answer[Any]:
         async def invoke(attempt: Attempt) -> Any:
             token = current.set(attempt)
             try:
-                value = operation(*args, **kwargs)
+                value = operation(attempt) if args is None else operation(*args, **kwargs)
             finally:
                 current.reset(token)
             if type(value) is CoroutineType:

@@ -12,7 +12,7 @@ from typing import Any
 
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Call
-from retrysafe.core.events import ALL_KINDS, Emit, Event, Reporter
+from retrysafe.core.events import ALL_KINDS, Emit, Event, EventKind, Reporter
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.keys import Key, checked_secret
 from retrysafe.core.model import TOKEN_BYTES, Condition, Decision, OperatorCommand, StoredKey
@@ -109,6 +109,15 @@ class Face:
     def policy(self) -> Policy:
         """The policy of calls that bring none of their own."""
         return self._settings.policy
+
+    @property
+    def settings(self) -> Settings:
+        """For adapters: what calls are made with that bring nothing of their own."""
+        return self._settings
+
+    def report(self, kind: EventKind, key: Key, operation: str = "") -> None:
+        """For adapters: tells the observers what happened outside of the engine."""
+        self._report(kind, key, operation)
 
     def _new_cache(self) -> ReplayCache | None:
         return ReplayCache() if self._has_cache else None

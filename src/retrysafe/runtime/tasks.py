@@ -273,13 +273,29 @@ class AsyncFace(AtomicTasks, Face):
         arguments = (*bound, *args)
         return await self._answer(once.call(arguments, kwargs), once.function, arguments, kwargs)
 
+    def recall(self, call: Call) -> Answer[Any] | None:
+        """For adapters: the answer when this process remembers it, without asking the store.
+
+        None when it does not. Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
+        """
+        return self._bound().engine.recall(call)
+
+    async def answer_call(
+        self, call: Call, operation: Callable[[Attempt], Awaitable[Any]]
+    ) -> Answer[Any]:
+        """For adapters: answers a call that they have put together; the operation gets its attempt.
+
+        Raises as `run` does.
+        """
+        return await self._answer(call, operation, None, None)
+
     async def _answer(
         self, call: Call, operation: Callable[..., Awaitable[Any]], args: Any, kwargs: Any
     ) -> Answer[Any]:
         async def invoke(attempt: Attempt) -> Any:
             token = current.set(attempt)
             try:
-                value: Any = operation(*args, **kwargs)
+                value: Any = operation(attempt) if args is None else operation(*args, **kwargs)
                 if type(value) is CoroutineType or inspect.isawaitable(value):
                     return await value
                 # A plain function has done its work by now, so what it returned is the outcome.
