@@ -78,7 +78,7 @@ class FingerprintRule:
         """
         value = canonical.of_tree(tree)
         if not self.previous:
-            return (Fingerprint(self.version, self._framed(parts, self._counting(value))),)
+            return (Fingerprint(self.version, self._framed(parts, self.counting_bytes(value))),)
         return tuple(
             Fingerprint(rule.version, rule._framed(parts, rule.counting_bytes(value)))  # noqa: SLF001 — rules of one class.
             for rule in (self, *self.previous)
