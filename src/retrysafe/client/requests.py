@@ -61,7 +61,8 @@ class RetryAdapter(HTTPAdapter):
 
     def __getstate__(self) -> dict[str, Any]:
         # Sessions can be pickled, and what comes back must still retry.
-        return {**super().__getstate__(), "_settings": self._settings}
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
+        return {**state, "_settings": self._settings}
 
     def send(
         self,
