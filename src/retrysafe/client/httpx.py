@@ -46,7 +46,7 @@ _TRANSIENT: Final = (httpx.TimeoutException, httpx.NetworkError, httpx.RemotePro
 
 
 class TaskTiming:
-    """The system's clocks; `sleep` suspends the calling task, in asyncio or trio."""
+    """The system's clocks; `sleep` suspends the calling task."""
 
     monotonic = staticmethod(time.monotonic)
     now = staticmethod(time.time)
@@ -110,7 +110,7 @@ class RetryTransport(httpx.BaseTransport):
 
 
 class AsyncRetryTransport(httpx.AsyncBaseTransport):
-    """`RetryTransport` for `httpx.AsyncClient`, in asyncio or trio."""
+    """`RetryTransport` for `httpx.AsyncClient`."""
 
     def __init__(
         self,
