@@ -6,6 +6,7 @@ Nothing here keeps state in a session or holds a lock between two statements.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -39,6 +40,8 @@ from retrysafe.stores.postgres.connections import adapted
 from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
 from retrysafe.stores.postgres.partitions import Partitions
 from retrysafe.stores.postgres.rows import record_of
+
+_logger = logging.getLogger("retrysafe")
 
 # A deadlock or serialization failure means that nothing happened; the next try usually goes well.
 _CONFLICT_TRIES: Final = 10
@@ -249,9 +252,9 @@ class PostgresStore:
 
     async def diagnose(self) -> list[Finding]:
         """What is wrong with the server's settings, and what is worth knowing."""
-        if await self._connector.has_forgetful_pooler():
-            # Every other statement may fail for that very reason.
-            return [diagnosis.POOLER]
+        pooler = await self._pooler_findings()
+        if pooler:
+            return pooler  # Every other statement may fail for that very reason.
         # Asked without the schema: whether it is there is one of the questions.
         settings = await self._connector.fetch(self._statement("read_settings"))
         found = diagnosis.settings_findings(settings[0])
@@ -278,10 +281,24 @@ class PostgresStore:
         self._connector.after_fork_in_child()
 
     async def _require_current(self) -> None:
-        """Raises once, and until somebody migrates, when the schema is not this release's."""
+        """Raises once, and until somebody migrates, when the schema is not this release's.
+
+        The first use also warns of settings that would break a promise. They are not refused: a
+        pooler that keeps prepared statements looks just like one that loses them.
+        """
         if not self._is_current:
+            findings = await self._pooler_findings()
+            for finding in findings:
+                _logger.warning("%s: %s", self.location, finding.text)
             await schema.require_current(self._connector, self.schema_name, self.location)
+            if not findings:
+                settings = await self._connector.fetch(self._statement("read_settings"))
+                for finding in diagnosis.settings_findings(settings[0]):
+                    _logger.warning("%s: %s", self.location, finding.text)
             self._is_current = True
+
+    async def _pooler_findings(self) -> list[Finding]:
+        return [diagnosis.POOLER] if await self._connector.has_forgetful_pooler() else []
 
     async def _fetch(self, name: str, *params: Any) -> Sequence[Sequence[Any]]:
         """Runs a statement, again after a deadlock or a serialization failure."""
