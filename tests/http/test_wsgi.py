@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from retrysafe import Idempotency, MemoryStore, current_attempt
-from retrysafe.http import Rule, Streaming, WSGIIdempotencyMiddleware, bearer_token
+from retrysafe import Idempotency, InvalidInput, MemoryStore, current_attempt
+from retrysafe.http import Response, Rule, Streaming, WSGIIdempotencyMiddleware, bearer_token
 from retrysafe.http.wsgi import ATTEMPT_NAME
 from retrysafe.testing import FaultyStore
 from tests.http.driving import BODY, ask_wsgi
@@ -301,3 +302,53 @@ def test_interruption_of_the_worker_leaves_the_key_to_its_lease(protect):
     with pytest.raises(SystemExit):
         ask_wsgi(app)
     assert ask_wsgi(app).problem == "in-flight"
+
+
+def test_an_endpoint_may_complete_in_its_own_transaction(tmp_path):
+    """Business write and response commit together; the first caller gets the whole response."""
+    path = tmp_path / "shop.db"
+    idem = Idempotency(f"sqlite:///{path}")
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY, name TEXT)")
+    late_status = ["201 Created"]
+
+    def app(environ, start_response):
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("INSERT INTO orders (name) VALUES ('pen')")
+        made = Response(201, [(b"location", b"/orders/1")], b"made")
+        current_attempt().complete_in(connection, made)
+        connection.execute("COMMIT")
+        start_response(late_status[0], [("Location", "/orders/1"), ("Set-Cookie", "a=b")])
+        return [b"made"]
+
+    app = WSGIIdempotencyMiddleware(app, idem, caller=bearer_token)
+    first, second = ask_wsgi(app), ask_wsgi(app)
+    assert first.headers == {"location": "/orders/1", "set-cookie": "a=b"}
+    assert (second.is_replay, second.body) == (True, b"made")
+    assert second.headers["location"] == "/orders/1"
+    late_status[0] = "500 Template Broken"
+    committed = ask_wsgi(app, key="k-2")
+    assert (committed.status, committed.body) == (201, b"made")
+    assert connection.execute("SELECT count(*) FROM orders").fetchone() == (2,)
+    connection.close()
+    idem.close()
+
+
+def test_a_value_that_is_no_response_cannot_complete_a_request(tmp_path):
+    """The endpoint is told at once, and its transaction can be rolled back."""
+    path = tmp_path / "shop.db"
+    idem = Idempotency(f"sqlite:///{path}")
+    connection = sqlite3.connect(path, isolation_level=None)
+
+    def app(environ, start_response):
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            current_attempt().complete_in(connection, {"id": 1})
+        finally:
+            connection.execute("ROLLBACK")
+
+    app = WSGIIdempotencyMiddleware(app, idem, caller=bearer_token)
+    with pytest.raises(InvalidInput, match="is a response, got dict"):
+        ask_wsgi(app)
+    connection.close()
+    idem.close()
