@@ -156,7 +156,7 @@ class IdempotencyMiddleware:
             response = refusal
         if not response.is_streamed:
             await _send(send, response)
-        if run is not None:
+        if run is not None and not run.is_left:
             await run.finish()
 
     async def _run_unprotected(
@@ -233,7 +233,6 @@ class _Run:
         "_headers",
         "_is_body_given",
         "_is_gone",
-        "_is_left",
         "_is_passing",
         "_news",
         "_receive",
@@ -242,6 +241,7 @@ class _Run:
         "_send",
         "_status",
         "error",
+        "is_left",
         "plan",
         "response",
         "settling",
@@ -270,7 +270,7 @@ class _Run:
         # Whether the response is sent as it comes, and whether there is anybody to send it to.
         self._is_passing = False
         self._is_gone = False
-        self._is_left = False
+        self.is_left = False
         self._complete: asyncio.Future[None] | None = None
         self._news: asyncio.Future[None] | None = None
         self.response: Response | None = None
@@ -310,7 +310,7 @@ class _Run:
         assert complete is not None
         if complete.done():
             self._runs.discard(self)
-            if self._is_left and not task.cancelled() and task.exception() is not None:
+            if self.is_left and not task.cancelled() and task.exception() is not None:
                 _logger.error(
                     "a protected request failed after its response", exc_info=task.exception()
                 )
@@ -411,7 +411,7 @@ class _Run:
     def leave(self) -> None:
         """The connection is no longer ours: whoever sends or listens hears that it is gone."""
         self._is_gone = True
-        self._is_left = True
+        self.is_left = True
         if self._is_passing:
             self._wake()
 
