@@ -219,6 +219,7 @@ GOOD = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n--b--\r\n'
         ),
         (GOOD.replace(b'"a"', b'"%b"' % (b"a" * 8192)), "multipart/form-data; boundary=b"),
         (GOOD.replace(b"\r\n\r\n", b"\r\n"), "multipart/form-data; boundary=b"),
+        (GOOD.replace(b"\r\n\r\n1", b""), "multipart/form-data; boundary=b"),
         (b"--b\r\n\r\n1\r\n--b--", "multipart/form-data; boundary=b"),
     ],
 )

@@ -89,6 +89,7 @@ def test_the_user_of_basic_credentials_is_the_name_alone(pair, caller):
         (),
         (b"Basic",),
         (b"Basic !!!!",),
+        (b"Basic YWxp!Y2U6eA==",),
         (b"Basic YWxpY2U6", b"Basic YWxpY2U6"),
         (b"Basic YWxpY2U",),
         (b"Bearer YWxpY2U6eA==",),
