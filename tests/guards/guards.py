@@ -231,7 +231,7 @@ GUARDS: tuple[Guard, ...] = (
         "a cached outcome is shown to a different request",
         (
             InCode(
-                Engine.answer,
+                Engine.recall,
                 'self._check_same(call, cached.fingerprints, "process")',
                 "pass",
             ),
@@ -278,8 +278,8 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 transitions._granted,
-                "expires_at_ms=None",
-                "expires_at_ms=previous and previous.expires_at_ms",
+                "settled_at_ms, expires_at_ms = None, None",
+                "settled_at_ms, expires_at_ms = None, previous and previous.expires_at_ms",
             ),
             InStatement(
                 SQL,
