@@ -28,8 +28,9 @@ class FingerprintRule:
     """Which parts of a request count; raises `PolicyInvalid` for broken pointers or versions.
 
     `include` names the only fields that count, `exclude` the fields that do not, both as JSON
-    Pointers. They apply to bodies that are JSON; any other body counts byte by byte. Change
-    `version` with every change of the fields, and list the rules that it replaces in `previous`.
+    Pointers. They apply to bodies that are JSON and, over HTTP, to the fields of forms by `/name`;
+    any other body counts byte by byte. Change `version` with every change of the fields, and list
+    the rules that it replaces in `previous`.
     """
 
     version: int = 1
