@@ -37,6 +37,8 @@ _HIDDEN_EXTENSIONS: Final = (
     "http.response.zerocopysend",
     "http.response.trailers",
 )
+# Looked up once: members of an enum are dear to look up on every call.
+_PASS: Final = Streaming.PASS
 _PAGE_METHODS: Final = ("GET", "HEAD")
 _logger = logging.getLogger("retrysafe")
 
@@ -188,7 +190,6 @@ class IdempotencyMiddleware:
         if plan.preference.respond_async:
             run.started = loop.create_future()
         run.settling = loop.create_task(self._settle(run, call, waiter))
-        self._runs.add(run)
         try:
             if run.started is not None and not await _is_prompt(
                 waiter, run.started, plan.preference.wait_seconds or 0
@@ -234,6 +235,7 @@ class _Run:
         "_is_body_given",
         "_is_gone",
         "_is_passing",
+        "_late_error",
         "_news",
         "_receive",
         "_runs",
@@ -274,7 +276,9 @@ class _Run:
         self._complete: asyncio.Future[None] | None = None
         self._news: asyncio.Future[None] | None = None
         self.response: Response | None = None
-        self.error: BaseException | None = None
+        # What the application raised: before its response was complete, and after.
+        self.error: Exception | None = None
+        self._late_error: Exception | None = None
         # The task that the application runs in, and the one that stores its response.
         self.task: asyncio.Task[None] | None = None
         self.started: asyncio.Future[None] | None = None
@@ -296,39 +300,41 @@ class _Run:
         complete = self._complete = loop.create_future()
         # A task of its own: the response is stored and sent while background tasks still run.
         self.task = loop.create_task(self._serve())
-        self.task.add_done_callback(self._app_ended)
         await complete
         response = self.response
         assert response is not None
         return response
 
     async def _serve(self) -> None:
-        await self._app(self._scope, self.receive, self.capture)
-
-    def _app_ended(self, task: asyncio.Task[None]) -> None:
+        """Runs the application to its end, which may come long after its response."""
         complete = self._complete
         assert complete is not None
-        if complete.done():
-            self._runs.discard(self)
-            if self.is_left and not task.cancelled() and task.exception() is not None:
-                _logger.error(
-                    "a protected request failed after its response", exc_info=task.exception()
-                )
-            return
-        if task.cancelled():
+        try:
+            await self._app(self._scope, self.receive, self.capture)
+            if not complete.done() and not (self._is_passing and self._is_gone):
+                raise RuntimeError("the application ended before its response was complete")
+        except Exception as error:
+            self._fail(error, complete)
+        except BaseException:
             complete.cancel()
-            return
-        error = task.exception()
-        if self._is_passing and self._is_gone:
+            raise
+        finally:
+            if self.settling is not None and self.settling.done():
+                self._runs.discard(self)
+        if not complete.done():
             # The stream had no reader any more. That says nothing against the operation.
             self.response = Response(self._status, self._headers, b"", is_streamed=True)
             complete.set_result(None)
-            self.task = None
-            return
-        if error is None:
-            error = RuntimeError("the application ended before its response was complete")
-        self.error = error
-        complete.set_exception(error)
+
+    def _fail(self, error: Exception, complete: asyncio.Future[None]) -> None:
+        if complete.done():
+            # The operation is done and stays done; this is the server's to report.
+            self._late_error = error
+            if self.is_left:
+                _logger.error("a protected request failed after its response", exc_info=error)
+        elif not (self._is_passing and self._is_gone):
+            self.error = error
+            complete.set_exception(error)
 
     # What the application calls.
 
@@ -355,33 +361,32 @@ class _Run:
         """Keeps the response back until it is complete, or passes a stream on."""
         kind = message["type"]
         if kind == "http.response.body":
-            await self._capture_body(message)
+            if not self._status or self.response is not None:
+                raise RuntimeError("the application sent a body outside of its response")
+            if self._is_passing:
+                await self._pass_on(message)
+            else:
+                self._chunks.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                self._finish_response()
         elif kind == "http.response.start":
             if self._status:
                 raise RuntimeError("the application started its response twice")
             self._status = message["status"]
-            self._headers = [(name, value) for name, value in message.get("headers", ())]
-            if self.plan.route.rule.streaming is Streaming.PASS or is_event_stream(self._headers):
+            self._headers = list(message.get("headers", ()))
+            if self.plan.route.rule.streaming is _PASS or is_event_stream(self._headers):
                 self._is_passing = True
                 self._wake()
                 await self._pass_on(message)
         elif kind != "http.response.trailers" and not self._is_gone:
             await self._send(message)
 
-    async def _capture_body(self, message: Message) -> None:
-        complete = self._complete
-        assert complete is not None
-        if not self._status or self.response is not None:
-            raise RuntimeError("the application sent a body outside of its response")
-        if self._is_passing:
-            await self._pass_on(message)
-        else:
-            self._chunks.append(message.get("body", b""))
-        if message.get("more_body", False):
-            return
+    def _finish_response(self) -> None:
         chunks = self._chunks
         body = bytes(chunks[0]) if len(chunks) == 1 else b"".join(chunks)
         self.response = Response(self._status, self._headers, body, self._is_passing)
+        complete = self._complete
+        assert complete is not None
         if not complete.done():
             complete.set_result(None)
         self._wake()
@@ -406,12 +411,15 @@ class _Run:
             except asyncio.CancelledError:
                 self.leave()
                 raise
-        task.result()
+        if self._late_error is not None:
+            raise self._late_error
 
     def leave(self) -> None:
         """The connection is no longer ours: whoever sends or listens hears that it is gone."""
         self._is_gone = True
         self.is_left = True
+        if any(task is not None and not task.done() for task in (self.settling, self.task)):
+            self._runs.add(self)
         if self._is_passing:
             self._wake()
 

@@ -280,14 +280,14 @@ class AsyncFace(AtomicTasks, Face):
         """
         return self._bound().engine.recall(call)
 
-    async def answer_call(
+    def answer_call(
         self, call: Call, operation: Callable[[Attempt], Awaitable[Any]]
-    ) -> Answer[Any]:
+    ) -> Coroutine[Any, Any, Answer[Any]]:
         """For adapters: answers a call that they have put together; the operation gets its attempt.
 
         Raises as `run` does.
         """
-        return await self._answer(call, operation, None, None)
+        return self._answer(call, operation, None, None)
 
     async def _answer(
         self, call: Call, operation: Callable[..., Awaitable[Any]], args: Any, kwargs: Any
