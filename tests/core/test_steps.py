@@ -740,6 +740,7 @@ def test_only_the_named_exceptions_are_tried_again(world, effects):
         {"growth": "2"},
         {"on": BaseException},
         {"on": (Declined, 3)},
+        {"on": 3},
     ],
     ids=str,
 )

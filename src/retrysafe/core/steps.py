@@ -56,7 +56,8 @@ Exceptions = type[Exception] | Iterable[type[Exception]]
 
 def checked_exceptions(name: str, types: Exceptions) -> tuple[type[Exception], ...]:
     """The classes as a tuple; raises `PolicyInvalid` for anything that is no exception."""
-    given = (types,) if isinstance(types, type) else tuple(types)
+    # One class alone is what people write first; anything else is refused below.
+    given = tuple(types) if isinstance(types, Iterable) else (types,)
     for item in given:
         if not (isinstance(item, type) and issubclass(item, Exception)):
             raise PolicyInvalid(
