@@ -631,6 +631,31 @@ def test_the_rest_is_written_before_the_key_is_freed(world, effects):
     assert effects.ran == ["charge"]
 
 
+def test_the_rest_tells_of_a_lost_claim(world, effects):
+    """A zombie whose store was silent learns at the end that it has nothing to say."""
+    world.first.steps.write_faults.append(Fault(StoreMissing("gone")))
+
+    async def operation(attempt: Attempt):
+        try:
+            await attempt.step("charge", effects.do, "charge")
+        finally:
+            taken_over(world)
+
+    with pytest.raises(ClaimLost) as caught:
+        run(world.first, operation)
+    assert isinstance(caught.value.__cause__, StepNotStored)
+    assert world.first.writer.settlements == []
+
+
+def test_the_rest_is_not_insisted_on(world, effects):
+    """The store was silent before; the release is tried as ever, and the retry runs the step."""
+    world.first.steps.write_faults.extend([Fault(StoreMissing("gone"))] * 2)
+    with pytest.raises(StepNotStored):
+        run(world.first, in_order(effects, "charge"))
+    assert record_of(world).record.state is State.RELEASED
+    assert record_of(world).steps == []
+
+
 def test_a_refused_result_is_done_without_result(world, effects):
     """What the store cannot hold is remembered without its value."""
     world.first.steps.write_faults.append(Fault(REFUSED))

@@ -575,3 +575,82 @@ def test_a_doomed_operation_is_not_completed_in_a_transaction(effects):
         run(world.process(), completing(effects), policy=FINAL)
     assert transaction.calls == []
     assert state(world) is State.FAILED
+
+
+# Cancelled at the end.
+
+
+def cancelled_while_reading(world: World, operation, **options) -> None:
+    """A later attempt whose caller is cancelled while the stored steps are read at its end."""
+    other = world.process()
+    other.steps.read_faults.append(Fault(pauses=True))
+    flow = other.start(call(**options), other.operating(operation))
+    assert isinstance(flow.throw(Stop()).error, Stop)
+    # Its lease goes on being renewed until the ending is written.
+    assert len(other.renewals.running) == 1
+    drive(world.orphans.pop())
+    assert other.renewals.running == []
+
+
+def test_a_cancelled_caller_does_not_lose_the_outcome(world):
+    """The stored steps are read and the outcome is settled without the caller."""
+    plant(world)
+    cancelled_while_reading(world, world.first.returning("value"))
+    assert state(world) is State.SUCCEEDED
+    assert world.process().answer(call()).value == "value"
+
+
+def test_a_cancelled_caller_does_not_hide_a_changed_operation(world):
+    """What the steps say of the ending is settled instead."""
+    plant(world, ("a", 1, Payload(codec.JSON, b"", b"1")))
+    cancelled_while_reading(world, world.first.returning("value"))
+    assert state(world) is State.RELEASED
+
+
+def test_an_orphan_that_cannot_read_leaves_the_key_to_its_lease(world):
+    """There is nobody left to tell."""
+    plant(world)
+    other = world.process()
+    other.steps.read_faults.extend([Fault(pauses=True), Fault(ABSENT)])
+    flow = other.start(call(), other.returning("value"))
+    flow.throw(Stop())
+    assert drive(world.orphans.pop()) is None
+    assert state(world) is State.PENDING
+
+
+def test_an_orphan_undoes_nothing(world, effects):
+    """Nothing of the user's is called after a cancellation; that it failed is remembered."""
+    world.first.steps.write_faults.extend([None, Fault(pauses=True)])
+    operation = undoable(effects, "a", error=Declined("no"))
+    flow = world.first.start(call(policy=FINAL), world.first.operating(operation))
+    assert isinstance(flow.throw(Stop()).error, Stop)
+    for orphan in reversed(world.orphans):
+        drive(orphan)
+    assert effects.ran == ["a"]
+    assert [name for name, _ in stored_steps(world)] == ["a", "!failed"]
+    assert state(world) is State.PENDING
+    world.clock.advance(60)
+    with pytest.raises(Declined, match="no"):
+        run(world.process(), undoable(effects, "a"), policy=FINAL)
+    assert effects.ran == ["a", "undo of a done"]
+
+
+def test_an_orphan_goes_on_undoing_nothing(world, effects):
+    """Nor does the orphan of an attempt that was undoing an earlier one's steps."""
+    crashed(
+        world.first,
+        undoable(effects, "a", error=Declined("no"), undo=interrupted(effects, "a")),
+        policy=FINAL,
+    )
+    other = world.process()
+    other.steps.write_faults.append(Fault(pauses=True))
+    flow = other.start(call(policy=FINAL), other.operating(undoable(effects, "a")))
+    flow.throw(Stop())
+    for orphan in reversed(world.orphans):
+        drive(orphan)
+    assert effects.ran == ["a", "undo of a done"]
+    assert state(world) is State.PENDING
+    world.clock.advance(60)
+    with pytest.raises(Declined, match="no"):
+        run(world.process(), undoable(effects, "a"), policy=FINAL)
+    assert effects.ran == ["a", "undo of a done"]

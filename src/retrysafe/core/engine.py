@@ -34,7 +34,7 @@ from retrysafe.core.ports import Fate, Lock, Orphanage, Renewals, Waiting, Write
 from retrysafe.core.replaying import gone, in_flight, replayed_value, reused
 from retrysafe.core.settling import RETRY_PAUSE_SECONDS, Settler
 from retrysafe.core.stepping import Stepper
-from retrysafe.core.undoing import Verdict, conclude
+from retrysafe.core.undoing import Concluder, Verdict
 from retrysafe.errors import (
     ClaimLost,
     KeyReused,
@@ -103,6 +103,7 @@ class Engine:
             orphanage=orphanage,
             report=report,
         )
+        self._concluder = Concluder(settler=self._settler, orphanage=orphanage, renewals=renewals)
         self._owner = owner
         self._secret = secret
         self._joiner = joiner
@@ -346,7 +347,9 @@ class Engine:
                     raise
                 steps = attempt.steps_to_conclude
                 if steps is not None:
-                    verdict = await conclude(steps, *self._settler.judged(call, error), error)
+                    verdict = await self._concluder.conclude(
+                        steps, lease, *self._settler.judged(call, error), error=error
+                    )
                     if verdict is not None:
                         return await self._end_by(verdict, flight, call, lease, number, error)
                 ending, payload = await self._settler.settle_error(call, lease, error, number)
@@ -359,7 +362,7 @@ class Engine:
             ending, payload = self._settler.payload_of(call, value, number)
             steps = attempt.steps if attempt.is_first else attempt.steps_to_conclude
             if steps is not None:
-                verdict = await conclude(steps, ending, payload, None, value)
+                verdict = await self._concluder.conclude(steps, lease, ending, payload, value=value)
                 if verdict is not None:
                     return await self._end_by(verdict, flight, call, lease, number, verdict.error)
             payload = await self._settler.settle(call, lease, ending, payload, number, value)

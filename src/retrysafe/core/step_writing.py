@@ -147,12 +147,17 @@ class StepWriter:
             return  # The step runs again, as after a crash at this point.
 
     async def record_the_rest(self) -> None:
-        """Tries once more what could not be written, before the key is freed for a retry."""
+        """Tries once more what could not be written, before the key is freed for a retry.
+
+        Raises `ClaimLost` when there is another owner.
+        """
         for write in list(self._unrecorded.values()):
             try:
-                await self._store.record_step(write)
+                decision = await self._store.record_step(write)
             except StoreError:
                 return  # It was insisted on before; the retry runs the step again.
+            if decision is Decision.LOST:
+                raise self.lost()
 
     # Words.
 

@@ -250,6 +250,11 @@ class StepRun:
                 book.leave(before)
             await self._ports.waiting.sleep(retry.pause_seconds(tried))
 
+    @property
+    def attempt_number(self) -> int:
+        """Which attempt of the key this is."""
+        return self._attempt.number
+
     def is_terminal(self, error: Exception) -> bool:
         """Whether this very exception came from a step for which it is terminal."""
         return any(error is item for item in self._terminal_errors)

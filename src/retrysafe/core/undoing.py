@@ -13,8 +13,11 @@ from typing import Any
 from retrysafe.core import codec
 from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind
+from retrysafe.core.lease import Lease
 from retrysafe.core.model import Ending, Payload, Step
+from retrysafe.core.ports import Orphanage, Renewals
 from retrysafe.core.replaying import replayed_value
+from retrysafe.core.settling import Settler
 from retrysafe.core.stepping import StepRun
 from retrysafe.core.steps import FAILURE_NAME, UNDO_PREFIX
 from retrysafe.errors import (
@@ -22,6 +25,7 @@ from retrysafe.errors import (
     CompensationFailed,
     InvalidInput,
     OutcomeNotStored,
+    RetrysafeError,
     StepNotStored,
     StoreError,
 )
@@ -45,21 +49,82 @@ class Verdict:
         return replayed_value(call, self.payload)
 
 
-async def conclude(
+class _LeftToLease(Exception):
+    """Somebody else goes on with this ending, once the lease is over."""
+
+
+class Concluder:
+    """Brings the ending of an operation and its steps together, before it is settled."""
+
+    __slots__ = ("_orphanage", "_renewals", "_settler")
+
+    def __init__(self, *, settler: Settler, orphanage: Orphanage, renewals: Renewals) -> None:
+        self._settler = settler
+        self._orphanage = orphanage
+        self._renewals = renewals
+
+    async def conclude(
+        self,
+        run: StepRun,
+        lease: Lease,
+        ending: Ending,
+        payload: Payload,
+        *,
+        error: Exception | None = None,
+        value: Any = None,
+    ) -> Verdict | None:
+        """What has to be settled instead of this ending; None when it stands as it is.
+
+        When it returns, a failure for good has been undone. Raises `ClaimLost`, or
+        `OutcomeNotStored` when the store could not be asked or told.
+        """
+        try:
+            return await _told(run, ending, payload, error, value, is_orphan=False)
+        except Exception:
+            raise
+        except BaseException:
+            # The caller is being cancelled, and the operation is done: its outcome must not be
+            # lost with the caller. Its lease goes along until the ending is written.
+            lease.is_adopted = True
+            self._orphanage.adopt(self._conclude_orphan(run, lease, ending, payload, error))
+            raise
+
+    async def _conclude_orphan(
+        self,
+        run: StepRun,
+        lease: Lease,
+        ending: Ending,
+        payload: Payload,
+        error: Exception | None,
+    ) -> None:
+        """The same for an ending whose caller is gone; there is nobody left to tell.
+
+        It calls nothing of the user's: what must be undone is left to the next attempt.
+        """
+        try:
+            verdict = await _told(run, ending, payload, error, None, is_orphan=True)
+            if verdict is not None:
+                ending, payload = verdict.ending, verdict.payload
+            await self._settler.settle(run.call, lease, ending, payload, run.attempt_number)
+        except (_LeftToLease, RetrysafeError):
+            return  # Reported where it was raised.
+        finally:
+            self._renewals.remove(lease)
+
+
+async def _told(
     run: StepRun,
     ending: Ending,
     payload: Payload,
     error: Exception | None,
-    value: Any = None,
+    value: Any,
+    *,
+    is_orphan: bool,
 ) -> Verdict | None:
-    """What has to be settled instead of this ending; None when it stands as it is.
-
-    When it returns, a failure for good has been undone. Raises `ClaimLost`, or `OutcomeNotStored`
-    when the store could not be asked or told.
-    """
+    """The conclusion, with what stands in its way in the words for the caller."""
     run.book.is_over = True
     try:
-        return await _conclude(run, ending, payload, error)
+        return await _conclude(run, ending, payload, error, is_orphan=is_orphan)
     except ClaimLost as lost:
         raise lost from error
     except (StoreError, StepNotStored, InvalidInput) as problem:
@@ -74,7 +139,7 @@ async def conclude(
 
 
 async def _conclude(
-    run: StepRun, ending: Ending, payload: Payload, error: Exception | None
+    run: StepRun, ending: Ending, payload: Payload, error: Exception | None, *, is_orphan: bool
 ) -> Verdict | None:
     book = run.book
     await run.look_after_transactions()
@@ -86,6 +151,8 @@ async def _conclude(
     await run.load()
     missing = book.missing()
     if book.failure is not None:
+        if is_orphan:
+            raise _LeftToLease
         return await _go_on_undoing(run, book.failure, missing, error)
     if ending is Ending.SUCCEEDED:
         if not missing:
@@ -95,6 +162,8 @@ async def _conclude(
         payload = codec.encode_failure(error, run.call.policy.outcome_limit_bytes)
     if ending is Ending.FAILED and book.undos:
         await run.writer.record(Step(FAILURE_NAME, book.next_position(), payload))
+        if is_orphan:
+            raise _LeftToLease
         failed = await _undo_all(run, error)
         if failed is not None:
             return _released(run, failed)
