@@ -24,6 +24,7 @@ PUBLIC_NAMES = [
     "CallerMissing",
     "ClaimLost",
     "Closed",
+    "CompensationFailed",
     "Condition",
     "DigestCollision",
     "Ending",
@@ -42,6 +43,7 @@ PUBLIC_NAMES = [
     "MemoryStore",
     "OperationFailed",
     "OperationInFlight",
+    "OperationUndone",
     "OperatorRefused",
     "OutcomeMissing",
     "OutcomeNotStored",
@@ -54,6 +56,11 @@ PUBLIC_NAMES = [
     "SchemaTooNew",
     "SecretMissing",
     "SqliteStore",
+    "StepNotStored",
+    "StepRetry",
+    "StepReused",
+    "StepUnavailable",
+    "StepsChanged",
     "StoreError",
     "StoreMissing",
     "StoreRejected",
@@ -66,6 +73,7 @@ PUBLIC_NAMES = [
     "natural_key",
     "open_store",
     "retry_serialization",
+    "step",
 ]
 
 
@@ -158,7 +166,7 @@ def test_invalid_input_is_a_value_error():
 
 def test_exactly_these_errors_promise_that_a_retry_may_help():
     retryable = {name for name, kind in error_classes().items() if kind.retryable}
-    assert retryable == {"OperationInFlight", "StoreUnavailable"}
+    assert retryable == {"CompensationFailed", "OperationInFlight", "StoreUnavailable"}
 
 
 def made(kind: type) -> Exception:

@@ -33,6 +33,8 @@ from retrysafe.core.policy import InFlight
 from retrysafe.core.ports import Fate, Lock, Orphanage, Renewals, Waiting, Writer
 from retrysafe.core.replaying import gone, in_flight, replayed_value, reused
 from retrysafe.core.settling import RETRY_PAUSE_SECONDS, Settler
+from retrysafe.core.stepping import Stepper
+from retrysafe.core.undoing import Concluder, Verdict
 from retrysafe.errors import (
     ClaimLost,
     KeyReused,
@@ -84,6 +86,7 @@ class Engine:
         owner: str = "",
         secret: bytes | None = None,
         joiner: Joiner | None = None,
+        stepper: Stepper | None = None,
     ) -> None:
         self._writer = writer
         self._waiting = waiting
@@ -100,9 +103,11 @@ class Engine:
             orphanage=orphanage,
             report=report,
         )
+        self._concluder = Concluder(settler=self._settler, orphanage=orphanage, renewals=renewals)
         self._owner = owner
         self._secret = secret
         self._joiner = joiner
+        self._stepper = stepper
         self._flights = Flights(lock)
 
     async def answer(self, call: Call, invoke: Invoke) -> Answer[Any]:
@@ -332,6 +337,7 @@ class Engine:
             answer.decision is _ADMIT,
             call,
             self._joiner,
+            self._stepper,
         )
         try:
             # Inside the try: a signal right after it must not leave a lease that is renewed for
@@ -350,6 +356,13 @@ class Engine:
                 joined = attempt.joined
                 if joined and await self._is_settled(flight, call, joined, number, asked, error):
                     raise
+                steps = attempt.steps_to_conclude
+                if steps is not None:
+                    verdict = await self._concluder.conclude(
+                        steps, lease, *self._settler.judged(call, error), error=error
+                    )
+                    if verdict is not None:
+                        return await self._end_by(verdict, flight, call, lease, number, error)
                 ending, payload = await self._settler.settle_error(call, lease, error, number)
                 self._remember_ending(call, flight, ending, payload, number, asked)
                 raise
@@ -358,11 +371,33 @@ class Engine:
             if joined and await self._is_settled(flight, call, joined, number, asked, None):
                 return Answer(joined.value, False, number)
             ending, payload = self._settler.payload_of(call, value, number)
+            steps = attempt.steps if attempt.is_first else attempt.steps_to_conclude
+            if steps is not None:
+                verdict = await self._concluder.conclude(steps, lease, ending, payload, value=value)
+                if verdict is not None:
+                    return await self._end_by(verdict, flight, call, lease, number, verdict.error)
             payload = await self._settler.settle(call, lease, ending, payload, number, value)
             self._remember_ending(call, flight, ending, payload, number, asked)
         finally:
             self._stop_renewing(lease)
         return Answer(value, False, number)
+
+    async def _end_by(
+        self,
+        verdict: Verdict,
+        flight: Flight,
+        call: Call,
+        lease: Lease,
+        attempt: int,
+        error: Exception | None,
+    ) -> Answer[Any]:
+        """Settles what the steps say of the ending, and tells the caller that."""
+        asked = self._monotonic()
+        ending, payload = await self._settler.settle_judged(
+            call, lease, verdict.ending, verdict.payload, attempt, error
+        )
+        self._remember_ending(call, flight, ending, payload, attempt, asked)
+        return Answer(verdict.told(call), False, attempt)
 
     def _stop_renewing(self, lease: Lease) -> None:
         # The ending of a cancelled caller keeps its lease until it is written.

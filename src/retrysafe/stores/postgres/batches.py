@@ -77,7 +77,7 @@ class Batches:
         else:
             written = _split(settled)
             endings = [
-                _APPLIED if item.key.digest in written else await self._settle(item, may_wait=True)
+                _APPLIED if item.key.digest in written else await self._settle(item)
                 for item in settlements
             ]
         if len(claimed) == len(claims) * DIGEST_BYTES:
@@ -109,7 +109,6 @@ class Batches:
         extended: dict[bytes, SettleAnswer] = {}
         if extends:
             extended = await self._extend(extends.values())
-        together = len(extends)
         settled: list[SettleResult] = []
         for item in settlements:
             digest = item.key.digest
@@ -120,7 +119,7 @@ class Batches:
             elif is_extended and digest in extended:
                 settled.append(extended[digest])
             else:
-                settled.append(await self._settle(item, may_wait=not is_extended or together == 1))
+                settled.append(await self._settle(item))
         return await self._answer_claims(claims, _split(claimed), now_ms), settled
 
     async def _write(
@@ -180,9 +179,8 @@ class Batches:
         return now_ms, bytes(claimed), bytes(settled)
 
     async def _extend(self, extends: Collection[Settlement]) -> dict[bytes, SettleAnswer]:
-        # One row may wait for whoever writes it; several must not, see the statement.
         rows = await self._fetch(
-            "extend" if len(extends) == 1 else "extend_many",
+            "extend",
             [item.key.digest for item in extends],
             [item.token for item in extends],
             [item.lease_ms for item in extends],
@@ -238,7 +236,7 @@ class Batches:
             found = await self.read_record(request.key.digest)
         raise StoreUnavailable("the record changed under us again and again", key=request.key.text)
 
-    async def _settle(self, settlement: Settlement, *, may_wait: bool) -> SettleResult:
+    async def _settle(self, settlement: Settlement) -> SettleResult:
         """An ending or an extend of its own, until the row was written or says why not."""
         digest = settlement.key.digest
         is_extend = settlement.kind is SettleKind.EXTEND
@@ -253,13 +251,12 @@ class Batches:
                 if not is_extend:
                     if (await self._write([], [settlement]))[2]:
                         return _APPLIED
-                elif may_wait:
-                    extended = await self._extend([settlement])
-                    if extended:
-                        return extended[digest]
                 else:
-                    # The other leases of the batch must not wait for this row's lock.
-                    return StoreUnavailable("the record is being written", key=settlement.key.text)
+                    extended = await self._extend([settlement])
+                    # Nobody takes over a row that is locked, and other leases must not wait for it.
+                    return extended.get(digest) or StoreUnavailable(
+                        "the record is being written", key=settlement.key.text
+                    )
             except StoreRejected as error:
                 return error
         raise StoreUnavailable(

@@ -38,7 +38,7 @@ from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Waits
 from retrysafe.errors import InvalidInput, StoreError, StoreRejected
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.sqlite import batches, connecting, rows, schema
+from retrysafe.stores.sqlite import batches, connecting, rows, schema, steps
 from retrysafe.stores.sqlite.atomic import SqliteTransaction
 from retrysafe.stores.sqlite.schema import SQL
 
@@ -144,15 +144,7 @@ class SqliteStore:
     async def record_step(self, write: StepWrite) -> Decision:
         """Stores a step's result while the token holds the key."""
         with self._transaction() as connection:
-            now_ms = self._now_ms()
-            digest = write.key.digest
-            record = rows.select(connection, digest)
-            decision = transitions.record_step(record, write.token, now_ms)
-            if decision is Decision.APPLY:
-                step, payload = write.step, write.step.payload
-                row = (digest, step.name, step.position, payload.form, payload.head, payload.body)
-                connection.execute(SQL["insert_step"], (*row, now_ms))
-            return decision
+            return steps.record(connection, write, self._now_ms())
 
     def join(self, connection: object) -> SqliteTransaction:
         """The open transaction of a user's connection to this file; raises `InvalidInput`."""
@@ -168,6 +160,7 @@ class SqliteStore:
             now_ms=self._now_ms,
             prepare=self._prepare,
             has_outcome=self._has_outcome,
+            has_step=self._has_step,
         )
 
     def _prepare(self) -> None:
@@ -181,6 +174,10 @@ class SqliteStore:
             ).fetchone()
             return bool(row[0])
 
+    def _has_step(self, write: StepWrite) -> bool:
+        with self._reading() as connection:
+            return steps.is_there(connection, write)
+
     # For operators.
 
     async def read(self, key: Key) -> StoredKey | None:
@@ -190,7 +187,7 @@ class SqliteStore:
             if record is None:
                 return None
             now_ms = self._now_ms()
-            steps = [
+            found = [
                 Step(name, position, Payload(form, head, body))
                 for name, position, form, head, body in connection.execute(
                     SQL["select_steps"], (key.digest,)
@@ -202,7 +199,7 @@ class SqliteStore:
                     SQL["select_outcomes"], (key.digest,)
                 )
             ]
-            return StoredKey(record, condition_of(record, now_ms), now_ms, steps, outcomes)
+            return StoredKey(record, condition_of(record, now_ms), now_ms, found, outcomes)
 
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
         """Records for an operator, newest claim first."""
