@@ -430,6 +430,34 @@ def test_steps_side_by_side_read_the_stored_ones_once(world, effects):
     assert reads == [1]
 
 
+def test_a_thread_that_comes_just_too_late_does_not_read_again(world, effects):
+    """Somebody else has read the stored steps between its look and its lock."""
+    crashed(world.first, in_order(effects, "a", then=crash))
+    other = world.process()
+
+    class LateLock:
+        """A lock that is given while another thread finishes its reading."""
+
+        def __enter__(self):
+            steps = attempts[0].steps
+            if steps is not None and steps.book.stored is None:
+                steps.book.stored = {}
+
+        def __exit__(self, *_):
+            return None
+
+    attempts = []
+
+    async def operation(attempt: Attempt):
+        attempts.append(attempt)
+        attempt._stepper.lock = LateLock()
+        await attempt.step("b", effects.do, "b")
+
+    run(other, operation)
+    assert other.steps.reads == 0
+    assert effects.ran == ["a", "b"]
+
+
 # Results.
 
 

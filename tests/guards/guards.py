@@ -5,9 +5,6 @@ The one list behind `docs/guards.md` and behind the test that removes every guar
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from retrysafe.core import flights, machine, transitions
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.engine import Engine
@@ -21,27 +18,12 @@ from retrysafe.stores.sqlite import batches, connecting
 from retrysafe.stores.sqlite import store as sqlite_store
 from retrysafe.stores.sqlite.schema import SQL
 from tests.guards import test_properties as properties
-from tests.guards.mutation import InCode, InEntry, InStatement, Mutation
+from tests.guards.guard import Guard
+from tests.guards.mutation import InCode, InEntry, InStatement
+from tests.guards.step_guards import STEP_GUARDS
 from tests.simulation.invariants import Invariant
 
 _QUERIES = "`stores/sqlite/sql/queries.sql`"
-
-
-@dataclass(frozen=True)
-class Guard:
-    """A line of code without which a promise breaks."""
-
-    name: str
-    prevents: str
-    mutations: tuple[Mutation, ...]
-    check: Callable[[], None]
-    # What the simulation finds broken as well; nothing when the guard lies outside its reach.
-    breaks: tuple[Invariant, ...] = ()
-
-    @property
-    def where(self) -> str:
-        """The places that are changed to remove the guard."""
-        return "; ".join(mutation.where for mutation in self.mutations)
 
 
 GUARDS: tuple[Guard, ...] = (
@@ -211,7 +193,7 @@ GUARDS: tuple[Guard, ...] = (
         "a local follower gets the outcome of its leader's different request",
         (InCode(flights.is_same_request, "return mine.digest == other.digest", "return True"),),
         properties.test_another_request_is_refused_while_the_first_runs_here,
-        (Invariant.OWN_OUTCOME,),
+        (Invariant.OWN_OUTCOME, Invariant.HONEST_ANSWER),
     ),
     Guard(
         "a leader's refusal is not passed on to another request",
@@ -422,6 +404,7 @@ GUARDS: tuple[Guard, ...] = (
         ),
         properties.test_an_interrupted_flight_tells_every_task,
     ),
+    *STEP_GUARDS,
 )
 
 _INTRODUCTION = """\
@@ -443,7 +426,8 @@ def render_table() -> str:
         "|---|---|---|---|---|",
     ]
     for guard in GUARDS:
-        test = f"`tests/guards/test_properties.py::{guard.check.__name__}`"
+        module = guard.check.__module__.replace(".", "/")
+        test = f"`{module}.py::{guard.check.__name__}`"
         found = (
             " or ".join(f"`{invariant.name}`" for invariant in guard.breaks) or "out of its reach"
         )

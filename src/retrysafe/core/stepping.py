@@ -196,10 +196,12 @@ class StepRun:
     async def load(self) -> None:
         """Reads the stored steps once, whoever of several asks first."""
         ports, book = self._ports, self.book
-        while book.stored is None:
+        while not book.is_read():
             signal: Signal | None = None
             with ports.lock:
                 if self._loaders is None:
+                    if book.is_read():
+                        return  # Another thread was done with it just before the lock.
                     self._loaders = []
                 else:
                     signal = ports.waiting.signal()

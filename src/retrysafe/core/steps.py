@@ -169,6 +169,10 @@ class StepBook:
         self.undos: list[Undo] = []
         self.is_over = False
 
+    def is_read(self) -> bool:
+        """Whether it is known what earlier attempts recorded."""
+        return self.stored is not None
+
     @property
     def failure(self) -> Payload | None:
         """How an earlier attempt failed for good before all its steps were undone."""
