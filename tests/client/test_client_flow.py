@@ -205,6 +205,19 @@ def test_the_budget_refills_by_requests_and_by_time():
     assert budget.take(20.0)
 
 
+def test_a_random_wait_ends_where_the_time_does():
+    """The last try begins at the limit, not after it."""
+    policy = RetryPolicy(
+        time_limit=timedelta(seconds=10),
+        backoff=timedelta(seconds=8),
+        backoff_limit=timedelta(seconds=60),
+    )
+    down = [((503, None, None, False), 1.0)] * 3
+    inner, timing, _ = sent_once(down, [0.5, 0.999], policy)
+    assert inner.began_at == pytest.approx([0, 5, 10])
+    assert timing.slept == pytest.approx([4, 4])
+
+
 def test_a_retry_that_is_not_made_costs_no_token():
     """Requests that end for another reason leave the budget to those that can use it."""
     budget = RetryBudget(capacity=1, per_request=0, per_second=0)
