@@ -153,8 +153,8 @@ class IdempotencyMiddleware:
             if run is not None and error is run.error:
                 raise  # The application's own: the server above us deals with it as ever.
             refusal = protection.refused(plan, error)
-            if refusal is None:
-                raise
+            if refusal is None or (run is not None and run.is_passing):
+                raise  # Another answer cannot follow the stream that was sent.
             response = refusal
         if not response.is_streamed:
             await _send(send, response)
@@ -234,7 +234,6 @@ class _Run:
         "_headers",
         "_is_body_given",
         "_is_gone",
-        "_is_passing",
         "_late_error",
         "_news",
         "_receive",
@@ -244,6 +243,7 @@ class _Run:
         "_status",
         "error",
         "is_left",
+        "is_passing",
         "plan",
         "response",
         "settling",
@@ -270,7 +270,7 @@ class _Run:
         self._chunks: list[bytes] = []
         self._is_body_given = False
         # Whether the response is sent as it comes, and whether there is anybody to send it to.
-        self._is_passing = False
+        self.is_passing = False
         self._is_gone = False
         self.is_left = False
         self._complete: asyncio.Future[None] | None = None
@@ -311,7 +311,7 @@ class _Run:
         assert complete is not None
         try:
             await self._app(self._scope, self.receive, self.capture)
-            if not complete.done() and not (self._is_passing and self._is_gone):
+            if not complete.done() and not (self.is_passing and self._is_gone):
                 raise RuntimeError("the application ended before its response was complete")
         except Exception as error:
             self._fail(error, complete)
@@ -332,7 +332,7 @@ class _Run:
             self._late_error = error
             if self.is_left:
                 _logger.error("a protected request failed after its response", exc_info=error)
-        elif not (self._is_passing and self._is_gone):
+        elif not (self.is_passing and self._is_gone):
             self.error = error
             complete.set_exception(error)
 
@@ -346,7 +346,7 @@ class _Run:
         complete = self._complete
         assert complete is not None
         while not complete.done():
-            if self._is_passing:
+            if self.is_passing:
                 if self._is_gone:
                     break
                 message = await self._receive()
@@ -363,7 +363,7 @@ class _Run:
         if kind == "http.response.body":
             if not self._status or self.response is not None:
                 raise RuntimeError("the application sent a body outside of its response")
-            if self._is_passing:
+            if self.is_passing:
                 await self._pass_on(message)
             else:
                 self._chunks.append(message.get("body", b""))
@@ -375,7 +375,7 @@ class _Run:
             self._status = message["status"]
             self._headers = list(message.get("headers", ()))
             if self.plan.route.rule.streaming is _PASS or is_event_stream(self._headers):
-                self._is_passing = True
+                self.is_passing = True
                 self._wake()
                 await self._pass_on(message)
         elif kind != "http.response.trailers" and not self._is_gone:
@@ -384,7 +384,7 @@ class _Run:
     def _finish_response(self) -> None:
         chunks = self._chunks
         body = bytes(chunks[0]) if len(chunks) == 1 else b"".join(chunks)
-        self.response = Response(self._status, self._headers, body, self._is_passing)
+        self.response = Response(self._status, self._headers, body, self.is_passing)
         complete = self._complete
         assert complete is not None
         if not complete.done():
@@ -420,8 +420,6 @@ class _Run:
         self.is_left = True
         if any(task is not None and not task.done() for task in (self.settling, self.task)):
             self._runs.add(self)
-        if self._is_passing:
-            self._wake()
 
     def _wake(self) -> None:
         news, self._news = self._news, None
