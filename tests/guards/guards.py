@@ -231,7 +231,7 @@ GUARDS: tuple[Guard, ...] = (
         "a cached outcome is shown to a different request",
         (
             InCode(
-                Engine.answer,
+                Engine.recall,
                 'self._check_same(call, cached.fingerprints, "process")',
                 "pass",
             ),
