@@ -213,7 +213,7 @@ GUARDS: tuple[Guard, ...] = (
         "a cached outcome is shown to a different request",
         (
             InCode(
-                Engine.recall,
+                Engine.remembered,
                 'self._check_same(call, cached.fingerprints, "process")',
                 "pass",
             ),

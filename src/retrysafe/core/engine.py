@@ -61,6 +61,7 @@ _GRANTED: Final = frozenset({Decision.ADMIT, Decision.TAKE_OVER, Decision.CONFIR
 _ABANDONED: Final = Condition.ABANDONED
 _ADMIT: Final = Decision.ADMIT
 _CLAIMED: Final = EventKind.CLAIMED
+_REPLAYED: Final = EventKind.REPLAYED
 _RELEASED: Final = Ending.RELEASED
 _RUNNING: Final = Phase.RUNNING
 _WAIT: Final = InFlight.WAIT
@@ -140,14 +141,31 @@ class Engine:
 
         Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
         """
+        cached = self.remembered(call)
+        if cached is None:
+            return None
+        return self._replay(call, cached.payload, cached.attempt, "process")
+
+    def remembered(self, call: Call) -> CachedOutcome | None:
+        """What this process remembers of the key's outcome; raises `KeyReused`."""
         if self._cache is None:
             return None
         # One look-up of a dictionary is atomic, so a miss takes no lock.
         cached = self._cache.find(call.key.digest, self._monotonic())
-        if cached is None:
-            return None
-        self._check_same(call, cached.fingerprints, "process")
-        return self._replay(call, cached.payload, cached.attempt, "process")
+        if cached is not None:
+            self._check_same(call, cached.fingerprints, "process")
+        return cached
+
+    def repeats(self, call: Call, payload: Payload) -> bool:
+        """Whether this very payload is still the call's outcome, as this process remembers it.
+
+        It counts as a replay then. Raises `KeyReused`.
+        """
+        cached = self.remembered(call)
+        if cached is None or cached.payload is not payload:
+            return False
+        self._report(_REPLAYED, call.key, call.operation, cached.attempt, source="process")
+        return True
 
     def forget(self, key: Key) -> None:
         """Drops what the process remembers of a key, after an operator changed it."""
@@ -473,7 +491,7 @@ class Engine:
                 self._cache.keep(call.key.digest, outcome, asked, remaining_ms)
 
     def _replay(self, call: Call, payload: Payload, attempt: int, source: str) -> Answer[Any]:
-        self._report(EventKind.REPLAYED, call.key, call.operation, attempt, source=source)
+        self._report(_REPLAYED, call.key, call.operation, attempt, source=source)
         return Answer(replayed_value(call, payload), True, attempt)
 
     def _check_same(self, call: Call, fingerprints: tuple[Fingerprint, ...], source: str) -> None:
