@@ -11,6 +11,8 @@ from retrysafe.core.framing import Part
 from retrysafe.core.joining import JoinedOutcome, Joiner
 from retrysafe.core.keys import Key, checked_secret, child_key
 from retrysafe.core.lease import Lease
+from retrysafe.core.model import StagedEntry
+from retrysafe.core.staging import Staging
 from retrysafe.errors import ClaimLost, InvalidInput
 
 
@@ -25,6 +27,7 @@ class Attempt:
         "_joiner",
         "_lease",
         "_monotonic",
+        "_outbox",
         "_secret",
         "is_first",
         "joined",
@@ -57,6 +60,7 @@ class Attempt:
         self._joiner = joiner
         # The outcome that `complete_in` wrote last; the engine asks what became of it.
         self.joined: JoinedOutcome | None = None
+        self._outbox: Staging | None = None
 
     @property
     def token(self) -> bytes:
@@ -95,10 +99,31 @@ class Attempt:
         """
         if self._joiner is None or self._call is None:
             raise InvalidInput("this attempt's store cannot work in a transaction of yours")
-        return self._joiner.complete(self._call, self._lease, connection, value, self._keep)
+        entries = () if self._outbox is None else self._outbox.entries()
+        return self._joiner.complete(
+            self._call, self._lease, connection, value, self._keep, entries
+        )
 
     def _keep(self, joined: JoinedOutcome) -> None:
         self.joined = joined
+        if self._outbox is not None:
+            self._outbox.close()
+
+    @property
+    def outbox(self) -> Staging:
+        """What the operation has delivered once its outcome stands; raises `InvalidInput`."""
+        if self._outbox is None:
+            if self._joiner is None or not self._joiner.has_outbox:
+                raise InvalidInput("this attempt's store has no outbox to stage entries in")
+            self._outbox = Staging(self.key, self._secret, self.raise_if_lost)
+        return self._outbox
+
+    def staged(self) -> tuple[StagedEntry, ...]:
+        """What was staged, to be written with the outcome; nothing can be staged after it."""
+        if self._outbox is None:
+            return ()
+        self._outbox.close()
+        return self._outbox.entries()
 
     def child_key(self, *parts: Part) -> str:
         """The key for a call downstream: the same in every attempt, different for other parts.

@@ -347,7 +347,9 @@ class Engine:
             if joined and await self._is_settled(flight, call, joined, number, asked, None):
                 return Answer(joined.value, False, number)
             ending, payload = self._settler.payload_of(call, value, number)
-            payload = await self._settler.settle(call, lease, ending, payload, number, value)
+            payload = await self._settler.settle(
+                call, lease, ending, payload, number, value, attempt.staged()
+            )
             self._remember_ending(call, flight, ending, payload, number, asked)
         finally:
             self._stop_renewing(lease)

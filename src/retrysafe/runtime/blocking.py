@@ -108,6 +108,7 @@ class BlockingIdempotency(AtomicThreads, Face):
                 join=lambda connection: self._join(connection, Waits.BLOCKING),
                 drive=run_sync,
                 renewals=self._heartbeat,
+                has_outbox=store.capabilities.has_outbox,
             ),
         )
 

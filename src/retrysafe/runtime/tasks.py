@@ -137,6 +137,7 @@ class AsyncFace(AtomicTasks, Face):
                 join=lambda connection: self._join(connection, Waits.SUSPENDING),
                 drive=lambda flow: flow,
                 renewals=parts.heartbeat,
+                has_outbox=parts.store.capabilities.has_outbox,
             ),
         )
 

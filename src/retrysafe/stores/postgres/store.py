@@ -41,6 +41,7 @@ from retrysafe.stores.postgres import diagnosis, schema
 from retrysafe.stores.postgres.atomic import PostgresTransaction
 from retrysafe.stores.postgres.connections import adapted
 from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
+from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.partitions import Partitions
 from retrysafe.stores.postgres.rows import admitted, found_row, record_of, replacement
 
@@ -79,8 +80,13 @@ class PostgresStore:
         self._is_current = False
         self._sweep_page = 0
         self._capabilities = Capabilities(
-            connector.waits, batch_limit=128, batches_in_flight=2, small_batches_in_flight=4
+            connector.waits,
+            batch_limit=128,
+            batches_in_flight=2,
+            small_batches_in_flight=4,
+            has_outbox=True,
         )
+        self.outbox = PostgresOutbox(self._fetch)
         forks.register(self)
 
     @property
@@ -130,7 +136,7 @@ class PostgresStore:
                 wishes.setdefault(digest, request)
         written: dict[bytes, int] = {}
         if wishes or endings:
-            written = await self._write(wishes.values(), endings.values())
+            written = await self._write_batch(wishes.values(), endings.values())
         extended: dict[bytes, SettleAnswer] = {}
         if extends:
             extended = await self._extend(extends.values())
@@ -148,6 +154,17 @@ class PostgresStore:
             else:
                 settled.append(await self._settle(item, may_wait=not is_extended or together == 1))
         return await self._answer_claims(claims, inserted), settled
+
+    async def _write_batch(
+        self, claims: Iterable[ClaimRequest], endings: Collection[Settlement]
+    ) -> dict[bytes, int]:
+        """As `_write`; endings that stage entries are written apart, each with its entries."""
+        staged = [item for item in endings if item.entries]
+        if not staged:
+            return await self._write(claims, endings)
+        written = dict.fromkeys(await self.outbox.settle_staged(staged), 0)
+        plain = [item for item in endings if not item.entries]
+        return written | await self._write(claims, plain)
 
     async def _write(
         self, claims: Iterable[ClaimRequest], endings: Iterable[Settlement]
@@ -249,7 +266,7 @@ class PostgresStore:
             # Held by this token, and yet not written: somebody else was at the row.
             try:
                 if not is_extend:
-                    if await self._write([], [settlement]):
+                    if await self._write_batch([], [settlement]):
                         return SettleAnswer(Decision.APPLY)
                 elif may_wait:
                     extended = await self._extend([settlement])
@@ -381,7 +398,9 @@ class PostgresStore:
         if not has_more:
             self._sweep_page = 0
         ((outcomes,),) = await self._fetch("sweep_default_outcomes", limit)
-        return SweepReport(removed, outcomes, has_more or outcomes == limit, len(dropped))
+        entries = await self.outbox.sweep(limit)
+        has_more = has_more or limit in (outcomes, entries)
+        return SweepReport(removed, outcomes, has_more, len(dropped), entries)
 
     async def list_abandoned(self, limit: int) -> list[StoredKey]:
         """At most `limit` pending records whose lease has ended, longest ended first.

@@ -40,6 +40,7 @@ from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.migrations import Migration
 from retrysafe.stores.sqlite import batches, connecting, rows, schema
 from retrysafe.stores.sqlite.atomic import SqliteTransaction
+from retrysafe.stores.sqlite.outbox import SqliteOutbox
 from retrysafe.stores.sqlite.schema import SQL
 
 # What SQLite and its binding raise for a row that cannot be stored, as opposed to a database that
@@ -87,6 +88,7 @@ class SqliteStore:
         self._reading_lock = threading.Lock()
         self._reader: sqlite3.Connection | None = None
         self._is_resting = False
+        self.outbox = SqliteOutbox(writing=self._transaction, reading=self._reading, now_ms=now_ms)
         forks.guard(self)
 
     @property
@@ -97,7 +99,7 @@ class SqliteStore:
     @property
     def capabilities(self) -> Capabilities:
         """One writer at a time, so one batch at a time; it may be large, the disk is the cost."""
-        return Capabilities(Waits.BLOCKING, batch_limit=128, batches_in_flight=1)
+        return Capabilities(Waits.BLOCKING, batch_limit=128, batches_in_flight=1, has_outbox=True)
 
     # The hot path.
 
@@ -111,7 +113,10 @@ class SqliteStore:
                 now_ms = self._now_ms()
                 # Endings first: an outcome that is there must not lose to a claim beside it.
                 settled = batches.settle(connection, settlements, now_ms)
-                return batches.claim(connection, claims, now_ms), settled
+                claimed = batches.claim(connection, claims, now_ms)
+            if any(item.entries for item in settlements):
+                self.outbox.hints.tell()
+            return claimed, settled
         except StoreRejected as rejected:
             if len(claims) + len(settlements) == 1:
                 return ([rejected], []) if claims else ([], [rejected])
@@ -223,9 +228,9 @@ class SqliteStore:
                 connection.execute(SQL["delete_steps"], (digest,))
                 connection.execute(SQL["delete_key"], (digest,))
             removed = connection.execute(SQL["delete_outcomes"], (now_ms, limit)).rowcount
-            return SweepReport(
-                min(limit, len(found)), removed, len(found) > limit or removed == limit
-            )
+            entries = connection.execute(SQL["delete_entries"], (now_ms, limit)).rowcount
+            has_more = len(found) > limit or limit in (removed, entries)
+            return SweepReport(min(limit, len(found)), removed, has_more, entries=entries)
 
     async def close(self) -> None:
         """Closes this process's connection; the next use opens a new one."""
