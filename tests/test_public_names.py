@@ -25,6 +25,7 @@ PUBLIC_NAMES = [
     "ClaimLost",
     "Closed",
     "Condition",
+    "DeliveryFailed",
     "DigestCollision",
     "Ending",
     "Event",
@@ -158,7 +159,7 @@ def test_invalid_input_is_a_value_error():
 
 def test_exactly_these_errors_promise_that_a_retry_may_help():
     retryable = {name for name, kind in error_classes().items() if kind.retryable}
-    assert retryable == {"OperationInFlight", "StoreUnavailable"}
+    assert retryable == {"DeliveryFailed", "OperationInFlight", "StoreUnavailable"}
 
 
 def made(kind: type) -> Exception:
