@@ -257,7 +257,12 @@ class Process:
             secret=world._secret,
             joiner=None
             if world.join is None
-            else Joiner(join=world.join, drive=drive, renewals=self.renewals),
+            else Joiner(
+                join=world.join,
+                drive=drive,
+                renewals=self.renewals,
+                has_outbox=world.store.capabilities.has_outbox,
+            ),
         )
 
     def start(self, call: Call, invoke: Invoke | None = None) -> Flow:
