@@ -231,7 +231,7 @@ def operated(
     """
     if entry is None or (command, condition_of(entry, now_ms)) not in _COMMANDS:
         return None, Decision.REFUSE
-    if command is EntryCommand.RETRY:
+    if command == EntryCommand.RETRY:
         changed = replace(
             entry,
             state=EntryState.WAITING,
