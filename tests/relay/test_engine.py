@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import DeliveryFailed, PolicyInvalid, SchemaMissing
+from retrysafe import DeliveryFailed, PolicyInvalid, SchemaMissing, StoreUnavailable
 from retrysafe.core.outbox import BackOff, EntryClaim
 from retrysafe.relay import RelayPolicy
 from retrysafe.relay.engine import RelayReport
@@ -214,7 +214,7 @@ def test_an_ending_that_the_store_did_not_hear_is_told_again(moment):
 def test_an_outage_is_waited_for_longer_each_time():
     scene = Scene()
     scene.store.fail(Moment.BEFORE, method="outbox.claim", times=8)
-    scene.run(*[lambda: None] * 8)
+    scene.run(*[lambda: None] * 7, scene.engine.stop, until_idle=False)
     assert scene.crew.rests == [0.375, 0.75, 1.5, 3.0, 6.0, 12.0, 22.5, 22.5]
 
 
@@ -225,6 +225,20 @@ def test_a_claim_whose_answer_was_lost_is_found_again_after_its_lease():
     scene.store.fail(Moment.AFTER, method="outbox.claim")
     scene.run(lambda: scene.pass_time(30), scene.crew.end)
     assert scene.states() == {"a": "delivered"}
+
+
+def test_a_drain_is_given_up_when_the_store_stays_away():
+    """Whoever waits for its end must hear of it; what is in the air is landed before."""
+    scene = Scene()
+    scene.stage("a")
+
+    def cut():
+        scene.store.fail(Moment.BEFORE, times=None)
+        scene.crew.end()
+
+    with pytest.raises(StoreUnavailable):
+        scene.run(cut, lambda: None, lambda: None)
+    assert scene.crew.begun == []
 
 
 def test_what_is_no_outage_ends_the_relay():

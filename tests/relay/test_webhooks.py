@@ -52,6 +52,11 @@ class Receiver:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
 
+    @staticmethod
+    def pause(seconds):
+        """Lets the server's threads work."""
+        threading.Event().wait(seconds)
+
     def close(self):
         self._server.shutdown()
         self._thread.join()

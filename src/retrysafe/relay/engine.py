@@ -28,7 +28,8 @@ _logger: Final = logging.getLogger("retrysafe")
 _ON_HAND: Final = 2
 _ON_HAND_SECONDS: Final = 0.1
 _RATE_WINDOW_SECONDS: Final = 0.05
-# Tries to tell the store of the last endings before a relay that stops leaves them to the leases.
+# Outages in a row after which a relay that stops leaves its last endings to the leases, and after
+# which a drain is given up.
 _LAST_TRIES: Final = 3
 # A store that does not answer is asked again after this, longer each time.
 _OUTAGE_SECONDS: Final = 0.5
@@ -99,7 +100,11 @@ class RelayEngine:
         self._crew.wake()
 
     async def run(self, *, until_idle: bool = False) -> None:
-        """Works until it is stopped, or until nothing is due; raises what is no outage."""
+        """Works until it is stopped, or until nothing is due.
+
+        Waits for a store that does not answer, except for the last word of a stop and in a drain.
+        Raises what is no outage.
+        """
         while True:
             started = self._monotonic()
             has_walked = False
@@ -113,8 +118,12 @@ class RelayEngine:
             except StoreUnavailable as error:
                 self._outages += 1
                 _logger.warning("the relay's store does not answer: %s", error)
-                if self.is_stopping and not self._flying and self._outages >= _LAST_TRIES:
-                    return
+                if not self._flying and self._outages >= _LAST_TRIES:
+                    # The leases free what the store could not be told of.
+                    if self.is_stopping:
+                        return
+                    if until_idle:
+                        raise
             is_busy = bool(self._flying or self._endings)
             if not is_busy and (self.is_stopping or (until_idle and has_walked)):
                 return

@@ -73,7 +73,10 @@ class Relay:
         return self._run(until_idle=False)
 
     def drain(self) -> RelayReport:
-        """Delivers until nothing is due any more; entries in their back-off are not waited for."""
+        """Delivers until nothing is due any more; entries in their back-off are not waited for.
+
+        Raises `StoreUnavailable` when the store does not answer several times in a row.
+        """
         return self._run(until_idle=True)
 
     def _run(self, *, until_idle: bool) -> RelayReport:
@@ -148,7 +151,10 @@ class AsyncRelay:
         return await self._run(until_idle=False)
 
     async def drain(self) -> RelayReport:
-        """Delivers until nothing is due any more; entries in their back-off are not waited for."""
+        """Delivers until nothing is due any more; entries in their back-off are not waited for.
+
+        Raises `StoreUnavailable` when the store does not answer several times in a row.
+        """
         return await self._run(until_idle=True)
 
     async def _run(self, *, until_idle: bool) -> RelayReport:
