@@ -26,6 +26,7 @@ PUBLIC_NAMES = [
     "Closed",
     "CompensationFailed",
     "Condition",
+    "DeliveryFailed",
     "DigestCollision",
     "Ending",
     "Event",
@@ -166,7 +167,12 @@ def test_invalid_input_is_a_value_error():
 
 def test_exactly_these_errors_promise_that_a_retry_may_help():
     retryable = {name for name, kind in error_classes().items() if kind.retryable}
-    assert retryable == {"CompensationFailed", "OperationInFlight", "StoreUnavailable"}
+    assert retryable == {
+        "CompensationFailed",
+        "DeliveryFailed",
+        "OperationInFlight",
+        "StoreUnavailable",
+    }
 
 
 def made(kind: type) -> Exception:

@@ -31,6 +31,7 @@
     │   ├── SchemaTooNew           the database was migrated by a newer release
     │   ├── SchemaChanged          an applied migration is not the one that this release has
     │   └── DigestCollision        two keys share one digest; neither is served for the other
+    ├── DeliveryFailed             a target did not take an outbox entry
     ├── OperatorRefused            an operator's command would be unsafe in this state
     ├── Closed                     the object was closed
     └── FlowSuspended              a blocking flow met a port that needs an event loop
@@ -225,6 +226,29 @@ class SchemaChanged(StoreError):
 
 class DigestCollision(StoreError):
     """Two different keys have the same digest; the second one is refused."""
+
+
+class DeliveryFailed(RetrysafeError):
+    """A target did not take an outbox entry; raised by targets, and seen by the relay.
+
+    `retry_after` is the least time until the next try. `is_final` says that trying again is of no
+    use: the entry is dead at once.
+    """
+
+    retryable = True
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        retry_after: timedelta | None = None,
+        is_final: bool = False,
+    ) -> None:
+        super().__init__(message, key=key)
+        self.retry_after = retry_after
+        self.is_final = is_final
+        self.retryable = not is_final
 
 
 class OperatorRefused(RetrysafeError):

@@ -300,7 +300,12 @@ class Process:
             secret=world._secret,
             joiner=None
             if world.join is None
-            else Joiner(join=world.join, drive=drive, renewals=self.renewals),
+            else Joiner(
+                join=world.join,
+                drive=drive,
+                renewals=self.renewals,
+                has_outbox=world.store.capabilities.has_outbox,
+            ),
             stepper=Stepper(
                 store=self.steps,
                 waiting=self.waiting,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from retrysafe.core import transitions
@@ -14,6 +15,7 @@ from retrysafe.core.model import (
     Payload,
     Record,
     Settlement,
+    StagedEntry,
     StepWrite,
 )
 from retrysafe.core.ports import Fate, Waits
@@ -41,6 +43,8 @@ class FakeTransaction:
     undo_error: Exception | None = None
     settle_error: Exception | None = None
     settles: Decision | None = None
+    staged: list[StagedEntry] = field(default_factory=list)
+    stage_error: Exception | None = None
     calls: list[str] = field(default_factory=list)
     waits = Waits.BLOCKING
     _saved: tuple[Record | None, Payload | None] = (None, None)
@@ -85,6 +89,7 @@ class FakeTransaction:
 
     async def settle(self, settlement: Settlement) -> Decision:
         self.calls.append("settle")
+        self.staged += settlement.entries
         if self.settle_error is not None:
             raise self.settle_error
         if self.settles is not None:
@@ -104,6 +109,12 @@ class FakeTransaction:
     async def step_fate(self, write: StepWrite) -> Fate:
         self.calls.append(f"fate of {write.step.name}")
         return await self.fate(None)
+
+    async def stage(self, entries: Sequence[StagedEntry]) -> None:
+        self.calls.append("stage")
+        if self.stage_error is not None:
+            raise self.stage_error
+        self.staged += entries
 
     async def fate(self, settlement: Settlement) -> Fate:
         if isinstance(self.fate_is, Exception):

@@ -11,6 +11,8 @@ from retrysafe.core.framing import Part
 from retrysafe.core.joining import JoinedOutcome, Joiner
 from retrysafe.core.keys import Key, checked_secret, child_key
 from retrysafe.core.lease import Lease
+from retrysafe.core.model import StagedEntry
+from retrysafe.core.staging import Staging
 from retrysafe.core.stepping import Stepper, StepRun
 from retrysafe.core.steps import (
     ONE_TRY,
@@ -33,6 +35,7 @@ class Attempt:
         "_joiner",
         "_lease",
         "_monotonic",
+        "_outbox",
         "_secret",
         "_stepper",
         "is_first",
@@ -71,6 +74,7 @@ class Attempt:
         self._stepper = stepper
         # Made with the first step: most operations have none, and pay nothing for them.
         self.steps: StepRun | None = None
+        self._outbox: Staging | None = None
 
     @property
     def token(self) -> bytes:
@@ -109,8 +113,9 @@ class Attempt:
         """
         if self._joiner is None or self._call is None:
             raise InvalidInput("this attempt's store cannot work in a transaction of yours")
+        entries = () if self._outbox is None else self._outbox.entries()
         return self._joiner.complete(
-            self._call, self._lease, connection, value, self._keep, self._check_complete
+            self._call, self._lease, connection, value, self._keep, self._check_complete, entries
         )
 
     async def _check_complete(self) -> None:
@@ -167,6 +172,24 @@ class Attempt:
 
     def _keep(self, joined: JoinedOutcome) -> None:
         self.joined = joined
+        if self._outbox is not None:
+            self._outbox.close()
+
+    @property
+    def outbox(self) -> Staging:
+        """What the operation has delivered once its outcome stands; raises `InvalidInput`."""
+        if self._outbox is None:
+            if self._joiner is None or not self._joiner.has_outbox:
+                raise InvalidInput("this attempt's store has no outbox to stage entries in")
+            self._outbox = Staging(self.key, self._secret, self.raise_if_lost)
+        return self._outbox
+
+    def staged(self) -> tuple[StagedEntry, ...]:
+        """What was staged, to be written with the outcome; nothing can be staged after it."""
+        if self._outbox is None:
+            return ()
+        self._outbox.close()
+        return self._outbox.entries()
 
     def child_key(self, *parts: Part) -> str:
         """The key for a call downstream: the same in every attempt, different for other parts.

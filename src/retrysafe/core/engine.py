@@ -394,7 +394,9 @@ class Engine:
                 verdict = await self._concluder.conclude(steps, lease, ending, payload, value=value)
                 if verdict is not None:
                     return await self._end_by(verdict, flight, call, lease, number, verdict.error)
-            payload = await self._settler.settle(call, lease, ending, payload, number, value)
+            payload = await self._settler.settle(
+                call, lease, ending, payload, number, value, attempt.staged()
+            )
             self._remember_ending(call, flight, ending, payload, number, asked)
         finally:
             self._stop_renewing(lease)

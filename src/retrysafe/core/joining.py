@@ -12,7 +12,7 @@ from typing import Any
 from retrysafe.core.atomic import settlement_of, storable
 from retrysafe.core.call import Call
 from retrysafe.core.lease import Lease
-from retrysafe.core.model import Decision, Payload, SettleKind, Settlement
+from retrysafe.core.model import Decision, Payload, SettleKind, Settlement, StagedEntry
 from retrysafe.core.ports import Fate, Renewals, Transaction
 from retrysafe.errors import ClaimLost, InvalidInput
 
@@ -41,12 +41,16 @@ class JoinedOutcome:
 class Joiner:
     """Completes attempts in users' transactions; the face says how its flows are driven."""
 
-    __slots__ = ("_drive", "_join", "_renewals")
+    __slots__ = ("_drive", "_join", "_renewals", "has_outbox")
 
-    def __init__(self, *, join: Join, drive: Drive, renewals: Renewals) -> None:
+    def __init__(
+        self, *, join: Join, drive: Drive, renewals: Renewals, has_outbox: bool = False
+    ) -> None:
         self._join = join
         self._drive = drive
         self._renewals = renewals
+        # Whether the store writes the entries of a settlement; others would drop them.
+        self.has_outbox = has_outbox
 
     def complete(
         self,
@@ -56,12 +60,13 @@ class Joiner:
         value: Any,
         keep: Callable[[JoinedOutcome], None],
         check: Callable[[], Awaitable[None]],
+        entries: tuple[StagedEntry, ...] = (),
     ) -> Any:
         """Writes the outcome and hands it to `keep`; to be awaited where flows suspend.
 
         `check` raises when the attempt must not be completed.
         """
-        return self._drive(self._complete(call, lease, connection, value, keep, check))
+        return self._drive(self._complete(call, lease, connection, value, keep, check, entries))
 
     async def _complete(
         self,
@@ -71,10 +76,11 @@ class Joiner:
         value: Any,
         keep: Callable[[JoinedOutcome], None],
         check: Callable[[], Awaitable[None]],
+        entries: tuple[StagedEntry, ...],
     ) -> None:
         await check()
         payload = storable(call, value)
-        settlement = settlement_of(call, lease.token, SettleKind.COMPLETE, payload)
+        settlement = settlement_of(call, lease.token, SettleKind.COMPLETE, payload, entries)
         transaction = self._join(connection)
         await transaction.begin()
         # The user's transaction is about to lock the record. A renewal would wait for it, and with
@@ -98,6 +104,18 @@ class Joiner:
             raise
         await transaction.keep()
         keep(JoinedOutcome(transaction, settlement, payload, value))
+
+
+async def stage_in(transaction: Transaction, entry: StagedEntry) -> str:
+    """Writes an entry of no operation in the user's transaction; returns its key."""
+    await transaction.begin()
+    try:
+        await transaction.stage([entry])
+    except BaseException:
+        await undo_quietly(transaction)
+        raise
+    await transaction.keep()
+    return entry.key
 
 
 async def undo_quietly(transaction: Transaction) -> None:

@@ -20,6 +20,7 @@ from retrysafe.core.model import (
     SettleAnswer,
     SettleKind,
     Settlement,
+    StagedEntry,
 )
 from retrysafe.core.ports import Orphanage, Renewals, Waiting, Writer
 from retrysafe.errors import (
@@ -42,6 +43,7 @@ _KINDS: Final = {
 
 # Looked up once: members of an enum are dear to look up on every call.
 _SUCCEEDED: Final = Ending.SUCCEEDED
+_RELEASED: Final = Ending.RELEASED
 _LOST: Final = Decision.LOST
 
 
@@ -123,17 +125,21 @@ class Settler:
         payload: Payload,
         attempt: int,
         value: Any = None,
+        entries: tuple[StagedEntry, ...] = (),
     ) -> Payload:
         """Stores an ending; when it returns, the returned payload is durable.
 
         Raises `ClaimLost` when another owner has the key, `OutcomeNotStored` when the store could
-        not be told within the policy's patience.
+        not be told within the policy's patience. A released key will run again, so what this
+        attempt staged goes with the one that settles it.
         """
         kind, event_kind = _KINDS[ending]
         policy = call.policy
         settlement = Settlement(
             kind, call.key, lease.token, payload, 0, policy.active_ms, policy.audit_ms
         )
+        if entries and ending is not _RELEASED:
+            settlement.entries = entries
         try:
             try:
                 answer = await self._writer.settle(settlement)

@@ -111,6 +111,7 @@ class BlockingIdempotency(AtomicThreads, Face):
                 join=self._join_blocking,
                 drive=run_sync,
                 renewals=self._heartbeat,
+                has_outbox=store.capabilities.has_outbox,
             ),
             stepper=Stepper(
                 store=store,

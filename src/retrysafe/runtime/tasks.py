@@ -146,6 +146,7 @@ class AsyncFace(AtomicTasks, Face):
                 join=self._join_suspending,
                 drive=_as_it_is,
                 renewals=parts.heartbeat,
+                has_outbox=parts.store.capabilities.has_outbox,
             ),
             stepper=Stepper(
                 store=parts.store,

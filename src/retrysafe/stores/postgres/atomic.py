@@ -22,6 +22,7 @@ from retrysafe.core.model import (
     Payload,
     Record,
     Settlement,
+    StagedEntry,
     StepWrite,
 )
 from retrysafe.core.ports import Fate, Waits
@@ -29,6 +30,7 @@ from retrysafe.errors import SchemaMissing, StoreUnavailable, TransactionMissing
 from retrysafe.stores.postgres import rows
 from retrysafe.stores.postgres.connections import UserConnection
 from retrysafe.stores.postgres.connector import MISSING_CODES, Connector
+from retrysafe.stores.postgres.outbox import stage_parameters
 
 _LOCK_NOT_AVAILABLE: Final = "55P03"
 _NO_TRANSACTION_CODES: Final = ("25P01", "3B001")
@@ -188,12 +190,21 @@ class PostgresTransaction:
         )
         if settled:
             self._transaction_id = str(settled[0][0])
+            if settlement.entries:
+                await self._stage(settlement.entries, settlement.key)
             return Decision.APPLY
         found = await self._read(settlement.key)
         record, now_ms = (None, 0) if found is None else (found[0], found[2])
         _, answer = transitions.settle(record, settlement, now_ms)
         # Not held a moment ago, so not ours now: a token never comes back.
         return Decision.CONFIRM if answer.decision is Decision.CONFIRM else Decision.LOST
+
+    async def stage(self, entries: Sequence[StagedEntry]) -> None:
+        """Writes outbox entries; the user's commit makes them deliverable."""
+        await self._stage(entries, None)
+
+    async def _stage(self, entries: Sequence[StagedEntry], key: Key | None) -> None:
+        await self._fetch("stage_entries", *stage_parameters(entries, key))
 
     async def fate(self, settlement: Settlement) -> Fate:
         """Asks on the store's own connection; neither question waits for a lock."""

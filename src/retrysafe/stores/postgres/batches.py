@@ -33,6 +33,8 @@ ROUNDS_LIMIT: Final = 50
 Found = tuple[Record, Payload | None, int]
 # Runs a statement by its name.
 Fetch = Callable[..., Awaitable[Sequence[Sequence[Any]]]]
+# Ends attempts together with the entries that they staged; gives the digests that were written.
+SettleStaged = Callable[[Sequence[Settlement]], Awaitable[Iterable[bytes]]]
 
 _digest_of: Final = attrgetter("key.digest")
 # Looked up once: members of an enum are dear to look up per row.
@@ -55,10 +57,11 @@ def _columns(rows: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
 class Batches:
     """Claims and settlements over one statement port."""
 
-    __slots__ = ("_fetch",)
+    __slots__ = ("_fetch", "_settle_staged")
 
-    def __init__(self, fetch: Fetch) -> None:
+    def __init__(self, fetch: Fetch, settle_staged: SettleStaged) -> None:
         self._fetch = fetch
+        self._settle_staged = settle_staged
 
     async def commit(
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
@@ -67,7 +70,7 @@ class Batches:
         digests = {request.key.digest for request in claims}
         digests.update([item.key.digest for item in settlements])
         if len(digests) < len(claims) + len(settlements) or any(
-            item.kind is _EXTEND for item in settlements
+            item.kind is _EXTEND or item.entries for item in settlements
         ):
             return await self._commit_mixed(claims, settlements)
         now_ms, claimed, settled = await self._write(claims, settlements)
@@ -102,10 +105,7 @@ class Batches:
             digest = request.key.digest
             if digest not in endings and digest not in extends:
                 wishes.setdefault(digest, request)
-        now_ms, claimed, ended = 0, b"", b""
-        if wishes or endings:
-            now_ms, claimed, ended = await self._write(wishes.values(), endings.values())
-        written = _split(ended)
+        now_ms, claimed, written = await self._write_staged(wishes.values(), endings.values())
         extended: dict[bytes, SettleAnswer] = {}
         if extends:
             extended = await self._extend(extends.values())
@@ -121,6 +121,18 @@ class Batches:
             else:
                 settled.append(await self._settle(item))
         return await self._answer_claims(claims, _split(claimed), now_ms), settled
+
+    async def _write_staged(
+        self, claims: Collection[ClaimRequest], endings: Collection[Settlement]
+    ) -> tuple[int, bytes, set[bytes]]:
+        """As `_write`; endings that stage entries are written apart, each with its entries."""
+        now_ms, claimed, ended = 0, b"", b""
+        staged = [item for item in endings if item.entries]
+        written = set(await self._settle_staged(staged)) if staged else set()
+        plain = [item for item in endings if not item.entries] if staged else endings
+        if claims or plain:
+            now_ms, claimed, ended = await self._write(claims, plain)
+        return now_ms, claimed, written | _split(ended)
 
     async def _write(
         self, claims: Iterable[ClaimRequest], endings: Iterable[Settlement]
@@ -249,7 +261,7 @@ class Batches:
             # Held by this token, and yet not written: somebody else was at the row.
             try:
                 if not is_extend:
-                    if (await self._write([], [settlement]))[2]:
+                    if (await self._write_staged([], [settlement]))[2]:
                         return _APPLIED
                 else:
                     extended = await self._extend([settlement])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -22,11 +22,12 @@ from retrysafe.core.model import (
     Decision,
     Payload,
     Settlement,
+    StagedEntry,
     StepWrite,
 )
 from retrysafe.core.ports import Fate, Waits
 from retrysafe.errors import InvalidInput, SchemaMissing, StoreError, TransactionMissing
-from retrysafe.stores.sqlite import batches, rows, steps
+from retrysafe.stores.sqlite import batches, outbox, rows, steps
 from retrysafe.stores.sqlite.schema import SQL
 
 _PRIMARY_MASK: Final = 0xFF
@@ -101,10 +102,7 @@ class SqliteTransaction:
                 return True
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode == sqlite3.SQLITE_ERROR:
-                    raise SchemaMissing(
-                        f"{self._path} has no current retrysafe schema ({error}): run 'retrysafe "
-                        f"migrate --store sqlite:///{self._path}' before the first transaction"
-                    ) from error
+                    raise self._schema_missing(error) from error
                 if error.sqlite_errorcode & _PRIMARY_MASK != sqlite3.SQLITE_BUSY:
                     raise
                 if error.sqlite_errorcode == sqlite3.SQLITE_BUSY_SNAPSHOT:
@@ -151,6 +149,16 @@ class SqliteTransaction:
             raise answer
         return answer.decision
 
+    async def stage(self, entries: Sequence[StagedEntry]) -> None:
+        """Writes outbox entries; the user's commit makes them deliverable."""
+        with self._plain_rows():
+            try:
+                outbox.insert(self._connection, entries, None, self._now_ms())
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode == sqlite3.SQLITE_ERROR:
+                    raise self._schema_missing(error) from error
+                raise
+
     async def fate(self, settlement: Settlement) -> Fate:
         """Compares what the store sees with what the user's connection sees."""
         if self._has_outcome(settlement):
@@ -195,6 +203,12 @@ class SqliteTransaction:
             yield
         finally:
             connection.row_factory, connection.text_factory = row_factory, text_factory
+
+    def _schema_missing(self, error: sqlite3.OperationalError) -> SchemaMissing:
+        return SchemaMissing(
+            f"{self._path} has no current retrysafe schema ({error}): run 'retrysafe "
+            f"migrate --store sqlite:///{self._path}' before the first transaction"
+        )
 
     def _require_same_file(self) -> None:
         files = {name: file for _, name, file in self._connection.execute("PRAGMA database_list")}

@@ -40,6 +40,7 @@ from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.migrations import Migration
 from retrysafe.stores.sqlite import batches, connecting, rows, schema, steps
 from retrysafe.stores.sqlite.atomic import SqliteTransaction
+from retrysafe.stores.sqlite.outbox import SqliteOutbox
 from retrysafe.stores.sqlite.schema import SQL
 
 # What SQLite and its binding raise for a row that cannot be stored, as opposed to a database that
@@ -88,6 +89,7 @@ class SqliteStore:
         self._reading_lock = threading.Lock()
         self._reader: sqlite3.Connection | None = None
         self._is_resting = False
+        self.outbox = SqliteOutbox(writing=self._transaction, reading=self._reading, now_ms=now_ms)
         forks.guard(self)
 
     @property
@@ -98,7 +100,7 @@ class SqliteStore:
     @property
     def capabilities(self) -> Capabilities:
         """One writer at a time, so one batch at a time; it may be large, the disk is the cost."""
-        return Capabilities(Waits.BLOCKING, batch_limit=128, batches_in_flight=1)
+        return Capabilities(Waits.BLOCKING, batch_limit=128, batches_in_flight=1, has_outbox=True)
 
     # The hot path.
 
@@ -107,7 +109,10 @@ class SqliteStore:
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
         """Applies a batch in one transaction, or row by row when one of them is refused."""
         try:
-            return self._commit(claims, settlements)
+            answers = self._commit(claims, settlements)
+            if any(item.entries for item in settlements):
+                self.outbox.hints.tell()
+            return answers
         except StoreRejected as rejected:
             if len(claims) + len(settlements) == 1:
                 return ([rejected], []) if claims else ([], [rejected])
@@ -238,9 +243,9 @@ class SqliteStore:
                 connection.execute(SQL["delete_steps"], (digest,))
                 connection.execute(SQL["delete_key"], (digest,))
             removed = connection.execute(SQL["delete_outcomes"], (now_ms, limit)).rowcount
-            return SweepReport(
-                min(limit, len(found)), removed, len(found) > limit or removed == limit
-            )
+            entries = connection.execute(SQL["delete_entries"], (now_ms, limit)).rowcount
+            has_more = len(found) > limit or limit in (removed, entries)
+            return SweepReport(min(limit, len(found)), removed, has_more, entries=entries)
 
     async def close(self) -> None:
         """Closes this process's connection; the next use opens a new one."""
