@@ -115,6 +115,17 @@ class Scene:
     def pass_time(self, seconds: float) -> None:
         self.clock.advance(timedelta(seconds=seconds))
 
+    def stand_still_before_claim(self, number: int, seconds: float = 40) -> None:
+        """Lets the process stand still right before its n-th claim, after it saw to its leases."""
+        turns = iter(range(1, 1_000_000))
+
+        def mint() -> bytes:
+            if next(turns) == number:
+                self.pass_time(seconds)
+            return mint_token()
+
+        self.engine._mint_token = mint
+
     def states(self) -> dict[str, str]:
         found = run_sync(self.store.outbox.list_entries(EntryQuery(limit=1_000)))
         return {item.entry.body.decode(): item.condition.value for item in found}

@@ -188,12 +188,10 @@ def test_a_relay_that_meets_its_own_entry_again_does_not_deliver_it_twice_at_onc
     scene = Scene(lease=timedelta(seconds=30))
     scene.stage("a")
 
-    def stand_still():
-        scene.pass_time(40)
-        scene.store.fail(Moment.BEFORE, method="outbox.extend")
-
-    report = scene.run(stand_still, lambda: None, scene.crew.end)
+    scene.stand_still_before_claim(2)
+    report = scene.run(scene.crew.end)
     assert scene.crew.taken == ["a"]
+    assert scene.stored("a").entry.attempts == 2
     assert report == RelayReport(delivered=1)
 
 

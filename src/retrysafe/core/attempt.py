@@ -179,10 +179,13 @@ class Attempt:
     def outbox(self) -> Staging:
         """What the operation has delivered once its outcome stands; raises `InvalidInput`."""
         if self._outbox is None:
-            if self._joiner is None or not self._joiner.has_outbox:
-                raise InvalidInput("this attempt's store has no outbox to stage entries in")
-            self._outbox = Staging(self.key, self._secret, self.raise_if_lost)
+            self._outbox = self._new_outbox()
         return self._outbox
+
+    def _new_outbox(self) -> Staging:
+        if self._joiner is None or not self._joiner.has_outbox:
+            raise InvalidInput("this attempt's store has no outbox to stage entries in")
+        return Staging(self.key, self._secret, self.raise_if_lost)
 
     def staged(self) -> tuple[StagedEntry, ...]:
         """What was staged, to be written with the outcome; nothing can be staged after it."""

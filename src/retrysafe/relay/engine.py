@@ -260,11 +260,11 @@ class RelayEngine:
         if self._is_full():
             return False
         asked = self._monotonic()
-        limit = min(self._room(), self._policy.batch_limit)
-        # Half of the room for free entries and half for heads, as a claim may give both in full.
+        # For free entries and for heads each: a claim may give both in full, so a crew may for a
+        # moment have twice as many on hand, and neither kind ever waits for the other.
         claim = EntryClaim(
             self._mint_token(),
-            max(1, limit // 2),
+            min(self._room(), self._policy.batch_limit),
             self._lease_ms,
             self._after,
             self._policy.dead_blocks,
