@@ -15,8 +15,10 @@ from retrysafe import errors
 
 PUBLIC_NAMES = [
     "Answer",
+    "ArgumentsNotStorable",
     "AsyncAtomicRun",
     "AsyncIdempotency",
+    "AsyncWorker",
     "AtomicRun",
     "Attempt",
     "AttemptsExhausted",
@@ -68,6 +70,8 @@ PUBLIC_NAMES = [
     "StoreUnavailable",
     "StoreUrlInvalid",
     "TransactionMissing",
+    "Worker",
+    "WorkerPolicy",
     "child_key",
     "current_attempt",
     "is_conflict",

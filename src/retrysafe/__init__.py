@@ -10,6 +10,7 @@ from retrysafe.core.model import Condition, Ending
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.steps import StepRetry
 from retrysafe.errors import (
+    ArgumentsNotStorable,
     AttemptsExhausted,
     CallerMissing,
     ClaimLost,
@@ -50,7 +51,9 @@ from retrysafe.runtime.atomic_tasks import AsyncAtomicRun
 from retrysafe.runtime.atomic_threads import AtomicRun
 from retrysafe.runtime.calls import BodyKey
 from retrysafe.runtime.current import current_attempt
+from retrysafe.runtime.duties import WorkerPolicy
 from retrysafe.runtime.steps import step
+from retrysafe.runtime.workers import AsyncWorker, Worker
 from retrysafe.stores.memory import MemoryStore
 from retrysafe.stores.sqlite import SqliteStore
 from retrysafe.wiring import AsyncIdempotency, Idempotency, open_store
@@ -60,8 +63,10 @@ __version__ = "0.1.0"
 __all__ = [
     "GLOBAL",
     "Answer",
+    "ArgumentsNotStorable",
     "AsyncAtomicRun",
     "AsyncIdempotency",
+    "AsyncWorker",
     "AtomicRun",
     "Attempt",
     "AttemptsExhausted",
@@ -112,6 +117,8 @@ __all__ = [
     "StoreUnavailable",
     "StoreUrlInvalid",
     "TransactionMissing",
+    "Worker",
+    "WorkerPolicy",
     "child_key",
     "current_attempt",
     "is_conflict",

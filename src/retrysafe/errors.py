@@ -9,7 +9,8 @@
     │   ├── FingerprintImpossible  a value of the request has no canonical form
     │   ├── StoreUrlInvalid        no store is meant by that URL
     │   ├── TransactionMissing     there is no open transaction to join
-    │   └── StepReused             two steps of one operation have the same name
+    │   ├── StepReused             two steps of one operation have the same name
+    │   └── ArgumentsNotStorable   a resumable operation cannot be stored with its arguments
     ├── KeyReused                  the key belongs to another request
     ├── OperationInFlight          the first run has not ended yet
     ├── OperationFailed            the first run failed for good; this is its failure
@@ -102,6 +103,10 @@ class TransactionMissing(InvalidInput):
 
 class StepReused(InvalidInput):
     """Two steps of one attempt have the same name, so their results could not be told apart."""
+
+
+class ArgumentsNotStorable(InvalidInput):
+    """The arguments of a resumable operation have no stored form, or are over the limit."""
 
 
 class KeyReused(RetrysafeError):

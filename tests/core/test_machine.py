@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrysafe.core import machine
-from retrysafe.core.machine import CONDITIONS, TABLE, Event, condition_of, decide
+from retrysafe.core.machine import CONDITIONS, TABLE, Event, condition_of, decide, recover_event
 from retrysafe.core.model import (
     Condition,
     Decision,
@@ -25,6 +25,7 @@ GOLDEN = """
 claim                  | admit  | in flight | take over | replay   | replay   | take over | admit
 claim, other request   | admit  | mismatch  | mismatch  | mismatch | mismatch | mismatch  | admit
 claim, same token      | admit  | confirm   | take over | replay   | replay   | take over | admit
+recover                | lost   | in flight | take over | lost     | lost     | lost      | lost
 complete               | lost   | apply     | apply     | confirm  | lost     | lost      | lost
 fail                   | lost   | apply     | apply     | lost     | confirm  | lost      | lost
 release                | lost   | apply     | apply     | lost     | lost     | confirm   | lost
@@ -144,12 +145,41 @@ def test_an_operator_never_frees_a_success_or_by_chance_a_running_one():
     assert decide(Event.OPERATOR_FORCE_RELEASE, Condition.RUNNING) is Decision.APPLY
 
 
+def test_a_worker_goes_on_with_what_is_abandoned_and_with_nothing_else():
+    """It starts no new life, and never runs what a caller was told has failed."""
+    taken = {
+        condition
+        for condition in Condition
+        if decide(Event.RECOVER, condition) in (Decision.ADMIT, Decision.TAKE_OVER)
+    }
+    assert taken == {Condition.ABANDONED}
+
+
+@pytest.mark.parametrize(
+    ("held", "token", "event"),
+    [
+        (TOKEN, OTHER_TOKEN, Event.RECOVER),
+        (OTHER_TOKEN, OTHER_TOKEN * 2, Event.WRITE_UNHELD),
+        (OTHER_TOKEN, TOKEN, Event.CLAIM_AGAIN),
+        (TOKEN, TOKEN, Event.CLAIM_AGAIN),
+    ],
+)
+def test_a_worker_is_known_by_the_token_that_it_saw(held, token, event):
+    """Its own token is a claim asked for again; any other is somebody else's hold."""
+    assert recover_event(record(), held=held, token=token) is event
+
+
+def test_a_worker_finds_nothing_where_there_is_no_record():
+    assert recover_event(None, held=TOKEN, token=OTHER_TOKEN) is Event.WRITE_UNHELD
+
+
 def test_decisions_belong_to_kinds_of_events():
     """A claim is never "lost" and a write never "replayed": callers branch on these sets."""
     allowed = {
         CLAIMS: {"admit", "take over", "in flight", "replay", "mismatch", "confirm"},
         (*OWNER_WRITES, Event.WRITE_UNHELD): {"apply", "confirm", "lost"},
         OPERATOR: {"apply", "confirm", "refuse"},
+        (Event.RECOVER,): {"take over", "in flight", "lost"},
         (Event.SWEEP,): {"keep", "delete"},
     }
     assert sum(len(events) for events in allowed) == len(Event)

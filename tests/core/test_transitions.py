@@ -53,6 +53,38 @@ def changed(before: Record, after: Record) -> set[str]:
     return {name for name, value in asdict(after).items() if asdict(before)[name] != value}
 
 
+@given(RECORDS | st.none(), st.sampled_from([TOKEN, OTHER_TOKEN]))
+def test_a_worker_takes_over_as_a_retry_does_or_loses(before, held):
+    """What it gets is exactly what the same request by a retry would get; else nothing changes."""
+    wish = request(b"W" * 16)
+    made, answer = transitions.take_over(before, wish, held, NOW)
+    is_seen = before is not None and before.token == held
+    if is_seen and condition_of(before, NOW) is Condition.ABANDONED:
+        assert (made, answer) == transitions.claim(before, wish, NOW)
+        assert answer.decision is Decision.TAKE_OVER
+        assert (made.rule, made.fingerprint) == (before.rule, before.fingerprint)
+    else:
+        is_running = is_seen and condition_of(before, NOW) is Condition.RUNNING
+        assert made is None
+        assert answer.decision is (Decision.IN_FLIGHT if is_running else Decision.LOST)
+        assert answer.condition is condition_of(before, NOW)
+
+
+def test_a_worker_that_asks_again_finds_its_own_claim():
+    """Its answer was lost: the token tells that it has the key, while its lease holds."""
+    taken, _ = transitions.take_over(record(), request(OTHER_TOKEN), TOKEN, LATER)
+    made, answer = transitions.take_over(taken, request(OTHER_TOKEN), TOKEN, LATER + 1)
+    assert (made, answer.decision, answer.attempt) == (None, Decision.CONFIRM, 2)
+    assert answer.remaining_ms == LEASE_MS - 1
+
+
+def test_a_worker_never_takes_over_another_key_with_the_same_digest():
+    """The row is not what the worker saw, so it is as if there were none."""
+    for other in (record(text="order-2"), record(caller="tenant-2")):
+        made, answer = transitions.take_over(other, request(OTHER_TOKEN), TOKEN, LATER)
+        assert (made, answer.decision) == (None, Decision.LOST)
+
+
 def test_a_first_claim_makes_a_pending_record():
     made, answer = transitions.claim(None, request(), NOW)
     assert made == record()

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 
 from retrysafe.core import transitions
 from retrysafe.core.machine import Event, condition_of, decide
-from retrysafe.core.model import Condition, Decision, Record, SettleKind, Step, StoredOutcome
+from retrysafe.core.model import (
+    Condition,
+    Decision,
+    Payload,
+    Record,
+    SettleKind,
+    State,
+    Step,
+    StoredOutcome,
+)
 from retrysafe.errors import DigestCollision
 
 
@@ -18,6 +27,7 @@ class Shelf:
     record: Record | None = None
     steps: dict[str, Step] = field(default_factory=dict)
     outcomes: list[StoredOutcome] = field(default_factory=list)
+    arguments: Payload | None = None
 
 
 class Model:
@@ -41,9 +51,19 @@ class Model:
             shelf.record = changed
         if answer.decision is Decision.ADMIT:
             shelf.steps = {}
+            shelf.arguments = None
+        if changed is not None and shelf.arguments is None:
+            shelf.arguments = request.arguments
         if answer.decision is Decision.REPLAY:
             mine = [item for item in shelf.outcomes if item.token == shelf.record.token]
             answer.payload = mine[-1].payload if mine else None
+        return answer
+
+    def take_over(self, request, held):
+        shelf = self.shelf(request.key)
+        changed, answer = transitions.take_over(shelf.record, request, held, self._now_ms())
+        if changed is not None:
+            shelf.record = changed
         return answer
 
     def settle(self, settlement):
@@ -95,6 +115,22 @@ class Model:
             for digest, shelf in self.shelves.items()
             if decide(Event.SWEEP, condition_of(shelf.record, self._now_ms())) is Decision.DELETE
         }
+
+    def abandoned(self):
+        """The shelves of records that nobody holds any more."""
+        return [
+            shelf
+            for shelf in self.shelves.values()
+            if condition_of(shelf.record, self._now_ms()) is Condition.ABANDONED
+        ]
+
+    def needless(self):
+        """The shelves whose arguments a sweep may remove."""
+        return [
+            shelf
+            for shelf in self.shelves.values()
+            if shelf.arguments is not None and shelf.record.state in (State.SUCCEEDED, State.FAILED)
+        ]
 
     def past_audit(self):
         """The outcomes that a sweep may remove."""

@@ -69,6 +69,7 @@ claims = st.builds(
     lease_ms=durations_ms,
     operation=st.sampled_from(("", "charge", "refund")),
     owner=st.sampled_from(("", "owner-1")),
+    arguments=st.sampled_from((None, None, *PAYLOADS[1:])),
 )
 settlements = st.builds(
     Settlement,
@@ -128,6 +129,33 @@ class StoreAgainstModel(RuleBasedStateMachine):
         if record is not None:
             self.commit([], [Settlement(kind, key, record.token, payload, 100, 1_000, 1_000)])
 
+    @rule(request=claims, held=tokens)
+    def take_over(self, request, held):
+        answer = run_sync(self.store.take_over(request, held))
+        assert answer == self.model.take_over(request, held)
+
+    @rule(request=claims)
+    def take_over_from_the_owner(self, request):
+        record = self.model.shelf(request.key).record
+        if record is not None:
+            self.take_over(request, record.token)
+
+    @rule(limit=st.integers(1, 4), after=st.sampled_from((b"", *(key.digest for key in KEYS))))
+    def list_abandoned(self, limit, after):
+        abandoned = self.model.abandoned()
+        found = [item.record for item in run_sync(self.store.list_abandoned(limit))]
+        assert len(found) == min(limit, len(abandoned))
+        assert all(item in [shelf.record for shelf in abandoned] for item in found)
+        expected = sorted(
+            (shelf.record.digest, shelf.record.token, shelf.arguments)
+            for shelf in abandoned
+            if shelf.arguments is not None and shelf.record.digest > after
+        )
+        assert [
+            (item.record.digest, item.record.token, item.arguments)
+            for item in run_sync(self.store.list_resumable(limit, after))
+        ] == expected[:limit]
+
     @rule(key=keys, token=tokens, step=steps)
     def record_step(self, key, token, step):
         write = StepWrite(key, token, step)
@@ -148,6 +176,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def sweep(self, limit):
         """Rounds until nothing is left: which rows a round takes is the store's own choice."""
         keys, outcomes = self.model.outlived(), self.model.past_audit()
+        has_needless = len(self.model.needless()) >= limit
         keys_left, outcomes_left, has_more = len(keys), len(outcomes), True
         while has_more:
             report = run_sync(self.store.sweep(limit))
@@ -158,10 +187,13 @@ class StoreAgainstModel(RuleBasedStateMachine):
             # A round too many may be asked for after a full one, and never one too few.
             has_more = report.has_more
             assert has_more or keys_left == outcomes_left == 0
-            assert limit in (report.keys, report.outcomes) or not has_more
+            assert limit in (report.keys, report.outcomes) or has_needless or not has_more
         for digest in keys:
             self.model.shelves[digest].record = None
             self.model.shelves[digest].steps = {}
+            self.model.shelves[digest].arguments = None
+        for shelf in self.model.needless():
+            shelf.arguments = None
         for digest, outcome in outcomes:
             self.model.shelves[digest].outcomes.remove(outcome)
 
@@ -205,6 +237,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
             assert found.record == expected
             assert found.condition is self.model.condition(key)
             assert found.now_ms == self.clock()
+            assert found.arguments == shelf.arguments
             # Equal positions and instants have no order of their own.
             assert sorted(found.steps, key=by_name) == sorted(shelf.steps.values(), key=by_name)
             positions = [step.position for step in found.steps]

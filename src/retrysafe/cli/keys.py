@@ -25,7 +25,7 @@ from retrysafe.core.model import (
     RecordQuery,
     StoredKey,
 )
-from retrysafe.core.ports import ListsAbandoned, Store
+from retrysafe.core.ports import Store
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import operator_outcome
 
@@ -120,7 +120,7 @@ def list_keys(
 
 def _found(store: Store, query: RecordQuery) -> list[StoredKey]:
     only_abandoned = RecordQuery(conditions=frozenset({Condition.ABANDONED}), limit=query.limit)
-    if query == only_abandoned and isinstance(store, ListsAbandoned):
+    if query == only_abandoned:
         # What people look for in an incident, when one more long scan is the last thing they need.
         found = run_sync(store.list_abandoned(query.limit))
         return sorted(found, key=lambda item: item.record.claimed_at_ms, reverse=True)

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from retrysafe.core.codec import OutcomeCodec
 from retrysafe.core.keys import Key
-from retrysafe.core.model import Ending, Fingerprint
+from retrysafe.core.model import Ending, Fingerprint, Payload
 from retrysafe.core.policy import Policy
 
 
@@ -23,6 +23,11 @@ class Call:
     codec: OutcomeCodec
     # How a returned value ends the attempt; None when every value is a success.
     judge: Callable[[Any], Ending] | None = None
+    # What a resumable operation is called with; stored with the claim.
+    arguments: Payload | None = None
+    # The token of the abandoned claim that a worker wants to take over. Its call admits nothing,
+    # and a failure that would free the key leaves it to the lease: no caller hears of it.
+    recovers: bytes | None = None
 
 
 T = TypeVar("T")

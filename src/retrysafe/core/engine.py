@@ -8,7 +8,8 @@ ports. Every decision about a record is the store's, by the store's clock.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, Protocol
 
 from retrysafe.core import codec
 from retrysafe.core.attempt import Attempt
@@ -68,6 +69,14 @@ _WAIT: Final = InFlight.WAIT
 
 
 Invoke = Callable[[Attempt], Awaitable[Any]]
+Claim = Callable[[ClaimRequest], Awaitable[ClaimAnswer]]
+
+
+class Recovers(Protocol):
+    """As much of a store as a worker's call needs."""
+
+    async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
+        """Claims a key that is abandoned by the owner of the token `held`; LOST if it is not."""
 
 
 class Engine:
@@ -88,6 +97,7 @@ class Engine:
         secret: bytes | None = None,
         joiner: Joiner | None = None,
         stepper: Stepper | None = None,
+        recovers: Recovers | None = None,
     ) -> None:
         self._writer = writer
         self._waiting = waiting
@@ -109,6 +119,7 @@ class Engine:
         self._secret = secret
         self._joiner = joiner
         self._stepper = stepper
+        self._recovers = recovers
         self._flights = Flights(lock)
 
     async def answer(self, call: Call, invoke: Invoke) -> Answer[Any]:
@@ -191,15 +202,20 @@ class Engine:
             call.policy.lease_ms,
             call.operation,
             self._owner,
+            call.arguments,
         )
+        claim: Claim = self._writer.claim
+        if call.recovers is not None:
+            assert self._recovers is not None  # Whoever makes such a call has given the port.
+            claim = partial(self._recovers.take_over, held=call.recovers)
         poll_seconds = POLL_SECONDS
         late_answers = 0
         while True:
             asked = self._monotonic()
             try:
-                answer = await self._writer.claim(request)
+                answer = await claim(request)
             except StoreUnavailable as error:
-                answer = await self._claim_again(flight, request, error)
+                answer = await self._claim_again(flight, request, claim, error)
             decision = answer.decision
             if decision in _GRANTED:
                 if self._monotonic() >= asked + answer.remaining_ms / 1000:
@@ -219,6 +235,11 @@ class Engine:
             if decision is Decision.MISMATCH:
                 flight.is_mismatched = True
                 raise self._reused(call, "store")
+            if decision is Decision.LOST:
+                raise ClaimLost(
+                    f"somebody else went on with {call.key.text!r}, or stopped it: nothing was run",
+                    key=call.key.text,
+                )
             flight.conflict_ends_monotonic = asked + answer.remaining_ms / 1000
             now = self._monotonic()
             if wait_until is None or now >= wait_until:
@@ -230,7 +251,7 @@ class Engine:
             poll_seconds = min(poll_seconds * POLL_GROWTH, POLL_MAXIMUM_SECONDS)
 
     async def _claim_again(
-        self, flight: Flight, request: ClaimRequest, error: StoreUnavailable
+        self, flight: Flight, request: ClaimRequest, claim: Claim, error: StoreUnavailable
     ) -> ClaimAnswer:
         """Asks again when the answer was lost: the token tells whose claim it was."""
         pause = RETRY_PAUSE_SECONDS
@@ -239,7 +260,7 @@ class Engine:
             await self._waiting.sleep(pause)
             pause *= 2
             try:
-                return await self._writer.claim(request)
+                return await claim(request)
             except StoreUnavailable as again:
                 error = again
         self._report(EventKind.STORE_UNAVAILABLE, request.key, detail=str(error))

@@ -29,6 +29,8 @@ class EventKind(StrEnum):
     SETTLE_FAILED = "settle failed"
     STORE_UNAVAILABLE = "store unavailable"
     UNPROTECTED = "unprotected"
+    ABANDONED = "abandoned"
+    POSTPONED = "postponed"
 
 
 @dataclass(slots=True)

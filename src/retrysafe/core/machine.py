@@ -12,6 +12,8 @@ The rules that the table spells out:
   an *expired* lease still holds the token until somebody takes over, so its outcome is kept.
 - Repeating a write that already stands is confirmed, so an ambiguous commit can be retried.
 - A settled or released record past its active window counts as absent.
+- A worker that recovers an operation takes over the very claim that it saw abandoned, or nothing:
+  it never starts a new life, and never runs what a caller was told has failed.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ class Event(StrEnum):
     CLAIM = "claim"
     CLAIM_MISMATCHED = "claim, other request"
     CLAIM_AGAIN = "claim, same token"
+    RECOVER = "recover"
     COMPLETE = "complete"
     FAIL = "fail"
     RELEASE = "release"
@@ -63,12 +66,13 @@ CONDITIONS: Final = (
 )
 
 # fmt: off
-# The grid is read by column; the formatter would stack it into 91 lines.
+# The grid is read by column; the formatter would stack it into 98 lines.
 _ROWS: Final[dict[Event, tuple[Decision, ...]]] = {
     #                              absent      running       abandoned     succeeded     failed        released      outlived
     Event.CLAIM:                  (_D.ADMIT,   _D.IN_FLIGHT, _D.TAKE_OVER, _D.REPLAY,    _D.REPLAY,    _D.TAKE_OVER, _D.ADMIT),
     Event.CLAIM_MISMATCHED:       (_D.ADMIT,   _D.MISMATCH,  _D.MISMATCH,  _D.MISMATCH,  _D.MISMATCH,  _D.MISMATCH,  _D.ADMIT),
     Event.CLAIM_AGAIN:            (_D.ADMIT,   _D.CONFIRM,   _D.TAKE_OVER, _D.REPLAY,    _D.REPLAY,    _D.TAKE_OVER, _D.ADMIT),
+    Event.RECOVER:                (_D.LOST,    _D.IN_FLIGHT, _D.TAKE_OVER, _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST),
     Event.COMPLETE:               (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.CONFIRM,   _D.LOST,      _D.LOST,      _D.LOST),
     Event.FAIL:                   (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.LOST,      _D.CONFIRM,   _D.LOST,      _D.LOST),
     Event.RELEASE:                (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.LOST,      _D.LOST,      _D.CONFIRM,   _D.LOST),
@@ -150,6 +154,16 @@ def held_event(record: Record | None, event: Event, token: bytes) -> Event:
     if record is None or record.token != token:
         return Event.WRITE_UNHELD
     return event
+
+
+def recover_event(record: Record | None, *, held: bytes, token: bytes) -> Event:
+    """Which kind of claim a worker makes that saw the key held by that token, and brings its own.
+
+    It compares no fingerprint: the request is the record's own.
+    """
+    if record is not None and record.token == token:
+        return Event.CLAIM_AGAIN
+    return held_event(record, Event.RECOVER, held)
 
 
 def settle_event(record: Record | None, kind: SettleKind, token: bytes) -> Event:

@@ -117,6 +117,9 @@ class ClaimRequest:
     lease_ms: int
     operation: str = ""
     owner: str = ""
+    # What the operation is called with, stored with the claim so that a worker can run it again;
+    # None for an operation that is not resumable, of which nothing is stored.
+    arguments: Payload | None = None
 
 
 @dataclass(slots=True)
@@ -223,6 +226,8 @@ class StoredKey:
     now_ms: int
     steps: list[Step] = field(default_factory=list)
     outcomes: list[StoredOutcome] = field(default_factory=list)
+    # What a resumable operation was called with, until it has ended.
+    arguments: Payload | None = None
 
 
 @dataclass(slots=True)

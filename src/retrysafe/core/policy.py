@@ -50,6 +50,8 @@ class Policy:
     # How long a waiting duplicate waits; then it is told that the operation is in flight.
     wait_limit: timedelta = timedelta(seconds=10)
     outcome_limit_bytes: int = 1024 * 1024
+    # How large the stored arguments of a resumable operation may be; more is refused.
+    arguments_limit_bytes: int = 64 * 1024
     # How long storing the outcome is tried when the store does not answer.
     settle_patience: timedelta = timedelta(seconds=10)
     # After this the lease of a running attempt is no longer renewed. None: as long as it runs,
@@ -151,14 +153,13 @@ class Policy:
                 f"attempt_limit must be a whole number from 1 to 1,000,000, "
                 f"got {self.attempt_limit!r}"
             )
-        if (
-            not _is_count(self.outcome_limit_bytes)
-            or not 1 <= self.outcome_limit_bytes <= OUTCOME_LIMIT_MAXIMUM_BYTES
-        ):
-            raise PolicyInvalid(
-                f"outcome_limit_bytes must be a whole number from 1 to "
-                f"{OUTCOME_LIMIT_MAXIMUM_BYTES:,}, got {self.outcome_limit_bytes!r}"
-            )
+        for name in ("outcome_limit_bytes", "arguments_limit_bytes"):
+            limit = getattr(self, name)
+            if not _is_count(limit) or not 1 <= limit <= OUTCOME_LIMIT_MAXIMUM_BYTES:
+                raise PolicyInvalid(
+                    f"{name} must be a whole number from 1 to {OUTCOME_LIMIT_MAXIMUM_BYTES:,}, "
+                    f"got {limit!r}"
+                )
         if not isinstance(self.in_flight, InFlight):
             raise PolicyInvalid(
                 f"in_flight must be InFlight.FAIL or InFlight.WAIT, got {self.in_flight!r}"

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from retrysafe.core.keys import Key
 from retrysafe.core.lease import Lease
@@ -88,22 +88,37 @@ class Store(Protocol):
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
         """Records for an operator, newest claim first, without steps and audit."""
 
+    async def list_abandoned(self, limit: int) -> list[StoredKey]:
+        """At most `limit` pending records whose lease has ended, without steps and audit.
+
+        A large store may look at its records in several statements, and show one that was settled
+        meanwhile.
+        """
+
+    async def list_resumable(self, limit: int, after: bytes) -> list[StoredKey]:
+        """At most `limit` abandoned records that have arguments, with their arguments.
+
+        By their digests, those behind the digest `after` only: a walk over all of them is not held
+        up by some that nobody can resume.
+        """
+
+    async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
+        """Claims a key that is abandoned by the owner of the token `held`; LOST if it is not.
+
+        The arguments of the request are not looked at: those that are stored stay.
+        """
+
     async def operate(self, key: Key, command: OperatorCommand) -> Decision:
         """Applies an operator's command."""
 
     async def sweep(self, limit: int) -> SweepReport:
-        """Removes at most `limit` outlived keys and `limit` outcomes past their audit window."""
+        """Removes at most `limit` outlived keys and `limit` outcomes past their audit window.
+
+        And at most `limit` arguments of operations that have ended: nobody needs them any more.
+        """
 
     async def close(self) -> None:
         """Gives back what the store holds; closing twice is harmless."""
-
-
-@runtime_checkable
-class ListsAbandoned(Protocol):
-    """A store with a cheaper way to abandoned records than listing all; optional."""
-
-    async def list_abandoned(self, limit: int) -> list[StoredKey]:
-        """At most `limit` pending records whose lease has ended, without steps and audit."""
 
 
 class Writer(Protocol):
@@ -220,6 +235,16 @@ class Orphanage(Protocol):
 
     def adopt(self, flow: Coroutine[Any, Any, None]) -> None:
         """Runs the flow to its end without the caller, or closes it when that cannot be done."""
+
+
+class Crew(Protocol):
+    """Runs flows beside the caller, a few at a time."""
+
+    async def has_room(self) -> bool:
+        """Waits until one more may start; False when the crew is being stopped."""
+
+    def start(self, flow: Coroutine[Any, Any, None]) -> None:
+        """Runs the flow in the room that was just asked for; a flow raises nothing."""
 
 
 class Lock(Protocol):

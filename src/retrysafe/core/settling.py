@@ -107,6 +107,11 @@ class Settler:
         error: Exception | None,
     ) -> tuple[Ending, Payload]:
         """Stores a failure; the exception that it is about is named as the cause of others."""
+        if ending is _RELEASED and call.recovers is not None:
+            # Released, it would wait for a caller who may never come back. Left to its lease it
+            # is abandoned again, and the next worker tries again, up to the attempt limit.
+            self._report(EventKind.POSTPONED, call.key, call.operation, attempt, str(error))
+            return ending, payload
         try:
             return ending, await self.settle(call, lease, ending, payload, attempt)
         except OutcomeNotStored as unstored:

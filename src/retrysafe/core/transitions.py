@@ -16,6 +16,7 @@ from retrysafe.core.machine import (
     decide,
     held_event,
     operator_event,
+    recover_event,
     settle_event,
 )
 from retrysafe.core.model import (
@@ -61,6 +62,32 @@ def claim(
             decision, condition, 1, request, now_ms
         )
     assert record is not None  # Only an absent record has no row, and absent is always admitted.
+    return _claimed(record, request, decision, condition, now_ms)
+
+
+def take_over(
+    record: Record | None, request: ClaimRequest, held: bytes, now_ms: int
+) -> tuple[Record | None, ClaimAnswer]:
+    """Claims a key for a worker that saw it abandoned by the owner of that token.
+
+    LOST when anything happened to the key since, so that a worker never runs an operation that
+    somebody else has ended, that an operator has stopped, or that is of another life of the key.
+    """
+    if record is not None and (
+        record.text != request.key.text or record.caller != request.key.caller
+    ):
+        record = None  # A row of another key with the same digest is not what the worker saw.
+    condition = condition_of(record, now_ms)
+    decision = decide(recover_event(record, held=held, token=request.token), condition)
+    if record is None or decision is Decision.LOST:
+        return None, ClaimAnswer(Decision.LOST, condition)
+    return _claimed(record, request, decision, condition, now_ms)
+
+
+def _claimed(
+    record: Record, request: ClaimRequest, decision: Decision, condition: Condition, now_ms: int
+) -> tuple[Record | None, ClaimAnswer]:
+    """What a claim does to a record that is there and not outlived."""
     if decision is Decision.TAKE_OVER:
         granted = _granted(request, record, condition, now_ms)
         return granted, _grant(decision, condition, granted.attempt, request, now_ms)

@@ -19,6 +19,8 @@ LEVELS: Final = {
     EventKind.SETTLE_FAILED: logging.ERROR,
     EventKind.STORE_UNAVAILABLE: logging.WARNING,
     EventKind.UNPROTECTED: logging.WARNING,
+    EventKind.ABANDONED: logging.WARNING,
+    EventKind.POSTPONED: logging.WARNING,
 }
 
 

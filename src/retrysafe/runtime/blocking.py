@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from datetime import timedelta
 from types import CoroutineType, FunctionType, TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar
@@ -35,14 +35,17 @@ from retrysafe.runtime.calls import (
     require_no_positional,
     shown_name,
 )
+from retrysafe.runtime.crews import ThreadCrew
 from retrysafe.runtime.current import current
 from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.duties import WorkerPolicy, duties_of
 from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_outcome
 from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.group_commit import DirectWriter, ThreadGroupCommit
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
 from retrysafe.runtime.steps import codec_of_step, perform_blocking
 from retrysafe.runtime.waiting import ThreadWaiting
+from retrysafe.runtime.workers import Duty, ThreadDuty, Worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -125,6 +128,7 @@ class BlockingIdempotency(AtomicThreads, Face):
                 current=current.get,
                 join=self._join_blocking,
             ),
+            recovers=store,
         )
 
     def _join_blocking(self, connection: object) -> Transaction:
@@ -211,11 +215,13 @@ class BlockingIdempotency(AtomicThreads, Face):
         rule: FingerprintRule | None = None,
         ignore: Iterable[str] = (),
         returns: type | tuple[type, ...] | None = None,
+        resumable: bool = False,
     ) -> Callable[[Callable[P, T]], Callable[P, T]]:
         """Decorates a function or method so that each key runs it once.
 
         `key` names the parameters that identify the operation, or is a function of the arguments,
-        or a `BodyKey`. `ignore` names parameters that are not part of the request.
+        or a `BodyKey`. `ignore` names parameters that are not part of the request. `resumable`
+        stores the arguments with the claim, so that a worker can finish what a crash interrupted.
         """
         require_no_positional(misplaced)
 
@@ -230,6 +236,7 @@ class BlockingIdempotency(AtomicThreads, Face):
                 rule=rule,
                 ignore=ignore,
                 returns=returns,
+                resume=self._resume if resumable else None,
             )
 
             @functools.wraps(function)
@@ -241,6 +248,27 @@ class BlockingIdempotency(AtomicThreads, Face):
             return run_once
 
         return decorate
+
+    def resumable(
+        self,
+        name: str | None = None,
+        *,
+        policy: Policy | None = None,
+        returns: type | tuple[type, ...] | None = None,
+    ) -> Callable[[Callable[P, T]], Callable[P, T]]:
+        """Declares a function for `run` that a worker may finish without its caller.
+
+        From then on its arguments are stored with every claim. The function stays as it is; policy
+        and `returns` count for `run` too. `name` (default: the function's own) must stay the same
+        in every release. Raises `InvalidInput` for methods, and for a name that is taken.
+        """
+
+        def declare(function: Callable[P, T]) -> Callable[P, T]:
+            _require_plain(function)
+            self._register(function, name, policy, returns, self._resume)
+            return function
+
+        return declare
 
     def answer_of(
         self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
@@ -286,6 +314,15 @@ class BlockingIdempotency(AtomicThreads, Face):
         finally:
             gate.leave(inside)
 
+    async def _resume(
+        self,
+        call: Call,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Answer[Any]:
+        return self._answer(call, function, args, kwargs)
+
     # Looking after the store.
 
     def read(self, key: str | Key, *, caller: CallerSource | None = None) -> StoredKey | None:
@@ -322,6 +359,27 @@ class BlockingIdempotency(AtomicThreads, Face):
         Raises `InvalidInput` for a limit below 1.
         """
         return run_sync(self._store.sweep(checked_limit(limit)))
+
+    def worker(
+        self, policy: WorkerPolicy | None = None, *, also: Mapping[str, Duty] | None = None
+    ) -> Worker:
+        """What finishes abandoned operations, reports others and sweeps; see `Worker.run`.
+
+        It resumes the operations that are declared with this object. `also` takes more duties by
+        their names, a relay for one. Stop the worker before you close this object.
+        """
+        policy = policy or WorkerPolicy()
+        flows = duties_of(
+            store=self._store,
+            waiting=ThreadWaiting(),
+            crew=ThreadCrew(policy.concurrency),
+            lock=threading.Lock(),
+            resumers=self._resumables.by_name,
+            report=self._report,
+            policy=policy,
+        )
+        duties = {name: ThreadDuty(flow) for name, flow in flows.items()}
+        return Worker({**duties, **(also or {})})
 
     def close(self, wait: timedelta = timedelta(seconds=30)) -> bool:
         """Starts nothing new and waits for running operations; False when some still run.

@@ -23,7 +23,7 @@ from retrysafe.core.events import UNNAMED
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.framing import Part
 from retrysafe.core.keys import Caller, GlobalCaller, Key, body_key, checked_secret, natural_key
-from retrysafe.core.model import Fingerprint
+from retrysafe.core.model import Fingerprint, Payload
 from retrysafe.core.policy import Policy
 from retrysafe.core.values import NotStorable, to_tree
 from retrysafe.errors import (
@@ -160,13 +160,14 @@ def _resolved_types(operation: Callable[..., Any]) -> tuple[type, ...]:
         annotation = typing.get_type_hints(operation).get("return")
     except Exception:
         return ()  # An annotation that cannot be resolved here is only a missing hint.
-    return tuple(_classes(annotation))
+    return tuple(classes_in(annotation))
 
 
-def _classes(annotation: Any) -> Iterable[type]:
+def classes_in(annotation: Any) -> Iterable[type]:
+    """The classes that an annotation mentions."""
     arguments = typing.get_args(annotation)
     for argument in arguments:
-        yield from _classes(argument)
+        yield from classes_in(argument)
     if not arguments and isinstance(annotation, type):
         yield annotation
 
@@ -183,7 +184,7 @@ def codec_of(returns: type | tuple[type, ...] | None) -> ValueCodec:
     """The codec that can rebuild values of the declared types."""
     if returns is None:
         return _NO_TYPES
-    return ValueCodec(returns if isinstance(returns, tuple) else tuple(_classes(returns)))
+    return ValueCodec(returns if isinstance(returns, tuple) else tuple(classes_in(returns)))
 
 
 def request_tree(request: object) -> Any:
@@ -219,6 +220,8 @@ class Once:
     rule: FingerprintRule | None
     codec: ValueCodec
     ignore: frozenset[str]
+    # Turns the arguments of a resumable operation into what is stored of them.
+    keep: Callable[[tuple[Any, ...], Mapping[str, Any], int], Payload] | None = None
     signature: inspect.Signature = field(init=False)
 
     def __post_init__(self) -> None:
@@ -268,6 +271,10 @@ class Once:
             self.policy,
             self.name,
             self.codec,
+            None,
+            None
+            if self.keep is None
+            else self.keep(args, kwargs, self.policy.arguments_limit_bytes),
         )
 
     def _key(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -43,6 +43,7 @@ from retrysafe.runtime.calls import (
     request_tree,
     require_runnable,
 )
+from retrysafe.runtime.resumers import Resumable, Resumables, Run
 
 _logger = logging.getLogger("retrysafe")
 
@@ -113,6 +114,7 @@ class Face:
         self._has_cache = cache
         self._report = reporter(observers)
         self._owns_store = owns_store
+        self._resumables = Resumables()
 
     @property
     def policy(self) -> Policy:
@@ -146,10 +148,17 @@ class Face:
     ) -> Call:
         require_runnable(operation)
         settings = self._settings
-        if name is None:
-            name = operation_name(operation)
         if request is UNSET:
             request = asked_for(operation, args)
+        found = None
+        if self._resumables.by_function:
+            found = self._resumables.of(operation, args)
+        if found is not None:
+            return self._resumable_call(
+                *found, settings.key(key, caller), name, request, policy, rule, returns
+            )
+        if name is None:
+            name = operation_name(operation)
         return Call(
             settings.key(key, caller),
             fingerprints_of(rule or settings.rule, name, request),
@@ -157,6 +166,59 @@ class Face:
             name,
             codec_for(operation, returns),
         )
+
+    def _resumable_call(
+        self,
+        resumable: Resumable,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        key: Key,
+        name: str | None,
+        request: object,
+        policy: Policy | None,
+        rule: FingerprintRule | None,
+        returns: type | tuple[type, ...] | None,
+    ) -> Call:
+        """The call of an operation that was declared resumable, with its arguments."""
+        if name is not None and name != resumable.name:
+            raise InvalidInput(
+                f"this operation is resumable as {resumable.name!r}, and a worker would not find "
+                f"it as {name!r}: leave name= out"
+            )
+        policy = policy or resumable.policy
+        return Call(
+            key,
+            fingerprints_of(rule or self._settings.rule, resumable.name, request),
+            policy,
+            resumable.name,
+            resumable.codec if returns is None else codec_of(returns),
+            None,
+            resumable.payload(args, kwargs, policy.arguments_limit_bytes),
+        )
+
+    def _register(
+        self,
+        function: Callable[..., Any],
+        name: object,
+        policy: Policy | None,
+        returns: type | tuple[type, ...] | None,
+        run: Run,
+    ) -> Resumable:
+        """Makes a function resumable by its name; raises `InvalidInput`."""
+        if name is not None and not isinstance(name, str):
+            raise InvalidInput(
+                "resumable takes the name of an operation: write @idem.resumable() or "
+                "@idem.resumable('name') above the function"
+            )
+        resumable = Resumable(
+            operation_name(function) if name is None else name,
+            function,
+            policy or self._settings.policy,
+            codec_for(function, returns),
+            run,
+        )
+        self._resumables.register(resumable)
+        return resumable
 
     def _join(self, connection: object, waits: Waits) -> Transaction:
         """The user's transaction, if the store and this face can work in it."""
@@ -224,11 +286,13 @@ class Face:
         rule: FingerprintRule | None,
         ignore: Iterable[str],
         returns: type | tuple[type, ...] | None,
+        resume: Run | None = None,
     ) -> Once:
+        """The decoration of a function; with `resume` it is resumable, and that runs it."""
         require_runnable(function)
         if isinstance(ignore, str):
             raise InvalidInput(f"ignore takes a list of parameter names, got the text {ignore!r}")
-        return Once(
+        once = Once(
             function,
             self._settings,
             key,
@@ -239,6 +303,9 @@ class Face:
             codec_for(function, returns),
             frozenset(ignore),
         )
+        if resume is not None:
+            once.keep = self._register(function, once.name, once.policy, returns, resume).payload
+        return once
 
 
 def operator_outcome(

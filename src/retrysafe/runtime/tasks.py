@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from datetime import timedelta
 from types import CoroutineType, TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar
@@ -36,7 +36,9 @@ from retrysafe.runtime.calls import (
     require_no_positional,
     shown_name,
 )
+from retrysafe.runtime.crews import TaskCrew
 from retrysafe.runtime.current import current
+from retrysafe.runtime.duties import WorkerPolicy, duties_of
 from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_outcome
 from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.group_commit import DirectWriter, TaskGroupCommit
@@ -44,6 +46,7 @@ from retrysafe.runtime.heartbeat import TaskHeartbeat
 from retrysafe.runtime.steps import codec_of_step, perform_suspending
 from retrysafe.runtime.threaded import ThreadedStore
 from retrysafe.runtime.waiting import TaskWaiting
+from retrysafe.runtime.workers import AsyncDuty, AsyncWorker, TaskDuty
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -160,6 +163,7 @@ class AsyncFace(AtomicTasks, Face):
                 current=current.get,
                 join=self._join_suspending,
             ),
+            recovers=parts.store,
         )
 
     def _join_suspending(self, connection: object) -> Transaction:
@@ -257,11 +261,13 @@ class AsyncFace(AtomicTasks, Face):
         rule: FingerprintRule | None = None,
         ignore: Iterable[str] = (),
         returns: type | tuple[type, ...] | None = None,
+        resumable: bool = False,
     ) -> Callable[[Callable[P, Awaitable[T]]], Callable[P, Coroutine[Any, Any, T]]]:
         """Decorates an async function or method so that each key runs it once.
 
         `key` names the parameters that identify the operation, or is a function of the arguments,
-        or a `BodyKey`. `ignore` names parameters that are not part of the request.
+        or a `BodyKey`. `ignore` names parameters that are not part of the request. `resumable`
+        stores the arguments with the claim, so that a worker can finish what a crash interrupted.
         """
         require_no_positional(misplaced)
 
@@ -277,6 +283,7 @@ class AsyncFace(AtomicTasks, Face):
                 rule=rule,
                 ignore=ignore,
                 returns=returns,
+                resume=self._resume if resumable else None,
             )
 
             @functools.wraps(function)
@@ -289,6 +296,28 @@ class AsyncFace(AtomicTasks, Face):
             return run_once
 
         return decorate
+
+    def resumable(
+        self,
+        name: str | None = None,
+        *,
+        policy: Policy | None = None,
+        returns: type | tuple[type, ...] | None = None,
+    ) -> Callable[[Callable[P, Awaitable[T]]], Callable[P, Awaitable[T]]]:
+        """Declares a function for `run` that a worker may finish without its caller.
+
+        From then on its arguments are stored with every claim. The function stays as it is; policy
+        and `returns` count for `run` too. `name` (default: the function's own) must stay the same
+        in every release. Raises `InvalidInput` for methods, and for a name that is taken.
+        """
+
+        def declare(function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+            if not inspect.iscoroutinefunction(function):
+                raise InvalidInput(f"{shown_name(function)} is not async: use Idempotency for it")
+            self._register(function, name, policy, returns, self._resume)
+            return function
+
+        return declare
 
     async def answer_of(
         self, function: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
@@ -335,6 +364,15 @@ class AsyncFace(AtomicTasks, Face):
         finally:
             parts.gate.leave()
 
+    async def _resume(
+        self,
+        call: Call,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Answer[Any]:
+        return await self._answer(call, function, args, kwargs)
+
     # Looking after the store.
 
     async def read(self, key: str | Key, *, caller: CallerSource | None = None) -> StoredKey | None:
@@ -372,6 +410,28 @@ class AsyncFace(AtomicTasks, Face):
         Raises `InvalidInput` for a limit below 1.
         """
         return await self._bound().store.sweep(checked_limit(limit))
+
+    def worker(
+        self, policy: WorkerPolicy | None = None, *, also: Mapping[str, AsyncDuty] | None = None
+    ) -> AsyncWorker:
+        """What finishes abandoned operations, reports others and sweeps; see `AsyncWorker.run`.
+
+        It resumes the operations that are declared with this object. `also` takes more duties by
+        their names, a relay for one. Stop the worker before you close this object. Call it in the
+        event loop that the worker is to run in.
+        """
+        policy = policy or WorkerPolicy()
+        flows = duties_of(
+            store=self._bound().store,
+            waiting=TaskWaiting(),
+            crew=TaskCrew(policy.concurrency),
+            lock=threading.Lock(),
+            resumers=self._resumables.by_name,
+            report=self._report,
+            policy=policy,
+        )
+        duties = {name: TaskDuty(flow) for name, flow in flows.items()}
+        return AsyncWorker({**duties, **(also or {})})
 
     async def close(self, wait: timedelta = timedelta(seconds=30)) -> bool:
         """Starts nothing new and waits for running operations; False when some still run.

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 from retrysafe.core.keys import Key
 from retrysafe.core.model import (
+    ClaimAnswer,
     ClaimRequest,
     Decision,
     OperatorCommand,
@@ -73,6 +74,18 @@ class ThreadedStore:
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
         """Records for an operator."""
         return await self._hop(self._store.list_records, query)
+
+    async def list_abandoned(self, limit: int) -> list[StoredKey]:
+        """Records that nobody holds any more."""
+        return await self._hop(self._store.list_abandoned, limit)
+
+    async def list_resumable(self, limit: int, after: bytes) -> list[StoredKey]:
+        """Those that have arguments."""
+        return await self._hop(self._store.list_resumable, limit, after)
+
+    async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
+        """Claims an abandoned key for a worker."""
+        return await self._hop(self._store.take_over, request, held)
 
     async def operate(self, key: Key, command: OperatorCommand) -> Decision:
         """Applies an operator's command."""

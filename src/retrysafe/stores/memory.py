@@ -6,14 +6,16 @@ Nothing survives the process and no other process sees it, so it never protects 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from retrysafe import forks
 from retrysafe.core import transitions
 from retrysafe.core.keys import Key
 from retrysafe.core.machine import Event, condition_of, decide
 from retrysafe.core.model import (
+    ClaimAnswer,
     ClaimRequest,
+    Condition,
     Decision,
     OperatorCommand,
     Payload,
@@ -22,6 +24,7 @@ from retrysafe.core.model import (
     SettleAnswer,
     SettleKind,
     Settlement,
+    State,
     Step,
     StepWrite,
     StoredKey,
@@ -43,6 +46,7 @@ class MemoryStore:
         self._records: dict[bytes, Record] = {}
         self._outcomes: dict[bytes, list[StoredOutcome]] = {}
         self._steps: dict[bytes, dict[str, Step]] = {}
+        self._arguments: dict[bytes, Payload] = {}
         self.outbox = MemoryOutbox(self._locked, now_ms)
         forks.register(self)
 
@@ -79,8 +83,12 @@ class MemoryStore:
         if changed is not None:
             self._records[digest] = changed
             if answer.decision is Decision.ADMIT:
-                # A new life of the key must not resume from the steps of an earlier one.
+                # A new life of the key must not resume from the steps of an earlier one, nor with
+                # its arguments.
                 self._steps.pop(digest, None)
+                self._arguments.pop(digest, None)
+            if request.arguments is not None:
+                self._arguments.setdefault(digest, request.arguments)
         elif answer.decision is Decision.REPLAY:
             answer.payload = self._payload(self._records[digest])
         return answer
@@ -141,6 +149,7 @@ class MemoryStore:
                 now_ms,
                 sorted(self._steps.get(key.digest, {}).values(), key=lambda step: step.position),
                 list(self._outcomes.get(key.digest, [])),
+                self._arguments.get(key.digest),
             )
 
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
@@ -157,6 +166,40 @@ class MemoryStore:
             ]
         found.sort(key=lambda item: (-item.record.claimed_at_ms, item.record.digest))
         return found[: query.limit]
+
+    # Recovery.
+
+    async def list_abandoned(self, limit: int) -> list[StoredKey]:
+        """At most `limit` pending records whose lease has ended, longest ended first."""
+        with self._lock:
+            found = self._abandoned(self._records)
+        found.sort(key=lambda item: (item.record.lease_ends_at_ms, item.record.digest))
+        return found[:limit]
+
+    async def list_resumable(self, limit: int, after: bytes) -> list[StoredKey]:
+        """At most `limit` abandoned records behind a digest that have arguments."""
+        with self._lock:
+            found = self._abandoned(sorted(item for item in self._arguments if item > after))
+            for item in found:
+                item.arguments = self._arguments[item.record.digest]
+            return found[:limit]
+
+    def _abandoned(self, digests: Iterable[bytes]) -> list[StoredKey]:
+        now_ms = self._now_ms()
+        return [
+            StoredKey(record, condition, now_ms)
+            for record in map(self._records.__getitem__, digests)
+            if (condition := condition_of(record, now_ms)) is Condition.ABANDONED
+        ]
+
+    async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
+        """Claims a key that is abandoned by the owner of that token."""
+        with self._lock:
+            record = self._records.get(request.key.digest)
+            changed, answer = transitions.take_over(record, request, held, self._now_ms())
+            if changed is not None:
+                self._records[request.key.digest] = changed
+            return answer
 
     async def operate(self, key: Key, command: OperatorCommand) -> Decision:
         """Applies an operator's command."""
@@ -178,6 +221,7 @@ class MemoryStore:
             for digest in outlived[:limit]:
                 del self._records[digest]
                 self._steps.pop(digest, None)
+                self._arguments.pop(digest, None)
             past = [
                 (digest, outcome)
                 for digest, outcomes in self._outcomes.items()
@@ -188,8 +232,15 @@ class MemoryStore:
                 self._outcomes[digest].remove(outcome)
                 if not self._outcomes[digest]:
                     del self._outcomes[digest]
+            needless = [
+                digest
+                for digest in self._arguments
+                if self._records[digest].state in (State.SUCCEEDED, State.FAILED)
+            ]
+            for digest in needless[:limit]:
+                del self._arguments[digest]
             entries = self.outbox.sweep(limit, now_ms)
-            has_more = len(outlived) > limit or len(past) > limit or entries == limit
+            has_more = max(len(outlived), len(past), len(needless)) > limit or entries == limit
             return SweepReport(
                 min(limit, len(outlived)), min(limit, len(past)), has_more, entries=entries
             )

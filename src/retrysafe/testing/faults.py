@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from retrysafe.core.keys import Key
 from retrysafe.core.model import (
+    ClaimAnswer,
     ClaimRequest,
     Decision,
     OperatorCommand,
@@ -179,6 +180,18 @@ class FaultyStore:
         """Records for an operator."""
         return await self._call("list_records", self._store.list_records, query)
 
+    async def list_abandoned(self, limit: int) -> list[StoredKey]:
+        """Records that nobody holds any more."""
+        return await self._call("list_abandoned", self._store.list_abandoned, limit)
+
+    async def list_resumable(self, limit: int, after: bytes) -> list[StoredKey]:
+        """Those that have arguments."""
+        return await self._call("list_resumable", self._store.list_resumable, limit, after)
+
+    async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
+        """Claims an abandoned key for a worker."""
+        return await self._call("take_over", self._store.take_over, request, held)
+
     async def operate(self, key: Key, command: OperatorCommand) -> Decision:
         """Applies an operator's command."""
         return await self._call("operate", self._store.operate, key, command)
@@ -278,6 +291,9 @@ METHODS: Final = (
     "record_step",
     "read",
     "list_records",
+    "list_abandoned",
+    "list_resumable",
+    "take_over",
     "operate",
     "sweep",
     "close",

@@ -13,6 +13,7 @@ from typing import Any, Final
 from retrysafe.core import transitions
 from retrysafe.core.framing import DIGEST_BYTES
 from retrysafe.core.model import (
+    ClaimAnswer,
     ClaimRequest,
     Decision,
     Payload,
@@ -69,8 +70,10 @@ class Batches:
         """Applies a batch; raises `StoreRejected` when a row of it cannot be taken."""
         digests = {request.key.digest for request in claims}
         digests.update([item.key.digest for item in settlements])
-        if len(digests) < len(claims) + len(settlements) or any(
-            item.kind is _EXTEND or item.entries for item in settlements
+        if (
+            len(digests) < len(claims) + len(settlements)
+            or any(item.kind is _EXTEND or item.entries for item in settlements)
+            or any(request.arguments is not None for request in claims)
         ):
             return await self._commit_mixed(claims, settlements)
         now_ms, claimed, settled = await self._write(claims, settlements)
@@ -85,7 +88,8 @@ class Batches:
             ]
         if len(claimed) == len(claims) * DIGEST_BYTES:
             return [admitted(request, now_ms) for request in claims], endings
-        return await self._answer_claims(claims, _split(claimed), now_ms), endings
+        admissions = dict.fromkeys(_split(claimed), now_ms)
+        return await self._answer_claims(claims, admissions), endings
 
     async def _commit_mixed(
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
@@ -105,7 +109,7 @@ class Batches:
             digest = request.key.digest
             if digest not in endings and digest not in extends:
                 wishes.setdefault(digest, request)
-        now_ms, claimed, written = await self._write_staged(wishes.values(), endings.values())
+        admissions, written = await self._write_apart(wishes.values(), endings.values())
         extended: dict[bytes, SettleAnswer] = {}
         if extends:
             extended = await self._extend(extends.values())
@@ -120,19 +124,54 @@ class Batches:
                 settled.append(extended[digest])
             else:
                 settled.append(await self._settle(item))
-        return await self._answer_claims(claims, _split(claimed), now_ms), settled
+        return await self._answer_claims(claims, admissions), settled
 
-    async def _write_staged(
+    async def _write_apart(
         self, claims: Collection[ClaimRequest], endings: Collection[Settlement]
-    ) -> tuple[int, bytes, set[bytes]]:
-        """As `_write`; endings that stage entries are written apart, each with its entries."""
-        now_ms, claimed, ended = 0, b"", b""
+    ) -> tuple[dict[bytes, int], set[bytes]]:
+        """As `_write`; what brings more than a row is written apart, in statements of its own.
+
+        Those are endings with their entries, and claims with their arguments. Gives the instants at
+        which keys were admitted, by digest, and the digests that were ended.
+        """
         staged = [item for item in endings if item.entries]
         written = set(await self._settle_staged(staged)) if staged else set()
         plain = [item for item in endings if not item.entries] if staged else endings
+        resumable = [request for request in claims if request.arguments is not None]
+        admissions = await self._claim_resumable(resumable) if resumable else {}
+        if resumable:
+            claims = [request for request in claims if request.arguments is None]
         if claims or plain:
             now_ms, claimed, ended = await self._write(claims, plain)
-        return now_ms, claimed, written | _split(ended)
+            admissions |= dict.fromkeys(_split(claimed), now_ms)
+            written |= _split(ended)
+        return admissions, written
+
+    async def _claim_resumable(self, claims: Iterable[ClaimRequest]) -> dict[bytes, int]:
+        """Inserts new keys with their arguments: the instant, by the digest of each."""
+        rows = []
+        for request in sorted(claims, key=_digest_of):
+            key, fingerprint, arguments = request.key, request.fingerprints[0], request.arguments
+            assert arguments is not None  # Chosen for having some.
+            rows.append(
+                (
+                    key.digest,
+                    key.caller,
+                    key.text,
+                    request.operation,
+                    fingerprint.rule,
+                    fingerprint.digest,
+                    request.token,
+                    request.lease_ms,
+                    request.owner,
+                    arguments.form,
+                    arguments.head,
+                    arguments.body,
+                )
+            )
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        ((now_ms, claimed),) = await self._fetch("claim_resumable", *columns)
+        return dict.fromkeys(_split(bytes(claimed)), int(now_ms))
 
     async def _write(
         self, claims: Iterable[ClaimRequest], endings: Iterable[Settlement]
@@ -203,15 +242,14 @@ class Batches:
         }
 
     async def _answer_claims(
-        self, claims: Sequence[ClaimRequest], written: set[bytes], now_ms: int
+        self, claims: Sequence[ClaimRequest], admissions: dict[bytes, int]
     ) -> list[ClaimResult]:
         """Admits the keys that were written, and looks at the others together."""
         results: list[ClaimResult | None] = []
         for request in claims:
-            digest = request.key.digest
-            results.append(admitted(request, now_ms) if digest in written else None)
             # A second claim of the key in the same batch must meet the first one's record.
-            written.discard(digest)
+            admitted_at_ms = admissions.pop(request.key.digest, None)
+            results.append(None if admitted_at_ms is None else admitted(request, admitted_at_ms))
         digests = [
             request.key.digest
             for request, result in zip(claims, results, strict=True)
@@ -231,8 +269,8 @@ class Batches:
             try:
                 if found is None:
                     # Swept away in between, so the key is free again.
-                    now_ms, claimed, _ = await self._write([request], [])
-                    if claimed:
+                    admissions, _ = await self._write_apart([request], [])
+                    for now_ms in admissions.values():
                         return admitted(request, now_ms)
                 else:
                     record, payload, now_ms = found
@@ -241,7 +279,9 @@ class Batches:
                         answer.payload = payload if answer.decision is Decision.REPLAY else None
                         return answer
                     is_new_life = answer.decision is Decision.ADMIT
-                    if await self.replace(record, changed, is_new_life=is_new_life):
+                    if await self.replace(
+                        record, changed, is_new_life=is_new_life, arguments=request.arguments
+                    ):
                         return answer
             except (StoreRejected, DigestCollision) as error:
                 return error
@@ -261,7 +301,7 @@ class Batches:
             # Held by this token, and yet not written: somebody else was at the row.
             try:
                 if not is_extend:
-                    if (await self._write_staged([], [settlement]))[2]:
+                    if (await self._write_apart([], [settlement]))[1]:
                         return _APPLIED
                 else:
                     extended = await self._extend([settlement])
@@ -275,6 +315,16 @@ class Batches:
             "the record changed under us again and again", key=settlement.key.text
         )
 
+    async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
+        """Claims a key that is abandoned by the owner of that token, by comparing as ever."""
+        for _ in range(ROUNDS_LIMIT):
+            found = await self.read_record(request.key.digest)
+            record, now_ms = (None, 0) if found is None else (found[0], found[2])
+            changed, answer = transitions.take_over(record, request, held, now_ms)
+            if changed is None or record is None or await self.replace(record, changed):
+                return answer
+        raise StoreUnavailable("the record changed under us again and again", key=request.key.text)
+
     async def read_record(self, digest: bytes) -> Found | None:
         """The record of a digest, with the payload to replay and the instant of the reading."""
         return (await self.read_records([digest])).get(digest)
@@ -284,9 +334,17 @@ class Batches:
         found = map(found_row, await self._fetch("read_records", digests))
         return {item[0].digest: item for item in found}
 
-    async def replace(self, old: Record, new: Record, *, is_new_life: bool = False) -> bool:
+    async def replace(
+        self,
+        old: Record,
+        new: Record,
+        *,
+        is_new_life: bool = False,
+        arguments: Payload | None = None,
+    ) -> bool:
         """Writes a decided transition; False when the row is no longer the old one."""
         ((count,),) = await self._fetch(
-            "replace_record", *replacement(old, new, is_new_life=is_new_life)
+            "replace_record",
+            *replacement(old, new, is_new_life=is_new_life, arguments=arguments),
         )
         return bool(count)

@@ -31,6 +31,12 @@ def record_of(row: Sequence[Any]) -> Record:
     return made
 
 
+def payload_of(row: Sequence[Any]) -> Payload:
+    """The payload of a row's last three columns."""
+    form, head, body = row
+    return Payload(form, bytes(head), bytes(body))
+
+
 def found_row(row: Sequence[Any]) -> tuple[Record, Payload | None, int]:
     """A row of `read_records`: the record, the payload to replay, and the instant of reading."""
     row = tuple(row)
@@ -38,8 +44,13 @@ def found_row(row: Sequence[Any]) -> tuple[Record, Payload | None, int]:
     return record_of(row[1:16]), payload, row[0]
 
 
-def replacement(old: Record, new: Record, *, is_new_life: bool) -> tuple[Any, ...]:
+def replacement(
+    old: Record, new: Record, *, is_new_life: bool, arguments: Payload | None = None
+) -> tuple[Any, ...]:
     """The parameters of `replace_record`: what is written, and what must still be there."""
+    form = head = body = None
+    if arguments is not None:
+        form, head, body = arguments.form, arguments.head, arguments.body
     return (
         new.operation,
         new.rule,
@@ -60,6 +71,9 @@ def replacement(old: Record, new: Record, *, is_new_life: bool) -> tuple[Any, ..
         old.lease_ends_at_ms,
         old.expires_at_ms,
         is_new_life,
+        form,
+        head,
+        body,
     )
 
 

@@ -15,6 +15,7 @@ from retrysafe.core import transitions
 from retrysafe.core.keys import Key
 from retrysafe.core.machine import condition_of
 from retrysafe.core.model import (
+    ClaimAnswer,
     ClaimRequest,
     Decision,
     OperatorCommand,
@@ -40,7 +41,7 @@ from retrysafe.stores.postgres.connections import adapted
 from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
 from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.partitions import Partitions
-from retrysafe.stores.postgres.rows import record_of
+from retrysafe.stores.postgres.rows import payload_of, record_of
 
 _logger = logging.getLogger("retrysafe")
 
@@ -155,7 +156,9 @@ class PostgresStore:
                 "read_outcomes", key.digest
             )
         ]
-        return StoredKey(record, condition_of(record, now_ms), now_ms, steps, outcomes)
+        kept = await self._fetch("read_arguments", key.digest, record.first_claimed_at_ms)
+        arguments = payload_of(kept[0]) if kept else None
+        return StoredKey(record, condition_of(record, now_ms), now_ms, steps, outcomes, arguments)
 
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
         """Records for an operator, newest claim first."""
@@ -210,7 +213,8 @@ class PostgresStore:
             self._sweep_page = 0
         ((outcomes,),) = await self._fetch("sweep_default_outcomes", limit)
         entries = await self.outbox.sweep(limit)
-        has_more = has_more or limit in (outcomes, entries)
+        ((arguments,),) = await self._fetch("sweep_arguments", limit)
+        has_more = has_more or limit in (outcomes, entries, arguments)
         return SweepReport(removed, outcomes, has_more, len(dropped), entries)
 
     async def list_abandoned(self, limit: int) -> list[StoredKey]:
@@ -232,6 +236,22 @@ class PostgresStore:
             if len(found) >= limit:
                 break
         return sorted(found.values(), key=lambda item: item.record.lease_ends_at_ms)
+
+    # Recovery.
+
+    async def list_resumable(self, limit: int, after: bytes) -> list[StoredKey]:
+        """At most `limit` abandoned records behind a digest that have arguments."""
+        found = []
+        for row in await self._fetch("list_resumable", after, limit):
+            now_ms, record = row[0], record_of(tuple(row)[1:16])
+            item = StoredKey(record, condition_of(record, now_ms), now_ms)
+            item.arguments = payload_of(tuple(row)[16:])
+            found.append(item)
+        return found
+
+    async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
+        """Claims a key that is abandoned by the owner of that token."""
+        return await self._batches.take_over(request, held)
 
     async def tend_partitions(self) -> list[str]:
         """Makes the partitions of the coming days; drops those that are over and names them.

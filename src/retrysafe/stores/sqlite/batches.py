@@ -28,7 +28,7 @@ from retrysafe.core.model import (
 from retrysafe.core.ports import ClaimResult, SettleResult
 from retrysafe.errors import StoreError
 from retrysafe.stores.sql import repeated
-from retrysafe.stores.sqlite import outbox, rows
+from retrysafe.stores.sqlite import outbox, recovery, rows
 from retrysafe.stores.sqlite.schema import SQL
 
 # A statement is prepared per number of rows, and filled up with rows of NULLs to the next of these
@@ -88,6 +88,8 @@ def claim(
             existing.add(digest)
             fresh += _key_row(request, now_ms)
             answers[place] = _admitted(request, now_ms)
+            if request.arguments is not None:
+                recovery.keep(connection, digest, now_ms, request.arguments)
     if fresh:
         _INSERT_KEYS.run(connection, fresh)
     for place in others:
@@ -128,6 +130,8 @@ def _admitted(request: ClaimRequest, now_ms: int) -> ClaimAnswer:
 def _claim_one(connection: sqlite3.Connection, request: ClaimRequest, now_ms: int) -> ClaimResult:
     inserted = connection.execute(_INSERT_KEY, _key_row(request, now_ms))
     if inserted.rowcount == 1:
+        if request.arguments is not None:
+            recovery.keep(connection, request.key.digest, now_ms, request.arguments)
         return _admitted(request, now_ms)
     return _decide(connection, rows.select(connection, request.key.digest), request, now_ms)
 
@@ -143,8 +147,12 @@ def _decide(
     if changed is not None:
         rows.update(connection, changed)
         if answer.decision is Decision.ADMIT:
-            # A new life of the key must not resume from the steps of an earlier one.
+            # A new life of the key must not resume from the steps of an earlier one, nor with
+            # its arguments.
             connection.execute(SQL["delete_steps"], (digest,))
+            connection.execute(SQL["delete_arguments"], (digest,))
+        if request.arguments is not None:
+            recovery.keep(connection, digest, changed.first_claimed_at_ms, request.arguments)
     elif answer.decision is Decision.REPLAY:
         row = connection.execute(SQL["select_outcome"], (digest,)).fetchone()
         answer.payload = None if row is None else Payload(*row)

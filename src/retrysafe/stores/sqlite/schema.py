@@ -13,6 +13,7 @@ from retrysafe.stores.sql import load_blocks
 SQL: Final = {
     **load_blocks("retrysafe.stores.sqlite.sql", "queries.sql"),
     **load_blocks("retrysafe.stores.sqlite.sql", "outbox.sql"),
+    **load_blocks("retrysafe.stores.sqlite.sql", "recovery.sql"),
 }
 MIGRATIONS: Final = load_migrations("retrysafe.stores.sqlite.migrations")
 

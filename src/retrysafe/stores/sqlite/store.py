@@ -21,6 +21,7 @@ from retrysafe.core import transitions
 from retrysafe.core.keys import Key
 from retrysafe.core.machine import condition_of
 from retrysafe.core.model import (
+    ClaimAnswer,
     ClaimRequest,
     Decision,
     OperatorCommand,
@@ -38,7 +39,7 @@ from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Waits
 from retrysafe.errors import InvalidInput, StoreError, StoreRejected
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.sqlite import batches, connecting, rows, schema, steps
+from retrysafe.stores.sqlite import batches, connecting, recovery, rows, schema, steps
 from retrysafe.stores.sqlite.atomic import SqliteTransaction
 from retrysafe.stores.sqlite.outbox import SqliteOutbox
 from retrysafe.stores.sqlite.schema import SQL
@@ -204,7 +205,14 @@ class SqliteStore:
                     SQL["select_outcomes"], (key.digest,)
                 )
             ]
-            return StoredKey(record, condition_of(record, now_ms), now_ms, found, outcomes)
+            return StoredKey(
+                record,
+                condition_of(record, now_ms),
+                now_ms,
+                found,
+                outcomes,
+                recovery.arguments_of(connection, record),
+            )
 
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
         """Records for an operator, newest claim first."""
@@ -224,6 +232,23 @@ class SqliteStore:
             records = map(rows.record, found)
             return [StoredKey(item, condition_of(item, now_ms), now_ms) for item in records]
 
+    # Recovery.
+
+    async def list_abandoned(self, limit: int) -> list[StoredKey]:
+        """At most `limit` pending records whose lease has ended, longest ended first."""
+        with self._reading() as connection:
+            return recovery.abandoned(connection, limit, self._now_ms())
+
+    async def list_resumable(self, limit: int, after: bytes) -> list[StoredKey]:
+        """At most `limit` abandoned records behind a digest that have arguments."""
+        with self._reading() as connection:
+            return recovery.resumable(connection, limit, after, self._now_ms())
+
+    async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
+        """Claims a key that is abandoned by the owner of that token."""
+        with self._transaction() as connection:
+            return recovery.take_over(connection, request, held, self._now_ms())
+
     async def operate(self, key: Key, command: OperatorCommand) -> Decision:
         """Applies an operator's command."""
         with self._transaction() as connection:
@@ -241,10 +266,12 @@ class SqliteStore:
             found = connection.execute(SQL["select_outlived"], (now_ms, limit + 1)).fetchall()
             for (digest,) in found[:limit]:
                 connection.execute(SQL["delete_steps"], (digest,))
+                connection.execute(SQL["delete_arguments"], (digest,))
                 connection.execute(SQL["delete_key"], (digest,))
             removed = connection.execute(SQL["delete_outcomes"], (now_ms, limit)).rowcount
             entries = connection.execute(SQL["delete_entries"], (now_ms, limit)).rowcount
-            has_more = len(found) > limit or limit in (removed, entries)
+            needless = connection.execute(SQL["delete_needless_arguments"], (limit,)).rowcount
+            has_more = len(found) > limit or limit in (removed, entries, needless)
             return SweepReport(min(limit, len(found)), removed, has_more, entries=entries)
 
     async def close(self) -> None:

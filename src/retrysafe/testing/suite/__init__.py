@@ -51,6 +51,7 @@ from retrysafe.testing.suite.listing import ListingCases
 from retrysafe.testing.suite.operators import OperatorCases
 from retrysafe.testing.suite.outbox import OutboxCases
 from retrysafe.testing.suite.payloads import PayloadCases
+from retrysafe.testing.suite.recovery import RecoveryCases
 from retrysafe.testing.suite.retention import RetentionCases
 from retrysafe.testing.suite.settlement import SettlementCases
 from retrysafe.testing.suite.steps import StepCases
@@ -68,6 +69,7 @@ class StoreSuite(
     OperatorCases,
     ListingCases,
     RetentionCases,
+    RecoveryCases,
     BatchCases,
     CollisionCases,
     ConcurrencyCases,

@@ -76,10 +76,11 @@ def request(
     lease_ms: int = LEASE_MS,
     operation: str = "charge",
     owner: str = "owner-1",
+    arguments: Payload | None = None,
 ) -> ClaimRequest:
     """A claim, with a fresh token unless one is given."""
     return ClaimRequest(
-        key, fingerprints or (ASKED,), token or mint_token(), lease_ms, operation, owner
+        key, fingerprints or (ASKED,), token or mint_token(), lease_ms, operation, owner, arguments
     )
 
 
@@ -127,14 +128,22 @@ class Probe:
         token: bytes | None = None,
         *fingerprints: Fingerprint,
         lease_ms: int = LEASE_MS,
+        arguments: Payload | None = None,
     ) -> ClaimAnswer:
         """A claim in the usual words."""
-        return self.ask(request(key, token, *fingerprints, lease_ms=lease_ms))
+        wish = request(key, token, *fingerprints, lease_ms=lease_ms, arguments=arguments)
+        return self.ask(wish)
 
-    def hold(self, key: Key = KEY, *fingerprints: Fingerprint, lease_ms: int = LEASE_MS) -> bytes:
+    def hold(
+        self,
+        key: Key = KEY,
+        *fingerprints: Fingerprint,
+        lease_ms: int = LEASE_MS,
+        arguments: Payload | None = None,
+    ) -> bytes:
         """Claims a key that is free; gives the token of its new owner."""
         token = mint_token()
-        answer = self.claim(key, token, *fingerprints, lease_ms=lease_ms)
+        answer = self.claim(key, token, *fingerprints, lease_ms=lease_ms, arguments=arguments)
         assert answer.decision in (Decision.ADMIT, Decision.TAKE_OVER)
         return token
 
@@ -177,6 +186,23 @@ class Probe:
         write = StepWrite(key, token, Step(name, position, payload))
         decision: Decision = self._run(self.store.record_step(write))
         return decision
+
+    # Workers.
+
+    def take_over(self, wish: ClaimRequest, held: bytes) -> ClaimAnswer:
+        """A worker's claim of what it saw held by that token."""
+        answer: ClaimAnswer = self._run(self.store.take_over(wish, held))
+        return answer
+
+    def abandoned(self, limit: int = 100) -> list[StoredKey]:
+        """The records that nobody holds any more."""
+        found: list[StoredKey] = self._run(self.store.list_abandoned(limit))
+        return found
+
+    def resumable(self, limit: int = 100, after: bytes = b"") -> list[StoredKey]:
+        """Those that have arguments."""
+        found: list[StoredKey] = self._run(self.store.list_resumable(limit, after))
+        return found
 
     # Operators.
 
@@ -223,11 +249,13 @@ class Probe:
 
     # Scenes.
 
-    def arrange(self, condition: Condition, key: Key = KEY) -> bytes:
+    def arrange(
+        self, condition: Condition, key: Key = KEY, *, arguments: Payload | None = None
+    ) -> bytes:
         """Brings a key into a condition with one step recorded; gives its last owner's token."""
         if condition is Condition.ABSENT:
             return mint_token()
-        token = self.hold(key)
+        token = self.hold(key, arguments=arguments)
         assert self.record(token, "arranged", key=key) is Decision.APPLY
         if condition in _ENDING_OF:
             assert self.end(_ENDING_OF[condition], token, key) is Decision.APPLY

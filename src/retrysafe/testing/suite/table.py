@@ -71,6 +71,22 @@ class TableCases(SuiteBase):
         assert after.record == (expected[0] or _record(before))
         assert after.outcomes == ([] if before is None else before.outcomes)
 
+    @_cells(Event.RECOVER)
+    def test_worker_is_answered_as_the_table(
+        self, probe: Probe, event: Event, condition: Condition
+    ) -> None:
+        """A worker gets what it saw abandoned, and the row becomes the model's row."""
+        held, wish = probe.arrange(condition), request(KEY)
+        before, stored = probe.find(), probe.stored()
+        expected = transitions.take_over(_record(before), wish, held, probe.clock())
+        answer = probe.take_over(wish, held)
+        assert answer.decision is TABLE[event, condition]
+        assert answer == expected[1]
+        if expected[0] is None:
+            assert probe.stored() == stored
+        else:
+            assert probe.read().record == expected[0]
+
     @_cells(*_SETTLE_KINDS)
     def test_settlement_answers_as_the_table(
         self, probe: Probe, event: Event, condition: Condition

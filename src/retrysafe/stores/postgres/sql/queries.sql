@@ -99,7 +99,8 @@ WHERE k.digest = ANY ($1::bytea[]);
 -- name: replace_record
 -- Writes a decided transition, if the row is still the one that the decision was made from: the
 -- token, the state and the instants together change with every transition. A new life of the key
--- drops the steps of the earlier one in the same transaction.
+-- drops the steps and the arguments of the earlier one in the same transaction. Arguments that come
+-- along are kept with it, unless this life has some.
 WITH clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms
 ), replaced AS (
@@ -113,6 +114,16 @@ WITH clock AS MATERIALIZED (
     RETURNING digest
 ), forgotten AS (
     DELETE FROM {schema}.steps WHERE $19::boolean AND digest IN (SELECT digest FROM replaced)
+), dropped AS (
+    DELETE FROM {schema}.arguments
+    WHERE $19::boolean AND $20::text IS NULL AND digest IN (SELECT digest FROM replaced)
+), kept AS (
+    INSERT INTO {schema}.arguments AS a (digest, first_claimed_at_ms, form, head, body)
+    SELECT digest, $7, $20::text, $21::bytea, $22::bytea FROM replaced WHERE $20::text IS NOT NULL
+    ON CONFLICT (digest) DO UPDATE SET
+        first_claimed_at_ms = excluded.first_claimed_at_ms,
+        form = excluded.form, head = excluded.head, body = excluded.body
+    WHERE $19::boolean OR a.first_claimed_at_ms <> excluded.first_claimed_at_ms
 )
 SELECT count(*) FROM replaced;
 
@@ -180,7 +191,7 @@ WHERE k.ctid >= $1::text::tid AND k.ctid < $2::text::tid
 LIMIT $3;
 
 -- name: sweep_pages
--- Removes outlived keys with their steps from a range of pages. Rows that somebody else holds are
+-- Removes outlived keys with their steps and arguments from a range of pages. Rows that somebody else holds are
 -- left for the next pass; a pending record is never touched. What was chosen is locked, so it is
 -- still outlived when it is deleted.
 WITH clock AS MATERIALIZED (
@@ -195,6 +206,8 @@ WITH clock AS MATERIALIZED (
     DELETE FROM {schema}.keys WHERE ctid = ANY (ARRAY(SELECT place FROM outlived)) RETURNING digest
 ), forgotten AS (
     DELETE FROM {schema}.steps WHERE digest IN (SELECT digest FROM removed)
+), dropped AS (
+    DELETE FROM {schema}.arguments WHERE digest IN (SELECT digest FROM removed)
 )
 SELECT count(*) FROM removed;
 

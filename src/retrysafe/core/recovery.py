@@ -1,0 +1,195 @@
+"""Recovery: operations whose owner is gone are finished without their caller, or reported.
+
+Owns which abandoned claims a worker takes over, and when. A claim is taken over by the token that
+it was seen with, so any number of workers and callers may want it: one gets it. It must not know
+how an operation is found or called; a resumer does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+from retrysafe.core.call import Answer
+from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.keys import GLOBAL, Key
+from retrysafe.core.model import Condition, Record, StoredKey
+from retrysafe.core.ports import Crew, Lock, Store
+from retrysafe.core.values import NotReadable
+from retrysafe.errors import ClaimLost, Closed, OperationInFlight
+
+# Records per look. Each may bring its arguments along, so a page is not large.
+PAGE_LIMIT: Final = 50
+# Of records that nobody can resume, a look shows so many; an operator lists the others.
+REPORT_LIMIT: Final = 1_000
+# How many abandoned claims a worker remembers having reported, so as not to repeat itself.
+TOLD_LIMIT: Final = 10_000
+# An operation that kills its workers, or fails again and again, waits this long at most.
+BACK_OFF_MAXIMUM_MS: Final = 15 * 60 * 1000
+
+
+@dataclass(slots=True)
+class RecoveryReport:
+    """What a worker has recovered so far."""
+
+    # Operations that were run to their end, and those whose run raised: stored as their failure,
+    # or left to be tried again.
+    resumed: int = 0
+    failed: int = 0
+    # Claims that somebody else got first, or has ended meanwhile.
+    lost: int = 0
+
+
+@dataclass(slots=True)
+class AbandonedReport:
+    """What a worker has reported so far."""
+
+    # Claims that nobody here can resume; the next retry takes them over.
+    reported: int = 0
+
+
+class Resumer(Protocol):
+    """An operation that can be run again from what is stored of it."""
+
+    def prepare(self, stored: StoredKey) -> Callable[[], Awaitable[Answer[Any]]]:
+        """What takes the claim over and runs the operation; raises `NotReadable`.
+
+        Nothing is claimed before it is called: arguments that cannot be read here must not use up
+        the attempts of a key that another worker can resume.
+        """
+
+
+def key_of(record: Record) -> Key:
+    """The key that a record is of."""
+    return Key(record.text, caller=record.caller or GLOBAL)
+
+
+def back_off_ms(attempt: int, base_ms: int) -> int:
+    """How long after its lease an attempt is followed by the next one.
+
+    The first is followed at once: its process is gone, and nothing speaks against the operation.
+    """
+    if attempt <= 1:
+        return 0
+    return int(min(BACK_OFF_MAXIMUM_MS, base_ms * 2 ** min(attempt - 2, 30)))
+
+
+class Recovery:
+    """Takes over what is abandoned in one store."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        resumers: Mapping[str, Resumer],
+        crew: Crew,
+        lock: Lock,
+        report: Reporter,
+        back_off_ms: int,
+        on_failure: Callable[[Key, Exception], None],
+    ) -> None:
+        self._store = store
+        self._resumers = resumers
+        self._crew = crew
+        self._lock = lock
+        self._tell = report
+        self._back_off_ms = back_off_ms
+        self._on_failure = on_failure
+        self._report = RecoveryReport()
+        self._abandoned = AbandonedReport()
+        self._told: dict[bytes, None] = {}
+
+    @property
+    def report(self) -> RecoveryReport:
+        """A copy of the counts so far."""
+        with self._lock:
+            return replace(self._report)
+
+    @property
+    def abandoned(self) -> AbandonedReport:
+        """The same of what was reported."""
+        with self._lock:
+            return replace(self._abandoned)
+
+    async def resume_all(self) -> None:
+        """Starts every operation that can be resumed now, as soon as the crew has room for it."""
+        after = b""
+        while True:
+            page = await self._store.list_resumable(PAGE_LIMIT, after)
+            for stored in page:
+                run = self._prepared(stored)
+                if run is None:
+                    continue
+                if not await self._crew.has_room():
+                    return
+                self._crew.start(self._resume(stored, run))
+            if len(page) < PAGE_LIMIT:
+                return
+            # Onwards from the last one, started or not: what cannot be resumed holds up nobody.
+            after = page[-1].record.digest
+
+    def _prepared(self, stored: StoredKey) -> Callable[[], Awaitable[Answer[Any]]] | None:
+        record = stored.record
+        resumer = self._resumers.get(record.operation)
+        if resumer is None:
+            return None
+        waited_ms = stored.now_ms - record.lease_ends_at_ms
+        if waited_ms < back_off_ms(record.attempt, self._back_off_ms):
+            return None
+        try:
+            return resumer.prepare(stored)
+        except NotReadable as error:
+            self._tell_abandoned(stored, f"its arguments cannot be used here: {error}")
+            return None
+
+    async def _resume(self, stored: StoredKey, run: Callable[[], Awaitable[Answer[Any]]]) -> None:
+        try:
+            answer = await run()
+        except (OperationInFlight, ClaimLost, Closed):
+            self._count("lost")
+        except Exception as error:
+            self._count("failed")
+            self._on_failure(key_of(stored.record), error)
+        else:
+            # A replay is the outcome of somebody who was quicker.
+            self._count("lost" if answer.replayed else "resumed")
+
+    async def report_abandoned(self) -> None:
+        """Reports each abandoned claim that nobody here can resume, once; it stays claimable."""
+        for stored in await self._store.list_abandoned(REPORT_LIMIT):
+            if stored.condition is not Condition.ABANDONED or stored.record.token in self._told:
+                continue
+            reason = await self._reason(stored.record)
+            if reason is not None:
+                self._tell_abandoned(stored, reason)
+
+    async def _reason(self, record: Record) -> str | None:
+        """Why the claim is not resumed; None when it is, or is no longer what it was."""
+        if record.operation not in self._resumers:
+            return "no resumable operation of that name is registered here"
+        found = await self._store.read(key_of(record))
+        if found is None or found.record.token != record.token or found.arguments is not None:
+            return None
+        return "it was claimed without its arguments"
+
+    def _tell_abandoned(self, stored: StoredKey, reason: str) -> None:
+        record = stored.record
+        with self._lock:
+            if record.token in self._told:
+                return
+            self._told[record.token] = None
+            if len(self._told) > TOLD_LIMIT:
+                del self._told[next(iter(self._told))]
+            self._abandoned.reported += 1
+        self._tell(
+            EventKind.ABANDONED,
+            key_of(record),
+            record.operation,
+            record.attempt,
+            f"{reason}; the next retry takes it over",
+        )
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            setattr(self._report, name, getattr(self._report, name) + 1)

@@ -1,0 +1,98 @@
+"""Crews for recovery: a few threads that block, or a few tasks that suspend."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from queue import SimpleQueue
+from typing import Any
+
+from retrysafe.runtime.drive import run_sync
+
+
+class ThreadCrew:
+    """Runs each flow in a thread of its own, at most `size` at a time.
+
+    Places are tokens in a queue: giving one back, and waking who waits for one, is a single call
+    that is safe in a signal's function.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._places: SimpleQueue[bool] = SimpleQueue()
+        for _ in range(size):
+            self._places.put(True)
+        self._is_stopping = False
+
+    async def has_room(self) -> bool:
+        """Blocks until a place is free; False when the crew is being stopped."""
+        if self._places.get():
+            if not self._is_stopping:
+                return True
+            self._places.put(True)
+        return False
+
+    def start(self, flow: Coroutine[Any, Any, None]) -> None:
+        """Runs the flow in a thread."""
+        # A daemon: an operation that hangs must not keep a process that has to end. Its lease
+        # then frees the key, as after a crash.
+        threading.Thread(
+            target=self._run, args=(flow,), name="retrysafe-recovery", daemon=True
+        ).start()
+
+    def _run(self, flow: Coroutine[Any, Any, None]) -> None:
+        try:
+            run_sync(flow)
+        finally:
+            self._places.put(True)
+
+    def stop(self) -> None:
+        """Starts nothing more; safe in a signal's function."""
+        self._is_stopping = True
+        self._places.put(False)
+
+    async def drain(self) -> None:
+        """Blocks until everything that was started has ended."""
+        free = 0
+        while free < self.size:
+            free += self._places.get()
+        for _ in range(free):
+            self._places.put(True)
+
+
+class TaskCrew:
+    """Runs each flow in a task of the running loop, at most `size` at a time."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._news = asyncio.Event()
+        self._is_stopping = False
+
+    async def has_room(self) -> bool:
+        """Suspends until a place is free; False when the crew is being stopped."""
+        while len(self._tasks) >= self.size and not self._is_stopping:
+            self._news.clear()
+            await self._news.wait()
+        return not self._is_stopping
+
+    def start(self, flow: Coroutine[Any, Any, None]) -> None:
+        """Runs the flow in a task."""
+        task = asyncio.get_running_loop().create_task(flow)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._news.set()
+
+    def stop(self) -> None:
+        """Starts nothing more."""
+        self._is_stopping = True
+        self._news.set()
+
+    async def drain(self) -> None:
+        """Suspends until everything that was started has ended."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
