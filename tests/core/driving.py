@@ -162,6 +162,10 @@ class ScriptedWriter:
         self.payload_forms: list[str] = []
         self.claim_faults: deque[Fault | None] = deque()
         self.settle_faults: deque[Fault | None] = deque()
+        self.take_over_faults: deque[Fault | None] = deque()
+
+    async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
+        return await _faulty(self.take_over_faults, lambda: self._store.take_over(request, held))
 
     async def claim(self, request: ClaimRequest) -> ClaimAnswer:
         self.claims.append(request)
@@ -318,6 +322,7 @@ class Process:
                 current=current.get,
                 join=world.join,
             ),
+            recovers=self.writer,
         )
 
     def operating(self, operation: Invoke) -> Invoke:

@@ -68,6 +68,8 @@ class BothDeclinedAndOutage(TryAgainDeclined, CardExpired):
         ({"outcome_limit_bytes": 0}, ["outcome_limit_bytes", "67,108,864"]),
         ({"outcome_limit_bytes": OUTCOME_LIMIT_MAXIMUM_BYTES + 1}, ["outcome_limit_bytes"]),
         ({"outcome_limit_bytes": None}, ["outcome_limit_bytes", "None"]),
+        ({"arguments_limit_bytes": 0}, ["arguments_limit_bytes", "67,108,864"]),
+        ({"arguments_limit_bytes": True}, ["arguments_limit_bytes", "True"]),
         ({"in_flight": "wait"}, ["in_flight", "InFlight.WAIT", "'wait'"]),
         ({"unlisted": Ending.SUCCEEDED}, ["unlisted", "Ending.FAILED"]),
         ({"unlisted": 4}, ["unlisted", "Ending.RELEASED", "4"]),

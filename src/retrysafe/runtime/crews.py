@@ -52,6 +52,9 @@ class ThreadCrew:
         self._is_stopping = True
         self._places.put(False)
 
+    def give_up(self) -> None:
+        """Threads cannot be cancelled."""
+
     async def drain(self) -> None:
         """Blocks until everything that was started has ended."""
         free = 0
@@ -92,7 +95,16 @@ class TaskCrew:
         self._is_stopping = True
         self._news.set()
 
+    def give_up(self) -> None:
+        """Cancels what is under way."""
+        for task in self._tasks:
+            task.cancel()
+
     async def drain(self) -> None:
-        """Suspends until everything that was started has ended."""
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+        """Suspends until everything that was started has ended; cancelled, it takes that along."""
+        try:
+            while self._tasks:
+                await asyncio.wait(set(self._tasks))
+        except asyncio.CancelledError:
+            self.give_up()
+            raise

@@ -6,6 +6,7 @@ and event loops drive it. Two workers with the same duties do not disturb each o
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping
@@ -131,6 +132,9 @@ class DrainableCrew(Crew, Protocol):
     def stop(self) -> None:
         """Starts nothing more."""
 
+    def give_up(self) -> None:
+        """Cancels what is under way, where that can be done: its leases free the keys."""
+
     async def drain(self) -> None:
         """Waits until everything that was started has ended."""
 
@@ -152,6 +156,9 @@ class RecoveryDuty:
         """Looks for operations to resume until the signal, and waits for those under way."""
         try:
             await rounds("recovery", self._recovery.resume_all, self._interval_seconds, stopping)
+        except asyncio.CancelledError:
+            self._crew.give_up()
+            raise
         finally:
             await self._crew.drain()
 
