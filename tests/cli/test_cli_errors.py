@@ -22,6 +22,7 @@ READERS = [
     ("keys", "release", "k", "--caller", "c", "--yes"),
     ("keys", "expire", "k", "--caller", "c", "--yes"),
     ("sweep",),
+    ("worker", "--once"),
 ]
 OUTBOX = [
     ("outbox", "list"),

@@ -163,7 +163,7 @@ def test_show_tells_record_steps_and_audit(invoke, desk):
     desk.now_ms += 1_000
     desk.settle(SettleKind.COMPLETE, "k", token, Payload("json.1", b"", b'{"paid":[1,2]}'))
     shape = invoke("keys", "show", "k", "--caller", "acme", "--store", desk.url, "--json").json
-    assert list(shape) == ["record", "steps", "outcomes"]
+    assert list(shape) == ["record", "arguments", "steps", "outcomes"]
     assert shape["record"]["condition"] == "succeeded"
     assert shape["record"]["fingerprint"] == "66" * 16
     assert shape["record"]["fingerprint_rule"] == 1

@@ -23,6 +23,7 @@ from retrysafe.cli import (
     output,
     relaying,
     sweeping,
+    working,
 )
 from retrysafe.cli.problems import ExitCode, problem_of, tell
 
@@ -85,6 +86,7 @@ app.command("migrate")(migrating.migrate)
 app.command("doctor")(diagnosing.doctor)
 app.add_typer(keys.app, name="keys", invoke_without_command=True)
 app.add_typer(entries.app, name="outbox", invoke_without_command=True)
+app.command("worker")(working.worker)
 app.command("relay")(relaying.relay)
 app.command("sweep")(sweeping.sweep)
 app.command("demo")(demonstrating.demo)

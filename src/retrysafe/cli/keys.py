@@ -205,6 +205,8 @@ def _detail(stored: StoredKey) -> Group:
             grid.add_row(name.replace("_", " "), record[name])
     grid.add_row("fingerprint", f"{record['fingerprint']} (rule {record['fingerprint_rule']})")
     parts: list[Any] = [grid]
+    if stored.arguments is not None:
+        parts += [Text("\narguments", style="bold"), _body(stored.arguments)]
     for step in stored.steps:
         title = f"\nstep {step.position}: {output.safe(step.name)}"
         parts += [Text(title, style="bold"), _body(step.payload)]

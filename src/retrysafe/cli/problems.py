@@ -25,6 +25,9 @@ from retrysafe.errors import InvalidInput, RetrysafeError, StoreError
 # In people's words; the limits themselves are where the options are declared.
 TAKES: Final = {
     "--limit": "a whole number from 1 to 100,000",
+    "--interval": "a number of seconds from 0.1 to 86,400",
+    "--report-interval": "a number of seconds from 1 to 86,400",
+    "--back-off": "a number of seconds from 0 to 86,400",
     "--rounds": "a whole number from 1 to 1,000,000",
     "--pause-ms": "a whole number of milliseconds from 0 to 60,000",
     "--busy-timeout": "a number of seconds, 0 or more",

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from retrysafe.cli import options, output
+from retrysafe.cli.importing import imported
 from retrysafe.cli.problems import usage
 from retrysafe.core.ports import Store
 from retrysafe.relay import AsyncRelay, RelayPolicy, RelayReport, Target
@@ -198,20 +198,11 @@ def _module(name: str) -> Any:
 
 
 def _function(path: str) -> Any:
-    """A function by its path; modules of the working folder are found, as other servers do it."""
+    """A function by its path; raises a usage problem."""
     module_name, mark, name = path.partition(":")
     if not (mark and module_name and name):
         raise usage(f"a function is named python:module:function, got python:{path}")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        found = import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise usage(f"there is no module {module_name}") from error
-    function = getattr(found, name, None)
+    function = getattr(imported(module_name), name, None)
     if not callable(function):
         raise usage(f"{module_name} has no function {name}")
     return function

@@ -102,6 +102,8 @@ def detail_shape(stored: StoredKey) -> dict[str, Any]:
             "fingerprint": record.fingerprint.hex(),
             "fingerprint_rule": record.rule,
         },
+        # What a worker would resume the operation with; null when it is not resumable, or done.
+        "arguments": None if stored.arguments is None else payload_shape(stored.arguments),
         "steps": [_step_shape(step) for step in stored.steps],
         "outcomes": [_outcome_shape(outcome, stored) for outcome in stored.outcomes],
     }

@@ -126,6 +126,16 @@ class Face:
         """For adapters: what calls are made with that bring nothing of their own."""
         return self._settings
 
+    @property
+    def store(self) -> Store:
+        """For adapters: where the records are."""
+        return self._store
+
+    @property
+    def resumable_names(self) -> list[str]:
+        """The names of the operations that a worker of this object can finish."""
+        return sorted(self._resumables.by_name)
+
     def report(self, kind: EventKind, key: Key, operation: str = "") -> None:
         """For adapters: tells the observers what happened outside of the engine."""
         self._report(kind, key, operation)
