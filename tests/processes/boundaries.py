@@ -10,7 +10,14 @@ import os
 import signal
 from collections.abc import Sequence
 
-from retrysafe.core.model import ClaimRequest, Decision, SettleKind, Settlement, StepWrite
+from retrysafe.core.model import (
+    ClaimAnswer,
+    ClaimRequest,
+    Decision,
+    SettleKind,
+    Settlement,
+    StepWrite,
+)
 from retrysafe.core.ports import ClaimResult, SettleResult
 from retrysafe.stores.postgres import PostgresStore
 from retrysafe.stores.sqlite import SqliteStore
@@ -64,6 +71,15 @@ class MortalStore(SqliteStore):
         self._boundaries.cross(f"{kind}:after")
         return decision
 
+    async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
+        self._connected().set_trace_callback(
+            lambda statement: self._boundaries.cross(f"take-over:{'-'.join(statement.split()[:3])}")
+        )
+        self._boundaries.cross("take-over:before")
+        answer = await super().take_over(request, held)
+        self._boundaries.cross("take-over:after")
+        return answer
+
 
 class MortalPostgresStore(PostgresStore):
     """The PostgreSQL store, with a boundary around each commit and around each statement.
@@ -92,6 +108,13 @@ class MortalPostgresStore(PostgresStore):
         decision = await super().record_step(write)
         self._boundaries.cross(f"{self._kind}:after")
         return decision
+
+    async def take_over(self, request, held):
+        self._kind = "take-over"
+        self._boundaries.cross("take-over:before")
+        answer = await super().take_over(request, held)
+        self._boundaries.cross("take-over:after")
+        return answer
 
     async def _fetch(self, name, *params):
         if name == "extend":
