@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from retrysafe.core.model import (
     ClaimAnswer,
@@ -41,44 +43,52 @@ class Boundaries:
 
 
 class MortalStore(SqliteStore):
-    """The SQLite store, with a boundary around each commit and before each of its statements."""
+    """The SQLite store, with a boundary around each commit and before each of its statements.
+
+    Renewals are left out: whether one comes at all depends on how busy the machine is, and one
+    more or less would move every later boundary.
+    """
 
     def __init__(self, path: str, boundaries: Boundaries) -> None:
         super().__init__(path)
         self._boundaries = boundaries
+        # One at a time, so that statements are counted for whom they belong to.
+        self._counting = threading.Lock()
+
+    @contextmanager
+    def _counted(self, kind: str | None) -> Iterator[None]:
+        """Counts both sides, and every statement in between right before SQLite runs it."""
+        with self._counting:
+            connection = self._connected()
+            if kind is None:
+                connection.set_trace_callback(None)
+                yield
+                return
+            connection.set_trace_callback(
+                lambda sql: self._boundaries.cross(f"{kind}:{'-'.join(sql.split()[:3])}")
+            )
+            self._boundaries.cross(f"{kind}:before")
+            yield
+            self._boundaries.cross(f"{kind}:after")
+            connection.set_trace_callback(None)
 
     async def commit(
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
-        kind = "claim" if claims else f"settle-{settlements[0].kind.name.lower()}"
-        connection = self._connected()
-        # Called by SQLite right before it runs a statement.
-        connection.set_trace_callback(
-            lambda statement: self._boundaries.cross(f"{kind}:{'-'.join(statement.split()[:3])}")
-        )
-        self._boundaries.cross(f"{kind}:before")
-        answers = await super().commit(claims, settlements)
-        self._boundaries.cross(f"{kind}:after")
-        return answers
+        kind: str | None = "claim"
+        if not claims:
+            ending = settlements[0].kind
+            kind = None if ending is SettleKind.EXTEND else f"settle-{ending.name.lower()}"
+        with self._counted(kind):
+            return await super().commit(claims, settlements)
 
     async def record_step(self, write: StepWrite) -> Decision:
-        kind = f"step-{write.step.name}".replace(" ", "-")
-        self._connected().set_trace_callback(
-            lambda statement: self._boundaries.cross(f"{kind}:{'-'.join(statement.split()[:3])}")
-        )
-        self._boundaries.cross(f"{kind}:before")
-        decision = await super().record_step(write)
-        self._boundaries.cross(f"{kind}:after")
-        return decision
+        with self._counted(f"step-{write.step.name}".replace(" ", "-")):
+            return await super().record_step(write)
 
     async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
-        self._connected().set_trace_callback(
-            lambda statement: self._boundaries.cross(f"take-over:{'-'.join(statement.split()[:3])}")
-        )
-        self._boundaries.cross("take-over:before")
-        answer = await super().take_over(request, held)
-        self._boundaries.cross("take-over:after")
-        return answer
+        with self._counted("take-over"):
+            return await super().take_over(request, held)
 
 
 class MortalPostgresStore(PostgresStore):
@@ -103,7 +113,7 @@ class MortalPostgresStore(PostgresStore):
         return answers
 
     async def record_step(self, write):
-        self._kind = f"step-{write.step.name}".replace(" ", "-").replace(" ", "-")
+        self._kind = f"step-{write.step.name}".replace(" ", "-")
         self._boundaries.cross(f"{self._kind}:before")
         decision = await super().record_step(write)
         self._boundaries.cross(f"{self._kind}:after")
