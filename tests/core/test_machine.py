@@ -169,6 +169,13 @@ def test_a_worker_is_known_by_the_token_that_it_saw(held, token, event):
     assert recover_event(record(), held=held, token=token) is event
 
 
+@pytest.mark.parametrize("state", SETTLED_STATES)
+def test_a_worker_that_asks_again_after_its_end_has_lost(state):
+    """A copy of its claim that was delayed must not free, replay or restart what has ended."""
+    event = recover_event(record(state), held=OTHER_TOKEN, token=TOKEN)
+    assert event is Event.WRITE_UNHELD
+
+
 def test_a_worker_finds_nothing_where_there_is_no_record():
     assert recover_event(None, held=TOKEN, token=OTHER_TOKEN) is Event.WRITE_UNHELD
 

@@ -207,10 +207,28 @@ class Ledger:
 
     def claimed(self, row: ClaimRequest, answer: ClaimAnswer, now_ms: int) -> None:
         """Judges the store's answer to a claim, and takes note of it."""
+        request = self._request_of[row.fingerprints[0].digest]
+        truth = self.truths.get(row.key.text)
+        self._judge_claim(row, answer, now_ms, self._expected(truth, request, row.token, now_ms))
+
+    def taken_over(self, row: ClaimRequest, held: bytes, answer: ClaimAnswer, now_ms: int) -> None:
+        """Judges the store's answer to a worker: what it saw abandoned, or nothing."""
+        truth = self.truths.get(row.key.text)
+        expected = Decision.LOST
+        if truth is not None and truth.status is Status.PENDING:
+            is_live = now_ms < truth.grant.lease_ends_at_ms
+            if truth.token == row.token:
+                expected = Decision.CONFIRM if is_live else Decision.TAKE_OVER
+            elif truth.token == held:
+                expected = Decision.IN_FLIGHT if is_live else Decision.TAKE_OVER
+        self._judge_claim(row, answer, now_ms, expected)
+
+    def _judge_claim(
+        self, row: ClaimRequest, answer: ClaimAnswer, now_ms: int, expected: Decision
+    ) -> None:
         key, token = row.key.text, row.token
         request = self._request_of[row.fingerprints[0].digest]
         truth = self.truths.get(key)
-        expected = self._expected(truth, request, token, now_ms)
         decision = answer.decision
         if decision is not expected:
             self.violated(
@@ -353,6 +371,8 @@ class Ledger:
         if isinstance(row, StepWrite):
             if answer is Decision.LOST:
                 self.learned_of_loss(row.token)
+        elif isinstance(answer, ClaimAnswer):
+            return  # A claim that is lost has nothing to lose.
         elif answer.decision is Decision.LOST and row.kind is not SettleKind.EXTEND:
             self.lost_tokens.add(row.token)
 

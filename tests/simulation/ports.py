@@ -7,6 +7,7 @@ it arrives late, when nobody waits for the answer any more; or the store is not 
 from __future__ import annotations
 
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,24 @@ class Fault(Enum):
     BROKEN = auto()
 
 
+@dataclass(slots=True)
+class TakeOver:
+    """A worker's claim of what it saw held by that token."""
+
+    request: ClaimRequest
+    held: bytes
+
+    @property
+    def key(self) -> Key:
+        """The key that is claimed."""
+        return self.request.key
+
+    @property
+    def token(self) -> bytes:
+        """The worker's own token."""
+        return self.request.token
+
+
 class SimulatedWriter:
     """Sends rows to the shared store, one by one."""
 
@@ -51,6 +70,10 @@ class SimulatedWriter:
     async def claim(self, request: ClaimRequest) -> ClaimAnswer:
         """Claims a key, with faults."""
         return await self._transmit(request)
+
+    async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
+        """Claims an abandoned key for a worker, with faults."""
+        return await self._transmit(TakeOver(request, held))
 
     async def settle(self, settlement: Settlement) -> SettleAnswer:
         """Ends or extends an attempt, with faults."""

@@ -105,6 +105,7 @@ class Scenario:
     long_run_rate: float
     # Per key: how many steps its operation has. All attempts of a key run the same code.
     steps: list[int]
+    has_worker: bool = False
 
 
 def draw_scenario(random: Random) -> Scenario:

@@ -24,7 +24,9 @@ from retrysafe.core.keys import Key
 from retrysafe.core.model import (
     ClaimRequest,
     Decision,
+    Fingerprint,
     OperatorCommand,
+    Payload,
     SettleKind,
     Settlement,
     StepWrite,
@@ -49,11 +51,13 @@ from tests.simulation.ports import (
     SimulatedRenewals,
     SimulatedWaiting,
     SimulatedWriter,
+    TakeOver,
 )
 from tests.simulation.scenario import (
     KEYS,
     LEASE_SECONDS,
     PATIENT,
+    POLICIES,
     REQUEST_OF,
     REQUESTS,
     CallerPlan,
@@ -75,6 +79,9 @@ EPOCH_MS = 1_700_000_000_000
 # Small steps, steps past every lease, and one back: hosts do correct their clocks.
 JUMPS_MS = (40, 400, 1_100, 4_000, -300)
 CODEC = ValueCodec()
+# Of so many scenarios workers are part, and then every operation is resumable.
+WORKER_RATE = 0.2
+ARGUMENTS = Payload("json.1", b"", b"[[],{}]")
 CURRENT: ContextVar[Attempt | None] = ContextVar("simulated_attempt", default=None)
 FAULTS = tuple(Fault)
 COMMANDS = tuple(OperatorCommand)
@@ -132,6 +139,7 @@ class Host:
                 current=CURRENT.get,
                 join=_no_transactions,
             ),
+            recovers=writer,
         )
 
 
@@ -145,6 +153,8 @@ class World:
         self.seen: Counter[str] = Counter()
         self.trace: list[str] | None = [] if is_traced else None
         self.plan: Scenario = draw_scenario(self.random)
+        # Drawn apart: what happens without a worker does not depend on whether there could be one.
+        self.plan.has_worker = Random(f"worker {seed}").random() < WORKER_RATE
         self.scheduler = Scheduler(self.random, self.plan.tick_ms)
         self.ledger = Ledger(
             {KEYS[number].text: limit for number, limit in enumerate(self.plan.limits)}, REQUEST_OF
@@ -186,6 +196,10 @@ class World:
                 raise answer
             self.ledger.claimed(row, answer, now_ms)
             self.saw(f"claim: {answer.decision.value}")
+        elif isinstance(row, TakeOver):
+            answer = await self.store.take_over(row.request, row.held)
+            self.ledger.taken_over(row.request, row.held, answer, now_ms)
+            self.saw(f"recovery: {answer.decision.value}")
         elif isinstance(row, StepWrite):
             decision = await self.store.record_step(row)
             self.ledger.step_recorded(row, decision)
@@ -328,6 +342,8 @@ class World:
             await host.waiting.sleep(plan.delay_seconds)
         key = KEYS[plan.key]
         call = Call(key, plan.fingerprints, plan.policy, "simulated", CODEC)
+        if self.plan.has_worker:
+            call.arguments = ARGUMENTS
         result: Any = None
         for _ in range(plan.tries):
             caller = object()
@@ -361,6 +377,34 @@ class World:
         else:
             self.saw(type(result).__name__)
 
+    async def _worker(self, host: Host) -> None:
+        """Takes over what it sees abandoned, late or soon after it has looked."""
+        for _ in range(4):
+            await host.waiting.sleep(self._chance() * 1.5 * LEASE_SECONDS)
+            for stored in await self.store.list_resumable(10, b""):
+                await suspend(READY)
+                await self._recover(host, stored)
+
+    async def _recover(self, host: Host, stored: StoredKey) -> None:
+        record, caller = stored.record, object()
+        number, request = int(record.text[1:]), REQUEST_OF[record.fingerprint]
+        mark = (Fingerprint(record.rule, record.fingerprint),)
+        # The first of them never waits for others, as a worker does not.
+        policy = POLICIES[self.plan.limits[number], False][0]
+        plan = CallerPlan(0, number, request, mark, policy, 0.0, 1, 0.0)
+        call = Call(KEYS[number], mark, policy, "simulated", CODEC, recovers=record.token)
+        try:
+            result: Any = await host.engine.answer(call, self._invoke(host, plan, caller))
+        except Exception as error:
+            result = error
+        self.note(f"worker on {host.process.name} gets {result!r}")
+        self.saw(f"worker: {type(result).__name__}")
+        if not isinstance(result, ClaimLost):
+            # Of a claim that it never had nobody needs to be told anything.
+            judge_answer(
+                self.ledger, key=record.text, request=request, caller=caller, result=result
+            )
+
     async def _operator(self) -> None:
         for _ in range(2):
             await suspend(self.scheduler.now_ms + self._chance() * 1_500)
@@ -392,6 +436,11 @@ class World:
             self.scheduler.spawn(self._caller(host, plan, name), host.process, name, True)
         if self.plan.has_operator:
             self.scheduler.spawn(self._operator(), None, "operator")
+        if self.plan.has_worker:
+            for host in self.hosts[:2]:
+                self.scheduler.spawn(
+                    self._worker(host), host.process, f"worker on {host.process.name}", True
+                )
         if self.plan.has_sweeper:
             self.scheduler.spawn(self._sweeper(), None, "sweeper")
         try:
@@ -463,6 +512,9 @@ class World:
         self.saw(event.kind.value)
         if event.kind is EventKind.SETTLE_FAILED:
             self.ledger.given_up.add((event.key.text, event.attempt))
+        elif event.kind is EventKind.POSTPONED:
+            # Left to the lease on purpose: the next worker tries again.
+            self.ledger.given_up.add((event.key.text, event.attempt))
 
     def saw(self, what: str) -> None:
         """Counts something that the simulation must have shown at least once."""
@@ -485,4 +537,6 @@ def _told(row: Any) -> str:
         kind = row.kind.name.lower()
     elif isinstance(row, StepWrite):
         kind = row.step.name
+    elif isinstance(row, TakeOver):
+        kind = "take over"
     return f"{kind} {row.key.text} by {row.token.lstrip(b'0').decode()}"

@@ -159,9 +159,10 @@ def held_event(record: Record | None, event: Event, token: bytes) -> Event:
 def recover_event(record: Record | None, *, held: bytes, token: bytes) -> Event:
     """Which kind of claim a worker makes that saw the key held by that token, and brings its own.
 
-    It compares no fingerprint: the request is the record's own.
+    It compares no fingerprint: the request is the record's own. Its own token is a claim that is
+    asked for again, as long as nobody has ended it.
     """
-    if record is not None and record.token == token:
+    if record is not None and record.token == token and record.state is State.PENDING:
         return Event.CLAIM_AGAIN
     return held_event(record, Event.RECOVER, held)
 
