@@ -24,6 +24,7 @@ from tests.guards import test_outbox_properties as outbox_properties
 from tests.guards import test_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode, InEntry, InStatement
+from tests.guards.recovery_guards import RECOVERY_GUARDS
 from tests.guards.step_guards import STEP_GUARDS
 from tests.simulation.invariants import Invariant
 
@@ -542,6 +543,7 @@ GUARDS: tuple[Guard, ...] = (
         outbox_properties.test_a_slow_delivery_is_renewed,
     ),
     *STEP_GUARDS,
+    *RECOVERY_GUARDS,
 )
 
 _INTRODUCTION = """\
