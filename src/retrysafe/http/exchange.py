@@ -96,6 +96,7 @@ class Protection:
         status_path: str = STATUS_PATH,
         challenge: str = "Bearer",
         breaker: Breaker | None = None,
+        outcome_of: Callable[[Any], Response] = response_of,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         if rules is not None and rule is not None:
@@ -115,6 +116,8 @@ class Protection:
         self.status_path = status_path.rstrip("/") + "/"
         self.breaker = breaker or Breaker()
         self._challenge: tuple[Header, ...] = ((b"www-authenticate", challenge.encode()),)
+        # What a view may complete its attempt with, as a response.
+        self._outcome_of = outcome_of
         self._monotonic = monotonic
         self._waits: dict[tuple[int, float], Policy] = {}
 
@@ -234,6 +237,7 @@ class Protection:
             operation,
             route.codec,
             route.judge,
+            self._outcome_of,
         )
 
     def closed_off(self, plan: Plan) -> Response | None:
