@@ -13,11 +13,11 @@ from retrysafe.core.atomic import settlement_of, storable
 from retrysafe.core.call import Call
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Decision, Payload, SettleKind, Settlement
-from retrysafe.core.ports import Fate, Renewals, Transaction
+from retrysafe.core.ports import Fate, Renewals, Transaction, Waits
 from retrysafe.errors import ClaimLost, InvalidInput
 
 Join = Callable[[object], Transaction]
-Drive = Callable[[Coroutine[Any, Any, None]], Any]
+Drive = Callable[[Waits, Coroutine[Any, Any, None]], Any]
 
 
 class JoinedOutcome:
@@ -56,20 +56,23 @@ class Joiner:
         value: Any,
         keep: Callable[[JoinedOutcome], None],
     ) -> Any:
-        """Writes the outcome and hands it to `keep`; to be awaited where flows suspend."""
-        return self._drive(self._complete(call, lease, connection, value, keep))
+        """Writes the outcome and hands it to `keep`; awaited where the connection suspends."""
+        payload = storable(call, value)
+        transaction = self._join(connection)
+        return self._drive(
+            transaction.waits, self._complete(call, lease, transaction, payload, value, keep)
+        )
 
     async def _complete(
         self,
         call: Call,
         lease: Lease,
-        connection: object,
+        transaction: Transaction,
+        payload: Payload,
         value: Any,
         keep: Callable[[JoinedOutcome], None],
     ) -> None:
-        payload = storable(call, value)
         settlement = settlement_of(call, lease.token, SettleKind.COMPLETE, payload)
-        transaction = self._join(connection)
         await transaction.begin()
         # The user's transaction is about to lock the record. A renewal would wait for it, and with
         # it the renewals of every other operation. Nobody can take over a locked record.

@@ -158,8 +158,15 @@ class SqliteTransaction:
                     SQL["count_outcomes"], (settlement.key.digest, settlement.token)
                 ).fetchone()
         except sqlite3.ProgrammingError:
-            return Fate.UNDONE  # Closed, so whatever was open was rolled back.
+            return Fate.OPEN if self._is_open_elsewhere() else Fate.UNDONE
         return Fate.OPEN if count else Fate.UNDONE
+
+    def _is_open_elsewhere(self) -> bool:
+        """Whether a connection that may be used in its own thread only has not ended its work."""
+        try:
+            return self._connection.in_transaction
+        except sqlite3.ProgrammingError:
+            return False  # Closed, so whatever was open was rolled back.
 
     # The user's connection.
 
