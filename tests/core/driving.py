@@ -258,7 +258,7 @@ class Process:
             joiner=None
             if world.join is None
             else Joiner(
-                join=world.join, drive=lambda transaction, flow: drive(flow), renewals=self.renewals
+                join=world.join, drive=lambda waits, flow: drive(flow), renewals=self.renewals
             ),
         )
 

@@ -15,12 +15,12 @@ from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Decision, Ending, Payload, SettleKind, Settlement
-from retrysafe.core.ports import Fate, Renewals, Transaction
+from retrysafe.core.ports import Fate, Renewals, Transaction, Waits
 from retrysafe.errors import ClaimLost, InvalidInput
 
 Join = Callable[[object], Transaction]
-# Runs a flow on such a transaction, or gives back what its caller has to await.
-Drive = Callable[[Transaction, Coroutine[Any, Any, None]], Any]
+# Runs a flow on a transaction that waits like this, or gives back what its caller has to await.
+Drive = Callable[[Waits, Coroutine[Any, Any, None]], Any]
 
 
 class JoinedOutcome:
@@ -73,7 +73,7 @@ class Joiner:
         settlement = settlement_of(call, lease.token, kind, payload)
         joined = JoinedOutcome(transaction, settlement, payload, value)
         return self._drive(
-            transaction, self._settle(call, lease, transaction, settlement, joined, keep)
+            transaction.waits, self._settle(call, lease, transaction, settlement, joined, keep)
         )
 
     async def _settle(

@@ -111,6 +111,8 @@ class Protection:
         self.settings = settings
         self.table = RouteTable((rule or Rule(),) if rules is None else tuple(rules), settings)
         self.find: Callable[[str, str], Match | None] = self.table.find
+        # Routes whose rules stand next to their endpoints; the framework knows which ones.
+        self.endpoints: tuple[Route, ...] = ()
         self.fail_open = fail_open
         self.policy_path = policy_path
         self.status_path = status_path.rstrip("/") + "/"
@@ -131,7 +133,7 @@ class Protection:
         """The policy page or a refusal; a key when its record must be read for `status`."""
         if path == self.policy_path:
             return policy_response(
-                self.table.routes,
+                (*self.table.routes, *self.endpoints),
                 request.header(b"accept"),
                 policy_url=f"{prefix}{self.policy_path}",
                 status_url=f"{prefix}{self.status_path}",

@@ -150,7 +150,7 @@ class Face:
         )
 
     def _join(self, connection: object, waits: Waits | None) -> Transaction:
-        """The user's transaction, if the store and this face can work in it; None: any way."""
+        """The user's transaction, if the store and this face can work in it; None takes both."""
         join: Callable[[object], Transaction] | None = getattr(self._store, "join", None)
         if join is None:
             raise InvalidInput(

@@ -132,7 +132,7 @@ class TaskHeartbeat:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        # A copy: a worker thread may complete its attempt and take its lease away meanwhile.
+        # A copy: an operation in a thread may end its own renewal at any time.
         upcoming = next_renewal(list(self._leases.values()), time.monotonic())
         if upcoming is not None and not self._is_stopped:
             # The loop's clock is time.monotonic, the same that leases are counted by.

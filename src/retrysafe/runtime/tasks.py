@@ -6,10 +6,10 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from datetime import timedelta
 from types import CoroutineType, TracebackType
-from typing import Any, Final, Never, ParamSpec, Self, TypeVar
+from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
 from retrysafe.core.attempt import Attempt
@@ -19,7 +19,6 @@ from retrysafe.core.events import Emit
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.joining import Joiner
 from retrysafe.core.keys import Key
-from retrysafe.core.lease import Lease
 from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Transaction, Waits
@@ -37,11 +36,11 @@ from retrysafe.runtime.calls import (
     shown_name,
 )
 from retrysafe.runtime.current import current
-from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_outcome
 from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.group_commit import DirectWriter, TaskGroupCommit
 from retrysafe.runtime.heartbeat import TaskHeartbeat
+from retrysafe.runtime.joining import ThreadRenewals, drive_either
 from retrysafe.runtime.threaded import ThreadedStore
 from retrysafe.runtime.waiting import TaskWaiting
 
@@ -84,48 +83,6 @@ class _LoopParts:
         self.heartbeat = TaskHeartbeat(store, face._report)  # noqa: SLF001 — as above.
         self.orphans = _Orphans()
         self.engine = face._new_engine(self)  # noqa: SLF001 — as above.
-
-
-class _RenewalsFromThreads:
-    """The renewals of a loop, for attempts that are completed in a worker thread."""
-
-    __slots__ = ("_parts",)
-
-    def __init__(self, parts: _LoopParts) -> None:
-        self._parts = parts
-
-    def add(self, lease: Lease) -> None:
-        """Starts renewing again, in the loop's own thread."""
-        self._parts.loop.call_soon_threadsafe(self._add, lease)
-
-    def _add(self, lease: Lease) -> None:
-        # The run may have ended since, and would never take this lease away again.
-        if not lease.is_over:
-            self._parts.heartbeat.add(lease)
-
-    def remove(self, lease: Lease) -> None:
-        """Stops renewing at once: one dictionary operation is atomic."""
-        self._parts.heartbeat.remove(lease)
-
-
-class _Done:
-    """What has been done by the time that it is awaited, or is not awaited at all."""
-
-    __slots__ = ()
-
-    def __await__(self) -> Generator[None, None, None]:
-        yield from ()
-
-
-_DONE: Final = _Done()
-
-
-def _drive(transaction: Transaction, flow: Coroutine[Any, Any, None]) -> Awaitable[None]:
-    """The flow to await; one on a connection that blocks is run here and now."""
-    if transaction.waits is Waits.SUSPENDING:
-        return flow
-    run_sync(flow)
-    return _DONE
 
 
 class AsyncFace(AtomicTasks, Face):
@@ -178,13 +135,17 @@ class AsyncFace(AtomicTasks, Face):
             owner=owner_name(),
             secret=self._settings.secret,
             joiner=Joiner(
-                # Endpoints that are plain functions run in worker threads and bring a connection
-                # that blocks.
-                join=lambda connection: self._join(connection, None),
-                drive=_drive,
-                renewals=_RenewalsFromThreads(parts),
+                join=lambda connection: self._join_in(parts, connection),
+                drive=drive_either,
+                renewals=ThreadRenewals(parts.heartbeat, parts.loop),
             ),
         )
+
+    def _join_in(self, parts: _LoopParts, connection: object) -> Transaction:
+        transaction = self._join(connection, None)
+        if parts.threaded is None:
+            return transaction
+        return parts.threaded.asking_elsewhere(transaction)
 
     def _bound(self) -> _LoopParts:
         """The parts for the running loop; a loop that has ended is replaced by the next one."""

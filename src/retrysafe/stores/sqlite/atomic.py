@@ -180,17 +180,15 @@ class SqliteTransaction:
                     SQL["count_outcomes"], (settlement.key.digest, settlement.token)
                 ).fetchone()
         except sqlite3.ProgrammingError:
-            return self._fate_from_afar()
+            return Fate.OPEN if self._is_open_elsewhere() else Fate.UNDONE
         return Fate.OPEN if count else Fate.UNDONE
 
-    def _fate_from_afar(self) -> Fate:
-        """The same from a thread that may not use the connection, or when it is closed."""
+    def _is_open_elsewhere(self) -> bool:
+        """Whether a connection that may be used in its own thread only has not ended its work."""
         try:
-            # This one may be read in any thread. Another transaction on the same connection looks
-            # alike, and then only the lease frees the key.
-            return Fate.OPEN if self._connection.in_transaction else Fate.UNDONE
+            return self._connection.in_transaction
         except sqlite3.ProgrammingError:
-            return Fate.UNDONE  # Closed, so whatever was open was rolled back.
+            return False  # Closed, so whatever was open was rolled back.
 
     # The user's connection.
 
