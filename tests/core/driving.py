@@ -257,7 +257,9 @@ class Process:
             secret=world._secret,
             joiner=None
             if world.join is None
-            else Joiner(join=world.join, drive=drive, renewals=self.renewals),
+            else Joiner(
+                join=world.join, drive=lambda waits, flow: drive(flow), renewals=self.renewals
+            ),
         )
 
     def start(self, call: Call, invoke: Invoke | None = None) -> Flow:

@@ -13,6 +13,7 @@ from retrysafe.core.model import (
     Decision,
     Payload,
     Record,
+    SettleKind,
     Settlement,
 )
 from retrysafe.core.ports import Fate, Waits
@@ -41,6 +42,7 @@ class FakeTransaction:
     settle_error: Exception | None = None
     settles: Decision | None = None
     calls: list[str] = field(default_factory=list)
+    settled: list[SettleKind] = field(default_factory=list)
     waits = Waits.BLOCKING
     _saved: tuple[Record | None, Payload | None] = (None, None)
 
@@ -84,6 +86,7 @@ class FakeTransaction:
 
     async def settle(self, settlement: Settlement) -> Decision:
         self.calls.append("settle")
+        self.settled.append(settlement.kind)
         if self.settle_error is not None:
             raise self.settle_error
         if self.settles is not None:

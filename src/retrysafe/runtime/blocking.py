@@ -106,7 +106,7 @@ class BlockingIdempotency(AtomicThreads, Face):
             secret=self._settings.secret,
             joiner=Joiner(
                 join=lambda connection: self._join(connection, Waits.BLOCKING),
-                drive=run_sync,
+                drive=lambda waits, flow: run_sync(flow),
                 renewals=self._heartbeat,
             ),
         )

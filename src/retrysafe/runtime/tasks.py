@@ -21,7 +21,7 @@ from retrysafe.core.joining import Joiner
 from retrysafe.core.keys import Key
 from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
-from retrysafe.core.ports import Store, Waits
+from retrysafe.core.ports import Store, Transaction, Waits
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.atomic_tasks import AtomicTasks
 from retrysafe.runtime.calls import (
@@ -40,6 +40,7 @@ from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_out
 from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.group_commit import DirectWriter, TaskGroupCommit
 from retrysafe.runtime.heartbeat import TaskHeartbeat
+from retrysafe.runtime.joining import ThreadRenewals, drive_either
 from retrysafe.runtime.threaded import ThreadedStore
 from retrysafe.runtime.waiting import TaskWaiting
 
@@ -134,11 +135,17 @@ class AsyncFace(AtomicTasks, Face):
             owner=owner_name(),
             secret=self._settings.secret,
             joiner=Joiner(
-                join=lambda connection: self._join(connection, Waits.SUSPENDING),
-                drive=lambda flow: flow,
-                renewals=parts.heartbeat,
+                join=lambda connection: self._join_in(parts, connection),
+                drive=drive_either,
+                renewals=ThreadRenewals(parts.heartbeat, parts.loop),
             ),
         )
+
+    def _join_in(self, parts: _LoopParts, connection: object) -> Transaction:
+        transaction = self._join(connection, None)
+        if parts.threaded is None:
+            return transaction
+        return parts.threaded.asking_elsewhere(transaction)
 
     def _bound(self) -> _LoopParts:
         """The parts for the running loop; a loop that has ended is replaced by the next one."""
