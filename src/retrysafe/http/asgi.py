@@ -41,6 +41,10 @@ _PAGE_METHODS: Final = ("GET", "HEAD")
 _logger = logging.getLogger("retrysafe")
 
 
+def _end_of_body() -> Message:
+    return {"type": "http.response.body", "body": b"", "more_body": False}
+
+
 class IdempotencyMiddleware:
     """Protects the routes of an ASGI application.
 
@@ -145,9 +149,10 @@ class IdempotencyMiddleware:
                 request.body = body
                 await self._answer(plan, scope, receive, send)
             else:
-                await _send(send, protection.too_large(plan.route, request, prefix, plan.key))
+                refusal = protection.too_large(plan.route, request, prefix, plan.key)
+                await _send_early(send, receive, refusal, request, is_body_read=body is _TOO_LARGE)
         elif isinstance(plan, Response):
-            await _send(send, plan)
+            await _send_early(send, receive, plan, request)
         else:
             await self.app(scope, receive, send)
 
@@ -171,11 +176,13 @@ class IdempotencyMiddleware:
             if run is not None and error is run.error:
                 raise  # The application's own: the server above us deals with it as ever.
             refusal = protection.refused(plan, error)
-            if refusal is None:
+            if refusal is None or (run is not None and run.is_passing):
                 raise
             response = refusal
         if not response.is_streamed:
             await _send(send, response)
+        elif run is not None:
+            await run.end_stream()
         if run is not None and not run.is_left:
             await run.finish()
 
@@ -253,7 +260,6 @@ class _Run:
         "_headers",
         "_is_body_given",
         "_is_gone",
-        "_is_passing",
         "_news",
         "_receive",
         "_runs",
@@ -262,6 +268,7 @@ class _Run:
         "_status",
         "error",
         "is_left",
+        "is_passing",
         "plan",
         "response",
         "settling",
@@ -288,7 +295,7 @@ class _Run:
         self._chunks: list[bytes] = []
         self._is_body_given = False
         # Whether the response is sent as it comes, and whether there is anybody to send it to.
-        self._is_passing = False
+        self.is_passing = False
         self._is_gone = False
         self.is_left = False
         self._complete: asyncio.Future[None] | None = None
@@ -339,7 +346,7 @@ class _Run:
             complete.cancel()
             return
         error = task.exception()
-        if self._is_passing and self._is_gone:
+        if self.is_passing and self._is_gone:
             # The stream had no reader any more. That says nothing against the operation.
             self.response = Response(self._status, self._headers, b"", is_streamed=True)
             complete.set_result(None)
@@ -360,7 +367,7 @@ class _Run:
         complete = self._complete
         assert complete is not None
         while not complete.done():
-            if self._is_passing:
+            if self.is_passing:
                 if self._is_gone:
                     break
                 message = await self._receive()
@@ -382,7 +389,7 @@ class _Run:
             self._status = message["status"]
             self._headers = [(name, value) for name, value in message.get("headers", ())]
             if self.plan.route.rule.streaming is Streaming.PASS or is_event_stream(self._headers):
-                self._is_passing = True
+                self.is_passing = True
                 self._wake()
                 await self._pass_on(message)
         elif kind != "http.response.trailers" and not self._is_gone:
@@ -393,15 +400,19 @@ class _Run:
         assert complete is not None
         if not self._status or self.response is not None:
             raise RuntimeError("the application sent a body outside of its response")
-        if self._is_passing:
-            await self._pass_on(message)
-        else:
+        is_last = not message.get("more_body", False)
+        if not self.is_passing:
             self._chunks.append(message.get("body", b""))
-        if message.get("more_body", False):
+        elif not is_last:
+            await self._pass_on(message)
+        elif message.get("body", b""):
+            # The end is kept back until the stream is remembered as done.
+            await self._pass_on({**message, "more_body": True})
+        if not is_last:
             return
         chunks = self._chunks
         body = bytes(chunks[0]) if len(chunks) == 1 else b"".join(chunks)
-        self.response = Response(self._status, self._headers, body, self._is_passing)
+        self.response = Response(self._status, self._headers, body, self.is_passing)
         if not complete.done():
             complete.set_result(None)
         self._wake()
@@ -414,6 +425,11 @@ class _Run:
         except OSError:
             self._is_gone = True
             raise
+
+    async def end_stream(self) -> None:
+        """Sends the end of a stream, unless there is nobody to send it to."""
+        if not self._is_gone:
+            await self._send(_end_of_body())
 
     async def finish(self) -> None:
         """Waits for what the application does after its response; raises what that raises."""
@@ -432,7 +448,7 @@ class _Run:
         """The connection is no longer ours: whoever sends or listens hears that it is gone."""
         self._is_gone = True
         self.is_left = True
-        if self._is_passing:
+        if self.is_passing:
             self._wake()
 
     def _wake(self) -> None:
@@ -476,11 +492,13 @@ def _prefix(scope: Scope) -> str:
     return prefix
 
 
+# Bodies past the limit: read to their end, or with more of them to come.
 _TOO_LARGE: Final = object()
+_TOO_LARGE_ALREADY: Final = object()
 
 
 async def _read_body(receive: Receive, limit_bytes: int) -> bytes | object | None:
-    """The whole body; None when the client left, `_TOO_LARGE` past the limit."""
+    """The whole body; None when the client left, one of two marks past the limit."""
     message = await receive()
     if message["type"] != "http.request":
         return None
@@ -497,8 +515,8 @@ async def _read_body(receive: Receive, limit_bytes: int) -> bytes | object | Non
         size += len(chunk)
         chunks.append(chunk)
         if not message.get("more_body", False):
-            break
-    return b"".join(chunks) if size <= limit_bytes else _TOO_LARGE
+            return b"".join(chunks) if size <= limit_bytes else _TOO_LARGE
+    return _TOO_LARGE_ALREADY
 
 
 async def _send(send: Send, response: Response) -> None:
@@ -506,3 +524,39 @@ async def _send(send: Send, response: Response) -> None:
         {"type": "http.response.start", "status": response.status, "headers": response.headers}
     )
     await send({"type": "http.response.body", "body": response.body})
+
+
+# What is on its way when a client is refused by its head; a longer body is not waited for.
+_DROPPED_LIMIT_BYTES: Final = 64 * 1024
+
+
+async def _send_early(
+    send: Send,
+    receive: Receive,
+    response: Response,
+    request: Request,
+    *,
+    is_body_read: bool = False,
+) -> None:
+    """Answers at once, and ends the answer when the body has arrived.
+
+    An answer that ends before its request makes servers close the connection, and with HTTP/2 all
+    other requests on it; a client may then not even get the answer.
+    """
+    if is_body_read or request.header(b"expect") is not None:
+        # Who waits for leave to send the body is never going to.
+        await _send(send, response)
+        return
+    await send(
+        {"type": "http.response.start", "status": response.status, "headers": response.headers}
+    )
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    left = _DROPPED_LIMIT_BYTES
+    while left > 0:
+        message = await receive()
+        if message["type"] != "http.request":
+            return
+        if not message.get("more_body", False):
+            break
+        left -= len(message.get("body", b""))
+    await send(_end_of_body())
