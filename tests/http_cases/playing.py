@@ -56,7 +56,8 @@ class Server:
         prefix = mount_of(case.asks[0].path).prefix
         return self._mount_locks.setdefault(prefix, asyncio.Lock()) if prefix else asyncio.Lock()
 
-    def client(self, connections: int = 1) -> httpx.AsyncClient:
+    def client(self) -> httpx.AsyncClient:
+        """A client with one connection."""
         is_http_2 = HTTP_2 in self.traits
         return httpx.AsyncClient(
             base_url=self.url,
@@ -64,7 +65,7 @@ class Server:
             http2=is_http_2,
             verify=_ONE_CONTEXT,
             timeout=CASE_SECONDS,
-            limits=httpx.Limits(max_connections=connections),
+            limits=httpx.Limits(max_connections=1),
             headers={"accept-encoding": "identity"},
             trust_env=False,
         )
@@ -288,11 +289,10 @@ class Play:
     async def _crowd(self, crowd: cases.Crowd) -> None:
         point = "crowd"
         told = self._told(replace(crowd.ask, act=crowd.ask.act.held_at(point)))
-        client = self.server.client(crowd.count)
+        # A connection each: on one that is shared, the client's answers wait for each other.
+        clients = [self.server.client() for _ in range(crowd.count)]
         try:
-            tasks = {
-                asyncio.create_task(self._exchange(told, client, None)) for _ in range(crowd.count)
-            }
+            tasks = {asyncio.create_task(self._exchange(told, client, None)) for client in clients}
             await self.stage.arrival(self.name, point)
             self.runs += 1
             done: set[asyncio.Task[Answer | None]] = set()
@@ -316,12 +316,11 @@ class Play:
                 if answer is not first[0]:
                     self._check(crowd.others, crowd.ask, answer, False)
         finally:
-            await client.aclose()
+            await _close(clients)
 
     async def _flood(self, flood: cases.Flood) -> None:
         told = self._told(flood.ask)
         before = self._store_calls()
-        # One connection each, because a pool of many is slow to share.
         clients = [self.server.client() for _ in range(FLOOD_CONNECTIONS)]
 
         async def ask_on(client: httpx.AsyncClient) -> list[Answer | None]:
@@ -337,8 +336,7 @@ class Play:
                 for answer in several
             ]
         finally:
-            for client in clients:
-                await client.aclose()
+            await _close(clients)
         assert len(answers) == flood.count
         calls = self._store_calls() - before
         for answer in answers:
@@ -383,6 +381,11 @@ async def _sent_in(body: bytes, pieces: int) -> AsyncIterator[bytes]:
     for start in range(0, len(body), size):
         yield body[start : start + size]
         await asyncio.sleep(0)
+
+
+async def _close(clients: list[httpx.AsyncClient]) -> None:
+    for client in clients:
+        await client.aclose()
 
 
 async def _leave(begun: Begun) -> None:

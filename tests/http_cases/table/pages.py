@@ -1,4 +1,4 @@
-"""What the middleware serves itself: the policy page and the status of a key; and what it does not."""
+"""What the middleware serves itself, the policy page and the status of a key, and what not."""
 
 from __future__ import annotations
 
