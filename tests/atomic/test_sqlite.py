@@ -348,3 +348,56 @@ def test_a_transaction_around_the_run_decides(idem, connection):
     assert connection.in_transaction
     connection.execute("COMMIT")
     assert idem.run("order-2", beginning) == "done"
+
+
+# Django's connection.
+
+
+@pytest.fixture
+def django_connection(path, connection):
+    """A connection of Django to the store's file."""
+    import django
+    from django.conf import settings
+    from django.db import connections
+
+    if not settings.configured:
+        settings.configure(DATABASES={"default": {}})
+        django.setup()
+    alias = f"sqlite{path.parent.name}"
+    connections.settings[alias] = connections.configure_settings(
+        {"default": {}, alias: {"ENGINE": "django.db.backends.sqlite3", "NAME": str(path)}}
+    )[alias]
+    yield connections[alias]
+    connections[alias].close()
+    del connections[alias], connections.settings[alias]
+
+
+def test_a_leased_operation_completes_on_djangos_connection(idem, connection, django_connection):
+    """Inside `transaction.atomic()`; a block that is left by an error takes the outcome along."""
+    from django.db import transaction
+
+    def operation(fails):
+        with transaction.atomic(using=django_connection.alias):
+            with django_connection.cursor() as cursor:
+                cursor.execute("INSERT INTO orders VALUES ('pen')")
+            current_attempt().complete_in(django_connection, "in the transaction")
+            if fails:
+                raise LookupError
+
+    with pytest.raises(LookupError):
+        idem.run("order-1", operation, True, request=1)
+    assert orders(connection) == []
+    assert idem.run("order-1", operation, False, request=1) == "in the transaction"
+    assert idem.answer("order-1", operation, False, request=1).replayed
+    assert orders(connection) == ["pen"]
+
+
+def test_without_a_transaction_of_django_nothing_is_completed(idem, connection, django_connection):
+    """Django would commit the outcome by itself, apart from the writes that it belongs to."""
+
+    def operation():
+        current_attempt().complete_in(django_connection, "alone")
+
+    with pytest.raises(TransactionMissing, match=r"transaction\.atomic"):
+        idem.run("order-1", operation)
+    assert keys(connection) == [4]

@@ -871,3 +871,14 @@ async def test_an_ordinary_client_gets_along():
         replies.append(await client.post("/charges", content=b"other"))
     assert [reply.status_code for reply in replies] == [201, 201, 422]
     assert replies[1].headers["idempotent-replayed"] == "true"
+
+
+@scenario
+async def test_two_mounts_are_two_places_even_when_the_path_leaves_them_out():
+    """The same key under another mount is another request, with or without the mount's path in
+    `path`."""
+    app = protected(lambda scope, receive, send: respond(send))
+    assert (await ask(app, scope={"root_path": "/v1"})).status == 201
+    replayed = await ask(app, scope={"root_path": "/v1", "path": "/v1/charges"})
+    assert replayed.is_replay
+    assert (await ask(app, scope={"root_path": "/v2"})).problem == "key-reused"

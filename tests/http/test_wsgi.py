@@ -11,6 +11,8 @@ from datetime import timedelta
 import pytest
 
 from retrysafe import (
+    GLOBAL,
+    Condition,
     Idempotency,
     InvalidInput,
     MemoryStore,
@@ -389,5 +391,36 @@ def test_a_value_that_is_no_response_cannot_complete_a_request(tmp_path):
     app = WSGIIdempotencyMiddleware(app, idem, caller=bearer_token)
     with pytest.raises(InvalidInput, match="is a response, got dict"):
         ask_wsgi(app)
+    connection.close()
+    idem.close()
+
+
+def test_a_response_in_a_transaction_is_judged_by_its_status(tmp_path):
+    """A decline is a failure that is kept; one that asks for a retry must not be committed."""
+    path = tmp_path / "shop.db"
+    idem = Idempotency(f"sqlite:///{path}")
+    connection = sqlite3.connect(path, isolation_level=None)
+    statuses = []
+
+    def app(environ, start_response):
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            current_attempt().complete_in(connection, Response(statuses[-1], [], b"no"))
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+        connection.execute("COMMIT")
+        start_response(f"{statuses[-1]} No", [])
+        return [b"no"]
+
+    app = WSGIIdempotencyMiddleware(app, idem, caller=GLOBAL)
+    statuses.append(402)
+    assert ask_wsgi(app).status == 402
+    assert ask_wsgi(app).is_replay
+    assert idem.read("k-1", caller=GLOBAL).condition is Condition.FAILED
+    statuses.append(503)
+    with pytest.raises(InvalidInput, match="frees the key"):
+        ask_wsgi(app, key="k-2")
+    assert idem.read("k-2", caller=GLOBAL).condition is Condition.RELEASED
     connection.close()
     idem.close()

@@ -420,6 +420,7 @@ class Engine:
         return Answer(verdict.told(call), False, attempt)
 
     def _stop_renewing(self, lease: Lease) -> None:
+        lease.is_over = True
         # The ending of a cancelled caller keeps its lease until it is written.
         if not lease.is_adopted:
             self._renewals.remove(lease)
@@ -441,7 +442,7 @@ class Engine:
             # it. An exception must not free a key whose business write may have been committed.
             return error is not None
         if fate is Fate.STANDS:
-            self._report(EventKind.COMPLETED, call.key, call.operation, attempt)
+            self._report(joined.event_kind, call.key, call.operation, attempt)
             self._remember(call, flight, joined.payload, attempt, asked, call.policy.active_ms)
         # While it is open, the record is locked by it and only its commit or its rollback decides;
         # writing here would wait for a caller who waits for us.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
@@ -51,9 +51,7 @@ class IdempotencyMiddleware:
         challenge: str = "Bearer",
         breaker: Breaker | None = None,
     ) -> None:
-        self.app = app
-        self.idempotency = idempotency
-        self.protection = Protection(
+        protection = Protection(
             idempotency.settings,
             caller=caller,
             rules=rules,
@@ -64,7 +62,23 @@ class IdempotencyMiddleware:
             challenge=challenge,
             breaker=breaker,
         )
-        self._find = self.protection.find
+        self._assemble(app, idempotency, protection)
+
+    @classmethod
+    def sharing(cls, app: App, idempotency: AsyncFace, protection: Protection) -> Self:
+        """For integrations: a middleware around one endpoint of an application.
+
+        All endpoints of an application share its protection, and so its breaker and its pages.
+        """
+        made = cls.__new__(cls)
+        made._assemble(app, idempotency, protection)  # noqa: SLF001 — its own, as in __init__.
+        return made
+
+    def _assemble(self, app: App, idempotency: AsyncFace, protection: Protection) -> None:
+        self.app = app
+        self.idempotency = idempotency
+        self.protection = protection
+        self._find = protection.find
         # The loop itself holds tasks weakly, so a run whose client has gone is held here.
         self._runs: set[AppRun] = set()
 
@@ -79,14 +93,18 @@ class IdempotencyMiddleware:
             path = path[len(root) :]
         match = self._find(scope["method"], path)
         if match is not None:
-            await self._protect(match, scope, receive, send)
+            await self.protect(match, _request(scope), _prefix(scope), receive, send)
         elif scope["method"] in _PAGE_METHODS and self.protection.has_page(path):
-            await self._show_page(path, scope, send)
+            await self.show_page(path, _request(scope), _prefix(scope), send)
         else:
             await self.app(scope, receive, send)
 
-    async def _show_page(self, path: str, scope: Scope, send: Send) -> None:
-        protection, request, prefix = self.protection, _request(scope), _prefix(scope)
+    async def show_page(self, path: str, request: Request, prefix: str, send: Send) -> None:
+        """Answers with the policy page, or with the status of a key.
+
+        `path` is the page's path inside the application, which is mounted at `prefix`.
+        """
+        protection = self.protection
         page = protection.page(path, request, prefix)
         if isinstance(page, Key):
             key = page
@@ -95,15 +113,17 @@ class IdempotencyMiddleware:
                 page = protection.status(stored, key, request, prefix)
             except StoreError as error:
                 page = protection.status_refused(error, key, request, prefix)
-        if scope["method"] == "HEAD":
+        if request.method == "HEAD":
             page.body = b""
         await _send(send, page)
 
-    async def _protect(self, match: Match, scope: Scope, receive: Receive, send: Send) -> None:
+    async def protect(
+        self, match: Match, request: Request, prefix: str, receive: Receive, send: Send
+    ) -> None:
+        """Answers a request that this route protects; its `host` is the ASGI scope."""
         protection = self.protection
-        request = _request(scope)
+        scope: Scope = request.host
         request.parameters = match[1]
-        prefix = _prefix(scope)
         plan = protection.begin(match[0], request, prefix)
         if type(plan) is Plan:
             body = await _read_body(receive, plan.route.rule.request_limit_bytes)
@@ -224,9 +244,14 @@ async def _is_prompt(
 
 
 def _request(scope: Scope) -> Request:
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    if root and not path.startswith(root):
+        # Some frameworks leave the mount out of the path. Two mounts are two places all the same.
+        path = root + path
     return Request(
         scope["method"],
-        scope["path"],
+        path,
         scope.get("query_string", b""),
         scope["headers"],
         b"",

@@ -109,7 +109,7 @@ class BlockingIdempotency(AtomicThreads, Face):
             secret=self._settings.secret,
             joiner=Joiner(
                 join=self._join_blocking,
-                drive=run_sync,
+                drive=lambda waits, flow: run_sync(flow),
                 renewals=self._heartbeat,
                 has_outbox=store.capabilities.has_outbox,
             ),

@@ -158,8 +158,8 @@ class Face:
             codec_for(operation, returns),
         )
 
-    def _join(self, connection: object, waits: Waits) -> Transaction:
-        """The user's transaction, if the store and this face can work in it."""
+    def _join(self, connection: object, waits: Waits | None) -> Transaction:
+        """The user's transaction, if the store and this face can work in it; None takes both."""
         join: Callable[[object], Transaction] | None = getattr(self._store, "join", None)
         if join is None:
             raise InvalidInput(
@@ -167,7 +167,7 @@ class Face:
                 "PostgreSQL or a SQLite store"
             )
         transaction = join(connection)
-        if transaction.waits is not waits:
+        if waits is not None and transaction.waits is not waits:
             needed = "Idempotency" if transaction.waits is Waits.BLOCKING else "AsyncIdempotency"
             kind = type(connection)
             raise InvalidInput(f"use {needed} with {kind.__module__}.{kind.__qualname__}")

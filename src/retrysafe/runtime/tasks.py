@@ -41,6 +41,7 @@ from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_out
 from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.group_commit import DirectWriter, TaskGroupCommit
 from retrysafe.runtime.heartbeat import TaskHeartbeat
+from retrysafe.runtime.joining import ThreadRenewals, drive_either
 from retrysafe.runtime.steps import codec_of_step, perform_suspending
 from retrysafe.runtime.threaded import ThreadedStore
 from retrysafe.runtime.waiting import TaskWaiting
@@ -143,9 +144,9 @@ class AsyncFace(AtomicTasks, Face):
             owner=owner_name(),
             secret=self._settings.secret,
             joiner=Joiner(
-                join=self._join_suspending,
-                drive=_as_it_is,
-                renewals=parts.heartbeat,
+                join=lambda connection: self._join_in(parts, connection),
+                drive=drive_either,
+                renewals=ThreadRenewals(parts.heartbeat, parts.loop),
                 has_outbox=parts.store.capabilities.has_outbox,
             ),
             stepper=Stepper(
@@ -164,6 +165,12 @@ class AsyncFace(AtomicTasks, Face):
 
     def _join_suspending(self, connection: object) -> Transaction:
         return self._join(connection, Waits.SUSPENDING)
+
+    def _join_in(self, parts: _LoopParts, connection: object) -> Transaction:
+        transaction = self._join(connection, None)
+        if parts.threaded is None:
+            return transaction
+        return parts.threaded.asking_elsewhere(transaction)
 
     def _bound(self) -> _LoopParts:
         """The parts for the running loop; a loop that has ended is replaced by the next one."""
