@@ -12,6 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Final
 
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
@@ -139,7 +140,7 @@ class IdempotencyMiddleware:
             answer = self.idempotency.recall(call)
             if answer is None:
                 response = protection.closed_off(plan) if protection.breaker.is_open else None
-                if response is not None and protection.fail_open:
+                if response is not None and protection.runs_unprotected(plan):
                     await self._run_unprotected(call, plan, scope, receive, send)
                     return
                 if response is None:
@@ -205,8 +206,12 @@ class IdempotencyMiddleware:
 
     async def _settle(self, run: _Run, call: Call, waiter: asyncio.Future[Answer[Any]]) -> None:
         """Answers the call, and tells the waiter at once: a task's own callbacks come later."""
+        transaction: Any = run.plan.route.rule.transaction
         try:
-            answer = await self.idempotency.answer_call(call, run.invoke)
+            if transaction is None:
+                answer = await self.idempotency.answer_call(call, run.invoke)
+            else:
+                answer = await self.idempotency.answer_atomic(call, transaction, run.invoke)
         except Exception as error:
             if not waiter.done():
                 waiter.set_exception(error)
@@ -280,7 +285,7 @@ class _Run:
         self.started: asyncio.Future[None] | None = None
         self.settling: asyncio.Task[None] | None = None
 
-    async def invoke(self, attempt: Attempt) -> Response:
+    async def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
         """Runs the application until its response is complete."""
         scope = self._scope
         # The same scope, not a copy: middlewares around us read what routers write into it.

@@ -185,6 +185,9 @@ class Protection:
         policy, preference = route.policy, NO_PREFERENCE
         if prefer is not None:
             preference = parse_prefer(prefer)
+            if preference.respond_async and route.rule.transaction is not None:
+                # Nobody could read a status before the transaction has ended.
+                preference = Preference(preference.wait_seconds, respond_async=False)
             if preference.wait_seconds is not None:
                 policy = self._waiting(policy, preference.wait_seconds)
         return Plan(route, request, caller, key, policy, preference, prefix)
@@ -247,6 +250,13 @@ class Protection:
             key=plan.key,
             retry_after=timedelta(seconds=seconds),
         )
+
+    def runs_unprotected(self, plan: Plan) -> bool:
+        """Whether the application runs although the store is out of reach.
+
+        Never in atomic mode: what is out of reach is the application's own database.
+        """
+        return self.fail_open and plan.route.rule.transaction is None
 
     # Answers.
 

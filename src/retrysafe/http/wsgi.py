@@ -11,8 +11,9 @@ from http.client import responses as reasons
 from io import BytesIO
 from typing import Any, Final
 
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.call import Call
+from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.keys import GlobalCaller, Key
 from retrysafe.errors import StoreError
@@ -126,12 +127,12 @@ class WSGIIdempotencyMiddleware:
             answer = self.idempotency.recall(call)
             if answer is None and protection.breaker.is_open:
                 refusal = protection.closed_off(plan)
-                if refusal is not None and protection.fail_open:
+                if refusal is not None and protection.runs_unprotected(plan):
                     return self._run_unprotected(call, environ, start_response)
                 if refusal is not None:
                     return _sent(start_response, refusal)
             if answer is None:
-                answer = self.idempotency.answer_call(call, run.invoke)
+                answer = self._run(call, plan, run)
             response = protection.answered(plan, answer, run.response)
         except Exception as error:
             if error is run.error:
@@ -141,6 +142,12 @@ class WSGIIdempotencyMiddleware:
                 raise
             response = refusal
         return () if response.is_streamed else _sent(start_response, response)
+
+    def _run(self, call: Call, plan: Plan, run: _Run) -> Answer[Any]:
+        transaction: Any = plan.route.rule.transaction
+        if transaction is None:
+            return self.idempotency.answer_call(call, run.invoke)
+        return self.idempotency.answer_atomic(call, transaction, run.invoke)
 
     def _run_unprotected(
         self, call: Call, environ: Environ, start_response: StartResponse
@@ -190,7 +197,7 @@ class _Run:
         self.response: Response | None = None
         self.error: BaseException | None = None
 
-    def invoke(self, attempt: Attempt) -> Response:
+    def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
         """Runs the application to the end of its response."""
         self._environ[ATTEMPT_NAME] = attempt
         try:
