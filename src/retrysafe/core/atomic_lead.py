@@ -72,8 +72,8 @@ class Transacting(Protocol):
         """Whether the database could not be reached or gave up, so that a retry can help."""
 
 
-class _Undone(Exception):  # noqa: N818 — seen by the user's transaction only, as a reason to end.
-    """Rolls a transaction back whose value frees the key."""
+class _Undone(Exception):
+    """Rolls a transaction back whose value frees the key; only the transaction sees it."""
 
 
 class AtomicLead:
