@@ -52,11 +52,16 @@ async def welcome(request: Request) -> str:
     """The front page."""
     base = str(request.base_url).rstrip("/")
     rows = "\n".join(
-        f"<tr><td>{method}</td><td><a href='{escape(path)}'>{escape(path)}</a></td>"
-        f"<td>{escape(what)}</td></tr>"
+        f"<tr><td>{method}</td><td>{_linked(method, path)}</td><td>{escape(what)}</td></tr>"
         for method, path, what in (*_routes(request.app), *_PAGES)
     )
     return _PAGE.format(lines=escape("\n".join(curl_lines(base))), rows=rows)
+
+
+def _linked(method: str, path: str) -> str:
+    if method != "GET" or "{" in path:
+        return escape(path)
+    return f'<a href="{escape(path)}">{escape(path)}</a>'
 
 
 def _routes(app: FastAPI) -> list[tuple[str, str, str]]:
