@@ -147,7 +147,7 @@ class IdempotencyMiddleware:
             answer = self.idempotency.recall(call)
             if answer is None:
                 response = protection.closed_off(plan) if protection.breaker.is_open else None
-                if response is not None and protection.fail_open:
+                if response is not None and protection.runs_unprotected(plan):
                     await self._run_unprotected(call, plan, scope, receive, send)
                     return
                 if response is None:
@@ -212,8 +212,12 @@ class IdempotencyMiddleware:
 
     async def _settle(self, run: AppRun, call: Call, waiter: asyncio.Future[Answer[Any]]) -> None:
         """Answers the call, and tells the waiter at once: a task's own callbacks come later."""
+        transaction: Any = run.plan.route.rule.transaction
         try:
-            answer = await self.idempotency.answer_call(call, run.invoke)
+            if transaction is None:
+                answer = await self.idempotency.answer_call(call, run.invoke)
+            else:
+                answer = await self.idempotency.answer_atomic(call, transaction, run.invoke)
         except Exception as error:
             if not waiter.done():
                 waiter.set_exception(error)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.http.exchange import Plan
 from retrysafe.http.responses import Response, is_event_stream
@@ -95,7 +96,7 @@ class AppRun:
         self.started: asyncio.Future[None] | None = None
         self.settling: asyncio.Task[None] | None = None
 
-    async def invoke(self, attempt: Attempt) -> Response:
+    async def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
         """Runs the application until its response is complete."""
         scope = self._scope
         # The same scope, not a copy: middlewares around us read what routers write into it.

@@ -11,6 +11,7 @@ from http.client import responses as reasons
 from io import BytesIO
 from typing import Any, Final
 
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys import GlobalCaller
 from retrysafe.http import blocking
@@ -162,7 +163,7 @@ class _Run:
         self.response: Response | None = None
         self.error: BaseException | None = None
 
-    def invoke(self, attempt: Attempt) -> Response:
+    def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
         """Runs the application to the end of its response."""
         self._environ[ATTEMPT_NAME] = attempt
         try:

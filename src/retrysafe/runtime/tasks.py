@@ -7,11 +7,13 @@ import functools
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
 from types import CoroutineType, TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
@@ -24,7 +26,7 @@ from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Transaction, Waits
 from retrysafe.core.stepping import Stepper
 from retrysafe.errors import InvalidInput
-from retrysafe.runtime.atomic_tasks import AtomicTasks
+from retrysafe.runtime.atomic_tasks import AtomicTasks, TaskTransacting
 from retrysafe.runtime.calls import (
     ONCE_ATTRIBUTE,
     UNSET,
@@ -320,6 +322,26 @@ class AsyncFace(AtomicTasks, Face):
         Raises as `run` does.
         """
         return self._answer(call, operation, None, None)
+
+    async def answer_atomic(
+        self,
+        call: Call,
+        transaction: Callable[[], AbstractAsyncContextManager[Any]],
+        operation: Callable[[AtomicAttempt], Awaitable[Any]],
+    ) -> Answer[Any]:
+        """For adapters: answers a call in a transaction, with its outcome and what it wrote.
+
+        `transaction` opens one and gives its connection; it commits at the end and rolls back on
+        any exception. It is asked only when neither this process nor a run in it has the answer.
+        Raises as `run` does, and `StoreUnavailable` for a transaction that could not be had.
+        """
+        parts = self._bound()
+        parts.gate.enter()
+        try:
+            transacting = TaskTransacting(transaction, self._atomic_block)
+            return await parts.engine.answer(call, operation, transacting)
+        finally:
+            parts.gate.leave()
 
     async def _answer(
         self, call: Call, operation: Callable[..., Awaitable[Any]], args: Any, kwargs: Any
