@@ -16,7 +16,7 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.keys import GlobalCaller, Key
 from retrysafe.errors import StoreError
-from retrysafe.http.asgi_run import App, AppRun, Message, Receive, Scope, Send
+from retrysafe.http.asgi_run import App, AppRun, Message, Receive, Scope, Send, end_of_body
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
@@ -133,9 +133,10 @@ class IdempotencyMiddleware:
                 request.body = body
                 await self._answer(plan, scope, receive, send)
             else:
-                await _send(send, protection.too_large(plan.route, request, prefix, plan.key))
+                refusal = protection.too_large(plan.route, request, prefix, plan.key)
+                await _send_early(send, receive, refusal, request, is_body_read=body is _TOO_LARGE)
         elif isinstance(plan, Response):
-            await _send(send, plan)
+            await _send_early(send, receive, plan, request)
         else:
             await self.app(scope, receive, send)
 
@@ -164,6 +165,8 @@ class IdempotencyMiddleware:
             response = refusal
         if not response.is_streamed:
             await _send(send, response)
+        elif run is not None:
+            await run.end_stream()
         if run is not None and not run.is_left:
             await run.finish()
 
@@ -269,11 +272,13 @@ def _prefix(scope: Scope) -> str:
     return prefix
 
 
+# Bodies past the limit: read to their end, or with more of them to come.
 _TOO_LARGE: Final = object()
+_TOO_LARGE_ALREADY: Final = object()
 
 
 async def _read_body(receive: Receive, limit_bytes: int) -> bytes | object | None:
-    """The whole body; None when the client left, `_TOO_LARGE` past the limit."""
+    """The whole body; None when the client left, one of two marks past the limit."""
     message = await receive()
     if message["type"] != "http.request":
         return None
@@ -290,8 +295,8 @@ async def _read_body(receive: Receive, limit_bytes: int) -> bytes | object | Non
         size += len(chunk)
         chunks.append(chunk)
         if not message.get("more_body", False):
-            break
-    return b"".join(chunks) if size <= limit_bytes else _TOO_LARGE
+            return b"".join(chunks) if size <= limit_bytes else _TOO_LARGE
+    return _TOO_LARGE_ALREADY
 
 
 async def _send(send: Send, response: Response) -> None:
@@ -299,3 +304,39 @@ async def _send(send: Send, response: Response) -> None:
         {"type": "http.response.start", "status": response.status, "headers": response.headers}
     )
     await send({"type": "http.response.body", "body": response.body})
+
+
+# What is on its way when a client is refused by its head; a longer body is not waited for.
+_DROPPED_LIMIT_BYTES: Final = 64 * 1024
+
+
+async def _send_early(
+    send: Send,
+    receive: Receive,
+    response: Response,
+    request: Request,
+    *,
+    is_body_read: bool = False,
+) -> None:
+    """Answers at once, and ends the answer when the body has arrived.
+
+    An answer that ends before its request makes servers close the connection, and with HTTP/2 all
+    other requests on it; a client may then not even get the answer.
+    """
+    if is_body_read or request.header(b"expect") is not None:
+        # Who waits for leave to send the body is never going to.
+        await _send(send, response)
+        return
+    await send(
+        {"type": "http.response.start", "status": response.status, "headers": response.headers}
+    )
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    left = _DROPPED_LIMIT_BYTES
+    while left > 0:
+        message = await receive()
+        if message["type"] != "http.request":
+            return
+        if not message.get("more_body", False):
+            break
+        left -= len(message.get("body", b""))
+    await send(end_of_body())

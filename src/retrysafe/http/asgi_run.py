@@ -34,6 +34,11 @@ _PASS: Final = Streaming.PASS
 _logger = logging.getLogger("retrysafe")
 
 
+def end_of_body() -> Message:
+    """The message that ends a response."""
+    return {"type": "http.response.body", "body": b"", "more_body": False}
+
+
 class AppRun:
     """One run of the application: what it is given, and what it answers."""
 
@@ -175,11 +180,15 @@ class AppRun:
         if kind == "http.response.body":
             if not self._status or self.response is not None:
                 raise RuntimeError("the application sent a body outside of its response")
-            if self.is_passing:
-                await self._pass_on(message)
-            else:
+            is_last = not message.get("more_body", False)
+            if not self.is_passing:
                 self._chunks.append(message.get("body", b""))
-            if not message.get("more_body", False):
+            elif not is_last:
+                await self._pass_on(message)
+            elif message.get("body", b""):
+                # The end is kept back until the stream is remembered as done.
+                await self._pass_on({**message, "more_body": True})
+            if is_last:
                 self._finish_response()
         elif kind == "http.response.start":
             if self._status:
@@ -211,6 +220,11 @@ class AppRun:
         except OSError:
             self._is_gone = True
             raise
+
+    async def end_stream(self) -> None:
+        """Sends the end of a stream, unless there is nobody to send it to."""
+        if not self._is_gone:
+            await self._send(end_of_body())
 
     async def finish(self) -> None:
         """Waits for what the application does after its response; raises what that raises."""

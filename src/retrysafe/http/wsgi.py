@@ -14,7 +14,7 @@ from typing import Any, Final
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys import GlobalCaller
-from retrysafe.http import blocking
+from retrysafe.http import blocking, problems
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
@@ -99,7 +99,13 @@ class WSGIIdempotencyMiddleware:
             return self.app(environ, start_response)
         if isinstance(plan, Response):
             return _sent(start_response, plan)
-        body = _read_body(environ, plan.route.rule.request_limit_bytes)
+        try:
+            body = _read_body(environ, plan.route.rule.request_limit_bytes)
+        except _BodyCutOff:
+            return _sent(
+                start_response,
+                protection.problem(problems.BODY_INCOMPLETE, request, prefix, plan.key),
+            )
         if body is None:
             return _sent(
                 start_response, protection.too_large(plan.route, request, prefix, plan.key)
@@ -276,8 +282,12 @@ def prefix_of(environ: Environ) -> str:
     return _decoded(environ.get("SCRIPT_NAME", "")).rstrip("/")
 
 
+class _BodyCutOff(Exception):
+    """The client went away in the middle of its body."""
+
+
 def _read_body(environ: Environ, limit_bytes: int) -> bytes | None:
-    """The whole body; None past the limit."""
+    """The whole body; None past the limit. Raises `_BodyCutOff`."""
     stream = environ["wsgi.input"]
     declared = environ.get("CONTENT_LENGTH")
     if declared and declared.isdigit():
@@ -294,6 +304,10 @@ def _read_body(environ: Environ, limit_bytes: int) -> bytes | None:
             break
         chunks.append(chunk)
         left -= len(chunk)
+    if left and declared:
+        # Half a request was never asked for, and its key must stay free for the whole one. A body
+        # without a length is for the server to check: it alone knows how that ends.
+        raise _BodyCutOff
     body = b"".join(chunks)
     return body if len(body) <= limit_bytes else None
 
