@@ -15,11 +15,13 @@ from retrysafe import __version__
 from retrysafe.cli import (
     demonstrating,
     diagnosing,
+    entries,
     keys,
     migrating,
     natural,
     options,
     output,
+    relaying,
     sweeping,
 )
 from retrysafe.cli.problems import ExitCode, problem_of, tell
@@ -82,6 +84,8 @@ app = typer.Typer(
 app.command("migrate")(migrating.migrate)
 app.command("doctor")(diagnosing.doctor)
 app.add_typer(keys.app, name="keys", invoke_without_command=True)
+app.add_typer(entries.app, name="outbox", invoke_without_command=True)
+app.command("relay")(relaying.relay)
 app.command("sweep")(sweeping.sweep)
 app.command("demo")(demonstrating.demo)
 
@@ -119,6 +123,12 @@ keys.app.command("natural")(natural.natural)
 @keys.app.callback(invoke_without_command=True)
 def keys_root(context: typer.Context) -> None:
     """Look at keys, and release or expire one."""
+    _help_without_command(context)
+
+
+@entries.app.callback(invoke_without_command=True)
+def outbox_root(context: typer.Context) -> None:
+    """Look at outbox entries, and retry or discard one."""
     _help_without_command(context)
 
 

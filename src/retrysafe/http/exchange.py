@@ -307,8 +307,7 @@ class Protection:
         """The response with the mark of the preference that was followed."""
         if plan.preference.wait_seconds is not None:
             applied = b"wait=%d" % plan.policy.wait_seconds
-            # A list of its own: the headers may be the application's.
-            response.headers = [*response.headers, (b"preference-applied", applied)]
+            response.headers.append((b"preference-applied", applied))
         return response
 
     # Refusals.

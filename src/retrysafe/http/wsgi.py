@@ -279,15 +279,13 @@ def _read_body(environ: Environ, limit_bytes: int) -> bytes | None:
     """The whole body; None past the limit."""
     stream = environ["wsgi.input"]
     declared = environ.get("CONTENT_LENGTH")
-    if declared:
+    if declared and declared.isdigit():
         # The standard allows no more than that to be read: beyond it some servers block.
         left = int(declared)
     elif environ.get("wsgi.input_terminated"):
         left = limit_bytes + 1
     else:
         return b""
-    if left > limit_bytes and declared:
-        return None
     chunks: list[bytes] = []
     while left > 0:
         chunk = stream.read(min(left, _READ_BYTES))

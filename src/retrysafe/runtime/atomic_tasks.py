@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from datetime import datetime
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -12,9 +13,11 @@ from retrysafe.core.atomic import AtomicBlock
 from retrysafe.core.call import Call
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.framing import Part
+from retrysafe.core.joining import stage_in
 from retrysafe.core.keys import Key
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Waits
+from retrysafe.core.staging import Staging
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.atomic_threads import with_connection
 from retrysafe.runtime.calls import CallerSource, KeySource, owner_name
@@ -61,6 +64,11 @@ class AsyncAtomicRun:
     async def fail(self, error: Exception) -> None:
         """Stores a failure for good, to be committed; every later use of the key raises it."""
         await self._block.fail(error)
+
+    @property
+    def outbox(self) -> Staging:
+        """What is delivered once your transaction has committed with the outcome in it."""
+        return self._block.outbox
 
     def child_key(self, *parts: Part) -> str:
         """The key for a call downstream; raises `SecretMissing`."""
@@ -142,8 +150,28 @@ class AtomicTasks(Face):
             report=self._report,
             owner=owner_name(),
             secret=self._settings.secret,
+            has_outbox=self._store.capabilities.has_outbox,
         )
         return AsyncAtomicContext(block, self._atomic_gate)
+
+    async def stage(
+        self,
+        connection: object,
+        topic: str,
+        payload: Any,
+        *,
+        key: str | None = None,
+        aggregate: str | None = None,
+        deliver_at: datetime | None = None,
+        content_type: str | None = None,
+    ) -> str:
+        """Has the payload delivered once your open transaction has committed; returns its key.
+
+        Takes what the blocking face takes, and raises as it does.
+        """
+        entry = self._staged(topic, payload, key, aggregate, deliver_at, content_type)
+        transaction = self._join(connection, Waits.SUSPENDING)
+        return await stage_in(transaction, entry)
 
     def atomic_once(
         self,

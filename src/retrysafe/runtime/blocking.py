@@ -20,7 +20,8 @@ from retrysafe.core.joining import Joiner
 from retrysafe.core.keys import Key
 from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
-from retrysafe.core.ports import Store, Waits, Writer
+from retrysafe.core.ports import Store, Transaction, Waits, Writer
+from retrysafe.core.stepping import Stepper
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.atomic_threads import AtomicThreads
 from retrysafe.runtime.calls import (
@@ -40,6 +41,7 @@ from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_out
 from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.group_commit import DirectWriter, ThreadGroupCommit
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
+from retrysafe.runtime.steps import codec_of_step, perform_blocking
 from retrysafe.runtime.waiting import ThreadWaiting
 
 P = ParamSpec("P")
@@ -93,23 +95,40 @@ class BlockingIdempotency(AtomicThreads, Face):
             if store.capabilities.waits is Waits.NEVER
             else ThreadGroupCommit(store)
         )
+        waiting, lock, orphanage = ThreadWaiting(), threading.Lock(), _InterruptedThread()
         self._engine = Engine(
             writer=writer,
-            waiting=ThreadWaiting(),
-            lock=threading.Lock(),
+            waiting=waiting,
+            lock=lock,
             renewals=self._heartbeat,
-            orphanage=_InterruptedThread(),
+            orphanage=orphanage,
             mint_token=mint_token,
             cache=self._new_cache(),
             report=self._report,
             owner=owner_name(),
             secret=self._settings.secret,
             joiner=Joiner(
-                join=lambda connection: self._join(connection, Waits.BLOCKING),
+                join=self._join_blocking,
                 drive=lambda waits, flow: run_sync(flow),
                 renewals=self._heartbeat,
+                has_outbox=store.capabilities.has_outbox,
+            ),
+            stepper=Stepper(
+                store=store,
+                waiting=waiting,
+                lock=lock,
+                orphanage=orphanage,
+                report=self._report,
+                drive=run_sync,
+                perform=perform_blocking,
+                codec_for=codec_of_step,
+                current=current.get,
+                join=self._join_blocking,
             ),
         )
+
+    def _join_blocking(self, connection: object) -> Transaction:
+        return self._join(connection, Waits.BLOCKING)
 
     def after_fork_in_child(self) -> None:
         """Starts afresh: the parent's running operations are the parent's to renew."""

@@ -22,6 +22,7 @@ from retrysafe.core.keys import Key
 from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Transaction, Waits
+from retrysafe.core.stepping import Stepper
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.atomic_tasks import AtomicTasks
 from retrysafe.runtime.calls import (
@@ -41,11 +42,17 @@ from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.group_commit import DirectWriter, TaskGroupCommit
 from retrysafe.runtime.heartbeat import TaskHeartbeat
 from retrysafe.runtime.joining import ThreadRenewals, drive_either
+from retrysafe.runtime.steps import codec_of_step, perform_suspending
 from retrysafe.runtime.threaded import ThreadedStore
 from retrysafe.runtime.waiting import TaskWaiting
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _as_it_is(flow: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+    """A flow for an event loop: whoever asked for it awaits it."""
+    return flow
 
 
 class _Orphans:
@@ -122,11 +129,13 @@ class AsyncFace(AtomicTasks, Face):
             self._parts = None
 
     def _new_engine(self, parts: _LoopParts) -> Engine:
+        waiting = TaskWaiting()
+        # Never contended within one loop, and cheaper than any lock written in Python.
+        lock = threading.Lock()
         return Engine(
             writer=parts.group_commit or DirectWriter(parts.store),
-            waiting=TaskWaiting(),
-            # Never contended within one loop, and cheaper than any lock written in Python.
-            lock=threading.Lock(),
+            waiting=waiting,
+            lock=lock,
             renewals=parts.heartbeat,
             orphanage=parts.orphans,
             mint_token=mint_token,
@@ -138,8 +147,24 @@ class AsyncFace(AtomicTasks, Face):
                 join=lambda connection: self._join_in(parts, connection),
                 drive=drive_either,
                 renewals=ThreadRenewals(parts.heartbeat, parts.loop),
+                has_outbox=parts.store.capabilities.has_outbox,
+            ),
+            stepper=Stepper(
+                store=parts.store,
+                waiting=waiting,
+                lock=lock,
+                orphanage=parts.orphans,
+                report=self._report,
+                drive=_as_it_is,
+                perform=perform_suspending,
+                codec_for=codec_of_step,
+                current=current.get,
+                join=self._join_suspending,
             ),
         )
+
+    def _join_suspending(self, connection: object) -> Transaction:
+        return self._join(connection, Waits.SUSPENDING)
 
     def _join_in(self, parts: _LoopParts, connection: object) -> Transaction:
         transaction = self._join(connection, None)
@@ -287,14 +312,14 @@ class AsyncFace(AtomicTasks, Face):
         """
         return self._bound().engine.recall(call)
 
-    async def answer_call(
+    def answer_call(
         self, call: Call, operation: Callable[[Attempt], Awaitable[Any]]
-    ) -> Answer[Any]:
+    ) -> Coroutine[Any, Any, Answer[Any]]:
         """For adapters: answers a call that they have put together; the operation gets its attempt.
 
         Raises as `run` does.
         """
-        return await self._answer(call, operation, None, None)
+        return self._answer(call, operation, None, None)
 
     async def _answer(
         self, call: Call, operation: Callable[..., Awaitable[Any]], args: Any, kwargs: Any
