@@ -233,7 +233,9 @@ def test_the_status_page_shows_the_callers_own_key(visit):
         assert mine.json()["amount"] == 7
         other = await shop.client.get(path, headers={"Authorization": "Bearer bob"})
         assert (other.status_code, problem(other)) == (404, "key-unknown")
-        nothing = await shop.client.get("/idempotency-statusa", headers={"Authorization": "Bearer a"})
+        nothing = await shop.client.get(
+            "/idempotency-statusa", headers={"Authorization": "Bearer a"}
+        )
         assert nothing.status_code == 404
         assert "problem" not in nothing.headers["content-type"]
 

@@ -14,9 +14,12 @@ from urllib.parse import unquote
 
 from retrysafe.contrib.endpoints import Endpoints, Place, Served, missing_extra
 from retrysafe.contrib.openapi import MEDIA_TYPE, PROBLEM_SCHEMA, Description, description_of
+from retrysafe.core.keys import GlobalCaller
 from retrysafe.errors import PolicyInvalid
 from retrysafe.http.asgi import App
-from retrysafe.http.rules import KeyUse, Rule
+from retrysafe.http.callers import CallerOf
+from retrysafe.http.rules import KeyUse, Route, Rule
+from retrysafe.runtime.tasks import AsyncFace
 
 try:
     from litestar import Litestar, Request, Response, asgi
@@ -42,6 +45,8 @@ __all__ = ["RetrysafePlugin", "rendered"]
 
 # The name of the option on handlers, controllers, routers and applications.
 _OPTION: Final = "idempotency"
+# Where a described operation class keeps the one that it describes.
+_BASE: Final = "__retrysafe_base__"
 
 
 def rendered(request: Request[Any, Any, Any], value: Any) -> ASGIResponse:
@@ -60,11 +65,18 @@ def rendered(request: Request[Any, Any, Any], value: Any) -> ASGIResponse:
     )
 
 
-class RetrysafePlugin(InitPlugin, ReceiveRoutePlugin, Endpoints):
+class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
     """The protection of a Litestar application, as one of its `plugins`.
 
     Adds the policy and status pages, and closes the `AsyncIdempotency` when the application ends.
     """
+
+    def __init__(
+        self, idempotency: AsyncFace, *, caller: CallerOf | GlobalCaller, **options: Any
+    ) -> None:
+        """Takes what `Retrysafe` of the other frameworks takes, and raises as it does."""
+        super().__init__(idempotency, caller=caller, **options)
+        self._shown: dict[tuple[str, frozenset[str] | None], Route] = {}
 
     def on_app_init(self, app_config: AppConfig) -> AppConfig:
         """Called by Litestar: adds the middleware, the pages and the end."""
@@ -87,13 +99,17 @@ class RetrysafePlugin(InitPlugin, ReceiveRoutePlugin, Endpoints):
                 continue
             place = place_of(handler, route.path_format)
             ready = self.serving(_never, rule, place)
-            if ready.is_shown:
-                self.protection.endpoints += (ready.route,)
+            if not ready.is_shown:
+                continue
+            # Litestar tells of a route again when a handler is added to its path.
+            self._shown[place.path, place.methods] = ready.route
             if isinstance(route, HTTPRoute) and rule.key is not KeyUse.OFF:
                 told = description_of(
                     ready.route, self.protection, has_callers=not self.has_global_caller
                 )
-                handler.operation_class = _described(handler.operation_class, told)
+                base = getattr(handler.operation_class, _BASE, handler.operation_class)
+                handler.operation_class = _described(base, told)
+        self.protection.endpoints = tuple(self._shown.values())
 
     @asynccontextmanager
     async def lifespan(self, app: Litestar) -> AsyncIterator[None]:
@@ -199,6 +215,7 @@ def _described(base: type[Operation], told: Description) -> type[Operation]:
                 after()
             _tell(self, told)
 
+    setattr(IdempotentOperation, _BASE, base)
     return IdempotentOperation
 
 

@@ -51,6 +51,7 @@ def idempotent(**options: Any) -> Callable[[Callable[..., Any]], Idempotent]:
     Takes the options of `Rule`, except its path. Raises `PolicyInvalid` for options that cannot be.
     The route names the methods, as in `Route("/charges", charge, methods=["POST"])`.
     """
+    rule = endpoint_rule(options)
 
     def decorate(endpoint: Callable[..., Any]) -> Idempotent:
         plain = endpoint
@@ -58,7 +59,8 @@ def idempotent(**options: Any) -> Callable[[Callable[..., Any]], Idempotent]:
             plain = plain.func
         is_function = inspect.isfunction(plain) or inspect.ismethod(plain)
         app: Any = request_response(endpoint) if is_function else endpoint
-        made = Idempotent(app, **options)
+        made = Idempotent(app)
+        made.rule = rule
         # Starlette names a route by its endpoint.
         made.__name__ = getattr(plain, "__name__", type(plain).__name__)  # type: ignore[attr-defined]
         made.__doc__ = plain.__doc__
