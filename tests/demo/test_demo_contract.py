@@ -133,6 +133,18 @@ def test_a_body_that_makes_no_sense_is_refused(demo, path, wish, customer, key):
     assert demo.entries(path, customer) == []
 
 
+def test_what_the_framework_refuses_is_a_problem_too(demo, key):
+    """A broken body, a path that nobody serves and a wrong method have the form of the others."""
+    headers = headers_of(key, content_type="application/json")
+    broken = demo.client.post("/charges", headers=headers, content=b"\xff{")
+    nowhere = demo.client.get("/nowhere")
+    wrong = demo.client.delete("/effects")
+    replies = (broken, nowhere, wrong)
+    assert [reply.status_code for reply in replies] == [400, 404, 405]
+    assert [problem_of(reply) for reply in replies] == [""] * 3
+    assert wrong.headers["allow"] == "GET"
+
+
 # Outcomes.
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
 
 from retrysafe.demo.ledger import Entry
 from retrysafe.demo.wishes import Ending
@@ -16,7 +17,7 @@ _PROBLEM: Final = {"content": {"application/problem+json": {"schema": {"type": "
 # For the API's description; retrysafe gives all of these answers but 402 and 500 itself.
 PROTECTED: Final[dict[int | str, dict[str, Any]]] = {
     201: {"description": "Done; retries get this very answer with `Idempotent-Replayed: true`"},
-    400: {"description": "The key is missing or malformed"} | _PROBLEM,
+    400: {"description": "The key is missing or malformed, or the body broken"} | _PROBLEM,
     401: {"description": "The bearer token is missing"} | _PROBLEM,
     402: {"description": "Declined; kept and replayed"} | _PROBLEM,
     409: {"description": "The first request with this key has not ended"} | _PROBLEM,
@@ -45,6 +46,14 @@ def answer(entry: Entry) -> Response:
         return problem(500, f"The {entry.operation} failed", retryable=True)
     location = f"/{entry.operation}s/{entry.id}"
     return JSONResponse(entry.shape(), status_code=201, headers={"Location": location})
+
+
+async def refused(_: Request, error: Exception) -> Response:
+    """What the framework refuses, in the same form: a broken body, a path that nobody serves."""
+    assert isinstance(error, HTTPException)
+    response = problem(error.status_code, str(error.detail), retryable=False)
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def invalid(_: Request, error: Exception) -> Response:

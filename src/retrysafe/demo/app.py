@@ -9,6 +9,7 @@ from typing import Final
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 
 from retrysafe import (
     AsyncIdempotency,
@@ -19,7 +20,7 @@ from retrysafe import (
     open_store,
 )
 from retrysafe.demo import charges, orders, reading, welcome
-from retrysafe.demo.answers import invalid
+from retrysafe.demo.answers import invalid, refused
 from retrysafe.demo.ledger import Ledger
 from retrysafe.demo.sqlite_ledger import SqliteLedger
 from retrysafe.http import IdempotencyMiddleware, Rule, bearer_token
@@ -57,6 +58,7 @@ def make_app(url: str) -> FastAPI:
         ],
     )
     app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, refused)
     for part in (charges, orders, reading, welcome):
         app.include_router(part.router)
     return app

@@ -32,16 +32,16 @@ def serve(url: str, port: int, ready: Callable[[str], None]) -> None:
     """
     with _listening(port) as listener:
         asyncio.run(prepare(url))
-        app = make_app(url)
         config = uvicorn.Config(
-            app,
+            make_app(url),
             log_level="warning",
             backlog=_BACKLOG,
             timeout_graceful_shutdown=_GRACE_SECONDS,
         )
-        ready(f"http://{HOST}:{listener.getsockname()[1]}")
-        with _stopped_quietly():
-            uvicorn.Server(config).run(sockets=[listener])
+        server = uvicorn.Server(config)
+        with _stopped_by_signals(server):
+            ready(f"http://{HOST}:{listener.getsockname()[1]}")
+            server.run(sockets=[listener])
 
 
 @contextmanager
@@ -67,13 +67,18 @@ def _reason(port: int, error: OSError) -> str:
 
 
 @contextmanager
-def _stopped_quietly() -> Iterator[None]:
+def _stopped_by_signals(server: uvicorn.Server) -> Iterator[None]:
     """A server that was told to stop has not failed.
 
-    The server takes these signals while it runs and raises them once more when it has ended.
+    The server takes these signals itself, but only while it runs: one that comes just before must
+    not be lost, and the ones that it raises again at its end must not look like a failure.
     """
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda *_: None) for number in numbers]
+    before = [signal.signal(number, stop) for number in numbers]
     try:
         yield
     finally:
