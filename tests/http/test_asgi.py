@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import logging
+import weakref
+from contextlib import contextmanager
 from datetime import timedelta
 
 import httpx
@@ -17,7 +20,14 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
-from retrysafe import AsyncIdempotency, MemoryStore, OutcomeNotStored, Policy, current_attempt
+from retrysafe import (
+    AsyncIdempotency,
+    InFlight,
+    MemoryStore,
+    OutcomeNotStored,
+    Policy,
+    current_attempt,
+)
 from retrysafe.http import IdempotencyMiddleware, Rule, Streaming, bearer_token
 from retrysafe.testing import FaultyStore, Moment
 from tests.http.driving import BODY, Connection, ask, headers_of, http_scope
@@ -37,6 +47,23 @@ def scenario(function):
     run.__name__ = function.__name__
     run.__doc__ = function.__doc__
     return run
+
+
+@contextmanager
+def listening():
+    """What retrysafe logs meanwhile."""
+    records = []
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            records.append(record)
+
+    listener = Listener()
+    logging.getLogger("retrysafe").addHandler(listener)
+    try:
+        yield records
+    finally:
+        logging.getLogger("retrysafe").removeHandler(listener)
 
 
 def protected(app, store=None, **options):
@@ -217,26 +244,16 @@ async def test_an_error_after_the_client_has_gone_is_logged():
         await gated.go_on.wait()
         raise LookupError("no ledger")
 
-    records = []
-
-    class Listener(logging.Handler):
-        def emit(self, record):
-            records.append(record)
-
     app = protected(failing)
     task = exchange(app, Connection())
     await gated.started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    listener = Listener()
-    logging.getLogger("retrysafe").addHandler(listener)
-    try:
+    with listening() as records:
         gated.go_on.set()
         await app.idempotency.close()
         await asyncio.sleep(0)
-    finally:
-        logging.getLogger("retrysafe").removeHandler(listener)
     assert [str(record.exc_info[1]) for record in records if record.exc_info] == ["no ledger"]
 
 
@@ -301,7 +318,6 @@ def test_messages_out_of_order_are_an_error_of_the_application(kinds):
 @scenario
 async def test_background_tasks_do_not_delay_the_response():
     """The response is stored and sent first; the exchange ends with the background task."""
-    connection = Connection()
     seen = []
     go_on = asyncio.Event()
 
@@ -322,16 +338,8 @@ async def test_background_tasks_do_not_delay_the_response():
         seen.clear()
         go_on.clear()
         connection = Connection()
-        arrived = asyncio.Event()
-
-        async def send(message, connection=connection, arrived=arrived):
-            await connection.send(message)
-            if message["type"] == "http.response.body":
-                arrived.set()
-
-        scope = http_scope("POST", "/charges", headers_of('"k-1"'))
-        task = asyncio.create_task(protected(app)(scope, connection.receive, send))
-        await asyncio.wait_for(arrived.wait(), 5)
+        task = exchange(protected(app), connection)
+        await asyncio.wait_for(connection.answered.wait(), 5)
         assert seen == []
         assert not task.done()
         go_on.set()
@@ -355,6 +363,37 @@ async def test_a_failing_background_task_does_not_undo_the_outcome():
         await exchange(app, connection)
     assert connection.reply.status == 200
     assert (await ask(app)).is_replay
+
+
+@scenario
+async def test_background_tasks_outlive_a_cancelled_request():
+    """They run to their end, their error is logged, and nothing is held for longer than that."""
+    begun, go_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def later():
+        begun.set()
+        await go_on.wait()
+        ended.set()
+        raise LookupError("mail")
+
+    async def endpoint(request):
+        return JSONResponse({}, background=BackgroundTask(later))
+
+    app = protected(Starlette(routes=[Route("/charges", endpoint, methods=["POST"])]))
+    connection = Connection()
+    task = exchange(app, connection)
+    await begun.wait()
+    await connection.answered.wait()
+    assert connection.reply.status == 200
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with listening() as records:
+        go_on.set()
+        await ended.wait()
+        await asyncio.sleep(0)
+    assert [str(record.exc_info[1]) for record in records if record.exc_info] == ["mail"]
+    assert not app._runs
 
 
 @scenario
@@ -582,6 +621,65 @@ def test_an_endless_stream_ends_with_its_reader(spec_version, way):
 
 
 @scenario
+async def test_a_stream_that_begins_after_its_reader_has_gone_hears_of_it():
+    """The server's receive may never say so: the connection is no longer ours."""
+    started, go_on = asyncio.Event(), asyncio.Event()
+    heard = []
+
+    async def app(scope, receive, send):
+        await receive()
+        listener = asyncio.create_task(receive())
+        started.set()
+        await go_on.wait()
+        headers = [(b"content-type", b"text/event-stream")]
+        with pytest.raises(OSError, match="gone"):
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        heard.append(await listener)
+
+    app = protected(app)
+    task = exchange(app, Connection())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go_on.set()
+    reply = await asyncio.wait_for(ask(app, prefer="wait=5"), 10)
+    assert reply.problem == "outcome-unavailable"
+    assert heard == [{"type": "http.disconnect"}]
+
+
+@scenario
+async def test_a_run_without_a_client_is_not_collected_as_garbage():
+    """Nobody but us holds a run whose request was cancelled; a loop holds its tasks weakly."""
+    made = []
+    started = asyncio.Event()
+
+    async def app(scope, receive, send):
+        future = asyncio.get_running_loop().create_future()
+        made.append(weakref.ref(future))
+        started.set()
+        await future
+        await respond(send)
+
+    app = protected(app)
+    task = exchange(app, Connection())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    del task
+    await asyncio.sleep(0)
+    gc.collect()
+    future = made[0]()
+    assert future is not None
+    future.set_result(None)
+    del future
+    assert (await ask(app, prefer="wait=5")).is_replay
+    gc.collect()
+    assert not app._runs
+
+
+@scenario
 async def test_streams_of_unprotected_routes_are_untouched():
     """Chunks arrive one by one, and the disconnect reaches the application."""
     connection = Connection([])
@@ -741,19 +839,19 @@ async def test_the_mismatch_of_a_running_request_is_told_at_once():
 @scenario
 async def test_waiting_ends_at_its_limit_with_409():
     """And wait=0 does not wait at all, not even where the route waits by itself."""
-    from datetime import timedelta
-
-    from retrysafe import InFlight
-
-    gated = Gated()
-    policy = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(milliseconds=10))
-    app = protected(gated, rule=Rule(policy=policy))
-    first = asyncio.create_task(ask(app))
-    await gated.started.wait()
-    assert (await ask(app)).problem == "in-flight"
-    assert (await ask(app, prefer="wait=0")).problem == "in-flight"
-    gated.go_on.set()
-    await first
+    for limit, headers in (
+        (timedelta(milliseconds=10), {}),
+        (timedelta(hours=1), {"prefer": "wait=0"}),
+    ):
+        gated = Gated()
+        policy = Policy(in_flight=InFlight.WAIT, wait_limit=limit)
+        app = protected(gated, rule=Rule(policy=policy))
+        first = asyncio.create_task(ask(app))
+        await gated.started.wait()
+        reply = await asyncio.wait_for(ask(app, **headers), 5)
+        assert reply.problem == "in-flight"
+        gated.go_on.set()
+        await first
 
 
 @scenario

@@ -6,6 +6,7 @@ import io
 import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 
@@ -15,11 +16,13 @@ from retrysafe import (
     Idempotency,
     InvalidInput,
     MemoryStore,
+    OutcomeNotStored,
+    Policy,
     current_attempt,
 )
 from retrysafe.http import Response, Rule, Streaming, WSGIIdempotencyMiddleware, bearer_token
 from retrysafe.http.wsgi import ATTEMPT_NAME
-from retrysafe.testing import FaultyStore
+from retrysafe.testing import FaultyStore, Moment
 from tests.http.driving import BODY, ask_wsgi
 
 
@@ -265,6 +268,36 @@ def test_a_stream_that_fails_half_way_frees_the_key(protect):
             ask_wsgi(app)
 
 
+def test_a_stream_is_followed_by_no_second_answer(protect):
+    """Its ending could not be stored: the server hears the error instead of the client."""
+    store = FaultyStore(MemoryStore())
+    store.fail(Moment.BEFORE, method="commit", number=2)
+
+    def app(environ, start_response):
+        start_response("200 OK", [("Content-Type", "text/event-stream")])
+        return [b"1"]
+
+    app = protect(app, store, rule=Rule(policy=Policy(settle_patience=timedelta(0))))
+    with pytest.raises(OutcomeNotStored):
+        ask_wsgi(app)
+
+
+def test_headers_are_told_once(protect):
+    """Servers may give the content's headers under two names."""
+    seen = []
+
+    def caller(request):
+        seen.append(request)
+        return "a"
+
+    app = protect(lambda environ, start_response: [], caller=caller)
+    names = {"HTTP_CONTENT_TYPE": "application/json", "HTTP_CONTENT_LENGTH": "32"}
+    with pytest.raises(RuntimeError):
+        ask_wsgi(app, environ=names)
+    assert seen[0].header_lines(b"content-type") == [b"application/json"]
+    assert seen[0].header_lines(b"content-length") == [b"32"]
+
+
 def test_no_more_than_the_body_is_read(protect):
     """The declared length, or to the end where the server says that there is one."""
 
@@ -281,6 +314,7 @@ def test_no_more_than_the_body_is_read(protect):
 
     assert with_input("a", b"12345next", CONTENT_LENGTH="5").body == b"12345"
     assert with_input("c", b"12345").body == b""
+    assert with_input("f", b"12345", CONTENT_LENGTH="five").body == b""
     assert with_input("d", b"12345678", **{"wsgi.input_terminated": True}).body == b"12345678"
     reply = with_input("e", b"123456789", **{"wsgi.input_terminated": True})
     assert reply.problem == "body-too-large"

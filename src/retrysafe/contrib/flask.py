@@ -23,6 +23,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from retrysafe.contrib.views import RULE_NAME, ViewRun, located, view_rule
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys import GlobalCaller
 from retrysafe.errors import InvalidInput
@@ -226,7 +227,7 @@ class _Protected:
 
     def _answer(self, route: Route | None, view: Callable[[], Any]) -> Any:
         around = request.environ.get(ATTEMPT_NAME)
-        if isinstance(around, Attempt):
+        if isinstance(around, Attempt | AtomicAttempt):
             # Somebody further out protects this very request; a second claim of its key would
             # find it in flight.
             g.idempotency = around
@@ -268,7 +269,9 @@ def _rule_of(view: Any, method: str) -> Rule | None:
     return rule
 
 
-def _run_view(plan: Plan, view: Callable[[], Any], attempt: Attempt) -> tuple[Any, Response]:
+def _run_view(
+    plan: Plan, view: Callable[[], Any], attempt: Attempt | AtomicAttempt
+) -> tuple[Any, Response]:
     """Runs the view as Flask does, with the error handlers that answer for it."""
     g.idempotency = attempt
     request.environ[ATTEMPT_NAME] = attempt

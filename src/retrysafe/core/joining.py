@@ -6,7 +6,7 @@ still depends on the user's commit, or was rolled back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from retrysafe.core import codec
@@ -14,7 +14,7 @@ from retrysafe.core.atomic import settlement_of, storable
 from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.lease import Lease
-from retrysafe.core.model import Decision, Ending, Payload, SettleKind, Settlement
+from retrysafe.core.model import Decision, Ending, Payload, SettleKind, Settlement, StagedEntry
 from retrysafe.core.ports import Fate, Renewals, Transaction, Waits
 from retrysafe.errors import ClaimLost, InvalidInput
 
@@ -50,12 +50,16 @@ class JoinedOutcome:
 class Joiner:
     """Completes attempts in users' transactions; the face says how its flows are driven."""
 
-    __slots__ = ("_drive", "_join", "_renewals")
+    __slots__ = ("_drive", "_join", "_renewals", "has_outbox")
 
-    def __init__(self, *, join: Join, drive: Drive, renewals: Renewals) -> None:
+    def __init__(
+        self, *, join: Join, drive: Drive, renewals: Renewals, has_outbox: bool = False
+    ) -> None:
         self._join = join
         self._drive = drive
         self._renewals = renewals
+        # Whether the store writes the entries of a settlement; others would drop them.
+        self.has_outbox = has_outbox
 
     def complete(
         self,
@@ -64,17 +68,21 @@ class Joiner:
         connection: object,
         value: Any,
         keep: Callable[[JoinedOutcome], None],
+        check: Callable[[], Awaitable[None]],
+        entries: tuple[StagedEntry, ...] = (),
     ) -> Any:
-        """Writes the outcome and hands it to `keep`; to be awaited where flows suspend."""
+        """Writes the outcome and hands it to `keep`; to be awaited where flows suspend.
+
+        `check` raises when the attempt must not be completed.
+        """
         value = _outcome_of(call, value)
         kind = _kind_of(call, value)
         payload = storable(call, value)
         transaction = self._join(connection)
-        settlement = settlement_of(call, lease.token, kind, payload)
+        settlement = settlement_of(call, lease.token, kind, payload, entries)
         joined = JoinedOutcome(transaction, settlement, payload, value)
-        return self._drive(
-            transaction.waits, self._settle(call, lease, transaction, settlement, joined, keep)
-        )
+        flow = self._settle(call, lease, transaction, settlement, joined, keep, check)
+        return self._drive(transaction.waits, flow)
 
     async def _settle(
         self,
@@ -84,7 +92,9 @@ class Joiner:
         settlement: Settlement,
         joined: JoinedOutcome,
         keep: Callable[[JoinedOutcome], None],
+        check: Callable[[], Awaitable[None]],
     ) -> None:
+        await check()
         await transaction.begin()
         # The user's transaction is about to lock the record. A renewal would wait for it, and with
         # it the renewals of every other operation. Nobody can take over a locked record.
@@ -103,7 +113,7 @@ class Joiner:
         except BaseException as error:
             if not lease.is_revoked and not isinstance(error, InvalidInput):
                 self._renewals.add(lease)
-            await _undo(transaction)
+            await undo_quietly(transaction)
             raise
         await transaction.keep()
         keep(joined)
@@ -134,7 +144,20 @@ def _kind_of(call: Call, value: Any) -> SettleKind:
     return SettleKind.FAIL if ending is Ending.FAILED else SettleKind.COMPLETE
 
 
-async def _undo(transaction: Transaction) -> None:
+async def stage_in(transaction: Transaction, entry: StagedEntry) -> str:
+    """Writes an entry of no operation in the user's transaction; returns its key."""
+    await transaction.begin()
+    try:
+        await transaction.stage([entry])
+    except BaseException:
+        await undo_quietly(transaction)
+        raise
+    await transaction.keep()
+    return entry.key
+
+
+async def undo_quietly(transaction: Transaction) -> None:
+    """Undoes what was done in the user's transaction, for a reason that matters more."""
     try:
         await transaction.undo()
     except Exception:

@@ -11,6 +11,7 @@ from http.client import responses as reasons
 from io import BytesIO
 from typing import Any, Final
 
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys import GlobalCaller
 from retrysafe.http import blocking, problems
@@ -168,7 +169,7 @@ class _Run:
         self.response: Response | None = None
         self.error: BaseException | None = None
 
-    def invoke(self, attempt: Attempt) -> Response:
+    def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
         """Runs the application to the end of its response."""
         self._environ[ATTEMPT_NAME] = attempt
         try:
@@ -289,15 +290,13 @@ def _read_body(environ: Environ, limit_bytes: int) -> bytes | None:
     """The whole body; None past the limit. Raises `_BodyCutOff`."""
     stream = environ["wsgi.input"]
     declared = environ.get("CONTENT_LENGTH")
-    if declared:
+    if declared and declared.isdigit():
         # The standard allows no more than that to be read: beyond it some servers block.
         left = int(declared)
     elif environ.get("wsgi.input_terminated"):
         left = limit_bytes + 1
     else:
         return b""
-    if left > limit_bytes and declared:
-        return None
     chunks: list[bytes] = []
     while left > 0:
         chunk = stream.read(min(left, _READ_BYTES))
