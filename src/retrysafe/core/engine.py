@@ -180,9 +180,12 @@ class Engine:
 
         It counts as a replay then. Raises `KeyReused`.
         """
-        cached = self.remembered(call)
+        if self._cache is None:
+            return False
+        cached = self._cache.find(call.key.digest, self._monotonic())
         if cached is None or cached.payload is not payload:
             return False
+        self._check_same(call, cached.fingerprints, "process")
         self._report(_REPLAYED, call.key, call.operation, cached.attempt, source="process")
         return True
 
