@@ -8,11 +8,13 @@ from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.keys import GLOBAL, Key, child_key, natural_key
 from retrysafe.core.model import Condition, Ending
 from retrysafe.core.policy import InFlight, Policy
+from retrysafe.core.steps import StepRetry
 from retrysafe.errors import (
     AttemptsExhausted,
     CallerMissing,
     ClaimLost,
     Closed,
+    CompensationFailed,
     DeliveryFailed,
     DigestCollision,
     FingerprintImpossible,
@@ -22,6 +24,7 @@ from retrysafe.errors import (
     KeyReused,
     OperationFailed,
     OperationInFlight,
+    OperationUndone,
     OperatorRefused,
     OutcomeMissing,
     OutcomeNotStored,
@@ -32,6 +35,10 @@ from retrysafe.errors import (
     SchemaMissing,
     SchemaTooNew,
     SecretMissing,
+    StepNotStored,
+    StepReused,
+    StepsChanged,
+    StepUnavailable,
     StoreError,
     StoreMissing,
     StoreRejected,
@@ -43,6 +50,7 @@ from retrysafe.runtime.atomic_tasks import AsyncAtomicRun
 from retrysafe.runtime.atomic_threads import AtomicRun
 from retrysafe.runtime.calls import BodyKey
 from retrysafe.runtime.current import current_attempt
+from retrysafe.runtime.steps import step
 from retrysafe.stores.memory import MemoryStore
 from retrysafe.stores.sqlite import SqliteStore
 from retrysafe.wiring import AsyncIdempotency, Idempotency, open_store
@@ -61,6 +69,7 @@ __all__ = [
     "CallerMissing",
     "ClaimLost",
     "Closed",
+    "CompensationFailed",
     "Condition",
     "DeliveryFailed",
     "DigestCollision",
@@ -79,6 +88,7 @@ __all__ = [
     "MemoryStore",
     "OperationFailed",
     "OperationInFlight",
+    "OperationUndone",
     "OperatorRefused",
     "OutcomeMissing",
     "OutcomeNotStored",
@@ -91,6 +101,11 @@ __all__ = [
     "SchemaTooNew",
     "SecretMissing",
     "SqliteStore",
+    "StepNotStored",
+    "StepRetry",
+    "StepReused",
+    "StepUnavailable",
+    "StepsChanged",
     "StoreError",
     "StoreMissing",
     "StoreRejected",
@@ -103,4 +118,5 @@ __all__ = [
     "natural_key",
     "open_store",
     "retry_serialization",
+    "step",
 ]

@@ -8,13 +8,19 @@
     │   ├── PolicyInvalid          a limit or a window makes no sense
     │   ├── FingerprintImpossible  a value of the request has no canonical form
     │   ├── StoreUrlInvalid        no store is meant by that URL
-    │   └── TransactionMissing     there is no open transaction to join
+    │   ├── TransactionMissing     there is no open transaction to join
+    │   └── StepReused             two steps of one operation have the same name
     ├── KeyReused                  the key belongs to another request
     ├── OperationInFlight          the first run has not ended yet
     ├── OperationFailed            the first run failed for good; this is its failure
     │   └── AttemptsExhausted      every allowed attempt died or failed
     ├── OutcomeUnavailable         the first run is done, and its outcome cannot be shown
     ├── OutcomeNotStored           the operation ran, and the store could not be told
+    ├── StepsChanged               the code asks for other steps than an earlier attempt recorded
+    ├── StepUnavailable            the step is done, and its result cannot be shown
+    ├── StepNotStored              the step ran, and the store could not be told
+    ├── CompensationFailed         the operation failed for good, and a step could not be undone
+    ├── OperationUndone            an earlier attempt failed for good; its steps are being undone
     ├── ClaimLost                  another owner has the key now; nothing was written
     ├── OutcomeMissing             an atomic block ended without an outcome; nothing is kept
     ├── StoreError
@@ -94,6 +100,10 @@ class TransactionMissing(InvalidInput):
     """There is no open transaction to join, or it ended before retrysafe was done with it."""
 
 
+class StepReused(InvalidInput):
+    """Two steps of one attempt have the same name, so their results could not be told apart."""
+
+
 class KeyReused(RetrysafeError):
     """The key was first used with a different request; the stored outcome is not shown."""
 
@@ -139,6 +149,41 @@ class OutcomeNotStored(RetrysafeError):
     def __init__(self, message: str, *, key: str, value: object = None) -> None:
         super().__init__(message, key=key)
         self.value = value
+
+
+class StepsChanged(RetrysafeError):
+    """The operation does not ask for the steps that an earlier attempt recorded, or not in order.
+
+    Its code has changed while the key was under way; results must not be mixed.
+    """
+
+
+class StepUnavailable(RetrysafeError):
+    """The step is done and will not run again, but its result cannot be shown."""
+
+
+class StepNotStored(RetrysafeError):
+    """The step ran, and its result could not be stored in time; a later attempt runs it again.
+
+    `value` is what it returned.
+    """
+
+    def __init__(self, message: str, *, key: str, value: object = None) -> None:
+        super().__init__(message, key=key)
+        self.value = value
+
+
+class CompensationFailed(RetrysafeError):
+    """The operation failed for good, and a finished step could not be undone yet.
+
+    The key is free, and the next attempt goes on undoing.
+    """
+
+    retryable = True
+
+
+class OperationUndone(RetrysafeError):
+    """An earlier attempt failed for good; this one only undoes its steps and starts no new one."""
 
 
 class ClaimLost(RetrysafeError):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from retrysafe.core import canonical
 from retrysafe.core.canonical import ABSENT, NotCanonical, Number, canonical_bytes, parse
+from retrysafe.core.framing import frame
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -109,6 +110,8 @@ def test_numbers_are_compared_by_exact_value(digits, exponent, shift):
         b"'a'",
         b'"\x01"',
         b"1e" + b"9" * 5000,
+        b"1" * 5000 + b" 2",
+        b"[" + b"1" * 5000 + b",]",
         b"[" * 5000 + b"]" * 5000,
     ],
 )
@@ -207,3 +210,27 @@ def test_without_removes_exactly_what_the_pointer_names(tokens, left):
 
 def test_absent_has_bytes_of_its_own():
     assert len({canonical_bytes(value) for value in (ABSENT, None, "", "-", [], {})}) == 6
+
+
+@given(st.binary(), st.binary())
+def test_bytes_differ_from_each_other_and_from_text(first, second):
+    """Contents of forms are bytes, and may be no text at all."""
+    assert (canonical_bytes([first]) == canonical_bytes([second])) == (first == second)
+    assert canonical_bytes(first) != canonical_bytes(first.decode("latin-1"))
+
+
+@given(JSON_VALUES)
+def test_the_frames_are_those_of_every_other_digest(value):
+    """The writing out of frames is for speed alone: `frame` gives the same bytes."""
+
+    def framed(item: object) -> bytes:
+        if isinstance(item, list):
+            return b"[" + frame(*map(framed, item))
+        if isinstance(item, dict):
+            pairs = ((name.encode("utf-8", "surrogatepass"), item[name]) for name in sorted(item))
+            return b"{" + frame(*(part for name, inner in pairs for part in (name, framed(inner))))
+        if type(item) is int:
+            return b"#" + Number(str(item)).text.encode()
+        return canonical_bytes(item)
+
+    assert canonical_bytes(value) == framed(value)

@@ -6,7 +6,10 @@ from collections import namedtuple
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
+from typing import Any
 
+import msgspec
+import pydantic
 import pytest
 
 from retrysafe.core.fingerprint import FingerprintRule
@@ -24,6 +27,14 @@ class Order:
 
 
 Pair = namedtuple("Pair", "left right")
+
+
+class Struct(msgspec.Struct):
+    x: Any
+
+
+class Model(pydantic.BaseModel):
+    x: Any
 
 
 def mark(value: object, rule: FingerprintRule | None = None) -> bytes:
@@ -90,3 +101,25 @@ def test_a_rule_without_fields_and_one_with_fields_read_values_alike():
     old = plain.fingerprints_of_value(b"pay", tree={"amount": 5})[0]
     _, earlier = later.fingerprints_of_value(b"pay", tree={"amount": 5, "new": "x"})
     assert earlier == old
+
+
+@pytest.mark.parametrize("kind", [Struct, Model])
+def test_fields_of_models_may_hold_anything_that_their_library_writes(kind):
+    """A client's `$` is no tag of ours, and names that are no text are names all the same."""
+    values = [
+        {"$": 1},
+        {"$": 2},
+        {"$": "decimal", "v": "none"},
+        {"$": "dataclass", "v": 5},
+        5,
+        5.5,
+        (1, 2),
+        (2, 1),
+        {1: "a", 2: "b"},
+        {1: "b", 2: "a"},
+        {"a": None},
+    ]
+    marks = [mark(kind(x=value)) for value in values]
+    assert len(set(marks)) == len(values)
+    assert mark(kind(x={2: "b", 1: "a"})) == mark(kind(x={1: "a", 2: "b"}))
+    assert mark(kind(x=[1, 2.0])) == mark(kind(x=(1, 2)))

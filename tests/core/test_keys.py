@@ -14,6 +14,7 @@ from retrysafe.core.keys import (
     CALLER_LIMIT_CHARACTERS,
     GLOBAL,
     KEY_LIMIT_CHARACTERS,
+    GlobalCaller,
     Key,
     body_key,
     checked_secret,
@@ -266,3 +267,8 @@ def test_short_secrets_are_refused():
 def test_a_key_is_told_in_plain_words():
     assert str(Key("k1", caller="acme")) == "key 'k1' of caller 'acme'"
     assert str(Key("k1", caller=GLOBAL)) == "key 'k1' (global)"
+
+
+def test_every_global_caller_is_the_same_namespace():
+    """A GLOBAL that was pickled or imported twice names the namespace that all share."""
+    assert Key("k", caller=GlobalCaller()) == Key("k", caller=GLOBAL)

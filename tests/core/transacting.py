@@ -16,6 +16,7 @@ from retrysafe.core.model import (
     Record,
     Settlement,
     StagedEntry,
+    StepWrite,
 )
 from retrysafe.core.ports import Fate, Waits
 from tests.core.driving import Clock
@@ -98,6 +99,16 @@ class FakeTransaction:
         if changed is not None:
             self.database.record, self.database.payload = changed, settlement.payload
         return answer.decision
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        self.calls.append(f"record {write.step.name}")
+        if self.settle_error is not None:
+            raise self.settle_error
+        return self.settles or Decision.APPLY
+
+    async def step_fate(self, write: StepWrite) -> Fate:
+        self.calls.append(f"fate of {write.step.name}")
+        return await self.fate(None)
 
     async def stage(self, entries: Sequence[StagedEntry]) -> None:
         self.calls.append("stage")

@@ -15,6 +15,7 @@ from functools import cache
 import pytest
 
 from retrysafe import Condition, Ending, InFlight, Policy
+from retrysafe.client import RetryPolicy
 from tests.docs.documents import (
     DOCUMENTS,
     ROOT,
@@ -155,6 +156,18 @@ def test_the_policy_table_is_the_policy():
     ]
     assert told == [
         (item.name, getattr(Policy(), item.name)) for item in fields(Policy) if item.init
+    ]
+
+
+def test_the_table_of_the_clients_policy_is_that_policy():
+    """Names, order and defaults on the client's page are those of the class."""
+    names = {"timedelta": timedelta, "frozenset": frozenset}
+    told = [
+        (name.strip("`"), eval(default.strip("`"), names))
+        for name, default, *_ in table_rows(ROOT / "docs" / "client.md", "setting")
+    ]
+    assert told == [
+        (item.name, getattr(RetryPolicy(), item.name)) for item in fields(RetryPolicy) if item.init
     ]
 
 

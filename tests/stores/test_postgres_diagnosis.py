@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 
 import psycopg
@@ -11,11 +12,14 @@ from typer.testing import CliRunner
 
 from retrysafe.cli.app import app
 from retrysafe.cli.problems import ExitCode
+from retrysafe.core.keys import GLOBAL, Key
+from retrysafe.errors import StoreError
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.postgres import diagnosis
 from retrysafe.wiring import postgres_store
 from tests.servers.fixtures import migrated
+from tests.servers.pgbouncer import PgBouncer
 from tests.servers.postgres import PostgresServer
 
 
@@ -174,3 +178,54 @@ def test_doctor_exits_with_the_verdict(sound_url, sound_server):
     nothing = doctor("--store", "sqlite:///some.db")
     assert nothing.exit_code == ExitCode.USAGE
     assert "has no settings to look at" in nothing.stderr
+
+
+def used(url: str, *, is_async: bool) -> None:
+    store = postgres_store(url, is_async=is_async)
+
+    async def use() -> None:
+        try:
+            await store.read(Key("k", caller=GLOBAL))
+        finally:
+            await store.close()
+
+    if is_async:
+        asyncio.run(use())
+    else:
+        run_sync(use())
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_first_use_warns_of_forgetful_settings(sound_url, caplog, is_async):
+    """Whoever never runs doctor still hears that claims can be forgotten, once per store."""
+    execute(sound_url, "ALTER DATABASE postgres SET synchronous_commit = off")
+    try:
+        used(sound_url, is_async=is_async)
+    finally:
+        execute(sound_url, "ALTER DATABASE postgres RESET synchronous_commit")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "synchronous_commit is off" in record.getMessage()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_first_use_of_a_sound_server_says_nothing(sound_url, caplog, is_async):
+    used(sound_url, is_async=is_async)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_first_use_behind_pgbouncer_warns_of_prepared_statements(
+    pgbouncer, postgres_server, postgres_url, caplog, is_async
+):
+    """The statement that fails for it later does not say why."""
+    migrated(postgres_url)
+    # One of its own: what is prepared here stays prepared on its connections to the server.
+    own = PgBouncer(pgbouncer.binary, postgres_server)
+    try:
+        url = postgres_url.replace(f":{postgres_server.port}/", f":{own.start().port}/")
+        with contextlib.suppress(StoreError):
+            used(url, is_async=is_async)
+    finally:
+        own.remove()
+    assert any("prepared=off" in record.getMessage() for record in caplog.records)

@@ -128,7 +128,7 @@ def test_a_batch_is_one_transaction(probe):
         "COMMIT",
     ]
     # Merged: every statement is a chance for another thread to take the interpreter lock.
-    assert len(statements) == 6
+    assert len(statements) == 4
 
 
 # Two objects on one file.

@@ -56,8 +56,13 @@ def storable(call: Call, value: Any) -> Payload:
     Raises `InvalidInput` when it cannot be stored. Unlike in a leased run nothing has happened
     yet that could not be undone, so refusing is better than remembering an outcome without value.
     """
+    return storable_payload(call, call.codec, value)
+
+
+def storable_payload(call: Call, outcome_codec: codec.OutcomeCodec, value: Any) -> Payload:
+    """The same for any value of an operation, a step's result for one."""
     try:
-        payload = codec.bounded(call.codec.encode(value), call.policy.outcome_limit_bytes)
+        payload = codec.bounded(outcome_codec.encode(value), call.policy.outcome_limit_bytes)
     except Exception as error:
         raise InvalidInput(
             f"the outcome of {call.key.text!r} cannot be stored: {codec.message_of(error)}",

@@ -29,7 +29,7 @@ class CachedOutcome:
         self.fingerprints = fingerprints
         self.payload = payload
         self.attempt = attempt
-        self.size_bytes = payload.size_bytes
+        self.size_bytes = len(payload.head) + len(payload.body)
         self.ends_monotonic = 0.0
 
 
@@ -64,20 +64,21 @@ class ReplayCache:
         return entry if monotonic < entry.ends_monotonic else None
 
     def keep(
-        self, digest: bytes, outcome: CachedOutcome, *, asked_monotonic: float, remaining_ms: int
+        self, digest: bytes, outcome: CachedOutcome, asked_monotonic: float, remaining_ms: int
     ) -> None:
         """Remembers an outcome, counted from the instant that the store was asked."""
         seconds = min(self._seconds, remaining_ms / 1000)
         size_bytes = outcome.size_bytes
         if seconds <= 0 or size_bytes > self._bytes_limit // 16:
             return  # One large outcome must not push out a thousand small ones.
-        if digest in self._entries:
+        entries = self._entries
+        if digest in entries:
             self.forget(digest)
         outcome.ends_monotonic = asked_monotonic + seconds
-        self._entries[digest] = outcome
+        entries[digest] = outcome
         self._bytes += size_bytes
-        while len(self._entries) > self._entries_limit or self._bytes > self._bytes_limit:
-            self._bytes -= self._entries.popitem(last=False)[1].size_bytes
+        while len(entries) > self._entries_limit or self._bytes > self._bytes_limit:
+            self._bytes -= entries.popitem(last=False)[1].size_bytes
 
     def forget(self, digest: bytes) -> None:
         """Drops one outcome."""

@@ -13,7 +13,7 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Any, Final
 
-from retrysafe.core.framing import frame, utc_text
+from retrysafe.core.framing import utc_text
 from retrysafe.core.numerals import Number
 
 
@@ -29,11 +29,23 @@ ABSENT: Final = _Absent()
 
 
 def parse(text: bytes) -> Any:
-    """The value of a JSON text with exact numbers; raises `NotCanonical` when it has none."""
+    """The value of a JSON text with exact numbers; raises `NotCanonical` when it has none.
+
+    Whole numbers are ints, unless they are longer than Python reads; all others are `Number`s.
+    """
     try:
-        return _decode(text.decode("utf-8"))
+        stripped = text.decode("utf-8").strip(" \t\n\r")
+        try:
+            value, end = _decode(stripped)
+        except json.JSONDecodeError:
+            raise
+        except ValueError:
+            value, end = _decode_long(stripped)
     except (ValueError, RecursionError) as error:
         raise NotCanonical(str(error)) from None
+    if end != len(stripped):
+        raise NotCanonical("the text goes on after the value")
+    return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -49,11 +61,15 @@ def _no_constant(name: str) -> Any:
 
 # Made once: a decoder is dear to make and cheap to use.
 _decode = json.JSONDecoder(
+    object_pairs_hook=_object, parse_float=Number, parse_constant=_no_constant
+).raw_decode
+# Some four thousand digits are the most that Python turns into an int; these may have more.
+_decode_long = json.JSONDecoder(
     object_pairs_hook=_object,
     parse_int=Number,
     parse_float=Number,
     parse_constant=_no_constant,
-).decode
+).raw_decode
 
 
 # Without a limit of its own, how deep a text may be nested would depend on how deep the caller's
@@ -66,11 +82,9 @@ def of_tree(tree: Any) -> Any:
     """A JSON tree of Python values as `parse` would give it: equal for values that are equal.
 
     The spelling of Decimals, the time zone of an instant, the order of a dictionary and the name of
-    a class do not count. Raises `ValueError` for integers too long to be written out.
+    a class do not count.
     """
     kind = type(tree)
-    if kind is int:
-        return Number(str(tree))
     if kind is float:
         return Number(repr(tree))
     if kind is list:
@@ -84,6 +98,8 @@ def of_tree(tree: Any) -> Any:
 
 
 def _of_tagged(tag: str, value: Any) -> Any:
+    if tag in _MODEL_TAGS:
+        return _of_model(value)
     if tag in _TYPED_TAGS:
         return of_tree(value)
     if tag == "decimal" and Decimal(value).is_finite():
@@ -94,37 +110,88 @@ def _of_tagged(tag: str, value: Any) -> Any:
     return {"$": tag, "v": sorted(inner, key=canonical_bytes) if tag in _UNORDERED_TAGS else inner}
 
 
+def _of_model(value: Any) -> Any:
+    """The fields of a model as its library wrote them out: nothing in there is a tag of ours."""
+    kind = type(value)
+    if kind is float:
+        return Number(repr(value))
+    if kind is list or kind is tuple:
+        return [_of_model(item) for item in value]
+    if kind is not dict:
+        return value
+    if "$" not in value and all(type(name) is str for name in value):
+        return {name: _of_model(item) for name, item in value.items()}
+    pairs = [[_of_model(name), _of_model(item)] for name, item in value.items()]
+    return {"$": "dict", "v": sorted(pairs, key=canonical_bytes)}
+
+
 # Values of classes count by their fields, so that pointers reach them and a class may be renamed.
-_TYPED_TAGS: Final = frozenset({"dataclass", "namedtuple", "pydantic", "msgspec"})
+_TYPED_TAGS: Final = frozenset({"dataclass", "namedtuple"})
+_MODEL_TAGS: Final = frozenset({"pydantic", "msgspec"})
 _UNORDERED_TAGS: Final = frozenset({"dict", "set", "frozenset"})
 
 
-def canonical_bytes(value: Any, depth: int = 0) -> bytes:
-    """The framed, type-tagged bytes of a parsed value; raises `NotCanonical` when too deep."""
-    if isinstance(value, str):
-        return b"s" + value.encode("utf-8", "surrogatepass")
-    if isinstance(value, Number):
-        return b"#" + value.text.encode()
-    if value is None:
-        return b"n"
-    if value is True:
-        return b"t"
-    if value is False:
-        return b"f"
-    if value is ABSENT:
-        return b"-"
+def canonical_bytes(value: Any) -> bytes:
+    """The framed, type-tagged bytes of a parsed value; raises `NotCanonical` when too deep.
+
+    Raises `ValueError` for integers too long to be written out; `parse` gives none of those.
+    """
+    return _framed(value, 0).encode("latin-1")
+
+
+def _framed(value: Any, depth: int) -> str:
+    """The bytes as text with one character for each byte, because that is faster to format.
+
+    The frames are those of `frame`, written out: this is most of what a fingerprint costs. Plain
+    loops: one frame of the stack per level, where a comprehension would take two.
+    """
+    kind = type(value)
+    if kind is str:
+        return "s" + (value if value.isascii() else _byte_text(value))
+    if kind not in _CONTAINERS:
+        return _scalar(value, kind)
     if depth >= DEPTH_LIMIT:
         raise NotCanonical(f"the text is nested deeper than {DEPTH_LIMIT} levels")
-    # Plain loops: one frame of the stack per level, where a comprehension would take two.
-    parts = []
-    if isinstance(value, list):
+    pieces = []
+    if kind is list:
         for item in value:
-            parts.append(canonical_bytes(item, depth + 1))  # noqa: PERF401 — see above.
-        return b"[" + frame(*parts)
+            part = _framed(item, depth + 1)
+            pieces.append(f"{len(part)}:{part}")
+        return "[" + "".join(pieces)
     for name in sorted(value):
-        parts.append(name.encode("utf-8", "surrogatepass"))
-        parts.append(canonical_bytes(value[name], depth + 1))
-    return b"{" + frame(*parts)
+        item = value[name]
+        label = name if name.isascii() else _byte_text(name)
+        # Text and numbers are what most fields hold; a call less for each of them counts.
+        kind = type(item)
+        if kind is str:
+            part = item if item.isascii() else _byte_text(item)
+            pieces.append(f"{len(label)}:{label}{len(part) + 1}:s{part}")
+        else:
+            part = _framed(item, depth + 1) if kind in _CONTAINERS else _scalar(item, kind)
+            pieces.append(f"{len(label)}:{label}{len(part)}:{part}")
+    return "{" + "".join(pieces)
+
+
+_CONTAINERS: Final = frozenset({dict, list})
+
+
+def _byte_text(text: str) -> str:
+    return text.encode("utf-8", "surrogatepass").decode("latin-1")
+
+
+def _scalar(value: Any, kind: type) -> str:
+    if kind is int:
+        digits = str(value)
+        stripped = digits.rstrip("0")
+        return f"#{stripped}e{len(digits) - len(stripped)}" if stripped else "#0"
+    if isinstance(value, Number):
+        return "#" + value.text
+    if isinstance(value, bytes):
+        return "b" + value.decode("latin-1")
+    return _CONSTANTS[value]
+
+
+_CONSTANTS: Final = {None: "n", True: "t", False: "f", ABSENT: "-"}
 
 
 _BARE_TILDE: Final = re.compile("~(?![01])")

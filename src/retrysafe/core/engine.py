@@ -33,6 +33,8 @@ from retrysafe.core.policy import InFlight
 from retrysafe.core.ports import Fate, Lock, Orphanage, Renewals, Waiting, Writer
 from retrysafe.core.replaying import gone, in_flight, replayed_value, reused
 from retrysafe.core.settling import RETRY_PAUSE_SECONDS, Settler
+from retrysafe.core.stepping import Stepper
+from retrysafe.core.undoing import Concluder, Verdict
 from retrysafe.errors import (
     ClaimLost,
     KeyReused,
@@ -59,6 +61,7 @@ _GRANTED: Final = frozenset({Decision.ADMIT, Decision.TAKE_OVER, Decision.CONFIR
 _ABANDONED: Final = Condition.ABANDONED
 _ADMIT: Final = Decision.ADMIT
 _CLAIMED: Final = EventKind.CLAIMED
+_REPLAYED: Final = EventKind.REPLAYED
 _RELEASED: Final = Ending.RELEASED
 _RUNNING: Final = Phase.RUNNING
 _WAIT: Final = InFlight.WAIT
@@ -84,6 +87,7 @@ class Engine:
         owner: str = "",
         secret: bytes | None = None,
         joiner: Joiner | None = None,
+        stepper: Stepper | None = None,
     ) -> None:
         self._writer = writer
         self._waiting = waiting
@@ -100,9 +104,11 @@ class Engine:
             orphanage=orphanage,
             report=report,
         )
+        self._concluder = Concluder(settler=self._settler, orphanage=orphanage, renewals=renewals)
         self._owner = owner
         self._secret = secret
         self._joiner = joiner
+        self._stepper = stepper
         self._flights = Flights(lock)
 
     async def answer(self, call: Call, invoke: Invoke) -> Answer[Any]:
@@ -111,12 +117,9 @@ class Engine:
         Raises `KeyReused`, `OperationInFlight`, the stored failure, `OutcomeUnavailable`,
         `ClaimLost`, `OutcomeNotStored` or `StoreUnavailable`, and what the operation raises.
         """
-        if self._cache is not None:
-            # One look-up of a dictionary is atomic, so a miss takes no lock.
-            cached = self._cache.find(call.key.digest, self._monotonic())
-            if cached is not None:
-                self._check_same(call, cached.fingerprints, "process")
-                return self._replay(call, cached.payload, cached.attempt, "process")
+        remembered = self.recall(call)
+        if remembered is not None:
+            return remembered
         wait_until: float | None = None
         if call.policy.in_flight is _WAIT:
             wait_until = self._monotonic() + call.policy.wait_seconds
@@ -132,6 +135,37 @@ class Engine:
             answer = await self._follow(flight, call, wait_until)
             if answer is not None:
                 return answer
+
+    def recall(self, call: Call) -> Answer[Any] | None:
+        """The answer when this process remembers it; None when the store must be asked.
+
+        Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
+        """
+        cached = self.remembered(call)
+        if cached is None:
+            return None
+        return self._replay(call, cached.payload, cached.attempt, "process")
+
+    def remembered(self, call: Call) -> CachedOutcome | None:
+        """What this process remembers of the key's outcome; raises `KeyReused`."""
+        if self._cache is None:
+            return None
+        # One look-up of a dictionary is atomic, so a miss takes no lock.
+        cached = self._cache.find(call.key.digest, self._monotonic())
+        if cached is not None:
+            self._check_same(call, cached.fingerprints, "process")
+        return cached
+
+    def repeats(self, call: Call, payload: Payload) -> bool:
+        """Whether this very payload is still the call's outcome, as this process remembers it.
+
+        It counts as a replay then. Raises `KeyReused`.
+        """
+        cached = self.remembered(call)
+        if cached is None or cached.payload is not payload:
+            return False
+        self._report(_REPLAYED, call.key, call.operation, cached.attempt, source="process")
+        return True
 
     def forget(self, key: Key) -> None:
         """Drops what the process remembers of a key, after an operator changed it."""
@@ -321,6 +355,7 @@ class Engine:
             answer.decision is _ADMIT,
             call,
             self._joiner,
+            self._stepper,
         )
         try:
             # Inside the try: a signal right after it must not leave a lease that is renewed for
@@ -339,6 +374,13 @@ class Engine:
                 joined = attempt.joined
                 if joined and await self._is_settled(flight, call, joined, number, asked, error):
                     raise
+                steps = attempt.steps_to_conclude
+                if steps is not None:
+                    verdict = await self._concluder.conclude(
+                        steps, lease, *self._settler.judged(call, error), error=error
+                    )
+                    if verdict is not None:
+                        return await self._end_by(verdict, flight, call, lease, number, error)
                 ending, payload = await self._settler.settle_error(call, lease, error, number)
                 self._remember_ending(call, flight, ending, payload, number, asked)
                 raise
@@ -347,13 +389,38 @@ class Engine:
             if joined and await self._is_settled(flight, call, joined, number, asked, None):
                 return Answer(joined.value, False, number)
             ending, payload = self._settler.payload_of(call, value, number)
+            entries = attempt.staged()
+            steps = attempt.steps if attempt.is_first else attempt.steps_to_conclude
+            if steps is not None:
+                verdict = await self._concluder.conclude(
+                    steps, lease, ending, payload, value=value, entries=entries
+                )
+                if verdict is not None:
+                    return await self._end_by(verdict, flight, call, lease, number, verdict.error)
             payload = await self._settler.settle(
-                call, lease, ending, payload, number, value, attempt.staged()
+                call, lease, ending, payload, number, value, entries
             )
             self._remember_ending(call, flight, ending, payload, number, asked)
         finally:
             self._stop_renewing(lease)
         return Answer(value, False, number)
+
+    async def _end_by(
+        self,
+        verdict: Verdict,
+        flight: Flight,
+        call: Call,
+        lease: Lease,
+        attempt: int,
+        error: Exception | None,
+    ) -> Answer[Any]:
+        """Settles what the steps say of the ending, and tells the caller that."""
+        asked = self._monotonic()
+        ending, payload = await self._settler.settle_judged(
+            call, lease, verdict.ending, verdict.payload, attempt, error
+        )
+        self._remember_ending(call, flight, ending, payload, attempt, asked)
+        return Answer(verdict.told(call), False, attempt)
 
     def _stop_renewing(self, lease: Lease) -> None:
         # The ending of a cancelled caller keeps its lease until it is written.
@@ -424,16 +491,12 @@ class Engine:
     ) -> None:
         flight.share(payload, attempt)
         if self._cache is not None:
+            outcome = CachedOutcome(call.fingerprints, payload, attempt)
             with self._lock:
-                self._cache.keep(
-                    call.key.digest,
-                    CachedOutcome(call.fingerprints, payload, attempt),
-                    asked_monotonic=asked,
-                    remaining_ms=remaining_ms,
-                )
+                self._cache.keep(call.key.digest, outcome, asked, remaining_ms)
 
     def _replay(self, call: Call, payload: Payload, attempt: int, source: str) -> Answer[Any]:
-        self._report(EventKind.REPLAYED, call.key, call.operation, attempt, source=source)
+        self._report(_REPLAYED, call.key, call.operation, attempt, source=source)
         return Answer(replayed_value(call, payload), True, attempt)
 
     def _check_same(self, call: Call, fingerprints: tuple[Fingerprint, ...], source: str) -> None:

@@ -28,6 +28,7 @@ class EventKind(StrEnum):
     RENEWAL_FAILED = "renewal failed"
     SETTLE_FAILED = "settle failed"
     STORE_UNAVAILABLE = "store unavailable"
+    UNPROTECTED = "unprotected"
 
 
 @dataclass(slots=True)

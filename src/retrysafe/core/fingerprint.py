@@ -28,8 +28,9 @@ class FingerprintRule:
     """Which parts of a request count; raises `PolicyInvalid` for broken pointers or versions.
 
     `include` names the only fields that count, `exclude` the fields that do not, both as JSON
-    Pointers. They apply to bodies that are JSON; any other body counts byte by byte. Change
-    `version` with every change of the fields, and list the rules that it replaces in `previous`.
+    Pointers. They apply to bodies that are JSON and, over HTTP, to the fields of forms by `/name`;
+    any other body counts byte by byte. Change `version` with every change of the fields, and list
+    the rules that it replaces in `previous`.
     """
 
     version: int = 1
@@ -77,8 +78,10 @@ class FingerprintRule:
         Raises `ValueError` for integers too long to be written out.
         """
         value = canonical.of_tree(tree)
+        if not self.previous:
+            return (Fingerprint(self.version, self._framed(parts, self.counting_bytes(value))),)
         return tuple(
-            Fingerprint(rule.version, rule._framed(parts, rule._counting(value)))  # noqa: SLF001 — rules of one class.
+            Fingerprint(rule.version, rule._framed(parts, rule.counting_bytes(value)))  # noqa: SLF001 — rules of one class.
             for rule in (self, *self.previous)
         )
 
@@ -89,12 +92,13 @@ class FingerprintRule:
     def _digest(self, parts: tuple[bytes, ...], body: bytes) -> bytes:
         """The bytes that count; the first one says how they were made, so no two ways meet."""
         try:
-            counting = self._counting(canonical.parse(body))
+            counting = self.counting_bytes(canonical.parse(body))
         except (canonical.NotCanonical, RecursionError):
             counting = b"r" + body
         return self._framed(parts, counting)
 
-    def _counting(self, value: Any) -> bytes:
+    def counting_bytes(self, value: Any) -> bytes:
+        """The parts of a parsed value that count; raises `NotCanonical` when it is too deep."""
         for tokens in self._excluded:
             value = canonical.without(value, tokens)
         if not self._included:

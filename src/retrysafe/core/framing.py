@@ -7,9 +7,9 @@ length instead.
 
 from __future__ import annotations
 
-import hashlib
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
+from hashlib import blake2b
 from uuid import UUID
 
 from retrysafe.core.numerals import Number
@@ -75,4 +75,4 @@ def frame_parts(*parts: Part) -> bytes:
 
 def digest(data: bytes) -> bytes:
     """The 16-byte digest that stores use as a row's identity."""
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+    return blake2b(data, digest_size=DIGEST_BYTES).digest()

@@ -6,7 +6,7 @@ still depends on the user's commit, or was rolled back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from retrysafe.core.atomic import settlement_of, storable
@@ -59,10 +59,14 @@ class Joiner:
         connection: object,
         value: Any,
         keep: Callable[[JoinedOutcome], None],
+        check: Callable[[], Awaitable[None]],
         entries: tuple[StagedEntry, ...] = (),
     ) -> Any:
-        """Writes the outcome and hands it to `keep`; to be awaited where flows suspend."""
-        return self._drive(self._complete(call, lease, connection, value, keep, entries))
+        """Writes the outcome and hands it to `keep`; to be awaited where flows suspend.
+
+        `check` raises when the attempt must not be completed.
+        """
+        return self._drive(self._complete(call, lease, connection, value, keep, check, entries))
 
     async def _complete(
         self,
@@ -71,8 +75,10 @@ class Joiner:
         connection: object,
         value: Any,
         keep: Callable[[JoinedOutcome], None],
+        check: Callable[[], Awaitable[None]],
         entries: tuple[StagedEntry, ...],
     ) -> None:
+        await check()
         payload = storable(call, value)
         settlement = settlement_of(call, lease.token, SettleKind.COMPLETE, payload, entries)
         transaction = self._join(connection)
@@ -94,7 +100,7 @@ class Joiner:
         except BaseException as error:
             if not lease.is_revoked and not isinstance(error, InvalidInput):
                 self._renewals.add(lease)
-            await _undo(transaction)
+            await undo_quietly(transaction)
             raise
         await transaction.keep()
         keep(JoinedOutcome(transaction, settlement, payload, value))
@@ -106,13 +112,14 @@ async def stage_in(transaction: Transaction, entry: StagedEntry) -> str:
     try:
         await transaction.stage([entry])
     except BaseException:
-        await _undo(transaction)
+        await undo_quietly(transaction)
         raise
     await transaction.keep()
     return entry.key
 
 
-async def _undo(transaction: Transaction) -> None:
+async def undo_quietly(transaction: Transaction) -> None:
+    """Undoes what was done in the user's transaction, for a reason that matters more."""
     try:
         await transaction.undo()
     except Exception:

@@ -52,12 +52,12 @@ class Key:
             )
         self.text = text
         # The stored form of GLOBAL is the empty text, which no real caller can have.
-        self.caller = "" if isinstance(caller, GlobalCaller) else _checked_caller(caller)
+        self.caller = "" if caller is GLOBAL else _checked_caller(caller)
         try:
             framed = frame(self.caller.encode(), text.encode())
         except UnicodeEncodeError:
             raise KeyInvalid(f"the key {text!r} or its caller is not valid Unicode text") from None
-        if "\x00" in text or "\x00" in self.caller:
+        if b"\x00" in framed:
             # PostgreSQL cannot store it, and a key must mean the same on every store.
             raise KeyInvalid("a key and its caller must not contain the NUL character")
         self.digest = digest(framed)
@@ -87,6 +87,8 @@ class Key:
 
 
 def _checked_caller(caller: object) -> str:
+    if isinstance(caller, GlobalCaller):
+        return ""
     if not isinstance(caller, str) or not caller:
         raise CallerMissing(
             f"a caller must be text of at least one character, got {caller!r}: pass the "

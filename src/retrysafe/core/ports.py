@@ -168,6 +168,12 @@ class Transaction(Protocol):
     async def fate(self, settlement: Settlement) -> Fate:
         """What became of a settlement that was applied here, seen from outside."""
 
+    async def record_step(self, write: StepWrite) -> Decision:
+        """Records a step if the token holds the key, and locks the key: APPLY or LOST."""
+
+    async def step_fate(self, write: StepWrite) -> Fate:
+        """What became of a step that was recorded here, seen from outside."""
+
 
 class Joins(Protocol):
     """A store that can work inside a user's transaction."""

@@ -74,7 +74,9 @@ class Settler:
         try:
             if call.judge is not None:
                 ending = Ending(call.judge(value))
-            payload = codec.bounded(call.codec.encode(value), call.policy.outcome_limit_bytes)
+            payload = call.codec.encode(value)
+            if len(payload.head) + len(payload.body) > call.policy.outcome_limit_bytes:
+                payload = codec.bounded(payload, call.policy.outcome_limit_bytes)
         except Exception as error:
             # Whatever is wrong with the value, the operation has run: it must not run again.
             payload = codec.withheld(codec.message_of(error))
@@ -86,15 +88,32 @@ class Settler:
         self, call: Call, lease: Lease, error: Exception, attempt: int
     ) -> tuple[Ending, Payload]:
         """Stores a clean exception as the policy judges it; raises as `settle` does."""
-        ending = call.policy.judge(error)
-        payload = codec.encode_failure(error, call.policy.outcome_limit_bytes)
+        ending, payload = self.judged(call, error)
+        return await self.settle_judged(call, lease, ending, payload, attempt, error)
+
+    @staticmethod
+    def judged(call: Call, error: Exception) -> tuple[Ending, Payload]:
+        """How the operation ended that raised this exception, and what is stored of it."""
+        policy = call.policy
+        return policy.judge(error), codec.encode_failure(error, policy.outcome_limit_bytes)
+
+    async def settle_judged(
+        self,
+        call: Call,
+        lease: Lease,
+        ending: Ending,
+        payload: Payload,
+        attempt: int,
+        error: Exception | None,
+    ) -> tuple[Ending, Payload]:
+        """Stores a failure; the exception that it is about is named as the cause of others."""
         try:
             return ending, await self.settle(call, lease, ending, payload, attempt)
         except OutcomeNotStored as unstored:
             if ending is Ending.RELEASED:
                 # The key is freed by its lease instead; the operation's own error matters more.
                 return ending, payload
-            raise unstored from error
+            raise unstored from error or unstored.__cause__
         except ClaimLost as lost:
             raise lost from error
 

@@ -18,6 +18,7 @@ LEVELS: Final = {
     EventKind.RENEWAL_FAILED: logging.WARNING,
     EventKind.SETTLE_FAILED: logging.ERROR,
     EventKind.STORE_UNAVAILABLE: logging.WARNING,
+    EventKind.UNPROTECTED: logging.WARNING,
 }
 
 

@@ -7,7 +7,7 @@ import inspect
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from datetime import timedelta
-from types import TracebackType
+from types import CoroutineType, FunctionType, TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
@@ -20,7 +20,8 @@ from retrysafe.core.joining import Joiner
 from retrysafe.core.keys import Key
 from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
-from retrysafe.core.ports import Store, Waits, Writer
+from retrysafe.core.ports import Store, Transaction, Waits, Writer
+from retrysafe.core.stepping import Stepper
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.atomic_threads import AtomicThreads
 from retrysafe.runtime.calls import (
@@ -40,6 +41,7 @@ from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_out
 from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.group_commit import DirectWriter, ThreadGroupCommit
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
+from retrysafe.runtime.steps import codec_of_step, perform_blocking
 from retrysafe.runtime.waiting import ThreadWaiting
 
 P = ParamSpec("P")
@@ -93,24 +95,40 @@ class BlockingIdempotency(AtomicThreads, Face):
             if store.capabilities.waits is Waits.NEVER
             else ThreadGroupCommit(store)
         )
+        waiting, lock, orphanage = ThreadWaiting(), threading.Lock(), _InterruptedThread()
         self._engine = Engine(
             writer=writer,
-            waiting=ThreadWaiting(),
-            lock=threading.Lock(),
+            waiting=waiting,
+            lock=lock,
             renewals=self._heartbeat,
-            orphanage=_InterruptedThread(),
+            orphanage=orphanage,
             mint_token=mint_token,
             cache=self._new_cache(),
             report=self._report,
             owner=owner_name(),
             secret=self._settings.secret,
             joiner=Joiner(
-                join=lambda connection: self._join(connection, Waits.BLOCKING),
+                join=self._join_blocking,
                 drive=run_sync,
                 renewals=self._heartbeat,
                 has_outbox=store.capabilities.has_outbox,
             ),
+            stepper=Stepper(
+                store=store,
+                waiting=waiting,
+                lock=lock,
+                orphanage=orphanage,
+                report=self._report,
+                drive=run_sync,
+                perform=perform_blocking,
+                codec_for=codec_of_step,
+                current=current.get,
+                join=self._join_blocking,
+            ),
         )
+
+    def _join_blocking(self, connection: object) -> Transaction:
+        return self._join(connection, Waits.BLOCKING)
 
     def after_fork_in_child(self) -> None:
         """Starts afresh: the parent's running operations are the parent's to renew."""
@@ -140,17 +158,20 @@ class BlockingIdempotency(AtomicThreads, Face):
         `OutcomeUnavailable`, `ClaimLost`, `OutcomeNotStored`, `StoreUnavailable`, and what the
         operation raises.
         """
-        return self.answer(
+        _require_plain(operation)
+        call = self._call(
             key,
             operation,
-            *args,
+            args,
             caller=caller,
             name=name,
             request=request,
             policy=policy,
             rule=rule,
             returns=returns,
-        ).value
+        )
+        value: T = self._answer(call, operation, args, {}).value
+        return value
 
     def answer(
         self,
@@ -229,16 +250,30 @@ class BlockingIdempotency(AtomicThreads, Face):
         arguments = (*bound, *args)
         return self._answer(once.call(arguments, kwargs), once.function, arguments, kwargs)
 
+    def recall(self, call: Call) -> Answer[Any] | None:
+        """For adapters: the answer when this process remembers it, without asking the store.
+
+        None when it does not. Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
+        """
+        return self._engine.recall(call)
+
+    def answer_call(self, call: Call, operation: Callable[[Attempt], Any]) -> Answer[Any]:
+        """For adapters: answers a call that they have put together; the operation gets its attempt.
+
+        Raises as `run` does.
+        """
+        return self._answer(call, operation, None, None)
+
     def _answer(
         self, call: Call, operation: Callable[..., Any], args: Any, kwargs: Any
     ) -> Answer[Any]:
         async def invoke(attempt: Attempt) -> Any:
             token = current.set(attempt)
             try:
-                value = operation(*args, **kwargs)
+                value = operation(attempt) if args is None else operation(*args, **kwargs)
             finally:
                 current.reset(token)
-            if inspect.iscoroutine(value):
+            if type(value) is CoroutineType:
                 # Nothing has run yet: the coroutine was only made.
                 value.close()
                 raise InvalidInput("the operation is async: use AsyncIdempotency for it")
@@ -313,5 +348,7 @@ class BlockingIdempotency(AtomicThreads, Face):
 
 
 def _require_plain(operation: Callable[..., Any]) -> None:
+    if type(operation) is FunctionType and not operation.__code__.co_flags & inspect.CO_COROUTINE:
+        return  # The usual case, without the long way that sees through partials and methods.
     if inspect.iscoroutinefunction(operation):
         raise InvalidInput(f"{shown_name(operation)} is async: use AsyncIdempotency for it")

@@ -23,6 +23,7 @@ from retrysafe.core.events import UNNAMED
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.framing import Part
 from retrysafe.core.keys import Caller, GlobalCaller, Key, body_key, checked_secret, natural_key
+from retrysafe.core.model import Fingerprint
 from retrysafe.core.policy import Policy
 from retrysafe.core.values import NotStorable, to_tree
 from retrysafe.errors import (
@@ -196,31 +197,13 @@ def request_tree(request: object) -> Any:
         ) from None
 
 
-def make_call(
-    settings: Settings,
-    operation: Callable[..., Any],
-    *,
-    key: Key,
-    name: str,
-    request: object,
-    policy: Policy | None,
-    rule: FingerprintRule | None,
-    codec: ValueCodec,
-) -> Call:
-    """The call that the engine answers."""
-    rule = rule or settings.rule
+def fingerprints_of(rule: FingerprintRule, name: str, request: object) -> tuple[Fingerprint, ...]:
+    """What tells this request from others under its key; raises `FingerprintImpossible`."""
     tree = request_tree(request)
     try:
-        fingerprints = rule.fingerprints_of_value(name.encode(), tree=tree)
+        return rule.fingerprints_of_value(name.encode(), tree=tree)
     except ValueError as error:
         raise FingerprintImpossible(f"the request has no canonical form: {error}") from None
-    return Call(
-        key,
-        fingerprints,
-        policy or settings.policy,
-        name,
-        codec,
-    )
 
 
 @dataclass(slots=True)
@@ -279,15 +262,12 @@ class Once:
             name: value for name, value in bound.arguments.items() if name not in self.ignore
         }
         key = self._key(bound, args, kwargs, request)
-        return make_call(
-            self.settings,
-            self.function,
-            key=self.settings.key(key, None if isinstance(key, Key) else self.caller),
-            name=self.name,
-            request=request,
-            policy=self.policy,
-            rule=self.rule,
-            codec=self.codec,
+        return Call(
+            self.settings.key(key, None if isinstance(key, Key) else self.caller),
+            fingerprints_of(self.rule or self.settings.rule, self.name, request),
+            self.policy,
+            self.name,
+            self.codec,
         )
 
     def _key(

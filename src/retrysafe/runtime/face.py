@@ -13,7 +13,7 @@ from typing import Any
 
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Call
-from retrysafe.core.events import ALL_KINDS, Emit, Event, Reporter
+from retrysafe.core.events import ALL_KINDS, Emit, Event, EventKind, Reporter
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.keys import Key, checked_secret
 from retrysafe.core.model import (
@@ -38,7 +38,7 @@ from retrysafe.runtime.calls import (
     asked_for,
     codec_for,
     codec_of,
-    make_call,
+    fingerprints_of,
     operation_name,
     request_tree,
     require_runnable,
@@ -47,13 +47,18 @@ from retrysafe.runtime.calls import (
 _logger = logging.getLogger("retrysafe")
 
 
+# The same bytes as `os.urandom`, which lets go of the interpreter lock to get them: with many
+# threads that is a needless switch on every claim. Not every system has it.
+_random_bytes: Callable[[int], bytes] = getattr(os, "getrandom", os.urandom)
+
+
 def mint_token() -> bytes:
     """A token that no other claim ever had or will have.
 
     Asked from the system each time. A buffer of random bytes would be copied by a fork, or by a
     snapshot of a virtual machine, and two owners would hold the same token.
     """
-    return os.urandom(TOKEN_BYTES)
+    return _random_bytes(TOKEN_BYTES)
 
 
 def reporter(observers: Iterable[Emit]) -> Reporter:
@@ -114,6 +119,15 @@ class Face:
         """The policy of calls that bring none of their own."""
         return self._settings.policy
 
+    @property
+    def settings(self) -> Settings:
+        """For adapters: what calls are made with that bring nothing of their own."""
+        return self._settings
+
+    def report(self, kind: EventKind, key: Key, operation: str = "") -> None:
+        """For adapters: tells the observers what happened outside of the engine."""
+        self._report(kind, key, operation)
+
     def _new_cache(self) -> ReplayCache | None:
         return ReplayCache() if self._has_cache else None
 
@@ -131,15 +145,17 @@ class Face:
         returns: type | tuple[type, ...] | None,
     ) -> Call:
         require_runnable(operation)
-        return make_call(
-            self._settings,
-            operation,
-            key=self._settings.key(key, caller),
-            name=operation_name(operation) if name is None else name,
-            request=asked_for(operation, args) if request is UNSET else request,
-            policy=policy,
-            rule=rule,
-            codec=codec_for(operation, returns),
+        settings = self._settings
+        if name is None:
+            name = operation_name(operation)
+        if request is UNSET:
+            request = asked_for(operation, args)
+        return Call(
+            settings.key(key, caller),
+            fingerprints_of(rule or settings.rule, name, request),
+            policy or settings.policy,
+            name,
+            codec_for(operation, returns),
         )
 
     def _join(self, connection: object, waits: Waits) -> Transaction:

@@ -40,7 +40,7 @@ class _Entry:
         # Set when this entry's thread was interrupted: it takes nothing over any more.
         self.has_left = False
         # Whom this entry's thread must wake before it leaves.
-        self.to_wake: list[_Entry] = []
+        self.to_wake: list[_Entry] | None = None
 
 
 _Waiter = TypeVar("_Waiter")
@@ -133,6 +133,9 @@ class ThreadGroupCommit:
 
     def _carry(self, batch: list[_Entry]) -> None:
         try:
+            if len(batch) == 1:
+                self._carry_alone(batch[0])
+                return
             claims, claiming, settlements, settling = _split(
                 [(entry.row, entry) for entry in batch]
             )
@@ -148,6 +151,13 @@ class ThreadGroupCommit:
             self._fail(batch, error)
             raise
 
+    def _carry_alone(self, entry: _Entry) -> None:
+        row = entry.row
+        if isinstance(row, ClaimRequest):
+            ((entry.result,), _) = run_sync(self._store.commit([row], []))
+        else:
+            (_, (entry.result,)) = run_sync(self._store.commit([], [row]))
+
     @staticmethod
     def _fail(batch: list[_Entry], error: BaseException) -> None:
         for entry in batch:
@@ -161,31 +171,30 @@ class ThreadGroupCommit:
         with self._lock:
             entry.has_left = True
             if entry in self._carriers:
-                batch = entry.batch or []
-                for other in batch:
-                    if other.result is _WAITING:
-                        other.result = StoreUnavailable(
-                            "the thread that carried it was interrupted"
-                        )
-                to_wake = [other for other in batch if other is not entry]
-                carriers = self._carriers - {entry}
-                following = self._queue[: self._batch_limit]
-                if following:
-                    following[0].batch = following
-                    carriers.add(following[0])
-                    # Woken first, because its commit is what everybody else waits for.
-                    to_wake.append(following[0])
-                rest = self._queue[self._batch_limit :]
-                # One statement without a call: no signal can come between these stores.
-                entry.batch, entry.to_wake, self._carriers, self._queue = (
-                    None,
-                    to_wake,
-                    carriers,
-                    rest,
-                )
+                if not self._queue and entry.batch == [entry] and entry.result is not _WAITING:
+                    self._carriers.discard(entry)  # Alone, as a single caller always is.
+                    return
+                self._hand_over(entry)
             elif entry in self._queue:
                 self._queue.remove(entry)
         self._wake(entry)
+
+    def _hand_over(self, entry: _Entry) -> None:
+        batch = entry.batch or []
+        for other in batch:
+            if other.result is _WAITING:
+                other.result = StoreUnavailable("the thread that carried it was interrupted")
+        to_wake = [other for other in batch if other is not entry]
+        carriers = self._carriers - {entry}
+        following = self._queue[: self._batch_limit]
+        if following:
+            following[0].batch = following
+            carriers.add(following[0])
+            # Woken first, because its commit is what everybody else waits for.
+            to_wake.append(following[0])
+        rest = self._queue[self._batch_limit :]
+        # One statement without a call: no signal can come between these stores.
+        entry.batch, entry.to_wake, self._carriers, self._queue = None, to_wake, carriers, rest
 
     def _wake(self, entry: _Entry) -> None:
         """Wakes the next of those who are to be woken, and leaves the others to it.

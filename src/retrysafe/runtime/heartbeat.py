@@ -35,13 +35,14 @@ class ThreadHeartbeat:
         self._news: SimpleQueue[None] = SimpleQueue()
         self._wakes_at = math.inf
         self._thread: threading.Thread | None = None
+        # Kept by the thread itself: asking a thread whether it lives is dear.
+        self._is_beating = False
         self._is_stopped = False
 
     def add(self, lease: Lease) -> None:
         """Starts renewing; wakes the thread only when it would wake too late."""
         self._leases[lease.token] = lease
-        thread = self._thread
-        if thread is None or not thread.is_alive():
+        if not self._is_beating:
             self._start()
         elif lease.renew_monotonic < self._wakes_at:
             self._news.put(None)
@@ -71,6 +72,13 @@ class ThreadHeartbeat:
             thread.join()
 
     def _beat(self) -> None:
+        self._is_beating = True
+        try:
+            self._renew_when_due()
+        finally:
+            self._is_beating = False
+
+    def _renew_when_due(self) -> None:
         while not self._is_stopped:
             # While this looks, every new lease is announced: none can fall in between.
             self._wakes_at = math.inf

@@ -21,7 +21,8 @@ from retrysafe.core.joining import Joiner
 from retrysafe.core.keys import Key
 from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
-from retrysafe.core.ports import Store, Waits
+from retrysafe.core.ports import Store, Transaction, Waits
+from retrysafe.core.stepping import Stepper
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.atomic_tasks import AtomicTasks
 from retrysafe.runtime.calls import (
@@ -40,11 +41,17 @@ from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_out
 from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.group_commit import DirectWriter, TaskGroupCommit
 from retrysafe.runtime.heartbeat import TaskHeartbeat
+from retrysafe.runtime.steps import codec_of_step, perform_suspending
 from retrysafe.runtime.threaded import ThreadedStore
 from retrysafe.runtime.waiting import TaskWaiting
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _as_it_is(flow: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+    """A flow for an event loop: whoever asked for it awaits it."""
+    return flow
 
 
 class _Orphans:
@@ -121,11 +128,13 @@ class AsyncFace(AtomicTasks, Face):
             self._parts = None
 
     def _new_engine(self, parts: _LoopParts) -> Engine:
+        waiting = TaskWaiting()
+        # Never contended within one loop, and cheaper than any lock written in Python.
+        lock = threading.Lock()
         return Engine(
             writer=parts.group_commit or DirectWriter(parts.store),
-            waiting=TaskWaiting(),
-            # Never contended within one loop, and cheaper than any lock written in Python.
-            lock=threading.Lock(),
+            waiting=waiting,
+            lock=lock,
             renewals=parts.heartbeat,
             orphanage=parts.orphans,
             mint_token=mint_token,
@@ -134,12 +143,27 @@ class AsyncFace(AtomicTasks, Face):
             owner=owner_name(),
             secret=self._settings.secret,
             joiner=Joiner(
-                join=lambda connection: self._join(connection, Waits.SUSPENDING),
-                drive=lambda flow: flow,
+                join=self._join_suspending,
+                drive=_as_it_is,
                 renewals=parts.heartbeat,
                 has_outbox=parts.store.capabilities.has_outbox,
             ),
+            stepper=Stepper(
+                store=parts.store,
+                waiting=waiting,
+                lock=lock,
+                orphanage=parts.orphans,
+                report=self._report,
+                drive=_as_it_is,
+                perform=perform_suspending,
+                codec_for=codec_of_step,
+                current=current.get,
+                join=self._join_suspending,
+            ),
         )
+
+    def _join_suspending(self, connection: object) -> Transaction:
+        return self._join(connection, Waits.SUSPENDING)
 
     def _bound(self) -> _LoopParts:
         """The parts for the running loop; a loop that has ended is replaced by the next one."""
@@ -274,13 +298,29 @@ class AsyncFace(AtomicTasks, Face):
         arguments = (*bound, *args)
         return await self._answer(once.call(arguments, kwargs), once.function, arguments, kwargs)
 
+    def recall(self, call: Call) -> Answer[Any] | None:
+        """For adapters: the answer when this process remembers it, without asking the store.
+
+        None when it does not. Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
+        """
+        return self._bound().engine.recall(call)
+
+    def answer_call(
+        self, call: Call, operation: Callable[[Attempt], Awaitable[Any]]
+    ) -> Coroutine[Any, Any, Answer[Any]]:
+        """For adapters: answers a call that they have put together; the operation gets its attempt.
+
+        Raises as `run` does.
+        """
+        return self._answer(call, operation, None, None)
+
     async def _answer(
         self, call: Call, operation: Callable[..., Awaitable[Any]], args: Any, kwargs: Any
     ) -> Answer[Any]:
         async def invoke(attempt: Attempt) -> Any:
             token = current.set(attempt)
             try:
-                value: Any = operation(*args, **kwargs)
+                value: Any = operation(attempt) if args is None else operation(*args, **kwargs)
                 if type(value) is CoroutineType or inspect.isawaitable(value):
                     return await value
                 # A plain function has done its work by now, so what it returned is the outcome.

@@ -23,6 +23,7 @@ from retrysafe.core.model import (
     Record,
     Settlement,
     StagedEntry,
+    StepWrite,
 )
 from retrysafe.core.ports import Fate, Waits
 from retrysafe.errors import SchemaMissing, StoreUnavailable, TransactionMissing
@@ -207,16 +208,42 @@ class PostgresTransaction:
 
     async def fate(self, settlement: Settlement) -> Fate:
         """Asks on the store's own connection; neither question waits for a lock."""
-        # In this order: what has ended before the record is read is seen by that read.
+        return await self._fate(
+            "count_outcomes", settlement.key.digest, settlement.token, settlement.kind.value
+        )
+
+    # Steps.
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        """Records the step, if the token holds the key."""
+        step, payload = write.step, write.step.payload
+        held = await self._fetch(
+            "record_step_joined",
+            write.key.digest,
+            write.token,
+            step.name,
+            step.position,
+            payload.form,
+            payload.head,
+            payload.body,
+        )
+        if not held:
+            return Decision.LOST
+        self._transaction_id = str(held[0][0])
+        return Decision.APPLY
+
+    async def step_fate(self, write: StepWrite) -> Fate:
+        """Asks on the store's own connection, as `fate` does."""
+        return await self._fate("count_steps", write.key.digest, write.step.name)
+
+    async def _fate(self, counting: str, *params: Any) -> Fate:
+        # In this order: what has ended before the rows are counted is seen by that count.
         ((status,),) = await self._connector.fetch(
             self._sql["transaction_status"], (self._transaction_id,)
         )
         if status == "in progress":
             return Fate.OPEN
-        ((count,),) = await self._connector.fetch(
-            self._sql["count_outcomes"],
-            (settlement.key.digest, settlement.token, settlement.kind.value),
-        )
+        ((count,),) = await self._connector.fetch(self._sql[counting], params)
         # A committed transaction may still have rolled back the savepoint that it was written in.
         return Fate.STANDS if count else Fate.UNDONE
 

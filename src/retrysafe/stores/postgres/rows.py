@@ -63,6 +63,7 @@ def replacement(old: Record, new: Record, *, is_new_life: bool) -> tuple[Any, ..
     )
 
 
-def admitted(request: ClaimRequest, lease_ends_at_ms: int) -> ClaimAnswer:
+def admitted(request: ClaimRequest, now_ms: int) -> ClaimAnswer:
     """The answer to the claim of a key that had no row."""
-    return ClaimAnswer(_ADMIT, _ABSENT, 1, request.lease_ms, lease_ends_at_ms, _PENDING)
+    lease_ms = request.lease_ms
+    return ClaimAnswer(_ADMIT, _ABSENT, 1, lease_ms, now_ms + lease_ms, _PENDING)

@@ -1,14 +1,13 @@
 """Records in PostgreSQL: durable, shared by many processes on many machines.
 
-Owns the statements and their order. A batch of new keys and endings is one statement; what it
-skipped is read, decided by the core's table with the server's clock, and written by comparing with
-what was read. Nothing here keeps state in a session or holds a lock between two statements.
+Owns the schema, the connections and everything that is not the hot path, which is in `batches`.
+Nothing here keeps state in a session or holds a lock between two statements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from operator import attrgetter
+import logging
+from collections.abc import Sequence
 from typing import Any, Final
 
 from retrysafe import forks
@@ -20,10 +19,7 @@ from retrysafe.core.model import (
     Decision,
     OperatorCommand,
     Payload,
-    Record,
     RecordQuery,
-    SettleAnswer,
-    SettleKind,
     Settlement,
     State,
     Step,
@@ -33,21 +29,21 @@ from retrysafe.core.model import (
     SweepReport,
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult
-from retrysafe.errors import DigestCollision, StoreError, StoreRejected, StoreUnavailable
+from retrysafe.errors import StoreError, StoreRejected, StoreUnavailable
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
 from retrysafe.stores.postgres import diagnosis, schema
 from retrysafe.stores.postgres.atomic import PostgresTransaction
+from retrysafe.stores.postgres.batches import ROUNDS_LIMIT, Batches
 from retrysafe.stores.postgres.connections import adapted
 from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
 from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.partitions import Partitions
-from retrysafe.stores.postgres.rows import admitted, found_row, record_of, replacement
+from retrysafe.stores.postgres.rows import record_of
 
-# Rivals that keep changing a row between our read and our write make us read again. Each round
-# means that somebody else made progress, so a bound only guards against a bug.
-_ROUNDS_LIMIT: Final = 50
+_logger = logging.getLogger("retrysafe")
+
 # A deadlock or serialization failure means that nothing happened; the next try usually goes well.
 _CONFLICT_TRIES: Final = 10
 # Pages per statement of the sweep: 2 MB are read in a few milliseconds.
@@ -57,14 +53,6 @@ _SWEEP_PAGES: Final = 256
 _SWEEP_STATEMENTS: Final = 8
 # Looking for abandoned keys changes nothing, so it may read more at a time.
 _LOOK_PAGES: Final = 2048
-
-# A record, the payload to replay, and the instant of the reading.
-_Found = tuple[Record, Payload | None, int]
-_digest_of: Final = attrgetter("key.digest")
-# Looked up once: members of an enum are dear to look up per row.
-_EXTEND: Final = SettleKind.EXTEND
-# Nobody changes an answer, so that all rows that were applied can share one.
-_APPLIED: Final = SettleAnswer(Decision.APPLY)
 
 
 class PostgresStore:
@@ -87,6 +75,7 @@ class PostgresStore:
             has_outbox=True,
         )
         self.outbox = PostgresOutbox(self._fetch)
+        self._batches = Batches(self._fetch, self.outbox.settle_staged)
         forks.register(self)
 
     @property
@@ -104,7 +93,7 @@ class PostgresStore:
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
         """Applies a batch; when a row is refused, the batch is halved until it stands alone."""
         try:
-            return await self._commit_all(claims, settlements)
+            return await self._batches.commit(claims, settlements)
         except StoreRejected as error:
             if len(claims) + len(settlements) == 1:
                 return ([error], []) if claims else ([], [error])
@@ -115,184 +104,6 @@ class PostgresStore:
         first = await self.commit(claims[:middle], settlements[:middle])
         second = await self.commit(claims[middle:], settlements[middle:])
         return first[0] + second[0], first[1] + second[1]
-
-    async def _commit_all(
-        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
-    ) -> tuple[list[ClaimResult], list[SettleResult]]:
-        """Writes at most one row per key at once; further rows for a key follow one by one.
-
-        Settlements come first: an outcome that is there must not lose to a claim beside it.
-        """
-        endings: dict[bytes, Settlement] = {}
-        extends: dict[bytes, Settlement] = {}
-        for item in settlements:
-            digest = item.key.digest
-            if digest not in endings and digest not in extends:
-                (extends if item.kind is _EXTEND else endings)[digest] = item
-        wishes: dict[bytes, ClaimRequest] = {}
-        for request in claims:
-            digest = request.key.digest
-            if digest not in endings and digest not in extends:
-                wishes.setdefault(digest, request)
-        written: dict[bytes, int] = {}
-        if wishes or endings:
-            written = await self._write_batch(wishes.values(), endings.values())
-        extended: dict[bytes, SettleAnswer] = {}
-        if extends:
-            extended = await self._extend(extends.values())
-        together = len(extends)
-        inserted = {digest: at for digest, at in written.items() if digest in wishes}
-        settled: list[SettleResult] = []
-        for item in settlements:
-            digest = item.key.digest
-            # Each write is told to the first row of its key; a second one asks for itself.
-            is_extended = extends.pop(digest, None) is not None
-            if endings.pop(digest, None) is not None and digest in written:
-                settled.append(_APPLIED)
-            elif is_extended and digest in extended:
-                settled.append(extended[digest])
-            else:
-                settled.append(await self._settle(item, may_wait=not is_extended or together == 1))
-        return await self._answer_claims(claims, inserted), settled
-
-    async def _write_batch(
-        self, claims: Iterable[ClaimRequest], endings: Collection[Settlement]
-    ) -> dict[bytes, int]:
-        """As `_write`; endings that stage entries are written apart, each with its entries."""
-        staged = [item for item in endings if item.entries]
-        if not staged:
-            return await self._write(claims, endings)
-        written = dict.fromkeys(await self.outbox.settle_staged(staged), 0)
-        plain = [item for item in endings if not item.entries]
-        return written | await self._write(claims, plain)
-
-    async def _write(
-        self, claims: Iterable[ClaimRequest], endings: Iterable[Settlement]
-    ) -> dict[bytes, int]:
-        """Inserts new keys and ends attempts; the digests whose row was written."""
-        # In the order of the digests: two batches over the same keys cannot deadlock.
-        wishes = sorted(claims, key=_digest_of)
-        ends = sorted(endings, key=_digest_of)
-        payloads = [item.payload for item in ends]
-        rows = await self._fetch(
-            "commit",
-            [request.key.digest for request in wishes],
-            [request.key.caller for request in wishes],
-            [request.key.text for request in wishes],
-            [request.operation for request in wishes],
-            [request.fingerprints[0].rule for request in wishes],
-            [request.fingerprints[0].digest for request in wishes],
-            [request.token for request in wishes],
-            [request.lease_ms for request in wishes],
-            [request.owner for request in wishes],
-            [item.key.digest for item in ends],
-            [item.token for item in ends],
-            [int(item.kind) for item in ends],
-            [item.active_ms for item in ends],
-            [item.audit_ms for item in ends],
-            [None if payload is None else payload.form for payload in payloads],
-            [None if payload is None else payload.head for payload in payloads],
-            [None if payload is None else payload.body for payload in payloads],
-        )
-        return {bytes(digest): lease_ends_at_ms for digest, lease_ends_at_ms in rows}
-
-    async def _extend(self, extends: Collection[Settlement]) -> dict[bytes, SettleAnswer]:
-        # One row may wait for whoever writes it; several must not, see the statement.
-        rows = await self._fetch(
-            "extend" if len(extends) == 1 else "extend_many",
-            [item.key.digest for item in extends],
-            [item.token for item in extends],
-            [item.lease_ms for item in extends],
-        )
-        return {
-            bytes(digest): SettleAnswer(Decision.APPLY, remaining_ms, ends_at_ms)
-            for digest, ends_at_ms, remaining_ms in rows
-        }
-
-    async def _answer_claims(
-        self, claims: Sequence[ClaimRequest], written: dict[bytes, int]
-    ) -> list[ClaimResult]:
-        """Admits the keys that were written, and looks at the others together."""
-        results: list[ClaimResult | None] = []
-        for request in claims:
-            ends_at_ms = written.pop(request.key.digest, None)
-            results.append(None if ends_at_ms is None else admitted(request, ends_at_ms))
-        digests = [
-            request.key.digest
-            for request, result in zip(claims, results, strict=True)
-            if result is None
-        ]
-        found = await self._read_records(digests) if digests else {}
-        return [
-            await self._claim_existing(request, found.get(request.key.digest))
-            if result is None
-            else result
-            for request, result in zip(claims, results, strict=True)
-        ]
-
-    async def _claim_existing(self, request: ClaimRequest, found: _Found | None) -> ClaimResult:
-        """Claims a key that has a row: by the table, and by comparing what is replaced."""
-        for _ in range(_ROUNDS_LIMIT):
-            try:
-                if found is None:
-                    # Swept away in between, so the key is free again.
-                    written = await self._write([request], [])
-                    if written:
-                        return admitted(request, written[request.key.digest])
-                else:
-                    record, payload, now_ms = found
-                    changed, answer = transitions.claim(record, request, now_ms)
-                    if changed is None:
-                        answer.payload = payload if answer.decision is Decision.REPLAY else None
-                        return answer
-                    is_new_life = answer.decision is Decision.ADMIT
-                    if await self._replace(record, changed, is_new_life=is_new_life):
-                        return answer
-            except (StoreRejected, DigestCollision) as error:
-                return error
-            found = await self._read_record(request.key.digest)
-        raise StoreUnavailable("the record changed under us again and again", key=request.key.text)
-
-    async def _settle(self, settlement: Settlement, *, may_wait: bool) -> SettleResult:
-        """An ending or an extend of its own, until the row was written or says why not."""
-        digest = settlement.key.digest
-        is_extend = settlement.kind is SettleKind.EXTEND
-        for _ in range(_ROUNDS_LIMIT):
-            found = await self._read_record(digest)
-            record, now_ms = (None, 0) if found is None else (found[0], found[2])
-            _, answer = transitions.settle(record, settlement, now_ms)
-            if answer.decision is not Decision.APPLY:
-                return answer
-            # Held by this token, and yet not written: somebody else was at the row.
-            try:
-                if not is_extend:
-                    if await self._write_batch([], [settlement]):
-                        return SettleAnswer(Decision.APPLY)
-                elif may_wait:
-                    extended = await self._extend([settlement])
-                    if extended:
-                        return extended[digest]
-                else:
-                    # The other leases of the batch must not wait for this row's lock.
-                    return StoreUnavailable("the record is being written", key=settlement.key.text)
-            except StoreRejected as error:
-                return error
-        raise StoreUnavailable(
-            "the record changed under us again and again", key=settlement.key.text
-        )
-
-    async def _read_record(self, digest: bytes) -> _Found | None:
-        return (await self._read_records([digest])).get(digest)
-
-    async def _read_records(self, digests: Sequence[bytes]) -> dict[bytes, _Found]:
-        found = map(found_row, await self._fetch("read_records", digests))
-        return {item[0].digest: item for item in found}
-
-    async def _replace(self, old: Record, new: Record, *, is_new_life: bool = False) -> bool:
-        ((count,),) = await self._fetch(
-            "replace_record", *replacement(old, new, is_new_life=is_new_life)
-        )
-        return bool(count)
 
     async def record_step(self, write: StepWrite) -> Decision:
         """Stores a step's result while the token holds the key."""
@@ -323,7 +134,7 @@ class PostgresStore:
 
     async def read(self, key: Key) -> StoredKey | None:
         """The record of a key with its steps and its audit."""
-        found = await self._read_record(key.digest)
+        found = await self._batches.read_record(key.digest)
         if found is None or found[0].text != key.text or found[0].caller != key.caller:
             return None
         record, _, now_ms = found
@@ -360,14 +171,14 @@ class PostgresStore:
 
     async def operate(self, key: Key, command: OperatorCommand) -> Decision:
         """Applies an operator's command."""
-        for _ in range(_ROUNDS_LIMIT):
-            found = await self._read_record(key.digest)
+        for _ in range(ROUNDS_LIMIT):
+            found = await self._batches.read_record(key.digest)
             record = None if found is None else found[0]
             if record is not None and (record.text != key.text or record.caller != key.caller):
                 record = None
             now_ms = 0 if found is None else found[2]
             changed, decision = transitions.operate(record, command, now_ms)
-            if changed is None or record is None or await self._replace(record, changed):
+            if changed is None or record is None or await self._batches.replace(record, changed):
                 return decision
         raise StoreUnavailable("the record changed under us again and again", key=key.text)
 
@@ -449,9 +260,9 @@ class PostgresStore:
 
     async def diagnose(self) -> list[Finding]:
         """What is wrong with the server's settings, and what is worth knowing."""
-        if await self._connector.has_forgetful_pooler():
-            # Every other statement may fail for that very reason.
-            return [diagnosis.POOLER]
+        pooler = await self._pooler_findings()
+        if pooler:
+            return pooler  # Every other statement may fail for that very reason.
         # Asked without the schema: whether it is there is one of the questions.
         settings = await self._connector.fetch(self._statement("read_settings"))
         found = diagnosis.settings_findings(settings[0])
@@ -478,10 +289,24 @@ class PostgresStore:
         self._connector.after_fork_in_child()
 
     async def _require_current(self) -> None:
-        """Raises once, and until somebody migrates, when the schema is not this release's."""
+        """Raises once, and until somebody migrates, when the schema is not this release's.
+
+        The first use also warns of settings that would break a promise. They are not refused: a
+        pooler that keeps prepared statements looks just like one that loses them.
+        """
         if not self._is_current:
+            findings = await self._pooler_findings()
+            for finding in findings:
+                _logger.warning("%s: %s", self.location, finding.text)
             await schema.require_current(self._connector, self.schema_name, self.location)
+            if not findings:
+                settings = await self._connector.fetch(self._statement("read_settings"))
+                for finding in diagnosis.settings_findings(settings[0]):
+                    _logger.warning("%s: %s", self.location, finding.text)
             self._is_current = True
+
+    async def _pooler_findings(self) -> list[Finding]:
+        return [diagnosis.POOLER] if await self._connector.has_forgetful_pooler() else []
 
     async def _fetch(self, name: str, *params: Any) -> Sequence[Sequence[Any]]:
         """Runs a statement, again after a deadlock or a serialization failure."""

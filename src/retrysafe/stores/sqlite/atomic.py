@@ -23,10 +23,11 @@ from retrysafe.core.model import (
     Payload,
     Settlement,
     StagedEntry,
+    StepWrite,
 )
 from retrysafe.core.ports import Fate, Waits
 from retrysafe.errors import InvalidInput, SchemaMissing, StoreError, TransactionMissing
-from retrysafe.stores.sqlite import batches, outbox, rows
+from retrysafe.stores.sqlite import batches, outbox, rows, steps
 from retrysafe.stores.sqlite.schema import SQL
 
 _PRIMARY_MASK: Final = 0xFF
@@ -45,12 +46,14 @@ class SqliteTransaction:
         now_ms: Callable[[], int],
         prepare: Callable[[], object],
         has_outcome: Callable[[Settlement], bool],
+        has_step: Callable[[StepWrite], bool],
     ) -> None:
         self._connection = connection
         self._path = path
         self._now_ms = now_ms
         self._prepare = prepare
         self._has_outcome = has_outcome
+        self._has_step = has_step
 
     # The frame around everything that is written.
 
@@ -168,6 +171,25 @@ class SqliteTransaction:
         except sqlite3.ProgrammingError:
             return Fate.UNDONE  # Closed, so whatever was open was rolled back.
         return Fate.OPEN if count else Fate.UNDONE
+
+    # Steps.
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        """Records the step as the store does, on the user's connection."""
+        with self._plain_rows():
+            self._connection.execute(SQL["take_write_lock"])
+            return steps.record(self._connection, write, self._now_ms())
+
+    async def step_fate(self, write: StepWrite) -> Fate:
+        """Compares what the store sees with what the user's connection sees."""
+        if self._has_step(write):
+            return Fate.STANDS
+        try:
+            with self._plain_rows():
+                is_open = steps.is_there(self._connection, write)
+        except sqlite3.ProgrammingError:
+            return Fate.UNDONE  # Closed, so whatever was open was rolled back.
+        return Fate.OPEN if is_open else Fate.UNDONE
 
     # The user's connection.
 

@@ -9,8 +9,8 @@ runs under the file's write lock, so what was read stays true until the transact
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Sequence
+from typing import Any, Final
 
 from retrysafe.core import transitions
 from retrysafe.core.model import (
@@ -31,34 +31,38 @@ from retrysafe.stores.sql import repeated
 from retrysafe.stores.sqlite import outbox, rows
 from retrysafe.stores.sqlite.schema import SQL
 
-T = TypeVar("T")
-
-# A statement is prepared per number of rows. These few sizes keep all of them in the connection's
-# statement cache, and make any batch of up to 128 rows out of at most ten statements.
-_SIZES: Final = (64, 16, 4, 1)
+# A statement is prepared per number of rows, and filled up with rows of NULLs to the next of these
+# sizes. So few keep all of them in the connection's statement cache.
+_SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-def _by_size(name: str) -> dict[int, str]:
-    return {size: repeated(SQL[name], size) for size in _SIZES}
+class _Rows:
+    """One statement in all its sizes."""
+
+    __slots__ = ("columns", "statements")
+
+    def __init__(self, name: str, columns: int) -> None:
+        self.statements = {size: repeated(SQL[name], size) for size in _SIZES}
+        self.columns = columns
+
+    def run(self, connection: sqlite3.Connection, values: list[Any]) -> sqlite3.Cursor:
+        """Executes it once for all rows, whose values are in one list; at most 128 rows."""
+        count = len(values) // self.columns
+        # The next power of two.
+        size = 1 << (count - 1).bit_length()
+        values += [None] * ((size - count) * self.columns)
+        return connection.execute(self.statements[size], values)
 
 
-_SELECT_EXISTING: Final = _by_size("select_existing")
-_INSERT_KEYS: Final = _by_size("insert_keys")
-_SETTLE_KEYS: Final = _by_size("settle_keys")
-_INSERT_OUTCOMES: Final = _by_size("insert_outcomes")
+_SELECT_EXISTING: Final = _Rows("select_existing", 1)
+_INSERT_KEYS: Final = _Rows("insert_keys", 11)
+_COUNT_HELD: Final = _Rows("count_held", 2)
+_SETTLE_KEYS: Final = _Rows("settle_keys", 5)
+_INSERT_OUTCOMES: Final = _Rows("insert_outcomes", 8)
 _INSERT_KEY: Final = SQL["insert_key"]
 _SETTLE_KEY: Final = SQL["settle_key"]
-_NEXT_OUTCOME_ID: Final = SQL["next_outcome_id"]
+_INSERT_OUTCOME: Final = SQL["insert_outcome"]
 _APPLIED: Final = SettleAnswer(Decision.APPLY)
-
-
-def _chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    start = 0
-    while start < len(items):
-        left = len(items) - start
-        size = next(size for size in _SIZES if size <= left)
-        yield items[start : start + size]
-        start += size
 
 
 # Claims.
@@ -70,8 +74,9 @@ def claim(
     """Claims keys, as if one after the other."""
     if len(requests) == 1:
         return [_claim_one(connection, requests[0], now_ms)]
-    existing = _existing(connection, requests)
-    fresh: list[ClaimRequest] = []
+    digests: list[Any] = [request.key.digest for request in requests]
+    existing: set[bytes] = {row[0] for row in _SELECT_EXISTING.run(connection, digests)}
+    fresh: list[Any] = []
     others: list[int] = []
     answers: list[ClaimResult | None] = [None] * len(requests)
     for place, request in enumerate(requests):
@@ -81,25 +86,15 @@ def claim(
         else:
             # A second claim of this key in the same batch must meet the first one's record.
             existing.add(digest)
-            fresh.append(request)
+            fresh += _key_row(request, now_ms)
             answers[place] = _admitted(request, now_ms)
-    for chunk in _chunks(fresh):
-        values: list[Any] = []
-        for request in chunk:
-            values += _key_row(request, now_ms)
-        connection.execute(_INSERT_KEYS[len(chunk)], values)
+    if fresh:
+        _INSERT_KEYS.run(connection, fresh)
     for place in others:
         request = requests[place]
         found = rows.select(connection, request.key.digest)
         answers[place] = _decide(connection, found, request, now_ms)
     return [answer for answer in answers if answer is not None]
-
-
-def _existing(connection: sqlite3.Connection, requests: Sequence[ClaimRequest]) -> set[bytes]:
-    found: set[bytes] = set()
-    for chunk in _chunks([request.key.digest for request in requests]):
-        found.update(row[0] for row in connection.execute(_SELECT_EXISTING[len(chunk)], chunk))
-    return found
 
 
 def _key_row(request: ClaimRequest, now_ms: int) -> tuple[Any, ...]:
@@ -183,65 +178,42 @@ def _settle_all(
         return False
     if len({item.key.digest for item in settlements}) != len(settlements):
         return False  # Two endings of one key: the order matters, so one after the other.
-    connection.execute("SAVEPOINT settle_all")
-    (outcome_id,) = connection.execute(_NEXT_OUTCOME_ID).fetchone()
-    settled = 0
-    for chunk in _chunks(settlements):
-        wishes: list[Any] = []
-        outcomes: list[Any] = []
-        for item in chunk:
-            wishes += _wish_row(item, outcome_id, now_ms)
-            outcomes += _outcome_row(item, outcome_id, now_ms)
-            outcome_id += 1
-        settled += connection.execute(_SETTLE_KEYS[len(chunk)], wishes).rowcount
-        connection.execute(_INSERT_OUTCOMES[len(chunk)], outcomes)
-    if settled != len(settlements):
-        connection.execute("ROLLBACK TO settle_all")
-    connection.execute("RELEASE settle_all")
-    return settled == len(settlements)
-
-
-def _wish_row(settlement: Settlement, outcome_id: int, now_ms: int) -> tuple[Any, ...]:
-    """The parameters of `settle_key`, and of one row of `settle_keys`."""
-    return (
-        settlement.kind.value,
-        now_ms,
-        now_ms + settlement.active_ms,
-        outcome_id,
-        settlement.key.digest,
-        settlement.token,
-    )
-
-
-def _outcome_row(settlement: Settlement, outcome_id: int, now_ms: int) -> tuple[Any, ...]:
-    payload = settlement.payload
-    assert payload is not None  # Only endings come here, and every ending has a payload.
-    digest = settlement.key.digest
-    return (
-        outcome_id,
-        digest,
-        settlement.token,
-        digest,
-        settlement.kind.value,
-        payload.form,
-        payload.head,
-        payload.body,
-        now_ms,
-        now_ms + settlement.audit_ms,
-    )
+    claims: list[Any] = []
+    for item in settlements:
+        claims += (item.key.digest, item.token)
+    held, outcome_id = _COUNT_HELD.run(connection, claims).fetchone()
+    if held != len(settlements):
+        return False
+    wishes: list[Any] = []
+    outcomes: list[Any] = []
+    for item in settlements:
+        number, digest, payload = int(item.kind), item.key.digest, item.payload
+        assert payload is not None  # Looked at above.
+        wishes += (number, now_ms, now_ms + item.active_ms, outcome_id, digest)
+        ending = (number, payload.form, payload.head, payload.body)
+        outcomes += (outcome_id, digest, *ending, now_ms, now_ms + item.audit_ms)
+        outcome_id += 1
+    _INSERT_OUTCOMES.run(connection, outcomes)
+    _SETTLE_KEYS.run(connection, wishes)
+    return True
 
 
 def _settle_one(
     connection: sqlite3.Connection, settlement: Settlement, now_ms: int
 ) -> SettleAnswer:
-    if settlement.kind is not SettleKind.EXTEND and settlement.payload is not None:
-        (outcome_id,) = connection.execute(_NEXT_OUTCOME_ID).fetchone()
-        updated = connection.execute(_SETTLE_KEY, _wish_row(settlement, outcome_id, now_ms))
-        if updated.rowcount == 1:
-            row = _outcome_row(settlement, outcome_id, now_ms)
-            connection.execute(_INSERT_OUTCOMES[1], row)
+    kind, payload, digest = settlement.kind, settlement.payload, settlement.key.digest
+    if kind is not SettleKind.EXTEND and payload is not None:
+        audit_ends_at_ms = now_ms + settlement.audit_ms
+        number = int(kind)
+        ending = (number, payload.form, payload.head, payload.body, now_ms, audit_ends_at_ms)
+        stored = connection.execute(_INSERT_OUTCOME, (*ending, digest, settlement.token))
+        if stored.rowcount == 1:
+            expires_at_ms = now_ms + settlement.active_ms
+            connection.execute(
+                _SETTLE_KEY, (number, now_ms, expires_at_ms, stored.lastrowid, digest)
+            )
             return SettleAnswer(Decision.APPLY)
-    record = rows.select(connection, settlement.key.digest)
+    record = rows.select(connection, digest)
     changed, answer = transitions.settle(record, settlement, now_ms)
     if changed is not None:
         rows.update(connection, changed)

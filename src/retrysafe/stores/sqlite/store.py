@@ -38,7 +38,7 @@ from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Waits
 from retrysafe.errors import InvalidInput, StoreError, StoreRejected
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.sqlite import batches, connecting, rows, schema
+from retrysafe.stores.sqlite import batches, connecting, rows, schema, steps
 from retrysafe.stores.sqlite.atomic import SqliteTransaction
 from retrysafe.stores.sqlite.outbox import SqliteOutbox
 from retrysafe.stores.sqlite.schema import SQL
@@ -53,6 +53,7 @@ _ROW_ERRORS: Final = (
     OverflowError,
     UnicodeError,
 )
+_SQLITE_ERRORS: Final = (*_ROW_ERRORS, sqlite3.DatabaseError)
 
 
 # How long a fork waits for the commit under way; a process that is stuck must be able to fork.
@@ -108,15 +109,10 @@ class SqliteStore:
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
         """Applies a batch in one transaction, or row by row when one of them is refused."""
         try:
-            with self._transaction() as connection:
-                # Read under the write lock: the wait for it must not count against a lease.
-                now_ms = self._now_ms()
-                # Endings first: an outcome that is there must not lose to a claim beside it.
-                settled = batches.settle(connection, settlements, now_ms)
-                claimed = batches.claim(connection, claims, now_ms)
+            answers = self._commit(claims, settlements)
             if any(item.entries for item in settlements):
                 self.outbox.hints.tell()
-            return claimed, settled
+            return answers
         except StoreRejected as rejected:
             if len(claims) + len(settlements) == 1:
                 return ([rejected], []) if claims else ([], [rejected])
@@ -128,18 +124,32 @@ class SqliteStore:
             settle_results += (await self.commit([], [settlement]))[1]
         return claim_results, settle_results
 
+    def _commit(
+        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
+    ) -> tuple[list[ClaimResult], list[SettleResult]]:
+        # `_transaction` spelled out: two generators cost as much as a statement.
+        try:
+            with self._lock:
+                connection = self._connected()
+                try:
+                    connection.execute("BEGIN IMMEDIATE")
+                    # Read under the write lock: the wait for it must not count against a lease.
+                    now_ms = self._now_ms()
+                    # Endings first: an outcome that is there must not lose to a claim beside it.
+                    settled = batches.settle(connection, settlements, now_ms) if settlements else []
+                    claimed = batches.claim(connection, claims, now_ms) if claims else []
+                    connection.execute("COMMIT")
+                except BaseException:
+                    connecting.roll_back(connection)
+                    raise
+        except _SQLITE_ERRORS as error:
+            raise self._told(error) from error
+        return claimed, settled
+
     async def record_step(self, write: StepWrite) -> Decision:
         """Stores a step's result while the token holds the key."""
         with self._transaction() as connection:
-            now_ms = self._now_ms()
-            digest = write.key.digest
-            record = rows.select(connection, digest)
-            decision = transitions.record_step(record, write.token, now_ms)
-            if decision is Decision.APPLY:
-                step, payload = write.step, write.step.payload
-                row = (digest, step.name, step.position, payload.form, payload.head, payload.body)
-                connection.execute(SQL["insert_step"], (*row, now_ms))
-            return decision
+            return steps.record(connection, write, self._now_ms())
 
     def join(self, connection: object) -> SqliteTransaction:
         """The open transaction of a user's connection to this file; raises `InvalidInput`."""
@@ -155,6 +165,7 @@ class SqliteStore:
             now_ms=self._now_ms,
             prepare=self._prepare,
             has_outcome=self._has_outcome,
+            has_step=self._has_step,
         )
 
     def _prepare(self) -> None:
@@ -168,6 +179,10 @@ class SqliteStore:
             ).fetchone()
             return bool(row[0])
 
+    def _has_step(self, write: StepWrite) -> bool:
+        with self._reading() as connection:
+            return steps.is_there(connection, write)
+
     # For operators.
 
     async def read(self, key: Key) -> StoredKey | None:
@@ -177,7 +192,7 @@ class SqliteStore:
             if record is None:
                 return None
             now_ms = self._now_ms()
-            steps = [
+            found = [
                 Step(name, position, Payload(form, head, body))
                 for name, position, form, head, body in connection.execute(
                     SQL["select_steps"], (key.digest,)
@@ -189,7 +204,7 @@ class SqliteStore:
                     SQL["select_outcomes"], (key.digest,)
                 )
             ]
-            return StoredKey(record, condition_of(record, now_ms), now_ms, steps, outcomes)
+            return StoredKey(record, condition_of(record, now_ms), now_ms, found, outcomes)
 
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
         """Records for an operator, newest claim first."""
@@ -344,9 +359,13 @@ class SqliteStore:
     def _translated_errors(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.OperationalError as error:
-            raise connecting.translated(error, self.location) from error
-        except _ROW_ERRORS as error:
-            raise StoreRejected(f"SQLite cannot take what it was given: {error}") from error
-        except sqlite3.DatabaseError as error:
-            raise StoreError(f"{self.location} cannot be used: {error}") from error
+        except _SQLITE_ERRORS as error:
+            raise self._told(error) from error
+
+    def _told(self, error: Exception) -> StoreError:
+        """The error in retrysafe's words."""
+        if isinstance(error, sqlite3.OperationalError):
+            return connecting.translated(error, self.location)
+        if isinstance(error, _ROW_ERRORS):
+            return StoreRejected(f"SQLite cannot take what it was given: {error}")
+        return StoreError(f"{self.location} cannot be used: {error}")

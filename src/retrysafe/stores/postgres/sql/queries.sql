@@ -8,6 +8,10 @@
 -- no longer holds its key is skipped too. No key is in a batch twice. Rows come sorted by digest, so
 -- two batches that insert the same keys wait for each other in the same order and cannot deadlock;
 -- the endings come after all insertions, and no rival writes the rows of another owner's token.
+--
+-- A claim's identities are its digest, its fingerprint and its token (16 bytes each) and the number
+-- of its manner (1 byte): an operation, a rule, a lease and an owner, which many rows share. An
+-- ending's are its digest, its token and the number of its way: a state, two windows and a form.
 WITH clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms
 ), claimed AS (
@@ -16,27 +20,31 @@ WITH clock AS MATERIALIZED (
         first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, owner
     )
     SELECT
-        w.digest, w.caller, w.key, w.operation, w.rule, w.fingerprint, 1, w.token, 1,
-        c.now_ms, c.now_ms, c.now_ms + w.lease_ms, w.owner
-    FROM clock AS c, unnest(
-        $1::bytea[], $2::text[], $3::text[], $4::text[], $5::smallint[],
-        $6::bytea[], $7::bytea[], $8::bigint[], $9::text[]
-    ) AS w (digest, caller, key, operation, rule, fingerprint, token, lease_ms, owner)
+        substring(w.ids FROM 1 FOR 16), w.caller, w.key, ($4::text[])[w.manner],
+        ($5::smallint[])[w.manner], substring(w.ids FROM 17 FOR 16), 1,
+        substring(w.ids FROM 33 FOR 16), 1, c.now_ms, c.now_ms,
+        c.now_ms + ($6::bigint[])[w.manner], ($7::text[])[w.manner]
+    FROM clock AS c, (
+        SELECT ids, caller, key, get_byte(ids, 48) + 1 AS manner
+        FROM unnest($1::bytea[], $2::text[], $3::text[]) AS sent (ids, caller, key)
+    ) AS w
     ON CONFLICT (digest) DO NOTHING
-    RETURNING k.digest, k.lease_ends_at_ms
+    RETURNING k.digest
 ), settled AS (
     UPDATE {schema}.keys AS k SET
-        state = w.state,
+        state = ($11::smallint[])[w.way],
         settled_at_ms = c.now_ms,
-        expires_at_ms = c.now_ms + w.active_ms,
-        audit_ends_at_ms = c.now_ms + w.audit_ms
-    FROM clock AS c, unnest(
-        $10::bytea[], $11::bytea[], $12::smallint[], $13::bigint[], $14::bigint[],
-        $15::text[], $16::bytea[], $17::bytea[]
-    ) AS w (digest, token, state, active_ms, audit_ms, form, head, body)
+        expires_at_ms = c.now_ms + ($12::bigint[])[w.way],
+        audit_ends_at_ms = c.now_ms + ($13::bigint[])[w.way]
+    FROM clock AS c, (
+        SELECT
+            substring(ids FROM 1 FOR 16) AS digest, substring(ids FROM 17 FOR 16) AS token,
+            get_byte(ids, 32) + 1 AS way, head, body
+        FROM unnest($8::bytea[], $9::bytea[], $10::bytea[]) AS sent (ids, head, body)
+    ) AS w
     WHERE k.digest = w.digest AND k.token = w.token AND k.state = 1
     RETURNING
-        k.digest, k.token, k.attempt, k.state, w.form, w.head, w.body,
+        k.digest, k.token, k.attempt, k.state, ($14::text[])[w.way] AS form, w.head, w.body,
         k.settled_at_ms, k.audit_ends_at_ms
 ), stored AS (
     INSERT INTO {schema}.outcomes (
@@ -46,25 +54,18 @@ WITH clock AS MATERIALIZED (
     FROM settled
     WHERE form IS NOT NULL
 )
-SELECT digest, lease_ends_at_ms FROM claimed
-UNION ALL
-SELECT digest, 0 FROM settled;
+SELECT
+    c.now_ms,
+    coalesce((SELECT string_agg(digest, '') FROM claimed), ''),
+    coalesce((SELECT string_agg(digest, '') FROM settled), '')
+FROM clock AS c;
 
 -- name: extend
--- Extends one lease whose token still holds its key; a lease never gets shorter.
-WITH clock AS MATERIALIZED (
-    SELECT {now_ms} AS now_ms
-)
-UPDATE {schema}.keys AS k SET
-    lease_ends_at_ms = greatest(k.lease_ends_at_ms, c.now_ms + w.lease_ms)
-FROM clock AS c, unnest($1::bytea[], $2::bytea[], $3::bigint[]) AS w (digest, token, lease_ms)
-WHERE k.digest = w.digest AND k.token = w.token AND k.state = 1
-RETURNING k.digest, k.lease_ends_at_ms, k.lease_ends_at_ms - c.now_ms;
-
--- name: extend_many
--- The same for many leases. Rows that somebody is writing at this moment are left out: they are
--- mostly being settled by this very owner, and waiting for them while holding others could
--- deadlock with that settlement, whose rows come in another order.
+-- Extends leases whose tokens still hold their keys; a lease never gets shorter. Rows that somebody
+-- is writing at this moment are left out. Mostly they are being settled by this very owner, and
+-- waiting for them while holding others could deadlock with that settlement, whose rows come in
+-- another order. Or a user's open transaction has recorded a step: nobody takes over a locked row,
+-- and the renewals of all other operations must not wait for that transaction.
 WITH clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms
 ), held AS MATERIALIZED (

@@ -11,11 +11,14 @@ INSERT INTO retrysafe_keys (
 ON CONFLICT (digest) DO NOTHING;
 
 -- name: insert_keys
--- Claims several keys that were just seen to have no row; repeated once per key.
+-- Claims several keys that were just seen to have no row. Rows of NULLs only fill up the statement.
 INSERT INTO retrysafe_keys (
     digest, caller, key, operation, rule, fingerprint, state, token, attempt,
     first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, owner
-) VALUES {rows:(?, ?, ?, ?, ?, ?, 1, ?, 1, ?, ?, ?, ?)};
+) SELECT
+    column1, column2, column3, column4, column5, column6, 1, column7, 1,
+    column8, column9, column10, column11
+FROM (VALUES {rows:(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)}) WHERE column1 IS NOT NULL;
 
 -- name: select_key
 -- One record, for a decision under the write lock or for an operator.
@@ -36,32 +39,49 @@ UPDATE retrysafe_keys SET
     settled_at_ms = ?, expires_at_ms = ?, owner = ?
 WHERE digest = ?;
 
--- name: next_outcome_id
--- The write lock keeps the answer true until the transaction ends.
-SELECT coalesce(max(id), 0) + 1 FROM retrysafe_outcomes;
+-- name: count_held
+-- How many of several keys their tokens still hold, and the next free id of an outcome. The write
+-- lock keeps both true until the transaction ends.
+SELECT
+    (
+        SELECT count(*)
+        FROM (VALUES {rows:(?, ?)}) AS wish
+        JOIN retrysafe_keys AS k ON k.digest = wish.column1
+        WHERE k.token = wish.column2 AND k.state = 1
+    ),
+    (SELECT coalesce(max(id), 0) + 1 FROM retrysafe_outcomes);
 
--- name: settle_key
--- Ends an attempt if the token still holds the key; zero rows mean lost or already settled.
-UPDATE retrysafe_keys SET state = ?, settled_at_ms = ?, expires_at_ms = ?, outcome_id = ?
+-- name: insert_outcome
+-- Stores an ending if the token still holds the key; zero rows mean lost or already settled.
+INSERT INTO retrysafe_outcomes (
+    digest, token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
+) SELECT digest, token, attempt, ?, ?, ?, ?, ?, ? FROM retrysafe_keys
 WHERE digest = ? AND token = ? AND state = 1;
 
+-- name: settle_key
+-- Ends the attempt whose outcome was just stored; the write lock has kept the row as it was.
+UPDATE retrysafe_keys SET state = ?, settled_at_ms = ?, expires_at_ms = ?, outcome_id = ?
+WHERE digest = ?;
+
 -- name: settle_keys
--- The same for several keys; fewer rows than asked for mean that some were lost or settled.
+-- The same for several keys that were just seen to be held.
 UPDATE retrysafe_keys SET
     state = wish.column1,
     settled_at_ms = wish.column2,
     expires_at_ms = wish.column3,
     outcome_id = wish.column4
-FROM (VALUES {rows:(?, ?, ?, ?, ?, ?)}) AS wish
-WHERE retrysafe_keys.digest = wish.column5
-  AND retrysafe_keys.token = wish.column6
-  AND retrysafe_keys.state = 1;
+FROM (VALUES {rows:(?, ?, ?, ?, ?)}) AS wish
+WHERE retrysafe_keys.digest = wish.column5;
 
 -- name: insert_outcomes
 -- Stores the endings of attempts, in the transaction that settles their keys.
 INSERT INTO retrysafe_outcomes (
     id, digest, token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
-) VALUES {rows:(?, ?, ?, (SELECT attempt FROM retrysafe_keys WHERE digest = ?), ?, ?, ?, ?, ?, ?)};
+) SELECT
+    wish.column1, k.digest, k.token, k.attempt, wish.column3, wish.column4, wish.column5,
+    wish.column6, wish.column7, wish.column8
+FROM (VALUES {rows:(?, ?, ?, ?, ?, ?, ?, ?)}) AS wish
+JOIN retrysafe_keys AS k ON k.digest = wish.column2;
 
 -- name: select_outcome
 -- The payload to replay; the token must be the one of the attempt that settled the record.
@@ -93,6 +113,10 @@ ON CONFLICT (digest, name) DO NOTHING;
 -- name: select_steps
 -- The finished steps of a key in their order.
 SELECT name, position, form, head, body FROM retrysafe_steps WHERE digest = ? ORDER BY position;
+
+-- name: count_steps
+-- Whether a step is recorded, as the connection sees it.
+SELECT count(*) FROM retrysafe_steps WHERE digest = ? AND name = ?;
 
 -- name: delete_steps
 -- Ends the steps of a key's earlier life, in the transaction that starts the new one.

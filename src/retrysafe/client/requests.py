@@ -1,0 +1,198 @@
+"""An adapter for requests: mount it on a session, and its requests are sent with a key."""
+
+from __future__ import annotations
+
+import random as system_random
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from retrysafe.client.budget import RetryBudget
+from retrysafe.client.faults import is_certificate_refused
+from retrysafe.client.flow import TRIES_EXTENSION, Delivery, Reply, Settings, Timing, deliver
+from retrysafe.client.keys import KEY_HEADER
+from retrysafe.client.policy import RetryPolicy
+from retrysafe.client.requesting import begin, is_read_at_once, takes_key
+from retrysafe.client.timing import ThreadTiming
+from retrysafe.runtime.drive import run_sync
+
+try:
+    import requests
+    from requests.adapters import HTTPAdapter
+    from requests.utils import rewind_body
+except ModuleNotFoundError as error:
+    if error.name != "requests":
+        raise
+    raise ModuleNotFoundError(
+        "retrysafe.client.requests needs requests: install retrysafe with its extra requests, from "
+        "a clone with pip install '/path/to/clone[requests]'",
+        name=error.name,
+    ) from error
+
+__all__ = ["RetryAdapter"]
+
+# A response that breaks off in its middle is a ChunkedEncodingError, whatever its encoding.
+_TRANSIENT: Final = (
+    requests.exceptions.ConnectionError,
+    requests.exceptions.Timeout,
+    requests.exceptions.ChunkedEncodingError,
+)
+
+
+class RetryAdapter(HTTPAdapter):
+    """Sends requests with a key, and again with the same key while that can help."""
+
+    def __init__(
+        self,
+        *,
+        policy: RetryPolicy | None = None,
+        budget: RetryBudget | None = None,
+        timing: Timing | None = None,
+        random: Callable[[], float] = system_random.random,
+        **options: Any,
+    ) -> None:
+        """`options` are those of `HTTPAdapter`, such as `pool_maxsize`.
+
+        `budget` may be shared by several adapters. `timing` and `random` are for tests.
+        """
+        super().__init__(**options)
+        self._settings = Settings(policy, budget, timing or ThreadTiming(), random)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Sessions can be pickled, and what comes back must still retry.
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
+        return {**state, "_settings": self._settings}
+
+    def send(
+        self,
+        request: requests.PreparedRequest,
+        stream: bool = False,
+        timeout: Any = None,
+        verify: bool | str = True,
+        cert: Any = None,
+        proxies: Any = None,
+    ) -> requests.Response:
+        """The response to keep; raises what the last try raised when there is none."""
+        options = (stream, timeout, verify, cert, proxies)
+        settings = self._settings
+        delivery = _begun(settings, request)
+        if delivery is None:
+            return super().send(request, *options)
+        if not _is_replayable(request):
+            limit_bytes = settings.policy.request_buffer_bytes
+            delivery.is_repeatable = bool(limit_bytes) and _buffer(request, limit_bytes)
+        wire = _Wire(super().send, request, options, settings.policy.response_buffer_bytes)
+        response = run_sync(deliver(wire, delivery, settings.timing))
+        setattr(response, TRIES_EXTENSION, delivery.report())
+        return response
+
+
+def _begun(settings: Settings, request: requests.PreparedRequest) -> Delivery | None:
+    """The request's delivery, with the key on the request.
+
+    The key stays on the request object: a redirect that keeps the method keeps the key, and so
+    does a caller who sends the same object again.
+    """
+    method = (request.method or "").upper()
+    headers = request.headers
+    header = _text(headers.get(KEY_HEADER))
+    if header is not None and not takes_key(method):
+        del headers[KEY_HEADER]
+    delivery = begin(
+        settings, method=method, path=urlsplit(request.url or "").path or "/", header=header
+    )
+    if header is None and delivery is not None and delivery.key is not None:
+        headers[KEY_HEADER] = delivery.key
+    return delivery
+
+
+def _text(value: str | bytes | None) -> str | None:
+    return value.decode("latin-1") if isinstance(value, bytes) else value
+
+
+class _Wire:
+    __slots__ = ("_options", "_request", "_response_limit_bytes", "_send", "_was_sent")
+
+    def __init__(
+        self,
+        send: Callable[..., requests.Response],
+        request: requests.PreparedRequest,
+        options: tuple[Any, ...],
+        response_limit_bytes: int,
+    ) -> None:
+        self._send = send
+        self._request = request
+        self._options = options
+        self._response_limit_bytes = response_limit_bytes
+        self._was_sent = False
+
+    async def send(self) -> Reply[requests.Response]:
+        """Sends once; blocks."""
+        if self._was_sent and not _is_plain(self._request.body):
+            rewind_body(self._request)
+        self._was_sent = True
+        response = self._send(self._request, *self._options)
+        is_streamed = self._options[0]
+        # The session would read the body anyway, only too late to try again.
+        if not is_streamed or self._is_read_at_once(response):
+            try:
+                body = response.content
+            except BaseException:
+                response.close()
+                raise
+        else:
+            body = None
+        return Reply(response, response.status_code, response.headers, body)
+
+    async def discard(self, response: requests.Response) -> None:
+        """Gives the connection back."""
+        response.close()
+
+    def is_transient(self, error: Exception) -> bool:
+        """Whether the connection failed in a way that may not last."""
+        return isinstance(error, _TRANSIENT) and not is_certificate_refused(error)
+
+    @property
+    def label(self) -> str:
+        """Method and target, without the query, which may hold secrets."""
+        target = urlsplit(self._request.url or "")
+        return f"{self._request.method} {target.hostname}{target.path}"
+
+    def _is_read_at_once(self, response: requests.Response) -> bool:
+        return is_read_at_once(response.status_code, response.headers, self._response_limit_bytes)
+
+
+def _is_plain(body: object) -> bool:
+    return body is None or isinstance(body, (bytes, bytearray, str))
+
+
+def _is_replayable(request: requests.PreparedRequest) -> bool:
+    """Whether a body can be sent again and will be the same; anything unknown cannot."""
+    if _is_plain(request.body):
+        return True
+    # requests notes where a file began, or that it could not find out.
+    return isinstance(getattr(request, "_body_position", None), int) and hasattr(
+        request.body, "seek"
+    )
+
+
+def _buffer(request: requests.PreparedRequest, limit_bytes: int) -> bool:
+    """Reads the body into memory; False when it is over the limit, and then it is sent once."""
+    body: Any = request.body
+    chunks: list[bytes] = []
+    size_bytes = 0
+    rest = _chunks(body)
+    for chunk in rest:
+        chunks.append(chunk)
+        size_bytes += len(chunk)
+        if size_bytes > limit_bytes:
+            request.body = chain(chunks, rest)  # type: ignore[assignment]
+            return False
+    request.body = b"".join(chunks)
+    return True
+
+
+def _chunks(body: Iterable[bytes | str]) -> Iterator[bytes]:
+    for chunk in body:
+        yield chunk.encode() if isinstance(chunk, str) else chunk

@@ -1,0 +1,13 @@
+"""The clocks and the sleep of clients that block."""
+
+from __future__ import annotations
+
+import time
+
+from retrysafe.runtime.waiting import ThreadWaiting
+
+
+class ThreadTiming(ThreadWaiting):
+    """The system's clocks; `sleep` blocks the calling thread."""
+
+    now = staticmethod(time.time)

@@ -1,0 +1,32 @@
+"""HTTP: protects the routes of any ASGI or WSGI application, without knowing any framework."""
+
+from retrysafe.http.asgi import IdempotencyMiddleware
+from retrysafe.http.breaker import Breaker
+from retrysafe.http.callers import CallerOf, basic_user, bearer_token, header_caller
+from retrysafe.http.exchange import Plan, Protection
+from retrysafe.http.keys_of import FromBody, FromFields, FromHeader
+from retrysafe.http.request import Request
+from retrysafe.http.responses import Response
+from retrysafe.http.rules import KeyUse, Rule, StatusRule, Streaming
+from retrysafe.http.wsgi import WSGIIdempotencyMiddleware
+
+__all__ = [
+    "Breaker",
+    "CallerOf",
+    "FromBody",
+    "FromFields",
+    "FromHeader",
+    "IdempotencyMiddleware",
+    "KeyUse",
+    "Plan",
+    "Protection",
+    "Request",
+    "Response",
+    "Rule",
+    "StatusRule",
+    "Streaming",
+    "WSGIIdempotencyMiddleware",
+    "basic_user",
+    "bearer_token",
+    "header_caller",
+]

@@ -1,0 +1,272 @@
+"""The middleware for ASGI applications, whatever framework made them.
+
+Owns the reading of bodies, the running of the application and the sending of answers. A request
+that no rule protects passes untouched. A protected one runs apart from its connection: neither a
+client that goes away nor a server that cancels ends it, and nothing is sent before it is stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Any, Final
+
+from retrysafe.core.call import Answer, Call
+from retrysafe.core.events import EventKind
+from retrysafe.core.keys import GlobalCaller, Key
+from retrysafe.errors import StoreError
+from retrysafe.http.asgi_run import App, AppRun, Message, Receive, Scope, Send
+from retrysafe.http.breaker import Breaker
+from retrysafe.http.callers import CallerOf
+from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
+from retrysafe.http.request import Request
+from retrysafe.http.responses import Response
+from retrysafe.http.rules import Match, Rule
+from retrysafe.runtime.tasks import AsyncFace
+
+_PAGE_METHODS: Final = ("GET", "HEAD")
+_logger = logging.getLogger("retrysafe")
+
+
+class IdempotencyMiddleware:
+    """Protects the routes of an ASGI application.
+
+    `caller` is a function of the request, or `GLOBAL`; there is no default, because keys of two
+    customers must never meet. Pass `rules` for an application, `rule` around a single endpoint;
+    with neither, every POST, PUT, PATCH and DELETE needs a key.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        idempotency: AsyncFace,
+        *,
+        caller: CallerOf | GlobalCaller,
+        rules: Iterable[Rule] | None = None,
+        rule: Rule | None = None,
+        fail_open: bool = False,
+        policy_path: str = POLICY_PATH,
+        status_path: str = STATUS_PATH,
+        challenge: str = "Bearer",
+        breaker: Breaker | None = None,
+    ) -> None:
+        self.app = app
+        self.idempotency = idempotency
+        self.protection = Protection(
+            idempotency.settings,
+            caller=caller,
+            rules=rules,
+            rule=rule,
+            fail_open=fail_open,
+            policy_path=policy_path,
+            status_path=status_path,
+            challenge=challenge,
+            breaker=breaker,
+        )
+        self._find = self.protection.find
+        # The loop itself holds tasks weakly, so a run whose client has gone is held here.
+        self._runs: set[AppRun] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request; everything that is not HTTP passes untouched."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path: str = scope["path"]
+        root: str = scope.get("root_path", "")
+        if root and path.startswith(root):
+            path = path[len(root) :]
+        match = self._find(scope["method"], path)
+        if match is not None:
+            await self._protect(match, scope, receive, send)
+        elif scope["method"] in _PAGE_METHODS and self.protection.has_page(path):
+            await self._show_page(path, scope, send)
+        else:
+            await self.app(scope, receive, send)
+
+    async def _show_page(self, path: str, scope: Scope, send: Send) -> None:
+        protection, request, prefix = self.protection, _request(scope), _prefix(scope)
+        page = protection.page(path, request, prefix)
+        if isinstance(page, Key):
+            key = page
+            try:
+                stored = await self.idempotency.read(key)
+                page = protection.status(stored, key, request, prefix)
+            except StoreError as error:
+                page = protection.status_refused(error, key, request, prefix)
+        if scope["method"] == "HEAD":
+            page.body = b""
+        await _send(send, page)
+
+    async def _protect(self, match: Match, scope: Scope, receive: Receive, send: Send) -> None:
+        protection = self.protection
+        request = _request(scope)
+        request.parameters = match[1]
+        prefix = _prefix(scope)
+        plan = protection.begin(match[0], request, prefix)
+        if type(plan) is Plan:
+            body = await _read_body(receive, plan.route.rule.request_limit_bytes)
+            if body is None:
+                return  # The client went away before it had asked for anything.
+            if type(body) is bytes:
+                request.body = body
+                await self._answer(plan, scope, receive, send)
+            else:
+                await _send(send, protection.too_large(plan.route, request, prefix, plan.key))
+        elif isinstance(plan, Response):
+            await _send(send, plan)
+        else:
+            await self.app(scope, receive, send)
+
+    async def _answer(self, plan: Plan, scope: Scope, receive: Receive, send: Send) -> None:
+        protection = self.protection
+        run: AppRun | None = None
+        try:
+            call = protection.call(plan)
+            answer = self.idempotency.recall(call)
+            if answer is None:
+                response = protection.closed_off(plan) if protection.breaker.is_open else None
+                if response is not None and protection.fail_open:
+                    await self._run_unprotected(call, plan, scope, receive, send)
+                    return
+                if response is None:
+                    run = AppRun(self.app, self._runs, plan, scope, receive, send)
+                    response = await self._run(run, call)
+            else:
+                response = protection.answered(plan, answer)
+        except Exception as error:
+            if run is not None and error is run.error:
+                raise  # The application's own: the server above us deals with it as ever.
+            refusal = protection.refused(plan, error)
+            if refusal is None or (run is not None and run.is_passing):
+                raise  # Another answer cannot follow the stream that was sent.
+            response = refusal
+        if not response.is_streamed:
+            await _send(send, response)
+        if run is not None and not run.is_left:
+            await run.finish()
+
+    async def _run_unprotected(
+        self, call: Call, plan: Plan, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Runs the application although nobody can tell whether it ran before, as was asked for."""
+        self.idempotency.report(EventKind.UNPROTECTED, call.key, call.operation)
+        is_given = False
+
+        async def replayed() -> Message:
+            nonlocal is_given
+            if is_given:
+                return await receive()
+            is_given = True
+            return {"type": "http.request", "body": plan.request.body, "more_body": False}
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), UNPROTECTED]
+            await send(message)
+
+        await self.app(scope, replayed, marked)
+
+    async def _run(self, run: AppRun, call: Call) -> Response:
+        """Runs the application in tasks of its own; cancelling the caller leaves them alone."""
+        plan = run.plan
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[Answer[Any]] = loop.create_future()
+        if plan.preference.respond_async:
+            run.started = loop.create_future()
+        run.settling = loop.create_task(self._settle(run, call, waiter))
+        try:
+            if run.started is not None and not await _is_prompt(
+                waiter, run.started, plan.preference.wait_seconds or 0
+            ):
+                run.leave()
+                waiter.cancel()
+                return self.protection.accepted(plan)
+            answer = await waiter
+        except asyncio.CancelledError:
+            run.leave()
+            waiter.cancel()
+            raise
+        return self.protection.answered(plan, answer, run.response)
+
+    async def _settle(self, run: AppRun, call: Call, waiter: asyncio.Future[Answer[Any]]) -> None:
+        """Answers the call, and tells the waiter at once: a task's own callbacks come later."""
+        try:
+            answer = await self.idempotency.answer_call(call, run.invoke)
+        except Exception as error:
+            if not waiter.done():
+                waiter.set_exception(error)
+            else:
+                _logger.exception("a protected request failed after its client had gone")
+        except BaseException:
+            waiter.cancel()
+            raise
+        else:
+            if not waiter.done():
+                waiter.set_result(answer)
+        finally:
+            if run.task is None or run.task.done():
+                self._runs.discard(run)
+
+
+async def _is_prompt(
+    waiter: asyncio.Future[Answer[Any]], started: asyncio.Future[None], seconds: float
+) -> bool:
+    """Whether the answer is there in time, counted from the start of the run.
+
+    Nothing is promised before the key is claimed: a refusal must reach the client itself.
+    """
+    await asyncio.wait((waiter, started), return_when=asyncio.FIRST_COMPLETED)
+    if not waiter.done():
+        await asyncio.wait((waiter,), timeout=seconds)
+    return waiter.done()
+
+
+def _request(scope: Scope) -> Request:
+    return Request(
+        scope["method"],
+        scope["path"],
+        scope.get("query_string", b""),
+        scope["headers"],
+        b"",
+        scope,
+    )
+
+
+def _prefix(scope: Scope) -> str:
+    """Where the whole application is mounted; routers move `root_path` further down."""
+    prefix: str = scope["app_root_path"] if "app_root_path" in scope else scope.get("root_path", "")
+    return prefix
+
+
+_TOO_LARGE: Final = object()
+
+
+async def _read_body(receive: Receive, limit_bytes: int) -> bytes | object | None:
+    """The whole body; None when the client left, `_TOO_LARGE` past the limit."""
+    message = await receive()
+    if message["type"] != "http.request":
+        return None
+    body: bytes = message.get("body", b"")
+    if not message.get("more_body", False):
+        return body if len(body) <= limit_bytes else _TOO_LARGE
+    chunks = [body]
+    size = len(body)
+    while size <= limit_bytes:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            break
+    return b"".join(chunks) if size <= limit_bytes else _TOO_LARGE
+
+
+async def _send(send: Send, response: Response) -> None:
+    await send(
+        {"type": "http.response.start", "status": response.status, "headers": response.headers}
+    )
+    await send({"type": "http.response.body", "body": response.body})

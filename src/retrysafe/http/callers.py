@@ -1,0 +1,104 @@
+"""Callers: whose key it is, from what the request proves about its sender.
+
+Owns the shipped ways to tell. They run before the application does, and a replay is answered
+without it: a caller must therefore be something that only its owner can send, or that a part in
+front of retrysafe has checked. Each docstring says which of the two it is.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Final
+
+from retrysafe.core.keys import CALLER_LIMIT_CHARACTERS, GlobalCaller
+from retrysafe.errors import PolicyInvalid
+from retrysafe.http.request import Request
+
+# None: nobody can be told, and the request is refused with 401.
+CallerOf = Callable[[Request], str | GlobalCaller | None]
+
+_BEARER: Final = re.compile(rb"bearer +([!-~]+)", re.IGNORECASE)
+_BASIC: Final = re.compile(rb"basic +([!-~]+)", re.IGNORECASE)
+_HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+# 160 bits: no two tokens will ever share them, and a row holds 40 characters.
+_DIGEST_CHARACTERS: Final = 40
+
+
+def bearer_token(request: Request) -> str | None:
+    """The holder of the bearer token in `Authorization`, as `bearer:` and a digest of the token.
+
+    Safe without any check in front: only who has the token is this caller. The store gets the
+    first 40 hexadecimal digits of the token's SHA-256, never the token; a token that can be
+    guessed can be guessed from its digest, too. A new token is a new caller, so keys do not
+    outlive the refresh of a token: use the account's name from your authentication where they
+    must.
+    """
+    token = _credentials(request, _BEARER)
+    if token is None:
+        return None
+    return "bearer:" + hashlib.sha256(token).hexdigest()[:_DIGEST_CHARACTERS]
+
+
+def basic_user(request: Request) -> str | None:
+    """The user name in `Authorization: Basic`, as `basic:` and the name.
+
+    The password is neither checked nor stored. Use it only behind a gateway or a middleware that
+    has checked it: without one, whoever knows the name and a key could read a stored response.
+    """
+    encoded = _credentials(request, _BASIC)
+    if encoded is None:
+        return None
+    try:
+        pair = base64.b64decode(encoded, validate=True)
+    except binascii.Error:
+        return None
+    name, colon, _ = pair.partition(b":")
+    text = _text(name) if colon else None
+    return None if text is None else _within_limit("basic:" + text)
+
+
+def header_caller(name: str) -> CallerOf:
+    """The caller in a header that your gateway sets, such as `X-Account`, as it stands.
+
+    The gateway must remove what clients send under that name; anybody could be anybody else
+    otherwise. Raises `PolicyInvalid` for a name that no header can have.
+    """
+    if _HEADER_NAME.fullmatch(name) is None:
+        raise PolicyInvalid(f"a header's name consists of letters, digits and hyphens: {name!r}")
+    wanted = name.lower().encode("ascii")
+
+    def caller_in_header(request: Request) -> str | None:
+        """The header's value; None when it is missing, empty, sent twice or not text."""
+        lines = request.header_lines(wanted)
+        if len(lines) != 1:
+            return None
+        text = _text(lines[0].strip(b" \t"))
+        return None if text is None else _within_limit(text)
+
+    return caller_in_header
+
+
+def _credentials(request: Request, scheme: re.Pattern[bytes]) -> bytes | None:
+    lines = request.header_lines(b"authorization")
+    # With two lines, the part in front may have checked one and we would believe the other.
+    if len(lines) != 1:
+        return None
+    found = scheme.fullmatch(lines[0].strip(b" \t"))
+    return None if found is None else found[1]
+
+
+def _text(value: bytes) -> str | None:
+    try:
+        text = value.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+    return text if text and text.isprintable() else None
+
+
+def _within_limit(caller: str) -> str | None:
+    # Cut off, two long names could become one caller.
+    return caller if len(caller) <= CALLER_LIMIT_CHARACTERS else None

@@ -1,0 +1,347 @@
+"""One request and its answer, without any I/O: what every server and framework does alike.
+
+Owns the whole configuration of the HTTP layer and the order of its checks. The adapters read
+bodies, run the application and send what they are given here; they decide nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+from urllib.parse import quote
+
+from retrysafe.core.call import Answer, Call
+from retrysafe.core.keys import GlobalCaller, Key
+from retrysafe.core.model import StoredKey
+from retrysafe.core.policy import InFlight, Policy
+from retrysafe.errors import (
+    InvalidInput,
+    KeyInvalid,
+    OperationInFlight,
+    OutcomeNotStored,
+    PolicyInvalid,
+    StoreError,
+    StoreUnavailable,
+)
+from retrysafe.http import problems
+from retrysafe.http.breaker import Breaker
+from retrysafe.http.callers import CallerOf
+from retrysafe.http.fingerprints import request_fingerprints
+from retrysafe.http.headers import (
+    NO_PREFERENCE,
+    Preference,
+    parse_key,
+    parse_prefer,
+    retry_after_text,
+)
+from retrysafe.http.keys_of import FromHeader
+from retrysafe.http.policy_page import policy_response
+from retrysafe.http.problems import Place, ProblemKind, problem, problem_of
+from retrysafe.http.request import Request
+from retrysafe.http.responses import Header, Response, response_of
+from retrysafe.http.rules import Match, Route, RouteTable, Rule
+from retrysafe.http.status_page import status_response
+from retrysafe.runtime.calls import Settings
+
+POLICY_PATH: Final = "/idempotency-policy"
+STATUS_PATH: Final = "/idempotency-status/"
+REPLAYED: Final[Header] = (b"idempotent-replayed", b"true")
+# Marks a response that was made while keys could not be looked up, by a service that fails open.
+UNPROTECTED: Final[Header] = (b"idempotency-protected", b"false")
+_KEY_HEADER: Final = b"idempotency-key"
+_PREFER_HEADER: Final = b"prefer"
+_LENGTH_HEADER: Final = b"content-length"
+# How soon a client that was told 202 should look for the outcome.
+_POLL_AFTER: Final = timedelta(seconds=1)
+_logger = logging.getLogger("retrysafe")
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is known of a protected request before its body is read."""
+
+    route: Route
+    request: Request
+    caller: str | GlobalCaller
+    # None until the body is read, for keys that are made from it.
+    key: str | None
+    policy: Policy
+    preference: Preference
+    # The path under which the application is mounted.
+    prefix: str
+
+
+class Protection:
+    """The rules of an application and what they mean for one request.
+
+    Raises `PolicyInvalid` for rules that contradict themselves, and `InvalidInput` for a caller
+    that is neither a function of the request nor `GLOBAL`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        caller: CallerOf | GlobalCaller,
+        rules: Iterable[Rule] | None = None,
+        rule: Rule | None = None,
+        fail_open: bool = False,
+        policy_path: str = POLICY_PATH,
+        status_path: str = STATUS_PATH,
+        challenge: str = "Bearer",
+        breaker: Breaker | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if rules is not None and rule is not None:
+            raise PolicyInvalid("pass rules for many routes or rule for one, not both")
+        if isinstance(rules, Rule):
+            raise PolicyInvalid("rules takes a list of rules: pass rule=… for a single one")
+        for name, path in (("policy_path", policy_path), ("status_path", status_path)):
+            if not (isinstance(path, str) and path.startswith("/")):
+                raise PolicyInvalid(f"{name} starts with a slash, got {path!r}")
+        self._global = caller if isinstance(caller, GlobalCaller) else None
+        self._caller_of = None if isinstance(caller, GlobalCaller) else _checked_caller_of(caller)
+        self.settings = settings
+        self.table = RouteTable((rule or Rule(),) if rules is None else tuple(rules), settings)
+        self.find: Callable[[str, str], Match | None] = self.table.find
+        self.fail_open = fail_open
+        self.policy_path = policy_path
+        self.status_path = status_path.rstrip("/") + "/"
+        self.breaker = breaker or Breaker()
+        self._challenge: tuple[Header, ...] = ((b"www-authenticate", challenge.encode()),)
+        self._monotonic = monotonic
+        self._waits: dict[tuple[int, float], Policy] = {}
+
+    # The pages.
+
+    def has_page(self, path: str) -> bool:
+        """Whether a GET or HEAD of this path is answered here and not by the application."""
+        return path == self.policy_path or path.startswith(self.status_path)
+
+    def page(self, path: str, request: Request, prefix: str) -> Response | Key:
+        """The policy page or a refusal; a key when its record must be read for `status`."""
+        if path == self.policy_path:
+            return policy_response(
+                self.table.routes,
+                request.header(b"accept"),
+                policy_url=f"{prefix}{self.policy_path}",
+                status_url=f"{prefix}{self.status_path}",
+            )
+        caller = self.caller(request)
+        if caller is None:
+            return self.unknown_caller(request, prefix)
+        try:
+            return Key(path[len(self.status_path) :], caller=caller)
+        except KeyInvalid:
+            return self.problem(problems.KEY_UNKNOWN, request, prefix)
+
+    def status(self, stored: StoredKey | None, key: Key, request: Request, prefix: str) -> Response:
+        """What a caller is shown of the record of its key."""
+        return status_response(stored, self.place(request, prefix), key.text)
+
+    def status_refused(
+        self, error: StoreError, key: Key, request: Request, prefix: str
+    ) -> Response:
+        """The refusal when the record could not be read."""
+        refusal = problem_of(error, self.place(request, prefix), key=key.text)
+        assert refusal is not None  # Every error of a store has its kind.
+        return refusal
+
+    # Before the body is read.
+
+    def begin(self, route: Route, request: Request, prefix: str = "") -> Plan | Response | None:
+        """The plan, or the refusal that needs no body; None when the request runs unprotected."""
+        lines: list[bytes] = []
+        prefer: list[bytes] | None = None
+        length: bytes | None = None
+        for name, value in request.headers:
+            if name == _KEY_HEADER:
+                lines.append(value)
+            elif name == _LENGTH_HEADER:
+                length = value
+            elif name == _PREFER_HEADER:
+                prefer = [value] if prefer is None else [*prefer, value]
+        key: str | None = None
+        if type(route.source) is FromHeader:
+            if not lines:
+                if not route.is_required:
+                    return None
+                return self.problem(problems.KEY_MISSING, request, prefix)
+            try:
+                key = parse_key(lines, strict=route.rule.strict)
+            except KeyInvalid as error:
+                return problem_of(error, self.place(request, prefix))
+        caller = self.caller(request)
+        if caller is None:
+            return self.unknown_caller(request, prefix, key)
+        if length is not None and self.is_too_large(route, length):
+            return self.too_large(route, request, prefix, key)
+        policy, preference = route.policy, NO_PREFERENCE
+        if prefer is not None:
+            preference = parse_prefer(prefer)
+            if preference.wait_seconds is not None:
+                policy = self._waiting(policy, preference.wait_seconds)
+        return Plan(route, request, caller, key, policy, preference, prefix)
+
+    def caller(self, request: Request) -> str | GlobalCaller | None:
+        """Who calls; None when that is not known."""
+        caller_of = self._caller_of
+        return self._global if caller_of is None else caller_of(request)
+
+    @staticmethod
+    def is_too_large(route: Route, length: bytes) -> bool:
+        """Whether a declared length is over the limit; a broken one is the server's to refuse."""
+        return length.isdigit() and int(length) > route.rule.request_limit_bytes
+
+    def _waiting(self, policy: Policy, wait_seconds: float) -> Policy:
+        """The policy of a request that waits for a running one, up to the route's own limit."""
+        seconds = min(wait_seconds, policy.wait_seconds)
+        if seconds <= 0:
+            return policy.with_changes(in_flight=InFlight.FAIL)
+        found = self._waits.get((id(policy), seconds))
+        if found is None:
+            found = policy.with_changes(
+                in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=seconds)
+            )
+            # Clients choose the number, so what is kept of it is bounded.
+            if len(self._waits) < 256:
+                self._waits[id(policy), seconds] = found
+        return found
+
+    # The call.
+
+    def call(self, plan: Plan) -> Call:
+        """The call that the engine answers; raises `KeyInvalid` and `CallerMissing`."""
+        route, request = plan.route, plan.request
+        operation = route.operations[request.method]
+        text = plan.key
+        if text is None:
+            source = route.source
+            assert not isinstance(source, FromHeader)  # Such a plan has its key.
+            text = plan.key = source.key(
+                request, operation=operation, rule=route.fingerprint, secret=self.settings.secret
+            )
+        return Call(
+            Key(text, caller=plan.caller),
+            request_fingerprints(request, route.fingerprint),
+            plan.policy,
+            operation,
+            route.codec,
+            route.judge,
+        )
+
+    def closed_off(self, plan: Plan) -> Response | None:
+        """The refusal while the store is left alone; None when it may be asked."""
+        seconds = self.breaker.seconds_closed_off(self._monotonic())
+        if not seconds:
+            return None
+        return problem(
+            problems.STORE_UNAVAILABLE,
+            self.place(plan.request, plan.prefix),
+            key=plan.key,
+            retry_after=timedelta(seconds=seconds),
+        )
+
+    # Answers.
+
+    def answered(self, plan: Plan, answer: Answer[Any], sent: Response | None = None) -> Response:
+        """The response to send; `sent` is what the application answered in this very run."""
+        self.breaker.succeeded()
+        response = response_of(answer.value)
+        if answer.replayed:
+            # Decoded for this caller alone, so it may be changed.
+            response.headers.append(REPLAYED)
+        elif sent is not None and sent is not response and _is_same(sent, response):
+            # Completed in the application's transaction: what middlewares added counts as well.
+            response = sent
+        return self.preferred(plan, response)
+
+    def refused(self, plan: Plan, error: BaseException) -> Response | None:
+        """The response to an error of the engine; None for one that is not for clients."""
+        if isinstance(error, StoreUnavailable | OutcomeNotStored):
+            self.breaker.failed(self._monotonic())
+        else:
+            self.breaker.succeeded()
+        if isinstance(error, StoreError) and not isinstance(error, StoreUnavailable):
+            _logger.error("a protected request was refused", exc_info=error)
+        if isinstance(error, OperationInFlight) and plan.preference.respond_async:
+            return self.accepted(plan)
+        response = problem_of(error, self.place(plan.request, plan.prefix), key=plan.key)
+        if response is None:
+            return None
+        if response.status == problems.CALLER_UNKNOWN.status:
+            response.headers += self._challenge
+        return self.preferred(plan, response)
+
+    def accepted(self, plan: Plan) -> Response:
+        """202 with the place where the outcome will be found."""
+        assert plan.key is not None  # Only a call that was made can be running.
+        url = f"{plan.prefix}{self.status_path}{quote(plan.key, safe='')}"
+        body = json.dumps({"state": "running", "key": plan.key, "status_url": url}).encode()
+        return Response(
+            202,
+            [
+                (b"content-type", b"application/json"),
+                (b"content-length", b"%d" % len(body)),
+                (b"location", url.encode()),
+                (b"retry-after", retry_after_text(_POLL_AFTER)),
+                (b"cache-control", b"no-store"),
+                (b"preference-applied", b"respond-async"),
+            ],
+            body,
+        )
+
+    def preferred(self, plan: Plan, response: Response) -> Response:
+        """The response with the mark of the preference that was followed."""
+        if plan.preference.wait_seconds is not None:
+            applied = b"wait=%d" % plan.policy.wait_seconds
+            response.headers.append((b"preference-applied", applied))
+        return response
+
+    # Refusals.
+
+    def place(self, request: Request, prefix: str) -> Place:
+        """Where the request was refused, and where the reason is explained."""
+        return Place(f"{prefix}{self.policy_path}", quote(request.path))
+
+    def problem(
+        self, kind: ProblemKind, request: Request, prefix: str, key: str | None = None
+    ) -> Response:
+        """A refusal of this kind."""
+        return problem(kind, self.place(request, prefix), key=key)
+
+    def unknown_caller(self, request: Request, prefix: str, key: str | None = None) -> Response:
+        """401: whose key it is cannot be told."""
+        place = self.place(request, prefix)
+        return problem(problems.CALLER_UNKNOWN, place, key=key, headers=self._challenge)
+
+    def too_large(
+        self, route: Route, request: Request, prefix: str, key: str | None = None
+    ) -> Response:
+        """413: the body is over the route's limit."""
+        return problem(
+            problems.BODY_TOO_LARGE,
+            self.place(request, prefix),
+            detail=f"The body may have at most {route.rule.request_limit_bytes:,} bytes here. "
+            "Nothing was run.",
+            key=key,
+        )
+
+
+def _is_same(first: Response, second: Response) -> bool:
+    return first.status == second.status and first.body == second.body
+
+
+def _checked_caller_of(caller: object) -> CallerOf:
+    if not callable(caller) or inspect.iscoroutinefunction(caller):
+        raise InvalidInput(
+            f"caller is a plain function of the request such as bearer_token, or GLOBAL for one "
+            f"namespace shared by everybody; got {caller!r}"
+        )
+    return caller

@@ -1,0 +1,183 @@
+"""The idempotency policy that an API publishes, made from the rules that are in force.
+
+Owns the words and the shape of that page, for people and for programs. Nothing on it is written by
+hand per application, so it cannot disagree with what the server does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from datetime import timedelta
+from html import escape
+from typing import Any
+
+from retrysafe.core.keys import KEY_LIMIT_CHARACTERS
+from retrysafe.core.policy import InFlight
+from retrysafe.http.problems import KINDS
+from retrysafe.http.responses import STORED_HEADERS, Response
+from retrysafe.http.rules import KeyUse, Route, Streaming
+
+
+def policy_response(
+    routes: Iterable[Route], accept: bytes | None, *, policy_url: str, status_url: str
+) -> Response:
+    """The page as HTML, or as JSON for clients that ask for it and not for HTML."""
+    content = policy_content(routes, policy_url=policy_url, status_url=status_url)
+    wanted = (accept or b"").lower()
+    if b"application/json" in wanted and b"text/html" not in wanted:
+        body, kind = json.dumps(content).encode(), b"application/json"
+    else:
+        body, kind = _html(content).encode(), b"text/html; charset=utf-8"
+    return Response(
+        200,
+        [
+            (b"content-type", kind),
+            (b"content-length", b"%d" % len(body)),
+            (b"cache-control", b"max-age=60"),
+            (b"vary", b"accept"),
+        ],
+        body,
+    )
+
+
+def policy_content(routes: Iterable[Route], *, policy_url: str, status_url: str) -> dict[str, Any]:
+    """Everything on the page, as plain data."""
+    return {
+        "key": {
+            "header": "Idempotency-Key",
+            "syntax": "a string in double quotes, as in RFC 8941",
+            "characters_limit": KEY_LIMIT_CHARACTERS,
+        },
+        "replay_header": "Idempotent-Replayed",
+        "status_url": f"{status_url}{{key}}",
+        "routes": [_route(route) for route in routes],
+        "problems": [
+            {
+                "type": f"{policy_url}#{kind.slug}",
+                "status": kind.status,
+                "title": kind.title,
+                "meaning": kind.meaning,
+                "retryable": kind.retryable,
+            }
+            for kind in KINDS
+        ],
+    }
+
+
+def _route(route: Route) -> dict[str, Any]:
+    rule, policy = route.rule, route.policy
+    shown: dict[str, Any] = {
+        "path": rule.path or "*",
+        "methods": list(rule.methods),
+        "key": rule.key.value,
+    }
+    if rule.key is KeyUse.OFF:
+        return shown
+    fingerprint = route.fingerprint
+    counted = "the method, the path, the query and the body"
+    if fingerprint.include:
+        counted = "the method, the path, the query and these fields: " + ", ".join(
+            fingerprint.include
+        )
+    elif fingerprint.exclude:
+        counted += " without these fields: " + ", ".join(fingerprint.exclude)
+    return shown | {
+        "key_source": str(route.source),
+        "bare_keys": not rule.strict,
+        "retention_seconds": policy.active_window.total_seconds(),
+        "in_flight": policy.in_flight.value,
+        "wait_limit_seconds": policy.wait_seconds,
+        "same_request": counted,
+        "freed_statuses": _ranges(rule.stored.freed_statuses),
+        "stored_headers": sorted(name.decode() for name in STORED_HEADERS | route.codec.extra),
+        "response_is_kept": rule.streaming is Streaming.BUFFER,
+        "request_limit_bytes": rule.request_limit_bytes,
+        "response_limit_bytes": policy.outcome_limit_bytes,
+        "attempts_limit": policy.attempt_limit,
+    }
+
+
+def _ranges(statuses: Iterable[int]) -> list[str]:
+    """Consecutive numbers as one text: 500-599 instead of a hundred lines."""
+    ranges: list[list[int]] = []
+    for status in statuses:
+        if ranges and ranges[-1][1] == status - 1:
+            ranges[-1][1] = status
+        else:
+            ranges.append([status, status])
+    return [f"{low}-{high}" if high > low else f"{low}" for low, high in ranges]
+
+
+def _html(content: dict[str, Any]) -> str:
+    routes = "\n".join(_html_route(route) for route in content["routes"])
+    problems = "\n".join(
+        f'<section id="{escape(item["type"].partition("#")[2])}"><h3>{item["status"]} '
+        f"{escape(item['title'])}</h3><p>{escape(item['meaning'])}</p><p>"
+        + ("The same request may be sent again." if item["retryable"] else "Do not retry.")
+        + "</p></section>"
+        for item in content["problems"]
+    )
+    key = content["key"]
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>Idempotency policy</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 1rem }}
+dt {{ font-weight: 600 }} code {{ background: #8882; padding: 0 .25em }}
+</style>
+</head>
+<body>
+<h1>Idempotency policy</h1>
+<p>Requests that change something may be sent again safely when they carry an
+<code>{escape(key["header"])}</code> header: {escape(key["syntax"])}, of 1 to
+{key["characters_limit"]} characters. Use a new key for every new operation, and the same key with
+the same request for a retry. A retry gets the first response again, marked with
+<code>{escape(content["replay_header"])}: true</code>. Keys of different callers never meet.</p>
+<p>While the first request runs, <code>Prefer: wait=N</code> waits up to N seconds for its response,
+and <code>Prefer: respond-async</code> is answered with 202 and a URL such as
+<code>{escape(content["status_url"])}</code>, where the outcome can be read.</p>
+<h2>Routes</h2>
+<p>The first one that matches counts.</p>
+{routes}
+<h2>Problems</h2>
+<p>Refusals are <code>application/problem+json</code>; <code>retryable</code> says whether the same
+request may be sent again.</p>
+{problems}
+</body>
+</html>
+"""
+
+
+def _html_route(route: dict[str, Any]) -> str:
+    title = f"<h3><code>{escape(' '.join(route['methods']))} {escape(route['path'])}</code></h3>"
+    if route["key"] == KeyUse.OFF.value:
+        return f"<section>{title}<p>Not protected; keys are ignored.</p></section>"
+    in_flight = (
+        f"waits up to {route['wait_limit_seconds']:g} s for the first response, then 409"
+        if route["in_flight"] == InFlight.WAIT.value
+        else "409 with Retry-After"
+    )
+    kept = (
+        "every response except the statuses " + ", ".join(route["freed_statuses"])
+        if route["response_is_kept"]
+        else "only that the request was carried out; responses are streamed"
+    )
+    lines = {
+        "Key": route["key"],
+        "Keys without quotes": "accepted" if route["bare_keys"] else "refused",
+        "Remembered for": str(timedelta(seconds=route["retention_seconds"])),
+        "While the first request runs": in_flight,
+        "The same request means the same": route["same_request"],
+        "Kept": kept,
+        "Largest request body": f"{route['request_limit_bytes']:,} bytes",
+        "Largest kept response": f"{route['response_limit_bytes']:,} bytes",
+        "Attempts": f"{route['attempts_limit']:,} at most, when they fail or are cut off",
+    }
+    shown = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in lines.items()
+    )
+    return f"<section>{title}<dl>{shown}</dl></section>"

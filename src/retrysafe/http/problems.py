@@ -1,0 +1,256 @@
+"""Refusals as `application/problem+json`: one kind for every reason, each with its anchor.
+
+Owns the words that clients of a protected API read. They say what happened and whether the same
+request may be sent again; they never show the server's inside: no store, no exception, no host.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+from retrysafe.errors import (
+    AttemptsExhausted,
+    CallerMissing,
+    ClaimLost,
+    Closed,
+    KeyInvalid,
+    KeyReused,
+    OperationFailed,
+    OperationInFlight,
+    OutcomeNotStored,
+    OutcomeUnavailable,
+    RetrysafeError,
+    StoreError,
+    StoreUnavailable,
+)
+from retrysafe.http.headers import retry_after_text
+from retrysafe.http.responses import Header, Response
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemKind:
+    """One reason for a refusal; the slug is its anchor on the policy page and never changes."""
+
+    slug: str
+    status: int
+    title: str
+    # For the policy page: what it means, and what a client does about it.
+    meaning: str
+    retryable: bool = False
+
+
+KEY_MISSING: Final = ProblemKind(
+    "key-missing",
+    400,
+    "Idempotency-Key is missing",
+    "This request must bring an Idempotency-Key header. Nothing was run; send the request with a "
+    "key that is new for each operation.",
+)
+KEY_INVALID: Final = ProblemKind(
+    "key-invalid",
+    400,
+    "Idempotency-Key is malformed",
+    "The key cannot be read. Nothing was run; send one header line with a quoted string of 1 to "
+    "255 characters.",
+)
+CALLER_UNKNOWN: Final = ProblemKind(
+    "caller-unknown",
+    401,
+    "Caller is unknown",
+    "Keys belong to callers, and this request does not say who calls. Nothing was run; send the "
+    "request with credentials.",
+)
+KEY_UNKNOWN: Final = ProblemKind(
+    "key-unknown",
+    404,
+    "Idempotency-Key is unknown",
+    "No operation of this caller has this key, or it is no longer remembered.",
+)
+IN_FLIGHT: Final = ProblemKind(
+    "in-flight",
+    409,
+    "A request with this Idempotency-Key is outstanding",
+    "The first request with this key has not ended. Send the same request with the same key again "
+    "after the time in Retry-After.",
+    retryable=True,
+)
+OUTCOME_UNAVAILABLE: Final = ProblemKind(
+    "outcome-unavailable",
+    409,
+    "The operation is done and its response was not kept",
+    "The first request with this key was carried out and answered, but its response was too large "
+    "or a stream and cannot be sent again. It will not be run again; read the result from the "
+    "resource that it made.",
+)
+CLAIM_LOST: Final = ProblemKind(
+    "claim-lost",
+    409,
+    "Another attempt has taken over this request",
+    "This attempt took too long and another one carries on. Send the same request with the same "
+    "key again to get its outcome.",
+    retryable=True,
+)
+BODY_TOO_LARGE: Final = ProblemKind(
+    "body-too-large",
+    413,
+    "The request body is too large",
+    "The body is over the limit up to which requests with a key are taken. Nothing was run.",
+)
+KEY_REUSED: Final = ProblemKind(
+    "key-reused",
+    422,
+    "Idempotency-Key is already used",
+    "The key was first used for a different request. Nothing was run; use a new key for a new "
+    "request, and send retries unchanged.",
+)
+OPERATION_FAILED: Final = ProblemKind(
+    "operation-failed",
+    500,
+    "The operation failed",
+    "The request with this key was run and failed for good. It will not be run again under this "
+    "key.",
+)
+ATTEMPTS_EXHAUSTED: Final = ProblemKind(
+    "attempts-exhausted",
+    500,
+    "All attempts failed",
+    "Every allowed attempt at this request failed or was cut off. It will not be run again under "
+    "this key; ask the operator of this API.",
+)
+OUTCOME_NOT_STORED: Final = ProblemKind(
+    "outcome-not-stored",
+    500,
+    "The operation ran and its outcome could not be stored",
+    "The request was carried out, but its outcome could not be stored. A retry may carry it out "
+    "again; check the result first.",
+)
+STORE_UNAVAILABLE: Final = ProblemKind(
+    "store-unavailable",
+    503,
+    "Idempotency cannot be guaranteed at the moment",
+    "What is known about keys cannot be read right now. Nothing was run; send the same request "
+    "with the same key again after the time in Retry-After.",
+    retryable=True,
+)
+STORE_UNUSABLE: Final = ProblemKind(
+    "store-unusable",
+    503,
+    "Idempotency is out of order",
+    "The service is not set up rightly. Nothing was run; retrying does not help until its operator "
+    "has acted.",
+)
+CLOSING: Final = ProblemKind(
+    "closing",
+    503,
+    "The server is shutting down",
+    "This server takes no new requests. Nothing was run; send the same request again.",
+    retryable=True,
+)
+KINDS: Final = (
+    KEY_MISSING,
+    KEY_INVALID,
+    CALLER_UNKNOWN,
+    KEY_UNKNOWN,
+    IN_FLIGHT,
+    OUTCOME_UNAVAILABLE,
+    CLAIM_LOST,
+    BODY_TOO_LARGE,
+    KEY_REUSED,
+    OPERATION_FAILED,
+    ATTEMPTS_EXHAUSTED,
+    OUTCOME_NOT_STORED,
+    STORE_UNAVAILABLE,
+    STORE_UNUSABLE,
+    CLOSING,
+)
+
+# The first class that fits: subclasses stand before their bases.
+_KINDS_OF_ERRORS: Final[tuple[tuple[type[RetrysafeError], ProblemKind], ...]] = (
+    (OperationInFlight, IN_FLIGHT),
+    (KeyReused, KEY_REUSED),
+    (KeyInvalid, KEY_INVALID),
+    (CallerMissing, CALLER_UNKNOWN),
+    (OutcomeUnavailable, OUTCOME_UNAVAILABLE),
+    (AttemptsExhausted, ATTEMPTS_EXHAUSTED),
+    (OperationFailed, OPERATION_FAILED),
+    (OutcomeNotStored, OUTCOME_NOT_STORED),
+    (ClaimLost, CLAIM_LOST),
+    (StoreUnavailable, STORE_UNAVAILABLE),
+    (StoreError, STORE_UNUSABLE),
+    (Closed, CLOSING),
+)
+# Errors whose own words are made for the client and tell no more than it has sent.
+_SPOKEN: Final = frozenset({IN_FLIGHT, KEY_REUSED, KEY_INVALID})
+# A client that is told nothing comes back at once.
+RETRY_AFTER: Final = timedelta(seconds=1)
+
+
+def kind_of(error: BaseException) -> ProblemKind | None:
+    """The kind of problem that an error is; None for one that is not for clients."""
+    for type_, kind in _KINDS_OF_ERRORS:
+        if isinstance(error, type_):
+            return kind
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a problem happened and where its meaning can be read."""
+
+    policy_url: str
+    instance: str
+
+
+def problem(
+    kind: ProblemKind,
+    place: Place,
+    *,
+    detail: str | None = None,
+    key: str | None = None,
+    retry_after: timedelta | None = None,
+    retryable: bool | None = None,
+    headers: tuple[Header, ...] = (),
+) -> Response:
+    """The refusal as a response."""
+    content: dict[str, object] = {
+        "type": f"{place.policy_url}#{kind.slug}",
+        "title": kind.title,
+        "status": kind.status,
+        "detail": kind.meaning if detail is None else detail,
+        "instance": place.instance,
+        "retryable": kind.retryable if retryable is None else retryable,
+    }
+    if key is not None:
+        content["key"] = key
+    body = json.dumps(content).encode()
+    lines: list[Header] = [
+        (b"content-type", b"application/problem+json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"cache-control", b"no-store"),
+        (b"link", b'<%b>; rel="describedby"' % place.policy_url.encode()),
+    ]
+    if retry_after is None and content["retryable"]:
+        retry_after = RETRY_AFTER
+    if retry_after is not None:
+        lines.append((b"retry-after", retry_after_text(retry_after)))
+    lines += headers
+    return Response(kind.status, lines, body)
+
+
+def problem_of(error: BaseException, place: Place, *, key: str | None = None) -> Response | None:
+    """The refusal that an error means; None for one that is not for clients."""
+    kind = kind_of(error)
+    if kind is None or not isinstance(error, RetrysafeError):
+        return None
+    return problem(
+        kind,
+        place,
+        detail=str(error) if kind in _SPOKEN else None,
+        key=error.key or key,
+        retry_after=error.retry_after if isinstance(error, OperationInFlight) else None,
+        # A caller who waited for a run that failed may try again, since its failure freed the key.
+        retryable=True if isinstance(error, OperationFailed) and error.retryable else None,
+    )

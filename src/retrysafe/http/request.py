@@ -1,0 +1,44 @@
+"""The request as all parts of the HTTP layer see it, whatever server or framework it came by.
+
+Owns the one shape that servers' scopes and environs are turned into. It reads nothing and judges
+nothing; what a header or a body means is decided by the modules that use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Request:
+    """One request: its head, and its whole body once that has been read.
+
+    Header names are lower-case, as in ASGI; a name may occur on several lines, in the order sent.
+    """
+
+    # As sent, in upper case: methods are case-sensitive.
+    method: str
+    # Decoded, with the prefix under which the application is mounted.
+    path: str
+    # The bytes after the question mark, without it, as sent.
+    query: bytes
+    headers: Sequence[tuple[bytes, bytes]]
+    body: bytes = b""
+    # What the server or framework calls its request: the ASGI scope, the WSGI environ, Django's
+    # HttpRequest. For callables of the application; nothing in this package looks inside.
+    host: Any = None
+    # What the matching rule's path pattern took from the path: {"id": "7"} for /charges/{id}.
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+    def header(self, name: bytes) -> bytes | None:
+        """The value of the first line with this lower-case name; None without one."""
+        for line_name, value in self.headers:
+            if line_name == name:
+                return value
+        return None
+
+    def header_lines(self, name: bytes) -> list[bytes]:
+        """The values of all lines with this lower-case name, in the order sent."""
+        return [value for line_name, value in self.headers if line_name == name]

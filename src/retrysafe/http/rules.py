@@ -1,0 +1,256 @@
+"""Rules: which requests are protected, and how; checked and compiled once, when they are made.
+
+Owns the words in which people configure routes, and the match of method and path. It must not
+know requests beyond that, nor any framework.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Final
+
+from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.core.model import Ending
+from retrysafe.core.policy import Policy
+from retrysafe.errors import PolicyInvalid
+from retrysafe.http.keys_of import FromBody, FromFields, FromHeader, KeySource
+from retrysafe.http.responses import ResponseCodec
+from retrysafe.runtime.calls import Settings
+
+# The methods that change state. GET, HEAD and OPTIONS are safe by definition.
+STATE_CHANGING: Final = ("POST", "PUT", "PATCH", "DELETE")
+_SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+# Enough for any JSON document; a larger body is held in memory once for every request in flight.
+REQUEST_LIMIT_BYTES: Final = 1024 * 1024
+# The column of the stores that holds an operation's name.
+_NAME_LIMIT_CHARACTERS: Final = 255
+# Answers that say "not now": a retry must get another chance.
+_TRANSIENT: Final = frozenset({408, 425, 429})
+
+
+class KeyUse(Enum):
+    """Whether a request must bring a key."""
+
+    REQUIRED = "required"
+    # A request without a key runs unprotected.
+    OPTIONAL = "optional"
+    # Requests pass untouched; for exceptions from a later, wider rule.
+    OFF = "off"
+
+
+class Streaming(Enum):
+    """What happens to the response of a protected request."""
+
+    # It is held back until it is stored; the first caller and every retry get the same bytes.
+    BUFFER = "buffer"
+    # It is sent as it comes, and remembered as done without its body.
+    PASS = "pass"
+
+
+class StatusRule:
+    """Which responses are kept and replayed; all others free the key.
+
+    The default keeps everything below 500 except 408, 425 and 429, which ask for a retry. `kept`
+    and `freed` name statuses that differ from it. Raises `PolicyInvalid` for impossible ones.
+    """
+
+    __slots__ = ("_endings", "freed", "kept")
+
+    def __init__(self, *, kept: Iterable[int] = (), freed: Iterable[int] = ()) -> None:
+        self.kept = frozenset(kept)
+        self.freed = frozenset(freed)
+        for status in self.kept | self.freed:
+            if type(status) is not int or not 200 <= status <= 599:
+                raise PolicyInvalid(f"a status is a whole number from 200 to 599, got {status!r}")
+        both = self.kept & self.freed
+        if both:
+            raise PolicyInvalid(f"the statuses {sorted(both)} cannot be both kept and freed")
+        # A table, because every first run asks it.
+        self._endings = {status: self._judged(status) for status in range(200, 600)}
+
+    def _judged(self, status: int) -> Ending:
+        is_kept = status in self.kept or (
+            status < 500 and status not in _TRANSIENT and status not in self.freed
+        )
+        if not is_kept:
+            return Ending.RELEASED
+        return Ending.SUCCEEDED if status < 400 else Ending.FAILED
+
+    def ending(self, status: int) -> Ending:
+        """How an attempt with this response ended; what is no final status frees the key."""
+        return self._endings.get(status, Ending.RELEASED)
+
+    def ending_of(self, response: Any) -> Ending:
+        """The same for a response."""
+        return self._endings.get(response.status, Ending.RELEASED)
+
+    @property
+    def freed_statuses(self) -> tuple[int, ...]:
+        """Every status that frees the key, for the policy page."""
+        return tuple(
+            status for status, ending in self._endings.items() if ending is Ending.RELEASED
+        )
+
+
+KEPT_BELOW_500: Final = StatusRule()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How the requests of some routes are protected; raises `PolicyInvalid` when it cannot be.
+
+    `path` is a path such as `/charges`, a pattern such as `/charges/{id}` (one segment) or
+    `/v1/*` (everything below), or None for all paths.
+    """
+
+    path: str | None = None
+    methods: tuple[str, ...] = STATE_CHANGING
+    key: KeyUse = KeyUse.REQUIRED
+    source: KeySource = field(default_factory=FromHeader)
+    # None: those of the Idempotency object.
+    policy: Policy | None = None
+    fingerprint: FingerprintRule | None = None
+    stored: StatusRule = KEPT_BELOW_500
+    # Headers that are stored beside the usual ones, such as "X-Total-Count".
+    headers: tuple[str, ...] = ()
+    # Whether the key must be a quoted string, as the draft has it; else bare tokens are taken too.
+    strict: bool = False
+    request_limit_bytes: int = REQUEST_LIMIT_BYTES
+    streaming: Streaming = Streaming.BUFFER
+    # What records are listed under; the method and the path when it is empty.
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "methods", _checked_methods(self.methods))
+        if self.path is not None and not (isinstance(self.path, str) and self.path[:1] == "/"):
+            raise PolicyInvalid(f"a rule's path starts with a slash, got {self.path!r}")
+        for name, kind in (
+            ("key", KeyUse),
+            ("streaming", Streaming),
+            ("stored", StatusRule),
+            ("strict", bool),
+            ("source", FromHeader | FromFields | FromBody),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise PolicyInvalid(
+                    f"a rule's {name} is a {getattr(kind, '__name__', kind)}, got {value!r}"
+                )
+        if type(self.request_limit_bytes) is not int or self.request_limit_bytes < 0:
+            raise PolicyInvalid(
+                f"request_limit_bytes is a whole number of bytes, got {self.request_limit_bytes!r}"
+            )
+
+
+def _checked_methods(methods: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(methods, str):
+        methods = (methods,)
+    checked = tuple(method.upper() for method in methods)
+    if not checked:
+        raise PolicyInvalid("a rule needs at least one method")
+    safe = sorted(_SAFE.intersection(checked))
+    if safe:
+        raise PolicyInvalid(
+            f"{', '.join(safe)} is safe to repeat by definition and is never protected"
+        )
+    return checked
+
+
+class Route:
+    """A rule made ready: everything about it that a request would else work out again."""
+
+    __slots__ = (
+        "codec",
+        "fingerprint",
+        "is_required",
+        "judge",
+        "operations",
+        "policy",
+        "rule",
+        "source",
+    )
+
+    def __init__(self, rule: Rule, settings: Settings) -> None:
+        self.rule = rule
+        self.policy = rule.source.checked(rule.policy or settings.policy, settings.secret)
+        self.fingerprint = rule.fingerprint or settings.rule
+        self.codec = ResponseCodec(rule.headers)
+        self.judge = rule.stored.ending_of
+        self.is_required = rule.key is KeyUse.REQUIRED
+        self.source = rule.source
+        shown = rule.path or "*"
+        self.operations = {
+            method: (rule.name or f"{method} {shown}")[:_NAME_LIMIT_CHARACTERS]
+            for method in rule.methods
+        }
+
+
+NO_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType({})
+Match = tuple[Route, Mapping[str, str]]
+
+
+class RouteTable:
+    """All routes in their order; the first whose method and path match is the request's."""
+
+    __slots__ = ("_exact", "_methods", "_patterns", "routes")
+
+    def __init__(self, rules: Iterable[Rule], settings: Settings) -> None:
+        self.routes = tuple(Route(rule, settings) for rule in rules)
+        # Plain paths are looked up; only patterns before a plain match are tried one by one.
+        self._exact: dict[tuple[str, str], int] = {}
+        self._patterns: list[tuple[int, frozenset[str], re.Pattern[str] | None]] = []
+        for position, route in enumerate(self.routes):
+            path = route.rule.path
+            if path is None or "{" in path or path.endswith("*"):
+                pattern = None if path is None else _compiled(path)
+                self._patterns.append((position, frozenset(route.rule.methods), pattern))
+            else:
+                for method in route.rule.methods:
+                    self._exact.setdefault((method, path), position)
+        self._methods = frozenset(method for route in self.routes for method in route.rule.methods)
+
+    def find(self, method: str, path: str) -> Match | None:
+        """The route of a request, with what its pattern took from the path."""
+        if method not in self._methods:
+            return None
+        exact = self._exact.get((method, path), len(self.routes))
+        for position, methods, pattern in self._patterns:
+            if position > exact:
+                break
+            if method not in methods:
+                continue
+            if pattern is None:
+                return self._match(position, NO_PARAMETERS)
+            found = pattern.fullmatch(path)
+            if found is not None:
+                return self._match(position, found.groupdict())
+        return None if exact == len(self.routes) else self._match(exact, NO_PARAMETERS)
+
+    def _match(self, position: int, parameters: Mapping[str, str]) -> Match | None:
+        route = self.routes[position]
+        return None if route.rule.key is KeyUse.OFF else (route, parameters)
+
+
+_PARAMETER: Final = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+def _compiled(path: str) -> re.Pattern[str]:
+    """The pattern of a path; raises `PolicyInvalid` for stray braces and doubled names."""
+    stem, star = (path[:-1], ".*") if path.endswith("*") else (path, "")
+    pieces = _PARAMETER.split(stem)
+    texts, names = pieces[::2], pieces[1::2]
+    if any("{" in text or "}" in text or "*" in text for text in texts):
+        raise PolicyInvalid(
+            f"the path {path!r} is no pattern: write {{name}} for one segment, and * at the end "
+            "for everything below"
+        )
+    if len(set(names)) != len(names):
+        raise PolicyInvalid(f"the path {path!r} names a parameter twice")
+    pattern = re.escape(texts[0])
+    for name, text in zip(names, texts[1:], strict=True):
+        pattern += f"(?P<{name}>[^/]+)" + re.escape(text)
+    return re.compile(pattern + star, re.DOTALL)

@@ -1,0 +1,76 @@
+"""The state of one key, for its own caller: what a client reads after it was told 202.
+
+Owns what a stored record means in HTTP. It must not know how the record was read.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+from retrysafe.core import codec
+from retrysafe.core.model import Condition, Payload, StoredKey
+from retrysafe.core.values import NotReadable
+from retrysafe.http import problems
+from retrysafe.http.headers import retry_after_text
+from retrysafe.http.problems import RETRY_AFTER, Place, problem
+from retrysafe.http.responses import Response, ResponseCodec
+
+_CODEC = ResponseCodec()
+# What a client does while there is no outcome: look again, or send its request again.
+_ADVICE = {
+    Condition.RUNNING: "The operation is running. Ask again after the time in Retry-After.",
+    Condition.ABANDONED: "The operation was cut off. Send the request with the same key again.",
+    Condition.RELEASED: "The operation did not succeed, and may be tried again: send the request "
+    "with the same key again.",
+}
+
+
+def status_response(stored: StoredKey | None, place: Place, key: str) -> Response:
+    """What is known of a key: its state while there is no outcome, then the stored response."""
+    if stored is None or stored.condition in (Condition.ABSENT, Condition.OUTLIVED):
+        return problem(problems.KEY_UNKNOWN, place, key=key)
+    if stored.condition in _ADVICE:
+        return _state(stored, key)
+    payload = _payload_of(stored)
+    if payload is None or payload.form == codec.WITHHELD:
+        return problem(problems.OUTCOME_UNAVAILABLE, place, key=key)
+    if payload.form == codec.EXHAUSTED:
+        return problem(problems.ATTEMPTS_EXHAUSTED, place, key=key)
+    if payload.form == codec.FAILURE:
+        return problem(problems.OPERATION_FAILED, place, key=key)
+    try:
+        response = _CODEC.decode(payload)
+    except NotReadable:
+        return problem(problems.OUTCOME_UNAVAILABLE, place, key=key)
+    response.headers.append((b"idempotent-replayed", b"true"))
+    return response
+
+
+def _payload_of(stored: StoredKey) -> Payload | None:
+    """The outcome of the record as it is now; earlier lives of the key have other tokens."""
+    for outcome in stored.outcomes:
+        if outcome.token == stored.record.token:
+            return outcome.payload
+    return None
+
+
+def _state(stored: StoredKey, key: str) -> Response:
+    body = json.dumps(
+        {
+            "state": stored.condition.value,
+            "key": key,
+            "attempt": stored.record.attempt,
+            "detail": _ADVICE[stored.condition],
+        }
+    ).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"cache-control", b"no-store"),
+    ]
+    if stored.condition is Condition.RUNNING:
+        left = timedelta(milliseconds=stored.record.lease_ends_at_ms - stored.now_ms)
+        # The lease is renewed for as long as the operation runs, so it only bounds the pause.
+        headers.append((b"retry-after", retry_after_text(min(left, RETRY_AFTER))))
+    return Response(200, headers, body)

@@ -1,0 +1,335 @@
+"""The middleware for WSGI applications, whatever framework made them.
+
+Owns the reading of bodies, the running of the application and the sending of answers, in the
+server's own thread. A request that no rule protects passes untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from http.client import responses as reasons
+from io import BytesIO
+from typing import Any, Final
+
+from retrysafe.core.attempt import Attempt
+from retrysafe.core.call import Call
+from retrysafe.core.events import EventKind
+from retrysafe.core.keys import GlobalCaller, Key
+from retrysafe.errors import StoreError
+from retrysafe.http.breaker import Breaker
+from retrysafe.http.callers import CallerOf
+from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
+from retrysafe.http.request import Request
+from retrysafe.http.responses import Header, Response, is_event_stream
+from retrysafe.http.rules import Match, Rule, Streaming
+from retrysafe.runtime.blocking import BlockingIdempotency
+
+Environ = dict[str, Any]
+Write = Callable[[bytes], object]
+StartResponse = Callable[..., Write]
+App = Callable[[Environ, StartResponse], Iterable[bytes]]
+
+# Where the application finds its attempt, beside `current_attempt()`.
+ATTEMPT_NAME: Final = "retrysafe.attempt"
+_PAGE_METHODS: Final = ("GET", "HEAD")
+_READ_BYTES: Final = 64 * 1024
+
+
+class WSGIIdempotencyMiddleware:
+    """Protects the routes of a WSGI application; takes what the ASGI middleware takes.
+
+    `Prefer: respond-async` gets 202 for a request that runs already; a first one is answered when
+    it has ended, because its thread has nobody else to run it.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        idempotency: BlockingIdempotency,
+        *,
+        caller: CallerOf | GlobalCaller,
+        rules: Iterable[Rule] | None = None,
+        rule: Rule | None = None,
+        fail_open: bool = False,
+        policy_path: str = POLICY_PATH,
+        status_path: str = STATUS_PATH,
+        challenge: str = "Bearer",
+        breaker: Breaker | None = None,
+    ) -> None:
+        self.app = app
+        self.idempotency = idempotency
+        self.protection = Protection(
+            idempotency.settings,
+            caller=caller,
+            rules=rules,
+            rule=rule,
+            fail_open=fail_open,
+            policy_path=policy_path,
+            status_path=status_path,
+            challenge=challenge,
+            breaker=breaker,
+        )
+
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        """Answers one request."""
+        method = environ["REQUEST_METHOD"]
+        path = _decoded(environ.get("PATH_INFO", "")) or "/"
+        match = self.protection.find(method, path)
+        if match is not None:
+            return self._protect(match, environ, start_response)
+        if method in _PAGE_METHODS and self.protection.has_page(path):
+            return self._show_page(path, environ, start_response)
+        return self.app(environ, start_response)
+
+    def _show_page(
+        self, path: str, environ: Environ, start_response: StartResponse
+    ) -> Iterable[bytes]:
+        protection, request, prefix = self.protection, _request(environ), _prefix(environ)
+        page = protection.page(path, request, prefix)
+        if isinstance(page, Key):
+            key = page
+            try:
+                page = protection.status(self.idempotency.read(key), key, request, prefix)
+            except StoreError as error:
+                page = protection.status_refused(error, key, request, prefix)
+        if request.method == "HEAD":
+            page.body = b""
+        return _sent(start_response, page)
+
+    def _protect(
+        self, match: Match, environ: Environ, start_response: StartResponse
+    ) -> Iterable[bytes]:
+        protection, request, prefix = self.protection, _request(environ), _prefix(environ)
+        request.parameters = match[1]
+        plan = protection.begin(match[0], request, prefix)
+        if plan is None:
+            return self.app(environ, start_response)
+        if isinstance(plan, Response):
+            return _sent(start_response, plan)
+        body = _read_body(environ, plan.route.rule.request_limit_bytes)
+        if body is None:
+            return _sent(
+                start_response, protection.too_large(plan.route, request, prefix, plan.key)
+            )
+        request.body = body
+        environ["wsgi.input"] = BytesIO(body)
+        environ["CONTENT_LENGTH"] = str(len(body))
+        return self._answer(plan, environ, start_response)
+
+    def _answer(
+        self, plan: Plan, environ: Environ, start_response: StartResponse
+    ) -> Iterable[bytes]:
+        protection = self.protection
+        run = _Run(self.app, plan, environ, start_response)
+        try:
+            call = protection.call(plan)
+            answer = self.idempotency.recall(call)
+            if answer is None and protection.breaker.is_open:
+                refusal = protection.closed_off(plan)
+                if refusal is not None and protection.fail_open:
+                    return self._run_unprotected(call, environ, start_response)
+                if refusal is not None:
+                    return _sent(start_response, refusal)
+            if answer is None:
+                answer = self.idempotency.answer_call(call, run.invoke)
+            response = protection.answered(plan, answer, run.response)
+        except Exception as error:
+            if error is run.error:
+                raise  # The application's own: the server above us deals with it as ever.
+            refusal = protection.refused(plan, error)
+            if refusal is None or run.is_passing:
+                raise
+            response = refusal
+        return () if response.is_streamed else _sent(start_response, response)
+
+    def _run_unprotected(
+        self, call: Call, environ: Environ, start_response: StartResponse
+    ) -> Iterable[bytes]:
+        """Runs the application although nobody can tell whether it ran before, as was asked for."""
+        self.idempotency.report(EventKind.UNPROTECTED, call.key, call.operation)
+        mark = _text_header(UNPROTECTED)
+
+        def marked(status: str, headers: list[tuple[str, str]], *error: Any) -> Write:
+            return start_response(status, [*headers, mark], *error)
+
+        return self.app(environ, marked)
+
+
+class _Run:
+    """One run of the application: what it is given, and what it answers."""
+
+    __slots__ = (
+        "_app",
+        "_chunks",
+        "_environ",
+        "_headers",
+        "_is_gone",
+        "_plan",
+        "_start_response",
+        "_status",
+        "_write",
+        "error",
+        "is_passing",
+        "response",
+    )
+
+    def __init__(
+        self, app: App, plan: Plan, environ: Environ, start_response: StartResponse
+    ) -> None:
+        self._app = app
+        self._plan = plan
+        self._environ = environ
+        self._start_response = start_response
+        self._status = ""
+        self._headers: list[tuple[str, str]] = []
+        self._chunks: list[bytes] = []
+        # The server's own way to write a stream, once there is one.
+        self._write: Write | None = None
+        self._is_gone = False
+        self.is_passing = False
+        self.response: Response | None = None
+        self.error: BaseException | None = None
+
+    def invoke(self, attempt: Attempt) -> Response:
+        """Runs the application to the end of its response."""
+        self._environ[ATTEMPT_NAME] = attempt
+        try:
+            self._collect()
+        except Exception as error:
+            if not self._is_gone:
+                self.error = error
+                raise
+            # The stream had no reader any more. That says nothing against the operation.
+        except BaseException as error:
+            self.error = error
+            raise
+        self.response = Response(
+            int(self._status[:3]),
+            [
+                (name.encode("latin-1").lower(), text.encode("latin-1"))
+                for name, text in self._headers
+            ],
+            b"".join(self._chunks),
+            self.is_passing,
+        )
+        return self.response
+
+    def _collect(self) -> None:
+        result = self._app(self._environ, self._start)
+        try:
+            for chunk in result:
+                if chunk:
+                    self._take(chunk)
+        finally:
+            close = getattr(result, "close", None)
+            if close is not None:
+                close()
+        if not self._status:
+            raise RuntimeError("the application ended without a response")
+        if self._is_streamed() and not self.is_passing:
+            self._begin_passing()
+
+    def _start(self, status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> Write:
+        """What the application is given for `start_response`."""
+        if self._status and exc_info is None:
+            raise RuntimeError("the application started its response twice")
+        if exc_info is not None and self.is_passing:
+            raise exc_info[1].with_traceback(exc_info[2])
+        # An application that meets an error may start over until something was sent.
+        self._status, self._headers = status, list(headers)
+        self._chunks.clear()
+        return self._take
+
+    def _is_streamed(self) -> bool:
+        return self._plan.route.rule.streaming is Streaming.PASS or is_event_stream(
+            (name.encode("latin-1"), text.encode("latin-1")) for name, text in self._headers
+        )
+
+    def _take(self, chunk: bytes) -> None:
+        if not self._status:
+            raise RuntimeError("the application sent a body before its response")
+        if not self.is_passing and not self._is_streamed():
+            self._chunks.append(chunk)
+            return
+        if self._write is None:
+            self._begin_passing()
+        assert self._write is not None
+        try:
+            self._write(chunk)
+        except OSError:
+            self._is_gone = True
+            raise
+
+    def _begin_passing(self) -> None:
+        """From here on the server writes what comes; nothing is kept back any more."""
+        self.is_passing = True
+        # The old way of PEP 3333: the only one that lets a stream out while its run goes on.
+        self._write = self._start_response(self._status, self._headers)
+
+
+def _request(environ: Environ) -> Request:
+    headers: list[Header] = [
+        (name[5:].replace("_", "-").lower().encode("latin-1"), value.encode("latin-1"))
+        for name, value in environ.items()
+        if name.startswith("HTTP_") and name not in _TOLD_TWICE
+    ]
+    for name, header in _NAMED_APART:
+        value = environ.get(name)
+        if value:
+            headers.append((header, value.encode("latin-1")))
+    return Request(
+        environ["REQUEST_METHOD"],
+        _decoded(environ.get("SCRIPT_NAME", "")) + _decoded(environ.get("PATH_INFO", "")) or "/",
+        environ.get("QUERY_STRING", "").encode("latin-1"),
+        headers,
+        b"",
+        environ,
+    )
+
+
+# Servers may give these with the prefix as well; the names without it are the standard's.
+_NAMED_APART: Final = (("CONTENT_TYPE", b"content-type"), ("CONTENT_LENGTH", b"content-length"))
+_TOLD_TWICE: Final = frozenset({"HTTP_CONTENT_TYPE", "HTTP_CONTENT_LENGTH"})
+
+
+def _decoded(text: str) -> str:
+    """A path of WSGI is bytes in disguise; the bytes are UTF-8 in every URL of today."""
+    return text.encode("latin-1").decode("utf-8", "replace")
+
+
+def _prefix(environ: Environ) -> str:
+    return _decoded(environ.get("SCRIPT_NAME", "")).rstrip("/")
+
+
+def _read_body(environ: Environ, limit_bytes: int) -> bytes | None:
+    """The whole body; None past the limit."""
+    stream = environ["wsgi.input"]
+    declared = environ.get("CONTENT_LENGTH")
+    if declared and declared.isdigit():
+        # The standard allows no more than that to be read: beyond it some servers block.
+        left = int(declared)
+    elif environ.get("wsgi.input_terminated"):
+        left = limit_bytes + 1
+    else:
+        return b""
+    chunks: list[bytes] = []
+    while left > 0:
+        chunk = stream.read(min(left, _READ_BYTES))
+        if not chunk:
+            break
+        chunks.append(chunk)
+        left -= len(chunk)
+    body = b"".join(chunks)
+    return body if len(body) <= limit_bytes else None
+
+
+def _text_header(header: Header) -> tuple[str, str]:
+    return header[0].decode("latin-1"), header[1].decode("latin-1")
+
+
+def _sent(start_response: StartResponse, response: Response) -> Iterable[bytes]:
+    reason = reasons.get(response.status, "")
+    start_response(
+        f"{response.status} {reason}", [_text_header(header) for header in response.headers]
+    )
+    return (response.body,)

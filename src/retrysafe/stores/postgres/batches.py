@@ -1,0 +1,292 @@
+"""The hot path of the PostgreSQL store: many claims and settlements in one statement.
+
+Owns how a batch is packed and what follows when a row of it was skipped: that row is read, decided
+by the core's table with the server's clock, and written by comparing with what was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from operator import attrgetter
+from typing import Any, Final
+
+from retrysafe.core import transitions
+from retrysafe.core.framing import DIGEST_BYTES
+from retrysafe.core.model import (
+    ClaimRequest,
+    Decision,
+    Payload,
+    Record,
+    SettleAnswer,
+    SettleKind,
+    Settlement,
+)
+from retrysafe.core.ports import ClaimResult, SettleResult
+from retrysafe.errors import DigestCollision, StoreRejected, StoreUnavailable
+from retrysafe.stores.postgres.rows import admitted, found_row, replacement
+
+# Rivals that keep changing a row between our read and our write make us read again. Each round
+# means that somebody else made progress, so a bound only guards against a bug.
+ROUNDS_LIMIT: Final = 50
+
+# A record, the payload to replay, and the instant of the reading.
+Found = tuple[Record, Payload | None, int]
+# Runs a statement by its name.
+Fetch = Callable[..., Awaitable[Sequence[Sequence[Any]]]]
+# Ends attempts together with the entries that they staged; gives the digests that were written.
+SettleStaged = Callable[[Sequence[Settlement]], Awaitable[Iterable[bytes]]]
+
+_digest_of: Final = attrgetter("key.digest")
+# Looked up once: members of an enum are dear to look up per row.
+_EXTEND: Final = SettleKind.EXTEND
+# Nobody changes an answer, so that all rows that were applied can share one.
+_APPLIED: Final = SettleAnswer(Decision.APPLY)
+# A batch has at most 128 rows, so the number of a row's manner fits into one byte.
+_BYTES: Final = [bytes((number,)) for number in range(256)]
+
+
+def _split(digests: bytes) -> set[bytes]:
+    """The digests that the server strung together."""
+    return {digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)}
+
+
+def _columns(rows: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
+    return [list(column) for column in zip(*rows, strict=True)] or [[], [], [], []]
+
+
+class Batches:
+    """Claims and settlements over one statement port."""
+
+    __slots__ = ("_fetch", "_settle_staged")
+
+    def __init__(self, fetch: Fetch, settle_staged: SettleStaged) -> None:
+        self._fetch = fetch
+        self._settle_staged = settle_staged
+
+    async def commit(
+        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
+    ) -> tuple[list[ClaimResult], list[SettleResult]]:
+        """Applies a batch; raises `StoreRejected` when a row of it cannot be taken."""
+        digests = {request.key.digest for request in claims}
+        digests.update([item.key.digest for item in settlements])
+        if len(digests) < len(claims) + len(settlements) or any(
+            item.kind is _EXTEND or item.entries for item in settlements
+        ):
+            return await self._commit_mixed(claims, settlements)
+        now_ms, claimed, settled = await self._write(claims, settlements)
+        if len(settled) == len(settlements) * DIGEST_BYTES:
+            # What nearly every batch is: all attempts are ended, and all keys are new.
+            endings: list[SettleResult] = [_APPLIED] * len(settlements)
+        else:
+            written = _split(settled)
+            endings = [
+                _APPLIED if item.key.digest in written else await self._settle(item)
+                for item in settlements
+            ]
+        if len(claimed) == len(claims) * DIGEST_BYTES:
+            return [admitted(request, now_ms) for request in claims], endings
+        return await self._answer_claims(claims, _split(claimed), now_ms), endings
+
+    async def _commit_mixed(
+        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
+    ) -> tuple[list[ClaimResult], list[SettleResult]]:
+        """Writes at most one row per key at once; further rows for a key follow one by one.
+
+        Settlements come first: an outcome that is there must not lose to a claim beside it.
+        """
+        endings: dict[bytes, Settlement] = {}
+        extends: dict[bytes, Settlement] = {}
+        for item in settlements:
+            digest = item.key.digest
+            if digest not in endings and digest not in extends:
+                (extends if item.kind is _EXTEND else endings)[digest] = item
+        wishes: dict[bytes, ClaimRequest] = {}
+        for request in claims:
+            digest = request.key.digest
+            if digest not in endings and digest not in extends:
+                wishes.setdefault(digest, request)
+        now_ms, claimed, written = await self._write_staged(wishes.values(), endings.values())
+        extended: dict[bytes, SettleAnswer] = {}
+        if extends:
+            extended = await self._extend(extends.values())
+        settled: list[SettleResult] = []
+        for item in settlements:
+            digest = item.key.digest
+            # Each write is told to the first row of its key; a second one asks for itself.
+            is_extended = extends.pop(digest, None) is not None
+            if endings.pop(digest, None) is not None and digest in written:
+                settled.append(_APPLIED)
+            elif is_extended and digest in extended:
+                settled.append(extended[digest])
+            else:
+                settled.append(await self._settle(item))
+        return await self._answer_claims(claims, _split(claimed), now_ms), settled
+
+    async def _write_staged(
+        self, claims: Collection[ClaimRequest], endings: Collection[Settlement]
+    ) -> tuple[int, bytes, set[bytes]]:
+        """As `_write`; endings that stage entries are written apart, each with its entries."""
+        now_ms, claimed, ended = 0, b"", b""
+        staged = [item for item in endings if item.entries]
+        written = set(await self._settle_staged(staged)) if staged else set()
+        plain = [item for item in endings if not item.entries] if staged else endings
+        if claims or plain:
+            now_ms, claimed, ended = await self._write(claims, plain)
+        return now_ms, claimed, written | _split(ended)
+
+    async def _write(
+        self, claims: Iterable[ClaimRequest], endings: Iterable[Settlement]
+    ) -> tuple[int, bytes, bytes]:
+        """Inserts new keys and ends attempts: the instant, and the digests of either kind.
+
+        The identities of a row travel as one value, and what many rows have in common travels once
+        as their manner: for the client a batch costs by the number of its values.
+        """
+        identities: list[bytes] = []
+        callers: list[str] = []
+        keys: list[str] = []
+        manners: dict[tuple[str, int, int, str], int] = {}
+        # In the order of the digests: two batches over the same keys cannot deadlock.
+        for request in sorted(claims, key=_digest_of):
+            key, fingerprint = request.key, request.fingerprints[0]
+            manner = (request.operation, fingerprint.rule, request.lease_ms, request.owner)
+            number = manners.setdefault(manner, len(manners))
+            identities.append(key.digest + fingerprint.digest + request.token + _BYTES[number])
+            callers.append(key.caller)
+            keys.append(key.text)
+        ended: list[bytes] = []
+        heads: list[bytes | None] = []
+        bodies: list[bytes | None] = []
+        ways: dict[tuple[int, int, int, str | None], int] = {}
+        for item in sorted(endings, key=_digest_of):
+            payload = item.payload
+            if payload is None:
+                form = head = body = None
+            else:
+                form, head, body = payload.form, payload.head, payload.body
+            way = (int(item.kind), item.active_ms, item.audit_ms, form)
+            number = ways.setdefault(way, len(ways))
+            ended.append(item.key.digest + item.token + _BYTES[number])
+            heads.append(head)
+            bodies.append(body)
+        operations, rules, leases, owners = _columns(manners)
+        states, actives, audits, forms = _columns(ways)
+        ((now_ms, claimed, settled),) = await self._fetch(
+            "commit",
+            identities,
+            callers,
+            keys,
+            operations,
+            rules,
+            leases,
+            owners,
+            ended,
+            heads,
+            bodies,
+            states,
+            actives,
+            audits,
+            forms,
+        )
+        return now_ms, bytes(claimed), bytes(settled)
+
+    async def _extend(self, extends: Collection[Settlement]) -> dict[bytes, SettleAnswer]:
+        rows = await self._fetch(
+            "extend",
+            [item.key.digest for item in extends],
+            [item.token for item in extends],
+            [item.lease_ms for item in extends],
+        )
+        return {
+            bytes(digest): SettleAnswer(Decision.APPLY, remaining_ms, ends_at_ms)
+            for digest, ends_at_ms, remaining_ms in rows
+        }
+
+    async def _answer_claims(
+        self, claims: Sequence[ClaimRequest], written: set[bytes], now_ms: int
+    ) -> list[ClaimResult]:
+        """Admits the keys that were written, and looks at the others together."""
+        results: list[ClaimResult | None] = []
+        for request in claims:
+            digest = request.key.digest
+            results.append(admitted(request, now_ms) if digest in written else None)
+            # A second claim of the key in the same batch must meet the first one's record.
+            written.discard(digest)
+        digests = [
+            request.key.digest
+            for request, result in zip(claims, results, strict=True)
+            if result is None
+        ]
+        found = await self.read_records(digests) if digests else {}
+        return [
+            await self._claim_existing(request, found.get(request.key.digest))
+            if result is None
+            else result
+            for request, result in zip(claims, results, strict=True)
+        ]
+
+    async def _claim_existing(self, request: ClaimRequest, found: Found | None) -> ClaimResult:
+        """Claims a key that has a row: by the table, and by comparing what is replaced."""
+        for _ in range(ROUNDS_LIMIT):
+            try:
+                if found is None:
+                    # Swept away in between, so the key is free again.
+                    now_ms, claimed, _ = await self._write([request], [])
+                    if claimed:
+                        return admitted(request, now_ms)
+                else:
+                    record, payload, now_ms = found
+                    changed, answer = transitions.claim(record, request, now_ms)
+                    if changed is None:
+                        answer.payload = payload if answer.decision is Decision.REPLAY else None
+                        return answer
+                    is_new_life = answer.decision is Decision.ADMIT
+                    if await self.replace(record, changed, is_new_life=is_new_life):
+                        return answer
+            except (StoreRejected, DigestCollision) as error:
+                return error
+            found = await self.read_record(request.key.digest)
+        raise StoreUnavailable("the record changed under us again and again", key=request.key.text)
+
+    async def _settle(self, settlement: Settlement) -> SettleResult:
+        """An ending or an extend of its own, until the row was written or says why not."""
+        digest = settlement.key.digest
+        is_extend = settlement.kind is SettleKind.EXTEND
+        for _ in range(ROUNDS_LIMIT):
+            found = await self.read_record(digest)
+            record, now_ms = (None, 0) if found is None else (found[0], found[2])
+            _, answer = transitions.settle(record, settlement, now_ms)
+            if answer.decision is not Decision.APPLY:
+                return answer
+            # Held by this token, and yet not written: somebody else was at the row.
+            try:
+                if not is_extend:
+                    if (await self._write_staged([], [settlement]))[2]:
+                        return _APPLIED
+                else:
+                    extended = await self._extend([settlement])
+                    # Nobody takes over a row that is locked, and other leases must not wait for it.
+                    return extended.get(digest) or StoreUnavailable(
+                        "the record is being written", key=settlement.key.text
+                    )
+            except StoreRejected as error:
+                return error
+        raise StoreUnavailable(
+            "the record changed under us again and again", key=settlement.key.text
+        )
+
+    async def read_record(self, digest: bytes) -> Found | None:
+        """The record of a digest, with the payload to replay and the instant of the reading."""
+        return (await self.read_records([digest])).get(digest)
+
+    async def read_records(self, digests: Sequence[bytes]) -> dict[bytes, Found]:
+        """The same for several at once."""
+        found = map(found_row, await self._fetch("read_records", digests))
+        return {item[0].digest: item for item in found}
+
+    async def replace(self, old: Record, new: Record, *, is_new_life: bool = False) -> bool:
+        """Writes a decided transition; False when the row is no longer the old one."""
+        ((count,),) = await self._fetch(
+            "replace_record", *replacement(old, new, is_new_life=is_new_life)
+        )
+        return bool(count)

@@ -1,0 +1,131 @@
+"""Callers: who sent the request, and that no secret becomes part of the answer."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrysafe import Key
+from retrysafe.errors import PolicyInvalid
+from retrysafe.http.callers import basic_user, bearer_token, header_caller
+from retrysafe.http.request import Request
+
+TOKENS = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=600)
+
+
+def sent(*lines: bytes, name: bytes = b"authorization") -> Request:
+    return Request("POST", "/", b"", [(b"host", b"h"), *((name, line) for line in lines)])
+
+
+def basic(pair: bytes) -> bytes:
+    return b"Basic " + base64.b64encode(pair)
+
+
+@given(TOKENS, TOKENS)
+def test_a_token_becomes_a_digest_that_fits_a_key(first, second):
+    """Equal tokens are one caller, others differ, and the store never sees a token."""
+    caller = bearer_token(sent(b"Bearer " + first.encode()))
+    assert Key("k", caller=caller).caller == caller
+    assert len(first) < 8 or first not in caller
+    assert (caller == bearer_token(sent(b"bearer  " + second.encode()))) == (first == second)
+
+
+def test_the_digest_of_a_token_is_frozen():
+    """It is stored with every key: another one would turn retries into new requests."""
+    digest = hashlib.sha256(b"token-1").hexdigest()
+    assert bearer_token(sent(b"Bearer token-1")) == f"bearer:{digest[:40]}"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (),
+        (b"",),
+        (b"Bearer",),
+        (b"Bearer ",),
+        (b"Bearer\ttoken",),
+        (b"Bearertoken",),
+        (b"token",),
+        (b"Basic dTpw",),
+        (b"Bearer a b",),
+        (b"Bearer \xe9",),
+        (b"Bearer a", b"Bearer a"),
+        (b"Bearer a", b"Bearer b"),
+    ],
+)
+def test_without_one_clear_token_nobody_is_the_caller(lines):
+    """With two lines, the part in front may have checked the other one."""
+    assert bearer_token(sent(*lines)) is None
+
+
+@pytest.mark.parametrize(
+    ("pair", "caller"),
+    [
+        (b"alice:secret", "basic:alice"),
+        (b"alice:", "basic:alice"),
+        (b"alice:a:b", "basic:alice"),
+        ("zoë:x".encode(), "basic:zoë"),
+        (b"a" * 249 + b":x", "basic:" + "a" * 249),
+        (b"a" * 250 + b":x", None),
+        (b"alice", None),
+        (b":secret", None),
+        (b"al\x00ice:x", None),
+        (b"al\nice:x", None),
+        (b"\xff:x", None),
+    ],
+)
+def test_the_user_of_basic_credentials_is_the_name_alone(pair, caller):
+    """Cut off or cleaned up, two names could become one; such a name is nobody's."""
+    assert basic_user(sent(basic(pair))) == caller
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (),
+        (b"Basic",),
+        (b"Basic !!!!",),
+        (b"Basic YWxp!Y2U6eA==",),
+        (b"Basic YWxpY2U6", b"Basic YWxpY2U6"),
+        (b"Basic YWxpY2U",),
+        (b"Bearer YWxpY2U6eA==",),
+    ],
+)
+def test_broken_basic_credentials_are_nobodys(lines):
+    assert basic_user(sent(*lines)) is None
+
+
+def test_a_user_is_never_taken_for_the_holder_of_a_token():
+    token = bearer_token(sent(b"Bearer t"))
+    assert basic_user(sent(basic(token.encode() + b":x"))) != token
+
+
+@pytest.mark.parametrize(
+    ("lines", "caller"),
+    [
+        ((b"acct_1",), "acct_1"),
+        ((b"\t acct_1 ",), "acct_1"),
+        (("kontö".encode(),), "kontö"),
+        ((b"a" * 255,), "a" * 255),
+        ((b"a" * 256,), None),
+        ((), None),
+        ((b"",), None),
+        ((b"  ",), None),
+        ((b"a\x00",), None),
+        ((b"\xff",), None),
+        ((b"a", b"a"), None),
+        ((b"a", b"b"), None),
+    ],
+)
+def test_the_caller_in_a_gateways_header(lines, caller):
+    assert header_caller("X-Account")(sent(*lines, name=b"x-account")) == caller
+
+
+@pytest.mark.parametrize("name", ["", "X Account", "X-Account:", "Kontö", "a\r\nb"])
+def test_a_name_that_no_header_has_is_refused_when_it_is_configured(name):
+    with pytest.raises(PolicyInvalid, match="header's name"):
+        header_caller(name)

@@ -1,0 +1,171 @@
+"""Key sources: natural keys from fields, keyed hashes of whole requests."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from decimal import Decimal
+
+import pytest
+
+from retrysafe import Policy, natural_key
+from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.errors import KeyInvalid, PolicyInvalid, SecretMissing
+from retrysafe.http.keys_of import FromBody, FromFields, FromHeader
+from retrysafe.http.request import Request
+from tests.http.building import FORM, field, multipart, request
+
+SECRET = b"0123456789abcdef"
+RULE = FingerprintRule()
+
+
+def key(source: FromFields | FromBody, made: Request, **changes: object) -> str:
+    terms = {"operation": "charge", "rule": RULE, "secret": SECRET, **changes}
+    return source.key(made, **terms)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ('"c1"', "c1"),
+        ("42", 42),
+        ("-42", -42),
+        ("42.0", 42),
+        ("4.2e1", 42),
+        ("0", 0),
+        ("-0.0", 0),
+        ("0e9999999", 0),
+        ("4.25", Decimal("4.25")),
+        ("true", True),
+        ("false", False),
+        ("1e39", 10**39),
+        ("-1e39", -(10**39)),
+        ("1e40", Decimal(10**40)),
+        ("-1e40", Decimal(-(10**40))),
+        ("1" + "0" * 40, Decimal(10**40)),
+        ("1e999999999", Decimal("1e999999999")),
+        ("7" * 5000, Decimal("7" * 5000)),
+    ],
+)
+def test_a_natural_key_is_the_one_that_the_application_makes(text, part):
+    """The same values give the same key here, in the code and on the command line."""
+    made = request(b'{"a":%b}' % text.encode())
+    assert key(FromFields("/a"), made) == natural_key("charge", part)
+
+
+def test_fields_come_from_all_kinds_of_bodies_and_from_the_path():
+    source = FromFields("/customer", "{id}")
+    expected = natural_key("charge", "c1", "7")
+    for made in (
+        request(b'{"customer":"c1","sent_at":1}'),
+        request(b"customer=c1&sent_at=1", FORM),
+        multipart([field("customer", b"c1")]),
+    ):
+        made.parameters = {"id": "7"}
+        assert key(source, made) == expected
+
+
+def test_path_parameters_need_no_body():
+    assert key(FromFields("{id}"), request(b"", None, parameters={"id": "7"})) == natural_key(
+        "charge", "7"
+    )
+
+
+def test_the_order_of_fields_and_the_operation_count():
+    made = request(b'{"a":"1","b":"2","c":{"d":"1"}}')
+    keys = {
+        key(FromFields("/a", "/b"), made),
+        key(FromFields("/b", "/a"), made),
+        key(FromFields("/a"), made),
+        key(FromFields("/a", "/b"), made, operation="refund"),
+    }
+    assert len(keys) == 4
+    assert key(FromFields("/c/d"), made) == key(FromFields("/a"), made)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        request(b"{}"),
+        request(b'{"a":null}'),
+        request(b'{"a":""}'),
+        request(b'{"a":[]}'),
+        request(b'{"a":["x"]}'),
+        request(b'{"a":{}}'),
+        request(b'{"a":1e99999999999999999999}'),
+        request(b'{"a":1'),
+        request(b'{"a":1}', "text/plain"),
+        request(b"a=", FORM),
+        request(b"a=1&a=2", FORM),
+        request(b"", None),
+    ],
+)
+def test_without_a_plain_value_there_is_no_key(made):
+    """Nothing falls back to a key that many requests would share."""
+    with pytest.raises(KeyInvalid, match="the key is made from /a"):
+        key(FromFields("/a"), made)
+
+
+def test_a_parameter_that_the_path_lacks_makes_no_key():
+    with pytest.raises(KeyInvalid, match=r"made from \{id\}"):
+        key(FromFields("{id}"), request())
+
+
+@pytest.mark.parametrize("fields", [(), ("a",), ("",), ("/~2",), ("{}",), ("{a",), (5,), (None,)])
+def test_fields_that_mean_nothing_are_refused_when_they_are_configured(fields):
+    with pytest.raises(PolicyInvalid, match="FromFields"):
+        FromFields(*fields)
+
+
+def test_sources_are_equal_by_what_they_take():
+    assert FromFields("/a") == FromFields("/a") != FromFields("/b")
+    assert repr(FromFields("/a", "{id}")) == "FromFields(fields=('/a', '{id}'))"
+    assert FromHeader() == FromHeader()
+
+
+def test_equal_requests_have_equal_body_keys():
+    """A key per request, caller apart: what a retry may change does not count."""
+    first = key(FromBody(), request(b'{"a":1,"b":2}'))
+    assert first == key(FromBody(), request(b'{"b":2, "a":1.0}'))
+    others = [
+        key(FromBody(), request(b'{"a":1,"b":3}')),
+        key(FromBody(), request(b'{"a":1,"b":2}', method="PUT")),
+        key(FromBody(), request(b'{"a":1,"b":2}', path="/x")),
+        key(FromBody(), request(b'{"a":1,"b":2}', query=b"x=1")),
+        key(FromBody(), request(b'{"a":1,"b":2}'), operation="refund"),
+        key(FromBody(), request(b'{"a":1,"b":2}'), secret=SECRET[::-1]),
+    ]
+    assert len({first, *others}) == 7
+
+
+def test_what_the_rule_leaves_out_is_not_part_of_a_body_key():
+    rule = FingerprintRule(exclude=("/sent_at",))
+    keys = {key(FromBody(), request(b'{"sent_at":%d}' % n), rule=rule) for n in (1, 2)}
+    assert len(keys) == 1
+
+
+@pytest.mark.parametrize("secret", [None, b"", b"short"])
+def test_a_body_key_needs_a_secret_from_the_start(secret):
+    with pytest.raises(SecretMissing):
+        FromBody().checked(Policy(), secret)
+    with pytest.raises(SecretMissing):
+        key(FromBody(), request(), secret=secret)
+
+
+def test_the_window_of_a_body_key_becomes_the_policys():
+    policy = FromBody(timedelta(days=60)).checked(Policy(), SECRET)
+    assert policy.active_window == policy.audit_window == timedelta(days=60)
+    policy = FromBody().checked(Policy(), SECRET)
+    assert policy.active_window == timedelta(minutes=5)
+    assert policy.audit_window == Policy().audit_window
+
+
+@pytest.mark.parametrize("window", [timedelta(seconds=29), 300, None])
+def test_a_window_shorter_than_the_lease_is_refused(window):
+    with pytest.raises(PolicyInvalid, match="window of FromBody"):
+        FromBody(window).checked(Policy(lease=timedelta(seconds=30)), SECRET)
+
+
+@pytest.mark.parametrize("source", [FromHeader(), FromFields("/a")])
+def test_other_sources_leave_the_policy_as_it_is(source):
+    policy = Policy()
+    assert source.checked(policy, None) is policy

@@ -1,0 +1,186 @@
+"""The policy page and the status page, in both worlds."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from retrysafe import (
+    Ending,
+    FingerprintRule,
+    InFlight,
+    MemoryStore,
+    Policy,
+)
+from retrysafe.http import FromFields, KeyUse, Rule, StatusRule, Streaming
+from retrysafe.http.problems import KINDS
+from retrysafe.testing import FaultyStore, ManualClock, Moment
+
+RULES = [
+    Rule(path="/off", key=KeyUse.OFF),
+    Rule(
+        path="/charges/{id}",
+        methods=("POST",),
+        policy=Policy(
+            active_window=timedelta(hours=2),
+            in_flight=InFlight.WAIT,
+            wait_limit=timedelta(seconds=7),
+            outcome_limit_bytes=4321,
+        ),
+        fingerprint=FingerprintRule(include=("/amount",)),
+        stored=StatusRule(freed=(404,)),
+        headers=("X-Total",),
+        strict=True,
+        request_limit_bytes=1234,
+    ),
+    Rule(path="/feed", streaming=Streaming.PASS, source=FromFields("/order")),
+    Rule(
+        path="/<b>",
+        key=KeyUse.OPTIONAL,
+        fingerprint=FingerprintRule(exclude=("/sent_at",)),
+    ),
+]
+
+
+def test_the_policy_is_made_from_the_live_rules(make_subject):
+    """Programs read every route with what is in force for it."""
+    subject = make_subject(rules=RULES)
+    reply = subject.ask("GET", "/idempotency-policy", accept="application/json")
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.headers["vary"] == "accept"
+    off, charges, feed, odd = reply.json["routes"]
+    assert off == {
+        "path": "/off",
+        "methods": ["POST", "PUT", "PATCH", "DELETE"],
+        "key": "off",
+    }
+    assert charges["key"] == "required"
+    assert charges["bare_keys"] is False
+    assert charges["retention_seconds"] == 7200
+    assert (charges["in_flight"], charges["wait_limit_seconds"]) == ("wait", 7)
+    assert charges["freed_statuses"] == ["404", "408", "425", "429", "500-599"]
+    assert "x-total" in charges["stored_headers"]
+    assert charges["same_request"].endswith("these fields: /amount")
+    assert (charges["request_limit_bytes"], charges["response_limit_bytes"]) == (1234, 4321)
+    assert feed["response_is_kept"] is False
+    assert "/order" in feed["key_source"]
+    assert odd["same_request"].endswith("without these fields: /sent_at")
+    assert reply.json["status_url"] == "/idempotency-status/{key}"
+    assert reply.json["key"]["characters_limit"] == 255
+
+
+def test_every_problem_has_its_anchor(make_subject):
+    """The type of each refusal leads to a place on the page for people."""
+    subject = make_subject(rules=RULES)
+    reply = subject.ask("GET", "/idempotency-policy", accept="text/html,application/json")
+    assert reply.headers["content-type"] == "text/html; charset=utf-8"
+    page = reply.body.decode()
+    for kind in KINDS:
+        assert f'id="{kind.slug}"' in page
+    assert "2:00:00" in page
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
+    json_types = {
+        item["type"]
+        for item in subject.ask("GET", "/idempotency-policy", accept="application/json").json[
+            "problems"
+        ]
+    }
+    assert json_types == {f"/idempotency-policy#{kind.slug}" for kind in KINDS}
+
+
+def test_the_pages_can_live_elsewhere_and_leave_the_old_paths_alone(make_subject):
+    """And other methods on their paths are the application's."""
+    subject = make_subject(policy_path="/docs/retries", status_path="/retries", rules=[])
+    assert b"<h1>" in subject.ask("GET", "/docs/retries", key=None).body
+    assert subject.ask("GET", "/retries/k", key=None).problem == "key-unknown"
+    assert subject.ask("GET", "/idempotency-policy", key=None).body == b'{"run": 1}'
+    assert subject.ask("POST", "/docs/retries", key=None).body == b'{"run": 2}'
+
+
+def test_head_of_a_page_has_no_body(make_subject):
+    """The headers are those of GET."""
+    subject = make_subject()
+    get, head = (subject.ask(method, "/idempotency-policy") for method in ("GET", "HEAD"))
+    assert head.body == b""
+    assert head.headers == get.headers
+    assert int(head.headers["content-length"]) == len(get.body)
+
+
+def test_the_status_of_a_finished_key_is_its_response(make_subject):
+    """For its own caller; to everybody else the key does not exist."""
+    subject = make_subject()
+    subject.ask()
+    reply = subject.ask("GET", "/idempotency-status/k-1", key=None)
+    assert (reply.status, reply.body, reply.is_replay) == (201, b'{"run": 1}', True)
+    assert reply.headers["location"] == "/charges/1"
+    assert "set-cookie" not in reply.headers
+    for options in ({"caller": "bob"}, {"path": "/idempotency-status/k-2"}):
+        reply = subject.ask(**{"method": "GET", "path": "/idempotency-status/k-1"} | options)
+        assert (reply.status, reply.problem) == (404, "key-unknown")
+        assert b"run" not in reply.body
+    assert subject.ask("GET", "/idempotency-status/k-1", caller=None).status == 401
+    for path in ("/idempotency-status/", "/idempotency-status/" + "x" * 256):
+        assert subject.ask("GET", path).problem == "key-unknown"
+
+
+def test_the_status_of_a_freed_key_says_that_it_may_be_tried_again(make_subject):
+    """The response of the attempt that failed is not the operation's outcome."""
+    subject = make_subject()
+    subject.shop.status = 503
+    subject.ask()
+    reply = subject.ask("GET", "/idempotency-status/k-1")
+    assert (reply.status, reply.json["state"]) == (200, "released")
+    assert "retry-after" not in reply.headers
+
+
+def test_the_status_of_a_key_past_its_window_is_unknown(make_subject):
+    """Even while its outcome is still kept for audit."""
+    clock = ManualClock()
+    subject = make_subject(MemoryStore(now_ms=clock))
+    subject.ask()
+    clock.advance(timedelta(hours=24))
+    assert subject.ask("GET", "/idempotency-status/k-1").problem == "key-unknown"
+
+
+def test_the_status_shows_the_present_life_of_a_key(make_subject):
+    """An outcome of an earlier life is audit, not status."""
+    clock = ManualClock()
+    subject = make_subject(MemoryStore(now_ms=clock), face={"cache": False})
+    subject.ask()
+    clock.advance(timedelta(hours=24))
+    subject.ask()
+    assert subject.ask("GET", "/idempotency-status/k-1").body == b'{"run": 2}'
+
+
+@pytest.mark.parametrize(
+    ("policy", "slug"),
+    [
+        (Policy(outcome_limit_bytes=5), "outcome-unavailable"),
+        (Policy(unlisted=Ending.FAILED), "operation-failed"),
+        (Policy(attempt_limit=1), "attempts-exhausted"),
+    ],
+)
+def test_the_status_of_an_operation_without_a_response(make_subject, policy, slug):
+    """Done without one, failed for good, given up: each is told as what it is."""
+    subject = make_subject(rule=Rule(policy=policy))
+    if slug == "outcome-unavailable":
+        subject.ask()
+    else:
+        subject.shop.error = LookupError("no ledger")
+        with pytest.raises(LookupError):
+            subject.ask()
+        subject.ask()
+    reply = subject.ask("GET", "/idempotency-status/k-1")
+    assert reply.problem == slug
+    assert reply.json["key"] == "k-1"
+
+
+def test_the_status_page_tells_of_a_store_that_is_down(make_subject):
+    """503, to be asked again."""
+    store = FaultyStore(MemoryStore())
+    subject = make_subject(store)
+    store.fail(Moment.BEFORE, method="read")
+    reply = subject.ask("GET", "/idempotency-status/k-1")
+    assert (reply.status, reply.problem) == (503, "store-unavailable")

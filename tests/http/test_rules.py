@@ -1,0 +1,150 @@
+"""Rules: what they match, and what is refused when they are made."""
+
+from __future__ import annotations
+
+import pytest
+
+from retrysafe import Ending, FingerprintRule, Policy, PolicyInvalid
+from retrysafe.http import KeyUse, Rule, StatusRule
+from retrysafe.http.rules import RouteTable
+from retrysafe.runtime.calls import Settings
+
+SETTINGS = Settings(None, Policy(), FingerprintRule(), None)
+
+
+def found(rules, method, path):
+    """The position of the rule that matches, with its parameters."""
+    table = RouteTable(rules, SETTINGS)
+    match = table.find(method, path)
+    return None if match is None else (table.routes.index(match[0]), dict(match[1]))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "parameters"),
+    [
+        (None, "/anything/at/all", {}),
+        ("/charges", "/charges", {}),
+        ("/charges", "/charges/", None),
+        ("/charges", "/chargesx", None),
+        ("/charges/{id}", "/charges/7", {"id": "7"}),
+        ("/charges/{id}", "/charges/", None),
+        ("/charges/{id}", "/charges/7/refunds", None),
+        ("/c/{a}/r/{b}", "/c/1/r/2", {"a": "1", "b": "2"}),
+        ("/f/{name}.json", "/f/a.json", {"name": "a"}),
+        ("/f/{name}.json", "/f/axjson", None),
+        ("/v1/*", "/v1/a/b", {}),
+        ("/v1/*", "/v1/", {}),
+        ("/v1/*", "/v1", None),
+        ("/v1/*", "/v1/a\nb", {}),
+        ("/{version}/*", "/v2/a", {"version": "v2"}),
+    ],
+)
+def test_paths_match_as_written(pattern, path, parameters):
+    """Braces take one segment, a star at the end everything below, other characters themselves."""
+    expected = None if parameters is None else (0, parameters)
+    assert found([Rule(path=pattern)], "POST", path) == expected
+
+
+def test_the_first_rule_that_matches_counts_whatever_its_kind():
+    """Plain paths are looked up and patterns tried, but only the order decides."""
+    rules = [
+        Rule(path="/a/{id}", methods=("POST",)),
+        Rule(path="/a/b"),
+        Rule(path="/a/b", methods=("DELETE",)),
+        Rule(path="/a/*"),
+        Rule(path="/off", key=KeyUse.OFF),
+        Rule(),
+    ]
+    assert found(rules, "POST", "/a/b") == (0, {"id": "b"})
+    assert found(rules, "PUT", "/a/b") == (1, {})
+    assert found(rules, "DELETE", "/a/b") == (1, {})
+    assert found(rules, "PUT", "/a/c") == (3, {})
+    assert found(rules, "PUT", "/off") is None
+    assert found(rules, "PUT", "/x") == (5, {})
+    assert found(rules, "GET", "/a/b") is None
+    assert found(rules[:1], "PUT", "/a/b") is None
+    assert found([], "POST", "/a") is None
+
+
+def test_records_are_listed_under_the_route_or_the_rules_name():
+    """Operators see method and pattern unless the rule has a name."""
+    table = RouteTable(
+        [Rule(path="/c/{id}"), Rule(name="charge"), Rule(path="/" + "x" * 300)], SETTINGS
+    )
+    assert table.routes[0].operations["POST"] == "POST /c/{id}"
+    assert table.routes[1].operations == dict.fromkeys(("POST", "PUT", "PATCH", "DELETE"), "charge")
+    assert len(table.routes[2].operations["POST"]) == 255
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "charges"}, "slash"),
+        ({"path": 7}, "slash"),
+        ({"methods": ()}, "at least one"),
+        ({"methods": ("GET",)}, "GET is safe"),
+        ({"methods": ("post", "head")}, "HEAD is safe"),
+        ({"key": "required"}, "KeyUse"),
+        ({"streaming": True}, "Streaming"),
+        ({"stored": (200,)}, "StatusRule"),
+        ({"strict": 1}, "bool"),
+        ({"source": "header"}, "FromHeader"),
+        ({"request_limit_bytes": -1}, "request_limit_bytes"),
+        ({"request_limit_bytes": True}, "request_limit_bytes"),
+    ],
+)
+def test_a_rule_that_cannot_work_is_refused(options, message):
+    """When it is made, not when the first request comes."""
+    with pytest.raises(PolicyInvalid, match=message):
+        Rule(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "/a/{id"}, "no pattern"),
+        ({"path": "/a/{0}"}, "no pattern"),
+        ({"path": "/{a*}/b{c}"}, "no pattern"),
+        ({"path": "/*/a/*"}, "no pattern"),
+        ({"path": "/{id}/{id}"}, "twice"),
+        ({"headers": ("Set-Cookie",)}, "set-cookie"),
+        ({"headers": "X-A"}, "list of header names"),
+    ],
+)
+def test_a_route_that_cannot_work_is_refused(options, message):
+    """Together with the rest of the table."""
+    with pytest.raises(PolicyInvalid, match=message):
+        RouteTable([Rule(**options)], SETTINGS)
+
+
+def test_methods_may_be_one_and_in_any_case():
+    """One name alone is what people write first."""
+    assert Rule(methods="post").methods == ("POST",)
+
+
+def test_statuses_end_attempts():
+    """Below 400 succeeded, kept refusals failed, the rest released; both lists change that."""
+    rule = StatusRule()
+    endings = {status: rule.ending(status) for status in (200, 399, 400, 408, 425, 429, 499, 500)}
+    assert endings == {
+        200: Ending.SUCCEEDED,
+        399: Ending.SUCCEEDED,
+        400: Ending.FAILED,
+        408: Ending.RELEASED,
+        425: Ending.RELEASED,
+        429: Ending.RELEASED,
+        499: Ending.FAILED,
+        500: Ending.RELEASED,
+    }
+    assert rule.ending(101) is Ending.RELEASED
+    changed = StatusRule(kept=(429, 501), freed=(404, 200))
+    assert changed.ending(429) is Ending.FAILED
+    assert changed.ending(501) is Ending.FAILED
+    assert changed.ending(404) is changed.ending(200) is Ending.RELEASED
+    for options, message in (
+        ({"kept": (99,)}, "from 200 to 599"),
+        ({"freed": ("404",)}, "from 200 to 599"),
+        ({"kept": (404,), "freed": (404,)}, "both"),
+    ):
+        with pytest.raises(PolicyInvalid, match=message):
+            StatusRule(**options)

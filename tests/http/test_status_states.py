@@ -1,0 +1,95 @@
+"""What a stored record means on the status page, for the states that a live request cannot show."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+
+from retrysafe import AsyncIdempotency, Condition, Idempotency, MemoryStore
+from retrysafe.http.problems import Place
+from retrysafe.http.status_page import status_response
+from retrysafe.testing import ManualClock
+from tests.http.driving import Reply
+
+PLACE = Place("/policy", "/status")
+
+
+def status_of(idem):
+    response = status_response(idem.read("k"), PLACE, "k")
+    lines = [(name.decode(), value.decode()) for name, value in response.headers]
+    return Reply(response.status, lines, response.body)
+
+
+def test_a_cut_off_operation_is_abandoned_when_its_lease_ends():
+    """Running until then, with a pause that the lease bounds; afterwards a retry is advised."""
+    clock = ManualClock()
+    idem = Idempotency(MemoryStore(now_ms=clock), caller="a")
+
+    def die():
+        raise SystemExit
+
+    with pytest.raises(SystemExit):
+        idem.run("k", die)
+    running = status_of(idem)
+    assert (running.json["state"], running.headers["retry-after"]) == ("running", "1")
+    clock.advance(timedelta(seconds=30))
+    assert idem.read("k").condition is Condition.ABANDONED
+    abandoned = status_of(idem)
+    assert (abandoned.status, abandoned.json["state"]) == (200, "abandoned")
+    assert "retry-after" not in abandoned.headers
+    idem.close()
+
+
+def test_an_outcome_that_is_no_response_is_not_shown():
+    """A function of the same caller used the key: its value is nobody's response."""
+    idem = Idempotency(MemoryStore(), caller="a")
+    idem.run("k", lambda: {"secret": 1})
+    reply = status_of(idem)
+    assert reply.problem == "outcome-unavailable"
+    assert b"secret" not in reply.body
+    idem.close()
+
+
+def test_an_outcome_that_was_cleaned_away_is_not_made_up():
+    """The record is there, its outcome is not."""
+    idem = Idempotency(MemoryStore(), caller="a")
+    idem.run("k", lambda: 1)
+    idem._store._outcomes.clear()
+    assert status_of(idem).problem == "outcome-unavailable"
+    idem.close()
+
+
+def test_adapters_recall_without_asking_the_store():
+    """What the process remembers comes back at once; what it does not is None."""
+
+    async def run():
+        from retrysafe.core.call import Call
+        from retrysafe.core.codec import ValueCodec
+        from retrysafe.core.keys import Key
+        from retrysafe.core.model import Fingerprint
+        from retrysafe.core.policy import Policy
+
+        fingerprints = (Fingerprint(1, b"x" * 16),)
+        call = Call(Key("k", caller="a"), fingerprints, Policy(), "op", ValueCodec())
+
+        async def operation(attempt):
+            return attempt.number
+
+        idem = AsyncIdempotency(MemoryStore())
+        assert idem.recall(call) is None
+        assert (await idem.answer_call(call, operation)).value == 1
+        assert idem.recall(call).replayed
+        await idem.close()
+        blocking = Idempotency(MemoryStore())
+        assert blocking.recall(call) is None
+        assert blocking.answer_call(call, lambda attempt: attempt.number).value == 1
+        assert blocking.recall(call).value == 1
+        blocking.close()
+        forgetful = Idempotency(MemoryStore(), cache=False)
+        forgetful.answer_call(call, lambda attempt: 1)
+        assert forgetful.recall(call) is None
+        forgetful.close()
+
+    asyncio.run(run())

@@ -1,0 +1,393 @@
+"""The WSGI middleware: threads, iterables, streams and the standard's odd corners."""
+
+from __future__ import annotations
+
+import io
+import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+
+from retrysafe import (
+    Idempotency,
+    InvalidInput,
+    MemoryStore,
+    OutcomeNotStored,
+    Policy,
+    current_attempt,
+)
+from retrysafe.http import Response, Rule, Streaming, WSGIIdempotencyMiddleware, bearer_token
+from retrysafe.http.wsgi import ATTEMPT_NAME
+from retrysafe.testing import FaultyStore, Moment
+from tests.http.driving import BODY, ask_wsgi
+
+
+@pytest.fixture
+def protect():
+    """Protects an application; what it made is closed when the test ends."""
+    made = []
+
+    def make(app, store=None, **options):
+        idem = Idempotency(store or MemoryStore())
+        made.append(idem)
+        return WSGIIdempotencyMiddleware(app, idem, **{"caller": bearer_token, **options})
+
+    yield make
+    for idem in made:
+        idem.close()
+
+
+def test_a_request_that_no_rule_protects_gets_the_servers_own_callables(protect):
+    """Neither the environ nor start_response is touched."""
+    seen = []
+
+    def app(environ, start_response):
+        seen.append((environ, start_response))
+        return iter([b"x"])
+
+    app = protect(app, rules=[Rule(path="/charges")])
+    environ, start = {"REQUEST_METHOD": "POST", "PATH_INFO": "/other"}, object()
+    app(environ, start)
+    assert seen[0][0] is environ
+    assert seen[0][1] is start
+    assert environ.keys() == {"REQUEST_METHOD", "PATH_INFO"}
+
+
+def test_the_application_finds_its_attempt_and_its_body(protect):
+    """In the environ and through current_attempt(); the body can be read again."""
+
+    def app(environ, start_response):
+        assert environ[ATTEMPT_NAME] is current_attempt()
+        assert environ["wsgi.input"].read() == BODY
+        assert environ["CONTENT_LENGTH"] == str(len(BODY))
+        start_response("201 Created", [])
+        return [b"done"]
+
+    assert ask_wsgi(protect(app)).body == b"done"
+
+
+def test_duplicates_in_other_threads_do_not_run(protect):
+    """409 while the first runs, or its response for those who wait; two store calls in all."""
+    started, go_on = threading.Event(), threading.Event()
+    runs = []
+
+    def app(environ, start_response):
+        runs.append(1)
+        started.set()
+        assert go_on.wait(10)
+        start_response("201 Created", [])
+        return [b"done"]
+
+    store = FaultyStore(MemoryStore())
+    app = protect(app, store)
+    with ThreadPoolExecutor(9) as pool:
+        first = pool.submit(ask_wsgi, app)
+        assert started.wait(10)
+        refused = ask_wsgi(app)
+        assert refused.problem == "in-flight"
+        assert int(refused.headers["retry-after"]) >= 1
+        accepted = ask_wsgi(app, prefer="respond-async")
+        assert (accepted.status, accepted.headers["location"]) == (202, "/idempotency-status/k-1")
+        waiting = [pool.submit(ask_wsgi, app, prefer="wait=10") for _ in range(8)]
+        go_on.set()
+        assert {future.result().body for future in waiting} == {b"done"}
+        assert not first.result().is_replay
+    assert runs == [1]
+    assert len(store.calls) == 2
+
+
+def test_iterables_are_consumed_and_closed(protect):
+    """Generators run inside the attempt; write() and empty chunks are taken as well."""
+    closed = []
+
+    class Result:
+        def __iter__(self):
+            assert current_attempt().number == 1
+            yield b""
+            yield b"c"
+
+        def close(self):
+            closed.append(1)
+
+    def app(environ, start_response):
+        write = start_response("201 Created", [])
+        write(b"a")
+        write(b"b")
+        return Result()
+
+    app = protect(app)
+    assert ask_wsgi(app).body == b"abc"
+    assert closed == [1]
+    assert ask_wsgi(app).body == b"abc"
+
+
+def test_an_error_while_the_response_is_made_has_sent_nothing(protect):
+    """The iterable is closed, the server hears the error, and the key is free."""
+    closed = []
+
+    def chunks():
+        try:
+            yield b"half"
+            raise LookupError("no ledger")
+        finally:
+            closed.append(1)
+
+    def app(environ, start_response):
+        start_response("201 Created", [])
+        return chunks()
+
+    app = protect(app)
+    for _ in range(2):
+        with pytest.raises(LookupError):
+            ask_wsgi(app)
+    assert closed == [1, 1]
+
+
+def test_an_application_may_start_over_after_an_error(protect):
+    """With exc_info, what it had begun is dropped; without, it is an error."""
+
+    def app(environ, start_response):
+        write = start_response("200 OK", [("X-A", "1")])
+        write(b"half")
+        try:
+            raise LookupError("late")
+        except LookupError as error:
+            start_response("404 Not Found", [("X-B", "2")], (type(error), error, None))
+        return [b"gone"]
+
+    reply = ask_wsgi(protect(app))
+    assert (reply.status, reply.body, reply.headers) == (404, b"gone", {"x-b": "2"})
+
+    def twice(environ, start_response):
+        start_response("200 OK", [])
+        start_response("200 OK", [])
+        return []
+
+    with pytest.raises(RuntimeError, match="twice"):
+        ask_wsgi(protect(twice))
+
+
+def test_an_application_without_a_response_is_an_error(protect):
+    """The server hears of it, and the key is free."""
+    app = protect(lambda environ, start_response: [])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="without a response"):
+            ask_wsgi(app)
+    app = protect(lambda environ, start_response: [b"body"])
+    with pytest.raises(RuntimeError, match="before its response"):
+        ask_wsgi(app)
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        (Rule(streaming=Streaming.PASS), "application/x-ndjson"),
+        (Rule(), "text/event-stream"),
+    ],
+)
+@pytest.mark.parametrize("chunks", [[b"1", b"2"], []])
+def test_a_stream_passes_on_and_is_remembered_as_done(protect, rule, kind, chunks):
+    """Chunk by chunk through the server's own write; a retry gets no second run."""
+    runs = []
+    arrived = []
+
+    def app(environ, start_response):
+        runs.append(1)
+        start_response("200 OK", [("Content-Type", kind)])
+        for number, chunk in enumerate(chunks):
+            assert len(arrived) == number
+            yield chunk
+
+    app = protect(app, rule=rule)
+
+    def watched(environ, start_response):
+        def start(*args):
+            write = start_response(*args)
+
+            def note(chunk):
+                arrived.append(chunk)
+                write(chunk)
+
+            return note
+
+        return app(environ, start)
+
+    reply = ask_wsgi(watched)
+    assert (reply.status, reply.body, arrived) == (200, b"".join(chunks), chunks)
+    assert ask_wsgi(app).problem == "outcome-unavailable"
+    assert runs == [1]
+
+
+def test_a_stream_without_a_reader_is_done(protect):
+    """What the server's write raises ends the application; the operation is not run again."""
+    closed = []
+
+    def app(environ, start_response):
+        start_response("200 OK", [("Content-Type", "text/event-stream")])
+        try:
+            while True:
+                yield b"data: 1\n\n"
+        finally:
+            closed.append(1)
+
+    app = protect(app)
+
+    def gone(chunk):
+        raise BrokenPipeError
+
+    environ = {
+        "REQUEST_METHOD": "POST",
+        "PATH_INFO": "/charges",
+        "HTTP_IDEMPOTENCY_KEY": '"k-1"',
+        "HTTP_AUTHORIZATION": "Bearer alice",
+        "wsgi.input": io.BytesIO(),
+    }
+    assert list(app(dict(environ), lambda *args: gone)) == []
+    assert closed == [1]
+    assert ask_wsgi(app, body=b"", environ={"CONTENT_TYPE": ""}).problem == "outcome-unavailable"
+
+
+def test_a_stream_that_fails_half_way_frees_the_key(protect):
+    """Its error reaches the server, also through start_response with exc_info."""
+
+    def app(environ, start_response):
+        start_response("200 OK", [("Content-Type", "text/event-stream")])
+        yield b"1"
+        try:
+            raise LookupError("feed")
+        except LookupError as error:
+            start_response("500 Oops", [], (type(error), error, None))
+
+    app = protect(app)
+    for _ in range(2):
+        with pytest.raises(LookupError, match="feed"):
+            ask_wsgi(app)
+
+
+def test_a_stream_is_followed_by_no_second_answer(protect):
+    """Its ending could not be stored: the server hears the error instead of the client."""
+    store = FaultyStore(MemoryStore())
+    store.fail(Moment.BEFORE, method="commit", number=2)
+
+    def app(environ, start_response):
+        start_response("200 OK", [("Content-Type", "text/event-stream")])
+        return [b"1"]
+
+    app = protect(app, store, rule=Rule(policy=Policy(settle_patience=timedelta(0))))
+    with pytest.raises(OutcomeNotStored):
+        ask_wsgi(app)
+
+
+def test_headers_are_told_once(protect):
+    """Servers may give the content's headers under two names."""
+    seen = []
+
+    def caller(request):
+        seen.append(request)
+        return "a"
+
+    app = protect(lambda environ, start_response: [], caller=caller)
+    names = {"HTTP_CONTENT_TYPE": "application/json", "HTTP_CONTENT_LENGTH": "32"}
+    with pytest.raises(RuntimeError):
+        ask_wsgi(app, environ=names)
+    assert seen[0].header_lines(b"content-type") == [b"application/json"]
+    assert seen[0].header_lines(b"content-length") == [b"32"]
+
+
+def test_no_more_than_the_body_is_read(protect):
+    """The declared length, or to the end where the server says that there is one."""
+
+    def app(environ, start_response):
+        start_response("200 OK", [])
+        return [environ["wsgi.input"].read()]
+
+    app = protect(app, rule=Rule(request_limit_bytes=8))
+
+    def with_input(key, data, **environ):
+        return ask_wsgi(
+            app, key=key, environ={"wsgi.input": io.BytesIO(data), "CONTENT_LENGTH": "", **environ}
+        )
+
+    assert with_input("a", b"12345next", CONTENT_LENGTH="5").body == b"12345"
+    assert with_input("b", b"123", CONTENT_LENGTH="5").body == b"123"
+    assert with_input("c", b"12345").body == b""
+    assert with_input("f", b"12345", CONTENT_LENGTH="five").body == b""
+    assert with_input("d", b"12345678", **{"wsgi.input_terminated": True}).body == b"12345678"
+    reply = with_input("e", b"123456789", **{"wsgi.input_terminated": True})
+    assert reply.problem == "body-too-large"
+
+
+def test_paths_are_text_for_rules(protect):
+    """WSGI hands over bytes in disguise."""
+
+    def app(environ, start_response):
+        start_response("201 Created", [])
+        return [b""]
+
+    app = protect(app, rules=[Rule(path="/zählen")])
+    assert ask_wsgi(app, path="/zählen", key=None).status == 400
+    assert ask_wsgi(app, path="/zahlen", key=None).status == 201
+
+
+def test_interruption_of_the_worker_leaves_the_key_to_its_lease(protect):
+    """A worker that is told to exit is no outcome."""
+
+    def app(environ, start_response):
+        raise SystemExit
+
+    app = protect(app)
+    with pytest.raises(SystemExit):
+        ask_wsgi(app)
+    assert ask_wsgi(app).problem == "in-flight"
+
+
+def test_an_endpoint_may_complete_in_its_own_transaction(tmp_path):
+    """Business write and response commit together; the first caller gets the whole response."""
+    path = tmp_path / "shop.db"
+    idem = Idempotency(f"sqlite:///{path}")
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY, name TEXT)")
+    late_status = ["201 Created"]
+
+    def app(environ, start_response):
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("INSERT INTO orders (name) VALUES ('pen')")
+        made = Response(201, [(b"location", b"/orders/1")], b"made")
+        current_attempt().complete_in(connection, made)
+        connection.execute("COMMIT")
+        start_response(late_status[0], [("Location", "/orders/1"), ("Set-Cookie", "a=b")])
+        return [b"made"]
+
+    app = WSGIIdempotencyMiddleware(app, idem, caller=bearer_token)
+    first, second = ask_wsgi(app), ask_wsgi(app)
+    assert first.headers == {"location": "/orders/1", "set-cookie": "a=b"}
+    assert (second.is_replay, second.body) == (True, b"made")
+    assert second.headers["location"] == "/orders/1"
+    late_status[0] = "500 Template Broken"
+    committed = ask_wsgi(app, key="k-2")
+    assert (committed.status, committed.body) == (201, b"made")
+    assert connection.execute("SELECT count(*) FROM orders").fetchone() == (2,)
+    connection.close()
+    idem.close()
+
+
+def test_a_value_that_is_no_response_cannot_complete_a_request(tmp_path):
+    """The endpoint is told at once, and its transaction can be rolled back."""
+    path = tmp_path / "shop.db"
+    idem = Idempotency(f"sqlite:///{path}")
+    connection = sqlite3.connect(path, isolation_level=None)
+
+    def app(environ, start_response):
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            current_attempt().complete_in(connection, {"id": 1})
+        finally:
+            connection.execute("ROLLBACK")
+
+    app = WSGIIdempotencyMiddleware(app, idem, caller=bearer_token)
+    with pytest.raises(InvalidInput, match="is a response, got dict"):
+        ask_wsgi(app)
+    connection.close()
+    idem.close()

@@ -1,0 +1,163 @@
+"""The guards in PostgreSQL's statements: without any of them, a promise breaks on a real server."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import closing
+
+import psycopg
+import pytest
+
+from retrysafe.core import transitions
+from retrysafe.core.model import Decision, Payload, SettleKind, Step, StepWrite
+from retrysafe.errors import OperationInFlight
+from retrysafe.runtime.blocking import BlockingIdempotency
+from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.face import mint_token
+from retrysafe.stores.postgres import PostgresStore
+from retrysafe.testing.suite.probe import KEY, request, settlement
+from retrysafe.wiring import postgres_store
+from tests.servers.fixtures import migrated
+
+# The shortest lease there is: on the server's clock it is over when the next statement begins.
+INSTANT_MS = 0
+
+
+def claimed(store: PostgresStore, token: bytes, lease_ms: int = INSTANT_MS) -> Decision:
+    ((answer,), _) = run_sync(store.commit([request(KEY, token, lease_ms=lease_ms)], []))
+    return answer.decision
+
+
+def ended(store: PostgresStore, token: bytes, **kwargs: object) -> Decision:
+    _, (answer,) = run_sync(
+        store.commit([], [settlement(SettleKind.COMPLETE, KEY, token, **kwargs)])
+    )
+    return answer.decision
+
+
+def taken_over(store: PostgresStore) -> tuple[bytes, bytes]:
+    """The tokens of a zombie and of its successor."""
+    zombie, successor = mint_token(), mint_token()
+    claimed(store, zombie)
+    assert claimed(store, successor, 60_000) is Decision.TAKE_OVER
+    return zombie, successor
+
+
+def zombie_cannot_settle(store: PostgresStore) -> None:
+    zombie, _ = taken_over(store)
+    assert ended(store, zombie) is Decision.LOST
+
+
+def outcome_never_changes(store: PostgresStore) -> None:
+    token = mint_token()
+    claimed(store, token, 60_000)
+    assert ended(store, token) is Decision.APPLY
+    assert ended(store, token, payload=Payload("json.1", b"", b"2")) is Decision.CONFIRM
+    assert len(run_sync(store.read(KEY)).outcomes) == 1
+
+
+def only_one_takes_over(store: PostgresStore) -> None:
+    claimed(store, mint_token())
+    record = run_sync(store.read(KEY)).record
+    now_ms = record.lease_ends_at_ms
+    rivals = [transitions.claim(record, request(KEY, mint_token()), now_ms)[0] for _ in range(2)]
+    won = [run_sync(store._batches.replace(record, rival)) for rival in rivals]
+    assert won == [True, False]
+
+
+def zombie_cannot_extend(store: PostgresStore) -> None:
+    zombie, _ = taken_over(store)
+    _, (answer,) = run_sync(store.commit([], [settlement(SettleKind.EXTEND, KEY, zombie)]))
+    assert answer.decision is Decision.LOST
+
+
+def zombie_cannot_record_a_step(store: PostgresStore) -> None:
+    zombie, _ = taken_over(store)
+    write = StepWrite(KEY, zombie, Step("charge", 1, Payload("json.1", b"", b"1")))
+    assert run_sync(store.record_step(write)) is Decision.LOST
+
+
+def zombie_cannot_settle_in_its_transaction(store: PostgresStore) -> None:
+    zombie, _ = taken_over(store)
+    url = store.url
+    with closing(psycopg.connect(url)) as connection:
+        connection.execute("SELECT 1")
+        transaction = store.join(connection)
+        decision = run_sync(transaction.settle(settlement(SettleKind.COMPLETE, KEY, zombie)))
+    assert decision is Decision.LOST
+
+
+def rival_of_an_atomic_run_is_told_at_once(store: PostgresStore) -> None:
+    idem = BlockingIdempotency(store)
+    with closing(psycopg.connect(store.url)) as first, closing(psycopg.connect(store.url)) as rival:
+        # Without its guard the rival would wait for the first one, which waits for us.
+        rival.execute("SET lock_timeout = '100ms'")
+        with idem.atomic(first, KEY, name="order") as run:
+            run.complete(1)
+            with pytest.raises(OperationInFlight), idem.atomic(rival, KEY, name="order"):
+                pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """A part of a statement, and the property that breaks without it."""
+
+    statement: str
+    guard: str
+    without: str
+    check: Callable[[PostgresStore], None]
+
+
+GUARDS = [
+    Guard("commit", " AND k.token = w.token", "", zombie_cannot_settle),
+    Guard("commit", " AND k.state = 1", "", outcome_never_changes),
+    Guard(
+        "replace_record",
+        "token = $14 AND state = $15 AND attempt = $16 AND lease_ends_at_ms = $17",
+        "(token <> $14 OR state = $15 OR attempt = $16 OR lease_ends_at_ms = $17)",
+        only_one_takes_over,
+    ),
+    Guard("extend", " AND k.token = w.token", "", zombie_cannot_extend),
+    Guard("record_step", "AND token = $2", "AND $2::bytea <> ''", zombie_cannot_record_a_step),
+    Guard(
+        "settle_record",
+        "AND k.token = $2::bytea",
+        "AND $2::bytea <> ''",
+        zombie_cannot_settle_in_its_transaction,
+    ),
+    Guard(
+        "try_lock",
+        "pg_try_advisory_xact_lock($1::bigint)",
+        "$1::bigint IS NOT NULL",
+        rival_of_an_atomic_run_is_told_at_once,
+    ),
+]
+
+
+def opened(url: str, guard: Guard | None) -> PostgresStore:
+    store = postgres_store(url, is_async=False)
+    store.url = url.partition("?")[0]
+    if guard is not None:
+        text = store._sql[guard.statement]
+        assert text.count(guard.guard) == 1
+        changed = {guard.statement: text.replace(guard.guard, guard.without)}
+        store._sql = {**store._sql, **changed}
+    return store
+
+
+@pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.check.__name__)
+@pytest.mark.parametrize("is_there", [True, False], ids=["with", "without"])
+def test_the_property_needs_its_guard(postgres_url, guard, is_there):
+    """The property holds on the statements as they are, and breaks without the guard."""
+    store = opened(migrated(postgres_url), None if is_there else guard)
+    try:
+        if is_there:
+            guard.check(store)
+        else:
+            # What breaks is the property, not the changed statement.
+            broken = (AssertionError, pytest.fail.Exception, psycopg.errors.LockNotAvailable)
+            with pytest.raises(broken):
+                guard.check(store)
+    finally:
+        run_sync(store.close())
