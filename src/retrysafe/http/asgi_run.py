@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.http.exchange import Plan
 from retrysafe.http.responses import Response, is_event_stream
@@ -31,6 +32,11 @@ _HIDDEN_EXTENSIONS: Final = (
 # Looked up once: members of an enum are dear to look up on every call.
 _PASS: Final = Streaming.PASS
 _logger = logging.getLogger("retrysafe")
+
+
+def end_of_body() -> Message:
+    """The message that ends a response."""
+    return {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 class AppRun:
@@ -95,7 +101,7 @@ class AppRun:
         self.started: asyncio.Future[None] | None = None
         self.settling: asyncio.Task[None] | None = None
 
-    async def invoke(self, attempt: Attempt) -> Response:
+    async def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
         """Runs the application until its response is complete."""
         scope = self._scope
         # The same scope, not a copy: middlewares around us read what routers write into it.
@@ -174,11 +180,15 @@ class AppRun:
         if kind == "http.response.body":
             if not self._status or self.response is not None:
                 raise RuntimeError("the application sent a body outside of its response")
-            if self.is_passing:
-                await self._pass_on(message)
-            else:
+            is_last = not message.get("more_body", False)
+            if not self.is_passing:
                 self._chunks.append(message.get("body", b""))
-            if not message.get("more_body", False):
+            elif not is_last:
+                await self._pass_on(message)
+            elif message.get("body", b""):
+                # The end is kept back until the stream is remembered as done.
+                await self._pass_on({**message, "more_body": True})
+            if is_last:
                 self._finish_response()
         elif kind == "http.response.start":
             if self._status:
@@ -210,6 +220,11 @@ class AppRun:
         except OSError:
             self._is_gone = True
             raise
+
+    async def end_stream(self) -> None:
+        """Sends the end of a stream, unless there is nobody to send it to."""
+        if not self._is_gone:
+            await self._send(end_of_body())
 
     async def finish(self) -> None:
         """Waits for what the application does after its response; raises what that raises."""

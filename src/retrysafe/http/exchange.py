@@ -96,6 +96,7 @@ class Protection:
         status_path: str = STATUS_PATH,
         challenge: str = "Bearer",
         breaker: Breaker | None = None,
+        outcome_of: Callable[[Any], Response] = response_of,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         if rules is not None and rule is not None:
@@ -110,11 +111,15 @@ class Protection:
         self.settings = settings
         self.table = RouteTable((rule or Rule(),) if rules is None else tuple(rules), settings)
         self.find: Callable[[str, str], Match | None] = self.table.find
+        # Routes whose rules stand next to their endpoints; the framework knows which ones.
+        self.endpoints: tuple[Route, ...] = ()
         self.fail_open = fail_open
         self.policy_path = policy_path
         self.status_path = status_path.rstrip("/") + "/"
         self.breaker = breaker or Breaker()
         self._challenge: tuple[Header, ...] = ((b"www-authenticate", challenge.encode()),)
+        # What a view may complete its attempt with, as a response.
+        self._outcome_of = outcome_of
         self._monotonic = monotonic
         self._waits: dict[tuple[int, float], Policy] = {}
 
@@ -128,7 +133,7 @@ class Protection:
         """The policy page or a refusal; a key when its record must be read for `status`."""
         if path == self.policy_path:
             return policy_response(
-                self.table.routes,
+                (*self.table.routes, *self.endpoints),
                 request.header(b"accept"),
                 policy_url=f"{prefix}{self.policy_path}",
                 status_url=f"{prefix}{self.status_path}",
@@ -184,7 +189,7 @@ class Protection:
             return self.too_large(route, request, prefix, key)
         policy, preference = route.policy, NO_PREFERENCE
         if prefer is not None:
-            preference = parse_prefer(prefer)
+            preference = _preference(route, prefer)
             if preference.wait_seconds is not None:
                 policy = self._waiting(policy, preference.wait_seconds)
         return Plan(route, request, caller, key, policy, preference, prefix)
@@ -234,6 +239,7 @@ class Protection:
             operation,
             route.codec,
             route.judge,
+            self._outcome_of,
         )
 
     def closed_off(self, plan: Plan) -> Response | None:
@@ -247,6 +253,13 @@ class Protection:
             key=plan.key,
             retry_after=timedelta(seconds=seconds),
         )
+
+    def runs_unprotected(self, plan: Plan) -> bool:
+        """Whether the application runs although the store is out of reach.
+
+        Never in atomic mode: what is out of reach is the application's own database.
+        """
+        return self.fail_open and plan.route.rule.transaction is None
 
     # Answers.
 
@@ -332,6 +345,15 @@ class Protection:
             "Nothing was run.",
             key=key,
         )
+
+
+def _preference(route: Route, lines: list[bytes]) -> Preference:
+    """What the client asks for, as far as the route can give it."""
+    preference = parse_prefer(lines)
+    if preference.respond_async and route.rule.transaction is not None:
+        # Nobody could read a status before the transaction has ended.
+        return Preference(preference.wait_seconds, respond_async=False)
+    return preference
 
 
 def _is_same(first: Response, second: Response) -> bool:

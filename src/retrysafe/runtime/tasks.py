@@ -7,11 +7,13 @@ import functools
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
 from types import CoroutineType, TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
@@ -24,7 +26,7 @@ from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Transaction, Waits
 from retrysafe.core.stepping import Stepper
 from retrysafe.errors import InvalidInput
-from retrysafe.runtime.atomic_tasks import AtomicTasks
+from retrysafe.runtime.atomic_tasks import AtomicTasks, TaskTransacting
 from retrysafe.runtime.calls import (
     ONCE_ATTRIBUTE,
     UNSET,
@@ -41,6 +43,7 @@ from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_out
 from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.group_commit import DirectWriter, TaskGroupCommit
 from retrysafe.runtime.heartbeat import TaskHeartbeat
+from retrysafe.runtime.joining import ThreadRenewals, drive_either
 from retrysafe.runtime.steps import codec_of_step, perform_suspending
 from retrysafe.runtime.threaded import ThreadedStore
 from retrysafe.runtime.waiting import TaskWaiting
@@ -143,9 +146,9 @@ class AsyncFace(AtomicTasks, Face):
             owner=owner_name(),
             secret=self._settings.secret,
             joiner=Joiner(
-                join=self._join_suspending,
-                drive=_as_it_is,
-                renewals=parts.heartbeat,
+                join=lambda connection: self._join_in(parts, connection),
+                drive=drive_either,
+                renewals=ThreadRenewals(parts.heartbeat, parts.loop),
                 has_outbox=parts.store.capabilities.has_outbox,
             ),
             stepper=Stepper(
@@ -164,6 +167,12 @@ class AsyncFace(AtomicTasks, Face):
 
     def _join_suspending(self, connection: object) -> Transaction:
         return self._join(connection, Waits.SUSPENDING)
+
+    def _join_in(self, parts: _LoopParts, connection: object) -> Transaction:
+        transaction = self._join(connection, None)
+        if parts.threaded is None:
+            return transaction
+        return parts.threaded.asking_elsewhere(transaction)
 
     def _bound(self) -> _LoopParts:
         """The parts for the running loop; a loop that has ended is replaced by the next one."""
@@ -313,6 +322,26 @@ class AsyncFace(AtomicTasks, Face):
         Raises as `run` does.
         """
         return self._answer(call, operation, None, None)
+
+    async def answer_atomic(
+        self,
+        call: Call,
+        transaction: Callable[[], AbstractAsyncContextManager[Any]],
+        operation: Callable[[AtomicAttempt], Awaitable[Any]],
+    ) -> Answer[Any]:
+        """For adapters: answers a call in a transaction, with its outcome and what it wrote.
+
+        `transaction` opens one and gives its connection; it commits at the end and rolls back on
+        any exception. It is asked only when neither this process nor a run in it has the answer.
+        Raises as `run` does, and `StoreUnavailable` for a transaction that could not be had.
+        """
+        parts = self._bound()
+        parts.gate.enter()
+        try:
+            transacting = TaskTransacting(transaction, self._atomic_block)
+            return await parts.engine.answer(call, operation, transacting)
+        finally:
+            parts.gate.leave()
 
     async def _answer(
         self, call: Call, operation: Callable[..., Awaitable[Any]], args: Any, kwargs: Any
