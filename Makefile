@@ -5,9 +5,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PORT ?= 8000
+STORE ?= sqlite:///var/demo.db
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup run test lint format bench soak docs pins clean
+.PHONY: help setup run story test lint format bench soak docs pins clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -22,9 +24,11 @@ $(STAMP): requirements/dev.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
-run: setup ## Run the demonstration on SQLite
-	@echo "The demonstration takes about half a minute."
-	@$(BIN)/retrysafe demo
+run: setup ## Serve the demo on SQLite (PORT=8000, STORE=sqlite:///var/demo.db)
+	@$(BIN)/retrysafe demo --port $(PORT) --store $(STORE)
+
+story: setup ## Watch a race, a crash, a zombie and a mismatch, told in half a minute
+	@$(BIN)/retrysafe story
 
 test: setup lint ## Run the whole test suite
 	$(BIN)/python -m coverage run -m pytest tests/core

@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import postgres_bench, postgres_drivers, sqlite_bench
+from benchmarks import (
+    http_bench,
+    outbox_bench,
+    postgres_bench,
+    postgres_drivers,
+    sqlite_bench,
+)
 
 BENCHMARKS = {
     "sqlite": sqlite_bench.run,
     "postgres": postgres_bench.run,
     "drivers": postgres_drivers.run,
+    "http": http_bench.run,
+    "outbox": outbox_bench.run,
 }
 
 

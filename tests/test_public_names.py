@@ -24,7 +24,9 @@ PUBLIC_NAMES = [
     "CallerMissing",
     "ClaimLost",
     "Closed",
+    "CompensationFailed",
     "Condition",
+    "DeliveryFailed",
     "DigestCollision",
     "Ending",
     "Event",
@@ -42,6 +44,7 @@ PUBLIC_NAMES = [
     "MemoryStore",
     "OperationFailed",
     "OperationInFlight",
+    "OperationUndone",
     "OperatorRefused",
     "OutcomeMissing",
     "OutcomeNotStored",
@@ -54,6 +57,11 @@ PUBLIC_NAMES = [
     "SchemaTooNew",
     "SecretMissing",
     "SqliteStore",
+    "StepNotStored",
+    "StepRetry",
+    "StepReused",
+    "StepUnavailable",
+    "StepsChanged",
     "StoreError",
     "StoreMissing",
     "StoreRejected",
@@ -66,6 +74,7 @@ PUBLIC_NAMES = [
     "natural_key",
     "open_store",
     "retry_serialization",
+    "step",
 ]
 
 
@@ -158,7 +167,12 @@ def test_invalid_input_is_a_value_error():
 
 def test_exactly_these_errors_promise_that_a_retry_may_help():
     retryable = {name for name, kind in error_classes().items() if kind.retryable}
-    assert retryable == {"OperationInFlight", "StoreUnavailable"}
+    assert retryable == {
+        "CompensationFailed",
+        "DeliveryFailed",
+        "OperationInFlight",
+        "StoreUnavailable",
+    }
 
 
 def made(kind: type) -> Exception:

@@ -8,11 +8,14 @@ from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.keys import GLOBAL, Key, child_key, natural_key
 from retrysafe.core.model import Condition, Ending
 from retrysafe.core.policy import InFlight, Policy
+from retrysafe.core.steps import StepRetry
 from retrysafe.errors import (
     AttemptsExhausted,
     CallerMissing,
     ClaimLost,
     Closed,
+    CompensationFailed,
+    DeliveryFailed,
     DigestCollision,
     FingerprintImpossible,
     FlowSuspended,
@@ -21,6 +24,7 @@ from retrysafe.errors import (
     KeyReused,
     OperationFailed,
     OperationInFlight,
+    OperationUndone,
     OperatorRefused,
     OutcomeMissing,
     OutcomeNotStored,
@@ -31,6 +35,10 @@ from retrysafe.errors import (
     SchemaMissing,
     SchemaTooNew,
     SecretMissing,
+    StepNotStored,
+    StepReused,
+    StepsChanged,
+    StepUnavailable,
     StoreError,
     StoreMissing,
     StoreRejected,
@@ -42,6 +50,7 @@ from retrysafe.runtime.atomic_tasks import AsyncAtomicRun
 from retrysafe.runtime.atomic_threads import AtomicRun
 from retrysafe.runtime.calls import BodyKey
 from retrysafe.runtime.current import current_attempt
+from retrysafe.runtime.steps import step
 from retrysafe.stores.memory import MemoryStore
 from retrysafe.stores.sqlite import SqliteStore
 from retrysafe.wiring import AsyncIdempotency, Idempotency, open_store
@@ -60,7 +69,9 @@ __all__ = [
     "CallerMissing",
     "ClaimLost",
     "Closed",
+    "CompensationFailed",
     "Condition",
+    "DeliveryFailed",
     "DigestCollision",
     "Ending",
     "Event",
@@ -77,6 +88,7 @@ __all__ = [
     "MemoryStore",
     "OperationFailed",
     "OperationInFlight",
+    "OperationUndone",
     "OperatorRefused",
     "OutcomeMissing",
     "OutcomeNotStored",
@@ -89,6 +101,11 @@ __all__ = [
     "SchemaTooNew",
     "SecretMissing",
     "SqliteStore",
+    "StepNotStored",
+    "StepRetry",
+    "StepReused",
+    "StepUnavailable",
+    "StepsChanged",
     "StoreError",
     "StoreMissing",
     "StoreRejected",
@@ -101,4 +118,5 @@ __all__ = [
     "natural_key",
     "open_store",
     "retry_serialization",
+    "step",
 ]

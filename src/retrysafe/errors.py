@@ -8,13 +8,19 @@
     │   ├── PolicyInvalid          a limit or a window makes no sense
     │   ├── FingerprintImpossible  a value of the request has no canonical form
     │   ├── StoreUrlInvalid        no store is meant by that URL
-    │   └── TransactionMissing     there is no open transaction to join
+    │   ├── TransactionMissing     there is no open transaction to join
+    │   └── StepReused             two steps of one operation have the same name
     ├── KeyReused                  the key belongs to another request
     ├── OperationInFlight          the first run has not ended yet
     ├── OperationFailed            the first run failed for good; this is its failure
     │   └── AttemptsExhausted      every allowed attempt died or failed
     ├── OutcomeUnavailable         the first run is done, and its outcome cannot be shown
     ├── OutcomeNotStored           the operation ran, and the store could not be told
+    ├── StepsChanged               the code asks for other steps than an earlier attempt recorded
+    ├── StepUnavailable            the step is done, and its result cannot be shown
+    ├── StepNotStored              the step ran, and the store could not be told
+    ├── CompensationFailed         the operation failed for good, and a step could not be undone
+    ├── OperationUndone            an earlier attempt failed for good; its steps are being undone
     ├── ClaimLost                  another owner has the key now; nothing was written
     ├── OutcomeMissing             an atomic block ended without an outcome; nothing is kept
     ├── StoreError
@@ -25,6 +31,7 @@
     │   ├── SchemaTooNew           the database was migrated by a newer release
     │   ├── SchemaChanged          an applied migration is not the one that this release has
     │   └── DigestCollision        two keys share one digest; neither is served for the other
+    ├── DeliveryFailed             a target did not take an outbox entry
     ├── OperatorRefused            an operator's command would be unsafe in this state
     ├── Closed                     the object was closed
     └── FlowSuspended              a blocking flow met a port that needs an event loop
@@ -93,6 +100,10 @@ class TransactionMissing(InvalidInput):
     """There is no open transaction to join, or it ended before retrysafe was done with it."""
 
 
+class StepReused(InvalidInput):
+    """Two steps of one attempt have the same name, so their results could not be told apart."""
+
+
 class KeyReused(RetrysafeError):
     """The key was first used with a different request; the stored outcome is not shown."""
 
@@ -140,6 +151,41 @@ class OutcomeNotStored(RetrysafeError):
         self.value = value
 
 
+class StepsChanged(RetrysafeError):
+    """The operation does not ask for the steps that an earlier attempt recorded, or not in order.
+
+    Its code has changed while the key was under way; results must not be mixed.
+    """
+
+
+class StepUnavailable(RetrysafeError):
+    """The step is done and will not run again, but its result cannot be shown."""
+
+
+class StepNotStored(RetrysafeError):
+    """The step ran, and its result could not be stored in time; a later attempt runs it again.
+
+    `value` is what it returned.
+    """
+
+    def __init__(self, message: str, *, key: str, value: object = None) -> None:
+        super().__init__(message, key=key)
+        self.value = value
+
+
+class CompensationFailed(RetrysafeError):
+    """The operation failed for good, and a finished step could not be undone yet.
+
+    The key is free, and the next attempt goes on undoing.
+    """
+
+    retryable = True
+
+
+class OperationUndone(RetrysafeError):
+    """An earlier attempt failed for good; this one only undoes its steps and starts no new one."""
+
+
 class ClaimLost(RetrysafeError):
     """Another owner holds the key; what this one wanted to write was refused."""
 
@@ -180,6 +226,29 @@ class SchemaChanged(StoreError):
 
 class DigestCollision(StoreError):
     """Two different keys have the same digest; the second one is refused."""
+
+
+class DeliveryFailed(RetrysafeError):
+    """A target did not take an outbox entry; raised by targets, and seen by the relay.
+
+    `retry_after` is the least time until the next try. `is_final` says that trying again is of no
+    use: the entry is dead at once.
+    """
+
+    retryable = True
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        retry_after: timedelta | None = None,
+        is_final: bool = False,
+    ) -> None:
+        super().__init__(message, key=key)
+        self.retry_after = retry_after
+        self.is_final = is_final
+        self.retryable = not is_final
 
 
 class OperatorRefused(RetrysafeError):

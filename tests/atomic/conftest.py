@@ -32,6 +32,13 @@ class Shop:
         ).fetchall()
         return [name for (name,) in rows]
 
+    def entries(self) -> list[bytes]:
+        """The bodies of what is to be delivered, in order."""
+        rows = self.connection.execute(
+            f"SELECT body FROM {self.schema}.outbox ORDER BY id"
+        ).fetchall()
+        return [body for (body,) in rows]
+
     def states(self) -> list[int]:
         rows = self.connection.execute(f"SELECT state FROM {self.schema}.keys").fetchall()
         return [state for (state,) in rows]
@@ -62,7 +69,7 @@ def shop(migrated_url: str) -> Iterator[Shop]:
     """An empty store and an empty table of orders."""
     server_url, _, schema = migrated_url.partition("?schema=")
     with psycopg.connect(server_url, autocommit=True) as connection:
-        for table in ("keys", "outcomes", "steps", "orders"):
+        for table in ("keys", "outcomes", "steps", "outbox", "orders"):
             connection.execute(f"DELETE FROM {schema}.{table}")
         yield Shop(server_url, schema, connection)
 

@@ -85,6 +85,22 @@ class Blocking:
                     run.complete({"order": name} if value is None else value)
             return run.value, run.replayed
 
+    def stage(self, connection: Any, payload: Any, **options: Any) -> str:
+        """Stages one entry in the open transaction."""
+        return self.idem.stage(connection, "orders.placed", payload, **options)
+
+    def place_and_tell(self, key: str, name: str, then: Callable[[], None] | None = None) -> Any:
+        """Places an order once and stages a message about it."""
+        with self.connected() as used, self.transaction(used):
+            with self.idem.atomic(used, key, request=name) as run:
+                if not run.replayed:
+                    self.write(used, name)
+                    run.outbox.stage("orders.placed", {"order": name}, aggregate=name)
+                    run.complete(name)
+                if then is not None:
+                    then()
+            return run.value
+
     def end(self) -> None:
         self.idem.close()
 
@@ -256,6 +272,30 @@ class Suspending(Blocking):
             finally:
                 if connection is None:
                     await self.close_async(used)
+
+        return self.run(flow())
+
+    def stage(self, connection, payload, **options):
+        async def flow():
+            return await self.idem.stage(connection, "orders.placed", payload, **options)
+
+        return self.run(flow())
+
+    def place_and_tell(self, key, name, then=None):
+        async def flow():
+            used = await self.open_async()
+            try:
+                async with self.transaction_async(used):
+                    async with self.idem.atomic(used, key, request=name) as run:
+                        if not run.replayed:
+                            await self.write_async(used, name)
+                            run.outbox.stage("orders.placed", {"order": name}, aggregate=name)
+                            await run.complete(name)
+                        if then is not None:
+                            then()
+                    return run.value
+            finally:
+                await self.close_async(used)
 
         return self.run(flow())
 

@@ -171,6 +171,46 @@ def test_a_refused_connection_leaves_the_lease_in_renewal(path):
     assert on_loop(url, "order-1", work, policy=policy).value is True
 
 
+def test_a_thread_that_its_run_left_behind_does_not_renew(path):
+    """The run was cancelled and its thread went on: only the lease may free the key, so a
+    completion that fails in the thread must not put the lease back into renewal."""
+    may_fail, has_failed = threading.Event(), threading.Event()
+
+    def work():
+        attempt = current_attempt()
+        assert may_fail.wait(30)
+        with (
+            closing(sqlite3.connect(path, isolation_level=None)) as rival,
+            closing(sqlite3.connect(path, isolation_level=None, timeout=0)) as connection,
+        ):
+            rival.execute("BEGIN IMMEDIATE")
+            connection.execute("BEGIN")
+            with pytest.raises(sqlite3.OperationalError, match="locked"):
+                attempt.complete_in(connection, "in the transaction")
+        has_failed.set()
+
+    async def main():
+        async with AsyncIdempotency(f"sqlite:///{path}", caller="shop") as idem:
+            has_started = asyncio.Event()
+
+            async def operation():
+                left = asyncio.ensure_future(asyncio.to_thread(work))
+                has_started.set()
+                await asyncio.shield(left)
+
+            task = asyncio.create_task(idem.run("order-1", operation))
+            await has_started.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            may_fail.set()
+            assert await asyncio.to_thread(has_failed.wait, 30)
+            # What the thread has asked of the loop came before what woke this task.
+            return len(idem._bound().heartbeat._leases)
+
+    assert asyncio.run(main()) == 0
+
+
 def test_a_thread_completes_on_its_postgresql_connection(shop):
     """The store of the loop is asyncpg's, the connection of the thread psycopg's."""
 

@@ -23,7 +23,14 @@ READERS = [
     ("keys", "expire", "k", "--caller", "c", "--yes"),
     ("sweep",),
 ]
-ALL = [*READERS, ("migrate",), ("migrate", "--check")]
+OUTBOX = [
+    ("outbox", "list"),
+    ("outbox", "show", "1"),
+    ("outbox", "retry", "1", "--yes"),
+    ("outbox", "discard", "1", "--yes"),
+    ("relay", "--target", "python:json:loads", "--drain"),
+]
+ALL = [*READERS, *OUTBOX, ("migrate",), ("migrate", "--check")]
 
 
 def name_of(command):
@@ -52,7 +59,7 @@ def test_a_store_that_ends_with_the_process_is_refused(invoke, command):
     assert "lives in one process" in outcome.line
 
 
-@pytest.mark.parametrize("command", [*READERS, ("migrate", "--check")], ids=name_of)
+@pytest.mark.parametrize("command", [*READERS, *OUTBOX, ("migrate", "--check")], ids=name_of)
 def test_a_missing_file_is_told_and_not_made(invoke, tmp_path, command):
     """Only `migrate` creates a database; looking at one never does."""
     path = tmp_path / "missing.db"

@@ -85,6 +85,7 @@ def test_sweep_removes_all_in_bounded_rounds(invoke, desk):
         "keys": 5,
         "outcomes": 0,
         "partitions": 0,
+        "entries": 0,
         "rounds": 3,
         "has_more": False,
     }

@@ -57,10 +57,15 @@ def abandon(execute, text):
     )
 
 
+def told(word):
+    """What the command says about every migration."""
+    return "".join(f"{word}: {item.version:04d} {item.name}\n" for item in MIGRATIONS)
+
+
 def test_check_lists_what_is_pending_until_it_is_applied(invoke, postgres_url, execute):
     """A deploy pipeline asks first: exit 1 with the list, then migrate, then exit 0."""
     pending = invoke("migrate", "--check", "--store", postgres_url)
-    assert (pending.code, pending.stdout) == (ExitCode.REFUSED, "pending: 0001 initial\n")
+    assert (pending.code, pending.stdout) == (ExitCode.REFUSED, told("pending"))
     as_json = invoke("migrate", "--check", "--json", "--store", postgres_url)
     assert (as_json.code, as_json.json) == (ExitCode.REFUSED, {"pending": KNOWN})
     assert execute("SELECT to_regclass('{schema}.keys')") == [(None,)]
@@ -76,14 +81,17 @@ def test_sql_is_printed_without_a_server(invoke):
     )
     assert printed.code == 0
     assert "CREATE TABLE mine.keys" in printed.stdout
-    assert (printed.stdout.count("BEGIN;\n"), printed.stdout.count("COMMIT;\n")) == (1, 1)
+    assert (printed.stdout.count("BEGIN;\n"), printed.stdout.count("COMMIT;\n")) == (
+        len(KNOWN),
+        len(KNOWN),
+    )
     assert "{" not in printed.stdout.replace("'{", "")
 
 
 def test_a_command_in_its_own_process_ends_cleanly(spawn, postgres_url):
     """No warning about connections or threads that nobody closed."""
     first = spawn("migrate", "--store", postgres_url)
-    assert (first.code, first.stdout, first.stderr) == (0, "applied: 0001 initial\n", "")
+    assert (first.code, first.stdout, first.stderr) == (0, told("applied"), "")
     check = spawn("migrate", "--check", "--store", postgres_url)
     assert (check.code, check.stderr) == (0, "")
 

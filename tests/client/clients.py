@@ -64,6 +64,11 @@ def got(response: Any) -> Got:
 CONNECTION_ERRORS = (httpx.TransportError, requests.exceptions.RequestException)
 
 
+_ONE = httpx.Limits(max_connections=1)
+# Enough for this machine's own answers; a connection that is never given back ends a test soon.
+_TIMEOUT_SECONDS = 10
+
+
 def _defaults(options: dict[str, Any]) -> dict[str, Any]:
     """Waits are as long as they can be, and pass at once."""
     options.setdefault("timing", ManualTiming())
@@ -80,7 +85,10 @@ class HttpxClient:
         options = _defaults(options)
         self.timing = options["timing"]
         self._url = url
-        self.client = httpx.Client(transport=RetryTransport(**options), timeout=10, trust_env=False)
+        inner = httpx.HTTPTransport(limits=_ONE) if options.pop("one_connection", False) else None
+        self.client = httpx.Client(
+            transport=RetryTransport(inner, **options), timeout=_TIMEOUT_SECONDS, trust_env=False
+        )
 
     def send(self, method: str, path: str, body: Any = b"{}", **options: Any) -> Got:
         if "redirects" in options:
@@ -115,8 +123,12 @@ class AsyncHttpxClient:
         self.timing = options["timing"]
         self._url = url
         self.runner = asyncio.Runner()
+        is_one = options.pop("one_connection", False)
+        inner = httpx.AsyncHTTPTransport(limits=_ONE) if is_one else None
         self.client = httpx.AsyncClient(
-            transport=AsyncRetryTransport(**options), timeout=10, trust_env=False
+            transport=AsyncRetryTransport(inner, **options),
+            timeout=_TIMEOUT_SECONDS,
+            trust_env=False,
         )
 
     def send(self, method: str, path: str, body: Any = b"{}", **options: Any) -> Got:
@@ -163,18 +175,22 @@ class RequestsClient:
         self._url = url
         self.client = requests.Session()
         self.client.trust_env = False
+        if options.pop("one_connection", False):
+            options |= {"pool_maxsize": 1, "pool_block": True}
         self.client.mount("http://", RetryAdapter(**options))
 
     def send(self, method: str, path: str, body: Any = b"{}", **options: Any) -> Got:
-        options.setdefault("timeout", 10)
+        options.setdefault("timeout", _TIMEOUT_SECONDS)
         options["allow_redirects"] = options.pop("redirects", False)
         return got(self.client.request(method, self._url + path, data=body, **options))
 
     def send_files(self, path: str, files: Any) -> Got:
-        return got(self.client.post(self._url + path, files=files, timeout=10))
+        return got(self.client.post(self._url + path, files=files, timeout=_TIMEOUT_SECONDS))
 
     def first_line(self, path: str, arrived) -> bytes:
-        with self.client.post(self._url + path, data=b"{}", stream=True, timeout=10) as response:
+        with self.client.post(
+            self._url + path, data=b"{}", stream=True, timeout=_TIMEOUT_SECONDS
+        ) as response:
             lines = response.iter_lines(chunk_size=1)
             first = next(lines) + b"\n"
             arrived()

@@ -200,9 +200,36 @@ def test_the_budget_refills_by_requests_and_by_time():
     assert budget.take(0.0)
     assert not budget.take(9.0)
     assert budget.take(10.0)
-    # Another thread's older reading of the clock takes nothing back.
-    assert not budget.take(5.0)
-    assert budget.take(20.0)
+
+
+def test_a_quiet_time_saves_up_no_more_than_the_capacity():
+    """The burst after a thousand good requests is as small as any other."""
+    budget = RetryBudget(capacity=3, per_request=1, per_second=1)
+    for _ in range(1_000):
+        budget.note_request()
+    assert sum(budget.take(0.0) for _ in range(10)) == 3
+    assert sum(budget.take(1_000.0) for _ in range(10)) == 3
+
+
+def test_an_older_reading_of_the_clock_takes_no_token_away():
+    """Threads read the clock before they reach the budget, and not in that order."""
+    budget = RetryBudget(capacity=5, per_request=0, per_second=1)
+    assert budget.take(10.0)
+    assert budget.take(5.0)
+    assert budget.take(10.0)
+
+
+def test_a_random_wait_ends_where_the_time_does():
+    """The last try begins at the limit, not after it."""
+    policy = RetryPolicy(
+        time_limit=timedelta(seconds=10),
+        backoff=timedelta(seconds=8),
+        backoff_limit=timedelta(seconds=60),
+    )
+    down = [((503, None, None, False), 1.0)] * 3
+    inner, timing, _ = sent_once(down, [0.5, 0.999], policy)
+    assert inner.began_at == pytest.approx([0, 5, 10])
+    assert timing.slept == pytest.approx([4, 4])
 
 
 def test_a_retry_that_is_not_made_costs_no_token():

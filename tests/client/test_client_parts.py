@@ -7,6 +7,7 @@ import pickle
 import ssl
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -73,6 +74,18 @@ def test_public_names_are_frozen():
 def test_retry_after_is_seconds_or_a_date_and_nothing_else(headers, seconds):
     """What is not a time asks for no wait; the back-off is waited for in any case."""
     assert retry_after_seconds(headers_of(headers), NOW) == seconds
+
+
+def test_a_date_without_a_zone_is_gmt_wherever_the_client_is(monkeypatch):
+    """RFC 9110: HTTP dates are in GMT, whatever the host's own zone."""
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        headers = headers_of({"retry-after": LATER_TEXT.replace("GMT", "-0000")})
+        assert retry_after_seconds(headers, NOW) == 30
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def headers_of(headers):

@@ -8,17 +8,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Answer, Call
+from retrysafe.core.codec import ValueCodec
 from retrysafe.core.engine import Engine, Invoke
 from retrysafe.core.events import Event, Reporter
 from retrysafe.core.joining import Join, Joiner
+from retrysafe.core.keys import Key
 from retrysafe.core.lease import Lease
-from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
+from retrysafe.core.model import (
+    ClaimAnswer,
+    ClaimRequest,
+    Decision,
+    SettleAnswer,
+    Settlement,
+    StepWrite,
+    StoredKey,
+)
+from retrysafe.core.stepping import Stepper
 from retrysafe.stores.memory import MemoryStore
 
 
@@ -157,7 +169,7 @@ class ScriptedWriter:
         async def act() -> Any:
             return (await self._store.commit([request], []))[0][0]
 
-        return await self._faulty(self.claim_faults, act)
+        return await _faulty(self.claim_faults, act)
 
     async def settle(self, settlement: Settlement) -> SettleAnswer:
         self.settlements.append(settlement)
@@ -166,22 +178,42 @@ class ScriptedWriter:
         async def act() -> Any:
             return (await self._store.commit([], [settlement]))[1][0]
 
-        return await self._faulty(self.settle_faults, act)
+        return await _faulty(self.settle_faults, act)
 
-    async def _faulty(self, faults: deque[Fault | None], act: Callable[[], Any]) -> Any:
-        fault = (faults.popleft() if faults else None) or Fault()
-        if fault.pauses:
-            await Pause()
-        if fault.error is not None and not fault.is_after:
-            raise fault.error
-        answer = await act()
-        if fault.stalls:
-            await Pause()
-        if fault.error is not None:
-            raise fault.error
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+
+async def _faulty(faults: deque[Fault | None], act: Callable[[], Any]) -> Any:
+    fault = (faults.popleft() if faults else None) or Fault()
+    if fault.pauses:
+        await Pause()
+    if fault.error is not None and not fault.is_after:
+        raise fault.error
+    answer = await act()
+    if fault.stalls:
+        await Pause()
+    if fault.error is not None:
+        raise fault.error
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+class ScriptedSteps:
+    """Reads and writes of steps, with faults in the order in which they are to happen."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+        self.reads = 0
+        self.writes: list[str] = []
+        self.read_faults: deque[Fault | None] = deque()
+        self.write_faults: deque[Fault | None] = deque()
+
+    async def read(self, key: Key) -> StoredKey | None:
+        self.reads += 1
+        return await _faulty(self.read_faults, lambda: self._store.read(key))
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        self.writes.append(write.step.name)
+        return await _faulty(self.write_faults, lambda: self._store.record_step(write))
 
 
 class RecordedRenewals:
@@ -196,6 +228,15 @@ class RecordedRenewals:
     def remove(self, lease: Lease) -> None:
         if lease in self.running:
             self.running.remove(lease)
+
+
+current: ContextVar[Attempt | None] = ContextVar("current", default=None)
+
+
+async def perform(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Makes the call of a step; what can be awaited is awaited."""
+    value = call(*args)
+    return await value if hasattr(value, "__await__") else value
 
 
 class World:
@@ -244,6 +285,8 @@ class Process:
         self.waiting = ManualWaiting(world.clock)
         self.renewals = RecordedRenewals()
         self._flows: list[Flow] = []
+        self.steps = ScriptedSteps(world.store)
+        self.codec = ValueCodec()
         self.engine = Engine(
             writer=self.writer,
             waiting=self.waiting,
@@ -258,9 +301,36 @@ class Process:
             joiner=None
             if world.join is None
             else Joiner(
-                join=world.join, drive=lambda waits, flow: drive(flow), renewals=self.renewals
+                join=world.join,
+                drive=lambda waits, flow: drive(flow),
+                renewals=self.renewals,
+                has_outbox=world.store.capabilities.has_outbox,
+            ),
+            stepper=Stepper(
+                store=self.steps,
+                waiting=self.waiting,
+                lock=nullcontext(),
+                orphanage=world,
+                report=Reporter(world.heard.append),
+                drive=lambda flow: flow,
+                perform=perform,
+                codec_for=lambda call, returns: self.codec,
+                current=current.get,
+                join=world.join,
             ),
         )
+
+    def operating(self, operation: Invoke) -> Invoke:
+        """The operation in its own context, as the faces run it."""
+
+        async def invoke(attempt: Attempt) -> Any:
+            token = current.set(attempt)
+            try:
+                return await operation(attempt)
+            finally:
+                current.reset(token)
+
+        return invoke
 
     def start(self, call: Call, invoke: Invoke | None = None) -> Flow:
         """A call, run to its first pause."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from retrysafe.core import transitions
@@ -13,7 +14,10 @@ from retrysafe.core.model import (
     Decision,
     Payload,
     Record,
+    SettleKind,
     Settlement,
+    StagedEntry,
+    StepWrite,
 )
 from retrysafe.core.ports import Fate, Waits
 from tests.core.driving import Clock
@@ -40,7 +44,10 @@ class FakeTransaction:
     undo_error: Exception | None = None
     settle_error: Exception | None = None
     settles: Decision | None = None
+    staged: list[StagedEntry] = field(default_factory=list)
+    stage_error: Exception | None = None
     calls: list[str] = field(default_factory=list)
+    settled: list[SettleKind] = field(default_factory=list)
     waits = Waits.BLOCKING
     _saved: tuple[Record | None, Payload | None] = (None, None)
 
@@ -84,6 +91,8 @@ class FakeTransaction:
 
     async def settle(self, settlement: Settlement) -> Decision:
         self.calls.append("settle")
+        self.staged += settlement.entries
+        self.settled.append(settlement.kind)
         if self.settle_error is not None:
             raise self.settle_error
         if self.settles is not None:
@@ -93,6 +102,22 @@ class FakeTransaction:
         if changed is not None:
             self.database.record, self.database.payload = changed, settlement.payload
         return answer.decision
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        self.calls.append(f"record {write.step.name}")
+        if self.settle_error is not None:
+            raise self.settle_error
+        return self.settles or Decision.APPLY
+
+    async def step_fate(self, write: StepWrite) -> Fate:
+        self.calls.append(f"fate of {write.step.name}")
+        return await self.fate(None)
+
+    async def stage(self, entries: Sequence[StagedEntry]) -> None:
+        self.calls.append("stage")
+        if self.stage_error is not None:
+            raise self.stage_error
+        self.staged += entries
 
     async def fate(self, settlement: Settlement) -> Fate:
         if isinstance(self.fate_is, Exception):

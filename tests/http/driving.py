@@ -90,6 +90,8 @@ class Connection:
     # Raised by `send`, as servers do when the client has gone.
     send_error: Exception | None = None
     hang_up: asyncio.Event = field(default_factory=asyncio.Event)
+    # Set when the response was sent to its end.
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def receive(self) -> dict:
         if self.messages:
@@ -101,6 +103,8 @@ class Connection:
         if self.send_error is not None:
             raise self.send_error
         self.sent.append(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.answered.set()
 
     @property
     def reply(self) -> Reply:

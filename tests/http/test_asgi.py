@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import logging
+import weakref
+from contextlib import contextmanager
+from datetime import timedelta
 
 import httpx
 import pytest
@@ -16,7 +20,14 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
-from retrysafe import AsyncIdempotency, MemoryStore, Policy, current_attempt
+from retrysafe import (
+    AsyncIdempotency,
+    InFlight,
+    MemoryStore,
+    OutcomeNotStored,
+    Policy,
+    current_attempt,
+)
 from retrysafe.http import IdempotencyMiddleware, Rule, Streaming, bearer_token
 from retrysafe.testing import FaultyStore, Moment
 from tests.http.driving import BODY, Connection, ask, headers_of, http_scope
@@ -36,6 +47,23 @@ def scenario(function):
     run.__name__ = function.__name__
     run.__doc__ = function.__doc__
     return run
+
+
+@contextmanager
+def listening():
+    """What retrysafe logs meanwhile."""
+    records = []
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            records.append(record)
+
+    listener = Listener()
+    logging.getLogger("retrysafe").addHandler(listener)
+    try:
+        yield records
+    finally:
+        logging.getLogger("retrysafe").removeHandler(listener)
 
 
 def protected(app, store=None, **options):
@@ -216,26 +244,16 @@ async def test_an_error_after_the_client_has_gone_is_logged():
         await gated.go_on.wait()
         raise LookupError("no ledger")
 
-    records = []
-
-    class Listener(logging.Handler):
-        def emit(self, record):
-            records.append(record)
-
     app = protected(failing)
     task = exchange(app, Connection())
     await gated.started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    listener = Listener()
-    logging.getLogger("retrysafe").addHandler(listener)
-    try:
+    with listening() as records:
         gated.go_on.set()
         await app.idempotency.close()
         await asyncio.sleep(0)
-    finally:
-        logging.getLogger("retrysafe").removeHandler(listener)
     assert [str(record.exc_info[1]) for record in records if record.exc_info] == ["no ledger"]
 
 
@@ -300,7 +318,6 @@ def test_messages_out_of_order_are_an_error_of_the_application(kinds):
 @scenario
 async def test_background_tasks_do_not_delay_the_response():
     """The response is stored and sent first; the exchange ends with the background task."""
-    connection = Connection()
     seen = []
     go_on = asyncio.Event()
 
@@ -321,16 +338,8 @@ async def test_background_tasks_do_not_delay_the_response():
         seen.clear()
         go_on.clear()
         connection = Connection()
-        arrived = asyncio.Event()
-
-        async def send(message, connection=connection, arrived=arrived):
-            await connection.send(message)
-            if message["type"] == "http.response.body":
-                arrived.set()
-
-        scope = http_scope("POST", "/charges", headers_of('"k-1"'))
-        task = asyncio.create_task(protected(app)(scope, connection.receive, send))
-        await asyncio.wait_for(arrived.wait(), 5)
+        task = exchange(protected(app), connection)
+        await asyncio.wait_for(connection.answered.wait(), 5)
         assert seen == []
         assert not task.done()
         go_on.set()
@@ -354,6 +363,37 @@ async def test_a_failing_background_task_does_not_undo_the_outcome():
         await exchange(app, connection)
     assert connection.reply.status == 200
     assert (await ask(app)).is_replay
+
+
+@scenario
+async def test_background_tasks_outlive_a_cancelled_request():
+    """They run to their end, their error is logged, and nothing is held for longer than that."""
+    begun, go_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def later():
+        begun.set()
+        await go_on.wait()
+        ended.set()
+        raise LookupError("mail")
+
+    async def endpoint(request):
+        return JSONResponse({}, background=BackgroundTask(later))
+
+    app = protected(Starlette(routes=[Route("/charges", endpoint, methods=["POST"])]))
+    connection = Connection()
+    task = exchange(app, connection)
+    await begun.wait()
+    await connection.answered.wait()
+    assert connection.reply.status == 200
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with listening() as records:
+        go_on.set()
+        await ended.wait()
+        await asyncio.sleep(0)
+    assert [str(record.exc_info[1]) for record in records if record.exc_info] == ["mail"]
+    assert not app._runs
 
 
 @scenario
@@ -483,6 +523,47 @@ async def test_a_stream_passes_on_and_is_remembered_as_done():
 
 
 @scenario
+async def test_the_end_of_a_stream_comes_when_it_is_remembered():
+    """A client that has seen the end and asks again is not told that the stream still runs."""
+    store = FaultyStore(MemoryStore())
+    connection = Connection()
+    seen = []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"all", "more_body": False})
+        seen.append([message.get("more_body") for message in connection.sent])
+
+    app = protected(app, store, rule=Rule(streaming=Streaming.PASS))
+    await exchange(app, connection)
+    assert seen == [[None, True]]
+    assert connection.reply.body == b"all"
+    assert len(store.calls) == 2
+
+
+@scenario
+async def test_a_stream_that_cannot_be_remembered_breaks_off():
+    """Its client must not take it for done, and no second response follows the first."""
+    store = FaultyStore(MemoryStore())
+    connection = Connection()
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        store.fail(Moment.BEFORE, method="commit", times=None)
+        await send({"type": "http.response.body", "body": b"all", "more_body": False})
+
+    policy = Policy(settle_patience=timedelta(0))
+    app = protected(app, store, rule=Rule(streaming=Streaming.PASS, policy=policy))
+    with pytest.raises(OutcomeNotStored):
+        await exchange(app, connection)
+    assert [message["type"] for message in connection.sent] == [
+        "http.response.start",
+        "http.response.body",
+    ]
+    assert connection.sent[-1]["more_body"] is True
+
+
+@scenario
 async def test_a_stream_that_fails_half_way_frees_the_key():
     """Its error reaches the server, which cuts the connection."""
     runs = []
@@ -540,6 +621,65 @@ def test_an_endless_stream_ends_with_its_reader(spec_version, way):
 
 
 @scenario
+async def test_a_stream_that_begins_after_its_reader_has_gone_hears_of_it():
+    """The server's receive may never say so: the connection is no longer ours."""
+    started, go_on = asyncio.Event(), asyncio.Event()
+    heard = []
+
+    async def app(scope, receive, send):
+        await receive()
+        listener = asyncio.create_task(receive())
+        started.set()
+        await go_on.wait()
+        headers = [(b"content-type", b"text/event-stream")]
+        with pytest.raises(OSError, match="gone"):
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        heard.append(await listener)
+
+    app = protected(app)
+    task = exchange(app, Connection())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go_on.set()
+    reply = await asyncio.wait_for(ask(app, prefer="wait=5"), 10)
+    assert reply.problem == "outcome-unavailable"
+    assert heard == [{"type": "http.disconnect"}]
+
+
+@scenario
+async def test_a_run_without_a_client_is_not_collected_as_garbage():
+    """Nobody but us holds a run whose request was cancelled; a loop holds its tasks weakly."""
+    made = []
+    started = asyncio.Event()
+
+    async def app(scope, receive, send):
+        future = asyncio.get_running_loop().create_future()
+        made.append(weakref.ref(future))
+        started.set()
+        await future
+        await respond(send)
+
+    app = protected(app)
+    task = exchange(app, Connection())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    del task
+    await asyncio.sleep(0)
+    gc.collect()
+    future = made[0]()
+    assert future is not None
+    future.set_result(None)
+    del future
+    assert (await ask(app, prefer="wait=5")).is_replay
+    gc.collect()
+    assert not app._runs
+
+
+@scenario
 async def test_streams_of_unprotected_routes_are_untouched():
     """Chunks arrive one by one, and the disconnect reaches the application."""
     connection = Connection([])
@@ -558,7 +698,7 @@ async def test_streams_of_unprotected_routes_are_untouched():
 
 @scenario
 async def test_bodies_in_pieces_are_read_up_to_the_limit():
-    """Past it the rest is not read, and nothing runs; within it the application gets it whole."""
+    """Past it nothing runs; within it the application gets it whole."""
     bodies = []
 
     async def app(scope, receive, send):
@@ -577,30 +717,88 @@ async def test_bodies_in_pieces_are_read_up_to_the_limit():
     await exchange(app, connection)
     assert connection.reply.status == 201
     assert bodies == [b"12345678"]
-    for messages in (pieces(b"1234", b"56789", b"never"), pieces(b"123456789", b"never")):
+    for messages in (
+        pieces(b"1234", b"56789", b"rest"),
+        pieces(b"123456789", b"rest"),
+        pieces(b"1234", b"56789"),
+        pieces(b"123456789"),
+    ):
         connection = Connection(messages)
         await exchange(app, connection)
         assert connection.reply.problem == "body-too-large"
-        assert [message["body"] for message in connection.messages] == [b"never"]
-    connection = Connection(pieces(b"123456789"))
-    await exchange(app, connection)
-    assert connection.reply.problem == "body-too-large"
+        assert connection.messages == []
     assert len(bodies) == 1
 
 
-@scenario
-async def test_a_refusal_by_the_head_reads_no_body():
-    """A client that waits for 100 Continue is refused before it sends anything."""
-    for headers, status in (
+REFUSED_BY_THE_HEAD = pytest.mark.parametrize(
+    ("headers", "status"),
+    [
         (headers_of(None), 400),
         (headers_of('"k"', None), 401),
         (headers_of('"k"', content_length="2000000"), 413),
-    ):
+    ],
+)
+
+
+@REFUSED_BY_THE_HEAD
+def test_a_refusal_by_the_head_does_not_wait_for_100_continue(headers, status):
+    """A client that asks first is refused before it sends anything."""
+
+    @scenario
+    async def refused():
         connection = Connection()
-        scope = http_scope("POST", "/charges", headers)
+        scope = http_scope("POST", "/charges", [*headers, (b"expect", b"100-continue")])
         await protected(None)(scope, connection.receive, connection.send)
         assert connection.reply.status == status
         assert len(connection.messages) == 1
+
+    refused()
+
+
+@REFUSED_BY_THE_HEAD
+def test_a_refusal_by_the_head_is_sent_at_once_and_ends_with_the_body(headers, status):
+    """Servers drop a connection, and all of HTTP/2's requests on it, when an answer ends first."""
+
+    @scenario
+    async def refused():
+        connection = Connection()
+        scope = http_scope("POST", "/charges", headers)
+        pieces = [
+            {"type": "http.request", "body": b"1", "more_body": True},
+            {"type": "http.request", "body": b"2", "more_body": False},
+        ]
+        ends_seen = []
+
+        async def receive():
+            ends_seen.append([message.get("more_body") for message in connection.sent])
+            return pieces.pop(0)
+
+        await protected(None)(scope, receive, connection.send)
+        assert ends_seen == [[None, True], [None, True]]
+        assert connection.reply.status == status
+
+    refused()
+
+
+@scenario
+async def test_a_refused_body_that_goes_on_is_not_waited_for():
+    """Nobody is made to read without end."""
+    connection = Connection(
+        [{"type": "http.request", "body": bytes(40_000), "more_body": True} for _ in range(3)]
+    )
+    scope = http_scope("POST", "/charges", headers_of(None))
+    await protected(None)(scope, connection.receive, connection.send)
+    assert connection.reply.status == 400
+    assert len(connection.messages) == 1
+
+
+@scenario
+async def test_a_refused_client_that_leaves_is_not_answered_further():
+    """The end of an answer is for those who are there."""
+    connection = Connection([{"type": "http.disconnect"}])
+    scope = http_scope("POST", "/charges", headers_of(None))
+    await protected(None)(scope, connection.receive, connection.send)
+    assert connection.sent[-1]["more_body"] is True
 
 
 @scenario
@@ -641,19 +839,19 @@ async def test_the_mismatch_of_a_running_request_is_told_at_once():
 @scenario
 async def test_waiting_ends_at_its_limit_with_409():
     """And wait=0 does not wait at all, not even where the route waits by itself."""
-    from datetime import timedelta
-
-    from retrysafe import InFlight
-
-    gated = Gated()
-    policy = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(milliseconds=10))
-    app = protected(gated, rule=Rule(policy=policy))
-    first = asyncio.create_task(ask(app))
-    await gated.started.wait()
-    assert (await ask(app)).problem == "in-flight"
-    assert (await ask(app, prefer="wait=0")).problem == "in-flight"
-    gated.go_on.set()
-    await first
+    for limit, headers in (
+        (timedelta(milliseconds=10), {}),
+        (timedelta(hours=1), {"prefer": "wait=0"}),
+    ):
+        gated = Gated()
+        policy = Policy(in_flight=InFlight.WAIT, wait_limit=limit)
+        app = protected(gated, rule=Rule(policy=policy))
+        first = asyncio.create_task(ask(app))
+        await gated.started.wait()
+        reply = await asyncio.wait_for(ask(app, **headers), 5)
+        assert reply.problem == "in-flight"
+        gated.go_on.set()
+        await first
 
 
 @scenario

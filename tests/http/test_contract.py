@@ -11,6 +11,7 @@ from retrysafe import (
     MemoryStore,
     Policy,
     PolicyInvalid,
+    SchemaMissing,
 )
 from retrysafe.core.events import EventKind
 from retrysafe.http import (
@@ -136,6 +137,20 @@ def test_one_namespace_for_all_must_be_written_out(make_subject):
     for wrong in (None, "alice"):
         with pytest.raises(InvalidInput, match="GLOBAL"):
             make_subject(caller=wrong)
+
+
+def test_a_caller_that_cannot_be_one_is_refused(make_subject):
+    """An empty name is nobody's; an async function would never be awaited."""
+
+    async def later(request):
+        return "alice"
+
+    subject = make_subject(caller=lambda request: "")
+    reply = subject.ask()
+    assert (reply.status, reply.problem) == (401, "caller-unknown")
+    assert reply.headers["www-authenticate"] == "Bearer"
+    with pytest.raises(InvalidInput, match="plain function"):
+        make_subject(caller=later)
 
 
 def test_the_caller_may_come_from_a_header_of_a_trusted_proxy(make_subject):
@@ -346,6 +361,33 @@ def test_a_dead_store_is_left_alone(make_subject):
     assert subject.ask(key="other").status == 201
 
 
+def test_answers_of_the_store_close_the_breaker(make_subject):
+    """A refusal is an answer as well: only failures in a row count."""
+    store = FaultyStore(MemoryStore())
+    subject = make_subject(
+        store, face={"cache": False}, breaker=Breaker(failures_limit=2, open_seconds=1000)
+    )
+    subject.ask()
+    for _ in range(3):
+        fault = store.fail(Moment.BEFORE, method="commit", times=None)
+        assert subject.ask().status == 503
+        store._faults.remove(fault)
+        assert subject.ask(body=b"{}").status == 422
+    assert not subject.app.protection.breaker.is_open
+
+
+def test_a_store_that_is_not_set_up_is_told_to_the_operator(make_subject, caplog):
+    """The client hears that retrying does not help; the log has the reason."""
+    store = FaultyStore(MemoryStore())
+    subject = make_subject(store)
+    store.fail(Moment.BEFORE, method="commit", error=lambda call: SchemaMissing("no schema"))
+    reply = subject.ask()
+    assert (reply.status, reply.problem) == (503, "store-unusable")
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == [
+        "no schema"
+    ]
+
+
 def test_failing_open_runs_only_while_the_store_is_left_alone(make_subject):
     """A claim that may have been written is never followed by an unprotected run."""
     store = FaultyStore(MemoryStore())
@@ -435,3 +477,11 @@ def test_waiting_is_bounded_by_the_route(make_subject):
     subject = make_subject(rules=[Rule(policy=Policy(wait_limit=timedelta(seconds=3)))])
     assert subject.ask(prefer="wait=100").headers["preference-applied"] == "wait=3"
     assert subject.ask(prefer="wait=2").headers["preference-applied"] == "wait=2"
+
+
+def test_what_clients_wait_for_takes_bounded_memory(make_subject):
+    """The policies of their waits are kept, but not all that they can think of."""
+    subject = make_subject(rules=[Rule(policy=Policy(wait_limit=timedelta(hours=1)))])
+    for seconds in range(1, 300):
+        assert subject.ask(prefer=f"wait={seconds}").status == 201
+    assert len(subject.app.protection._waits) == 256

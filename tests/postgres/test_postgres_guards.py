@@ -110,7 +110,7 @@ class Guard:
 
 
 GUARDS = [
-    Guard("commit", "AND k.token = w.token ", "", zombie_cannot_settle),
+    Guard("commit", " AND k.token = w.token", "", zombie_cannot_settle),
     Guard("commit", " AND k.state = 1", "", outcome_never_changes),
     Guard(
         "replace_record",
@@ -118,7 +118,7 @@ GUARDS = [
         "(token <> $14 OR state = $15 OR attempt = $16 OR lease_ends_at_ms = $17)",
         only_one_takes_over,
     ),
-    Guard("extend", "AND k.token = w.token ", "", zombie_cannot_extend),
+    Guard("extend", " AND k.token = w.token", "", zombie_cannot_extend),
     Guard("record_step", "AND token = $2", "AND $2::bytea <> ''", zombie_cannot_record_a_step),
     Guard(
         "settle_record",

@@ -10,9 +10,11 @@ import os
 import signal
 from collections.abc import Sequence
 
-from retrysafe.core.model import ClaimRequest, Settlement
+from retrysafe.core.model import ClaimRequest, Decision, SettleKind, Settlement, StepWrite
 from retrysafe.core.ports import ClaimResult, SettleResult
+from retrysafe.stores.postgres import PostgresStore
 from retrysafe.stores.sqlite import SqliteStore
+from retrysafe.wiring import postgres_store
 from tests.processes.ledger import note
 
 
@@ -51,3 +53,50 @@ class MortalStore(SqliteStore):
         answers = await super().commit(claims, settlements)
         self._boundaries.cross(f"{kind}:after")
         return answers
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        kind = f"step-{write.step.name}".replace(" ", "-")
+        self._connected().set_trace_callback(
+            lambda statement: self._boundaries.cross(f"{kind}:{'-'.join(statement.split()[:3])}")
+        )
+        self._boundaries.cross(f"{kind}:before")
+        decision = await super().record_step(write)
+        self._boundaries.cross(f"{kind}:after")
+        return decision
+
+
+class MortalPostgresStore(PostgresStore):
+    """The PostgreSQL store, with a boundary around each commit and around each statement.
+
+    Renewals are left out: whether one comes at all depends on how busy the machine is.
+    """
+
+    def __init__(self, url: str, boundaries: Boundaries, *, is_async: bool) -> None:
+        made = postgres_store(url, is_async=is_async)
+        super().__init__(made._connector, location=made.location, schema_name=made.schema_name)
+        self._boundaries = boundaries
+        self._kind = ""
+
+    async def commit(self, claims, settlements):
+        if not claims and settlements[0].kind is SettleKind.EXTEND:
+            return await super().commit(claims, settlements)
+        self._kind = "claim" if claims else f"settle-{settlements[0].kind.name.lower()}"
+        self._boundaries.cross(f"{self._kind}:before")
+        answers = await super().commit(claims, settlements)
+        self._boundaries.cross(f"{self._kind}:after")
+        return answers
+
+    async def record_step(self, write):
+        self._kind = f"step-{write.step.name}".replace(" ", "-").replace(" ", "-")
+        self._boundaries.cross(f"{self._kind}:before")
+        decision = await super().record_step(write)
+        self._boundaries.cross(f"{self._kind}:after")
+        return decision
+
+    async def _fetch(self, name, *params):
+        if name == "extend":
+            return await super()._fetch(name, *params)
+        self._boundaries.cross(f"{self._kind}:{name}:before")
+        rows = await super()._fetch(name, *params)
+        self._boundaries.cross(f"{self._kind}:{name}:after")
+        return rows

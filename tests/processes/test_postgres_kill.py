@@ -8,10 +8,8 @@ import signal
 import pytest
 
 from retrysafe import AsyncIdempotency, Condition, Idempotency
-from retrysafe.core.model import SettleKind
 from retrysafe.stores.postgres import PostgresStore
-from retrysafe.wiring import postgres_store
-from tests.processes.boundaries import Boundaries
+from tests.processes.boundaries import Boundaries, MortalPostgresStore
 from tests.processes.ledger import noted
 from tests.processes.test_kill import (
     BOUNDARIES_LIMIT,
@@ -21,39 +19,9 @@ from tests.processes.test_kill import (
 )
 
 
-class _MortalStore(PostgresStore):
-    """The PostgreSQL store, with a boundary around each commit and around each statement.
-
-    Renewals are left out: whether one comes at all depends on how busy the machine is.
-    """
-
-    def __init__(self, url: str, boundaries: Boundaries, *, is_async: bool) -> None:
-        made = postgres_store(url, is_async=is_async)
-        super().__init__(made._connector, location=made.location, schema_name=made.schema_name)
-        self._boundaries = boundaries
-        self._kind = ""
-
-    async def commit(self, claims, settlements):
-        if not claims and settlements[0].kind is SettleKind.EXTEND:
-            return await super().commit(claims, settlements)
-        self._kind = "claim" if claims else f"settle-{settlements[0].kind.name.lower()}"
-        self._boundaries.cross(f"{self._kind}:before")
-        answers = await super().commit(claims, settlements)
-        self._boundaries.cross(f"{self._kind}:after")
-        return answers
-
-    async def _fetch(self, name, *params):
-        if name == "extend":
-            return await super()._fetch(name, *params)
-        self._boundaries.cross(f"{self._kind}:{name}:before")
-        rows = await super()._fetch(name, *params)
-        self._boundaries.cross(f"{self._kind}:{name}:after")
-        return rows
-
-
 def _own(pipe, face: str, url: str, ledger: str, log: str, fatal: int) -> None:
     boundaries = Boundaries(log, fatal)
-    store = _MortalStore(url, boundaries, is_async=face == "async")
+    store = MortalPostgresStore(url, boundaries, is_async=face == "async")
     if face == "async":
         asyncio.run(_own_async(store, ledger, boundaries))
         return

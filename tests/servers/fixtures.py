@@ -17,8 +17,10 @@ import pytest
 
 from retrysafe.runtime.drive import run_sync
 from retrysafe.wiring import postgres_store
+from tests.servers.nats import NatsServer
 from tests.servers.pgbouncer import PgBouncer, pgbouncer_binary
 from tests.servers.postgres import PostgresServer, debian_binaries
+from tests.servers.rabbitmq import RabbitMQServer, rabbitmq_binary
 
 _LEFT_OUT = "left out, because there is no"
 
@@ -75,6 +77,29 @@ def pgbouncer(postgres_server: PostgresServer) -> Iterator[PgBouncer]:
         yield bouncer.start()
     finally:
         bouncer.remove()
+
+
+@pytest.fixture(scope="session")
+def rabbitmq() -> Iterator[RabbitMQServer]:
+    """A RabbitMQ broker."""
+    binary = rabbitmq_binary()
+    if binary is None:
+        _missing("RabbitMQ (apt-get install rabbitmq-server)")
+    server = RabbitMQServer(binary)
+    try:
+        yield server.start()
+    finally:
+        server.remove()
+
+
+@pytest.fixture(scope="session")
+def nats_server() -> Iterator[NatsServer]:
+    """A NATS server with JetStream."""
+    server = NatsServer()
+    try:
+        yield server.start()
+    finally:
+        server.remove()
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from retrysafe.core.model import (
     SettleAnswer,
     SettleKind,
     Settlement,
+    StepWrite,
 )
 
 
@@ -39,6 +40,8 @@ class Invariant(StrEnum):
     ZOMBIE = "the write of an owner that lost its claim is refused, and it is told so"
     OWN_CLAIM = "a claim that is asked for again finds its own claim"
     LEASE_KEPT = "an extend never shortens a lease"
+    STEP_ONCE = "a recorded step never runs again"
+    STEP_EXACT = "a step gives what was recorded, and is recorded before the operation goes on"
     HONEST_ANSWER = "every caller gets an answer that fits what happened"
     NO_HANG = "no caller waits for ever"
 
@@ -86,7 +89,15 @@ class Life:
 class Grant:
     """One token's hold on a key."""
 
-    __slots__ = ("claimed_at_ms", "execution", "lease_ends_at_ms", "life", "number", "request")
+    __slots__ = (
+        "claimed_at_ms",
+        "execution",
+        "lease_ends_at_ms",
+        "life",
+        "moment",
+        "number",
+        "request",
+    )
 
     def __init__(self, life: Life, request: int, claimed_at_ms: int, lease_ends_at_ms: int) -> None:
         life.granted += 1
@@ -96,6 +107,8 @@ class Grant:
         self.claimed_at_ms = claimed_at_ms
         self.lease_ends_at_ms = lease_ends_at_ms
         self.execution: Execution | None = None
+        # Which of all grants and step records this was; clocks of the store may jump back.
+        self.moment = 0
 
 
 class Execution:
@@ -180,6 +193,9 @@ class Ledger:
         self.spent_tokens: set[bytes] = set()
         self.given_up: set[tuple[str, int]] = set()
         self.refused_by_store: set[bytes] = set()
+        # What is recorded of each key's present life: by whose token, when, and what.
+        self.steps: dict[str, dict[str, tuple[bytes, int, Payload]]] = {}
+        self._moments = 0
         self.violation: str | None = None
 
     def violated(self, invariant: Invariant, detail: str) -> None:
@@ -205,6 +221,9 @@ class Ledger:
         if decision is Decision.ADMIT or decision is Decision.TAKE_OVER:
             life = Life() if truth is None or decision is Decision.ADMIT else truth.grant.life
             grant = Grant(life, request, now_ms, now_ms + row.lease_ms)
+            grant.moment = self._next_moment()
+            if decision is Decision.ADMIT:
+                self.steps.pop(key, None)
             if (
                 decision is Decision.TAKE_OVER
                 and truth is not None
@@ -331,7 +350,10 @@ class Ledger:
 
     def told(self, row: Any, answer: Any) -> None:
         """Takes note of an answer that reached its process; not every one does."""
-        if answer.decision is Decision.LOST and row.kind is not SettleKind.EXTEND:
+        if isinstance(row, StepWrite):
+            if answer is Decision.LOST:
+                self.learned_of_loss(row.token)
+        elif answer.decision is Decision.LOST and row.kind is not SettleKind.EXTEND:
             self.lost_tokens.add(row.token)
 
     def _extended(self, truth: Truth, row: Settlement, answer: SettleAnswer, now_ms: int) -> None:
@@ -362,6 +384,49 @@ class Ledger:
                 self.violated(Invariant.REPLAY_EXACT, f"{key}: withheld a storable outcome")
         elif execution.text.encode() not in payload.body:
             self.violated(Invariant.OWN_OUTCOME, f"{key}: another run's payload was written")
+
+    # Steps.
+
+    def _next_moment(self) -> int:
+        self._moments += 1
+        return self._moments
+
+    def step_started(self, key: str, token: bytes, name: str) -> None:
+        """Judges the start of a step's call."""
+        recorded = self.steps.get(key, {}).get(name)
+        if recorded is None:
+            return
+        by_token, moment, _ = recorded
+        # A zombie may repeat what its successor has recorded since; only the fence stops it.
+        if by_token == token or moment < self.grants[token].moment:
+            self.violated(Invariant.STEP_ONCE, f"{key}: {name} ran again after it was recorded")
+
+    def step_recorded(self, write: StepWrite, decision: Decision) -> None:
+        """Judges the store's answer to a step's write, and takes note of it."""
+        key, token = write.key.text, write.token
+        if decision is not (Decision.APPLY if self._holds(key, token) else Decision.LOST):
+            self.violated(Invariant.ZOMBIE, f"{key}: a step was answered {decision.value}")
+        if decision is Decision.APPLY:
+            step = write.step
+            recorded = (token, self._next_moment(), step.payload)
+            self.steps.setdefault(key, {}).setdefault(step.name, recorded)
+
+    def step_given(self, key: str, token: bytes, name: str, value: str) -> None:
+        """Judges what a step gave to the operation."""
+        if not self._holds(key, token):
+            return  # Whatever a zombie believes, it cannot write it down.
+        recorded = self.steps.get(key, {}).get(name)
+        if recorded is None or value.encode() not in recorded[2].body:
+            self.violated(Invariant.STEP_EXACT, f"{key}: {name} gave {value}")
+
+    def learned_of_loss(self, token: bytes) -> None:
+        """Takes note that an owner knows that it has lost its key: it has nothing left to write."""
+        self.lost_tokens.add(token)
+        self.answered_tokens.add(token)
+
+    def _holds(self, key: str, token: bytes) -> bool:
+        truth = self.truths.get(key)
+        return truth is not None and truth.token == token and truth.status is Status.PENDING
 
     # Others who change records.
 

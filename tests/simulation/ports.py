@@ -10,8 +10,17 @@ from collections.abc import Coroutine, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
+from retrysafe.core.keys import Key
 from retrysafe.core.lease import Lease
-from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
+from retrysafe.core.model import (
+    ClaimAnswer,
+    ClaimRequest,
+    Decision,
+    SettleAnswer,
+    Settlement,
+    StepWrite,
+    StoredKey,
+)
 from retrysafe.core.ports import Capabilities, Waits
 from retrysafe.core.renewing import due_leases, next_renewal, renew
 from retrysafe.errors import StoreMissing, StoreUnavailable
@@ -46,6 +55,22 @@ class SimulatedWriter:
     async def settle(self, settlement: Settlement) -> SettleAnswer:
         """Ends or extends an attempt, with faults."""
         return await self._transmit(settlement)
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        """Records a step, with faults."""
+        return await self._transmit(write)
+
+    async def read(self, key: Key) -> StoredKey | None:
+        """The record of a key, or no answer; a read that is lost has no effect anywhere."""
+        world = self._world
+        self._process.check_alive()
+        fault = world.draw_fault()
+        await suspend(READY)
+        if fault is Fault.BROKEN:
+            raise StoreMissing("simulated: the database is gone")
+        if fault is not None:
+            raise StoreUnavailable("simulated: no answer")
+        return await world.read(key)
 
     async def _transmit(self, row: Any) -> Any:
         world = self._world

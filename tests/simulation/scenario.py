@@ -103,6 +103,8 @@ class Scenario:
     has_operator: bool
     has_sweeper: bool
     long_run_rate: float
+    # Per key: how many steps its operation has. All attempts of a key run the same code.
+    steps: list[int]
 
 
 def draw_scenario(random: Random) -> Scenario:
@@ -152,4 +154,5 @@ def draw_scenario(random: Random) -> Scenario:
         has_operator=chance() < 0.08,
         has_sweeper=chance() < 0.1,
         long_run_rate=choice((0.0, 0.3, 0.8)),
+        steps=[choice((0, 0, 1, 2, 3)) for _ in range(keys)],
     )

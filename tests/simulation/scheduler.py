@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context, copy_context
 from random import Random
 from types import coroutine
 from typing import Any
@@ -56,7 +57,7 @@ class Process:
 class Task:
     """One coroutine, and the instant from which it may go on."""
 
-    __slots__ = ("flow", "is_caller", "name", "process", "wakes_at_ms")
+    __slots__ = ("context", "flow", "is_caller", "name", "process", "wakes_at_ms")
 
     def __init__(
         self,
@@ -66,6 +67,8 @@ class Task:
         is_caller: bool,
     ) -> None:
         self.flow = flow
+        # As a task of a loop has: what one sets, the others do not see.
+        self.context: Context = copy_context()
         self.process = process
         self.name = name
         # Only callers can be cancelled; what works in the background ends with its process.
@@ -128,7 +131,8 @@ class Scheduler:
     def _resume(self, task: Task, thrown: BaseException | None) -> None:
         self.current = task
         try:
-            task.wakes_at_ms = task.flow.send(None) if thrown is None else task.flow.throw(thrown)
+            resume, what = (task.flow.send, None) if thrown is None else (task.flow.throw, thrown)
+            task.wakes_at_ms = task.context.run(resume, what)
         except (StopIteration, Interrupted, Crashed):
             self.tasks.remove(task)
 

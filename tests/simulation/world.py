@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import Counter
+from contextvars import ContextVar
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -19,9 +20,26 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.codec import WITHHELD, ValueCodec
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Event, EventKind, Reporter
-from retrysafe.core.model import ClaimRequest, Decision, OperatorCommand, SettleKind, Settlement
+from retrysafe.core.keys import Key
+from retrysafe.core.model import (
+    ClaimRequest,
+    Decision,
+    OperatorCommand,
+    SettleKind,
+    Settlement,
+    StepWrite,
+    StoredKey,
+)
 from retrysafe.core.policy import InFlight
-from retrysafe.errors import ClaimLost, KeyReused, OperationInFlight, StoreError, StoreRejected
+from retrysafe.core.stepping import Stepper
+from retrysafe.errors import (
+    ClaimLost,
+    KeyReused,
+    OperationInFlight,
+    StepNotStored,
+    StoreError,
+    StoreRejected,
+)
 from retrysafe.stores.memory import MemoryStore
 from tests.simulation.answers import Busy, Declined, Unstorable, judge_answer
 from tests.simulation.invariants import Close, Execution, Invariant, Ledger
@@ -57,6 +75,7 @@ EPOCH_MS = 1_700_000_000_000
 # Small steps, steps past every lease, and one back: hosts do correct their clocks.
 JUMPS_MS = (40, 400, 1_100, 4_000, -300)
 CODEC = ValueCodec()
+CURRENT: ContextVar[Attempt | None] = ContextVar("simulated_attempt", default=None)
 FAULTS = tuple(Fault)
 COMMANDS = tuple(OperatorCommand)
 
@@ -71,6 +90,14 @@ class Result:
     trace: list[str]
 
 
+async def _perform(call: Any, args: tuple[Any, ...]) -> Any:
+    return await call(*args)
+
+
+def _no_transactions(connection: object) -> Any:
+    raise AssertionError("nobody has a connection here")
+
+
 class Host:
     """A process and its engine."""
 
@@ -82,16 +109,29 @@ class Host:
         self.process = process
         self.waiting = SimulatedWaiting(world, process)
         writer = SimulatedWriter(world, process)
+        lock, orphanage = threading.Lock(), SimulatedOrphanage(world, process)
         self.engine = Engine(
             writer=writer,
             waiting=self.waiting,
-            lock=threading.Lock(),
+            lock=lock,
             renewals=SimulatedRenewals(world, process, self.waiting, writer, lateness_seconds),
-            orphanage=SimulatedOrphanage(world, process),
+            orphanage=orphanage,
             mint_token=world.mint_token,
             cache=ReplayCache() if has_cache else None,
             report=world.report,
             owner=process.name,
+            stepper=Stepper(
+                store=writer,
+                waiting=self.waiting,
+                lock=lock,
+                orphanage=orphanage,
+                report=world.report,
+                drive=lambda flow: flow,
+                perform=_perform,
+                codec_for=lambda call, returns: CODEC,
+                current=CURRENT.get,
+                join=_no_transactions,
+            ),
         )
 
 
@@ -146,6 +186,12 @@ class World:
                 raise answer
             self.ledger.claimed(row, answer, now_ms)
             self.saw(f"claim: {answer.decision.value}")
+        elif isinstance(row, StepWrite):
+            decision = await self.store.record_step(row)
+            self.ledger.step_recorded(row, decision)
+            self.saw(f"step: {decision.value}")
+            self.note(f"store: {_told(row)} -> {decision.value}")
+            return decision
         else:
             self._maybe_refuse(row)
             (_, (answer,)) = await self.store.commit([], [row])
@@ -154,6 +200,17 @@ class World:
         if self.trace is not None:
             self.note(f"store: {_told(row)} -> {answer.decision.value}")
         return answer
+
+    async def read(self, key: Key) -> StoredKey | None:
+        """The record, with its steps, for the attempt that asks."""
+        attempt = CURRENT.get()
+        assert attempt is not None
+        stored = await self.store.read(key)
+        self.saw("steps read")
+        if stored is None or stored.record.token != attempt.token:
+            self.ledger.learned_of_loss(attempt.token)
+        await suspend(READY)
+        return stored
 
     def _maybe_refuse(self, row: Settlement) -> None:
         """Some outcomes the store cannot hold; it refuses them however often they are sent."""
@@ -202,8 +259,11 @@ class World:
                 request=plan.request,
             )
             self.note(f"run {run.text} starts as attempt {attempt.number}")
+            CURRENT.set(attempt)
             is_careful = chance() < 0.2
             try:
+                for number in range(self.plan.steps[plan.key]):
+                    await self._step(host, attempt, f"step {number}", run)
                 for _ in range(int(chance() * 3)):
                     await self._work(host)
                     if is_careful:
@@ -212,6 +272,11 @@ class World:
                 # It stops because it may no longer own the key, so this is not an ending.
                 run.close = Close.CUT
                 raise ClaimLost(run.text, key=key) from None
+            except (StoreError, StepNotStored):
+                # The operation cannot go on without its steps; it may be tried again.
+                run.close = Close.RETRYABLE
+                self.saw("no steps to go on from")
+                raise Busy(run.text) from None
             except BaseException:
                 run.close = Close.CUT
                 self.note(f"run {run.text} is cut off")
@@ -219,6 +284,20 @@ class World:
             return self._end(run)
 
         return invoke
+
+    async def _step(self, host: Host, attempt: Attempt, name: str, run: Execution) -> None:
+        ledger = self.ledger
+
+        async def effect() -> str:
+            ledger.step_started(run.key, run.token, name)
+            await self._work(host)
+            self.saw("step ran")
+            return f"{name} of {run.text}"
+
+        value = await attempt.step(name, effect)
+        ledger.step_given(run.key, run.token, name, value)
+        if run.text not in value:
+            self.saw("step skipped")
 
     async def _work(self, host: Host) -> None:
         host.process.check_alive()
@@ -401,5 +480,9 @@ def run_seed(seed: int, *, is_traced: bool = False) -> Result:
 
 
 def _told(row: Any) -> str:
-    kind = row.kind.name.lower() if isinstance(row, Settlement) else "claim"
+    kind = "claim"
+    if isinstance(row, Settlement):
+        kind = row.kind.name.lower()
+    elif isinstance(row, StepWrite):
+        kind = row.step.name
     return f"{kind} {row.key.text} by {row.token.lstrip(b'0').decode()}"

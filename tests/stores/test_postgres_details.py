@@ -132,6 +132,18 @@ def test_refusals_are_errors_of_the_store_everywhere(scene):
 
 
 @FACES
+def test_an_extend_of_one_does_not_wait_either(scene, postgres_url):
+    """A user's transaction that has recorded a step must not hold up the renewals of others."""
+    key, token = key_of("key"), mint_token()
+    scene.commit([request(key, token)])
+    extend = settlement(SettleKind.EXTEND, key, token)
+    with locked(postgres_url, key):
+        _, (answer,) = scene.commit([], [extend])
+    assert isinstance(answer, StoreUnavailable)
+    assert scene.commit([], [extend])[1][0].decision is Decision.APPLY
+
+
+@FACES
 def test_an_extend_of_many_never_waits_for_a_row(scene, postgres_url):
     """A row that somebody is writing is answered as busy; the leases beside it are extended."""
     keys = [key_of(f"key-{number}") for number in range(3)]

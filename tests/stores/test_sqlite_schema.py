@@ -178,7 +178,7 @@ def test_an_old_file_is_brought_up_to_date(migrated, execute, monkeypatch):
     assert claim(store) is Decision.ADMIT
     assert "retrysafe_later" in tables(execute)
     assert execute("SELECT version, name FROM retrysafe_schema ORDER BY version")[-1] == (
-        2,
+        NEXT,
         "later",
     )
 

@@ -13,11 +13,12 @@ from retrysafe.core.model import (
     Step,
     StepWrite,
 )
+from retrysafe.core.outbox_ports import Outbox
 from retrysafe.core.ports import Store
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.threaded import ThreadedStore
 from retrysafe.testing import FaultyStore, ManualClock, Moment
-from retrysafe.testing.faults import METHODS
+from retrysafe.testing.faults import METHODS, FaultyOutbox
 from retrysafe.testing.suite.probe import ACTIVE_MS, KEY, RESULT, Probe, key_of, request
 
 
@@ -41,8 +42,10 @@ def beneath(faulty):
 def test_every_method_of_the_port_is_covered():
     """A method that the port gets later must get its faults as well."""
     port = {name for name, _ in inspect.getmembers(Store, inspect.iscoroutinefunction)}
-    assert port == set(METHODS)
-    assert all(name in vars(FaultyStore) for name in METHODS)
+    outbox = {name for name, _ in inspect.getmembers(Outbox, inspect.iscoroutinefunction)}
+    assert port | {f"outbox.{name}" for name in outbox} == set(METHODS)
+    assert all(name in vars(FaultyStore) for name in port)
+    assert all(name in vars(FaultyOutbox) for name in outbox)
 
 
 def calls_of(probe, beneath):

@@ -13,14 +13,17 @@ from typer.core import TyperGroup
 
 from retrysafe import __version__
 from retrysafe.cli import (
-    demonstrating,
     diagnosing,
+    entries,
     keys,
     migrating,
     natural,
     options,
     output,
+    relaying,
+    serving,
     sweeping,
+    telling,
 )
 from retrysafe.cli.problems import ExitCode, problem_of, tell
 
@@ -82,8 +85,11 @@ app = typer.Typer(
 app.command("migrate")(migrating.migrate)
 app.command("doctor")(diagnosing.doctor)
 app.add_typer(keys.app, name="keys", invoke_without_command=True)
+app.add_typer(entries.app, name="outbox", invoke_without_command=True)
+app.command("relay")(relaying.relay)
 app.command("sweep")(sweeping.sweep)
-app.command("demo")(demonstrating.demo)
+app.command("demo")(serving.demo)
+app.command("story")(telling.story)
 
 
 @app.callback(invoke_without_command=True)
@@ -99,8 +105,8 @@ def root(
 ) -> None:
     """Look after the keys of retrysafe: operations that run once, however often they are retried.
 
-    Every command takes --json. Those that need a store take --store URL; all but demo read
-    RETRYSAFE_STORE too.
+    Every command takes --json. Those that need a store take --store URL; all but demo and story
+    read RETRYSAFE_STORE too.
 
     Exit codes: 0 done; 1 refused, pending or not found; 2 usage; 3 a problem with the store.
     """
@@ -119,6 +125,12 @@ keys.app.command("natural")(natural.natural)
 @keys.app.callback(invoke_without_command=True)
 def keys_root(context: typer.Context) -> None:
     """Look at keys, and release or expire one."""
+    _help_without_command(context)
+
+
+@entries.app.callback(invoke_without_command=True)
+def outbox_root(context: typer.Context) -> None:
+    """Look at outbox entries, and retry or discard one."""
     _help_without_command(context)
 
 

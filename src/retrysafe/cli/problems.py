@@ -19,15 +19,23 @@ from typing import Final
 
 from retrysafe.cli.output import safe
 from retrysafe.core.model import Condition
+from retrysafe.core.outbox import EntryCondition
 from retrysafe.errors import InvalidInput, RetrysafeError, StoreError
 
 # In people's words; the limits themselves are where the options are declared.
 TAKES: Final = {
     "--limit": "a whole number from 1 to 100,000",
+    "--port": "a whole number from 0 to 65,535",
     "--rounds": "a whole number from 1 to 1,000,000",
     "--pause-ms": "a whole number of milliseconds from 0 to 60,000",
     "--busy-timeout": "a number of seconds, 0 or more",
     "--condition": f"one of {', '.join(item for item in Condition if item != Condition.ABSENT)}",
+    "--state": f"one of {', '.join(EntryCondition)}",
+    "--concurrency": "a whole number from 1 to 1,000",
+    "--attempts": "a whole number from 1 to 1,000,000",
+    "--lease": "a number of seconds from 1 to 86,400",
+    "--timeout": "a number of seconds from 0.1 to 86,400",
+    "--poll": "a number of seconds from 0.01 to 3,600",
 }
 
 

@@ -153,11 +153,16 @@ def readable_body(payload: Payload) -> tuple[str, Any]:
 
     Plain bytes are never read as JSON: the operation returned bytes, not what they may mean.
     """
+    return readable(payload.body, may_be_json=payload.form != BYTES)
+
+
+def readable(body: bytes, *, may_be_json: bool) -> tuple[str, Any]:
+    """Bytes as JSON, else as text, else in base 64, with the name that says which."""
     try:
-        text = payload.body.decode()
+        text = body.decode()
     except UnicodeDecodeError:
-        return "body_base64", base64.b64encode(payload.body).decode()
-    if payload.form != BYTES:
+        return "body_base64", base64.b64encode(body).decode()
+    if may_be_json:
         try:
             return "body", json.loads(text)
         except ValueError:

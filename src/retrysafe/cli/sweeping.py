@@ -66,6 +66,7 @@ def sweep(
                 "keys": total.keys,
                 "outcomes": total.outcomes,
                 "partitions": total.partitions,
+                "entries": total.entries,
                 "rounds": rounds_done,
                 "has_more": total.has_more,
             }
@@ -75,6 +76,9 @@ def sweep(
         f"removed {_count(total.keys, 'key')} and {_count(total.outcomes, 'outcome')} in "
         f"{_count(rounds_done, 'round')}\n"
     )
+    if total.entries:
+        noun = "entry" if total.entries == 1 else "entries"
+        sys.stdout.write(f"removed {total.entries:,} outbox {noun}\n")
     if total.partitions:
         sys.stdout.write(f"dropped {_count(total.partitions, 'day')} of outcomes\n")
     if total.has_more and not forever:
@@ -164,6 +168,7 @@ def _add(total: SweepReport, report: SweepReport) -> None:
     total.keys += report.keys
     total.outcomes += report.outcomes
     total.partitions += report.partitions
+    total.entries += report.entries
     total.has_more = report.has_more
 
 

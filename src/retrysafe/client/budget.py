@@ -49,7 +49,8 @@ class RetryBudget:
     def note_request(self) -> None:
         """Counts a request that is sent for the first time."""
         with self._lock:
-            self._tokens = min(self.capacity, self._tokens + self.per_request)
+            # What is over the capacity is cut off when it is asked for.
+            self._tokens += self.per_request
 
     def take(self, now: float) -> bool:
         """Whether a retry is allowed; if it is, it is counted. `now` is a monotonic instant."""

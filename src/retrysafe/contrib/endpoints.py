@@ -14,7 +14,8 @@ from typing import Any, Final
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys import GlobalCaller
 from retrysafe.errors import InvalidInput, PolicyInvalid
-from retrysafe.http.asgi import App, IdempotencyMiddleware, Receive, Scope, Send
+from retrysafe.http.asgi import IdempotencyMiddleware
+from retrysafe.http.asgi_run import App, Receive, Scope, Send
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, Protection

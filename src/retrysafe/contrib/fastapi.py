@@ -15,7 +15,7 @@ from retrysafe.contrib.endpoints import STATE_NAME, Served, endpoint_rule, missi
 from retrysafe.contrib.openapi import MEDIA_TYPE, PROBLEM_NAME, PROBLEM_SCHEMA, description_of
 from retrysafe.core.attempt import Attempt
 from retrysafe.errors import InvalidInput
-from retrysafe.http.asgi import App, Receive, Scope, Send
+from retrysafe.http.asgi_run import App, Receive, Scope, Send
 from retrysafe.http.rules import KeyUse, Rule
 
 try:

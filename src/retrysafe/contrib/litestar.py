@@ -16,7 +16,7 @@ from retrysafe.contrib.endpoints import Endpoints, Place, Served, missing_extra
 from retrysafe.contrib.openapi import MEDIA_TYPE, PROBLEM_SCHEMA, Description, description_of
 from retrysafe.core.keys import GlobalCaller
 from retrysafe.errors import PolicyInvalid
-from retrysafe.http.asgi import App
+from retrysafe.http.asgi_run import App
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.rules import KeyUse, Route, Rule
 from retrysafe.runtime.tasks import AsyncFace

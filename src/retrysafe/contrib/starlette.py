@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from retrysafe.contrib.endpoints import Endpoints, Place, Served, endpoint_rule, missing_extra
 from retrysafe.errors import InvalidInput
-from retrysafe.http.asgi import App, Receive, Scope, Send
+from retrysafe.http.asgi_run import App, Receive, Scope, Send
 
 try:
     from starlette.applications import Starlette

@@ -25,10 +25,12 @@ from retrysafe.core.model import (
     Payload,
     SettleKind,
     Settlement,
+    StagedEntry,
 )
 from retrysafe.core.policy import InFlight
 from retrysafe.core.ports import Transaction, Waiting
 from retrysafe.core.replaying import in_flight, replayed_value, reused
+from retrysafe.core.staging import Staging
 from retrysafe.errors import ClaimLost, InvalidInput, OperationInFlight, OutcomeMissing
 
 # A rival's transaction has no lease, so nobody knows when it ends. Most are shorter than this.
@@ -54,8 +56,13 @@ def storable(call: Call, value: Any) -> Payload:
     Raises `InvalidInput` when it cannot be stored. Unlike in a leased run nothing has happened
     yet that could not be undone, so refusing is better than remembering an outcome without value.
     """
+    return storable_payload(call, call.codec, value)
+
+
+def storable_payload(call: Call, outcome_codec: codec.OutcomeCodec, value: Any) -> Payload:
+    """The same for any value of an operation, a step's result for one."""
     try:
-        payload = codec.bounded(call.codec.encode(value), call.policy.outcome_limit_bytes)
+        payload = codec.bounded(outcome_codec.encode(value), call.policy.outcome_limit_bytes)
     except Exception as error:
         raise InvalidInput(
             f"the outcome of {call.key.text!r} cannot be stored: {codec.message_of(error)}",
@@ -66,10 +73,16 @@ def storable(call: Call, value: Any) -> Payload:
     return payload
 
 
-def settlement_of(call: Call, token: bytes, kind: SettleKind, payload: Payload) -> Settlement:
+def settlement_of(
+    call: Call,
+    token: bytes,
+    kind: SettleKind,
+    payload: Payload,
+    entries: tuple[StagedEntry, ...] = (),
+) -> Settlement:
     """The ending of an attempt as it is written in the user's transaction."""
     policy = call.policy
-    return Settlement(kind, call.key, token, payload, 0, policy.active_ms, policy.audit_ms)
+    return Settlement(kind, call.key, token, payload, 0, policy.active_ms, policy.audit_ms, entries)
 
 
 class AtomicBlock:
@@ -85,6 +98,7 @@ class AtomicBlock:
         report: Reporter,
         owner: str = "",
         secret: bytes | None = None,
+        has_outbox: bool = False,
     ) -> None:
         self.call = call
         self._transaction = transaction
@@ -97,6 +111,11 @@ class AtomicBlock:
         self.replayed = False
         self.attempt = 0
         self._value: Any = None
+        self._has_outbox = has_outbox
+        self._outbox: Staging | None = None
+        # The replayed outcome as it is stored, and what is left of its active window.
+        self.replayed_payload: Payload | None = None
+        self.replayed_ms = 0
 
     # Entering.
 
@@ -117,6 +136,8 @@ class AtomicBlock:
                 self._tell(EventKind.REPLAYED)
                 self._value = replayed_value(self.call, answer.payload)
                 self.replayed = True
+                self.replayed_payload = answer.payload
+                self.replayed_ms = answer.remaining_ms
             elif is_exhausted(answer.attempt, self.call.policy.attempt_limit):
                 # Not stored: the error rolls the user's transaction back, and the next caller
                 # finds the same number of attempts and is told the same.
@@ -197,19 +218,32 @@ class AtomicBlock:
         """The key for a call downstream; raises `SecretMissing`."""
         return child_key(checked_secret(self._secret), self.call.key, *parts)
 
+    @property
+    def outbox(self) -> Staging:
+        """What is delivered once the user's transaction has committed; raises `InvalidInput`."""
+        if not self._has_outbox:
+            raise InvalidInput("this block's store has no outbox to stage entries in")
+        if self._outbox is None:
+            self._outbox = Staging(self.call.key, self._secret, self._require_claimed)
+        return self._outbox
+
     async def complete(self, value: Any) -> None:
         """Stores the outcome; raises `ClaimLost`, or `InvalidInput` for a value without a form."""
         self._require_claimed()
-        await self._settle(SettleKind.COMPLETE, storable(self.call, value))
+        await self.conclude(SettleKind.COMPLETE, storable(self.call, value), value)
+
+    async def conclude(self, kind: SettleKind, payload: Payload, value: Any) -> None:
+        """Stores an outcome whose stored form is known already; raises `ClaimLost`."""
+        self._require_claimed()
+        await self._settle(kind, payload)
         self._value = value
-        self._tell(EventKind.COMPLETED)
+        self._tell(EventKind.COMPLETED if kind is SettleKind.COMPLETE else EventKind.FAILED)
 
     async def fail(self, error: Exception) -> None:
         """Stores a failure for good; raises `ClaimLost`."""
         self._require_claimed()
         payload = codec.encode_failure(error, self.call.policy.outcome_limit_bytes)
-        await self._settle(SettleKind.FAIL, payload)
-        self._tell(EventKind.FAILED)
+        await self.conclude(SettleKind.FAIL, payload, None)
 
     def _require_claimed(self) -> None:
         text = self.call.key.text
@@ -221,7 +255,8 @@ class AtomicBlock:
             raise InvalidInput(f"the outcome of {text!r} is given once, inside the block", key=text)
 
     async def _settle(self, kind: SettleKind, payload: Payload) -> None:
-        settlement = settlement_of(self.call, self._token, kind, payload)
+        entries = () if self._outbox is None else self._outbox.entries()
+        settlement = settlement_of(self.call, self._token, kind, payload, entries)
         decision = await self._transaction.settle(settlement)
         if decision is not Decision.APPLY:
             # The claim was rolled back by a savepoint, or the user's transaction was: whoever

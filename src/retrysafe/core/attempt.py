@@ -1,4 +1,4 @@
-"""An attempt as the operation sees it: its number, its claim, and keys for calls downstream."""
+"""An attempt as the operation sees it: its number, its claim, its steps, its child keys."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ from retrysafe.core.framing import Part
 from retrysafe.core.joining import JoinedOutcome, Joiner
 from retrysafe.core.keys import Key, checked_secret, child_key
 from retrysafe.core.lease import Lease
+from retrysafe.core.model import StagedEntry
+from retrysafe.core.staging import Staging
+from retrysafe.core.stepping import Stepper, StepRun
+from retrysafe.core.steps import (
+    ONE_TRY,
+    Exceptions,
+    StepOptions,
+    StepRetry,
+    checked_exceptions,
+)
 from retrysafe.errors import ClaimLost, InvalidInput
 
 
@@ -25,12 +35,15 @@ class Attempt:
         "_joiner",
         "_lease",
         "_monotonic",
+        "_outbox",
         "_secret",
+        "_stepper",
         "is_first",
         "joined",
         "key",
         "number",
         "operation",
+        "steps",
     )
 
     def __init__(
@@ -44,6 +57,7 @@ class Attempt:
         is_first: bool,
         call: Call | None = None,
         joiner: Joiner | None = None,
+        stepper: Stepper | None = None,
     ) -> None:
         self.key = key
         self.operation = operation
@@ -57,6 +71,10 @@ class Attempt:
         self._joiner = joiner
         # The outcome that `complete_in` wrote last; the engine asks what became of it.
         self.joined: JoinedOutcome | None = None
+        self._stepper = stepper
+        # Made with the first step: most operations have none, and pay nothing for them.
+        self.steps: StepRun | None = None
+        self._outbox: Staging | None = None
 
     @property
     def token(self) -> bytes:
@@ -89,16 +107,94 @@ class Attempt:
         """Writes the outcome in the user's open transaction, so that both commit or neither does.
 
         `value` is then the outcome, whatever the operation returns. Make it the last thing before
-        the commit. It is awaited exactly when the connection's own methods are. Raises `ClaimLost`
-        when another owner has the key: let it end the transaction. Raises `TransactionMissing` when
-        none is open, and `InvalidInput` for a value or a connection that cannot be used.
+        the commit. For a protected request it is the response, as the framework makes it. It is
+        awaited exactly when the connection's own methods are. Raises `ClaimLost` when another owner
+        has the key: let it end the transaction. Raises `TransactionMissing` when none is open, and
+        `InvalidInput` for a value or a connection that cannot be used, or for an outcome that frees
+        the key.
         """
         if self._joiner is None or self._call is None:
             raise InvalidInput("this attempt's store cannot work in a transaction of yours")
-        return self._joiner.complete(self._call, self._lease, connection, value, self._keep)
+        entries = () if self._outbox is None else self._outbox.entries()
+        return self._joiner.complete(
+            self._call, self._lease, connection, value, self._keep, self._check_complete, entries
+        )
+
+    async def _check_complete(self) -> None:
+        """Raises `StepsChanged` or `OperationUndone` when completing would leave steps out."""
+        steps = self.steps_to_conclude
+        if steps is not None:
+            await steps.check_complete()
+
+    def step(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        /,
+        *args: Any,
+        retry: StepRetry = ONE_TRY,
+        terminal: Exceptions = (),
+        returns: type | tuple[type, ...] | None = None,
+        compensate: Callable[[Any], Any] | None = None,
+        in_transaction: object = None,
+    ) -> Any:
+        """Runs `call(*args)` once for the key, and returns the stored result to later attempts.
+
+        With `AsyncIdempotency` it is awaited, and so is what the call returns. `retry` tries again
+        within this attempt. An exception of a `terminal` type that leaves the operation ends it for
+        good. `compensate` is called with the result when the operation fails for good.
+        `in_transaction` takes a connection with an open transaction: the step is recorded in it.
+
+        Raises what the call raises; `StepReused`, `StepsChanged`, `StepUnavailable`,
+        `StepNotStored`, `ClaimLost`, `OperationUndone`, `StoreUnavailable`, and `InvalidInput`.
+        """
+        options = StepOptions(
+            retry, checked_exceptions("terminal", terminal), returns, compensate, in_transaction
+        )
+        return self._opened_steps().step(name, call, args, options)
+
+    def _opened_steps(self) -> StepRun:
+        stepper = self._stepper
+        if stepper is None or self._call is None:
+            raise InvalidInput("this attempt takes no steps")
+        with stepper.lock:
+            if self.steps is None:
+                self.steps = StepRun(stepper, self, self._call, self._lease)
+            return self.steps
+
+    @property
+    def steps_to_conclude(self) -> StepRun | None:
+        """The steps that the attempt's ending has to fit; None when there can be none.
+
+        A later attempt that has asked for no step may still leave out those of an earlier one.
+        """
+        if self.steps is not None or self.is_first or self._stepper is None:
+            return self.steps
+        return self._opened_steps()
 
     def _keep(self, joined: JoinedOutcome) -> None:
         self.joined = joined
+        if self._outbox is not None:
+            self._outbox.close()
+
+    @property
+    def outbox(self) -> Staging:
+        """What the operation has delivered once its outcome stands; raises `InvalidInput`."""
+        if self._outbox is None:
+            self._outbox = self._new_outbox()
+        return self._outbox
+
+    def _new_outbox(self) -> Staging:
+        if self._joiner is None or not self._joiner.has_outbox:
+            raise InvalidInput("this attempt's store has no outbox to stage entries in")
+        return Staging(self.key, self._secret, self.raise_if_lost)
+
+    def staged(self) -> tuple[StagedEntry, ...]:
+        """What was staged, to be written with the outcome; nothing can be staged after it."""
+        if self._outbox is None:
+            return ()
+        self._outbox.close()
+        return self._outbox.entries()
 
     def child_key(self, *parts: Part) -> str:
         """The key for a call downstream: the same in every attempt, different for other parts.

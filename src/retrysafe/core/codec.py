@@ -245,13 +245,18 @@ def _declared_type(name: str, declared: Iterable[type[Exception]]) -> type[Excep
     return None
 
 
+def withheld_reason(payload: Payload) -> str:
+    """Why a result was not kept."""
+    try:
+        return str(json.loads(payload.body)["reason"])
+    except (ValueError, KeyError, TypeError) as error:
+        return f"the reason cannot be read ({error})"
+
+
 def unavailable(payload: Payload, key: str) -> OutcomeUnavailable:
     """The error for a withheld outcome."""
-    try:
-        reason = json.loads(payload.body)["reason"]
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"the reason cannot be read ({error})"
     return OutcomeUnavailable(
-        f"the operation is done and will not run again, but its outcome was not kept: {reason}",
+        f"the operation is done and will not run again, but its outcome was not kept: "
+        f"{withheld_reason(payload)}",
         key=key,
     )

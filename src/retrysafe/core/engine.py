@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from retrysafe.core import codec
+from retrysafe.core.atomic import RIVAL_RETRY_AFTER_SECONDS
+from retrysafe.core.atomic_lead import AtomicLead, Transacting
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.cache import CachedOutcome, ReplayCache
 from retrysafe.core.call import Answer, Call
@@ -33,6 +35,8 @@ from retrysafe.core.policy import InFlight
 from retrysafe.core.ports import Fate, Lock, Orphanage, Renewals, Waiting, Writer
 from retrysafe.core.replaying import gone, in_flight, replayed_value, reused
 from retrysafe.core.settling import RETRY_PAUSE_SECONDS, Settler
+from retrysafe.core.stepping import Stepper
+from retrysafe.core.undoing import Concluder, Verdict
 from retrysafe.errors import (
     ClaimLost,
     KeyReused,
@@ -59,6 +63,7 @@ _GRANTED: Final = frozenset({Decision.ADMIT, Decision.TAKE_OVER, Decision.CONFIR
 _ABANDONED: Final = Condition.ABANDONED
 _ADMIT: Final = Decision.ADMIT
 _CLAIMED: Final = EventKind.CLAIMED
+_REPLAYED: Final = EventKind.REPLAYED
 _RELEASED: Final = Ending.RELEASED
 _RUNNING: Final = Phase.RUNNING
 _WAIT: Final = InFlight.WAIT
@@ -84,6 +89,7 @@ class Engine:
         owner: str = "",
         secret: bytes | None = None,
         joiner: Joiner | None = None,
+        stepper: Stepper | None = None,
     ) -> None:
         self._writer = writer
         self._waiting = waiting
@@ -100,13 +106,30 @@ class Engine:
             orphanage=orphanage,
             report=report,
         )
+        self._concluder = Concluder(settler=self._settler, orphanage=orphanage, renewals=renewals)
         self._owner = owner
         self._secret = secret
         self._joiner = joiner
+        self._stepper = stepper
         self._flights = Flights(lock)
+        self._atomic_lead = AtomicLead(
+            flights=self._flights,
+            monotonic=self._monotonic,
+            payload_of=self._settler.payload_of,
+            remember=self._remember,
+            report=report,
+        )
 
-    async def answer(self, call: Call, invoke: Invoke) -> Answer[Any]:
+    async def answer(
+        self,
+        call: Call,
+        invoke: Callable[[Any], Awaitable[Any]],
+        transacting: Transacting | None = None,
+    ) -> Answer[Any]:
         """The outcome of the key's one run, from this call or from an earlier one.
+
+        The operation gets its `Attempt`; with `transacting` an `AtomicAttempt`, and its claim and
+        its outcome are written in the transaction that is opened for it.
 
         Raises `KeyReused`, `OperationInFlight`, the stored failure, `OutcomeUnavailable`,
         `ClaimLost`, `OutcomeNotStored` or `StoreUnavailable`, and what the operation raises.
@@ -123,6 +146,8 @@ class Engine:
             try:
                 flight = self._flights.join(digest, mine, self._monotonic())
                 if flight is mine:
+                    if transacting is not None:
+                        return await self._atomic_lead.lead(flight, call, invoke, transacting)
                     return await self._lead(flight, call, invoke, wait_until)
             finally:
                 self._flights.land(digest, mine)
@@ -135,14 +160,31 @@ class Engine:
 
         Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
         """
+        cached = self.remembered(call)
+        if cached is None:
+            return None
+        return self._replay(call, cached.payload, cached.attempt, "process")
+
+    def remembered(self, call: Call) -> CachedOutcome | None:
+        """What this process remembers of the key's outcome; raises `KeyReused`."""
         if self._cache is None:
             return None
         # One look-up of a dictionary is atomic, so a miss takes no lock.
         cached = self._cache.find(call.key.digest, self._monotonic())
-        if cached is None:
-            return None
-        self._check_same(call, cached.fingerprints, "process")
-        return self._replay(call, cached.payload, cached.attempt, "process")
+        if cached is not None:
+            self._check_same(call, cached.fingerprints, "process")
+        return cached
+
+    def repeats(self, call: Call, payload: Payload) -> bool:
+        """Whether this very payload is still the call's outcome, as this process remembers it.
+
+        It counts as a replay then. Raises `KeyReused`.
+        """
+        cached = self.remembered(call)
+        if cached is None or cached.payload is not payload:
+            return False
+        self._report(_REPLAYED, call.key, call.operation, cached.attempt, source="process")
+        return True
 
     def forget(self, key: Key) -> None:
         """Drops what the process remembers of a key, after an operator changed it."""
@@ -332,6 +374,7 @@ class Engine:
             answer.decision is _ADMIT,
             call,
             self._joiner,
+            self._stepper,
         )
         try:
             # Inside the try: a signal right after it must not leave a lease that is renewed for
@@ -350,6 +393,13 @@ class Engine:
                 joined = attempt.joined
                 if joined and await self._is_settled(flight, call, joined, number, asked, error):
                     raise
+                steps = attempt.steps_to_conclude
+                if steps is not None:
+                    verdict = await self._concluder.conclude(
+                        steps, lease, *self._settler.judged(call, error), error=error
+                    )
+                    if verdict is not None:
+                        return await self._end_by(verdict, flight, call, lease, number, error)
                 ending, payload = await self._settler.settle_error(call, lease, error, number)
                 self._remember_ending(call, flight, ending, payload, number, asked)
                 raise
@@ -358,13 +408,38 @@ class Engine:
             if joined and await self._is_settled(flight, call, joined, number, asked, None):
                 return Answer(joined.value, False, number)
             ending, payload = self._settler.payload_of(call, value, number)
-            payload = await self._settler.settle(call, lease, ending, payload, number, value)
+            steps = attempt.steps if attempt.is_first else attempt.steps_to_conclude
+            if steps is not None:
+                verdict = await self._concluder.conclude(steps, lease, ending, payload, value=value)
+                if verdict is not None:
+                    return await self._end_by(verdict, flight, call, lease, number, verdict.error)
+            payload = await self._settler.settle(
+                call, lease, ending, payload, number, value, attempt.staged()
+            )
             self._remember_ending(call, flight, ending, payload, number, asked)
         finally:
             self._stop_renewing(lease)
         return Answer(value, False, number)
 
+    async def _end_by(
+        self,
+        verdict: Verdict,
+        flight: Flight,
+        call: Call,
+        lease: Lease,
+        attempt: int,
+        error: Exception | None,
+    ) -> Answer[Any]:
+        """Settles what the steps say of the ending, and tells the caller that."""
+        asked = self._monotonic()
+        ending, payload = await self._settler.settle_judged(
+            call, lease, verdict.ending, verdict.payload, attempt, error
+        )
+        self._remember_ending(call, flight, ending, payload, attempt, asked)
+        return Answer(verdict.told(call), False, attempt)
+
     def _stop_renewing(self, lease: Lease) -> None:
+        lease.is_over = True
         # The ending of a cancelled caller keeps its lease until it is written.
         if not lease.is_adopted:
             self._renewals.remove(lease)
@@ -386,7 +461,7 @@ class Engine:
             # it. An exception must not free a key whose business write may have been committed.
             return error is not None
         if fate is Fate.STANDS:
-            self._report(EventKind.COMPLETED, call.key, call.operation, attempt)
+            self._report(joined.event_kind, call.key, call.operation, attempt)
             self._remember(call, flight, joined.payload, attempt, asked, call.policy.active_ms)
         # While it is open, the record is locked by it and only its commit or its rollback decides;
         # writing here would wait for a caller who waits for us.
@@ -438,7 +513,7 @@ class Engine:
                 self._cache.keep(call.key.digest, outcome, asked, remaining_ms)
 
     def _replay(self, call: Call, payload: Payload, attempt: int, source: str) -> Answer[Any]:
-        self._report(EventKind.REPLAYED, call.key, call.operation, attempt, source=source)
+        self._report(_REPLAYED, call.key, call.operation, attempt, source=source)
         return Answer(replayed_value(call, payload), True, attempt)
 
     def _check_same(self, call: Call, fingerprints: tuple[Fingerprint, ...], source: str) -> None:
@@ -454,12 +529,14 @@ class Engine:
     ) -> OperationInFlight:
         # Never zero: whoever is told to come back at once comes back in a tight loop.
         seconds = max(RETRY_AFTER_MINIMUM_SECONDS, flight.seconds_left(self._monotonic()))
+        lease = f"; its lease ends in {seconds:.1f} s unless it is renewed"
+        if flight.is_atomic:
+            seconds, lease = max(seconds, RIVAL_RETRY_AFTER_SECONDS), ""
         kind = EventKind.WAIT_ENDED if has_waited else EventKind.CONFLICTED
         self._report(kind, call.key, call.operation, source=source)
         waited = f" after a wait of {call.policy.wait_seconds:g} s" if has_waited else ""
         return in_flight(
             call,
-            f"the first run of {call.key.text!r} has not ended{waited}; its lease ends in "
-            f"{seconds:.1f} s unless it is renewed",
+            f"the first run of {call.key.text!r} has not ended{waited}{lease}",
             seconds,
         )

@@ -6,17 +6,20 @@ still depends on the user's commit, or was rolled back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from retrysafe.core import codec
 from retrysafe.core.atomic import settlement_of, storable
 from retrysafe.core.call import Call
+from retrysafe.core.events import EventKind
 from retrysafe.core.lease import Lease
-from retrysafe.core.model import Decision, Payload, SettleKind, Settlement
+from retrysafe.core.model import Decision, Ending, Payload, SettleKind, Settlement, StagedEntry
 from retrysafe.core.ports import Fate, Renewals, Transaction, Waits
 from retrysafe.errors import ClaimLost, InvalidInput
 
 Join = Callable[[object], Transaction]
+# Runs a flow on a transaction that waits like this, or gives back what its caller has to await.
 Drive = Callable[[Waits, Coroutine[Any, Any, None]], Any]
 
 
@@ -33,6 +36,12 @@ class JoinedOutcome:
         self.payload = payload
         self.value = value
 
+    @property
+    def event_kind(self) -> EventKind:
+        """What observers are told once it stands."""
+        is_failure = self._settlement.kind is SettleKind.FAIL
+        return EventKind.FAILED if is_failure else EventKind.COMPLETED
+
     async def fate(self) -> Fate:
         """What became of it; raises `StoreError` when the store cannot tell."""
         return await self._transaction.fate(self._settlement)
@@ -41,12 +50,16 @@ class JoinedOutcome:
 class Joiner:
     """Completes attempts in users' transactions; the face says how its flows are driven."""
 
-    __slots__ = ("_drive", "_join", "_renewals")
+    __slots__ = ("_drive", "_join", "_renewals", "has_outbox")
 
-    def __init__(self, *, join: Join, drive: Drive, renewals: Renewals) -> None:
+    def __init__(
+        self, *, join: Join, drive: Drive, renewals: Renewals, has_outbox: bool = False
+    ) -> None:
         self._join = join
         self._drive = drive
         self._renewals = renewals
+        # Whether the store writes the entries of a settlement; others would drop them.
+        self.has_outbox = has_outbox
 
     def complete(
         self,
@@ -55,24 +68,33 @@ class Joiner:
         connection: object,
         value: Any,
         keep: Callable[[JoinedOutcome], None],
+        check: Callable[[], Awaitable[None]],
+        entries: tuple[StagedEntry, ...] = (),
     ) -> Any:
-        """Writes the outcome and hands it to `keep`; awaited where the connection suspends."""
+        """Writes the outcome and hands it to `keep`; to be awaited where flows suspend.
+
+        `check` raises when the attempt must not be completed.
+        """
+        value = _outcome_of(call, value)
+        kind = _kind_of(call, value)
         payload = storable(call, value)
         transaction = self._join(connection)
-        return self._drive(
-            transaction.waits, self._complete(call, lease, transaction, payload, value, keep)
-        )
+        settlement = settlement_of(call, lease.token, kind, payload, entries)
+        joined = JoinedOutcome(transaction, settlement, payload, value)
+        flow = self._settle(call, lease, transaction, settlement, joined, keep, check)
+        return self._drive(transaction.waits, flow)
 
-    async def _complete(
+    async def _settle(
         self,
         call: Call,
         lease: Lease,
         transaction: Transaction,
-        payload: Payload,
-        value: Any,
+        settlement: Settlement,
+        joined: JoinedOutcome,
         keep: Callable[[JoinedOutcome], None],
+        check: Callable[[], Awaitable[None]],
     ) -> None:
-        settlement = settlement_of(call, lease.token, SettleKind.COMPLETE, payload)
+        await check()
         await transaction.begin()
         # The user's transaction is about to lock the record. A renewal would wait for it, and with
         # it the renewals of every other operation. Nobody can take over a locked record.
@@ -91,13 +113,51 @@ class Joiner:
         except BaseException as error:
             if not lease.is_revoked and not isinstance(error, InvalidInput):
                 self._renewals.add(lease)
-            await _undo(transaction)
+            await undo_quietly(transaction)
             raise
         await transaction.keep()
-        keep(JoinedOutcome(transaction, settlement, payload, value))
+        keep(joined)
 
 
-async def _undo(transaction: Transaction) -> None:
+def _outcome_of(call: Call, value: Any) -> Any:
+    if call.outcome_of is None:
+        return value
+    try:
+        return call.outcome_of(value)
+    except Exception as error:
+        raise InvalidInput(
+            f"the outcome of {call.key.text!r} cannot be stored: {codec.message_of(error)}",
+            key=call.key.text,
+        ) from error
+
+
+def _kind_of(call: Call, value: Any) -> SettleKind:
+    """How the attempt ends with this value; raises `InvalidInput` when it would free the key."""
+    ending = Ending.SUCCEEDED if call.judge is None else call.judge(value)
+    if ending is Ending.RELEASED:
+        # The business write would stand and a retry would write again.
+        raise InvalidInput(
+            f"this outcome of {call.key.text!r} frees the key, so it cannot be committed with your "
+            "writes: roll back and return it instead",
+            key=call.key.text,
+        )
+    return SettleKind.FAIL if ending is Ending.FAILED else SettleKind.COMPLETE
+
+
+async def stage_in(transaction: Transaction, entry: StagedEntry) -> str:
+    """Writes an entry of no operation in the user's transaction; returns its key."""
+    await transaction.begin()
+    try:
+        await transaction.stage([entry])
+    except BaseException:
+        await undo_quietly(transaction)
+        raise
+    await transaction.keep()
+    return entry.key
+
+
+async def undo_quietly(transaction: Transaction) -> None:
+    """Undoes what was done in the user's transaction, for a reason that matters more."""
     try:
         await transaction.undo()
     except Exception:

@@ -19,6 +19,7 @@ class Lease:
         "ends_at_ms",
         "ends_monotonic",
         "is_adopted",
+        "is_over",
         "is_revoked",
         "key",
         "lease_ms",
@@ -43,6 +44,8 @@ class Lease:
         self.is_revoked = False
         # Whether a background flow renews and gives it up, because its caller was cancelled.
         self.is_adopted = False
+        # Whether its run has ended: a thread that the run left behind must not renew it again.
+        self.is_over = False
         self.renew_until_monotonic = (
             None if run_limit_seconds is None else asked_monotonic + run_limit_seconds
         )

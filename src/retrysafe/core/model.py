@@ -136,6 +136,21 @@ class ClaimAnswer:
     payload: Payload | None = None
 
 
+@dataclass(slots=True)
+class StagedEntry:
+    """An outbox entry as it is written: what is to be delivered, and under which key."""
+
+    # The key that receivers tell repetitions by.
+    key: str
+    topic: str
+    content_type: str
+    body: bytes
+    # Entries of one aggregate are delivered in their order; those without one in any order.
+    aggregate: str | None = None
+    # Not delivered before this instant; 0 means at once.
+    deliver_at_ms: int = 0
+
+
 class SettleKind(IntEnum):
     """What a claim's owner writes; the first three end the attempt."""
 
@@ -156,6 +171,8 @@ class Settlement:
     lease_ms: int = 0
     active_ms: int = 0
     audit_ms: int = 0
+    # Outbox entries that become deliverable with this ending, written in its transaction.
+    entries: tuple[StagedEntry, ...] = ()
 
 
 @dataclass(slots=True)
@@ -235,3 +252,5 @@ class SweepReport:
     has_more: bool = False
     # Whole partitions of outcomes that were dropped, by stores that have them.
     partitions: int = 0
+    # Outbox entries that were delivered or discarded, and are past the time that they are kept.
+    entries: int = 0

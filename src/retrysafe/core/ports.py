@@ -23,6 +23,7 @@ from retrysafe.core.model import (
     RecordQuery,
     SettleAnswer,
     Settlement,
+    StagedEntry,
     StepWrite,
     StoredKey,
     SweepReport,
@@ -49,6 +50,8 @@ class Capabilities:
     # How many commits may be under way while they carry a few rows only. Merging saves nothing
     # then, and a row that waits for a rival's commit is late for nothing.
     small_batches_in_flight: int = 0
+    # Whether it writes the outbox entries of a settlement, and has an `outbox` to relay them from.
+    has_outbox: bool = False
 
 
 ClaimResult = ClaimAnswer | StoreError
@@ -159,8 +162,17 @@ class Transaction(Protocol):
     async def settle(self, settlement: Settlement) -> Decision:
         """Ends an attempt: APPLY, CONFIRM or LOST."""
 
+    async def stage(self, entries: Sequence[StagedEntry]) -> None:
+        """Writes outbox entries that belong to no operation."""
+
     async def fate(self, settlement: Settlement) -> Fate:
         """What became of a settlement that was applied here, seen from outside."""
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        """Records a step if the token holds the key, and locks the key: APPLY or LOST."""
+
+    async def step_fate(self, write: StepWrite) -> Fate:
+        """What became of a step that was recorded here, seen from outside."""
 
 
 class Joins(Protocol):

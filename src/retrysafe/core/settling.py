@@ -20,6 +20,7 @@ from retrysafe.core.model import (
     SettleAnswer,
     SettleKind,
     Settlement,
+    StagedEntry,
 )
 from retrysafe.core.ports import Orphanage, Renewals, Waiting, Writer
 from retrysafe.errors import (
@@ -42,6 +43,7 @@ _KINDS: Final = {
 
 # Looked up once: members of an enum are dear to look up on every call.
 _SUCCEEDED: Final = Ending.SUCCEEDED
+_RELEASED: Final = Ending.RELEASED
 _LOST: Final = Decision.LOST
 
 
@@ -86,15 +88,32 @@ class Settler:
         self, call: Call, lease: Lease, error: Exception, attempt: int
     ) -> tuple[Ending, Payload]:
         """Stores a clean exception as the policy judges it; raises as `settle` does."""
-        ending = call.policy.judge(error)
-        payload = codec.encode_failure(error, call.policy.outcome_limit_bytes)
+        ending, payload = self.judged(call, error)
+        return await self.settle_judged(call, lease, ending, payload, attempt, error)
+
+    @staticmethod
+    def judged(call: Call, error: Exception) -> tuple[Ending, Payload]:
+        """How the operation ended that raised this exception, and what is stored of it."""
+        policy = call.policy
+        return policy.judge(error), codec.encode_failure(error, policy.outcome_limit_bytes)
+
+    async def settle_judged(
+        self,
+        call: Call,
+        lease: Lease,
+        ending: Ending,
+        payload: Payload,
+        attempt: int,
+        error: Exception | None,
+    ) -> tuple[Ending, Payload]:
+        """Stores a failure; the exception that it is about is named as the cause of others."""
         try:
             return ending, await self.settle(call, lease, ending, payload, attempt)
         except OutcomeNotStored as unstored:
             if ending is Ending.RELEASED:
                 # The key is freed by its lease instead; the operation's own error matters more.
                 return ending, payload
-            raise unstored from error
+            raise unstored from error or unstored.__cause__
         except ClaimLost as lost:
             raise lost from error
 
@@ -106,17 +125,21 @@ class Settler:
         payload: Payload,
         attempt: int,
         value: Any = None,
+        entries: tuple[StagedEntry, ...] = (),
     ) -> Payload:
         """Stores an ending; when it returns, the returned payload is durable.
 
         Raises `ClaimLost` when another owner has the key, `OutcomeNotStored` when the store could
-        not be told within the policy's patience.
+        not be told within the policy's patience. A released key will run again, so what this
+        attempt staged goes with the one that settles it.
         """
         kind, event_kind = _KINDS[ending]
         policy = call.policy
         settlement = Settlement(
             kind, call.key, lease.token, payload, 0, policy.active_ms, policy.audit_ms
         )
+        if entries and ending is not _RELEASED:
+            settlement.entries = entries
         try:
             try:
                 answer = await self._writer.settle(settlement)

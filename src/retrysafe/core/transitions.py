@@ -36,6 +36,10 @@ from retrysafe.errors import DigestCollision
 # for the retries that the release was made for, and lets the sweep remove the row after that.
 OPERATOR_RELEASE_KEPT_MS: Final = 24 * 60 * 60 * 1000
 
+# Looked up once: members of an enum are dear to look up on every call.
+_PENDING: Final = State.PENDING
+_STATES: Final = {kind: State(kind) for kind in SettleKind}
+
 
 def claim(
     record: Record | None, request: ClaimRequest, now_ms: int
@@ -99,22 +103,35 @@ def _granted(
         # Asked for again by the same owner, whose lease ended before it could start: an attempt
         # that ran nothing must not count towards the limit.
         attempt = previous.attempt
+    key = request.key
+    ends_at_ms = now_ms + request.lease_ms
+    # A pending record has no expiry, also when the settled one before it had one.
+    settled_at_ms, expires_at_ms = None, None
+    # By position: keywords would cost every claim of the memory store half as much again.
+    if previous is None:
+        born, rule, fingerprint = now_ms, current.rule, current.digest
+    else:
+        born, rule, fingerprint = (
+            previous.first_claimed_at_ms,
+            previous.rule,
+            previous.fingerprint,
+        )
     return Record(
-        digest=request.key.digest,
-        caller=request.key.caller,
-        text=request.key.text,
-        operation=request.operation,
-        rule=current.rule if previous is None else previous.rule,
-        fingerprint=current.digest if previous is None else previous.fingerprint,
-        state=State.PENDING,
-        token=request.token,
-        attempt=attempt,
-        first_claimed_at_ms=now_ms if previous is None else previous.first_claimed_at_ms,
-        claimed_at_ms=now_ms,
-        lease_ends_at_ms=now_ms + request.lease_ms,
-        settled_at_ms=None,
-        expires_at_ms=None,
-        owner=request.owner,
+        key.digest,
+        key.caller,
+        key.text,
+        request.operation,
+        rule,
+        fingerprint,
+        _PENDING,
+        request.token,
+        attempt,
+        born,
+        now_ms,
+        ends_at_ms,
+        settled_at_ms,
+        expires_at_ms,
+        request.owner,
     )
 
 
@@ -146,7 +163,7 @@ def _settled(record: Record, settlement: Settlement, now_ms: int) -> Record:
         record.operation,
         record.rule,
         record.fingerprint,
-        State(settlement.kind),
+        _STATES[settlement.kind],
         record.token,
         record.attempt,
         record.first_claimed_at_ms,

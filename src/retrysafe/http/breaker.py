@@ -40,7 +40,7 @@ class Breaker:
             return 0.0
         with self._lock:
             left = self._open_until - monotonic
-            if left > 0 and self._failures >= self._failures_limit:
+            if left > 0:
                 return left
             # This one tries. The others wait for its news for as long again, which also bounds
             # the harm when it is cancelled and never brings any.
@@ -52,6 +52,7 @@ class Breaker:
         if self._failures:
             with self._lock:
                 self._failures = 0
+                self._open_until = 0.0
 
     def failed(self, monotonic: float) -> None:
         """The store did not answer."""

@@ -96,6 +96,7 @@ class Protection:
         status_path: str = STATUS_PATH,
         challenge: str = "Bearer",
         breaker: Breaker | None = None,
+        outcome_of: Callable[[Any], Response] = response_of,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         if rules is not None and rule is not None:
@@ -117,6 +118,8 @@ class Protection:
         self.status_path = status_path.rstrip("/") + "/"
         self.breaker = breaker or Breaker()
         self._challenge: tuple[Header, ...] = ((b"www-authenticate", challenge.encode()),)
+        # What a view may complete its attempt with, as a response.
+        self._outcome_of = outcome_of
         self._monotonic = monotonic
         self._waits: dict[tuple[int, float], Policy] = {}
 
@@ -186,7 +189,7 @@ class Protection:
             return self.too_large(route, request, prefix, key)
         policy, preference = route.policy, NO_PREFERENCE
         if prefer is not None:
-            preference = parse_prefer(prefer)
+            preference = _preference(route, prefer)
             if preference.wait_seconds is not None:
                 policy = self._waiting(policy, preference.wait_seconds)
         return Plan(route, request, caller, key, policy, preference, prefix)
@@ -236,6 +239,7 @@ class Protection:
             operation,
             route.codec,
             route.judge,
+            self._outcome_of,
         )
 
     def closed_off(self, plan: Plan) -> Response | None:
@@ -249,6 +253,13 @@ class Protection:
             key=plan.key,
             retry_after=timedelta(seconds=seconds),
         )
+
+    def runs_unprotected(self, plan: Plan) -> bool:
+        """Whether the application runs although the store is out of reach.
+
+        Never in atomic mode: what is out of reach is the application's own database.
+        """
+        return self.fail_open and plan.route.rule.transaction is None
 
     # Answers.
 
@@ -303,8 +314,7 @@ class Protection:
         """The response with the mark of the preference that was followed."""
         if plan.preference.wait_seconds is not None:
             applied = b"wait=%d" % plan.policy.wait_seconds
-            # A list of its own: the headers may be the application's.
-            response.headers = [*response.headers, (b"preference-applied", applied)]
+            response.headers.append((b"preference-applied", applied))
         return response
 
     # Refusals.
@@ -335,6 +345,15 @@ class Protection:
             "Nothing was run.",
             key=key,
         )
+
+
+def _preference(route: Route, lines: list[bytes]) -> Preference:
+    """What the client asks for, as far as the route can give it."""
+    preference = parse_prefer(lines)
+    if preference.respond_async and route.rule.transaction is not None:
+        # Nobody could read a status before the transaction has ended.
+        return Preference(preference.wait_seconds, respond_async=False)
+    return preference
 
 
 def _is_same(first: Response, second: Response) -> bool:

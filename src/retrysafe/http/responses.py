@@ -160,10 +160,10 @@ class ResponseCodec:
 
 def is_event_stream(headers: Iterable[Header]) -> bool:
     """Whether these are the headers of server-sent events, which have no end to wait for."""
-    return any(
-        name.lower() == b"content-type" and value.lower().startswith(b"text/event-stream")
-        for name, value in headers
-    )
+    for name, value in headers:
+        if len(name) == 12 and name.lower() == b"content-type":
+            return value.lower().startswith(b"text/event-stream")
+    return False
 
 
 def response_of(value: Any) -> Response:

@@ -50,7 +50,7 @@ def status_response(stored: StoredKey | None, place: Place, key: str) -> Respons
 def _payload_of(stored: StoredKey) -> Payload | None:
     """The outcome of the record as it is now; earlier lives of the key have other tokens."""
     for outcome in stored.outcomes:
-        if outcome.token == stored.record.token and outcome.state == stored.record.state:
+        if outcome.token == stored.record.token:
             return outcome.payload
     return None
 

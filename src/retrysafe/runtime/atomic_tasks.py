@@ -5,16 +5,21 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager
+from datetime import datetime
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
+from retrysafe.conflicts import is_outage
 from retrysafe.core.atomic import AtomicBlock
 from retrysafe.core.call import Call
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.framing import Part
+from retrysafe.core.joining import stage_in
 from retrysafe.core.keys import Key
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Waits
+from retrysafe.core.staging import Staging
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.atomic_threads import with_connection
 from retrysafe.runtime.calls import CallerSource, KeySource, owner_name
@@ -62,6 +67,11 @@ class AsyncAtomicRun:
         """Stores a failure for good, to be committed; every later use of the key raises it."""
         await self._block.fail(error)
 
+    @property
+    def outbox(self) -> Staging:
+        """What is delivered once your transaction has committed with the outcome in it."""
+        return self._block.outbox
+
     def child_key(self, *parts: Part) -> str:
         """The key for a call downstream; raises `SecretMissing`."""
         return self._block.child_key(*parts)
@@ -96,6 +106,24 @@ class AsyncAtomicContext:
         finally:
             self._gate.leave()
         return False
+
+
+class TaskTransacting:
+    """The transactions that an adapter's function opens, for an engine of tasks."""
+
+    __slots__ = ("block", "open")
+
+    def __init__(
+        self,
+        transaction: Callable[[], AbstractAsyncContextManager[Any]],
+        block: Callable[[Call, Any], AtomicBlock],
+    ) -> None:
+        self.open = transaction
+        self.block = block
+
+    def is_outage(self, error: Exception) -> bool:
+        """Whether a retry can help."""
+        return is_outage(error)
 
 
 class AtomicTasks(Face):
@@ -134,7 +162,10 @@ class AtomicTasks(Face):
         return self._atomic_context(call, connection)
 
     def _atomic_context(self, call: Call, connection: object) -> AsyncAtomicContext:
-        block = AtomicBlock(
+        return AsyncAtomicContext(self._atomic_block(call, connection), self._atomic_gate)
+
+    def _atomic_block(self, call: Call, connection: object) -> AtomicBlock:
+        return AtomicBlock(
             call,
             self._join(connection, Waits.SUSPENDING),
             waiting=TaskWaiting(),
@@ -142,8 +173,27 @@ class AtomicTasks(Face):
             report=self._report,
             owner=owner_name(),
             secret=self._settings.secret,
+            has_outbox=self._store.capabilities.has_outbox,
         )
-        return AsyncAtomicContext(block, self._atomic_gate)
+
+    async def stage(
+        self,
+        connection: object,
+        topic: str,
+        payload: Any,
+        *,
+        key: str | None = None,
+        aggregate: str | None = None,
+        deliver_at: datetime | None = None,
+        content_type: str | None = None,
+    ) -> str:
+        """Has the payload delivered once your open transaction has committed; returns its key.
+
+        Takes what the blocking face takes, and raises as it does.
+        """
+        entry = self._staged(topic, payload, key, aggregate, deliver_at, content_type)
+        transaction = self._join(connection, Waits.SUSPENDING)
+        return await stage_in(transaction, entry)
 
     def atomic_once(
         self,

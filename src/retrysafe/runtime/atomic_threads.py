@@ -5,16 +5,21 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from datetime import datetime
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
+from retrysafe.conflicts import is_outage
 from retrysafe.core.atomic import AtomicBlock
 from retrysafe.core.call import Call
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.framing import Part
+from retrysafe.core.joining import stage_in
 from retrysafe.core.keys import Key
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Waits
+from retrysafe.core.staging import Staging
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.calls import CallerSource, KeySource, owner_name
 from retrysafe.runtime.drive import run_sync
@@ -66,6 +71,11 @@ class AtomicRun:
         """Stores a failure for good, to be committed; every later use of the key raises it."""
         run_sync(self._block.fail(error))
 
+    @property
+    def outbox(self) -> Staging:
+        """What is delivered once your transaction has committed with the outcome in it."""
+        return self._block.outbox
+
     def child_key(self, *parts: Part) -> str:
         """The key for a call downstream; raises `SecretMissing`."""
         return self._block.child_key(*parts)
@@ -98,6 +108,46 @@ class AtomicContext:
         finally:
             self._gate.leave(self)
         return False
+
+
+class _Opened(AbstractAsyncContextManager[Any]):
+    """A plain context manager where an async one is expected; it never suspends."""
+
+    def __init__(self, context: AbstractContextManager[Any]) -> None:
+        self._context = context
+
+    async def __aenter__(self) -> Any:
+        return self._context.__enter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        return self._context.__exit__(kind, error, trace)
+
+
+class ThreadTransacting:
+    """The transactions that an adapter's function opens, for an engine of threads."""
+
+    __slots__ = ("_transaction", "block")
+
+    def __init__(
+        self,
+        transaction: Callable[[], AbstractContextManager[Any]],
+        block: Callable[[Call, Any], AtomicBlock],
+    ) -> None:
+        self._transaction = transaction
+        self.block = block
+
+    def open(self) -> AbstractAsyncContextManager[Any]:
+        """The next transaction."""
+        return _Opened(self._transaction())
+
+    def is_outage(self, error: Exception) -> bool:
+        """Whether a retry can help."""
+        return is_outage(error)
 
 
 class AtomicThreads(Face):
@@ -137,7 +187,10 @@ class AtomicThreads(Face):
         return self._atomic_context(call, connection)
 
     def _atomic_context(self, call: Call, connection: object) -> AtomicContext:
-        block = AtomicBlock(
+        return AtomicContext(self._atomic_block(call, connection), self._gate)
+
+    def _atomic_block(self, call: Call, connection: object) -> AtomicBlock:
+        return AtomicBlock(
             call,
             self._join(connection, Waits.BLOCKING),
             waiting=ThreadWaiting(),
@@ -145,8 +198,30 @@ class AtomicThreads(Face):
             report=self._report,
             owner=owner_name(),
             secret=self._settings.secret,
+            has_outbox=self._store.capabilities.has_outbox,
         )
-        return AtomicContext(block, self._gate)
+
+    def stage(
+        self,
+        connection: object,
+        topic: str,
+        payload: Any,
+        *,
+        key: str | None = None,
+        aggregate: str | None = None,
+        deliver_at: datetime | None = None,
+        content_type: str | None = None,
+    ) -> str:
+        """Has the payload delivered once your open transaction has committed; returns its key.
+
+        For entries that belong to no operation; inside one, use its `outbox`. `key` is what
+        receivers tell repetitions by, and is random unless you give one. Raises
+        `TransactionMissing`, `InvalidInput` for what cannot be delivered, and what the database
+        raises.
+        """
+        entry = self._staged(topic, payload, key, aggregate, deliver_at, content_type)
+        transaction = self._join(connection, Waits.BLOCKING)
+        return run_sync(stage_in(transaction, entry))
 
     def atomic_once(
         self,

@@ -6,11 +6,13 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import CoroutineType, FunctionType, TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
@@ -20,9 +22,10 @@ from retrysafe.core.joining import Joiner
 from retrysafe.core.keys import Key
 from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
-from retrysafe.core.ports import Store, Waits, Writer
+from retrysafe.core.ports import Store, Transaction, Waits, Writer
+from retrysafe.core.stepping import Stepper
 from retrysafe.errors import InvalidInput
-from retrysafe.runtime.atomic_threads import AtomicThreads
+from retrysafe.runtime.atomic_threads import AtomicThreads, ThreadTransacting
 from retrysafe.runtime.calls import (
     ONCE_ATTRIBUTE,
     UNSET,
@@ -40,6 +43,7 @@ from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_out
 from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.group_commit import DirectWriter, ThreadGroupCommit
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
+from retrysafe.runtime.steps import codec_of_step, perform_blocking
 from retrysafe.runtime.waiting import ThreadWaiting
 
 P = ParamSpec("P")
@@ -93,23 +97,40 @@ class BlockingIdempotency(AtomicThreads, Face):
             if store.capabilities.waits is Waits.NEVER
             else ThreadGroupCommit(store)
         )
+        waiting, lock, orphanage = ThreadWaiting(), threading.Lock(), _InterruptedThread()
         self._engine = Engine(
             writer=writer,
-            waiting=ThreadWaiting(),
-            lock=threading.Lock(),
+            waiting=waiting,
+            lock=lock,
             renewals=self._heartbeat,
-            orphanage=_InterruptedThread(),
+            orphanage=orphanage,
             mint_token=mint_token,
             cache=self._new_cache(),
             report=self._report,
             owner=owner_name(),
             secret=self._settings.secret,
             joiner=Joiner(
-                join=lambda connection: self._join(connection, Waits.BLOCKING),
+                join=self._join_blocking,
                 drive=lambda waits, flow: run_sync(flow),
                 renewals=self._heartbeat,
+                has_outbox=store.capabilities.has_outbox,
+            ),
+            stepper=Stepper(
+                store=store,
+                waiting=waiting,
+                lock=lock,
+                orphanage=orphanage,
+                report=self._report,
+                drive=run_sync,
+                perform=perform_blocking,
+                codec_for=codec_of_step,
+                current=current.get,
+                join=self._join_blocking,
             ),
         )
+
+    def _join_blocking(self, connection: object) -> Transaction:
+        return self._join(connection, Waits.BLOCKING)
 
     def after_fork_in_child(self) -> None:
         """Starts afresh: the parent's running operations are the parent's to renew."""
@@ -244,6 +265,30 @@ class BlockingIdempotency(AtomicThreads, Face):
         Raises as `run` does.
         """
         return self._answer(call, operation, None, None)
+
+    def answer_atomic(
+        self,
+        call: Call,
+        transaction: Callable[[], AbstractContextManager[Any]],
+        operation: Callable[[AtomicAttempt], Any],
+    ) -> Answer[Any]:
+        """For adapters: answers a call in a transaction, with its outcome and what it wrote.
+
+        `transaction` opens one and gives its connection; it commits at the end and rolls back on
+        any exception. It is asked only when neither this process nor a run in it has the answer.
+        Raises as `run` does, and `StoreUnavailable` for a transaction that could not be had.
+        """
+
+        async def invoke(attempt: AtomicAttempt) -> Any:
+            return operation(attempt)
+
+        transacting = ThreadTransacting(transaction, self._atomic_block)
+        gate, inside = self._gate, object()
+        try:
+            gate.enter(inside)
+            return run_sync(self._engine.answer(call, invoke, transacting))
+        finally:
+            gate.leave(inside)
 
     def _answer(
         self, call: Call, operation: Callable[..., Any], args: Any, kwargs: Any

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
+from datetime import datetime
 from typing import Any
 
 from retrysafe.core.cache import ReplayCache
@@ -15,7 +16,15 @@ from retrysafe.core.call import Call
 from retrysafe.core.events import ALL_KINDS, Emit, Event, EventKind, Reporter
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.keys import Key, checked_secret
-from retrysafe.core.model import TOKEN_BYTES, Condition, Decision, OperatorCommand, StoredKey
+from retrysafe.core.model import (
+    TOKEN_BYTES,
+    Condition,
+    Decision,
+    OperatorCommand,
+    StagedEntry,
+    StoredKey,
+)
+from retrysafe.core.outbox import staged_entry
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Transaction, Waits
 from retrysafe.errors import InvalidInput, OperatorRefused
@@ -34,6 +43,7 @@ from retrysafe.runtime.calls import (
     request_tree,
     require_runnable,
 )
+from retrysafe.runtime.threaded_transaction import in_thread
 
 _logger = logging.getLogger("retrysafe")
 
@@ -158,11 +168,34 @@ class Face:
                 "PostgreSQL or a SQLite store"
             )
         transaction = join(connection)
+        if waits is Waits.SUSPENDING and transaction.waits is self._store.capabilities.waits:
+            # A store that blocks is used through a thread, and so are its transactions.
+            transaction = in_thread(transaction)
         if waits is not None and transaction.waits is not waits:
             needed = "Idempotency" if transaction.waits is Waits.BLOCKING else "AsyncIdempotency"
             kind = type(connection)
             raise InvalidInput(f"use {needed} with {kind.__module__}.{kind.__qualname__}")
         return transaction
+
+    def _staged(
+        self,
+        topic: str,
+        payload: Any,
+        key: str | None,
+        aggregate: str | None,
+        deliver_at: datetime | None,
+        content_type: str | None,
+    ) -> StagedEntry:
+        if not self._store.capabilities.has_outbox:
+            raise InvalidInput(f"{type(self._store).__name__} has no outbox to stage entries in")
+        return staged_entry(
+            f"entry:{mint_token().hex()}" if key is None else key,
+            topic,
+            payload,
+            aggregate=aggregate,
+            deliver_at=deliver_at,
+            content_type=content_type,
+        )
 
     def _atomic_call(
         self,

@@ -37,7 +37,12 @@ class ThreadRenewals:
         if is_loop:
             self._heartbeat.add(lease)
         else:
-            self._loop.call_soon_threadsafe(self._heartbeat.add, lease)
+            self._loop.call_soon_threadsafe(self._add_unless_over, lease)
+
+    def _add_unless_over(self, lease: Lease) -> None:
+        # A run that was cancelled leaves its thread behind, and never takes a lease away again.
+        if not lease.is_over:
+            self._heartbeat.add(lease)
 
     def remove(self, lease: Lease) -> None:
         """Stops renewing at once; one change of a dictionary is safe from any thread."""

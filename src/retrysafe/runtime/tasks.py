@@ -7,11 +7,13 @@ import functools
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
 from types import CoroutineType, TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
@@ -22,8 +24,9 @@ from retrysafe.core.keys import Key
 from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Transaction, Waits
+from retrysafe.core.stepping import Stepper
 from retrysafe.errors import InvalidInput
-from retrysafe.runtime.atomic_tasks import AtomicTasks
+from retrysafe.runtime.atomic_tasks import AtomicTasks, TaskTransacting
 from retrysafe.runtime.calls import (
     ONCE_ATTRIBUTE,
     UNSET,
@@ -41,11 +44,17 @@ from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.group_commit import DirectWriter, TaskGroupCommit
 from retrysafe.runtime.heartbeat import TaskHeartbeat
 from retrysafe.runtime.joining import ThreadRenewals, drive_either
+from retrysafe.runtime.steps import codec_of_step, perform_suspending
 from retrysafe.runtime.threaded import ThreadedStore
 from retrysafe.runtime.waiting import TaskWaiting
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _as_it_is(flow: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+    """A flow for an event loop: whoever asked for it awaits it."""
+    return flow
 
 
 class _Orphans:
@@ -122,11 +131,13 @@ class AsyncFace(AtomicTasks, Face):
             self._parts = None
 
     def _new_engine(self, parts: _LoopParts) -> Engine:
+        waiting = TaskWaiting()
+        # Never contended within one loop, and cheaper than any lock written in Python.
+        lock = threading.Lock()
         return Engine(
             writer=parts.group_commit or DirectWriter(parts.store),
-            waiting=TaskWaiting(),
-            # Never contended within one loop, and cheaper than any lock written in Python.
-            lock=threading.Lock(),
+            waiting=waiting,
+            lock=lock,
             renewals=parts.heartbeat,
             orphanage=parts.orphans,
             mint_token=mint_token,
@@ -138,8 +149,24 @@ class AsyncFace(AtomicTasks, Face):
                 join=lambda connection: self._join_in(parts, connection),
                 drive=drive_either,
                 renewals=ThreadRenewals(parts.heartbeat, parts.loop),
+                has_outbox=parts.store.capabilities.has_outbox,
+            ),
+            stepper=Stepper(
+                store=parts.store,
+                waiting=waiting,
+                lock=lock,
+                orphanage=parts.orphans,
+                report=self._report,
+                drive=_as_it_is,
+                perform=perform_suspending,
+                codec_for=codec_of_step,
+                current=current.get,
+                join=self._join_suspending,
             ),
         )
+
+    def _join_suspending(self, connection: object) -> Transaction:
+        return self._join(connection, Waits.SUSPENDING)
 
     def _join_in(self, parts: _LoopParts, connection: object) -> Transaction:
         transaction = self._join(connection, None)
@@ -287,14 +314,34 @@ class AsyncFace(AtomicTasks, Face):
         """
         return self._bound().engine.recall(call)
 
-    async def answer_call(
+    def answer_call(
         self, call: Call, operation: Callable[[Attempt], Awaitable[Any]]
-    ) -> Answer[Any]:
+    ) -> Coroutine[Any, Any, Answer[Any]]:
         """For adapters: answers a call that they have put together; the operation gets its attempt.
 
         Raises as `run` does.
         """
-        return await self._answer(call, operation, None, None)
+        return self._answer(call, operation, None, None)
+
+    async def answer_atomic(
+        self,
+        call: Call,
+        transaction: Callable[[], AbstractAsyncContextManager[Any]],
+        operation: Callable[[AtomicAttempt], Awaitable[Any]],
+    ) -> Answer[Any]:
+        """For adapters: answers a call in a transaction, with its outcome and what it wrote.
+
+        `transaction` opens one and gives its connection; it commits at the end and rolls back on
+        any exception. It is asked only when neither this process nor a run in it has the answer.
+        Raises as `run` does, and `StoreUnavailable` for a transaction that could not be had.
+        """
+        parts = self._bound()
+        parts.gate.enter()
+        try:
+            transacting = TaskTransacting(transaction, self._atomic_block)
+            return await parts.engine.answer(call, operation, transacting)
+        finally:
+            parts.gate.leave()
 
     async def _answer(
         self, call: Call, operation: Callable[..., Awaitable[Any]], args: Any, kwargs: Any

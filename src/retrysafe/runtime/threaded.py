@@ -20,6 +20,7 @@ from retrysafe.core.model import (
     StoredKey,
     SweepReport,
 )
+from retrysafe.core.outbox_ports import outbox_of
 from retrysafe.core.ports import (
     Capabilities,
     ClaimResult,
@@ -30,6 +31,7 @@ from retrysafe.core.ports import (
     Waits,
 )
 from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.threaded_outbox import ThreadedOutbox
 
 T = TypeVar("T")
 
@@ -48,6 +50,11 @@ class ThreadedStore:
     def capabilities(self) -> Capabilities:
         """Those of the store, but suspending."""
         return replace(self._store.capabilities, waits=Waits.SUSPENDING)
+
+    @property
+    def outbox(self) -> ThreadedOutbox:
+        """The store's entries; raises `InvalidInput` when it has none."""
+        return ThreadedOutbox(outbox_of(self._store), self._hop)
 
     async def _hop(self, method: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
         # The flow is made in the worker: a cancelled hop must not leave one that never ran.

@@ -31,6 +31,7 @@ from retrysafe.core.model import (
 from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Waits
 from retrysafe.errors import StoreError
 from retrysafe.stores.clock import wall_clock_ms
+from retrysafe.stores.memory_outbox import MemoryOutbox
 
 
 class MemoryStore:
@@ -42,6 +43,7 @@ class MemoryStore:
         self._records: dict[bytes, Record] = {}
         self._outcomes: dict[bytes, list[StoredOutcome]] = {}
         self._steps: dict[bytes, dict[str, Step]] = {}
+        self.outbox = MemoryOutbox(self._locked, now_ms)
         forks.register(self)
 
     def after_fork_in_child(self) -> None:
@@ -51,7 +53,10 @@ class MemoryStore:
     @property
     def capabilities(self) -> Capabilities:
         """Never waits, so merging rows gains nothing beyond one lock per batch."""
-        return Capabilities(Waits.NEVER)
+        return Capabilities(Waits.NEVER, has_outbox=True)
+
+    def _locked(self) -> threading.Lock:
+        return self._lock
 
     async def commit(
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
@@ -61,7 +66,9 @@ class MemoryStore:
             now_ms = self._now_ms()
             # Endings first: an outcome that is there must not lose to a claim beside it.
             settled: list[SettleResult] = [self._settle(item, now_ms) for item in settlements]
-            return [self._claim(request, now_ms) for request in claims], settled
+            claimed = [self._claim(request, now_ms) for request in claims]
+        self.outbox.tell_staged()
+        return claimed, settled
 
     def _claim(self, request: ClaimRequest, now_ms: int) -> ClaimResult:
         digest = request.key.digest
@@ -93,6 +100,7 @@ class MemoryStore:
                     now_ms + settlement.audit_ms,
                 )
                 self._outcomes.setdefault(digest, []).append(ending)
+                self.outbox.insert(settlement.entries, settlement.key, now_ms)
         return answer
 
     def _payload(self, record: Record) -> Payload | None:
@@ -180,8 +188,11 @@ class MemoryStore:
                 self._outcomes[digest].remove(outcome)
                 if not self._outcomes[digest]:
                     del self._outcomes[digest]
-            has_more = len(outlived) > limit or len(past) > limit
-            return SweepReport(min(limit, len(outlived)), min(limit, len(past)), has_more)
+            entries = self.outbox.sweep(limit, now_ms)
+            has_more = len(outlived) > limit or len(past) > limit or entries == limit
+            return SweepReport(
+                min(limit, len(outlived)), min(limit, len(past)), has_more, entries=entries
+            )
 
     async def close(self) -> None:
         """Keeps everything: another object may share this store."""

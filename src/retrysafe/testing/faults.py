@@ -24,6 +24,16 @@ from retrysafe.core.model import (
     StoredKey,
     SweepReport,
 )
+from retrysafe.core.outbox import (
+    ClaimedEntries,
+    EntryClaim,
+    EntryCommand,
+    EntryEnding,
+    EntryQuery,
+    Hints,
+    StoredEntry,
+)
+from retrysafe.core.outbox_ports import Outbox, outbox_of
 from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Store
 from retrysafe.errors import StoreUnavailable
 
@@ -177,6 +187,11 @@ class FaultyStore:
         """Removes what is past its windows."""
         return await self._call("sweep", self._store.sweep, limit)
 
+    @property
+    def outbox(self) -> FaultyOutbox:
+        """The entries of the wrapped store, with the faults of its methods."""
+        return FaultyOutbox(outbox_of(self._store), self._call)
+
     async def close(self) -> None:
         """Closes the wrapped store."""
         await self._call("close", self._store.close)
@@ -208,8 +223,71 @@ class FaultyStore:
             return logged, fault
 
 
-# Every method of the port, by name.
-METHODS: Final = ("commit", "record_step", "read", "list_records", "operate", "sweep", "close")
+class FaultyOutbox:
+    """The outbox of a `FaultyStore`; its methods are named `outbox.claim` and so on."""
+
+    def __init__(self, outbox: Outbox, call: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self._outbox = outbox
+        self._call = call
+
+    @property
+    def hints(self) -> Hints:
+        """Those of the wrapped outbox; they never fail."""
+        return self._outbox.hints
+
+    async def claim(self, claim: EntryClaim) -> ClaimedEntries:
+        """Takes due entries."""
+        found: ClaimedEntries = await self._call("outbox.claim", self._outbox.claim, claim)
+        return found
+
+    async def settle(self, endings: Sequence[EntryEnding]) -> list[Decision]:
+        """Writes what became of entries."""
+        decisions: list[Decision] = await self._call("outbox.settle", self._outbox.settle, endings)
+        return decisions
+
+    async def extend(self, token: bytes, ids: Sequence[int], lease_ms: int) -> list[Decision]:
+        """Extends leases."""
+        decisions: list[Decision] = await self._call(
+            "outbox.extend", self._outbox.extend, token, ids, lease_ms
+        )
+        return decisions
+
+    async def read(self, number: int) -> StoredEntry | None:
+        """One entry."""
+        found: StoredEntry | None = await self._call("outbox.read", self._outbox.read, number)
+        return found
+
+    async def list_entries(self, query: EntryQuery) -> list[StoredEntry]:
+        """Entries for an operator."""
+        found: list[StoredEntry] = await self._call(
+            "outbox.list_entries", self._outbox.list_entries, query
+        )
+        return found
+
+    async def operate(self, number: int, command: EntryCommand) -> Decision:
+        """Applies an operator's command."""
+        decision: Decision = await self._call(
+            "outbox.operate", self._outbox.operate, number, command
+        )
+        return decision
+
+
+# Every method of the ports, by name.
+METHODS: Final = (
+    "commit",
+    "record_step",
+    "read",
+    "list_records",
+    "operate",
+    "sweep",
+    "close",
+    "outbox.claim",
+    "outbox.settle",
+    "outbox.extend",
+    "outbox.read",
+    "outbox.list_entries",
+    "outbox.operate",
+)
 
 if TYPE_CHECKING:
 

@@ -22,12 +22,15 @@ from retrysafe.core.model import (
     Payload,
     Record,
     Settlement,
+    StagedEntry,
+    StepWrite,
 )
 from retrysafe.core.ports import Fate, Waits
 from retrysafe.errors import SchemaMissing, StoreUnavailable, TransactionMissing
 from retrysafe.stores.postgres import rows
 from retrysafe.stores.postgres.connections import UserConnection
 from retrysafe.stores.postgres.connector import MISSING_CODES, Connector
+from retrysafe.stores.postgres.outbox import stage_parameters
 
 _LOCK_NOT_AVAILABLE: Final = "55P03"
 _NO_TRANSACTION_CODES: Final = ("25P01", "3B001")
@@ -187,6 +190,8 @@ class PostgresTransaction:
         )
         if settled:
             self._transaction_id = str(settled[0][0])
+            if settlement.entries:
+                await self._stage(settlement.entries, settlement.key)
             return Decision.APPLY
         found = await self._read(settlement.key)
         record, now_ms = (None, 0) if found is None else (found[0], found[2])
@@ -194,18 +199,51 @@ class PostgresTransaction:
         # Not held a moment ago, so not ours now: a token never comes back.
         return Decision.CONFIRM if answer.decision is Decision.CONFIRM else Decision.LOST
 
+    async def stage(self, entries: Sequence[StagedEntry]) -> None:
+        """Writes outbox entries; the user's commit makes them deliverable."""
+        await self._stage(entries, None)
+
+    async def _stage(self, entries: Sequence[StagedEntry], key: Key | None) -> None:
+        await self._fetch("stage_entries", *stage_parameters(entries, key))
+
     async def fate(self, settlement: Settlement) -> Fate:
         """Asks on the store's own connection; neither question waits for a lock."""
-        # In this order: what has ended before the record is read is seen by that read.
+        return await self._fate(
+            "count_outcomes", settlement.key.digest, settlement.token, settlement.kind.value
+        )
+
+    # Steps.
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        """Records the step, if the token holds the key."""
+        step, payload = write.step, write.step.payload
+        held = await self._fetch(
+            "record_step_joined",
+            write.key.digest,
+            write.token,
+            step.name,
+            step.position,
+            payload.form,
+            payload.head,
+            payload.body,
+        )
+        if not held:
+            return Decision.LOST
+        self._transaction_id = str(held[0][0])
+        return Decision.APPLY
+
+    async def step_fate(self, write: StepWrite) -> Fate:
+        """Asks on the store's own connection, as `fate` does."""
+        return await self._fate("count_steps", write.key.digest, write.step.name)
+
+    async def _fate(self, counting: str, *params: Any) -> Fate:
+        # In this order: what has ended before the rows are counted is seen by that count.
         ((status,),) = await self._connector.fetch(
             self._sql["transaction_status"], (self._transaction_id,)
         )
         if status == "in progress":
             return Fate.OPEN
-        ((count,),) = await self._connector.fetch(
-            self._sql["count_outcomes"],
-            (settlement.key.digest, settlement.token, settlement.kind.value),
-        )
+        ((count,),) = await self._connector.fetch(self._sql[counting], params)
         # A committed transaction may still have rolled back the savepoint that it was written in.
         return Fate.STANDS if count else Fate.UNDONE
 

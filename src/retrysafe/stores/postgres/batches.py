@@ -33,6 +33,8 @@ ROUNDS_LIMIT: Final = 50
 Found = tuple[Record, Payload | None, int]
 # Runs a statement by its name.
 Fetch = Callable[..., Awaitable[Sequence[Sequence[Any]]]]
+# Ends attempts together with the entries that they staged; gives the digests that were written.
+SettleStaged = Callable[[Sequence[Settlement]], Awaitable[Iterable[bytes]]]
 
 _digest_of: Final = attrgetter("key.digest")
 # Looked up once: members of an enum are dear to look up per row.
@@ -55,10 +57,11 @@ def _columns(rows: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
 class Batches:
     """Claims and settlements over one statement port."""
 
-    __slots__ = ("_fetch",)
+    __slots__ = ("_fetch", "_settle_staged")
 
-    def __init__(self, fetch: Fetch) -> None:
+    def __init__(self, fetch: Fetch, settle_staged: SettleStaged) -> None:
         self._fetch = fetch
+        self._settle_staged = settle_staged
 
     async def commit(
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
@@ -67,7 +70,7 @@ class Batches:
         digests = {request.key.digest for request in claims}
         digests.update([item.key.digest for item in settlements])
         if len(digests) < len(claims) + len(settlements) or any(
-            item.kind is _EXTEND for item in settlements
+            item.kind is _EXTEND or item.entries for item in settlements
         ):
             return await self._commit_mixed(claims, settlements)
         now_ms, claimed, settled = await self._write(claims, settlements)
@@ -77,7 +80,7 @@ class Batches:
         else:
             written = _split(settled)
             endings = [
-                _APPLIED if item.key.digest in written else await self._settle(item, may_wait=True)
+                _APPLIED if item.key.digest in written else await self._settle(item)
                 for item in settlements
             ]
         if len(claimed) == len(claims) * DIGEST_BYTES:
@@ -102,14 +105,10 @@ class Batches:
             digest = request.key.digest
             if digest not in endings and digest not in extends:
                 wishes.setdefault(digest, request)
-        now_ms, claimed, ended = 0, b"", b""
-        if wishes or endings:
-            now_ms, claimed, ended = await self._write(wishes.values(), endings.values())
-        written = _split(ended)
+        now_ms, claimed, written = await self._write_staged(wishes.values(), endings.values())
         extended: dict[bytes, SettleAnswer] = {}
         if extends:
             extended = await self._extend(extends.values())
-        together = len(extends)
         settled: list[SettleResult] = []
         for item in settlements:
             digest = item.key.digest
@@ -120,8 +119,20 @@ class Batches:
             elif is_extended and digest in extended:
                 settled.append(extended[digest])
             else:
-                settled.append(await self._settle(item, may_wait=not is_extended or together == 1))
+                settled.append(await self._settle(item))
         return await self._answer_claims(claims, _split(claimed), now_ms), settled
+
+    async def _write_staged(
+        self, claims: Collection[ClaimRequest], endings: Collection[Settlement]
+    ) -> tuple[int, bytes, set[bytes]]:
+        """As `_write`; endings that stage entries are written apart, each with its entries."""
+        now_ms, claimed, ended = 0, b"", b""
+        staged = [item for item in endings if item.entries]
+        written = set(await self._settle_staged(staged)) if staged else set()
+        plain = [item for item in endings if not item.entries] if staged else endings
+        if claims or plain:
+            now_ms, claimed, ended = await self._write(claims, plain)
+        return now_ms, claimed, written | _split(ended)
 
     async def _write(
         self, claims: Iterable[ClaimRequest], endings: Iterable[Settlement]
@@ -180,9 +191,8 @@ class Batches:
         return now_ms, bytes(claimed), bytes(settled)
 
     async def _extend(self, extends: Collection[Settlement]) -> dict[bytes, SettleAnswer]:
-        # One row may wait for whoever writes it; several must not, see the statement.
         rows = await self._fetch(
-            "extend" if len(extends) == 1 else "extend_many",
+            "extend",
             [item.key.digest for item in extends],
             [item.token for item in extends],
             [item.lease_ms for item in extends],
@@ -238,7 +248,7 @@ class Batches:
             found = await self.read_record(request.key.digest)
         raise StoreUnavailable("the record changed under us again and again", key=request.key.text)
 
-    async def _settle(self, settlement: Settlement, *, may_wait: bool) -> SettleResult:
+    async def _settle(self, settlement: Settlement) -> SettleResult:
         """An ending or an extend of its own, until the row was written or says why not."""
         digest = settlement.key.digest
         is_extend = settlement.kind is SettleKind.EXTEND
@@ -251,15 +261,14 @@ class Batches:
             # Held by this token, and yet not written: somebody else was at the row.
             try:
                 if not is_extend:
-                    if (await self._write([], [settlement]))[2]:
+                    if (await self._write_staged([], [settlement]))[2]:
                         return _APPLIED
-                elif may_wait:
-                    extended = await self._extend([settlement])
-                    if extended:
-                        return extended[digest]
                 else:
-                    # The other leases of the batch must not wait for this row's lock.
-                    return StoreUnavailable("the record is being written", key=settlement.key.text)
+                    extended = await self._extend([settlement])
+                    # Nobody takes over a row that is locked, and other leases must not wait for it.
+                    return extended.get(digest) or StoreUnavailable(
+                        "the record is being written", key=settlement.key.text
+                    )
             except StoreRejected as error:
                 return error
         raise StoreUnavailable(

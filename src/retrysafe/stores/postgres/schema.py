@@ -15,6 +15,7 @@ from retrysafe.stores.sql import load_blocks
 BLOCKS: Final = {
     **load_blocks("retrysafe.stores.postgres.sql", "queries.sql"),
     **load_blocks("retrysafe.stores.postgres.sql", "atomic.sql"),
+    **load_blocks("retrysafe.stores.postgres.sql", "outbox.sql"),
 }
 MIGRATIONS: Final = load_migrations("retrysafe.stores.postgres.migrations")
 NOW_MS: Final = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"

@@ -38,6 +38,7 @@ from retrysafe.stores.postgres.atomic import PostgresTransaction
 from retrysafe.stores.postgres.batches import ROUNDS_LIMIT, Batches
 from retrysafe.stores.postgres.connections import adapted
 from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
+from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.partitions import Partitions
 from retrysafe.stores.postgres.rows import record_of
 
@@ -64,12 +65,17 @@ class PostgresStore:
         self.location = location
         self.schema_name = schema.checked_schema_name(schema_name)
         self._sql = schema.statements(self.schema_name)
-        self._batches = Batches(self._fetch)
         self._is_current = False
         self._sweep_page = 0
         self._capabilities = Capabilities(
-            connector.waits, batch_limit=128, batches_in_flight=2, small_batches_in_flight=4
+            connector.waits,
+            batch_limit=128,
+            batches_in_flight=2,
+            small_batches_in_flight=4,
+            has_outbox=True,
         )
+        self.outbox = PostgresOutbox(self._fetch)
+        self._batches = Batches(self._fetch, self.outbox.settle_staged)
         forks.register(self)
 
     @property
@@ -203,7 +209,9 @@ class PostgresStore:
         if not has_more:
             self._sweep_page = 0
         ((outcomes,),) = await self._fetch("sweep_default_outcomes", limit)
-        return SweepReport(removed, outcomes, has_more or outcomes == limit, len(dropped))
+        entries = await self.outbox.sweep(limit)
+        has_more = has_more or limit in (outcomes, entries)
+        return SweepReport(removed, outcomes, has_more, len(dropped), entries)
 
     async def list_abandoned(self, limit: int) -> list[StoredKey]:
         """At most `limit` pending records whose lease has ended, longest ended first.

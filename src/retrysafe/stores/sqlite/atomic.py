@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -22,13 +22,37 @@ from retrysafe.core.model import (
     Decision,
     Payload,
     Settlement,
+    StagedEntry,
+    StepWrite,
 )
 from retrysafe.core.ports import Fate, Waits
 from retrysafe.errors import InvalidInput, SchemaMissing, StoreError, TransactionMissing
-from retrysafe.stores.sqlite import batches, rows
+from retrysafe.stores.sqlite import batches, outbox, rows, steps
 from retrysafe.stores.sqlite.schema import SQL
 
 _PRIMARY_MASK: Final = 0xFF
+
+
+def plain_connection(connection: object) -> sqlite3.Connection:
+    """The driver's connection inside a user's; raises `InvalidInput` for an unknown kind.
+
+    Raises `TransactionMissing` when Django has none open: it would commit the outcome by itself.
+    """
+    if getattr(connection, "vendor", None) == "sqlite":
+        # Django's wrapper, known by what it says of itself, so that Django is not imported here.
+        if not getattr(connection, "in_atomic_block", False):
+            raise TransactionMissing(
+                "Django has no open transaction here: put the block into "
+                "'with django.db.transaction.atomic():'"
+            )
+        connection = getattr(connection, "connection", None)
+    if isinstance(connection, sqlite3.Connection):
+        return connection
+    kind = type(connection)
+    raise InvalidInput(
+        f"{kind.__module__}.{kind.__qualname__} is no connection that the SQLite store can join: "
+        "pass a sqlite3.Connection, or Django's connection, to the same file"
+    )
 
 
 class SqliteTransaction:
@@ -44,12 +68,14 @@ class SqliteTransaction:
         now_ms: Callable[[], int],
         prepare: Callable[[], object],
         has_outcome: Callable[[Settlement], bool],
+        has_step: Callable[[StepWrite], bool],
     ) -> None:
         self._connection = connection
         self._path = path
         self._now_ms = now_ms
         self._prepare = prepare
         self._has_outcome = has_outcome
+        self._has_step = has_step
 
     # The frame around everything that is written.
 
@@ -98,10 +124,7 @@ class SqliteTransaction:
                 return True
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode == sqlite3.SQLITE_ERROR:
-                    raise SchemaMissing(
-                        f"{self._path} has no current retrysafe schema ({error}): run 'retrysafe "
-                        f"migrate --store sqlite:///{self._path}' before the first transaction"
-                    ) from error
+                    raise self._schema_missing(error) from error
                 if error.sqlite_errorcode & _PRIMARY_MASK != sqlite3.SQLITE_BUSY:
                     raise
                 if error.sqlite_errorcode == sqlite3.SQLITE_BUSY_SNAPSHOT:
@@ -148,6 +171,16 @@ class SqliteTransaction:
             raise answer
         return answer.decision
 
+    async def stage(self, entries: Sequence[StagedEntry]) -> None:
+        """Writes outbox entries; the user's commit makes them deliverable."""
+        with self._plain_rows():
+            try:
+                outbox.insert(self._connection, entries, None, self._now_ms())
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode == sqlite3.SQLITE_ERROR:
+                    raise self._schema_missing(error) from error
+                raise
+
     async def fate(self, settlement: Settlement) -> Fate:
         """Compares what the store sees with what the user's connection sees."""
         if self._has_outcome(settlement):
@@ -160,6 +193,25 @@ class SqliteTransaction:
         except sqlite3.ProgrammingError:
             return Fate.OPEN if self._is_open_elsewhere() else Fate.UNDONE
         return Fate.OPEN if count else Fate.UNDONE
+
+    # Steps.
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        """Records the step as the store does, on the user's connection."""
+        with self._plain_rows():
+            self._connection.execute(SQL["take_write_lock"])
+            return steps.record(self._connection, write, self._now_ms())
+
+    async def step_fate(self, write: StepWrite) -> Fate:
+        """Compares what the store sees with what the user's connection sees."""
+        if self._has_step(write):
+            return Fate.STANDS
+        try:
+            with self._plain_rows():
+                is_open = steps.is_there(self._connection, write)
+        except sqlite3.ProgrammingError:
+            return Fate.UNDONE  # Closed, so whatever was open was rolled back.
+        return Fate.OPEN if is_open else Fate.UNDONE
 
     def _is_open_elsewhere(self) -> bool:
         """Whether a connection that may be used in its own thread only has not ended its work."""
@@ -181,8 +233,21 @@ class SqliteTransaction:
         finally:
             connection.row_factory, connection.text_factory = row_factory, text_factory
 
+    def _schema_missing(self, error: sqlite3.OperationalError) -> SchemaMissing:
+        return SchemaMissing(
+            f"{self._path} has no current retrysafe schema ({error}): run 'retrysafe "
+            f"migrate --store sqlite:///{self._path}' before the first transaction"
+        )
+
     def _require_same_file(self) -> None:
-        files = {name: file for _, name, file in self._connection.execute("PRAGMA database_list")}
+        try:
+            listed = self._connection.execute("PRAGMA database_list").fetchall()
+        except sqlite3.ProgrammingError as error:
+            raise InvalidInput(
+                f"this connection cannot be used here ({error}): for an event loop, open it with "
+                "check_same_thread=False"
+            ) from error
+        files = {name: file for _, name, file in listed}
         file = files.get("main")
         if not file or not self._path.exists() or not Path(file).samefile(self._path):
             raise InvalidInput(

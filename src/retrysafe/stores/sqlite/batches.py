@@ -28,7 +28,7 @@ from retrysafe.core.model import (
 from retrysafe.core.ports import ClaimResult, SettleResult
 from retrysafe.errors import StoreError
 from retrysafe.stores.sql import repeated
-from retrysafe.stores.sqlite import rows
+from retrysafe.stores.sqlite import outbox, rows
 from retrysafe.stores.sqlite.schema import SQL
 
 # A statement is prepared per number of rows, and filled up with rows of NULLs to the next of these
@@ -62,6 +62,7 @@ _INSERT_OUTCOMES: Final = _Rows("insert_outcomes", 8)
 _INSERT_KEY: Final = SQL["insert_key"]
 _SETTLE_KEY: Final = SQL["settle_key"]
 _INSERT_OUTCOME: Final = SQL["insert_outcome"]
+_APPLIED: Final = SettleAnswer(Decision.APPLY)
 
 
 # Claims.
@@ -157,9 +158,16 @@ def settle(
     connection: sqlite3.Connection, settlements: Sequence[Settlement], now_ms: int
 ) -> list[SettleResult]:
     """Ends or extends attempts, as if one after the other."""
+    answers: list[SettleResult]
     if len(settlements) > 1 and _settle_all(connection, settlements, now_ms):
-        return [SettleAnswer(Decision.APPLY) for _ in settlements]
-    return [_settle_one(connection, settlement, now_ms) for settlement in settlements]
+        answers = [SettleAnswer(Decision.APPLY) for _ in settlements]
+    else:
+        answers = [_settle_one(connection, settlement, now_ms) for settlement in settlements]
+    for item, answer in zip(settlements, answers, strict=True):
+        # Not when it only confirms: the entries came with the ending that it confirms.
+        if item.entries and answer == _APPLIED:
+            outbox.insert(connection, item.entries, item.key, now_ms)
+    return answers
 
 
 def _settle_all(

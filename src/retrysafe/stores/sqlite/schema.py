@@ -10,7 +10,10 @@ from retrysafe.errors import SchemaMissing
 from retrysafe.stores.migrations import Applied, Migration, load_migrations, pending
 from retrysafe.stores.sql import load_blocks
 
-SQL: Final = load_blocks("retrysafe.stores.sqlite.sql", "queries.sql")
+SQL: Final = {
+    **load_blocks("retrysafe.stores.sqlite.sql", "queries.sql"),
+    **load_blocks("retrysafe.stores.sqlite.sql", "outbox.sql"),
+}
 MIGRATIONS: Final = load_migrations("retrysafe.stores.sqlite.migrations")
 
 

@@ -35,11 +35,12 @@ from retrysafe.core.model import (
     SweepReport,
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Waits
-from retrysafe.errors import InvalidInput, StoreError, StoreRejected
+from retrysafe.errors import StoreError, StoreRejected
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.sqlite import batches, connecting, rows, schema
-from retrysafe.stores.sqlite.atomic import SqliteTransaction
+from retrysafe.stores.sqlite import batches, connecting, rows, schema, steps
+from retrysafe.stores.sqlite.atomic import SqliteTransaction, plain_connection
+from retrysafe.stores.sqlite.outbox import SqliteOutbox
 from retrysafe.stores.sqlite.schema import SQL
 
 # What SQLite and its binding raise for a row that cannot be stored, as opposed to a database that
@@ -88,6 +89,7 @@ class SqliteStore:
         self._reading_lock = threading.Lock()
         self._reader: sqlite3.Connection | None = None
         self._is_resting = False
+        self.outbox = SqliteOutbox(writing=self._transaction, reading=self._reading, now_ms=now_ms)
         forks.guard(self)
 
     @property
@@ -98,7 +100,7 @@ class SqliteStore:
     @property
     def capabilities(self) -> Capabilities:
         """One writer at a time, so one batch at a time; it may be large, the disk is the cost."""
-        return Capabilities(Waits.BLOCKING, batch_limit=128, batches_in_flight=1)
+        return Capabilities(Waits.BLOCKING, batch_limit=128, batches_in_flight=1, has_outbox=True)
 
     # The hot path.
 
@@ -107,7 +109,10 @@ class SqliteStore:
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
         """Applies a batch in one transaction, or row by row when one of them is refused."""
         try:
-            return self._commit(claims, settlements)
+            answers = self._commit(claims, settlements)
+            if any(item.entries for item in settlements):
+                self.outbox.hints.tell()
+            return answers
         except StoreRejected as rejected:
             if len(claims) + len(settlements) == 1:
                 return ([rejected], []) if claims else ([], [rejected])
@@ -144,30 +149,17 @@ class SqliteStore:
     async def record_step(self, write: StepWrite) -> Decision:
         """Stores a step's result while the token holds the key."""
         with self._transaction() as connection:
-            now_ms = self._now_ms()
-            digest = write.key.digest
-            record = rows.select(connection, digest)
-            decision = transitions.record_step(record, write.token, now_ms)
-            if decision is Decision.APPLY:
-                step, payload = write.step, write.step.payload
-                row = (digest, step.name, step.position, payload.form, payload.head, payload.body)
-                connection.execute(SQL["insert_step"], (*row, now_ms))
-            return decision
+            return steps.record(connection, write, self._now_ms())
 
     def join(self, connection: object) -> SqliteTransaction:
         """The open transaction of a user's connection to this file; raises `InvalidInput`."""
-        if not isinstance(connection, sqlite3.Connection):
-            kind = type(connection)
-            raise InvalidInput(
-                f"{kind.__module__}.{kind.__qualname__} is no connection that the SQLite store can "
-                "join: pass a sqlite3.Connection to the same file"
-            )
         return SqliteTransaction(
-            connection,
+            plain_connection(connection),
             path=self.path,
             now_ms=self._now_ms,
             prepare=self._prepare,
             has_outcome=self._has_outcome,
+            has_step=self._has_step,
         )
 
     def _prepare(self) -> None:
@@ -181,6 +173,10 @@ class SqliteStore:
             ).fetchone()
             return bool(row[0])
 
+    def _has_step(self, write: StepWrite) -> bool:
+        with self._reading() as connection:
+            return steps.is_there(connection, write)
+
     # For operators.
 
     async def read(self, key: Key) -> StoredKey | None:
@@ -190,7 +186,7 @@ class SqliteStore:
             if record is None:
                 return None
             now_ms = self._now_ms()
-            steps = [
+            found = [
                 Step(name, position, Payload(form, head, body))
                 for name, position, form, head, body in connection.execute(
                     SQL["select_steps"], (key.digest,)
@@ -202,7 +198,7 @@ class SqliteStore:
                     SQL["select_outcomes"], (key.digest,)
                 )
             ]
-            return StoredKey(record, condition_of(record, now_ms), now_ms, steps, outcomes)
+            return StoredKey(record, condition_of(record, now_ms), now_ms, found, outcomes)
 
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
         """Records for an operator, newest claim first."""
@@ -241,9 +237,9 @@ class SqliteStore:
                 connection.execute(SQL["delete_steps"], (digest,))
                 connection.execute(SQL["delete_key"], (digest,))
             removed = connection.execute(SQL["delete_outcomes"], (now_ms, limit)).rowcount
-            return SweepReport(
-                min(limit, len(found)), removed, len(found) > limit or removed == limit
-            )
+            entries = connection.execute(SQL["delete_entries"], (now_ms, limit)).rowcount
+            has_more = len(found) > limit or limit in (removed, entries)
+            return SweepReport(min(limit, len(found)), removed, has_more, entries=entries)
 
     async def close(self) -> None:
         """Closes this process's connection; the next use opens a new one."""

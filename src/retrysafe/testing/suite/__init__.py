@@ -49,6 +49,7 @@ from retrysafe.testing.suite.concurrency import ConcurrencyCases
 from retrysafe.testing.suite.leases import LeaseCases
 from retrysafe.testing.suite.listing import ListingCases
 from retrysafe.testing.suite.operators import OperatorCases
+from retrysafe.testing.suite.outbox import OutboxCases
 from retrysafe.testing.suite.payloads import PayloadCases
 from retrysafe.testing.suite.retention import RetentionCases
 from retrysafe.testing.suite.settlement import SettlementCases
@@ -63,6 +64,7 @@ class StoreSuite(
     SettlementCases,
     PayloadCases,
     StepCases,
+    OutboxCases,
     OperatorCases,
     ListingCases,
     RetentionCases,

@@ -103,6 +103,38 @@ class StepCases(SuiteBase):
         assert probe.claim().condition is Condition.OUTLIVED
         assert probe.read().steps == []
 
+    @pytest.mark.parametrize("kind", [SettleKind.COMPLETE, SettleKind.FAIL, SettleKind.RELEASE])
+    def test_cleanup_takes_the_steps_along(self, probe: Probe, kind: SettleKind) -> None:
+        """A key that is used again after a sweep must not skip what only its past has done."""
+        token = probe.hold()
+        probe.record(token, "charge", 1)
+        probe.end(kind, token)
+        probe.advance(ACTIVE_MS)
+        assert probe.sweep().keys == 1
+        token = probe.hold()
+        assert probe.read().steps == []
+        # Not even one that was hidden until its name came up again.
+        assert probe.record(token, "charge", 2, payload=FAILURE) is Decision.APPLY
+        assert [(step.position, step.payload) for step in probe.read().steps] == [(2, FAILURE)]
+
+    def test_cleanup_leaves_the_steps_of_an_attempt_under_way(self, probe: Probe) -> None:
+        """Nor of one that was abandoned: somebody will go on from there."""
+        token = probe.hold()
+        probe.record(token, "charge", 1)
+        probe.advance(ACTIVE_MS + LEASE_MS)
+        assert probe.sweep().keys == 0
+        assert _names(probe) == ["charge"]
+
+    def test_a_zombie_leaves_no_step_after_the_cleanup(self, probe: Probe) -> None:
+        """A write that comes after its key is gone must not wait there for the next life."""
+        token = probe.hold()
+        probe.end(SettleKind.RELEASE, token)
+        probe.advance(ACTIVE_MS)
+        assert probe.sweep().keys == 1
+        assert probe.record(token, "charge") is Decision.LOST
+        probe.hold()
+        assert probe.read().steps == []
+
     def test_steps_belong_to_one_key(self, probe: Probe) -> None:
         """Equal names under two keys are two steps."""
         neighbour = key_of("key-2")

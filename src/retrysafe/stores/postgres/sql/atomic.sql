@@ -69,6 +69,21 @@ WITH clock AS MATERIALIZED (
 )
 SELECT pg_current_xact_id()::text FROM settled;
 
+-- name: record_step_joined
+-- Records a step while the token holds the key. The row stays locked until the transaction ends, so
+-- nobody takes over in between; renewals pass over it. Comes back with the transaction's id.
+WITH held AS (
+    SELECT digest FROM {schema}.keys
+    WHERE digest = $1::bytea AND token = $2::bytea AND state = 1
+    FOR UPDATE
+), stored AS (
+    INSERT INTO {schema}.steps (digest, name, position, form, head, body, recorded_at_ms)
+    SELECT digest, $3::text, $4::integer, $5::text, $6::bytea, $7::bytea, {now_ms}
+    FROM held
+    ON CONFLICT (digest, name) DO NOTHING
+)
+SELECT pg_current_xact_id()::text FROM held;
+
 -- name: transaction_status
 -- Runs on the store's own connection: whether a transaction is still open.
 SELECT pg_xact_status($1::text::xid8);
@@ -78,3 +93,7 @@ SELECT pg_xact_status($1::text::xid8);
 -- asked and not the record, because somebody may have taken over since.
 SELECT count(*) FROM {schema}.outcomes
 WHERE digest = $1::bytea AND token = $2::bytea AND state = $3::smallint;
+
+-- name: count_steps
+-- Runs on the store's own connection: whether a step is committed.
+SELECT count(*) FROM {schema}.steps WHERE digest = $1::bytea AND name = $2::text;

@@ -61,20 +61,11 @@ SELECT
 FROM clock AS c;
 
 -- name: extend
--- Extends one lease whose token still holds its key; a lease never gets shorter.
-WITH clock AS MATERIALIZED (
-    SELECT {now_ms} AS now_ms
-)
-UPDATE {schema}.keys AS k SET
-    lease_ends_at_ms = greatest(k.lease_ends_at_ms, c.now_ms + w.lease_ms)
-FROM clock AS c, unnest($1::bytea[], $2::bytea[], $3::bigint[]) AS w (digest, token, lease_ms)
-WHERE k.digest = w.digest AND k.token = w.token AND k.state = 1
-RETURNING k.digest, k.lease_ends_at_ms, k.lease_ends_at_ms - c.now_ms;
-
--- name: extend_many
--- The same for many leases. Rows that somebody is writing at this moment are left out: they are
--- mostly being settled by this very owner, and waiting for them while holding others could
--- deadlock with that settlement, whose rows come in another order.
+-- Extends leases whose tokens still hold their keys; a lease never gets shorter. Rows that somebody
+-- is writing at this moment are left out. Mostly they are being settled by this very owner, and
+-- waiting for them while holding others could deadlock with that settlement, whose rows come in
+-- another order. Or a user's open transaction has recorded a step: nobody takes over a locked row,
+-- and the renewals of all other operations must not wait for that transaction.
 WITH clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms
 ), held AS MATERIALIZED (

@@ -114,6 +114,10 @@ ON CONFLICT (digest, name) DO NOTHING;
 -- The finished steps of a key in their order.
 SELECT name, position, form, head, body FROM retrysafe_steps WHERE digest = ? ORDER BY position;
 
+-- name: count_steps
+-- Whether a step is recorded, as the connection sees it.
+SELECT count(*) FROM retrysafe_steps WHERE digest = ? AND name = ?;
+
 -- name: delete_steps
 -- Ends the steps of a key's earlier life, in the transaction that starts the new one.
 DELETE FROM retrysafe_steps WHERE digest = ?;

@@ -1,0 +1,187 @@
+"""Writing steps: a finished step's result becomes durable, or the operation is told what is not.
+
+Owns the retries of that write, and what happens to it when its caller is cancelled. The step has
+run by now, so nothing here may forget that quietly.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol
+
+from retrysafe.core import codec
+from retrysafe.core.call import Call
+from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.keys import Key
+from retrysafe.core.lease import Lease
+from retrysafe.core.model import Decision, Step, StepWrite, StoredKey
+from retrysafe.core.ports import Orphanage, Waiting
+from retrysafe.core.settling import RETRY_PAUSE_MAXIMUM_SECONDS, RETRY_PAUSE_SECONDS
+from retrysafe.errors import (
+    ClaimLost,
+    RetrysafeError,
+    StepNotStored,
+    StoreError,
+    StoreRejected,
+    StoreUnavailable,
+)
+
+# Nothing has run yet when the stored steps are read, so a store that is down is reported quickly.
+READ_TRIES: Final = 3
+
+
+class StepStore(Protocol):
+    """As much of a store as steps need."""
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        """Stores a finished step's result, if the token still holds the key."""
+
+    async def read(self, key: Key) -> StoredKey | None:
+        """The record of a key with its steps."""
+
+
+class StepWriter:
+    """Reads and writes the steps of one attempt."""
+
+    __slots__ = (
+        "_attempt",
+        "_call",
+        "_lease",
+        "_orphanage",
+        "_report",
+        "_store",
+        "_unrecorded",
+        "_waiting",
+    )
+
+    def __init__(
+        self,
+        store: StepStore,
+        waiting: Waiting,
+        orphanage: Orphanage,
+        report: Reporter,
+        *,
+        call: Call,
+        lease: Lease,
+        attempt: int,
+    ) -> None:
+        self._store = store
+        self._waiting = waiting
+        self._orphanage = orphanage
+        self._report = report
+        self._call = call
+        self._lease = lease
+        self._attempt = attempt
+        self._unrecorded: dict[str, StepWrite] = {}
+
+    async def read(self) -> dict[str, Step]:
+        """What earlier attempts have recorded; raises `ClaimLost` or `StoreUnavailable`."""
+        pause = RETRY_PAUSE_SECONDS
+        tried = 0
+        while True:
+            try:
+                stored = await self._store.read(self._call.key)
+                break
+            except StoreUnavailable as error:
+                tried += 1
+                self.tell(EventKind.STORE_UNAVAILABLE, str(error))
+                if tried == READ_TRIES:
+                    raise
+            await self._waiting.sleep(pause)
+            pause *= 2
+        if stored is None or stored.record.token != self._lease.token:
+            # Whatever is stored now may be the work of the new owner.
+            raise self.lost()
+        return {step.name: step for step in stored.steps}
+
+    def write_of(self, step: Step) -> StepWrite:
+        """The write of a step with the claim's token."""
+        return StepWrite(self._call.key, self._lease.token, step)
+
+    async def record(self, step: Step, value: Any = None) -> None:
+        """Makes a finished step durable; raises `ClaimLost` or `StepNotStored`."""
+        write = self.write_of(step)
+        self._unrecorded[step.name] = write
+        try:
+            decision = await self._insist(write, value)
+        except RetrysafeError:
+            raise
+        except BaseException:
+            # The caller is being cancelled, and the step has run: its result must not be lost
+            # with the caller. Writing it twice is harmless, the first result stands.
+            self._orphanage.adopt(self._record_orphan(write))
+            raise
+        del self._unrecorded[step.name]
+        if decision is Decision.LOST:
+            raise self.lost()
+
+    async def _insist(self, write: StepWrite, value: Any) -> Decision:
+        """Writes again until it stands, within the policy's patience."""
+        step = write.step
+        pause = RETRY_PAUSE_SECONDS
+        give_up = self._waiting.monotonic() + self._call.policy.settle_patience.total_seconds()
+        while True:
+            try:
+                return await self._store.record_step(write)
+            except StoreRejected as error:
+                if step.payload.form == codec.WITHHELD:
+                    raise self._not_stored(step, value, error) from error
+                # The store cannot hold this result; that the step is done can be remembered.
+                self.tell(EventKind.WITHHELD, str(error))
+                step.payload = codec.withheld(f"the store refused it: {error}")
+                continue
+            except StoreUnavailable as error:
+                self.tell(EventKind.STORE_UNAVAILABLE, str(error))
+                if self._waiting.monotonic() + pause > give_up:
+                    raise self._not_stored(step, value, error) from error
+            except StoreError as error:
+                # Waiting does not bring a lost database back.
+                raise self._not_stored(step, value, error) from error
+            await self._waiting.sleep(pause)
+            pause = min(pause * 2, RETRY_PAUSE_MAXIMUM_SECONDS)
+
+    async def _record_orphan(self, write: StepWrite) -> None:
+        """The same for a step whose caller is gone; there is nobody left to tell."""
+        try:
+            await self._insist(write, None)
+        except StepNotStored:
+            return  # The step runs again, as after a crash at this point.
+
+    async def record_the_rest(self) -> None:
+        """Tries once more what could not be written, before the key is freed for a retry.
+
+        Raises `ClaimLost` when there is another owner.
+        """
+        for write in list(self._unrecorded.values()):
+            try:
+                decision = await self._store.record_step(write)
+            except StoreError:
+                return  # It was insisted on before; the retry runs the step again.
+            if decision is Decision.LOST:
+                raise self.lost()
+
+    # Words.
+
+    def tell(self, kind: EventKind, detail: str = "") -> None:
+        """Reports something about this attempt."""
+        self._report(kind, self._call.key, self._call.operation, self._attempt, detail)
+
+    def lost(self) -> ClaimLost:
+        """The refusal of a step by an owner that has lost its claim."""
+        # From now on the attempt knows it too, so it has no say in how the key's run ends.
+        self._lease.revoke()
+        self.tell(EventKind.CLAIM_LOST)
+        text = self._call.key.text
+        return ClaimLost(
+            f"the claim on {text!r} was taken over, or released by an operator: its steps are "
+            "another owner's now",
+            key=text,
+        )
+
+    def _not_stored(self, step: Step, value: Any, error: StoreError) -> StepNotStored:
+        text = self._call.key.text
+        return StepNotStored(
+            f"step {step.name!r} of {text!r} ran, but its result could not be stored: {error}. A "
+            "later attempt runs it again",
+            key=text,
+            value=value,
+        )

@@ -1,0 +1,253 @@
+"""One run of an ASGI application for a protected request, apart from the client's connection.
+
+Owns what the application is given for `receive` and `send`, and when its response is complete. It
+must not know keys or stores; who runs it decides what becomes of the response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
+
+from retrysafe.core.atomic_lead import AtomicAttempt
+from retrysafe.core.attempt import Attempt
+from retrysafe.http.exchange import Plan
+from retrysafe.http.responses import Response, is_event_stream
+from retrysafe.http.rules import Streaming
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+# Ways to send a body past us. An application that does not see them sends it the plain way.
+_HIDDEN_EXTENSIONS: Final = (
+    "http.response.pathsend",
+    "http.response.zerocopysend",
+    "http.response.trailers",
+)
+# Looked up once: members of an enum are dear to look up on every call.
+_PASS: Final = Streaming.PASS
+_logger = logging.getLogger("retrysafe")
+
+
+def end_of_body() -> Message:
+    """The message that ends a response."""
+    return {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+class AppRun:
+    """One run of the application: what it is given, and what it answers."""
+
+    __slots__ = (
+        "_app",
+        "_chunks",
+        "_complete",
+        "_headers",
+        "_is_body_given",
+        "_is_gone",
+        "_late_error",
+        "_news",
+        "_receive",
+        "_runs",
+        "_scope",
+        "_send",
+        "_status",
+        "error",
+        "is_left",
+        "is_passing",
+        "plan",
+        "response",
+        "settling",
+        "started",
+        "task",
+    )
+
+    def __init__(
+        self,
+        app: App,
+        runs: set[AppRun],
+        plan: Plan,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        self._app = app
+        # Where a run is held whose client has gone; the loop itself holds tasks weakly.
+        self._runs = runs
+        self.plan = plan
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._status = 0
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._chunks: list[bytes] = []
+        self._is_body_given = False
+        # Whether the response is sent as it comes, and whether there is anybody to send it to.
+        self.is_passing = False
+        self._is_gone = False
+        self.is_left = False
+        self._complete: asyncio.Future[None] | None = None
+        self._news: asyncio.Future[None] | None = None
+        self.response: Response | None = None
+        # What the application raised: before its response was complete, and after.
+        self.error: Exception | None = None
+        self._late_error: Exception | None = None
+        # The task that the application runs in, and the one that stores its response.
+        self.task: asyncio.Task[None] | None = None
+        self.started: asyncio.Future[None] | None = None
+        self.settling: asyncio.Task[None] | None = None
+
+    async def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
+        """Runs the application until its response is complete."""
+        scope = self._scope
+        # The same scope, not a copy: middlewares around us read what routers write into it.
+        scope.setdefault("state", {})["idempotency"] = attempt
+        extensions = scope.get("extensions")
+        if extensions and not extensions.keys().isdisjoint(_HIDDEN_EXTENSIONS):
+            scope["extensions"] = {
+                name: value for name, value in extensions.items() if name not in _HIDDEN_EXTENSIONS
+            }
+        if self.started is not None:
+            self.started.set_result(None)
+        loop = asyncio.get_running_loop()
+        complete = self._complete = loop.create_future()
+        # A task of its own: the response is stored and sent while background tasks still run.
+        self.task = loop.create_task(self._serve())
+        await complete
+        response = self.response
+        assert response is not None
+        return response
+
+    async def _serve(self) -> None:
+        """Runs the application to its end, which may come long after its response."""
+        complete = self._complete
+        assert complete is not None
+        try:
+            await self._app(self._scope, self.receive, self.capture)
+            if not complete.done() and not (self.is_passing and self._is_gone):
+                raise RuntimeError("the application ended before its response was complete")
+        except Exception as error:
+            self._fail(error, complete)
+        except BaseException:
+            complete.cancel()
+            raise
+        finally:
+            if self.settling is not None and self.settling.done():
+                self._runs.discard(self)
+        if not complete.done():
+            # The stream had no reader any more. That says nothing against the operation.
+            self.response = Response(self._status, self._headers, b"", is_streamed=True)
+            complete.set_result(None)
+
+    def _fail(self, error: Exception, complete: asyncio.Future[None]) -> None:
+        if complete.done():
+            # The operation is done and stays done; this is the server's to report.
+            self._late_error = error
+            if self.is_left:
+                _logger.error("a protected request failed after its response", exc_info=error)
+        elif not (self.is_passing and self._is_gone):
+            self.error = error
+            complete.set_exception(error)
+
+    # What the application calls.
+
+    async def receive(self) -> Message:
+        """The whole body first; then nothing until the response is complete."""
+        if not self._is_body_given:
+            self._is_body_given = True
+            return {"type": "http.request", "body": self.plan.request.body, "more_body": False}
+        complete = self._complete
+        assert complete is not None
+        while not complete.done():
+            if self.is_passing:
+                if self._is_gone:
+                    break
+                message = await self._receive()
+                self._is_gone = message["type"] == "http.disconnect"
+                return message
+            if self._news is None:
+                self._news = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._news)
+        return {"type": "http.disconnect"}
+
+    async def capture(self, message: Message) -> None:
+        """Keeps the response back until it is complete, or passes a stream on."""
+        kind = message["type"]
+        if kind == "http.response.body":
+            if not self._status or self.response is not None:
+                raise RuntimeError("the application sent a body outside of its response")
+            is_last = not message.get("more_body", False)
+            if not self.is_passing:
+                self._chunks.append(message.get("body", b""))
+            elif not is_last:
+                await self._pass_on(message)
+            elif message.get("body", b""):
+                # The end is kept back until the stream is remembered as done.
+                await self._pass_on({**message, "more_body": True})
+            if is_last:
+                self._finish_response()
+        elif kind == "http.response.start":
+            if self._status:
+                raise RuntimeError("the application started its response twice")
+            self._status = message["status"]
+            self._headers = list(message.get("headers", ()))
+            if self.plan.route.rule.streaming is _PASS or is_event_stream(self._headers):
+                self.is_passing = True
+                self._wake()
+                await self._pass_on(message)
+        elif kind != "http.response.trailers" and not self._is_gone:
+            await self._send(message)
+
+    def _finish_response(self) -> None:
+        chunks = self._chunks
+        body = bytes(chunks[0]) if len(chunks) == 1 else b"".join(chunks)
+        self.response = Response(self._status, self._headers, body, self.is_passing)
+        complete = self._complete
+        assert complete is not None
+        if not complete.done():
+            complete.set_result(None)
+        self._wake()
+
+    async def _pass_on(self, message: Message) -> None:
+        if self._is_gone:
+            raise OSError("the client has gone")
+        try:
+            await self._send(message)
+        except OSError:
+            self._is_gone = True
+            raise
+
+    async def end_stream(self) -> None:
+        """Sends the end of a stream, unless there is nobody to send it to."""
+        if not self._is_gone:
+            await self._send(end_of_body())
+
+    async def finish(self) -> None:
+        """Waits for what the application does after its response; raises what that raises."""
+        task = self.task
+        if task is None:
+            return
+        if not task.done():
+            try:
+                await asyncio.wait((task,))
+            except asyncio.CancelledError:
+                self.leave()
+                raise
+        if self._late_error is not None:
+            raise self._late_error
+
+    def leave(self) -> None:
+        """The connection is no longer ours: whoever sends or listens hears that it is gone."""
+        self._is_gone = True
+        self.is_left = True
+        if any(task is not None and not task.done() for task in (self.settling, self.task)):
+            self._runs.add(self)
+
+    def _wake(self) -> None:
+        news, self._news = self._news, None
+        if news is not None and not news.done():
+            news.set_result(None)

@@ -1,0 +1,156 @@
+"""Crews: threads that block, and tasks that suspend, with the same few methods."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from retrysafe.core.outbox import Entry
+from retrysafe.errors import DeliveryFailed
+from retrysafe.relay.ports import Deliver, Finished, delivery_of
+from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.waiting import ThreadSignal
+
+
+class ThreadCrew:
+    """Delivers in threads, which are started with the first entries."""
+
+    def __init__(self, target: Deliver, size: int) -> None:
+        self.size = size
+        self._target = target
+        # None ends the thread that finds it.
+        self._waiting: SimpleQueue[Entry | None] = SimpleQueue()
+        self._ended: deque[Finished] = deque()
+        self._news = ThreadSignal()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, entry: Entry) -> None:
+        """Queues the entry."""
+        self._waiting.put(entry)
+        if len(self._threads) < self.size:
+            # Daemons: a delivery that hangs must not keep a process that wants to end.
+            name = f"retrysafe-relay-{len(self._threads) + 1}"
+            thread = threading.Thread(target=self._deliver_all, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _deliver_all(self) -> None:
+        while (entry := self._waiting.get()) is not None:
+            error: BaseException | None = None
+            try:
+                run_sync(self._target.deliver(delivery_of(entry)))
+            except BaseException as raised:
+                error = raised
+            self._ended.append(Finished(entry, error))
+            self._news.set()
+
+    def finished(self) -> list[Finished]:
+        """What has ended since the last question."""
+        ended = []
+        with suppress(IndexError):
+            while True:
+                ended.append(self._ended.popleft())
+        return ended
+
+    def withdraw(self) -> list[Entry]:
+        """Empties the queue."""
+        taken = []
+        with suppress(Empty):
+            while True:
+                entry = self._waiting.get_nowait()
+                if entry is not None:
+                    taken.append(entry)
+        return taken
+
+    async def wait(self, seconds: float) -> None:
+        """Blocks."""
+        await self._news.wait(seconds)
+
+    def wake(self) -> None:
+        """Ends the rest."""
+        self._news.set()
+
+    async def close(self) -> None:
+        """Ends the threads; one whose delivery hangs is left behind."""
+        for _ in self._threads:
+            self._waiting.put(None)
+        for thread in self._threads:
+            thread.join(1.0)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+
+
+class TaskCrew:
+    """Delivers in tasks of the running loop, each within a time limit."""
+
+    def __init__(self, target: Deliver, size: int, timeout_seconds: float) -> None:
+        self.size = size
+        self._target = target
+        self._timeout_seconds = timeout_seconds
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[Entry] = deque()
+        self._ended: list[Finished] = []
+        self._news = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, entry: Entry) -> None:
+        """Queues the entry; a task is made for it unless all of them are busy."""
+        self._waiting.append(entry)
+        if len(self._tasks) < self.size:
+            task = self._loop.create_task(self._deliver_all())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _deliver_all(self) -> None:
+        while self._waiting:
+            entry = self._waiting.popleft()
+            error: BaseException | None = None
+            try:
+                await self._deliver(entry)
+            except Exception as raised:
+                error = raised
+            self._ended.append(Finished(entry, error))
+            self._news.set()
+
+    async def _deliver(self, entry: Entry) -> None:
+        limit = asyncio.timeout(self._timeout_seconds)
+        try:
+            async with limit:
+                await self._target.deliver(delivery_of(entry))
+        except TimeoutError as error:
+            if limit.expired():
+                raise DeliveryFailed(
+                    f"no answer within {self._timeout_seconds:g} s", key=entry.key
+                ) from error
+            raise
+
+    def finished(self) -> list[Finished]:
+        """What has ended since the last question."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def withdraw(self) -> list[Entry]:
+        """Empties the queue."""
+        taken = list(self._waiting)
+        self._waiting.clear()
+        return taken
+
+    async def wait(self, seconds: float) -> None:
+        """Suspends."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), seconds)
+        self._news.clear()
+
+    def wake(self) -> None:
+        """Ends the rest; hints come from other threads."""
+        with suppress(RuntimeError):  # The loop has ended, and the relay with it.
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    async def close(self) -> None:
+        """Ends the tasks; those under way are cancelled, and only the leases free their entries."""
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))

@@ -1,0 +1,190 @@
+"""The two faces of a relay: one for threads, one for an event loop, with the same methods."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from retrysafe.core.outbox_ports import Outbox, outbox_of
+from retrysafe.core.ports import Store, Waits
+from retrysafe.errors import InvalidInput
+from retrysafe.relay.callables import target_for
+from retrysafe.relay.crews import TaskCrew, ThreadCrew
+from retrysafe.relay.engine import RelayEngine, RelayReport
+from retrysafe.relay.policy import RelayPolicy
+from retrysafe.relay.ports import Deliver, Target
+from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.threaded import ThreadedStore
+
+OnReport = Callable[[RelayReport], None]
+
+
+def _checked_size(concurrency: int) -> int:
+    if concurrency < 1:
+        raise InvalidInput(f"concurrency is a whole number from 1 up, got {concurrency}")
+    return concurrency
+
+
+class Relay:
+    """Delivers outbox entries from threads; any number of relays may work on one store."""
+
+    def __init__(
+        self,
+        store: Store,
+        target: Target,
+        *,
+        policy: RelayPolicy | None = None,
+        concurrency: int = 16,
+        on_report: OnReport | None = None,
+    ) -> None:
+        """`target` is a function of a `Delivery`, or an object such as `Webhook`.
+
+        `concurrency` is how many deliveries may be under way at once. `on_report` hears the counts
+        after every commit. Raises `InvalidInput` for a store without an outbox, and for what needs
+        an event loop. Store and target stay yours.
+        """
+        if store.capabilities.waits is Waits.SUSPENDING:
+            raise InvalidInput("this store needs an event loop: use AsyncRelay with it")
+        self._outbox = outbox_of(store)
+        self._target: Deliver = target_for(target, Waits.BLOCKING)
+        self._crew = ThreadCrew(self._target, _checked_size(concurrency))
+        self._engine = RelayEngine(
+            self._outbox,
+            self._crew,
+            policy or RelayPolicy(),
+            monotonic=time.monotonic,
+            mint_token=mint_token,
+            on_report=on_report,
+        )
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def report(self) -> RelayReport:
+        """What it has done so far."""
+        return self._engine.report
+
+    def run(self) -> RelayReport:
+        """Delivers until `stop`, in this thread. An outage of the store is waited for."""
+        return self._run(until_idle=False)
+
+    def drain(self) -> RelayReport:
+        """Delivers until nothing is due any more; entries in their back-off are not waited for.
+
+        Raises `StoreUnavailable` when the store does not answer several times in a row.
+        """
+        return self._run(until_idle=True)
+
+    def _run(self, *, until_idle: bool) -> RelayReport:
+        hints = self._outbox.hints
+        hints.listen(self._crew.wake)
+        try:
+            run_sync(self._engine.run(until_idle=until_idle))
+        finally:
+            hints.forget(self._crew.wake)
+            run_sync(self._crew.close())
+        return self.report
+
+    def stop(self) -> None:
+        """Ends `run` once what is under way is delivered; safe in a signal's function."""
+        self._engine.stop()
+
+    def __enter__(self) -> Self:
+        """Delivers in a thread of its own until the block ends."""
+        self._thread = threading.Thread(target=self._run_aside, name="retrysafe-relay", daemon=True)
+        self._thread.start()
+        return self
+
+    def _run_aside(self) -> None:
+        try:
+            self.run()
+        except BaseException as error:
+            self._error = error
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stops, waits, and raises what ended the relay early."""
+        assert self._thread is not None  # Entered before it is left.
+        self.stop()
+        self._thread.join()
+        if self._error is not None and error is None:
+            raise self._error
+
+
+class AsyncRelay:
+    """Delivers outbox entries from tasks of an event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        target: Target,
+        *,
+        policy: RelayPolicy | None = None,
+        concurrency: int = 64,
+        on_report: OnReport | None = None,
+    ) -> None:
+        """Takes what `Relay` takes; a plain function as target is called in worker threads."""
+        outbox_of(store)
+        self._store = store
+        self._target = target_for(target, Waits.SUSPENDING)
+        self._policy = policy or RelayPolicy()
+        self._size = _checked_size(concurrency)
+        self._on_report = on_report
+        self._engine: RelayEngine | None = None
+        self._is_stopped = False
+
+    @property
+    def report(self) -> RelayReport:
+        """What it has done so far."""
+        return RelayReport() if self._engine is None else self._engine.report
+
+    async def run(self) -> RelayReport:
+        """Delivers until `stop`. An outage of the store is waited for."""
+        return await self._run(until_idle=False)
+
+    async def drain(self) -> RelayReport:
+        """Delivers until nothing is due any more; entries in their back-off are not waited for.
+
+        Raises `StoreUnavailable` when the store does not answer several times in a row.
+        """
+        return await self._run(until_idle=True)
+
+    async def _run(self, *, until_idle: bool) -> RelayReport:
+        threaded: ThreadedStore | None = None
+        outbox: Outbox = outbox_of(self._store)
+        if self._store.capabilities.waits is Waits.BLOCKING:
+            threaded = ThreadedStore(self._store)
+            outbox = threaded.outbox
+        crew = TaskCrew(self._target, self._size, self._policy.timeout.total_seconds())
+        self._engine = engine = RelayEngine(
+            outbox,
+            crew,
+            self._policy,
+            monotonic=time.monotonic,
+            mint_token=mint_token,
+            on_report=self._on_report,
+        )
+        engine.is_stopping = self._is_stopped
+        outbox.hints.listen(crew.wake)
+        try:
+            await engine.run(until_idle=until_idle)
+        finally:
+            outbox.hints.forget(crew.wake)
+            await crew.close()
+            if threaded is not None:
+                threaded.end_workers()
+        return engine.report
+
+    def stop(self) -> None:
+        """Ends `run` once what is under way is delivered."""
+        self._is_stopped = True
+        if self._engine is not None:
+            self._engine.stop()

@@ -1,0 +1,89 @@
+"""Signatures of webhooks: who sent it, and when, in three headers that many libraries can check.
+
+The scheme is that of Standard Webhooks, version 1: an HMAC with SHA-256 over the entry's key, the
+instant and the body. The instant is part of it, so that a recorded request cannot be played again
+for ever.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Final
+
+from retrysafe.core.keys import SECRET_MINIMUM_BYTES
+from retrysafe.errors import InvalidInput, SecretMissing
+
+ID_HEADER: Final = "webhook-id"
+TIMESTAMP_HEADER: Final = "webhook-timestamp"
+SIGNATURE_HEADER: Final = "webhook-signature"
+_ENCODED_SECRET: Final = "whsec_"
+_VERSION: Final = "v1,"
+
+Secret = bytes | str
+
+
+def secret_bytes(secret: Secret) -> bytes:
+    """The bytes of a secret; `whsec_…` is base 64. Raises `SecretMissing` for one too short."""
+    if isinstance(secret, str) and secret.startswith(_ENCODED_SECRET):
+        try:
+            made = base64.b64decode(secret.removeprefix(_ENCODED_SECRET), validate=True)
+        except binascii.Error:
+            raise SecretMissing("what follows whsec_ in the secret is not base 64") from None
+    else:
+        made = secret.encode() if isinstance(secret, str) else secret
+    if len(made) < SECRET_MINIMUM_BYTES:
+        raise SecretMissing(f"a webhook's secret has at least {SECRET_MINIMUM_BYTES} bytes")
+    return made
+
+
+def _signature(secret: bytes, key: str, timestamp: str, body: bytes) -> str:
+    signed = b"%b.%b.%b" % (key.encode(), timestamp.encode(), body)
+    mac = hmac.digest(secret, signed, "sha256")
+    return _VERSION + base64.b64encode(mac).decode()
+
+
+def signed_headers(
+    secrets: Sequence[bytes], key: str, timestamp_seconds: int, body: bytes
+) -> dict[str, str]:
+    """The headers of a request: one signature for every secret, the current one first."""
+    timestamp = str(timestamp_seconds)
+    signatures = [_signature(secret, key, timestamp, body) for secret in secrets]
+    return {
+        ID_HEADER: key,
+        TIMESTAMP_HEADER: timestamp,
+        SIGNATURE_HEADER: " ".join(signatures),
+    }
+
+
+def verify_webhook(
+    headers: Mapping[str, str],
+    body: bytes,
+    secret: Secret,
+    *,
+    now_seconds: float,
+    tolerance: timedelta = timedelta(minutes=5),
+) -> str:
+    """The entry's key of a request that is genuine and fresh; raises `InvalidInput` otherwise.
+
+    For receivers in Python. `headers` may have any case; `body` is the raw bytes.
+    """
+    found = {name.lower(): value for name, value in headers.items()}
+    try:
+        key, timestamp = found[ID_HEADER], found[TIMESTAMP_HEADER]
+        signatures = found[SIGNATURE_HEADER]
+    except KeyError as missing:
+        raise InvalidInput(f"the webhook has no header {missing}") from None
+    if not (timestamp.isascii() and timestamp.isdigit() and len(timestamp) <= 15):
+        raise InvalidInput("the webhook's timestamp is no number of seconds")
+    expected = _signature(secret_bytes(secret), key, timestamp, body).encode()
+    # All of them are compared, each in constant time.
+    matches = [hmac.compare_digest(item.encode(), expected) for item in signatures.split()]
+    if not any(matches):
+        raise InvalidInput("the webhook's signature is not of this secret, or the body was changed")
+    if abs(now_seconds - int(timestamp)) > tolerance.total_seconds():
+        raise InvalidInput("the webhook is too old or its sender's clock is wrong")
+    return key

@@ -1,0 +1,83 @@
+"""Steps as functions, and how the faces make the calls of steps."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import CoroutineType
+from typing import Any, ParamSpec, TypeVar
+
+from retrysafe.core.codec import ValueCodec
+from retrysafe.core.steps import ONE_TRY, Exceptions, StepRetry, checked_exceptions, checked_name
+from retrysafe.errors import InvalidInput
+from retrysafe.runtime.calls import codec_for, require_runnable
+from retrysafe.runtime.current import current_attempt
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def perform_blocking(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """The call of a step in a thread; raises `InvalidInput` for an async one."""
+    require_runnable(call)
+    value = call(*args)
+    if type(value) is CoroutineType:
+        # Nothing has run yet: the coroutine was only made.
+        value.close()
+        raise InvalidInput("the step is async: use AsyncIdempotency for it")
+    return value
+
+
+async def perform_suspending(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """The call of a step in a task: awaited when there is something to await."""
+    require_runnable(call)
+    value = call(*args)
+    if type(value) is CoroutineType or inspect.isawaitable(value):
+        return await value
+    return value
+
+
+def codec_of_step(call: Callable[..., Any], returns: type | tuple[type, ...] | None) -> ValueCodec:
+    """The codec that can rebuild what the call returns, seen through `functools.partial`."""
+    while isinstance(call, functools.partial):
+        call = call.func
+    return codec_for(call, returns)
+
+
+def step(
+    name: str | Callable[..., str],
+    *,
+    retry: StepRetry = ONE_TRY,
+    terminal: Exceptions = (),
+    returns: type | tuple[type, ...] | None = None,
+    compensate: Callable[[Any], Any] | None = None,
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorates a function so that calling it inside an operation is a step of that operation.
+
+    `name` is the step's name, or a function of the arguments that makes one for each call. The
+    rest is as for `Attempt.step`. In an operation of `AsyncIdempotency` the call is awaited.
+    """
+    if not callable(name):
+        checked_name(name)
+    terminal_types = checked_exceptions("terminal", terminal)
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        require_runnable(function)
+
+        @functools.wraps(function)
+        def run_step(*args: P.args, **kwargs: P.kwargs) -> T:
+            given = name(*args, **kwargs) if callable(name) else name
+            value: T = current_attempt().step(
+                given,
+                functools.partial(function, *args, **kwargs),
+                retry=retry,
+                terminal=terminal_types,
+                returns=returns,
+                compensate=compensate,
+            )
+            return value
+
+        return run_step
+
+    return decorate

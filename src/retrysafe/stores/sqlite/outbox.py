@@ -1,0 +1,208 @@
+"""The outbox in SQLite: entries beside the records, written in the same transactions.
+
+Owns the statements of the outbox and their order. Looking for entries takes no lock, so a relay
+with nothing to do holds nobody up; claiming takes the file's write lock and checks again.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+from retrysafe.core import outbox
+from retrysafe.core.keys import Key
+from retrysafe.core.model import Decision, StagedEntry
+from retrysafe.core.outbox import (
+    ClaimedEntries,
+    Entry,
+    EntryClaim,
+    EntryCommand,
+    EntryEnding,
+    EntryQuery,
+    EntryState,
+    Hints,
+    StoredEntry,
+)
+from retrysafe.stores.sqlite.schema import SQL
+
+# Aggregates that one look may visit for each entry that is wanted. The heads of many may be waiting
+# for their time, and a look must stay short.
+VISITS_PER_ENTRY: Final = 4
+
+Opened = Callable[[], AbstractContextManager[sqlite3.Connection]]
+
+
+def insert(
+    connection: sqlite3.Connection, entries: Sequence[StagedEntry], key: Key | None, now_ms: int
+) -> None:
+    """Stages entries in the open transaction, in their order."""
+    caller, origin = (None, None) if key is None else (key.caller, key.text)
+    connection.executemany(
+        SQL["insert_entry"],
+        [
+            (
+                item.key,
+                item.topic,
+                item.aggregate,
+                item.content_type,
+                item.body,
+                caller,
+                origin,
+                max(item.deliver_at_ms, now_ms),
+                now_ms,
+            )
+            for item in entries
+        ],
+    )
+
+
+def _entry(row: tuple[Any, ...]) -> Entry:
+    made = Entry(*row)
+    made.state = EntryState(made.state)
+    return made
+
+
+class SqliteOutbox:
+    """The entries of one file."""
+
+    def __init__(self, *, writing: Opened, reading: Opened, now_ms: Callable[[], int]) -> None:
+        self.hints = Hints()
+        self._writing = writing
+        self._reading = reading
+        self._now_ms = now_ms
+
+    async def claim(self, claim: EntryClaim) -> ClaimedEntries:
+        """Takes free entries and heads."""
+        with self._reading() as connection:
+            ids, after = self._found(connection, claim)
+        if not ids:
+            return ClaimedEntries([], after)
+        with self._writing() as connection:
+            now_ms = self._now_ms()
+            rows = connection.execute(
+                SQL["claim_entries"],
+                {
+                    "token": claim.token,
+                    "lease_ends_at_ms": now_ms + claim.lease_ms,
+                    "ids": json.dumps(ids),
+                    "now_ms": now_ms,
+                },
+            ).fetchall()
+        return ClaimedEntries(sorted(map(_entry, rows), key=lambda entry: entry.id), after)
+
+    def _found(
+        self, connection: sqlite3.Connection, claim: EntryClaim
+    ) -> tuple[list[int], str | None]:
+        """The entries to claim, and the aggregate at which the look stopped."""
+        now_ms = self._now_ms()
+        free = connection.execute(SQL["free_entries"], (now_ms, claim.limit)).fetchall()
+        visits = claim.limit * VISITS_PER_ENTRY
+        heads = connection.execute(
+            SQL["heads"],
+            {
+                "after": claim.after,
+                "dead_blocks": claim.dead_blocks,
+                "visits": visits,
+                "now_ms": now_ms,
+            },
+        ).fetchall()
+        due = [(aggregate, number) for aggregate, number, is_due in heads if is_due]
+        after: str | None = heads[-1][0] if len(heads) == visits else None
+        if len(due) > claim.limit:
+            due = due[: claim.limit]
+            after = due[-1][0]
+        return [number for (number,) in free] + [number for _, number in due], after
+
+    async def settle(self, endings: Sequence[EntryEnding]) -> list[Decision]:
+        """Writes what became of entries, all in one transaction."""
+        with self._writing() as connection:
+            now_ms = self._now_ms()
+            return [
+                _decision(
+                    connection.execute(
+                        SQL["settle_entry"],
+                        {
+                            "id": ending.id,
+                            "token": ending.token,
+                            "state": int(ending.state),
+                            "wait_ms": ending.wait_ms,
+                            "uncounted": not ending.is_counted,
+                            "keep_ms": ending.keep_ms,
+                            "error": ending.error,
+                            "now_ms": now_ms,
+                        },
+                    )
+                )
+                for ending in endings
+            ]
+
+    async def extend(self, token: bytes, ids: Sequence[int], lease_ms: int) -> list[Decision]:
+        """Extends leases."""
+        with self._writing() as connection:
+            ends_at_ms = self._now_ms() + lease_ms
+            return [
+                _decision(connection.execute(SQL["extend_entry"], (ends_at_ms, number, token)))
+                for number in ids
+            ]
+
+    async def read(self, number: int) -> StoredEntry | None:
+        """One entry."""
+        with self._reading() as connection:
+            entry = _select(connection, number)
+        now_ms = self._now_ms()
+        if entry is None:
+            return None
+        return StoredEntry(entry, outbox.condition_of(entry, now_ms), now_ms)
+
+    async def list_entries(self, query: EntryQuery) -> list[StoredEntry]:
+        """Entries for an operator, newest first."""
+        with self._reading() as connection:
+            now_ms = self._now_ms()
+            rows = connection.execute(
+                SQL["select_entries"],
+                {
+                    "topic": query.topic,
+                    "aggregate": query.aggregate,
+                    "any_condition": not query.conditions,
+                    "conditions": json.dumps([item.value for item in query.conditions]),
+                    "now_ms": now_ms,
+                    "limit": query.limit,
+                },
+            )
+            found = map(_entry, rows.fetchall())
+        return [StoredEntry(item, outbox.condition_of(item, now_ms), now_ms) for item in found]
+
+    async def operate(self, number: int, command: EntryCommand) -> Decision:
+        """Applies an operator's command."""
+        with self._writing() as connection:
+            changed, decision = outbox.operated(
+                _select(connection, number), command, self._now_ms()
+            )
+            if changed is not None:
+                connection.execute(
+                    SQL["update_entry"],
+                    (
+                        changed.state,
+                        changed.token,
+                        changed.attempts,
+                        changed.due_at_ms,
+                        changed.settled_at_ms,
+                        changed.expires_at_ms,
+                        number,
+                    ),
+                )
+        if decision is Decision.APPLY:
+            self.hints.tell()
+        return decision
+
+
+def _select(connection: sqlite3.Connection, number: int) -> Entry | None:
+    row = connection.execute(SQL["select_entry"], (number,)).fetchone()
+    return None if row is None else _entry(row)
+
+
+def _decision(cursor: sqlite3.Cursor) -> Decision:
+    return Decision.APPLY if cursor.rowcount == 1 else Decision.LOST

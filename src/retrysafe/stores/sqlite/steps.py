@@ -1,0 +1,27 @@
+"""The steps of keys in SQLite, for the store's own connection and for a user's."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from retrysafe.core import transitions
+from retrysafe.core.model import Decision, StepWrite
+from retrysafe.stores.sqlite import rows
+from retrysafe.stores.sqlite.schema import SQL
+
+
+def record(connection: sqlite3.Connection, write: StepWrite, now_ms: int) -> Decision:
+    """Stores a step's result while the token holds the key; runs under the file's write lock."""
+    digest = write.key.digest
+    decision = transitions.record_step(rows.select(connection, digest), write.token, now_ms)
+    if decision is Decision.APPLY:
+        step, payload = write.step, write.step.payload
+        row = (digest, step.name, step.position, payload.form, payload.head, payload.body)
+        connection.execute(SQL["insert_step"], (*row, now_ms))
+    return decision
+
+
+def is_there(connection: sqlite3.Connection, write: StepWrite) -> bool:
+    """Whether the step is recorded, as the connection sees it."""
+    found = connection.execute(SQL["count_steps"], (write.key.digest, write.step.name))
+    return bool(found.fetchone()[0])

@@ -1,0 +1,119 @@
+"""The guards of durable steps."""
+
+from __future__ import annotations
+
+from retrysafe.core import undoing
+from retrysafe.core.step_writing import StepWriter
+from retrysafe.core.stepping import StepRun
+from retrysafe.core.steps import StepBook
+from retrysafe.core.undoing import Concluder
+from tests.guards import test_step_properties as properties
+from tests.guards.guard import Guard
+from tests.guards.mutation import InCode
+from tests.simulation.invariants import Invariant
+
+STEP_GUARDS: tuple[Guard, ...] = (
+    Guard(
+        "a later attempt reads what is recorded",
+        "a takeover repeats the effects of finished steps",
+        (InCode(StepBook.__init__, "{} if is_first else None", "{}"),),
+        properties.test_a_recorded_step_is_not_run_again,
+        (Invariant.STEP_ONCE,),
+    ),
+    Guard(
+        "a step is recorded before the operation goes on",
+        "a crash after the next effect repeats this one",
+        (
+            InCode(
+                StepRun._step,
+                "await self.writer.record(Step(name, position, payload), value)",
+                "pass",
+            ),
+        ),
+        properties.test_a_step_is_recorded_before_the_operation_goes_on,
+        (Invariant.STEP_EXACT,),
+    ),
+    Guard(
+        "a step that is refused ends the operation",
+        "a zombie goes on to its next effect",
+        (InCode(StepWriter.record, "if decision is Decision.LOST:", "if False:"),),
+        properties.test_a_refused_step_ends_the_operation,
+    ),
+    Guard(
+        "the stored steps are those of the own claim",
+        "a zombie goes on from the steps of its successor",
+        (InCode(StepWriter.read, "stored.record.token != self._lease.token", "False"),),
+        properties.test_the_steps_of_a_successor_are_not_used,
+    ),
+    Guard(
+        "no step starts on a lease that has run out",
+        "a process that stood still repeats what its successor has done",
+        (InCode(StepRun.perform, "self._attempt.raise_if_lost()", "pass"),),
+        properties.test_no_step_starts_on_a_lease_that_has_run_out,
+    ),
+    Guard(
+        "steps keep their order",
+        "a deploy that changes an operation under way mixes results",
+        (
+            InCode(
+                StepBook.begin,
+                "NOWHERE not in (stored.position, position) and stored.position != position",
+                "False",
+            ),
+        ),
+        properties.test_a_changed_order_is_refused,
+    ),
+    Guard(
+        "a name is one step",
+        "a second effect is taken for the first one by the next attempt",
+        (InCode(StepBook.begin, "name in self._running or name in self._finished", "False"),),
+        properties.test_a_name_is_one_step,
+    ),
+    Guard(
+        "no recorded step is left out",
+        "an operation completes although something else was done for its key",
+        (InCode(undoing._conclude, "if not missing:", "if True:"),),
+        properties.test_no_recorded_step_is_left_out,
+    ),
+    Guard(
+        "a failure is durable before anything is undone",
+        "after a crash the operation succeeds with half of its steps undone",
+        (
+            InCode(
+                undoing._conclude,
+                "await run.writer.record(Step(FAILURE_NAME, book.next_position(), payload))",
+                "pass",
+            ),
+        ),
+        properties.test_a_failure_is_durable_before_anything_is_undone,
+    ),
+    Guard(
+        "what is undone is remembered",
+        "after a crash a refund is paid twice",
+        (
+            InCode(
+                undoing._undo_all, "await run.writer.record(Step(name, position, _DONE))", "pass"
+            ),
+        ),
+        properties.test_what_is_undone_is_remembered,
+    ),
+    Guard(
+        "an ending outlives its caller while its steps are checked",
+        "the outcome of a finished operation is lost, and the operation runs again",
+        (
+            InCode(
+                Concluder.conclude,
+                "self._orphanage.adopt(self._conclude_orphan(run, lease, ending, payload, error))",
+                "pass",
+            ),
+        ),
+        properties.test_an_ending_outlives_its_caller,
+        (Invariant.NOT_LOST,),
+    ),
+    Guard(
+        "no step runs outside an open transaction that has recorded one",
+        "the effect happens, and its record waits for a lock that the operation itself holds",
+        (InCode(StepRun.look_after_transactions, "if fate is Fate.OPEN:", "if False:"),),
+        properties.test_no_step_runs_beside_an_open_transaction,
+    ),
+)

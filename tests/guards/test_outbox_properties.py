@@ -1,0 +1,184 @@
+"""One property per guard of the outbox and the relay, as plain functions without a fixture."""
+
+from __future__ import annotations
+
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from retrysafe import GLOBAL, Ending, Idempotency, InvalidInput, MemoryStore, SqliteStore
+from retrysafe import current_attempt as attempt
+from retrysafe.core.model import Decision, SettleKind
+from retrysafe.core.outbox import EntryClaim, EntryEnding, EntryQuery, EntryState
+from retrysafe.runtime.drive import run_sync
+from retrysafe.testing import ManualClock, Moment
+from retrysafe.testing.suite.probe import KEY, request, settlement
+from tests.core.building import call
+from tests.core.driving import World
+from tests.relay.scripted import Scene, entry, stage
+
+LEASE_MS = 1_000
+
+
+def _claimed(store, *, dead_blocks=True):
+    claim = EntryClaim(bytes([len(_listed(store))]) * 15 + bytes([_turn()]), 10, LEASE_MS)
+    claim.dead_blocks = dead_blocks
+    return run_sync(store.outbox.claim(claim)).entries
+
+
+_turns = iter(range(10**9))
+
+
+def _turn() -> int:
+    return next(_turns) % 256
+
+
+def _listed(store):
+    return run_sync(store.outbox.list_entries(EntryQuery()))
+
+
+def _zombie_is_refused(store, clock) -> None:
+    stage(store, entry("a"))
+    (zombie,) = _claimed(store)
+    clock.advance(timedelta(milliseconds=LEASE_MS))
+    (owner,) = _claimed(store)
+    assert owner.token != zombie.token
+    late = EntryEnding(zombie.id, zombie.token, EntryState.DEAD)
+    assert run_sync(store.outbox.settle([late])) == [Decision.LOST]
+    assert _listed(store)[0].condition.value == "claimed"
+
+
+def test_a_zombie_relay_is_refused():
+    clock = ManualClock()
+    _zombie_is_refused(MemoryStore(now_ms=clock), clock)
+
+
+def test_a_zombie_relay_is_refused_by_sqlite():
+    with tempfile.TemporaryDirectory() as folder:
+        clock = ManualClock()
+        store = SqliteStore(Path(folder) / "x.db", now_ms=clock)
+        try:
+            _zombie_is_refused(store, clock)
+        finally:
+            run_sync(store.close())
+
+
+def test_what_a_rival_has_claimed_since_the_look_is_left_to_it():
+    """Two relays look, then both claim: the second finds that the entry is no longer due."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = SqliteStore(Path(folder) / "x.db")
+        try:
+            stage(store, entry("a"))
+            outbox = store.outbox
+            look = outbox._found
+
+            def looked(connection, claim):
+                found = look(connection, claim)
+                outbox._found = look
+                # A rival is quicker; it may not read on this connection while it is in use.
+                rival = SqliteStore(Path(folder) / "x.db")
+                assert len(_claimed(rival)) == 1
+                run_sync(rival.close())
+                return found
+
+            outbox._found = looked
+            assert _claimed(store) == []
+        finally:
+            run_sync(store.close())
+
+
+def test_a_head_holds_its_aggregate_back():
+    store = MemoryStore()
+    stage(store, entry("a1", "a"), entry("a2", "a"))
+    (head,) = _claimed(store)
+    assert _claimed(store) == []
+    dead = EntryEnding(head.id, head.token, EntryState.DEAD)
+    run_sync(store.outbox.settle([dead]))
+    assert _claimed(store) == []
+
+
+def test_a_confirmed_ending_stages_nothing_again():
+    with tempfile.TemporaryDirectory() as folder:
+        store = SqliteStore(Path(folder) / "x.db")
+        try:
+            wish = request()
+            end = settlement(SettleKind.COMPLETE, KEY, wish.token)
+            end.entries = (entry("a"),)
+            run_sync(store.commit([wish], []))
+            for _ in range(2):
+                run_sync(store.commit([], [end]))
+            assert len(_listed(store)) == 1
+        finally:
+            run_sync(store.close())
+
+
+def test_nothing_is_staged_into_the_void():
+    kept = []
+    idem = Idempotency(MemoryStore(), caller=GLOBAL)
+    idem.run("key", lambda: kept.append(attempt().outbox))
+    with pytest.raises(InvalidInput):
+        kept[0].stage("t", 1)
+
+
+def test_a_released_attempt_delivers_nothing():
+    """The next attempt stages again; both would be delivered."""
+    world = World(join=lambda connection: None)
+
+    async def operation(run):
+        run.outbox.stage("t", 1)
+
+    world.first.answer(call(judge=lambda value: Ending.RELEASED), operation)
+    assert _listed(world.store) == []
+
+
+def test_a_relay_does_not_deliver_an_entry_twice_at_once():
+    scene = Scene(lease=timedelta(seconds=30))
+    scene.stage("a")
+
+    scene.stand_still_before_claim(2)
+    scene.run(scene.crew.end)
+    assert scene.crew.taken == ["a"]
+
+
+def test_an_entry_that_kills_relays_is_buried():
+    scene = Scene(attempt_limit=2)
+    scene.stage("a")
+    for _ in range(2):
+        assert len(_claimed(scene.store)) == 1
+        scene.pass_time(LEASE_MS / 1000)
+    scene.run()
+    assert scene.crew.taken == []
+
+
+def test_an_ending_that_was_not_heard_is_told_again():
+    scene = Scene()
+    scene.stage("a")
+    scene.store.fail(Moment.BEFORE, method="outbox.settle")
+    scene.crew.script = [lambda: None] * 3
+    scene.crew.script[0] = scene.crew.end
+    run_sync(scene.engine.run(until_idle=True))
+    assert scene.states() == {"a": "delivered"}
+
+
+def test_a_slow_delivery_is_renewed():
+    scene = Scene(lease=timedelta(seconds=30))
+    scene.stage("a")
+
+    def wait():
+        scene.pass_time(10)
+        assert _claimed(scene.store) == []
+
+    scene.run(*[wait] * 5, scene.crew.end)
+
+
+def test_a_store_without_an_outbox_is_asked_first():
+    """It would take the settlement and drop the entries."""
+    world = World()
+    with pytest.raises(InvalidInput):
+        world.first.answer(call(), _staging)
+
+
+async def _staging(run):
+    run.outbox.stage("t", 1)

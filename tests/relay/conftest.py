@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import pytest
+
+from retrysafe import MemoryStore, SqliteStore
+from retrysafe.runtime.drive import run_sync
+from retrysafe.wiring import postgres_store
+from tests.servers.fixtures import migrated
+
+
+@pytest.fixture(params=["memory", "sqlite", "postgresql"])
+def store(request, tmp_path):
+    """A store for threads: each kind in its turn."""
+    if request.param == "memory":
+        made = MemoryStore()
+    elif request.param == "sqlite":
+        made = SqliteStore(tmp_path / "relay.db")
+    else:
+        made = postgres_store(migrated(request.getfixturevalue("postgres_url")), is_async=False)
+    yield made
+    run_sync(made.close())

@@ -1,0 +1,136 @@
+"""A relay whose crew, clock and chance are in the test's hands; every rest is a line of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+from retrysafe import MemoryStore
+from retrysafe.core.keys import Key
+from retrysafe.core.model import SettleKind, StagedEntry
+from retrysafe.core.outbox import Entry, EntryQuery
+from retrysafe.relay import RelayPolicy
+from retrysafe.relay.engine import RelayEngine
+from retrysafe.relay.ports import Finished
+from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.face import mint_token
+from retrysafe.testing import FaultyStore, ManualClock
+from retrysafe.testing.suite.probe import request, settlement
+
+
+def stage(store, *entries: StagedEntry) -> None:
+    """Runs an operation that stages these entries."""
+    key = Key(f"stages {mint_token().hex()}", caller="tests")
+    wish = request(key)
+    end = settlement(SettleKind.COMPLETE, key, wish.token)
+    end.entries = entries
+    run_sync(store.commit([wish], []))
+    run_sync(store.commit([], [end]))
+
+
+def entry(name: str, aggregate: str | None = None) -> StagedEntry:
+    return StagedEntry(f"entry:{name}", "t", "text/plain", name.encode(), aggregate)
+
+
+class ScriptedCrew:
+    """Holds what it was given until the test says how each delivery ended."""
+
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+        self.begun: list[Entry] = []
+        self.queued: list[Entry] = []
+        self.taken: list[str] = []
+        self.rests: list[float] = []
+        self.wakes = 0
+        self._ended: list[Finished] = []
+        # What happens during each rest, in order; a rest too many ends the test.
+        self.script: list[Callable[[], None]] = []
+
+    def start(self, entry: Entry) -> None:
+        self.taken.append(entry.body.decode())
+        (self.begun if len(self.begun) < self.size else self.queued).append(entry)
+
+    def end(self, *errors: BaseException | None, name: str | None = None) -> None:
+        """Ends the deliveries that were begun first, or the one of that name."""
+        for error in errors or (None,):
+            chosen = self.begun[0]
+            if name is not None:
+                chosen = next(item for item in self.begun if item.body.decode() == name)
+            self.begun.remove(chosen)
+            if self.queued:
+                self.begun.append(self.queued.pop(0))
+            self._ended.append(Finished(chosen, error))
+
+    def finished(self) -> list[Finished]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def withdraw(self) -> list[Entry]:
+        queued, self.queued = self.queued, []
+        return queued
+
+    async def wait(self, seconds: float) -> None:
+        self.rests.append(seconds)
+        assert self.script, "the relay rests longer than the test expects"
+        self.script.pop(0)()
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+class Scene:
+    """A store, its clock, and a relay on it."""
+
+    def __init__(self, size: int = 4, **settings) -> None:
+        self.clock = ManualClock()
+        self.store = FaultyStore(MemoryStore(now_ms=self.clock))
+        self.policy = RelayPolicy(**settings)
+        self.crew = ScriptedCrew(size)
+        self.engine = self.relay(self.crew)
+
+    def relay(self, crew: ScriptedCrew) -> RelayEngine:
+        """One more relay on the same store."""
+        return RelayEngine(
+            self.store.outbox,
+            crew,
+            self.policy,
+            monotonic=lambda: self.clock() / 1000,
+            mint_token=mint_token,
+            jitter=lambda: 0.5,
+        )
+
+    def stage(self, *names: str, aggregate: str | None = None) -> None:
+        stage(self.store, *(entry(name, aggregate) for name in names))
+
+    def run(self, *script: Callable[[], None], until_idle: bool = True):
+        """Runs the relay; each rest does the next thing of the script."""
+        self.crew.script += script
+        run_sync(self.engine.run(until_idle=until_idle))
+        assert self.crew.script == []
+        return self.engine.report
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.advance(timedelta(seconds=seconds))
+
+    def stand_still_before_claim(self, number: int, seconds: float = 40) -> None:
+        """Lets the process stand still right before its n-th claim, after it saw to its leases."""
+        turns = iter(range(1, 1_000_000))
+
+        def mint() -> bytes:
+            if next(turns) == number:
+                self.pass_time(seconds)
+            return mint_token()
+
+        self.engine._mint_token = mint
+
+    def states(self) -> dict[str, str]:
+        found = run_sync(self.store.outbox.list_entries(EntryQuery(limit=1_000)))
+        return {item.entry.body.decode(): item.condition.value for item in found}
+
+    def stored(self, name: str):
+        found = run_sync(self.store.outbox.list_entries(EntryQuery(limit=1_000)))
+        (chosen,) = [item for item in found if item.entry.body.decode() == name]
+        return chosen

@@ -1,0 +1,271 @@
+"""Webhooks: signed requests to a real HTTP server, and what its answers mean."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import threading
+from base64 import b64decode, b64encode
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+
+from retrysafe import DeliveryFailed, InvalidInput, MemoryStore, SecretMissing
+from retrysafe.relay import AsyncRelay, Delivery, Relay
+from retrysafe.relay.signing import secret_bytes, signed_headers, verify_webhook
+from retrysafe.relay.webhooks import AsyncWebhook, Webhook, _retry_after
+from retrysafe.runtime.drive import run_sync
+from tests.relay.scripted import entry, stage
+from tests.servers.postgres import free_port
+
+SECRET = "0123456789abcdef"
+OTHER_SECRET = "fedcba9876543210"
+NOW = 1_700_000_000
+
+
+class Receiver:
+    """A real HTTP server that writes down what it gets and answers as told."""
+
+    def __init__(self):
+        self.requests = []
+        self.answers = []
+        receiver = self
+
+        class Answering(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers["content-length"]))
+                receiver.requests.append((dict(self.headers), body))
+                status, headers = receiver.answers.pop(0) if receiver.answers else (204, {})
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_):
+                """Quiet."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/hooks"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    @staticmethod
+    def pause(seconds):
+        """Lets the server's threads work."""
+        threading.Event().wait(seconds)
+
+    def close(self):
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def receiver():
+    made = Receiver()
+    yield made
+    made.close()
+
+
+def delivery(**changes):
+    fields = {
+        "key": 'entry:a"b\\c',
+        "topic": "orders.paid",
+        "body": b'{"order": 7}',
+        "content_type": "application/json",
+        "aggregate": "order-7",
+        "attempt": 2,
+        "staged_at": datetime(2024, 1, 1, tzinfo=UTC),
+    }
+    return Delivery(**(fields | changes))
+
+
+def send(kind, url, item=None, secret=SECRET, **options):
+    """Delivers once, with the blocking or the async kind."""
+    item = item or delivery()
+    if kind == "blocking":
+        target = Webhook(url, secret, now_seconds=lambda: NOW, **options)
+        try:
+            run_sync(target.deliver(item))
+        finally:
+            run_sync(target.close())
+        return
+
+    async def main():
+        target = AsyncWebhook(url, secret, now_seconds=lambda: NOW, **options)
+        try:
+            await target.deliver(item)
+        finally:
+            await target.close()
+
+    asyncio.run(main())
+
+
+both = pytest.mark.parametrize("kind", ["blocking", "async"])
+
+
+@both
+def test_a_request_says_what_it_is_and_who_sent_it(receiver, kind):
+    """The key as a structured field string, and a signature that another library would accept."""
+    send(kind, receiver.url)
+    ((headers, body),) = receiver.requests
+    found = {name.lower(): value for name, value in headers.items()}
+    assert body == b'{"order": 7}'
+    assert found["idempotency-key"] == '"entry:a\\"b\\\\c"'
+    assert (found["content-type"], found["retrysafe-topic"]) == ("application/json", "orders.paid")
+    assert (found["retrysafe-attempt"], found["webhook-timestamp"]) == ("2", str(NOW))
+    # By hand, as the scheme has it.
+    signed = f'entry:a"b\\c.{NOW}.'.encode() + body
+    mac = hmac.digest(SECRET.encode(), signed, "sha256")
+    assert found["webhook-signature"] == f"v1,{b64encode(mac).decode()}"
+    assert verify_webhook(headers, body, SECRET, now_seconds=NOW + 1) == 'entry:a"b\\c'
+
+
+@both
+@pytest.mark.parametrize("status", [301, 302, 307, 400, 404, 409, 429, 500, 503])
+def test_whatever_is_no_success_is_tried_again(receiver, kind, status):
+    """A redirect too: whoever answers must not choose where signed data goes."""
+    receiver.answers = [(status, {"location": receiver.url, "retry-after": "7"})]
+    with pytest.raises(DeliveryFailed, match=f"answered {status}") as failed:
+        send(kind, receiver.url)
+    assert (failed.value.retryable, failed.value.is_final) == (True, False)
+    assert failed.value.retry_after == timedelta(seconds=7)
+    assert len(receiver.requests) == 1
+
+
+@both
+def test_a_receiver_that_is_gone_is_not_asked_again(receiver, kind):
+    receiver.answers = [(410, {})]
+    with pytest.raises(DeliveryFailed) as failed:
+        send(kind, receiver.url)
+    assert failed.value.is_final
+    assert not failed.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("0", 0), ("99999999", 3_600), ("-1", None), ("soon", None), ("9" * 10, None), ("²", None)],
+)
+def test_a_time_to_wait_is_believed_within_reason(text, seconds):
+    """An hour at most; dates and nonsense leave it to the back-off."""
+    response = httpx.Response(503, headers=[(b"retry-after", text.encode("latin-1", "replace"))])
+    expected = None if seconds is None else timedelta(seconds=seconds)
+    assert _retry_after(response) == expected
+
+
+@both
+def test_nobody_there_is_a_failure(kind):
+    with pytest.raises(httpx.ConnectError):
+        send(kind, f"http://127.0.0.1:{free_port()}/")
+
+
+@both
+def test_a_client_of_yours_stays_open(receiver, kind):
+    if kind == "blocking":
+        with httpx.Client() as client:
+            send(kind, receiver.url, client=client)
+            assert not client.is_closed
+    else:
+
+        async def main():
+            async with httpx.AsyncClient() as client:
+                target = AsyncWebhook(receiver.url, SECRET, client=client)
+                await target.deliver(delivery())
+                await target.close()
+                assert not client.is_closed
+
+        asyncio.run(main())
+    assert len(receiver.requests) == 1
+
+
+@both
+def test_a_relay_posts_until_the_receiver_takes_it(receiver, kind):
+    """The same key each time, in the order of the aggregate."""
+    store = MemoryStore()
+    stage(store, entry("a1", "a"), entry("a2", "a"))
+    if kind == "blocking":
+        target = Webhook(receiver.url, SECRET)
+        report = Relay(store, target).drain()
+        run_sync(target.close())
+    else:
+
+        async def main():
+            target = AsyncWebhook(receiver.url, SECRET)
+            try:
+                return await AsyncRelay(store, target).drain()
+            finally:
+                await target.close()
+
+        report = asyncio.run(main())
+    assert report.delivered == 2
+    assert [body for _, body in receiver.requests] == [b"a1", b"a2"]
+
+
+@pytest.mark.parametrize("url", ["ftp://host/", "host/path", "http:///path", ""])
+def test_a_url_that_is_none_is_refused(url):
+    with pytest.raises(InvalidInput):
+        Webhook(url, SECRET)
+
+
+@pytest.mark.parametrize("secret", ["", b"", "short", "whsec_no base 64", "whsec_YWJj"])
+def test_a_weak_or_broken_secret_is_refused(secret):
+    with pytest.raises(SecretMissing):
+        Webhook("https://example.com", secret)
+
+
+def test_no_secret_at_all_is_refused():
+    with pytest.raises(InvalidInput, match="needs a secret"):
+        Webhook("https://example.com", [])
+
+
+# Verifying.
+
+
+def signed(*secrets, body=b"body", key="entry:1", at=NOW):
+    return signed_headers([secret_bytes(secret) for secret in secrets], key, at, body)
+
+
+def test_receivers_may_change_over_to_a_new_secret():
+    """While both sign, either side may have changed."""
+    headers = signed(OTHER_SECRET, SECRET)
+    for secret in (SECRET, OTHER_SECRET):
+        assert verify_webhook(headers, b"body", secret, now_seconds=NOW) == "entry:1"
+
+
+def test_an_encoded_secret_is_decoded():
+    raw = bytes(range(32))
+    encoded = f"whsec_{b64encode(raw).decode()}"
+    assert secret_bytes(encoded) == raw == b64decode(encoded.removeprefix("whsec_"))
+    assert verify_webhook(signed(raw), b"body", encoded, now_seconds=NOW) == "entry:1"
+
+
+def test_anything_that_was_changed_is_refused():
+    """The body, the key, the instant, the secret, and requests that were kept for later."""
+    headers = signed(SECRET)
+    for changed in (
+        {"webhook-id": "entry:2"},
+        {"webhook-timestamp": str(NOW + 1)},
+        {"webhook-timestamp": "soon"},
+        {"webhook-timestamp": "9" * 16},
+        {"webhook-timestamp": "²"},
+        {"webhook-signature": ""},
+        {"webhook-signature": "v1,AAAA ü"},
+    ):
+        with pytest.raises(InvalidInput):
+            verify_webhook(headers | changed, b"body", SECRET, now_seconds=NOW)
+    for body, secret, now in (
+        (b"other", SECRET, NOW),
+        (b"body", OTHER_SECRET, NOW),
+        (b"body", SECRET, NOW + 301),
+        (b"body", SECRET, NOW - 301),
+    ):
+        with pytest.raises(InvalidInput):
+            verify_webhook(headers, body, secret, now_seconds=now)
+    for name in headers:
+        with pytest.raises(InvalidInput, match=name):
+            rest = {other: value for other, value in headers.items() if other != name}
+            verify_webhook(rest, b"body", SECRET, now_seconds=NOW)
+    assert verify_webhook(headers, b"body", SECRET, now_seconds=NOW + 300) == "entry:1"
