@@ -226,9 +226,9 @@ def test_middlewares_of_the_application_work_on_either_side(is_outside):
 
 def test_an_endpoint_inside_a_protected_application_is_claimed_once():
     """The rule further out counts: a second claim of the same key would find itself in flight."""
-    counted = Counted()
-    app = shop([Route("/one", idempotent()(counted.endpoint), methods=["POST"])])
-    around = IdempotencyMiddleware(app, AsyncIdempotency(MemoryStore()), caller=GLOBAL)
+    counted, retrysafe = Counted(), protection()
+    app = shop([Route("/one", idempotent()(counted.endpoint), methods=["POST"])], retrysafe)
+    around = IdempotencyMiddleware(app, retrysafe.idempotency, caller=GLOBAL)
     first, second = ask(around, ("/one",), ("/one",))
     assert (first.status_code, is_replay(second)) == (201, True)
     assert counted.runs == 1
