@@ -131,7 +131,7 @@ class IdempotencyMiddleware:
                 return  # The client went away before it had asked for anything.
             if type(body) is bytes:
                 request.body = body
-                await self._answer(plan, scope, receive, send)
+                await self.answer(plan, scope, receive, send)
             else:
                 await _send(send, protection.too_large(plan.route, request, prefix, plan.key))
         elif isinstance(plan, Response):
@@ -139,7 +139,8 @@ class IdempotencyMiddleware:
         else:
             await self.app(scope, receive, send)
 
-    async def _answer(self, plan: Plan, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(self, plan: Plan, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a planned request whose body has been read; raises what the application does."""
         protection = self.protection
         run: AppRun | None = None
         try:
