@@ -84,9 +84,9 @@ def make_app(retrysafe: Retrysafe, till: Till, **options: Any) -> FastAPI:
         return StreamingResponse(iter(["data: 1\n\n"]), media_type="text/event-stream")
 
     @app.post("/orders")
-    async def order(body: dict, attempt: Annotated[Attempt, idempotent()]):
+    async def order(attempt: Annotated[Attempt, idempotent()]):
         response = JSONResponse({"order": "pen"}, 201, headers={"Location": "/orders/1"})
-        return till.order(attempt, response, fails="fails" in body)
+        return till.order(attempt, response)
 
     @app.post("/sync-orders")
     def sync_order(attempt: Annotated[Attempt, idempotent()]):

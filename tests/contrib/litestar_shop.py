@@ -72,11 +72,9 @@ def make_app(retrysafe: RetrysafePlugin, till: Till, **options: Any) -> Litestar
         return ServerSentEvent(iter(["1"]))
 
     @post("/orders", idempotency=Rule())
-    async def order(request: Request, data: JSONBody[dict[str, Any]]) -> Any:
+    async def order(request: Request) -> Any:
         response = Response({"order": "pen"}, headers={"Location": "/orders/1"})
-        return till.order(
-            request.state.idempotency, rendered(request, response), fails="fails" in data
-        )
+        return till.order(request.state.idempotency, rendered(request, response))
 
     @post("/sync-orders", idempotency=Rule(), sync_to_thread=True)
     def sync_order(request: Request) -> dict[str, str]:

@@ -43,6 +43,8 @@ class Till:
     attempts: list[tuple[int, int]] = field(default_factory=list)
     background: list[int] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
+    # Whether the next order fails before its commit.
+    is_failing: bool = False
     started: asyncio.Event | None = None
     go_on: asyncio.Event | None = None
 
@@ -74,14 +76,14 @@ class Till:
             return 500, {"error": "later"}
         return 201, {"run": len(self.runs), "amount": body["amount"]}
 
-    def order(self, attempt: Any, response: Any, *, fails: bool = False) -> Any:
+    def order(self, attempt: Any, response: Any) -> Any:
         """An order whose row and whose response are one transaction."""
         self.runs.append("order")
         with closing(sqlite3.connect(self.path, isolation_level=None)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.execute("INSERT INTO orders VALUES ('pen')")
             attempt.complete_in(connection, response)
-            if fails:
+            if self.is_failing:
                 connection.execute("ROLLBACK")
                 raise RuntimeError("the transaction failed")
             connection.execute("COMMIT")

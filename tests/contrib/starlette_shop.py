@@ -66,9 +66,8 @@ def make_app(retrysafe: Retrysafe, till: Till, **options: Any) -> Starlette:
 
     @idempotent()
     async def order(request):
-        fails = "fails" in await request.json()
         response = JSONResponse({"order": "pen"}, 201, headers={"Location": "/orders/1"})
-        return till.order(request.state.idempotency, response, fails=fails)
+        return till.order(request.state.idempotency, response)
 
     @idempotent()
     def sync_order(request):

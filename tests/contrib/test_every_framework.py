@@ -168,14 +168,20 @@ def test_row_and_response_are_one_transaction(visit, path):
     visit(scenario)
 
 
-def test_what_is_rolled_back_is_not_replayed(visit):
+@pytest.mark.parametrize("path", ["/orders", "/sync-orders"])
+def test_what_is_rolled_back_is_not_replayed(visit, path):
     """The transaction failed after the response was written in it: nothing stands, and a retry
-    runs."""
+    completes in another one."""
 
     async def scenario(shop):
-        for _ in range(2):
-            assert (await shop.post("/orders", json={"fails": 1})).status_code == 500
+        shop.till.is_failing = True
+        assert (await shop.post(path)).status_code == 500
         assert shop.till.orders() == []
+        shop.till.is_failing = False
+        again = await shop.post(path)
+        assert (again.status_code, is_replay(again)) == (201, False)
+        assert is_replay(await shop.post(path))
+        assert shop.till.orders() == ["pen"]
         assert shop.till.runs == ["order", "order"]
 
     visit(scenario)
