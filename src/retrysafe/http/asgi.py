@@ -145,7 +145,7 @@ class IdempotencyMiddleware:
                 return  # The client went away before it had asked for anything.
             if type(body) is bytes:
                 request.body = body
-                await self._answer(plan, scope, receive, send, head)
+                await self.answer(plan, scope, receive, send, head)
             else:
                 refusal = protection.too_large(plan.route, request, prefix, plan.key)
                 await _send_early(send, receive, refusal, request, is_body_read=body is _TOO_LARGE)
@@ -154,9 +154,15 @@ class IdempotencyMiddleware:
         else:
             await self.app(scope, receive, send)
 
-    async def _answer(
-        self, plan: Plan, scope: Scope, receive: Receive, send: Send, head: Head | None
+    async def answer(
+        self,
+        plan: Plan,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        head: Head | None = None,
     ) -> None:
+        """Answers a planned request whose body has been read; raises what the application does."""
         protection = self.protection
         run: AppRun | None = None
         try:
