@@ -8,8 +8,8 @@ because its cases break its store.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,15 @@ RULES = (
 )
 
 
+# Every method that the cases send, for frameworks whose routes name them.
+METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE")
+
+
+def options_of(rule: Rule) -> dict[str, Any]:
+    """The rule without its path, for frameworks whose endpoints carry their own rules."""
+    return {item.name: getattr(rule, item.name) for item in fields(rule) if item.name != "path"}
+
+
 @dataclass(frozen=True)
 class Mount:
     """The application once more: where it is, and what its middleware is made with."""
@@ -85,7 +94,6 @@ class Mount:
     prefix: str
     options: Callable[[], dict[str, Any]]
     has_cache: bool = True
-    rules: Sequence[Rule] = field(default=RULES)
 
     @property
     def name(self) -> str:
@@ -103,7 +111,7 @@ class Mount:
 
     def middleware_options(self) -> dict[str, Any]:
         """What its middleware is made with, beside the application and that object."""
-        return {"rules": self.rules, **self.options()}
+        return {"rules": RULES, **self.options()}
 
 
 # The longest prefix first; the application itself is what is left.

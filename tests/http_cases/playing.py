@@ -124,6 +124,10 @@ class Play:
                     error.add_note(f"expected: {expectation}")
                     error.add_note(f"answered: {answered[1]}")
                     raise
+                if isinstance(expectation, cases.Broken):
+                    # Servers close the connection of an application that raised, now or soon.
+                    await self._client.aclose()
+                    self._client = self.server.client()
 
     async def _direct(self, step: Any) -> None:
         """Follows a stage direction."""

@@ -93,6 +93,11 @@ KINDS = (
         (*_GUNICORN, "--workers", "2", "--preload"),
         PROCESSES,
     ),
+    _kind("starlette", f"{ASGI}:starlette_app", _UVICORN),
+    _kind("fastapi", f"{ASGI}:fastapi_app", _UVICORN),
+    _kind("litestar", f"{ASGI}:litestar_app", _UVICORN),
+    _kind("flask", f"{WSGI}:flask_app", (*_GUNICORN, "--workers", "1")),
+    _kind("flask-rules", f"{WSGI}:flask_rules_app", (*_GUNICORN, "--workers", "1")),
 )
 KINDS_BY_NAME = {kind.name: kind for kind in KINDS}
 

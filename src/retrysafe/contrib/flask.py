@@ -149,6 +149,8 @@ class _Protected:
         request_started.connect(self._keep_body, app)
         for path, endpoint in (
             (protection.policy_path, POLICY_ENDPOINT),
+            # Without a key there is nothing to tell, which is better said here than by a view.
+            (protection.status_path, STATUS_ENDPOINT),
             (f"{protection.status_path}<path:key>", STATUS_ENDPOINT),
         ):
             app.add_url_rule(path, endpoint, self._show_page, methods=["GET"], merge_slashes=False)

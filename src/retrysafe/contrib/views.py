@@ -22,6 +22,9 @@ RULE_NAME: Final = "retrysafe_rule"
 # <id>, <int:id> and <int(min=1):id>: one parameter of a route, as Flask and Django write it.
 _PARAMETER: Final = re.compile(r"<(?:[^<>]*:)?([A-Za-z_][A-Za-z0-9_]*)>")
 
+# What a path is not written with: regular expressions, and parameters that are not plain names.
+_NO_PATH: Final = re.compile(r"[\^$()\[\]\\?+|<>\s]")
+
 
 def view_rule(options: Mapping[str, Any]) -> Rule:
     """The rule of a view, whose path the framework knows; raises `PolicyInvalid`."""
@@ -31,21 +34,20 @@ def view_rule(options: Mapping[str, Any]) -> Rule:
 
 
 def located(
-    rule: Rule, route: str, *, methods: Collection[str] | None = None, name: str
+    rule: Rule, route: str | None, *, methods: Collection[str] | None = None, name: str
 ) -> Rule | None:
     """The rule at the place of its view; `methods` are those that lead there, None for all.
 
-    None when no method leads there that the rule protects. A route that cannot be written as a
-    path, such as a regular expression, goes by the name.
+    None when no method leads there that the rule protects. What cannot be written as a path, such
+    as a regular expression or no route at all, goes by the name.
     """
     kept = tuple(method for method in rule.methods if methods is None or method in methods)
     if not kept:
         return None
-    try:
-        placed = replace(rule, path=_PARAMETER.sub(r"{\1}", route))
-    except PolicyInvalid:
-        placed = replace(rule, name=rule.name or name)
-    return replace(placed, methods=kept)
+    path = None if route is None else _PARAMETER.sub(r"{\1}", route)
+    if path is None or _NO_PATH.search(path) is not None:
+        return replace(rule, methods=kept, name=rule.name or name)
+    return replace(rule, methods=kept, path=path)
 
 
 class ViewRun:

@@ -197,7 +197,16 @@ class Attempt:
     def _new_outbox(self) -> Staging:
         if self._joiner is None or not self._joiner.has_outbox:
             raise InvalidInput("this attempt's store has no outbox to stage entries in")
-        return Staging(self.key, self._secret, self.raise_if_lost)
+        return Staging(self.key, self._secret, self._require_stageable)
+
+    def _require_stageable(self) -> None:
+        self.raise_if_lost()
+        if self.steps is not None and self.steps.book.is_inside():
+            raise InvalidInput(
+                f"an entry of {self.key.text!r} was staged inside a step: a later attempt skips "
+                "the step, and the entry with it; stage it after the step",
+                key=self.key.text,
+            )
 
     def staged(self) -> tuple[StagedEntry, ...]:
         """What was staged, to be written with the outcome; nothing can be staged after it."""

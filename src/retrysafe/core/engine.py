@@ -180,9 +180,12 @@ class Engine:
 
         It counts as a replay then. Raises `KeyReused`.
         """
-        cached = self.remembered(call)
+        if self._cache is None:
+            return False
+        cached = self._cache.find(call.key.digest, self._monotonic())
         if cached is None or cached.payload is not payload:
             return False
+        self._check_same(call, cached.fingerprints, "process")
         self._report(_REPLAYED, call.key, call.operation, cached.attempt, source="process")
         return True
 
@@ -408,13 +411,16 @@ class Engine:
             if joined and await self._is_settled(flight, call, joined, number, asked, None):
                 return Answer(joined.value, False, number)
             ending, payload = self._settler.payload_of(call, value, number)
+            entries = attempt.staged()
             steps = attempt.steps if attempt.is_first else attempt.steps_to_conclude
             if steps is not None:
-                verdict = await self._concluder.conclude(steps, lease, ending, payload, value=value)
+                verdict = await self._concluder.conclude(
+                    steps, lease, ending, payload, value=value, entries=entries
+                )
                 if verdict is not None:
                     return await self._end_by(verdict, flight, call, lease, number, verdict.error)
             payload = await self._settler.settle(
-                call, lease, ending, payload, number, value, attempt.staged()
+                call, lease, ending, payload, number, value, entries
             )
             self._remember_ending(call, flight, ending, payload, number, asked)
         finally:

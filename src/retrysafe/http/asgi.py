@@ -20,12 +20,14 @@ from retrysafe.http.asgi_run import App, AppRun, Message, Receive, Scope, Send, 
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
+from retrysafe.http.recent import Head, Recent, Repetition, head_of
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response
 from retrysafe.http.rules import Match, Rule
 from retrysafe.runtime.tasks import AsyncFace
 
 _PAGE_METHODS: Final = ("GET", "HEAD")
+_UNREAD: Final = object()
 _logger = logging.getLogger("retrysafe")
 
 
@@ -81,6 +83,7 @@ class IdempotencyMiddleware:
         self._find = protection.find
         # The loop itself holds tasks weakly, so a run whose client has gone is held here.
         self._runs: set[AppRun] = set()
+        self._recent: Recent | None = Recent() if protection.is_told_by_headers else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; everything that is not HTTP passes untouched."""
@@ -124,14 +127,25 @@ class IdempotencyMiddleware:
         protection = self.protection
         scope: Scope = request.host
         request.parameters = match[1]
+        head = None if self._recent is None else head_of(request, prefix)
+        body: bytes | object | None = _UNREAD
+        repetition = None if self._recent is None or head is None else self._recent.find(head)
+        if repetition is not None:
+            body = await _read_body(receive, match[0].rule.request_limit_bytes)
+            if body == repetition.body and self.idempotency.repeats(
+                repetition.call, repetition.payload
+            ):
+                await _send(send, repetition.response())
+                return
         plan = protection.begin(match[0], request, prefix)
         if type(plan) is Plan:
-            body = await _read_body(receive, plan.route.rule.request_limit_bytes)
+            if body is _UNREAD:
+                body = await _read_body(receive, plan.route.rule.request_limit_bytes)
             if body is None:
                 return  # The client went away before it had asked for anything.
             if type(body) is bytes:
                 request.body = body
-                await self._answer(plan, scope, receive, send)
+                await self.answer(plan, scope, receive, send, head)
             else:
                 refusal = protection.too_large(plan.route, request, prefix, plan.key)
                 await _send_early(send, receive, refusal, request, is_body_read=body is _TOO_LARGE)
@@ -140,7 +154,15 @@ class IdempotencyMiddleware:
         else:
             await self.app(scope, receive, send)
 
-    async def _answer(self, plan: Plan, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(
+        self,
+        plan: Plan,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        head: Head | None = None,
+    ) -> None:
+        """Answers a planned request whose body has been read; raises what the application does."""
         protection = self.protection
         run: AppRun | None = None
         try:
@@ -155,11 +177,12 @@ class IdempotencyMiddleware:
                     run = AppRun(self.app, self._runs, plan, scope, receive, send)
                     response = await self._run(run, call)
             else:
-                response = protection.answered(plan, answer)
+                response = protection.answered(plan, answer, is_news=False)
+                self._keep(head, plan, call, response)
         except Exception as error:
             if run is not None and error is run.error:
                 raise  # The application's own: the server above us deals with it as ever.
-            refusal = protection.refused(plan, error)
+            refusal = protection.refused(plan, error, is_news=run is not None)
             if refusal is None or (run is not None and run.is_passing):
                 raise  # Another answer cannot follow the stream that was sent.
             response = refusal
@@ -169,6 +192,13 @@ class IdempotencyMiddleware:
             await run.end_stream()
         if run is not None and not run.is_left:
             await run.finish()
+
+    def _keep(self, head: Head | None, plan: Plan, call: Call, response: Response) -> None:
+        """Remembers what this replay looks like, for the next request that is the same."""
+        outcome = self.idempotency.remembered(call)
+        if self._recent is not None and head is not None and outcome is not None:
+            repetition = Repetition(plan.request.body, call, outcome.payload, response)
+            self._recent.keep(head, repetition)
 
     async def _run_unprotected(
         self, call: Call, plan: Plan, scope: Scope, receive: Receive, send: Send

@@ -45,10 +45,14 @@ def answered(
 
     Raises what the application raises, and errors of retrysafe that are not for clients.
     """
+    has_asked = False
     try:
         call = protection.call(plan)
         answer = idempotency.recall(call)
-        if answer is None and protection.breaker.is_open:
+        if answer is not None:
+            return protection.answered(plan, answer, is_news=False)
+        has_asked = True
+        if protection.breaker.is_open:
             refusal = protection.closed_off(plan)
             if refusal is not None and protection.runs_unprotected(plan):
                 # Nobody can tell whether it ran before; the service has asked for it.
@@ -56,17 +60,16 @@ def answered(
                 return None
             if refusal is not None:
                 return refusal
-        if answer is None:
-            transaction: Any = plan.route.rule.transaction
-            if transaction is None:
-                answer = idempotency.answer_call(call, run.invoke)
-            else:
-                answer = idempotency.answer_atomic(call, transaction, run.invoke)
+        transaction: Any = plan.route.rule.transaction
+        if transaction is None:
+            answer = idempotency.answer_call(call, run.invoke)
+        else:
+            answer = idempotency.answer_atomic(call, transaction, run.invoke)
         return protection.answered(plan, answer, run.response)
     except Exception as error:
         if error is run.error:
             raise  # The application's own: whoever serves it deals with it as ever.
-        refusal = protection.refused(plan, error)
+        refusal = protection.refused(plan, error, is_news=has_asked)
         if refusal is None or run.is_passing:
             raise
         return refusal

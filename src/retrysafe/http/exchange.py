@@ -31,7 +31,7 @@ from retrysafe.errors import (
 )
 from retrysafe.http import problems
 from retrysafe.http.breaker import Breaker
-from retrysafe.http.callers import CallerOf
+from retrysafe.http.callers import CallerOf, is_told_by_headers
 from retrysafe.http.fingerprints import request_fingerprints
 from retrysafe.http.headers import (
     NO_PREFERENCE,
@@ -108,6 +108,7 @@ class Protection:
                 raise PolicyInvalid(f"{name} starts with a slash, got {path!r}")
         self._global = caller if isinstance(caller, GlobalCaller) else None
         self._caller_of = None if isinstance(caller, GlobalCaller) else _checked_caller_of(caller)
+        self.is_told_by_headers = is_told_by_headers(caller)
         self.settings = settings
         self.table = RouteTable((rule or Rule(),) if rules is None else tuple(rules), settings)
         self.find: Callable[[str, str], Match | None] = self.table.find
@@ -263,9 +264,20 @@ class Protection:
 
     # Answers.
 
-    def answered(self, plan: Plan, answer: Answer[Any], sent: Response | None = None) -> Response:
-        """The response to send; `sent` is what the application answered in this very run."""
-        self.breaker.succeeded()
+    def answered(
+        self,
+        plan: Plan,
+        answer: Answer[Any],
+        sent: Response | None = None,
+        *,
+        is_news: bool = True,
+    ) -> Response:
+        """The response to send; `sent` is what the application answered in this very run.
+
+        `is_news` says that the store was asked. A replay from the process says nothing about it.
+        """
+        if is_news:
+            self.breaker.succeeded()
         response = response_of(answer.value)
         if answer.replayed:
             # Decoded for this caller alone, so it may be changed.
@@ -275,11 +287,11 @@ class Protection:
             response = sent
         return self.preferred(plan, response)
 
-    def refused(self, plan: Plan, error: BaseException) -> Response | None:
+    def refused(self, plan: Plan, error: BaseException, *, is_news: bool = True) -> Response | None:
         """The response to an error of the engine; None for one that is not for clients."""
         if isinstance(error, StoreUnavailable | OutcomeNotStored):
             self.breaker.failed(self._monotonic())
-        else:
+        elif is_news:
             self.breaker.succeeded()
         if isinstance(error, StoreError) and not isinstance(error, StoreUnavailable):
             _logger.error("a protected request was refused", exc_info=error)

@@ -15,13 +15,14 @@ from typing import Any, Never, ParamSpec, Self, TypeVar
 from retrysafe import forks
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
+from retrysafe.core.cache import CachedOutcome
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Emit
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.joining import Joiner
 from retrysafe.core.keys import Key
-from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
+from retrysafe.core.model import Decision, OperatorCommand, Payload, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Transaction, Waits
 from retrysafe.core.stepping import Stepper
@@ -313,6 +314,14 @@ class AsyncFace(AtomicTasks, Face):
         None when it does not. Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
         """
         return self._bound().engine.recall(call)
+
+    def remembered(self, call: Call) -> CachedOutcome | None:
+        """For adapters: what this process remembers of the outcome; raises `KeyReused`."""
+        return self._bound().engine.remembered(call)
+
+    def repeats(self, call: Call, payload: Payload) -> bool:
+        """For adapters: whether this very payload still is the outcome; counts as a replay then."""
+        return self._bound().engine.repeats(call, payload)
 
     def answer_call(
         self, call: Call, operation: Callable[[Attempt], Awaitable[Any]]
