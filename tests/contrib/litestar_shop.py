@@ -82,6 +82,10 @@ def make_app(retrysafe: RetrysafePlugin, till: Till, **options: Any) -> Litestar
         till.order(request.state.idempotency, rendered(request, content))
         return content
 
+    @post("/atomic-orders", idempotency=Rule(transaction=till.transaction))
+    async def atomic_order(request: Request) -> dict[str, int]:
+        return till.place(request.state.idempotency)
+
     @post("/plain")
     async def plain() -> dict[str, int]:
         till.runs.append("plain")
@@ -98,6 +102,7 @@ def make_app(retrysafe: RetrysafePlugin, till: Till, **options: Any) -> Litestar
             events,
             order,
             sync_order,
+            atomic_order,
             plain,
         ],
         plugins=[retrysafe],

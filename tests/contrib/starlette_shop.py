@@ -74,6 +74,10 @@ def make_app(retrysafe: Retrysafe, till: Till, **options: Any) -> Starlette:
         response = JSONResponse({"order": "pen"}, 201, headers={"Location": "/orders/1"})
         return till.order(request.state.idempotency, response)
 
+    @idempotent(transaction=till.transaction)
+    async def atomic_order(request):
+        return JSONResponse(till.place(request.state.idempotency), 201)
+
     async def plain(request):
         till.runs.append("plain")
         return JSONResponse({"run": len(till.runs)}, 201)
@@ -102,6 +106,7 @@ def make_app(retrysafe: Retrysafe, till: Till, **options: Any) -> Starlette:
         Route("/events", events, methods=["POST"]),
         Route("/orders", order, methods=["POST"]),
         Route("/sync-orders", sync_order, methods=["POST"]),
+        Route("/atomic-orders", atomic_order, methods=["POST"]),
         Route("/plain", plain, methods=["POST"]),
     ]
     app = Starlette(

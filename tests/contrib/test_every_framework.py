@@ -187,6 +187,23 @@ def test_what_is_rolled_back_is_not_replayed(visit, path):
     visit(scenario)
 
 
+def test_a_rule_may_bring_the_transaction(visit):
+    """The endpoint writes on the attempt's connection; a failure rolls back and frees the key, and
+    a response commits."""
+
+    async def scenario(shop):
+        shop.till.is_failing = True
+        assert (await shop.post("/atomic-orders")).status_code == 500
+        assert shop.till.orders() == []
+        shop.till.is_failing = False
+        first, second = await shop.post("/atomic-orders"), await shop.post("/atomic-orders")
+        assert (first.status_code, first.json()) == (201, {"run": 2})
+        assert (first.content, is_replay(second)) == (second.content, True)
+        assert shop.till.orders() == ["hat"]
+
+    visit(scenario)
+
+
 def test_the_policy_page_lists_the_endpoints(visit):
     """Every endpoint with its rule, under its whole path; those that only read are not there."""
 
@@ -205,6 +222,7 @@ def test_the_policy_page_lists_the_endpoints(visit):
             "/events": "required",
             "/orders": "required",
             "/sync-orders": "required",
+            "/atomic-orders": "required",
         }
         assert routes["/charges"]["methods"] == ["POST"]
         assert routes["/charges"]["retention_seconds"] == 86_400
