@@ -30,6 +30,11 @@ def body_of(request: Any, asked: Request, limit_bytes: int) -> bytes | None:
     return body if len(body) <= limit_bytes else None
 
 
+def has_raw_body(request: Any) -> bool:
+    """Whether the body is as it was sent, and not put together again."""
+    return hasattr(request, "_body")
+
+
 def _put_together(request: Any, asked: Request) -> bytes:
     if request.content_type == _FORM:
         return urlencode(list(request.POST.lists()), doseq=True).encode()
