@@ -215,7 +215,7 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Engine.remembered,
-                'self._check_same(call, cached.fingerprints, "process")',
+                'self._check_same(call, cached, "process")',
                 "pass",
             ),
         ),

@@ -15,7 +15,7 @@ from retrysafe.contrib.endpoints import Served, attempt_in, missing_extra
 from retrysafe.contrib.openapi import MEDIA_TYPE, PROBLEM_NAME, PROBLEM_SCHEMA, description_of
 from retrysafe.contrib.views import view_rule
 from retrysafe.errors import InvalidInput
-from retrysafe.http.asgi_run import App, Receive, Scope, Send
+from retrysafe.http.asgi_run import App, Receive, Scope, Send, is_below
 from retrysafe.http.rules import KeyUse, Rule
 
 try:
@@ -121,7 +121,10 @@ class Retrysafe(StarletteRetrysafe):
         if len(places) == 1:
             return places[0][1]
         # A router that was included twice has two places for one route.
-        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        path: str = scope["path"]
+        root: str = scope.get("root_path", "").rstrip("/")
+        if root and is_below(path, root):
+            path = path[len(root) :]
         return next((served for pattern, served in places if pattern.match(path)), None)
 
     def refresh(self) -> None:

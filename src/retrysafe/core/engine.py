@@ -17,7 +17,7 @@ from retrysafe.core.attempt import Attempt
 from retrysafe.core.cache import CachedOutcome, ReplayCache
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind, Reporter
-from retrysafe.core.flights import Flight, Flights, Phase, is_same_request
+from retrysafe.core.flights import Flight, Flights, Phase, Request, is_same_request
 from retrysafe.core.joining import JoinedOutcome, Joiner
 from retrysafe.core.keys import Key
 from retrysafe.core.lease import Lease
@@ -28,7 +28,6 @@ from retrysafe.core.model import (
     Condition,
     Decision,
     Ending,
-    Fingerprint,
     Payload,
 )
 from retrysafe.core.policy import InFlight
@@ -142,7 +141,7 @@ class Engine:
             wait_until = self._monotonic() + call.policy.wait_seconds
         digest = call.key.digest
         while True:
-            mine = Flight(call.fingerprints)
+            mine = Flight(call.fingerprints, call.operation)
             try:
                 flight = self._flights.join(digest, mine, self._monotonic())
                 if flight is mine:
@@ -172,7 +171,7 @@ class Engine:
         # One look-up of a dictionary is atomic, so a miss takes no lock.
         cached = self._cache.find(call.key.digest, self._monotonic())
         if cached is not None:
-            self._check_same(call, cached.fingerprints, "process")
+            self._check_same(call, cached, "process")
         return cached
 
     def repeats(self, call: Call, payload: Payload) -> bool:
@@ -185,7 +184,7 @@ class Engine:
         cached = self._cache.find(call.key.digest, self._monotonic())
         if cached is None or cached.payload is not payload:
             return False
-        self._check_same(call, cached.fingerprints, "process")
+        self._check_same(call, cached, "process")
         self._report(_REPLAYED, call.key, call.operation, cached.attempt, source="process")
         return True
 
@@ -286,7 +285,7 @@ class Engine:
         while True:
             phase = flight.phase
             if phase is not Phase.CLAIMING and phase is not Phase.LANDED:
-                self._check_same(call, flight.fingerprints, "process")
+                self._check_same(call, flight, "process")
                 if wait_until is None:
                     raise self._in_flight(call, flight, "process")
             if phase is Phase.LANDED:
@@ -297,8 +296,8 @@ class Engine:
             if await signal.wait(self._patience(flight, wait_until)):
                 continue
             now = self._monotonic()
-            if flight.lease is not None and flight.lease.is_lost(now):
-                return None  # The operation hangs: this caller may take over as any other may.
+            if flight.lease is not None and flight.lease.is_given_up(now):
+                return None  # This caller may take over as any other may.
             if flight.phase is not Phase.LANDED and wait_until is not None and now >= wait_until:
                 raise self._in_flight(call, flight, "process", has_waited=True)
 
@@ -308,7 +307,10 @@ class Engine:
             return None  # Only for the claim, which ends by itself.
         now = self._monotonic()
         left = max(0.0, wait_until - now)
-        return left if flight.lease is None else min(left, flight.lease.seconds_left(now))
+        if flight.lease is None:
+            return left
+        # Past the lease, whether it was taken away is looked at now and then.
+        return min(left, flight.lease.seconds_left(now) or POLL_MAXIMUM_SECONDS)
 
     def _disembark(
         self, flight: Flight, call: Call, wait_until: float | None
@@ -317,7 +319,7 @@ class Engine:
             # Else the followers would try the silent store one after the other, and the last of
             # a thousand would hear of the outage minutes later.
             raise StoreUnavailable(flight.outage, key=call.key.text)
-        is_same = is_same_request(call.fingerprints, flight.fingerprints)
+        is_same = is_same_request(call, flight)
         if flight.payload is not None and not (flight.is_released and wait_until is None):
             if not is_same:
                 raise self._reused(call, "process")
@@ -514,7 +516,7 @@ class Engine:
     ) -> None:
         flight.share(payload, attempt)
         if self._cache is not None:
-            outcome = CachedOutcome(call.fingerprints, payload, attempt)
+            outcome = CachedOutcome(call.fingerprints, call.operation, payload, attempt)
             with self._lock:
                 self._cache.keep(call.key.digest, outcome, asked, remaining_ms)
 
@@ -522,8 +524,8 @@ class Engine:
         self._report(_REPLAYED, call.key, call.operation, attempt, source=source)
         return Answer(replayed_value(call, payload), True, attempt)
 
-    def _check_same(self, call: Call, fingerprints: tuple[Fingerprint, ...], source: str) -> None:
-        if not is_same_request(call.fingerprints, fingerprints):
+    def _check_same(self, call: Call, other: Request, source: str) -> None:
+        if not is_same_request(call, other):
             raise self._reused(call, source)
 
     def _reused(self, call: Call, source: str) -> KeyReused:

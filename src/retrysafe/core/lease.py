@@ -87,6 +87,18 @@ class Lease:
         """Whether the claim is lost, or may be because the lease ran out unrenewed."""
         return self.is_revoked or monotonic >= self.ends_monotonic
 
+    def is_given_up(self, monotonic: float) -> bool:
+        """Whether nobody here holds on to the claim: the store said so, or its run limit is over.
+
+        A lease that only ran out, because renewals failed or the process stood still, is not: the
+        operation is known to run in this very process, and will be renewed if nobody was faster.
+        """
+        return self.is_revoked or (
+            monotonic >= self.ends_monotonic
+            and self.renew_until_monotonic is not None
+            and monotonic >= self.renew_until_monotonic
+        )
+
     def seconds_left(self, monotonic: float) -> float:
         """What is left of the lease, never negative."""
         return 0.0 if self.is_revoked else max(0.0, self.ends_monotonic - monotonic)

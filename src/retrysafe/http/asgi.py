@@ -16,7 +16,7 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.keys import GlobalCaller, Key
 from retrysafe.errors import InvalidInput, StoreError
-from retrysafe.http.asgi_run import App, AppRun, Message, Receive, Scope, Send
+from retrysafe.http.asgi_run import App, AppRun, Message, Receive, Scope, Send, is_below
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
@@ -98,8 +98,8 @@ class IdempotencyMiddleware:
             return
         path: str = scope["path"]
         root: str = scope.get("root_path", "")
-        if root and path.startswith(root):
-            path = path[len(root) :]
+        if root and is_below(path, root):
+            path = path[len(root.rstrip("/")) :]
         match = self._find(scope["method"], path)
         if match is not None:
             await self.protect(match, _request(scope), _prefix(scope), receive, send)
@@ -236,8 +236,11 @@ class IdempotencyMiddleware:
             run.started = loop.create_future()
         run.settling = loop.create_task(self._settle(run, call, waiter))
         try:
-            if run.started is not None and not await _is_prompt(
-                waiter, run.started, plan.preference.wait_seconds or 0
+            if (
+                run.started is not None
+                and not await _is_prompt(waiter, run.started, plan.preference.wait_seconds or 0)
+                # A stream that is on its way is the answer already.
+                and not run.is_passing
             ):
                 run.leave()
                 waiter.cancel()
@@ -289,9 +292,9 @@ async def _is_prompt(
 def _request(scope: Scope) -> Request:
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
-    if root and not path.startswith(root):
+    if root and not is_below(path, root):
         # Some frameworks leave the mount out of the path. Two mounts are two places all the same.
-        path = root + path
+        path = root.rstrip("/") + path
     return Request(
         scope["method"],
         path,

@@ -34,6 +34,12 @@ _PASS: Final = Streaming.PASS
 _logger = logging.getLogger("retrysafe")
 
 
+def is_below(path: str, root: str) -> bool:
+    """Whether the path has the mount in front; `/payments` does not lie below `/pay`."""
+    root = root.rstrip("/")
+    return path == root or path.startswith(f"{root}/")
+
+
 class AppRun:
     """One run of the application: what it is given, and what it answers."""
 
