@@ -22,6 +22,7 @@ from starlette.routing import Mount, Route
 
 from retrysafe import (
     AsyncIdempotency,
+    FingerprintRule,
     InFlight,
     MemoryStore,
     OutcomeNotStored,
@@ -972,3 +973,71 @@ async def test_two_mounts_are_two_places_even_when_the_path_leaves_them_out():
     replayed = await ask(app, scope={"root_path": "/v1", "path": "/v1/charges"})
     assert replayed.is_replay
     assert (await ask(app, scope={"root_path": "/v2"})).problem == "key-reused"
+
+
+@scenario
+async def test_a_mount_ends_at_a_slash():
+    """`/payments` does not lie below `/pay`: cut off there, its rule would not be found."""
+    runs = []
+
+    async def app(scope, receive, send):
+        runs.append(scope["path"])
+        await respond(send)
+
+    app = protected(app, rules=[Rule(path="/payments")])
+    for path in ("/payments", "/pay/payments"):
+        for root in ("/pay", "/pay/"):
+            connection = Connection()
+            scope = http_scope("POST", path, headers_of('"k-1"'), root_path=root)
+            await app(scope, connection.receive, connection.send)
+            assert connection.reply.status == 201
+    # The two paths are the same place, because the first one only lacks the mount.
+    assert runs == ["/payments"]
+
+
+@scenario
+async def test_another_route_with_a_rule_of_its_own_gets_no_foreign_replay():
+    """Fingerprints of two rules cannot be compared, and two operations are two requests."""
+    runs = []
+
+    async def app(scope, receive, send):
+        runs.append(scope["path"])
+        await respond(send)
+
+    rules = [
+        Rule(path="/charges"),
+        Rule(path="/refunds", fingerprint=FingerprintRule(version=2, exclude=("/at",))),
+    ]
+    for face in ({}, {"cache": False}):
+        runs.clear()
+        app_ = IdempotencyMiddleware(
+            app, AsyncIdempotency(MemoryStore(), **face), caller=bearer_token, rules=rules
+        )
+        statuses = []
+        for path in ("/charges", "/refunds"):
+            connection = Connection()
+            scope = http_scope("POST", path, headers_of('"k-1"'))
+            await app_(scope, connection.receive, connection.send)
+            statuses.append(connection.reply.status)
+        assert (statuses, runs) == ([201, 422], ["/charges"])
+
+
+@scenario
+async def test_a_stream_that_is_under_way_is_not_answered_with_202_as_well():
+    """It is the answer already, whatever the client preferred."""
+    started, go_on = asyncio.Event(), asyncio.Event()
+
+    async def app(scope, receive, send):
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        started.set()
+        await go_on.wait()
+        await send({"type": "http.response.body", "body": b"b", "more_body": False})
+
+    connection = Connection()
+    task = exchange(protected(app), connection, prefer="respond-async")
+    await started.wait()
+    go_on.set()
+    await task
+    assert (connection.reply.status, connection.reply.body) == (200, b"ab")
