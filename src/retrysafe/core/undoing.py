@@ -128,8 +128,9 @@ async def _told(
     is_orphan: bool,
 ) -> Verdict | None:
     """The conclusion, with what stands in its way in the words for the caller."""
-    run.book.is_over = True
     try:
+        # Nothing may be settled, and nothing undone, while a step is under way.
+        await run.end()
         return await _conclude(run, ending, payload, error, is_orphan=is_orphan)
     except ClaimLost as lost:
         raise lost from error
