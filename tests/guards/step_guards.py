@@ -98,6 +98,12 @@ STEP_GUARDS: tuple[Guard, ...] = (
         properties.test_what_is_undone_is_remembered,
     ),
     Guard(
+        "no ending is settled while a step is under way",
+        "a retry runs the step again beside itself, or it is never undone",
+        (InCode(StepRun.end, "if not book.under_way:", "if True:"),),
+        properties.test_no_ending_is_settled_while_a_step_is_under_way,
+    ),
+    Guard(
         "an ending outlives its caller while its steps are checked",
         "the outcome of a finished operation is lost, and the operation runs again",
         (

@@ -77,7 +77,8 @@ class Concluder:
         """What has to be settled instead of this ending; None when it stands as it is.
 
         When it returns, a failure for good has been undone. Raises `ClaimLost`, or
-        `OutcomeNotStored` when the store could not be asked or told.
+        `OutcomeNotStored` when the store could not be asked or told; `StepNotStored` when that is
+        what the operation raised, and the step still cannot be stored.
         """
         try:
             return await _told(run, ending, payload, error, value, is_orphan=False)
@@ -128,13 +129,17 @@ async def _told(
     is_orphan: bool,
 ) -> Verdict | None:
     """The conclusion, with what stands in its way in the words for the caller."""
-    run.book.is_over = True
     try:
+        # Nothing may be settled, and nothing undone, while a step is under way.
+        await run.end()
         return await _conclude(run, ending, payload, error, is_orphan=is_orphan)
     except ClaimLost as lost:
         raise lost from error
     except (StoreError, StepNotStored, InvalidInput) as problem:
         run.writer.tell(EventKind.SETTLE_FAILED, str(problem))
+        if isinstance(error, StepNotStored) and isinstance(problem, StepNotStored):
+            # It says the same, and it has the step's result.
+            raise error from error.__cause__
         text = run.call.key.text
         raise OutcomeNotStored(
             f"the operation for {text!r} ran, but its ending could not be stored: {problem}. The "
@@ -163,10 +168,13 @@ async def _conclude(
     if ending is Ending.SUCCEEDED:
         if not missing:
             return None
+        await run.writer.record_the_rest()
         error = book.changed(missing)
         ending = run.call.policy.judge(error)
         payload = codec.encode_failure(error, run.call.policy.outcome_limit_bytes)
     if ending is Ending.FAILED and book.undos:
+        # A crash while undoing leaves it to an attempt that knows the recorded steps only.
+        await run.writer.record_the_rest()
         await run.writer.record(Step(FAILURE_NAME, book.next_position(), payload))
         if is_orphan:
             raise _LeftToLease
