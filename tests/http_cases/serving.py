@@ -74,6 +74,7 @@ _GUNICORN = (
 def _kind(name: str, application: str, command: tuple[str, ...], *traits: str) -> ServerKind:
     protocol, _, module = application.partition(":")
     usual = {
+        name,
         protocol,
         HTTP_1 if HTTP_2 not in traits else HTTP_2,
         ONE_PROCESS if PROCESSES not in traits else PROCESSES,

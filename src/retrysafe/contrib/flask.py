@@ -250,6 +250,8 @@ class _Protected:
         if body is None:
             return _native(protection.too_large(route, asked, prefix, plan.key))
         asked.body = body
+        if protection.is_cut_off(asked):
+            return _native(protection.cut_off(asked, prefix, plan.key))
         return self._answer_plan(plan, view)
 
     def _answer_plan(self, plan: Plan, view: Callable[[], Any]) -> Any:
@@ -371,7 +373,9 @@ def _read_body(limit_bytes: int) -> bytes | None:
         return None
     body = b"".join(chunks)
     request.environ["wsgi.input"] = BytesIO(body)
-    request.environ["CONTENT_LENGTH"] = str(len(body))
+    if length is None:
+        # A length that was declared stays: it tells whether all of the body has arrived.
+        request.environ["CONTENT_LENGTH"] = str(len(body))
     # Made anew, from the input that was just put there.
     read.pop("stream", None)
     return body

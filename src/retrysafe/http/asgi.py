@@ -16,7 +16,7 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.keys import GlobalCaller, Key
 from retrysafe.errors import StoreError
-from retrysafe.http.asgi_run import App, AppRun, Message, Receive, Scope, Send, end_of_body
+from retrysafe.http.asgi_run import App, AppRun, Message, Receive, Scope, Send
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
@@ -369,4 +369,4 @@ async def _send_early(
         if not message.get("more_body", False):
             break
         left -= len(message.get("body", b""))
-    await send(end_of_body())
+    await send({"type": "http.response.body", "body": b""})

@@ -34,11 +34,6 @@ _PASS: Final = Streaming.PASS
 _logger = logging.getLogger("retrysafe")
 
 
-def end_of_body() -> Message:
-    """The message that ends a response."""
-    return {"type": "http.response.body", "body": b"", "more_body": False}
-
-
 class AppRun:
     """One run of the application: what it is given, and what it answers."""
 
@@ -46,6 +41,7 @@ class AppRun:
         "_app",
         "_chunks",
         "_complete",
+        "_end",
         "_headers",
         "_is_body_given",
         "_is_gone",
@@ -85,6 +81,7 @@ class AppRun:
         self._status = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._chunks: list[bytes] = []
+        self._end: Message | None = None
         self._is_body_given = False
         # Whether the response is sent as it comes, and whether there is anybody to send it to.
         self.is_passing = False
@@ -183,11 +180,12 @@ class AppRun:
             is_last = not message.get("more_body", False)
             if not self.is_passing:
                 self._chunks.append(message.get("body", b""))
-            elif not is_last:
+            elif is_last:
+                # Kept back until the stream is remembered as done. With its bytes: a client that
+                # knows the length takes them for the end.
+                self._end = message
+            else:
                 await self._pass_on(message)
-            elif message.get("body", b""):
-                # The end is kept back until the stream is remembered as done.
-                await self._pass_on({**message, "more_body": True})
             if is_last:
                 self._finish_response()
         elif kind == "http.response.start":
@@ -223,8 +221,8 @@ class AppRun:
 
     async def end_stream(self) -> None:
         """Sends the end of a stream, unless there is nobody to send it to."""
-        if not self._is_gone:
-            await self._send(end_of_body())
+        if not self._is_gone and self._end is not None:
+            await self._send(self._end)
 
     async def finish(self) -> None:
         """Waits for what the application does after its response; raises what that raises."""

@@ -205,6 +205,21 @@ class Protection:
         """Whether a declared length is over the limit; a broken one is the server's to refuse."""
         return length.isdigit() and int(length) > route.rule.request_limit_bytes
 
+    @staticmethod
+    def is_cut_off(request: Request) -> bool:
+        """Whether the client went away before its whole body had arrived.
+
+        For frameworks that give what has arrived as if it were all. A body that was decoded on its
+        way has another length than the one that was declared.
+        """
+        length = request.header(_LENGTH_HEADER)
+        return (
+            length is not None
+            and length.isdigit()
+            and len(request.body) < int(length)
+            and request.header(b"content-encoding") is None
+        )
+
     def _waiting(self, policy: Policy, wait_seconds: float) -> Policy:
         """The policy of a request that waits for a running one, up to the route's own limit."""
         seconds = min(wait_seconds, policy.wait_seconds)
@@ -345,6 +360,10 @@ class Protection:
         """401: whose key it is cannot be told."""
         place = self.place(request, prefix)
         return problem(problems.CALLER_UNKNOWN, place, key=key, headers=self._challenge)
+
+    def cut_off(self, request: Request, prefix: str, key: str | None = None) -> Response:
+        """400: only a part of the body has arrived."""
+        return self.problem(problems.BODY_INCOMPLETE, request, prefix, key)
 
     def too_large(
         self, route: Route, request: Request, prefix: str, key: str | None = None

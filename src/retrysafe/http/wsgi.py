@@ -14,7 +14,7 @@ from typing import Any, Final
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys import GlobalCaller
-from retrysafe.http import blocking, problems
+from retrysafe.http import blocking
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
@@ -102,10 +102,7 @@ class WSGIIdempotencyMiddleware:
         try:
             body = _read_body(environ, plan.route.rule.request_limit_bytes)
         except _BodyCutOff:
-            return _sent(
-                start_response,
-                protection.problem(problems.BODY_INCOMPLETE, request, prefix, plan.key),
-            )
+            return _sent(start_response, protection.cut_off(request, prefix, plan.key))
         if body is None:
             return _sent(
                 start_response, protection.too_large(plan.route, request, prefix, plan.key)

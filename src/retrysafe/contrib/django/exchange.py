@@ -15,7 +15,7 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.http import HttpResponse
 from django.http.response import HttpResponseBase
 
-from retrysafe.contrib.django.bodies import body_of
+from retrysafe.contrib.django.bodies import body_of, has_raw_body
 from retrysafe.contrib.views import ViewRun
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
@@ -79,6 +79,8 @@ def planned(
     if body is None:
         return native_of(protection.too_large(route, asked, prefix, plan.key))
     asked.body = body
+    if has_raw_body(django_request(request)) and protection.is_cut_off(asked):
+        return native_of(protection.cut_off(asked, prefix, plan.key))
     return plan
 
 
