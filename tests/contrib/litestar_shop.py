@@ -6,6 +6,7 @@ from litestar import Controller, Litestar, Request, Response, Router, get, post
 from litestar.background_tasks import BackgroundTask
 from litestar.params import FromPath, JSONBody
 from litestar.response import ServerSentEvent, Stream
+from litestar.response.base import ASGIResponse
 
 from retrysafe.contrib.litestar import RetrysafePlugin, rendered
 from retrysafe.http import KeyUse, Rule
@@ -72,7 +73,7 @@ def make_app(retrysafe: RetrysafePlugin, till: Till, **options: Any) -> Litestar
         return ServerSentEvent(iter(["1"]))
 
     @post("/orders", idempotency=Rule())
-    async def order(request: Request) -> Any:
+    async def order(request: Request) -> ASGIResponse:
         response = Response({"order": "pen"}, headers={"Location": "/orders/1"})
         return till.order(request.state.idempotency, rendered(request, response))
 

@@ -8,14 +8,22 @@ import httpx
 import pytest
 from litestar import Litestar, MediaType, Request, Response, Router, asgi, get, post
 from litestar.connection import ASGIConnection
-from litestar.exceptions import NotAuthorizedException
+from litestar.exceptions import NotAuthorizedException, ServiceUnavailableException
 from litestar.handlers import BaseRouteHandler
 from litestar.middleware import ASGIMiddleware
 from litestar.openapi.spec import Operation
 from litestar.params import FromPath, JSONBody
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from retrysafe import GLOBAL, AsyncIdempotency, MemoryStore, PolicyInvalid, SecretMissing
+from retrysafe import (
+    GLOBAL,
+    AsyncIdempotency,
+    Ending,
+    MemoryStore,
+    Policy,
+    PolicyInvalid,
+    SecretMissing,
+)
 from retrysafe.contrib.litestar import RetrysafePlugin, rendered
 from retrysafe.http import FromBody, FromFields, KeyUse, Rule
 from tests.contrib.conftest import is_replay, made, problem
@@ -171,6 +179,83 @@ def test_a_guard_that_refuses_is_an_outcome():
     assert (asked, runs) == ([1], [])
 
 
+def failing(error: Exception, **options: Any):
+    """A handler that raises, and how often it did."""
+    runs = []
+
+    @post("/one", idempotency=Rule(**options))
+    async def fail() -> None:
+        runs.append(1)
+        raise error
+
+    return fail, runs
+
+
+def test_the_policy_judges_exceptions_that_litestar_answers():
+    """One that ends the operation for good is not run again; the first client gets Litestar's 500,
+    a retry is told."""
+    handler, runs = failing(LookupError("no"), policy=Policy(unlisted=Ending.FAILED))
+    first, second = ask(shop(handler), "/one", "/one")
+    assert (first.status_code, first.json()["detail"]) == (500, "Internal Server Error")
+    assert (second.status_code, problem(second)) == (500, "operation-failed")
+    assert len(runs) == 1
+
+
+def test_an_exception_that_says_its_status_is_a_response():
+    """HTTP exceptions are answers, not failures: their status says what is kept."""
+    final = Policy(unlisted=Ending.FAILED)
+    handler, runs = failing(ServiceUnavailableException("later"), policy=final)
+    first, second = ask(shop(handler), "/one", "/one")
+    assert (first.status_code, second.status_code) == (503, 503)
+    assert len(runs) == 2
+
+
+def test_an_exception_with_a_handler_of_its_own_is_a_response():
+    """What the exception handler answers below 500 is the outcome."""
+
+    def answer(request: Request, error: Exception) -> Response:
+        return Response({"handled": True}, status_code=409)
+
+    handler, runs = failing(LookupError("no"), policy=Policy(unlisted=Ending.FAILED))
+    first, second = ask(shop(handler, exception_handlers={LookupError: answer}), "/one", "/one")
+    assert (first.json(), is_replay(second)) == ({"handled": True}, True)
+    assert len(runs) == 1
+
+
+def test_a_failure_is_answered_and_reported_once():
+    """The client gets what the exception handler made, which is not asked a second time."""
+    asked = []
+
+    def answer(request: Request, error: Exception) -> Response:
+        asked.append(str(error))
+        return Response({"asked": len(asked)}, status_code=503)
+
+    handler, _ = failing(LookupError("no"))
+    (first,) = ask(shop(handler, exception_handlers={LookupError: answer}), "/one")
+    assert (first.status_code, first.json()) == (503, {"asked": 1})
+    assert asked == ["no"]
+
+
+def test_steps_are_compensated_when_a_terminal_one_fails():
+    """The failure leaves the handler as an exception, whatever Litestar answers."""
+    done = []
+
+    def declined() -> None:
+        raise LookupError("no credit")
+
+    @post("/one", idempotency=Rule())
+    async def checkout(request: Request) -> None:
+        attempt = request.state.idempotency
+        await attempt.step(
+            "reserve", done.append, "reserve", compensate=lambda _: done.append("undo")
+        )
+        await attempt.step("charge", declined, terminal=LookupError)
+
+    first, second = ask(shop(checkout), "/one", "/one")
+    assert (first.status_code, problem(second)) == (500, "operation-failed")
+    assert done == ["reserve", "undo"]
+
+
 def test_a_request_that_does_not_fit_is_an_outcome():
     """Litestar's own 400 is told apart from a missing key by its content type."""
     runs = []
@@ -303,8 +388,7 @@ def test_a_response_that_is_not_rendered_cannot_complete():
 
 
 def test_a_handler_completes_on_its_postgresql_connection(postgres_url, postgres_server):
-    """Row and response commit together. What fails after the commit changes nothing: Litestar makes
-    a response of the error, and the one that was committed is sent."""
+    """Row and response commit together, and what fails after the commit does not run again."""
 
     @post("/orders", idempotency=Rule(), status_code=202)
     async def place(request: Request) -> dict[str, int]:
@@ -333,7 +417,6 @@ def test_a_handler_completes_on_its_postgresql_connection(postgres_url, postgres
         return lost, again, other
 
     lost, again, other = asyncio.run(whole())
-    assert (lost.status_code, again.status_code, is_replay(again)) == (202, 202, True)
-    assert lost.content == again.content
+    assert (lost.status_code, again.status_code, is_replay(again)) == (500, 202, True)
     assert again.content == other.content == b'{"order":1}'
     assert again.headers["content-type"] == other.headers["content-type"]

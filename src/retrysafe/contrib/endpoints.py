@@ -135,8 +135,7 @@ class Endpoints:
             # Of a route that only reads, nothing is left, and nothing needs protection.
             methods = tuple(method for method in methods if method in place.methods) or methods
         located = replace(rule, path=place.path, methods=methods)
-        middleware = IdempotencyMiddleware.sharing(app, self.idempotency, self.protection)
-        return Served(middleware, Route(located, self.idempotency.settings), place)
+        return Served(self._pages.around(app), Route(located, self.idempotency.settings), place)
 
     async def show_page(self, scope: Scope, send: Send, path: str, prefix: str) -> None:
         """Answers with the policy page or a status page; the path is the application's own."""

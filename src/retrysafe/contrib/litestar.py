@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 from urllib.parse import unquote
 
 from retrysafe.contrib.endpoints import Endpoints, Place, Served, missing_extra
@@ -17,7 +17,7 @@ from retrysafe.contrib.openapi import MEDIA_TYPE, PROBLEM_SCHEMA, Description, d
 from retrysafe.core.keys import GlobalCaller
 from retrysafe.core.values import NotStorable
 from retrysafe.errors import PolicyInvalid
-from retrysafe.http.asgi_run import App
+from retrysafe.http.asgi_run import ERROR_NAME, App
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.responses import Response as StoredResponse
 from retrysafe.http.responses import response_of
@@ -27,7 +27,11 @@ from retrysafe.runtime.tasks import AsyncFace
 try:
     from litestar import Litestar, Request, Response, asgi
     from litestar.config.app import AppConfig
-    from litestar.exceptions import MethodNotAllowedException, NotFoundException
+    from litestar.exceptions import (
+        HTTPException,
+        MethodNotAllowedException,
+        NotFoundException,
+    )
     from litestar.middleware import DefineMiddleware
     from litestar.openapi.spec import (
         OpenAPIMediaType,
@@ -55,7 +59,8 @@ _BASE: Final = "__retrysafe_base__"
 def rendered(request: Request[Any, Any, Any], value: Any) -> ASGIResponse:
     """The response that a handler's value becomes, for `attempt.complete_in(connection, …)`.
 
-    The value is a `Response`, or what the handler would return. The handler may return either.
+    The value is a `Response`, or what the handler returns. The handler may return either; for the
+    rendered one it is annotated with `ASGIResponse`.
     """
     handler: Any = request.scope["route_handler"]
     response = value if isinstance(value, Response) else Response(value)
@@ -86,6 +91,7 @@ class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
         self.require_open()
         app_config.middleware.append(DefineMiddleware(_Guard, plugin=self))
         app_config.lifespan.append(self.lifespan)
+        app_config.after_exception.append(_note)
         status_path = self.protection.status_path.rstrip("/")
         app_config.route_handlers += (
             asgi(self.protection.policy_path, copy_scope=False)(_page(self)),
@@ -181,6 +187,12 @@ def _handlers(route: BaseRoute) -> Iterable[Any]:
     if isinstance(route, HTTPRoute):
         return route.route_handlers
     return (route.route_handler,) if isinstance(route, ASGIRoute) else ()
+
+
+async def _note(error: Exception, scope: Scope) -> None:
+    """Litestar makes a response of every exception; the policy is to judge the exception itself."""
+    if not isinstance(error, HTTPException):
+        cast("dict[str, Any]", scope)[ERROR_NAME] = error
 
 
 def _outcome_of(value: Any) -> StoredResponse:

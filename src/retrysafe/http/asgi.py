@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from copy import copy
 from typing import Any, Final, Self
 
 from retrysafe.core.call import Answer, Call
@@ -80,6 +81,12 @@ class IdempotencyMiddleware:
         """
         made = cls.__new__(cls)
         made._assemble(app, idempotency, protection)  # noqa: SLF001 — its own, as in __init__.
+        return made
+
+    def around(self, app: App) -> Self:
+        """For integrations: the same around another endpoint; both share what is remembered."""
+        made = copy(self)
+        made.app = app
         return made
 
     def _assemble(self, app: App, idempotency: AsyncFace, protection: Protection) -> None:
@@ -187,11 +194,14 @@ class IdempotencyMiddleware:
                 self._keep(head, plan, call, response)
         except Exception as error:
             if run is not None and error is run.error:
-                raise  # The application's own: the server above us deals with it as ever.
-            refusal = protection.refused(plan, error, is_news=run is not None)
-            if refusal is None or (run is not None and run.is_passing):
-                raise  # Another answer cannot follow the stream that was sent.
-            response = refusal
+                if run.response is None:
+                    raise  # The application's own: the server above us deals with it as ever.
+                response = run.response
+            else:
+                refusal = protection.refused(plan, error, is_news=run is not None)
+                if refusal is None or (run is not None and run.is_passing):
+                    raise  # Another answer cannot follow the stream that was sent.
+                response = refusal
         if not response.is_streamed:
             await _send(send, response)
         elif run is not None:

@@ -31,6 +31,8 @@ _HIDDEN_EXTENSIONS: Final = (
 )
 # Looked up once: members of an enum are dear to look up on every call.
 _PASS: Final = Streaming.PASS
+# Where integrations note an exception in the scope that their framework makes a response of.
+ERROR_NAME: Final = "retrysafe.error"
 _logger = logging.getLogger("retrysafe")
 
 
@@ -213,7 +215,13 @@ class AppRun:
         complete = self._complete
         assert complete is not None
         if not complete.done():
-            complete.set_result(None)
+            error = self._scope.get(ERROR_NAME)
+            if error is None or self._status < 500:
+                complete.set_result(None)
+            else:
+                # How the attempt ended is for the policy to say; the client gets this response.
+                self.error = error
+                complete.set_exception(error)
         self._wake()
 
     async def _pass_on(self, message: Message) -> None:

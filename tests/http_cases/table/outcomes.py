@@ -241,7 +241,6 @@ CASES = (
         *(post("/final", act=Act(fails="before")), Broken()),
         *(post("/final"), Refused(problem="operation-failed", key="k")),
         *(post("/final"), Refused(problem="operation-failed", key="k")),
-        without={"litestar": "Litestar answers exceptions inside: its 500 is the outcome"},
     ),
     case(
         "outcome-attempts-exhausted",
