@@ -64,6 +64,7 @@ class Till:
     started: threading.Event | None = None
     go_on: threading.Event = field(default_factory=threading.Event)
     alias: str = ""
+    opened: io.BytesIO | None = None
     atomic_blocks: list[int] = field(default_factory=list)
 
     def note(self, what: Any) -> int:
@@ -191,7 +192,18 @@ def upload(request):
     )
 
 
+def peeking(view):
+    """Looks into the file, and leaves it there."""
+
+    def peek(request):
+        request.FILES["file"].read(2)
+        return view(request)
+
+    return peek
+
+
 @csrf_protect
+@peeking
 @idempotent()
 def guarded_upload(request):
     return upload.__wrapped__(request)
@@ -233,7 +245,10 @@ async def async_stream(request):
 @idempotent()
 def file(request):
     till.note("file")
-    return FileResponse(io.BytesIO(b"report"), filename="r.txt", as_attachment=True)
+    till.opened = io.BytesIO(b"report")
+    response = FileResponse(till.opened, filename="r.txt", as_attachment=True)
+    response.set_cookie("file", "1")
+    return response
 
 
 @idempotent()

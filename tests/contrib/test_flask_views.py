@@ -469,7 +469,7 @@ def test_an_application_under_a_prefix(shop):
 def test_a_middleware_around_the_application_protects_once(make_shop):
     """Its claim covers the view; a second one would find the key in flight."""
     shop = make_shop()
-    shop.app.wsgi_app = WSGIIdempotencyMiddleware(shop.app.wsgi_app, shop.idem, caller=GLOBAL)
+    shop.app.wsgi_app = WSGIIdempotencyMiddleware(shop.app.wsgi_app, shop.idem, caller=bearer_token)
     assert shop.post().status_code == 201
     assert is_replay(shop.post())
     assert shop.till.runs == ["charge"]
