@@ -103,8 +103,8 @@ STEP_GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Concluder.conclude,
-                "self._orphanage.adopt(self._conclude_orphan(run, lease, ending, payload, error))",
-                "pass",
+                "self._orphanage.adopt(orphan)",
+                "orphan.close()",
             ),
         ),
         properties.test_an_ending_outlives_its_caller,

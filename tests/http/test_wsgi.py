@@ -313,12 +313,29 @@ def test_no_more_than_the_body_is_read(protect):
         )
 
     assert with_input("a", b"12345next", CONTENT_LENGTH="5").body == b"12345"
-    assert with_input("b", b"123", CONTENT_LENGTH="5").body == b"123"
     assert with_input("c", b"12345").body == b""
     assert with_input("f", b"12345", CONTENT_LENGTH="five").body == b""
     assert with_input("d", b"12345678", **{"wsgi.input_terminated": True}).body == b"12345678"
     reply = with_input("e", b"123456789", **{"wsgi.input_terminated": True})
     assert reply.problem == "body-too-large"
+
+
+def test_half_a_body_was_never_asked_for(protect):
+    """A client that leaves in the middle of its body has run nothing, and its key stays free."""
+    store, runs = FaultyStore(MemoryStore()), []
+
+    def app(environ, start_response):
+        runs.append(environ["wsgi.input"].read())
+        start_response("201 Created", [])
+        return [b""]
+
+    app = protect(app, store)
+    reply = ask_wsgi(app, body=BODY[:5], environ={"CONTENT_LENGTH": str(len(BODY))})
+    assert (reply.status, reply.problem) == (400, "body-incomplete")
+    assert reply.json["retryable"] is True
+    assert (runs, store.calls) == ([], [])
+    assert ask_wsgi(app).status == 201
+    assert runs == [BODY]
 
 
 def test_paths_are_text_for_rules(protect):

@@ -25,6 +25,7 @@ from retrysafe.errors import InvalidInput, RetrysafeError, StoreError
 # In people's words; the limits themselves are where the options are declared.
 TAKES: Final = {
     "--limit": "a whole number from 1 to 100,000",
+    "--port": "a whole number from 0 to 65,535",
     "--rounds": "a whole number from 1 to 1,000,000",
     "--pause-ms": "a whole number of milliseconds from 0 to 60,000",
     "--busy-timeout": "a number of seconds, 0 or more",

@@ -23,6 +23,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from retrysafe.contrib.views import RULE_NAME, ViewRun, located, view_rule
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys import GlobalCaller
 from retrysafe.errors import InvalidInput
@@ -148,6 +149,8 @@ class _Protected:
         request_started.connect(self._keep_body, app)
         for path, endpoint in (
             (protection.policy_path, POLICY_ENDPOINT),
+            # Without a key there is nothing to tell, which is better said here than by a view.
+            (protection.status_path, STATUS_ENDPOINT),
             (f"{protection.status_path}<path:key>", STATUS_ENDPOINT),
         ):
             app.add_url_rule(path, endpoint, self._show_page, methods=["GET"], merge_slashes=False)
@@ -226,7 +229,7 @@ class _Protected:
 
     def _answer(self, route: Route | None, view: Callable[[], Any]) -> Any:
         around = request.environ.get(ATTEMPT_NAME)
-        if isinstance(around, Attempt):
+        if isinstance(around, Attempt | AtomicAttempt):
             # Somebody further out protects this very request; a second claim of its key would
             # find it in flight.
             g.idempotency = around
@@ -247,6 +250,8 @@ class _Protected:
         if body is None:
             return _native(protection.too_large(route, asked, prefix, plan.key))
         asked.body = body
+        if protection.is_cut_off(asked):
+            return _native(protection.cut_off(asked, prefix, plan.key))
         return self._answer_plan(plan, view)
 
     def _answer_plan(self, plan: Plan, view: Callable[[], Any]) -> Any:
@@ -268,7 +273,9 @@ def _rule_of(view: Any, method: str) -> Rule | None:
     return rule
 
 
-def _run_view(plan: Plan, view: Callable[[], Any], attempt: Attempt) -> tuple[Any, Response]:
+def _run_view(
+    plan: Plan, view: Callable[[], Any], attempt: Attempt | AtomicAttempt
+) -> tuple[Any, Response]:
     """Runs the view as Flask does, with the error handlers that answer for it."""
     g.idempotency = attempt
     request.environ[ATTEMPT_NAME] = attempt
@@ -366,7 +373,9 @@ def _read_body(limit_bytes: int) -> bytes | None:
         return None
     body = b"".join(chunks)
     request.environ["wsgi.input"] = BytesIO(body)
-    request.environ["CONTENT_LENGTH"] = str(len(body))
+    if length is None:
+        # A length that was declared stays: it tells whether all of the body has arrived.
+        request.environ["CONTENT_LENGTH"] = str(len(body))
     # Made anew, from the input that was just put there.
     read.pop("stream", None)
     return body

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.errors import PolicyInvalid
 from retrysafe.http.responses import Header, Response
@@ -57,14 +58,14 @@ class ViewRun:
     # A view returns its response; nothing is on its way before that.
     is_passing = False
 
-    def __init__(self, view: Callable[[Attempt], tuple[Any, Response]]) -> None:
+    def __init__(self, view: Callable[[Attempt | AtomicAttempt], tuple[Any, Response]]) -> None:
         self._view = view
         self._header_count = 0
         self.native: Any = None
         self.response: Response | None = None
         self.error: BaseException | None = None
 
-    def invoke(self, attempt: Attempt) -> Response:
+    def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
         """Runs the view."""
         try:
             self.native, response = self._view(attempt)

@@ -120,6 +120,16 @@ class Attempt:
             self._call, self._lease, connection, value, self._keep, self._check_complete, entries
         )
 
+    async def load_steps(self) -> None:
+        """Reads what earlier attempts recorded, which the attempt's ending has to fit.
+
+        For faces whose operations may complete in a thread, where the store cannot be awaited.
+        Raises `ClaimLost` and `StoreUnavailable`.
+        """
+        steps = self.steps_to_conclude
+        if steps is not None:
+            await steps.load()
+
     async def _check_complete(self) -> None:
         """Raises `StepsChanged` or `OperationUndone` when completing would leave steps out."""
         steps = self.steps_to_conclude
@@ -187,7 +197,16 @@ class Attempt:
     def _new_outbox(self) -> Staging:
         if self._joiner is None or not self._joiner.has_outbox:
             raise InvalidInput("this attempt's store has no outbox to stage entries in")
-        return Staging(self.key, self._secret, self.raise_if_lost)
+        return Staging(self.key, self._secret, self._require_stageable)
+
+    def _require_stageable(self) -> None:
+        self.raise_if_lost()
+        if self.steps is not None and self.steps.book.is_inside():
+            raise InvalidInput(
+                f"an entry of {self.key.text!r} was staged inside a step: a later attempt skips "
+                "the step, and the entry with it; stage it after the step",
+                key=self.key.text,
+            )
 
     def staged(self) -> tuple[StagedEntry, ...]:
         """What was staged, to be written with the outcome; nothing can be staged after it."""

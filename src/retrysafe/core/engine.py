@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from retrysafe.core import codec
+from retrysafe.core.atomic import RIVAL_RETRY_AFTER_SECONDS
+from retrysafe.core.atomic_lead import AtomicLead, Transacting
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.cache import CachedOutcome, ReplayCache
 from retrysafe.core.call import Answer, Call
@@ -110,9 +112,24 @@ class Engine:
         self._joiner = joiner
         self._stepper = stepper
         self._flights = Flights(lock)
+        self._atomic_lead = AtomicLead(
+            flights=self._flights,
+            monotonic=self._monotonic,
+            payload_of=self._settler.payload_of,
+            remember=self._remember,
+            report=report,
+        )
 
-    async def answer(self, call: Call, invoke: Invoke) -> Answer[Any]:
+    async def answer(
+        self,
+        call: Call,
+        invoke: Callable[[Any], Awaitable[Any]],
+        transacting: Transacting | None = None,
+    ) -> Answer[Any]:
         """The outcome of the key's one run, from this call or from an earlier one.
+
+        The operation gets its `Attempt`; with `transacting` an `AtomicAttempt`, and its claim and
+        its outcome are written in the transaction that is opened for it.
 
         Raises `KeyReused`, `OperationInFlight`, the stored failure, `OutcomeUnavailable`,
         `ClaimLost`, `OutcomeNotStored` or `StoreUnavailable`, and what the operation raises.
@@ -129,6 +146,8 @@ class Engine:
             try:
                 flight = self._flights.join(digest, mine, self._monotonic())
                 if flight is mine:
+                    if transacting is not None:
+                        return await self._atomic_lead.lead(flight, call, invoke, transacting)
                     return await self._lead(flight, call, invoke, wait_until)
             finally:
                 self._flights.land(digest, mine)
@@ -161,9 +180,12 @@ class Engine:
 
         It counts as a replay then. Raises `KeyReused`.
         """
-        cached = self.remembered(call)
+        if self._cache is None:
+            return False
+        cached = self._cache.find(call.key.digest, self._monotonic())
         if cached is None or cached.payload is not payload:
             return False
+        self._check_same(call, cached.fingerprints, "process")
         self._report(_REPLAYED, call.key, call.operation, cached.attempt, source="process")
         return True
 
@@ -389,13 +411,16 @@ class Engine:
             if joined and await self._is_settled(flight, call, joined, number, asked, None):
                 return Answer(joined.value, False, number)
             ending, payload = self._settler.payload_of(call, value, number)
+            entries = attempt.staged()
             steps = attempt.steps if attempt.is_first else attempt.steps_to_conclude
             if steps is not None:
-                verdict = await self._concluder.conclude(steps, lease, ending, payload, value=value)
+                verdict = await self._concluder.conclude(
+                    steps, lease, ending, payload, value=value, entries=entries
+                )
                 if verdict is not None:
                     return await self._end_by(verdict, flight, call, lease, number, verdict.error)
             payload = await self._settler.settle(
-                call, lease, ending, payload, number, value, attempt.staged()
+                call, lease, ending, payload, number, value, entries
             )
             self._remember_ending(call, flight, ending, payload, number, asked)
         finally:
@@ -510,12 +535,14 @@ class Engine:
     ) -> OperationInFlight:
         # Never zero: whoever is told to come back at once comes back in a tight loop.
         seconds = max(RETRY_AFTER_MINIMUM_SECONDS, flight.seconds_left(self._monotonic()))
+        lease = f"; its lease ends in {seconds:.1f} s unless it is renewed"
+        if flight.is_atomic:
+            seconds, lease = max(seconds, RIVAL_RETRY_AFTER_SECONDS), ""
         kind = EventKind.WAIT_ENDED if has_waited else EventKind.CONFLICTED
         self._report(kind, call.key, call.operation, source=source)
         waited = f" after a wait of {call.policy.wait_seconds:g} s" if has_waited else ""
         return in_flight(
             call,
-            f"the first run of {call.key.text!r} has not ended{waited}; its lease ends in "
-            f"{seconds:.1f} s unless it is renewed",
+            f"the first run of {call.key.text!r} has not ended{waited}{lease}",
             seconds,
         )

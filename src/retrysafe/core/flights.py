@@ -36,6 +36,7 @@ class Flight:
         "attempt",
         "conflict_ends_monotonic",
         "fingerprints",
+        "is_atomic",
         "is_mismatched",
         "is_released",
         "lease",
@@ -52,6 +53,8 @@ class Flight:
         # When the foreign lease ends by the local clock, once it is known that there is one.
         self.conflict_ends_monotonic: float | None = None
         self.is_mismatched = False
+        # Whether it runs in a transaction of the user's, which has no lease.
+        self.is_atomic = False
         self.is_released = False
         # What the store's silence was, when the leader could not even ask.
         self.outage: str | None = None

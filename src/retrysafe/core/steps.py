@@ -189,6 +189,10 @@ class StepBook:
         # The code belongs to this attempt, and no step lies behind it yet.
         return 0 if is_known else None
 
+    def is_inside(self) -> bool:
+        """Whether the running code is inside a step of this attempt."""
+        return self.place(is_known=False) == _INSIDE
+
     def enter(self) -> tuple[tuple[weakref.ref[StepBook], int], ...]:
         """Marks the running code as being inside a step; gives what `leave` puts back."""
         before = _trail.get()

@@ -14,7 +14,7 @@ from retrysafe.core import codec
 from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.lease import Lease
-from retrysafe.core.model import Ending, Payload, Step
+from retrysafe.core.model import Ending, Payload, StagedEntry, Step
 from retrysafe.core.ports import Orphanage, Renewals
 from retrysafe.core.replaying import replayed_value
 from retrysafe.core.settling import Settler
@@ -72,6 +72,7 @@ class Concluder:
         *,
         error: Exception | None = None,
         value: Any = None,
+        entries: tuple[StagedEntry, ...] = (),
     ) -> Verdict | None:
         """What has to be settled instead of this ending; None when it stands as it is.
 
@@ -86,7 +87,8 @@ class Concluder:
             # The caller is being cancelled, and the operation is done: its outcome must not be
             # lost with the caller. Its lease goes along until the ending is written.
             lease.is_adopted = True
-            self._orphanage.adopt(self._conclude_orphan(run, lease, ending, payload, error))
+            orphan = self._conclude_orphan(run, lease, ending, payload, error, entries)
+            self._orphanage.adopt(orphan)
             raise
 
     async def _conclude_orphan(
@@ -96,6 +98,7 @@ class Concluder:
         ending: Ending,
         payload: Payload,
         error: Exception | None,
+        entries: tuple[StagedEntry, ...],
     ) -> None:
         """The same for an ending whose caller is gone; there is nobody left to tell.
 
@@ -104,8 +107,11 @@ class Concluder:
         try:
             verdict = await _told(run, ending, payload, error, None, is_orphan=True)
             if verdict is not None:
-                ending, payload = verdict.ending, verdict.payload
-            await self._settler.settle(run.call, lease, ending, payload, run.attempt_number)
+                # Not what the operation said, so what it wanted to send is not sent.
+                ending, payload, entries = verdict.ending, verdict.payload, ()
+            await self._settler.settle(
+                run.call, lease, ending, payload, run.attempt_number, entries=entries
+            )
         except (_LeftToLease, RetrysafeError):
             return  # Reported where it was raised.
         finally:

@@ -20,12 +20,14 @@ from retrysafe.http.asgi_run import App, AppRun, Message, Receive, Scope, Send
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
+from retrysafe.http.recent import Head, Recent, Repetition, head_of
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response
 from retrysafe.http.rules import Match, Rule
 from retrysafe.runtime.tasks import AsyncFace
 
 _PAGE_METHODS: Final = ("GET", "HEAD")
+_UNREAD: Final = object()
 _logger = logging.getLogger("retrysafe")
 
 
@@ -81,6 +83,7 @@ class IdempotencyMiddleware:
         self._find = protection.find
         # The loop itself holds tasks weakly, so a run whose client has gone is held here.
         self._runs: set[AppRun] = set()
+        self._recent: Recent | None = Recent() if protection.is_told_by_headers else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; everything that is not HTTP passes untouched."""
@@ -124,22 +127,41 @@ class IdempotencyMiddleware:
         protection = self.protection
         scope: Scope = request.host
         request.parameters = match[1]
+        head = None if self._recent is None else head_of(request, prefix)
+        body: bytes | object | None = _UNREAD
+        repetition = None if self._recent is None or head is None else self._recent.find(head)
+        if repetition is not None:
+            body = await _read_body(receive, match[0].rule.request_limit_bytes)
+            if body == repetition.body and self.idempotency.repeats(
+                repetition.call, repetition.payload
+            ):
+                await _send(send, repetition.response())
+                return
         plan = protection.begin(match[0], request, prefix)
         if type(plan) is Plan:
-            body = await _read_body(receive, plan.route.rule.request_limit_bytes)
+            if body is _UNREAD:
+                body = await _read_body(receive, plan.route.rule.request_limit_bytes)
             if body is None:
                 return  # The client went away before it had asked for anything.
             if type(body) is bytes:
                 request.body = body
-                await self.answer(plan, scope, receive, send)
+                await self.answer(plan, scope, receive, send, head)
             else:
-                await _send(send, protection.too_large(plan.route, request, prefix, plan.key))
+                refusal = protection.too_large(plan.route, request, prefix, plan.key)
+                await _send_early(send, receive, refusal, request, is_body_read=body is _TOO_LARGE)
         elif isinstance(plan, Response):
-            await _send(send, plan)
+            await _send_early(send, receive, plan, request)
         else:
             await self.app(scope, receive, send)
 
-    async def answer(self, plan: Plan, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(
+        self,
+        plan: Plan,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        head: Head | None = None,
+    ) -> None:
         """Answers a planned request whose body has been read; raises what the application does."""
         protection = self.protection
         run: AppRun | None = None
@@ -148,25 +170,35 @@ class IdempotencyMiddleware:
             answer = self.idempotency.recall(call)
             if answer is None:
                 response = protection.closed_off(plan) if protection.breaker.is_open else None
-                if response is not None and protection.fail_open:
+                if response is not None and protection.runs_unprotected(plan):
                     await self._run_unprotected(call, plan, scope, receive, send)
                     return
                 if response is None:
                     run = AppRun(self.app, self._runs, plan, scope, receive, send)
                     response = await self._run(run, call)
             else:
-                response = protection.answered(plan, answer)
+                response = protection.answered(plan, answer, is_news=False)
+                self._keep(head, plan, call, response)
         except Exception as error:
             if run is not None and error is run.error:
                 raise  # The application's own: the server above us deals with it as ever.
-            refusal = protection.refused(plan, error)
+            refusal = protection.refused(plan, error, is_news=run is not None)
             if refusal is None or (run is not None and run.is_passing):
                 raise  # Another answer cannot follow the stream that was sent.
             response = refusal
         if not response.is_streamed:
             await _send(send, response)
+        elif run is not None:
+            await run.end_stream()
         if run is not None and not run.is_left:
             await run.finish()
+
+    def _keep(self, head: Head | None, plan: Plan, call: Call, response: Response) -> None:
+        """Remembers what this replay looks like, for the next request that is the same."""
+        outcome = self.idempotency.remembered(call)
+        if self._recent is not None and head is not None and outcome is not None:
+            repetition = Repetition(plan.request.body, call, outcome.payload, response)
+            self._recent.keep(head, repetition)
 
     async def _run_unprotected(
         self, call: Call, plan: Plan, scope: Scope, receive: Receive, send: Send
@@ -213,8 +245,12 @@ class IdempotencyMiddleware:
 
     async def _settle(self, run: AppRun, call: Call, waiter: asyncio.Future[Answer[Any]]) -> None:
         """Answers the call, and tells the waiter at once: a task's own callbacks come later."""
+        transaction: Any = run.plan.route.rule.transaction
         try:
-            answer = await self.idempotency.answer_call(call, run.invoke)
+            if transaction is None:
+                answer = await self.idempotency.answer_call(call, run.invoke)
+            else:
+                answer = await self.idempotency.answer_atomic(call, transaction, run.invoke)
         except Exception as error:
             if not waiter.done():
                 waiter.set_exception(error)
@@ -266,11 +302,13 @@ def _prefix(scope: Scope) -> str:
     return prefix
 
 
+# Bodies past the limit: read to their end, or with more of them to come.
 _TOO_LARGE: Final = object()
+_TOO_LARGE_ALREADY: Final = object()
 
 
 async def _read_body(receive: Receive, limit_bytes: int) -> bytes | object | None:
-    """The whole body; None when the client left, `_TOO_LARGE` past the limit."""
+    """The whole body; None when the client left, one of two marks past the limit."""
     message = await receive()
     if message["type"] != "http.request":
         return None
@@ -287,8 +325,8 @@ async def _read_body(receive: Receive, limit_bytes: int) -> bytes | object | Non
         size += len(chunk)
         chunks.append(chunk)
         if not message.get("more_body", False):
-            break
-    return b"".join(chunks) if size <= limit_bytes else _TOO_LARGE
+            return b"".join(chunks) if size <= limit_bytes else _TOO_LARGE
+    return _TOO_LARGE_ALREADY
 
 
 async def _send(send: Send, response: Response) -> None:
@@ -296,3 +334,39 @@ async def _send(send: Send, response: Response) -> None:
         {"type": "http.response.start", "status": response.status, "headers": response.headers}
     )
     await send({"type": "http.response.body", "body": response.body})
+
+
+# What is on its way when a client is refused by its head; a longer body is not waited for.
+_DROPPED_LIMIT_BYTES: Final = 64 * 1024
+
+
+async def _send_early(
+    send: Send,
+    receive: Receive,
+    response: Response,
+    request: Request,
+    *,
+    is_body_read: bool = False,
+) -> None:
+    """Answers at once, and ends the answer when the body has arrived.
+
+    An answer that ends before its request makes servers close the connection, and with HTTP/2 all
+    other requests on it; a client may then not even get the answer.
+    """
+    if is_body_read or request.header(b"expect") is not None:
+        # Who waits for leave to send the body is never going to.
+        await _send(send, response)
+        return
+    await send(
+        {"type": "http.response.start", "status": response.status, "headers": response.headers}
+    )
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    left = _DROPPED_LIMIT_BYTES
+    while left > 0:
+        message = await receive()
+        if message["type"] != "http.request":
+            return
+        if not message.get("more_body", False):
+            break
+        left -= len(message.get("body", b""))
+    await send({"type": "http.response.body", "body": b""})

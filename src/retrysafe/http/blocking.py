@@ -6,8 +6,9 @@ requests nor sends responses.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.events import EventKind
 from retrysafe.core.keys import Key
@@ -33,7 +34,7 @@ class Run(Protocol):
     def is_passing(self) -> bool:
         """Whether the response is on its way already, so that nothing else can be sent."""
 
-    def invoke(self, attempt: Attempt) -> Response:
+    def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
         """Runs it to the end of its response."""
 
 
@@ -44,24 +45,31 @@ def answered(
 
     Raises what the application raises, and errors of retrysafe that are not for clients.
     """
+    has_asked = False
     try:
         call = protection.call(plan)
         answer = idempotency.recall(call)
-        if answer is None and protection.breaker.is_open:
+        if answer is not None:
+            return protection.answered(plan, answer, is_news=False)
+        has_asked = True
+        if protection.breaker.is_open:
             refusal = protection.closed_off(plan)
-            if refusal is not None and protection.fail_open:
+            if refusal is not None and protection.runs_unprotected(plan):
                 # Nobody can tell whether it ran before; the service has asked for it.
                 idempotency.report(EventKind.UNPROTECTED, call.key, call.operation)
                 return None
             if refusal is not None:
                 return refusal
-        if answer is None:
+        transaction: Any = plan.route.rule.transaction
+        if transaction is None:
             answer = idempotency.answer_call(call, run.invoke)
+        else:
+            answer = idempotency.answer_atomic(call, transaction, run.invoke)
         return protection.answered(plan, answer, run.response)
     except Exception as error:
         if error is run.error:
             raise  # The application's own: whoever serves it deals with it as ever.
-        refusal = protection.refused(plan, error)
+        refusal = protection.refused(plan, error, is_news=has_asked)
         if refusal is None or run.is_passing:
             raise
         return refusal

@@ -11,6 +11,7 @@ from http.client import responses as reasons
 from io import BytesIO
 from typing import Any, Final
 
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys import GlobalCaller
 from retrysafe.http import blocking
@@ -98,7 +99,10 @@ class WSGIIdempotencyMiddleware:
             return self.app(environ, start_response)
         if isinstance(plan, Response):
             return _sent(start_response, plan)
-        body = _read_body(environ, plan.route.rule.request_limit_bytes)
+        try:
+            body = _read_body(environ, plan.route.rule.request_limit_bytes)
+        except _BodyCutOff:
+            return _sent(start_response, protection.cut_off(request, prefix, plan.key))
         if body is None:
             return _sent(
                 start_response, protection.too_large(plan.route, request, prefix, plan.key)
@@ -162,7 +166,7 @@ class _Run:
         self.response: Response | None = None
         self.error: BaseException | None = None
 
-    def invoke(self, attempt: Attempt) -> Response:
+    def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
         """Runs the application to the end of its response."""
         self._environ[ATTEMPT_NAME] = attempt
         try:
@@ -275,8 +279,12 @@ def prefix_of(environ: Environ) -> str:
     return _decoded(environ.get("SCRIPT_NAME", "")).rstrip("/")
 
 
+class _BodyCutOff(Exception):
+    """The client went away in the middle of its body."""
+
+
 def _read_body(environ: Environ, limit_bytes: int) -> bytes | None:
-    """The whole body; None past the limit."""
+    """The whole body; None past the limit. Raises `_BodyCutOff`."""
     stream = environ["wsgi.input"]
     declared = environ.get("CONTENT_LENGTH")
     if declared and declared.isdigit():
@@ -293,6 +301,10 @@ def _read_body(environ: Environ, limit_bytes: int) -> bytes | None:
             break
         chunks.append(chunk)
         left -= len(chunk)
+    if left and declared:
+        # Half a request was never asked for, and its key must stay free for the whole one. A body
+        # without a length is for the server to check: it alone knows how that ends.
+        raise _BodyCutOff
     body = b"".join(chunks)
     return body if len(body) <= limit_bytes else None
 

@@ -43,6 +43,7 @@ from retrysafe.runtime.calls import (
     request_tree,
     require_runnable,
 )
+from retrysafe.runtime.threaded_transaction import in_thread
 
 _logger = logging.getLogger("retrysafe")
 
@@ -167,6 +168,9 @@ class Face:
                 "PostgreSQL or a SQLite store"
             )
         transaction = join(connection)
+        if waits is Waits.SUSPENDING and transaction.waits is self._store.capabilities.waits:
+            # A store that blocks is used through a thread, and so are its transactions.
+            transaction = in_thread(transaction)
         if waits is not None and transaction.waits is not waits:
             needed = "Idempotency" if transaction.waits is Waits.BLOCKING else "AsyncIdempotency"
             kind = type(connection)

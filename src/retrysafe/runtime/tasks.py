@@ -7,24 +7,27 @@ import functools
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
 from types import CoroutineType, TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
+from retrysafe.core.cache import CachedOutcome
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Emit
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.joining import Joiner
 from retrysafe.core.keys import Key
-from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
+from retrysafe.core.model import Decision, OperatorCommand, Payload, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Transaction, Waits
 from retrysafe.core.stepping import Stepper
-from retrysafe.errors import InvalidInput
-from retrysafe.runtime.atomic_tasks import AtomicTasks
+from retrysafe.errors import InvalidInput, StoreError
+from retrysafe.runtime.atomic_tasks import AtomicTasks, TaskTransacting
 from retrysafe.runtime.calls import (
     ONCE_ATTRIBUTE,
     UNSET,
@@ -312,6 +315,14 @@ class AsyncFace(AtomicTasks, Face):
         """
         return self._bound().engine.recall(call)
 
+    def remembered(self, call: Call) -> CachedOutcome | None:
+        """For adapters: what this process remembers of the outcome; raises `KeyReused`."""
+        return self._bound().engine.remembered(call)
+
+    def repeats(self, call: Call, payload: Payload) -> bool:
+        """For adapters: whether this very payload still is the outcome; counts as a replay then."""
+        return self._bound().engine.repeats(call, payload)
+
     def answer_call(
         self, call: Call, operation: Callable[[Attempt], Awaitable[Any]]
     ) -> Coroutine[Any, Any, Answer[Any]]:
@@ -321,10 +332,37 @@ class AsyncFace(AtomicTasks, Face):
         """
         return self._answer(call, operation, None, None)
 
+    async def answer_atomic(
+        self,
+        call: Call,
+        transaction: Callable[[], AbstractAsyncContextManager[Any]],
+        operation: Callable[[AtomicAttempt], Awaitable[Any]],
+    ) -> Answer[Any]:
+        """For adapters: answers a call in a transaction, with its outcome and what it wrote.
+
+        `transaction` opens one and gives its connection; it commits at the end and rolls back on
+        any exception. It is asked only when neither this process nor a run in it has the answer.
+        Raises as `run` does, and `StoreUnavailable` for a transaction that could not be had.
+        """
+        parts = self._bound()
+        parts.gate.enter()
+        try:
+            transacting = TaskTransacting(transaction, self._atomic_block)
+            return await parts.engine.answer(call, operation, transacting)
+        finally:
+            parts.gate.leave()
+
     async def _answer(
         self, call: Call, operation: Callable[..., Awaitable[Any]], args: Any, kwargs: Any
     ) -> Answer[Any]:
         async def invoke(attempt: Attempt) -> Any:
+            if not attempt.is_first:
+                # Read at its end anyway; a thread that completes on a blocking connection needs it
+                # before that, and cannot wait for the loop.
+                try:
+                    await attempt.load_steps()
+                except StoreError:
+                    pass  # Asked again where it is needed, and raised there.
             token = current.set(attempt)
             try:
                 value: Any = operation(attempt) if args is None else operation(*args, **kwargs)

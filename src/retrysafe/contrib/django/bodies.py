@@ -28,6 +28,11 @@ def body_of(request: Any, asked: Request, limit_bytes: int) -> bytes | None:
     return body if len(body) <= limit_bytes else None
 
 
+def has_raw_body(request: Any) -> bool:
+    """Whether the body is as it was sent, and not put together again."""
+    return hasattr(request, "_body")
+
+
 def _put_together(request: Any, asked: Request) -> bytes:
     # Django reads every other kind of form from the body itself, and keeps that.
     if request.content_type != _MULTIPART or not (request.POST or request.FILES):

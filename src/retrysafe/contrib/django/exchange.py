@@ -15,8 +15,9 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.http import HttpResponse
 from django.http.response import HttpResponseBase
 
-from retrysafe.contrib.django.bodies import body_of
+from retrysafe.contrib.django.bodies import body_of, has_raw_body
 from retrysafe.contrib.views import ViewRun
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.values import NotStorable
 from retrysafe.http import blocking
@@ -78,6 +79,8 @@ def planned(
     if body is None:
         return native_of(protection.too_large(route, asked, prefix, plan.key))
     asked.body = body
+    if has_raw_body(django_request(request)) and protection.is_cut_off(asked):
+        return native_of(protection.cut_off(asked, prefix, plan.key))
     return plan
 
 
@@ -201,7 +204,7 @@ def answer(
     request = plan.request.host
     plain = django_request(request)
 
-    def run(attempt: Attempt) -> tuple[Any, Response]:
+    def run(attempt: Attempt | AtomicAttempt) -> tuple[Any, Response]:
         plain.idempotency = attempt
         token = _serving.set(request)
         try:
@@ -285,7 +288,7 @@ class _TaskRun:
         self._headers: list[Header] = []
         self._body = b""
 
-    async def serve(self, attempt: Attempt | None, send: Send) -> None:
+    async def serve(self, attempt: Attempt | AtomicAttempt | None, send: Send) -> None:
         """Runs the view and sends what it answers."""
         request = self._plan.request.host
         django_request(request).idempotency = attempt

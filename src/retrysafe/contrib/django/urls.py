@@ -13,7 +13,10 @@ from retrysafe.contrib.django.pages import page
 _protection = current().protection
 
 app_name = "retrysafe"
+_status_path = _protection.status_path.removeprefix("/")
 urlpatterns = [
     path(_protection.policy_path.removeprefix("/"), page, name="policy"),
-    path(f"{_protection.status_path.removeprefix('/')}<path:key>", page, name="status"),
+    # Without a key there is nothing to tell, which is better said here than by a view.
+    path(_status_path, page, name="status"),
+    path(f"{_status_path}<path:key>", page, name="status"),
 ]

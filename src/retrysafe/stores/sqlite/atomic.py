@@ -240,7 +240,14 @@ class SqliteTransaction:
         )
 
     def _require_same_file(self) -> None:
-        files = {name: file for _, name, file in self._connection.execute("PRAGMA database_list")}
+        try:
+            listed = self._connection.execute("PRAGMA database_list").fetchall()
+        except sqlite3.ProgrammingError as error:
+            raise InvalidInput(
+                f"this connection cannot be used here ({error}): for an event loop, open it with "
+                "check_same_thread=False"
+            ) from error
+        files = {name: file for _, name, file in listed}
         file = files.get("main")
         if not file or not self._path.exists() or not Path(file).samefile(self._path):
             raise InvalidInput(

@@ -14,12 +14,12 @@ from rich.table import Table
 from retrysafe.core.call import Answer
 from retrysafe.core.model import Condition, StoredKey
 from retrysafe.core.policy import InFlight
-from retrysafe.demo.charging import CALLER, Charge, Receipt
-from retrysafe.demo.ledger import CHARGED, STARTED, Ledger
-from retrysafe.demo.processes import Processes, WorkerProcess
-from retrysafe.demo.story import Story
-from retrysafe.demo.worker import Job
 from retrysafe.errors import KeyReused, OperationInFlight, StoreUnavailable
+from retrysafe.story.charging import CALLER, Charge, Receipt
+from retrysafe.story.ledger import CHARGED, STARTED, Ledger
+from retrysafe.story.processes import Processes, WorkerProcess
+from retrysafe.story.story import Story
+from retrysafe.story.worker import Job
 from retrysafe.wiring import Idempotency
 
 AMOUNT: Final = 4_200

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 from retrysafe import Key, SqliteStore
 from retrysafe.cli.app import app
 from retrysafe.core.model import RecordQuery
-from retrysafe.demo.ledger import CHARGED, Ledger
-from retrysafe.demo.processes import WorkerSilent
-from retrysafe.demo.show import Result, demonstrate
-from retrysafe.demo.story import Expectation, Story
 from retrysafe.runtime.drive import run_sync
+from retrysafe.story.ledger import CHARGED, Ledger
+from retrysafe.story.processes import WorkerSilent
+from retrysafe.story.show import Result, demonstrate
+from retrysafe.story.story import Expectation, Story
 
 
 def start(*args, **options):
@@ -32,7 +32,7 @@ def start(*args, **options):
     environment = dict(options.pop("env", os.environ))
     environment.pop("COLUMNS", None)
     return subprocess.Popen(
-        [sys.executable, "-m", "retrysafe", "demo", "--fast", *args],
+        [sys.executable, "-m", "retrysafe", "story", "--fast", *args],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -184,8 +184,8 @@ def test_a_double_charge_shows(monkeypatch):
 @pytest.mark.parametrize("flags", [(), ("--json",)])
 def test_a_failed_expectation_is_a_failed_command(monkeypatch, flags):
     result = Result("sqlite:///x.db", expectations=[Expectation("race", "charges", 1, 2)])
-    monkeypatch.setattr("retrysafe.cli.demonstrating.demonstrate", lambda *args, **rest: result)
-    outcome = CliRunner().invoke(app, ["demo", *flags])
+    monkeypatch.setattr("retrysafe.cli.telling.demonstrate", lambda *args, **rest: result)
+    outcome = CliRunner().invoke(app, ["story", *flags])
     assert outcome.exit_code == 1
     if flags:
         assert json.loads(outcome.stdout)["is_ok"] is False
@@ -195,8 +195,8 @@ def test_a_silent_worker_is_told_in_one_line(monkeypatch):
     def silent(*args, **rest):
         raise WorkerSilent("process 7 ended early")
 
-    monkeypatch.setattr("retrysafe.cli.demonstrating.demonstrate", silent)
-    outcome = CliRunner().invoke(app, ["demo"])
+    monkeypatch.setattr("retrysafe.cli.telling.demonstrate", silent)
+    outcome = CliRunner().invoke(app, ["story"])
     assert (outcome.exit_code, outcome.stderr) == (1, "retrysafe: process 7 ended early\n")
 
 
@@ -224,7 +224,7 @@ def test_the_summary_names_every_failure():
     ],
 )
 def test_a_store_that_cannot_serve_is_told(url, code, words):
-    outcome = CliRunner().invoke(app, ["demo", "--fast", "--store", url])
+    outcome = CliRunner().invoke(app, ["story", "--fast", "--store", url])
     assert outcome.exit_code == code
     assert words in outcome.stderr
     assert outcome.stderr.count("\n") == 1
@@ -236,10 +236,10 @@ def test_the_environment_does_not_choose_the_store(monkeypatch):
     seen = []
     monkeypatch.setenv("RETRYSAFE_STORE", "sqlite:///production.db")
     monkeypatch.setattr(
-        "retrysafe.cli.demonstrating.demonstrate",
+        "retrysafe.cli.telling.demonstrate",
         lambda url, **rest: seen.append(url) or Result("x"),
     )
-    assert CliRunner().invoke(app, ["demo"]).exit_code == 0
+    assert CliRunner().invoke(app, ["story"]).exit_code == 0
     assert seen == [None]
 
 
@@ -248,7 +248,7 @@ def test_the_ledger_keeps_what_many_processes_write(tmp_path):
     path = tmp_path / "ledger.jsonl"
     code = (
         "import os, sys\nfrom pathlib import Path\n"
-        "from retrysafe.demo.ledger import Entry, Ledger\n"
+        "from retrysafe.story.ledger import Entry, Ledger\n"
         "ledger = Ledger(Path(sys.argv[1]))\n"
         "sys.stdin.readline()\n"
         "for n in range(50): ledger.add(Entry('charged', 'k', n, os.getpid(), 1))\n"

@@ -1,4 +1,4 @@
-"""`retrysafe demo`: the demonstration, with its result as an exit code."""
+"""`retrysafe story`: the demonstration, with its result as an exit code."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import typer
 
 from retrysafe.cli import options, output
 from retrysafe.cli.problems import ExitCode, Problem
-from retrysafe.demo.processes import WorkerSilent
-from retrysafe.demo.show import demonstrate
+from retrysafe.story.processes import WorkerSilent
+from retrysafe.story.show import demonstrate
 
 
 @options.examples(
-    "retrysafe demo",
-    "retrysafe demo --fast --json",
+    "retrysafe story",
+    "retrysafe story --fast --json",
 )
-def demo(
+def story(
     context: typer.Context,
     # Not from the environment: the demonstration must not leave its keys in a store of others.
     store: Annotated[

@@ -20,12 +20,12 @@ from rich.console import Console
 
 from retrysafe.core.model import RecordQuery
 from retrysafe.core.ports import Waits
-from retrysafe.demo import acts
-from retrysafe.demo.ledger import CHARGED, STARTED, Ledger
-from retrysafe.demo.processes import Processes
-from retrysafe.demo.story import Expectation, Story
 from retrysafe.errors import StoreUrlInvalid
 from retrysafe.runtime.drive import run_sync
+from retrysafe.story import acts
+from retrysafe.story.ledger import CHARGED, STARTED, Ledger
+from retrysafe.story.processes import Processes
+from retrysafe.story.story import Expectation, Story
 from retrysafe.wiring import Idempotency, open_store
 
 # Long enough to read "retry in 4.9 s" and wait for it, short enough to stay.

@@ -1,4 +1,4 @@
-"""A worker process of the demonstration: `python -m retrysafe.demo.worker`.
+"""A worker process of the demonstration: `python -m retrysafe.story.worker`.
 
 It reads its job as one JSON line, says what happens to it in JSON lines, and ends when its
 input does, so that it never outlives the demonstration.
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from retrysafe.core.policy import InFlight
-from retrysafe.demo.charging import Charge
-from retrysafe.demo.ledger import Ledger
 from retrysafe.errors import RetrysafeError
 from retrysafe.runtime.current import current_attempt
+from retrysafe.story.charging import Charge
+from retrysafe.story.ledger import Ledger
 from retrysafe.wiring import Idempotency
 
 

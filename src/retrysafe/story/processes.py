@@ -11,7 +11,7 @@ import threading
 from types import TracebackType
 from typing import Any, Final, Self
 
-from retrysafe.demo.worker import Job
+from retrysafe.story.worker import Job
 
 # A worker that is silent for so long is stuck; the demonstration must end on its own.
 PATIENCE_SECONDS: Final = 60.0
@@ -27,7 +27,7 @@ class WorkerProcess:
     def __init__(self, job: Job) -> None:
         # A session of its own: Ctrl-C is for the demonstration, which then ends its workers.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "retrysafe.demo.worker"],
+            [sys.executable, "-m", "retrysafe.story.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,0 +1,177 @@
+"""The servers: how each is started on loopback, with one of the applications, and stopped.
+
+A framework joins the table with one line here and a module in `apps` whose `make` gives its
+application, with the same routes, behind the framework's own integration.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from tests.http_cases.cases import (
+    ASGI,
+    FRAMEWORK,
+    HTTP_1,
+    HTTP_2,
+    ONE_PROCESS,
+    PROCESSES,
+    RAW_APPLICATION,
+    WSGI,
+)
+from tests.http_cases.configuration import APPLICATION_VARIABLE, DIRECTORY_VARIABLE
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 60
+STOP_SECONDS = 20
+_TARGET = "tests.http_cases.apps.served:application"
+# Every request of the largest crowd may be waiting at the same time.
+_THREADS = "128"
+
+
+@dataclass(frozen=True)
+class ServerKind:
+    """A server with an application, and what is special about the two."""
+
+    name: str
+    # The protocol and the module in `apps`.
+    application: str
+    command: tuple[str, ...]
+    traits: frozenset[str] = field(default=frozenset())
+
+
+_UVICORN = (
+    *("uvicorn", _TARGET, "--host", "127.0.0.1", "--port", "{port}"),
+    *("--log-level", "warning", "--ws", "wsproto", "--lifespan", "on"),
+    # A play may pause between two requests on a busy machine.
+    *("--timeout-keep-alive", "75"),
+)
+_GRANIAN = (
+    *("granian", _TARGET, "--host", "127.0.0.1", "--port", "{port}"),
+    *("--interface", "asgi", "--http", "1", "--log-level", "warning"),
+)
+_HYPERCORN = (
+    *("hypercorn", _TARGET, "--bind", "127.0.0.1:{port}", "--log-level", "warning"),
+    *("--keep-alive", "75"),
+)
+_GUNICORN = (
+    *("gunicorn", _TARGET, "--bind", "127.0.0.1:{port}", "--worker-class", "gthread"),
+    *("--threads", _THREADS, "--log-level", "warning", "--keep-alive", "75"),
+    *("--worker-connections", "4000", "--graceful-timeout", "5"),
+)
+
+
+def _kind(name: str, application: str, command: tuple[str, ...], *traits: str) -> ServerKind:
+    protocol, _, module = application.partition(":")
+    usual = {
+        name,
+        protocol,
+        HTTP_1 if HTTP_2 not in traits else HTTP_2,
+        ONE_PROCESS if PROCESSES not in traits else PROCESSES,
+        RAW_APPLICATION if module.startswith("raw_") else FRAMEWORK,
+    }
+    return ServerKind(name, application, command, frozenset({*usual, *traits}))
+
+
+KINDS = (
+    _kind("uvicorn", f"{ASGI}:raw_asgi", _UVICORN),
+    _kind("granian", f"{ASGI}:raw_asgi", _GRANIAN),
+    _kind("hypercorn-http2", f"{ASGI}:raw_asgi", _HYPERCORN, HTTP_2),
+    _kind("gunicorn", f"{WSGI}:raw_wsgi", (*_GUNICORN, "--workers", "1")),
+    _kind(
+        "gunicorn-preloaded",
+        f"{WSGI}:raw_wsgi",
+        (*_GUNICORN, "--workers", "2", "--preload"),
+        PROCESSES,
+    ),
+    _kind("starlette", f"{ASGI}:starlette_app", _UVICORN),
+    _kind("fastapi", f"{ASGI}:fastapi_app", _UVICORN),
+    _kind("litestar", f"{ASGI}:litestar_app", _UVICORN),
+    _kind("flask", f"{WSGI}:flask_app", (*_GUNICORN, "--workers", "1")),
+    _kind("flask-rules", f"{WSGI}:flask_rules_app", (*_GUNICORN, "--workers", "1")),
+)
+KINDS_BY_NAME = {kind.name: kind for kind in KINDS}
+
+
+@dataclass
+class RunningServer:
+    """A server process, and where to find it."""
+
+    kind: ServerKind
+    process: subprocess.Popen[bytes]
+    directory: Path
+    port: int
+    log: IO[bytes]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait_until_ready(self) -> None:
+        """Returns when the server answers; raises when it ends instead, with what it said."""
+        give_up = time.monotonic() + START_SECONDS
+        while time.monotonic() < give_up:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"{self.kind.name} ended while starting: {self.said()}")
+            try:
+                with urlopen(f"{self.url}/idempotency-policy", timeout=5) as response:
+                    assert response.status == 200
+                    return
+            except (URLError, ConnectionError, TimeoutError):
+                time.sleep(0.05)
+        raise RuntimeError(f"{self.kind.name} did not start in time: {self.said()}")
+
+    def said(self) -> str:
+        """What the server has written so far."""
+        return Path(self.log.name).read_text(errors="replace")[-4000:]
+
+    def stop(self) -> None:
+        """Ends the process; one that does not end by itself is killed and reported."""
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise RuntimeError(f"{self.kind.name} did not stop: {self.said()}") from None
+        finally:
+            self.log.close()
+            (shutil.copy(self.log.name, f"/tmp/cases-{self.kind.name}.log"))
+            shutil.rmtree(self.directory)
+
+
+def start(kind: ServerKind) -> RunningServer:
+    """Starts a server; `wait_until_ready` tells when it answers."""
+    # Short, because the path of a socket has a limit.
+    directory = Path(tempfile.mkdtemp(prefix="cases-"))
+    port = _free_port()
+    log = (directory / "server.log").open("wb")
+    process = subprocess.Popen(
+        [sys.executable, "-m", *(part.replace("{port}", str(port)) for part in kind.command)],
+        env=os.environ
+        | {
+            DIRECTORY_VARIABLE: str(directory),
+            APPLICATION_VARIABLE: kind.application,
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        },
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        cwd=ROOT,
+    )
+    return RunningServer(kind, process, directory, port, log)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
