@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
@@ -320,6 +321,20 @@ async def async_order(request):
     return await sync_to_async(order_in_transaction)(request)
 
 
+@contextmanager
+def in_transaction():
+    with transaction.atomic(using=till.alias):
+        yield connections[till.alias]
+
+
+@idempotent(transaction=in_transaction)
+def atomic_order(request):
+    with request.idempotency.connection.cursor() as cursor:
+        cursor.execute("INSERT INTO orders VALUES ('pen')")
+    till.note("order")
+    return JsonResponse({"order": "pen"}, status=json.loads(request.body)["status"])
+
+
 def blocks_around() -> int:
     return len(connections[till.alias].atomic_blocks)
 
@@ -418,6 +433,7 @@ urlpatterns = [
     path("things/<name>", delete),
     path("orders", order),
     path("async-orders", async_order),
+    path("atomic-orders", atomic_order),
     path("writing", writing),
     path("writing-alone", writing_alone),
     path("writing-alone-inside", writing_alone_inside),

@@ -436,6 +436,20 @@ def test_a_response_that_asks_for_a_retry_cannot_be_committed(make_shop, databas
     assert shop.till.orders() == []
 
 
+def test_a_rule_with_a_transaction_makes_claim_writes_and_response_one(make_shop, database):
+    """The view finds its connection in the attempt; what is not kept is rolled back."""
+    shop = make_shop(f"sqlite:///{database}", Till(database))
+    assert shop.idem.read("k-1", caller=bearer(shop)) is None  # The tables are there now.
+    assert shop.post("/atomic-orders", json={"status": 503}).get_json() == {"order": "pen"}
+    assert shop.till.orders() == []
+    first, second = (shop.post("/atomic-orders", json={"status": 201}, key="b") for _ in "12")
+    assert (first.status_code, is_replay(second)) == (201, True)
+    assert shop.till.orders() == ["pen"]
+    shop.till.error = LookupError()
+    assert shop.post("/atomic-orders", json={"status": 201}, key="c").status_code == 500
+    assert shop.till.orders() == ["pen"]
+
+
 # Views of classes, and where views stand.
 
 
@@ -485,7 +499,7 @@ def test_the_policy_page_lists_the_views(shop):
     assert routes.keys() == {
         *("/charges", "/async-charges", "/notes", "/open", "/orders", "/uploads", "/stream"),
         *("/bodies/{way}", "/events", "/passing", "/files", "/things/{name}", "/carts"),
-        *("/boxes/{size}", "/v1/refunds/{number}"),
+        *("/boxes/{size}", "/v1/refunds/{number}", "/atomic-orders"),
     }
     assert routes["/notes"]["key"] == "optional"
     assert routes["/open"]["key"] == "off"
