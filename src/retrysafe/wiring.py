@@ -129,7 +129,7 @@ def postgres_store(url: str, *, is_async: bool) -> PostgresStore:
     except ImportError as error:
         raise StoreUrlInvalid(
             f"{location} needs a driver that is not installed ({error.name}): "
-            f"pip install 'retrysafe[{extra}]'"
+            f"install its extra, from a clone with pip install '/path/to/clone[{extra}]'"
         ) from error
     made = (connector.AsyncpgConnector if is_async else connector.PsycopgConnector)(
         parts.plain, location, parts.pool

@@ -104,11 +104,13 @@ class Retrysafe:
         app.extensions[EXTENSION] = _Protected(app, idempotency, protection)
 
     @staticmethod
-    def idempotent(**options: Any) -> Callable[[View], View]:
+    def idempotent(*misplaced: Any, **options: Any) -> Callable[[View], View]:
         """Decorates a view so that each key runs it once; takes what `Rule` takes but the path.
 
         Put it below the route and below decorators that check who calls. Raises `PolicyInvalid`.
         """
+        if misplaced:
+            raise InvalidInput("write @retrysafe.idempotent() above the view, with the brackets")
         rule = view_rule(options)
 
         def decorate(view: View) -> View:

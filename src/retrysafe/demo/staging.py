@@ -30,4 +30,5 @@ def crash_point(step: Step, wish: CheckoutWish, attempt: Attempt) -> None:
 
 def _crash() -> None:
     # No cleanup, no goodbye: as after a power cut, only what is committed is there.
+    os.write(2, b"Crashed as asked. Start the demo again, and send the same request again.\n")
     os._exit(CRASH_CODE)

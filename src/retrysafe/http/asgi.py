@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.keys import GlobalCaller, Key
-from retrysafe.errors import StoreError
+from retrysafe.errors import InvalidInput, StoreError
 from retrysafe.http.asgi_run import App, AppRun, Message, Receive, Scope, Send
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
@@ -23,7 +23,7 @@ from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan,
 from retrysafe.http.recent import Head, Recent, Repetition, head_of
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response
-from retrysafe.http.rules import Match, Rule
+from retrysafe.http.rules import Match, Rule, checked_rules
 from retrysafe.runtime.tasks import AsyncFace
 
 _PAGE_METHODS: Final = ("GET", "HEAD")
@@ -53,6 +53,12 @@ class IdempotencyMiddleware:
         challenge: str = "Bearer",
         breaker: Breaker | None = None,
     ) -> None:
+        """Raises `InvalidInput` and `PolicyInvalid` for what would fail with the first request."""
+        if not isinstance(idempotency, AsyncFace):
+            raise InvalidInput(
+                f"an ASGI application needs an AsyncIdempotency object, got {idempotency!r}"
+            )
+        rules = checked_rules(rules)
         protection = Protection(
             idempotency.settings,
             caller=caller,

@@ -171,6 +171,22 @@ class Rule:
             raise PolicyInvalid("a rule with a transaction sends nothing before it has committed")
 
 
+def checked_rules(rules: Iterable[Rule] | None) -> tuple[Rule, ...] | None:
+    """The rules of an application; raises `PolicyInvalid` for an empty list.
+
+    Leaving them out protects everything, and an empty list would protect nothing.
+    """
+    if rules is None or isinstance(rules, Rule):
+        return rules  # type: ignore[return-value]
+    listed = tuple(rules)
+    if not listed:
+        raise PolicyInvalid(
+            "an empty list of rules would protect nothing: leave rules out to protect every POST, "
+            "PUT, PATCH and DELETE"
+        )
+    return listed
+
+
 def _checked_methods(methods: Iterable[str]) -> tuple[str, ...]:
     if isinstance(methods, str):
         methods = (methods,)

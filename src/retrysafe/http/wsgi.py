@@ -14,13 +14,14 @@ from typing import Any, Final
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys import GlobalCaller
+from retrysafe.errors import InvalidInput
 from retrysafe.http import blocking
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response, is_event_stream
-from retrysafe.http.rules import Match, Rule, Streaming
+from retrysafe.http.rules import Match, Rule, Streaming, checked_rules
 from retrysafe.runtime.blocking import BlockingIdempotency
 
 Environ = dict[str, Any]
@@ -55,6 +56,12 @@ class WSGIIdempotencyMiddleware:
         challenge: str = "Bearer",
         breaker: Breaker | None = None,
     ) -> None:
+        """Raises `InvalidInput` and `PolicyInvalid` for what would fail with the first request."""
+        if not isinstance(idempotency, BlockingIdempotency):
+            raise InvalidInput(
+                f"a WSGI application needs an Idempotency object, got {idempotency!r}"
+            )
+        rules = checked_rules(rules)
         self.app = app
         self.idempotency = idempotency
         self.protection = Protection(
