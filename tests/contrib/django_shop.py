@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
@@ -64,6 +65,7 @@ class Till:
     started: threading.Event | None = None
     go_on: threading.Event = field(default_factory=threading.Event)
     alias: str = ""
+    opened: io.BytesIO | None = None
     atomic_blocks: list[int] = field(default_factory=list)
 
     def note(self, what: Any) -> int:
@@ -191,7 +193,18 @@ def upload(request):
     )
 
 
+def peeking(view):
+    """Looks into the file, and leaves it there."""
+
+    def peek(request):
+        request.FILES["file"].read(2)
+        return view(request)
+
+    return peek
+
+
 @csrf_protect
+@peeking
 @idempotent()
 def guarded_upload(request):
     return upload.__wrapped__(request)
@@ -233,7 +246,10 @@ async def async_stream(request):
 @idempotent()
 def file(request):
     till.note("file")
-    return FileResponse(io.BytesIO(b"report"), filename="r.txt", as_attachment=True)
+    till.opened = io.BytesIO(b"report")
+    response = FileResponse(till.opened, filename="r.txt", as_attachment=True)
+    response.set_cookie("file", "1")
+    return response
 
 
 @idempotent()
@@ -303,6 +319,20 @@ def order(request):
 async def async_order(request):
     till.note("order")
     return await sync_to_async(order_in_transaction)(request)
+
+
+@contextmanager
+def in_transaction():
+    with transaction.atomic(using=till.alias):
+        yield connections[till.alias]
+
+
+@idempotent(transaction=in_transaction)
+def atomic_order(request):
+    with request.idempotency.connection.cursor() as cursor:
+        cursor.execute("INSERT INTO orders VALUES ('pen')")
+    till.note("order")
+    return JsonResponse({"order": "pen"}, status=json.loads(request.body)["status"])
 
 
 def blocks_around() -> int:
@@ -403,6 +433,7 @@ urlpatterns = [
     path("things/<name>", delete),
     path("orders", order),
     path("async-orders", async_order),
+    path("atomic-orders", atomic_order),
     path("writing", writing),
     path("writing-alone", writing_alone),
     path("writing-alone-inside", writing_alone_inside),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from io import BytesIO
@@ -141,6 +141,20 @@ def make_app(till: Till) -> Flask:
         if body.get("breaks"):
             raise LookupError("after the commit")
         return made
+
+    @contextmanager
+    def in_transaction():
+        with closing(sqlite3.connect(till.path, isolation_level=None)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            with connection:
+                yield connection
+
+    @app.post("/atomic-orders")
+    @retrysafe.idempotent(transaction=in_transaction)
+    def atomic_order():
+        g.idempotency.connection.execute("INSERT INTO orders VALUES ('pen')")
+        till.note("order")
+        return {"order": "pen"}, request.get_json()["status"]
 
     @app.post("/uploads")
     @retrysafe.idempotent()

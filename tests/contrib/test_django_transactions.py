@@ -62,6 +62,24 @@ def test_a_decline_is_committed_as_a_failure(world, tmp_path):
         assert shop.till.orders() == ["pen"]
 
 
+@pytest.mark.parametrize("atomic_requests", [False, True])
+def test_a_rule_with_a_transaction_makes_claim_writes_and_response_one(
+    world, tmp_path, atomic_requests
+):
+    """The view finds its connection in the attempt; what is not kept is rolled back."""
+    with opened(world, tmp_path, atomic_requests=atomic_requests) as shop:
+        assert shop.idem.read("k-1", caller="user:alice") is None  # The tables are there now.
+        assert shop.post("/atomic-orders", json={"status": 503}).json() == {"order": "pen"}
+        assert shop.till.orders() == []
+        first, second = (shop.post("/atomic-orders", json={"status": 201}, key="b") for _ in "12")
+        assert (first.status_code, is_replay(second)) == (201, True)
+        assert shop.till.orders() == ["pen"]
+        shop.till.error = LookupError()
+        assert shop.post("/atomic-orders", json={"status": 201}, key="c").status_code == 500
+        assert shop.till.orders() == ["pen"]
+        assert shop.idem.read("c", caller="user:alice") is None
+
+
 # ATOMIC_REQUESTS.
 
 

@@ -436,6 +436,20 @@ def test_a_response_that_asks_for_a_retry_cannot_be_committed(make_shop, databas
     assert shop.till.orders() == []
 
 
+def test_a_rule_with_a_transaction_makes_claim_writes_and_response_one(make_shop, database):
+    """The view finds its connection in the attempt; what is not kept is rolled back."""
+    shop = make_shop(f"sqlite:///{database}", Till(database))
+    assert shop.idem.read("k-1", caller=bearer(shop)) is None  # The tables are there now.
+    assert shop.post("/atomic-orders", json={"status": 503}).get_json() == {"order": "pen"}
+    assert shop.till.orders() == []
+    first, second = (shop.post("/atomic-orders", json={"status": 201}, key="b") for _ in "12")
+    assert (first.status_code, is_replay(second)) == (201, True)
+    assert shop.till.orders() == ["pen"]
+    shop.till.error = LookupError()
+    assert shop.post("/atomic-orders", json={"status": 201}, key="c").status_code == 500
+    assert shop.till.orders() == ["pen"]
+
+
 # Views of classes, and where views stand.
 
 
@@ -469,7 +483,7 @@ def test_an_application_under_a_prefix(shop):
 def test_a_middleware_around_the_application_protects_once(make_shop):
     """Its claim covers the view; a second one would find the key in flight."""
     shop = make_shop()
-    shop.app.wsgi_app = WSGIIdempotencyMiddleware(shop.app.wsgi_app, shop.idem, caller=GLOBAL)
+    shop.app.wsgi_app = WSGIIdempotencyMiddleware(shop.app.wsgi_app, shop.idem, caller=bearer_token)
     assert shop.post().status_code == 201
     assert is_replay(shop.post())
     assert shop.till.runs == ["charge"]
@@ -485,7 +499,7 @@ def test_the_policy_page_lists_the_views(shop):
     assert routes.keys() == {
         *("/charges", "/async-charges", "/notes", "/open", "/orders", "/uploads", "/stream"),
         *("/bodies/{way}", "/events", "/passing", "/files", "/things/{name}", "/carts"),
-        *("/boxes/{size}", "/v1/refunds/{number}"),
+        *("/boxes/{size}", "/v1/refunds/{number}", "/atomic-orders"),
     }
     assert routes["/notes"]["key"] == "optional"
     assert routes["/open"]["key"] == "off"

@@ -321,10 +321,6 @@ class _TaskRun:
     def native_reply(self) -> Any:
         """What was sent: the view's own response with what was added to it, or another one."""
         own = self._response
-        if (
-            own is not None
-            and (own.status, own.body) == (self._status, self._body)
-            and own.headers == self._headers[: len(own.headers)]
-        ):
+        if own is not None and (own.status, own.body) == (self._status, self._body):
             return with_headers(self._native, self._headers[len(own.headers) :])
         return native_of(Response(self._status, self._headers, self._body))
