@@ -54,7 +54,7 @@ def results(request, fleet):
 async def _play_all(running, selected):
     stage = Stage()
     listener = await stage.open(running.directory)
-    server = Server(running.url, running.directory, running.kind.traits, stage)
+    server = Server(running.urls, running.directory, running.kind.traits, stage)
     turns = asyncio.Semaphore(PLAYS_AT_ONCE)
 
     async def played(case):

@@ -43,8 +43,11 @@ class Begun:
 class Server:
     """A running server as the plays see it."""
 
-    def __init__(self, url: str, directory: Path, traits: frozenset[str], stage: Stage) -> None:
-        self.url = url
+    def __init__(
+        self, urls: dict[str, str], directory: Path, traits: frozenset[str], stage: Stage
+    ) -> None:
+        # Where each mount is served.
+        self.urls = urls
         self.directory = directory
         self.traits = traits
         self.stage = stage
@@ -56,11 +59,11 @@ class Server:
         prefix = mount_of(case.asks[0].path).prefix
         return self._mount_locks.setdefault(prefix, asyncio.Lock()) if prefix else asyncio.Lock()
 
-    def client(self) -> httpx.AsyncClient:
-        """A client with one connection."""
+    def client(self, prefix: str) -> httpx.AsyncClient:
+        """A client with one connection to a mount."""
         is_http_2 = HTTP_2 in self.traits
         return httpx.AsyncClient(
-            base_url=self.url,
+            base_url=self.urls[prefix],
             http1=not is_http_2,
             http2=is_http_2,
             verify=_ONE_CONTEXT,
@@ -84,7 +87,8 @@ class Play:
         self.runs = 0
         self.answers: list[Answer | None] = []
         self._begun: dict[str, Begun] = {}
-        self._client = server.client()
+        self._url = server.urls[self.mount.prefix]
+        self._client = self._new_client()
 
     async def perform(self) -> None:
         """Plays every step; raises AssertionError for an answer that is not the expected one."""
@@ -127,7 +131,7 @@ class Play:
                 if isinstance(expectation, cases.Broken):
                     # Servers close the connection of an application that raised, now or soon.
                     await self._client.aclose()
-                    self._client = self.server.client()
+                    self._client = self._new_client()
 
     async def _direct(self, step: Any) -> None:
         """Follows a stage direction."""
@@ -155,7 +159,7 @@ class Play:
             case cases.CutOff(ask):
                 await self._cut_off(ask)
             case cases.Upgrade(path):
-                await wire.read_greeting(server.url, path)
+                await wire.read_greeting(self._url, path)
             case cases.Crowd():
                 await self._crowd(step)
             case cases.Flood():
@@ -180,6 +184,9 @@ class Play:
 
     # Requests.
 
+    def _new_client(self) -> httpx.AsyncClient:
+        return self.server.client(self.mount.prefix)
+
     def _token(self, caller: str) -> str:
         return f"{caller}-{self.name}"
 
@@ -196,9 +203,7 @@ class Play:
             lines.append((b"content-type", ask.content_type.encode()))
         lines.append((ACT_HEADER.encode(), ask.act.header().encode()))
         lines += [(name.encode(), self._filled(value).encode()) for name, value in ask.headers]
-        return wire.Told(
-            self.server.url, ask.method, self._filled(ask.path), lines, ask.body, ask.pieces
-        )
+        return wire.Told(self._url, ask.method, self._filled(ask.path), lines, ask.body, ask.pieces)
 
     def _filled(self, text: str) -> str:
         return text.replace("{play}", self.name)
@@ -235,7 +240,7 @@ class Play:
         return Answer(response.status_code, lines, body)
 
     def _start(self, name: str, ask: Ask) -> None:
-        client = self.server.client()
+        client = self._new_client()
         begun = Begun(ask, client, None, [], asyncio.Condition())  # type: ignore[arg-type]
         begun.task = asyncio.create_task(self._exchange(self._told(ask), client, begun))
         self._begun[name] = begun
@@ -263,7 +268,7 @@ class Play:
         if HTTP_2 not in self.server.traits:
             await wire.cut_off(told)
             return
-        client = self.server.client()
+        client = self._new_client()
         try:
             with_content = client.build_request(
                 told.method, told.path, headers=told.lines, content=_broken_off(told.body)
@@ -294,7 +299,7 @@ class Play:
         point = "crowd"
         told = self._told(replace(crowd.ask, act=crowd.ask.act.held_at(point)))
         # A connection each: on one that is shared, the client's answers wait for each other.
-        clients = [self.server.client() for _ in range(crowd.count)]
+        clients = [self._new_client() for _ in range(crowd.count)]
         try:
             tasks = {asyncio.create_task(self._exchange(told, client, None)) for client in clients}
             await self.stage.arrival(self.name, point)
@@ -325,7 +330,7 @@ class Play:
     async def _flood(self, flood: cases.Flood) -> None:
         told = self._told(flood.ask)
         before = self._store_calls()
-        clients = [self.server.client() for _ in range(FLOOD_CONNECTIONS)]
+        clients = [self._new_client() for _ in range(FLOOD_CONNECTIONS)]
 
         async def ask_on(client: httpx.AsyncClient) -> list[Answer | None]:
             return [
