@@ -47,6 +47,7 @@ format: setup ## Format the code
 	$(BIN)/ruff check --fix .
 
 bench: setup ## Measure against a baseline in the same run
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/bench.txt
 	$(BIN)/python -m benchmarks
 
 soak: setup ## Run the simulation and overlapping batches for much longer than the tests do
@@ -59,6 +60,7 @@ docs: setup ## Generate the generated parts of the documents
 pins: setup ## Pin the development requirements again
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate requirements/dev.in -o requirements/dev.txt
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate requirements/bench.in -o requirements/bench.txt
 
 clean: ## Remove the environment and what the tests left
 	rm -rf $(VENV) .coverage .hypothesis .mypy_cache .ruff_cache var dist build

@@ -18,6 +18,7 @@ from retrysafe import (
     Idempotency,
     Policy,
     SqliteStore,
+    StoreUnavailable,
     current_attempt,
 )
 
@@ -235,3 +236,52 @@ def test_the_loop_itself_is_never_blocked_by_the_question_of_fate(path):
 
     assert on_loop(Noting(path), "order-1", placing(path)).value == "in the transaction"
     assert [name.rpartition("_")[0] for name in asked] == ["retrysafe-store"]
+
+
+def again_on_loop(url, work):
+    """A first attempt that fails, and a second one that works in a thread."""
+
+    async def main():
+        async with AsyncIdempotency(url, caller="shop") as idem:
+
+            async def operation():
+                if current_attempt().is_first:
+                    raise ConnectionError("the first attempt fails")
+                return await asyncio.to_thread(work)
+
+            with pytest.raises(ConnectionError):
+                await idem.run("order-1", operation, name="place", request=None)
+            return await idem.run("order-1", operation, name="place", request=None)
+
+    return asyncio.run(main())
+
+
+def test_a_later_attempt_completes_in_its_thread_too(path):
+    """What earlier attempts recorded has been read by then: a thread cannot wait for the loop."""
+    assert again_on_loop(f"sqlite:///{path}", placing(path)) == "in the transaction"
+    assert orders(path) == ["pen"]
+
+
+def test_a_later_attempt_completes_on_postgresql_too(shop):
+    def work():
+        with psycopg.connect(shop.server_url) as connection:
+            current_attempt().complete_in(connection, "in the transaction")
+
+    assert again_on_loop(shop.store_url, work) == "in the transaction"
+
+
+def test_a_store_that_cannot_be_read_does_not_keep_a_later_attempt_from_running(path):
+    """The steps are asked for early and once more at the end; only the second time counts."""
+
+    class Away(SqliteStore):
+        reads = 0
+
+        async def read(self, key):
+            self.reads += 1
+            if self.reads <= 3:
+                raise StoreUnavailable("away")
+            return await super().read(key)
+
+    store = Away(path)
+    assert again_on_loop(store, lambda: "by the engine") == "by the engine"
+    assert store.reads == 4

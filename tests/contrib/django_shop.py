@@ -48,12 +48,8 @@ SETTINGS = {
     "DEBUG": False,
     "TEMPLATES": [{"BACKEND": "django.template.backends.django.DjangoTemplates"}],
     "MIDDLEWARE": [f"{__name__}.signing", f"{__name__}.AccountMiddleware"],
-    "REST_FRAMEWORK": {
-        "DEFAULT_AUTHENTICATION_CLASSES": ["tests.contrib.django_shop_api.TokenAuthentication"],
-        "DEFAULT_PERMISSION_CLASSES": [],
-        "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
-        "UNAUTHENTICATED_USER": None,
-    },
+    # The usual one needs the tables of Django's own users.
+    "REST_FRAMEWORK": {"UNAUTHENTICATED_USER": None},
     "LOGGING_CONFIG": None,
 }
 
@@ -199,6 +195,12 @@ def upload(request):
 @idempotent()
 def guarded_upload(request):
     return upload.__wrapped__(request)
+
+
+def greedy(request):
+    """Reads the request as a file before it calls the protected view."""
+    request.read()
+    return body(request, "body")
 
 
 @idempotent()
@@ -389,6 +391,7 @@ urlpatterns = [
     path("uploads", upload),
     path("guarded-uploads", guarded_upload),
     path("bodies/<way>", body),
+    path("greedy", greedy),
     path("stream", stream),
     path("async-stream", async_stream),
     path("files", file),

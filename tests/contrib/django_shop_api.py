@@ -8,9 +8,10 @@ from django.db import connections, transaction
 from django.urls import path
 from django.utils.decorators import method_decorator
 from rest_framework.authentication import BaseAuthentication
-from rest_framework.decorators import api_view
+from rest_framework.decorators import api_view, authentication_classes, renderer_classes
 from rest_framework.exceptions import APIException, ValidationError
 from rest_framework.permissions import BasePermission
+from rest_framework.renderers import JSONRenderer
 from rest_framework.response import Response
 from rest_framework.views import APIView
 from rest_framework.viewsets import ViewSet
@@ -26,6 +27,19 @@ class TokenAuthentication(BaseAuthentication):
     def authenticate(self, request):
         token = request.headers.get("X-Token")
         return (SimpleNamespace(pk=token, is_authenticated=True), None) if token else None
+
+
+class Api:
+    """What all views of the shop share; the defaults were read when the framework was imported."""
+
+    authentication_classes = (TokenAuthentication,)
+    renderer_classes = (JSONRenderer,)
+
+
+def api(view):
+    """A view function with the same."""
+    view = authentication_classes(Api.authentication_classes)(view)
+    return api_view(["POST"])(renderer_classes(Api.renderer_classes)(view))
 
 
 class Declined(APIException):
@@ -45,25 +59,25 @@ def charged(request):
 
 
 @idempotent()
-@api_view(["POST"])
+@api
 def outside(request):
     return charged(request)
 
 
-@api_view(["POST"])
+@api
 @idempotent()
 def inside(request):
     return charged(request)
 
 
-class Charges(APIView):
+class Charges(Api, APIView):
     @method_decorator(idempotent())
     def post(self, request):
         return charged(request)
 
 
 @method_decorator(idempotent(), name="dispatch")
-class WholeCharges(APIView):
+class WholeCharges(Api, APIView):
     def post(self, request):
         return charged(request)
 
@@ -75,7 +89,7 @@ class Looking(BasePermission):
         return bool(request.data)
 
 
-class LookedAt(APIView):
+class LookedAt(Api, APIView):
     permission_classes = (Looking,)
 
     @method_decorator(idempotent())
@@ -83,7 +97,7 @@ class LookedAt(APIView):
         return Response({"run": shop.till.note("looked"), "amount": request.data["amount"]})
 
 
-class Orders(APIView):
+class Orders(Api, APIView):
     @method_decorator(idempotent())
     def post(self, request):
         shop.till.note("order")
@@ -95,12 +109,12 @@ class Orders(APIView):
 
 
 @method_decorator(idempotent(), name="dispatch")
-class WholeOrders(APIView):
+class WholeOrders(Api, APIView):
     def post(self, request):
         return Orders.post.__wrapped__(self, request)
 
 
-class Refunds(ViewSet):
+class Refunds(Api, ViewSet):
     @method_decorator(idempotent())
     def create(self, request):
         return Response({"run": shop.till.note("refund")}, 201)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import sqlite3
 
+from asgiref.sync import sync_to_async
 from django.core.signals import request_finished, request_started
 from django.db import close_old_connections, connections
 from django.test import AsyncClient, Client, override_settings
@@ -119,8 +120,15 @@ def database(path, *, atomic_requests=False):
     try:
         yield f"sqlite:///{path}"
     finally:
-        connections["shop"].close()
-        del connections["shop"], connections.settings["shop"]
+        _drop_connection()
+        # Views that block have their own thread behind ASGI, and it outlives the test.
+        asyncio.run(sync_to_async(_drop_connection)())
+        del connections.settings["shop"]
+
+
+def _drop_connection():
+    connections["shop"].close()
+    del connections["shop"]
 
 
 def is_replay(reply):

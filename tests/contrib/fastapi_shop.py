@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from retrysafe import Attempt
 from retrysafe.contrib.fastapi import IdempotentRoute, Retrysafe, idempotent
-from retrysafe.http import KeyUse
+from retrysafe.http import AtomicAttempt, KeyUse
 from tests.contrib.shops import REFUNDS, Declined, Till
 
 
@@ -84,14 +84,20 @@ def make_app(retrysafe: Retrysafe, till: Till, **options: Any) -> FastAPI:
         return StreamingResponse(iter(["data: 1\n\n"]), media_type="text/event-stream")
 
     @app.post("/orders")
-    async def order(body: dict, attempt: Annotated[Attempt, idempotent()]):
+    async def order(attempt: Annotated[Attempt, idempotent()]):
         response = JSONResponse({"order": "pen"}, 201, headers={"Location": "/orders/1"})
-        return till.order(attempt, response, fails="fails" in body)
+        return till.order(attempt, response)
 
     @app.post("/sync-orders")
     def sync_order(attempt: Annotated[Attempt, idempotent()]):
         response = JSONResponse({"order": "pen"}, 201, headers={"Location": "/orders/1"})
         return till.order(attempt, response)
+
+    @app.post("/atomic-orders", status_code=201)
+    async def atomic_order(
+        attempt: Annotated[AtomicAttempt, idempotent(transaction=till.transaction)],
+    ):
+        return till.place(attempt)
 
     @app.post("/plain", status_code=201)
     async def plain():

@@ -72,17 +72,19 @@ def make_app(retrysafe: RetrysafePlugin, till: Till, **options: Any) -> Litestar
         return ServerSentEvent(iter(["1"]))
 
     @post("/orders", idempotency=Rule())
-    async def order(request: Request, data: JSONBody[dict[str, Any]]) -> Any:
+    async def order(request: Request) -> Any:
         response = Response({"order": "pen"}, headers={"Location": "/orders/1"})
-        return till.order(
-            request.state.idempotency, rendered(request, response), fails="fails" in data
-        )
+        return till.order(request.state.idempotency, rendered(request, response))
 
     @post("/sync-orders", idempotency=Rule(), sync_to_thread=True)
     def sync_order(request: Request) -> dict[str, str]:
         content = {"order": "pen"}
         till.order(request.state.idempotency, rendered(request, content))
         return content
+
+    @post("/atomic-orders", idempotency=Rule(transaction=till.transaction))
+    async def atomic_order(request: Request) -> dict[str, int]:
+        return till.place(request.state.idempotency)
 
     @post("/plain")
     async def plain() -> dict[str, int]:
@@ -100,6 +102,7 @@ def make_app(retrysafe: RetrysafePlugin, till: Till, **options: Any) -> Litestar
             events,
             order,
             sync_order,
+            atomic_order,
             plain,
         ],
         plugins=[retrysafe],

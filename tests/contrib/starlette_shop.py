@@ -66,14 +66,17 @@ def make_app(retrysafe: Retrysafe, till: Till, **options: Any) -> Starlette:
 
     @idempotent()
     async def order(request):
-        fails = "fails" in await request.json()
         response = JSONResponse({"order": "pen"}, 201, headers={"Location": "/orders/1"})
-        return till.order(request.state.idempotency, response, fails=fails)
+        return till.order(request.state.idempotency, response)
 
     @idempotent()
     def sync_order(request):
         response = JSONResponse({"order": "pen"}, 201, headers={"Location": "/orders/1"})
         return till.order(request.state.idempotency, response)
+
+    @idempotent(transaction=till.transaction)
+    async def atomic_order(request):
+        return JSONResponse(till.place(request.state.idempotency), 201)
 
     async def plain(request):
         till.runs.append("plain")
@@ -103,6 +106,7 @@ def make_app(retrysafe: Retrysafe, till: Till, **options: Any) -> Starlette:
         Route("/events", events, methods=["POST"]),
         Route("/orders", order, methods=["POST"]),
         Route("/sync-orders", sync_order, methods=["POST"]),
+        Route("/atomic-orders", atomic_order, methods=["POST"]),
         Route("/plain", plain, methods=["POST"]),
     ]
     app = Starlette(

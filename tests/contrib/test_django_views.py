@@ -12,7 +12,8 @@ from retrysafe import GLOBAL, Condition, MemoryStore, PolicyInvalid
 from retrysafe.contrib.django.decorators import idempotent
 from retrysafe.http import Breaker
 from retrysafe.testing import FaultyStore, Moment
-from tests.contrib.django_visits import Shop, is_replay, open_shop, problem
+from tests.contrib.django_shop import SETTINGS
+from tests.contrib.django_visits import MIDDLEWARE, Shop, is_replay, open_shop, problem
 
 WORLDS = ["wsgi", "asgi"]
 
@@ -213,6 +214,22 @@ def test_an_upload_is_the_same_request_with_another_boundary(world, path):
         assert problem(ask(b"three", content=b"other")) == "key-reused"
         assert problem(ask(b"four", title=b"other")) == "key-reused"
         assert shop.till.runs == ["upload"]
+
+
+@pytest.mark.parametrize("kind", ["json", "form"])
+def test_a_body_that_is_gone_is_told_and_never_taken_for_an_empty_one(world, kind, caplog):
+    """Two requests whose bodies nobody can compare must not count as one. With the middleware in
+    the list, the body is kept before anybody reads it."""
+    sent = {"json": {"amount": 7}} if kind == "json" else upload(b"one")
+    other = {"json": {"amount": 8}} if kind == "json" else upload(b"one", title=b"other")
+    with open_shop(world) as shop:
+        assert shop.post("/greedy", **sent).status_code == 500
+        assert "add retrysafe.contrib.django.middleware.RetrysafeMiddleware" in caplog.text
+        assert shop.till.runs == []
+    with open_shop(world, middleware=[*SETTINGS["MIDDLEWARE"], MIDDLEWARE]) as shop:
+        assert shop.post("/greedy", **sent).status_code == 201
+        assert is_replay(shop.post("/greedy", **sent))
+        assert problem(shop.post("/greedy", **other)) == "key-reused"
 
 
 def test_a_refusal_of_the_forgery_check_claims_no_key(world):

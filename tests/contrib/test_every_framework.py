@@ -168,15 +168,38 @@ def test_row_and_response_are_one_transaction(visit, path):
     visit(scenario)
 
 
-def test_what_is_rolled_back_is_not_replayed(visit):
+@pytest.mark.parametrize("path", ["/orders", "/sync-orders"])
+def test_what_is_rolled_back_is_not_replayed(visit, path):
     """The transaction failed after the response was written in it: nothing stands, and a retry
-    runs."""
+    completes in another one."""
 
     async def scenario(shop):
-        for _ in range(2):
-            assert (await shop.post("/orders", json={"fails": 1})).status_code == 500
+        shop.till.is_failing = True
+        assert (await shop.post(path)).status_code == 500
         assert shop.till.orders() == []
+        shop.till.is_failing = False
+        again = await shop.post(path)
+        assert (again.status_code, is_replay(again)) == (201, False)
+        assert is_replay(await shop.post(path))
+        assert shop.till.orders() == ["pen"]
         assert shop.till.runs == ["order", "order"]
+
+    visit(scenario)
+
+
+def test_a_rule_may_bring_the_transaction(visit):
+    """The endpoint writes on the attempt's connection; a failure rolls back and frees the key, and
+    a response commits."""
+
+    async def scenario(shop):
+        shop.till.is_failing = True
+        assert (await shop.post("/atomic-orders")).status_code == 500
+        assert shop.till.orders() == []
+        shop.till.is_failing = False
+        first, second = await shop.post("/atomic-orders"), await shop.post("/atomic-orders")
+        assert (first.status_code, first.json()) == (201, {"run": 2})
+        assert (first.content, is_replay(second)) == (second.content, True)
+        assert shop.till.orders() == ["hat"]
 
     visit(scenario)
 
@@ -187,6 +210,7 @@ def test_the_policy_page_lists_the_endpoints(visit):
     async def scenario(shop):
         page = await shop.client.get("/idempotency-policy", headers={"Accept": "application/json"})
         routes = {route["path"]: route for route in page.json()["routes"]}
+        assert len(routes) == len(page.json()["routes"])
         refunds = next(path for path in routes if path.startswith("/v1/refunds/"))
         assert {path: routes[path]["key"] for path in routes} == {
             "/charges": "required",
@@ -198,6 +222,7 @@ def test_the_policy_page_lists_the_endpoints(visit):
             "/events": "required",
             "/orders": "required",
             "/sync-orders": "required",
+            "/atomic-orders": "required",
         }
         assert routes["/charges"]["methods"] == ["POST"]
         assert routes["/charges"]["retention_seconds"] == 86_400

@@ -284,6 +284,21 @@ def test_an_operation_class_of_the_users_own_is_kept():
     assert parameter_of(operation)["required"] is True
 
 
+def test_a_response_that_is_not_rendered_cannot_complete():
+    """Litestar's response has no bytes yet, or not the ones that are sent."""
+    refused = []
+
+    @post("/one", idempotency=Rule())
+    async def one(request: Request) -> None:
+        try:
+            request.state.idempotency.complete_in(object(), Response(b"bytes"))
+        except ValueError as error:
+            refused.append(str(error))
+
+    ask(shop(one), "/one")
+    assert "pass rendered(request, response)" in refused[0]
+
+
 # PostgreSQL.
 
 

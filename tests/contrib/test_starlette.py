@@ -21,6 +21,7 @@ from retrysafe.contrib.starlette import Idempotent, Retrysafe, idempotent
 from retrysafe.http import FromBody, FromFields, IdempotencyMiddleware, Rule
 from tests.contrib.conftest import is_replay, problem
 from tests.contrib.serving import served
+from tests.contrib.shops import Till
 from tests.servers.fixtures import migrated
 
 
@@ -226,12 +227,30 @@ def test_middlewares_of_the_application_work_on_either_side(is_outside):
 
 def test_an_endpoint_inside_a_protected_application_is_claimed_once():
     """The rule further out counts: a second claim of the same key would find itself in flight."""
-    counted = Counted()
-    app = shop([Route("/one", idempotent()(counted.endpoint), methods=["POST"])])
-    around = IdempotencyMiddleware(app, AsyncIdempotency(MemoryStore()), caller=GLOBAL)
+    counted, retrysafe = Counted(), protection()
+    app = shop([Route("/one", idempotent()(counted.endpoint), methods=["POST"])], retrysafe)
+    around = IdempotencyMiddleware(app, retrysafe.idempotency, caller=GLOBAL)
     first, second = ask(around, ("/one",), ("/one",))
     assert (first.status_code, is_replay(second)) == (201, True)
     assert counted.runs == 1
+
+
+def test_an_atomic_rule_further_out_counts_too(tmp_path):
+    """Its attempt is of another kind, and the endpoint's own rule gives way all the same."""
+    till = Till(tmp_path / "shop.db")
+    till.open_for_business()
+    retrysafe = Retrysafe(AsyncIdempotency(f"sqlite:///{till.path}"), caller=GLOBAL)
+
+    @idempotent()
+    async def place(request):
+        return JSONResponse(till.place(request.state.idempotency), 201)
+
+    app = shop([Route("/one", place, methods=["POST"])], retrysafe)
+    rule = Rule(transaction=till.transaction)
+    around = IdempotencyMiddleware(app, retrysafe.idempotency, caller=GLOBAL, rule=rule)
+    first, second = ask(around, ("/one",), ("/one",))
+    assert (first.status_code, is_replay(second)) == (201, True)
+    assert till.orders() == ["hat"]
 
 
 def test_state_of_the_lifespan_with_the_same_name_protects_nobody():

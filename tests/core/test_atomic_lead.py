@@ -71,6 +71,7 @@ class Desk:
         self.open_error: Exception | None = None
         self.commit_error: Exception | None = None
         self.settles = None
+        self.transactions: list[FakeTransaction] = []
 
     # The port.
 
@@ -80,6 +81,7 @@ class Desk:
     def block(self, made_call, connection):
         assert connection == "connection"
         transaction = FakeTransaction(self.database, locks=self.locks, settles=self.settles)
+        self.transactions.append(transaction)
         return AtomicBlock(
             made_call,
             transaction,
@@ -135,6 +137,7 @@ def test_a_run_commits_its_outcome_and_a_retry_replays_it(desk):
     second = desk.answer(never)
     assert (second.value, second.replayed, second.attempt) == (7, True, 1)
     assert desk.ends == ["begin", "commit", "begin", "commit"]
+    assert desk.transactions[0].calls == ["begin", "lock", "claim", "settle", "keep"]
     assert desk.world.kinds == ["claimed", "completed", "replayed"]
 
 
@@ -370,3 +373,19 @@ def test_an_outage_is_shared_with_those_who_came_meanwhile():
     assert isinstance(leader.error, StoreUnavailable)
     assert isinstance(follower.error, StoreUnavailable)
     assert desk.ends == ["begin"]
+
+
+def test_an_answer_that_freed_the_key_is_not_for_those_who_came_meanwhile():
+    """Who did not ask to wait runs for itself: the key is free."""
+    desk = PausingDesk()
+    leader = desk.start(seven, judged(Ending.RELEASED))
+
+    async def eight(attempt):
+        return 8
+
+    follower = desk.start(eight)
+    leader.step()
+    assert leader.value.value == 7
+    follower.step()
+    follower.step()
+    assert (follower.value.value, follower.value.replayed) == (8, False)

@@ -93,6 +93,24 @@ def test_a_first_attempt_reads_nothing_and_a_later_one_reads_once(world, effects
     assert other.steps.reads == 1
 
 
+def test_stored_steps_can_be_read_before_the_operation_asks(world, effects):
+    """A later attempt reads them once, also when they are asked for early; a first one never."""
+
+    def prepared(*names, then=None):
+        async def operation(attempt):
+            await attempt.load_steps()
+            return await in_order(effects, *names, then=then)(attempt)
+
+        return operation
+
+    crashed(world.first, prepared("a", "b", then=crash))
+    assert world.first.steps.reads == 0
+    other = world.process()
+    run(other, prepared("a", "b", "c"))
+    assert other.steps.reads == 1
+    assert effects.ran == ["a", "b", "c"]
+
+
 def test_an_operation_without_steps_asks_the_step_store_nothing(world):
     """Whoever has no steps pays nothing for them, failures included."""
     with pytest.raises(Declined):

@@ -7,19 +7,21 @@ integration tells where its endpoints are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys import GlobalCaller
-from retrysafe.errors import InvalidInput, PolicyInvalid
+from retrysafe.errors import InvalidInput
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.asgi_run import App, Receive, Scope, Send
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, Protection
 from retrysafe.http.request import Request
+from retrysafe.http.responses import Response, response_of
 from retrysafe.http.rules import NO_PARAMETERS, KeyUse, Route, Rule
 from retrysafe.runtime.tasks import AsyncFace
 
@@ -27,11 +29,10 @@ from retrysafe.runtime.tasks import AsyncFace
 STATE_NAME: Final = "idempotency"
 
 
-def endpoint_rule(options: Mapping[str, Any]) -> Rule:
-    """The rule of an endpoint, whose path its route knows; raises `PolicyInvalid`."""
-    if "path" in options:
-        raise PolicyInvalid("an endpoint's rule takes no path: its route has one")
-    return Rule(**options)
+def attempt_in(state: Mapping[str, Any]) -> Attempt | AtomicAttempt | None:
+    """The attempt that a request runs as; None when it runs unprotected."""
+    found = state.get(STATE_NAME)
+    return found if isinstance(found, Attempt | AtomicAttempt) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Served:
             or scope["method"] not in self.route.operations
             # A middleware further out protects this very request; a second claim would find it
             # in flight.
-            or type(scope.get("state", NO_PARAMETERS).get(STATE_NAME)) is Attempt
+            or attempt_in(scope.get("state", NO_PARAMETERS)) is not None
         ):
             await self._middleware.app(scope, receive, send)
             return
@@ -109,6 +110,7 @@ class Endpoints:
         status_path: str = STATUS_PATH,
         challenge: str = "Bearer",
         breaker: Breaker | None = None,
+        outcome_of: Callable[[Any], Response] = response_of,
     ) -> None:
         self.idempotency = idempotency
         self.protection = Protection(
@@ -120,6 +122,7 @@ class Endpoints:
             status_path=status_path,
             challenge=challenge,
             breaker=breaker,
+            outcome_of=outcome_of,
         )
         self.has_global_caller = isinstance(caller, GlobalCaller)
         self._pages = IdempotencyMiddleware.sharing(_nothing, idempotency, self.protection)

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from re import Pattern
 from typing import Any, Final
 
-from retrysafe.contrib.endpoints import STATE_NAME, Served, endpoint_rule, missing_extra
+from retrysafe.contrib.endpoints import Served, attempt_in, missing_extra
 from retrysafe.contrib.openapi import MEDIA_TYPE, PROBLEM_NAME, PROBLEM_SCHEMA, description_of
-from retrysafe.core.attempt import Attempt
+from retrysafe.contrib.views import view_rule
 from retrysafe.errors import InvalidInput
 from retrysafe.http.asgi_run import App, Receive, Scope, Send
 from retrysafe.http.rules import KeyUse, Rule
@@ -35,13 +35,14 @@ _SEEN: Final = "retrysafe.seen"
 
 
 def idempotent(**options: Any) -> Any:
-    """A dependency that has an endpoint run once per key; its value is the `Attempt`.
+    """A dependency that has an endpoint run once per key; its value is the attempt.
 
-    The value is None for a request that runs unprotected: without a key where that is optional.
-    Takes the options of `Rule`, except its path. Of several the nearest to the endpoint counts.
-    Raises `PolicyInvalid` for options that cannot be.
+    That is an `Attempt`, an `AtomicAttempt` when the rule has a transaction, and None for a request
+    that runs unprotected: without a key where that is optional. Takes the options of `Rule`, except
+    its path. Of several the nearest to the endpoint counts. Raises `PolicyInvalid` for options that
+    cannot be.
     """
-    rule = endpoint_rule(options)
+    rule = view_rule(options)
 
     async def attempt_of(request: Request) -> Any:
         if _SEEN not in request.scope:
@@ -49,8 +50,7 @@ def idempotent(**options: Any) -> Any:
                 f"{request.scope['path']} depends on idempotent(), and nothing protects it: use "
                 "IdempotentRoute as the route_class of its router, and install a Retrysafe"
             )
-        found = getattr(request.state, STATE_NAME, None)
-        return found if isinstance(found, Attempt) else None
+        return attempt_in(request.scope.get("state", {}))
 
     setattr(attempt_of, _RULE, rule)
     return Depends(attempt_of)

@@ -15,9 +15,12 @@ from urllib.parse import unquote
 from retrysafe.contrib.endpoints import Endpoints, Place, Served, missing_extra
 from retrysafe.contrib.openapi import MEDIA_TYPE, PROBLEM_SCHEMA, Description, description_of
 from retrysafe.core.keys import GlobalCaller
+from retrysafe.core.values import NotStorable
 from retrysafe.errors import PolicyInvalid
 from retrysafe.http.asgi_run import App
 from retrysafe.http.callers import CallerOf
+from retrysafe.http.responses import Response as StoredResponse
+from retrysafe.http.responses import response_of
 from retrysafe.http.rules import KeyUse, Route, Rule
 from retrysafe.runtime.tasks import AsyncFace
 
@@ -75,7 +78,7 @@ class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
         self, idempotency: AsyncFace, *, caller: CallerOf | GlobalCaller, **options: Any
     ) -> None:
         """Takes what `Retrysafe` of the other frameworks takes, and raises as it does."""
-        super().__init__(idempotency, caller=caller, **options)
+        super().__init__(idempotency, caller=caller, outcome_of=_outcome_of, **options)
         self._shown: dict[tuple[str, frozenset[str] | None], Route] = {}
 
     def on_app_init(self, app_config: AppConfig) -> AppConfig:
@@ -178,6 +181,14 @@ def _handlers(route: BaseRoute) -> Iterable[Any]:
     if isinstance(route, HTTPRoute):
         return route.route_handlers
     return (route.route_handler,) if isinstance(route, ASGIRoute) else ()
+
+
+def _outcome_of(value: Any) -> StoredResponse:
+    if isinstance(value, Response):
+        raise NotStorable(
+            "Litestar makes the bytes of a response later: pass rendered(request, response)"
+        )
+    return response_of(value)
 
 
 async def _never(scope: Any, receive: Any, send: Any) -> None:

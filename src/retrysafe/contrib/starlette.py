@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from retrysafe.contrib.endpoints import Endpoints, Place, Served, endpoint_rule, missing_extra
+from retrysafe.contrib.endpoints import Endpoints, Place, Served, missing_extra
+from retrysafe.contrib.views import view_rule
 from retrysafe.errors import InvalidInput
 from retrysafe.http.asgi_run import App, Receive, Scope, Send
 
@@ -35,7 +36,7 @@ class Idempotent:
 
     def __init__(self, app: App, **options: Any) -> None:
         self.app = app
-        self.rule = endpoint_rule(options)
+        self.rule = view_rule(options)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, under the protection of the application that it came to."""
@@ -51,7 +52,7 @@ def idempotent(**options: Any) -> Callable[[Callable[..., Any]], Idempotent]:
     Takes the options of `Rule`, except its path. Raises `PolicyInvalid` for options that cannot be.
     The route names the methods, as in `Route("/charges", charge, methods=["POST"])`.
     """
-    rule = endpoint_rule(options)
+    rule = view_rule(options)
 
     def decorate(endpoint: Callable[..., Any]) -> Idempotent:
         plain = endpoint

@@ -120,6 +120,16 @@ class Attempt:
             self._call, self._lease, connection, value, self._keep, self._check_complete, entries
         )
 
+    async def load_steps(self) -> None:
+        """Reads what earlier attempts recorded, which the attempt's ending has to fit.
+
+        For faces whose operations may complete in a thread, where the store cannot be awaited.
+        Raises `ClaimLost` and `StoreUnavailable`.
+        """
+        steps = self.steps_to_conclude
+        if steps is not None:
+            await steps.load()
+
     async def _check_complete(self) -> None:
         """Raises `StepsChanged` or `OperationUndone` when completing would leave steps out."""
         steps = self.steps_to_conclude

@@ -10,7 +10,7 @@ import json
 import os
 import uuid
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol
 
@@ -23,6 +23,8 @@ INSERT INTO {table}
     (id, operation, customer, key, attempt, outcome, details, process, executed_at)
 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9)
 """
+# As a provider does that is sent a key: what it has done under that key is not done again.
+INSERT_ONCE: Final = INSERT + "ON CONFLICT (id) DO NOTHING"
 SELECT: Final = """
 SELECT id, operation, customer, key, attempt, outcome, details, process, executed_at
 FROM {table}
@@ -89,6 +91,16 @@ def new_entry(
     )
 
 
+def effect_entry(
+    operation: str, *, customer: str, key: str, attempt: int, details: dict[str, Any]
+) -> Entry:
+    """The entry of an effect that was asked for under a key of its own: equal keys, equal ids."""
+    entry = new_entry(
+        operation, customer=customer, key=key, attempt=attempt, outcome="ok", details=details
+    )
+    return replace(entry, id=f"{operation}_{key.rpartition(':')[2]}")
+
+
 def entry_of(row: tuple[Any, ...]) -> Entry:
     """The entry that was stored as this row."""
     fields = list(row)
@@ -110,6 +122,9 @@ class Ledger(Protocol):
 
     async def add(self, connection: Any, entry: Entry) -> None:
         """Writes an entry in the connection's transaction."""
+
+    async def add_once(self, connection: Any, entry: Entry) -> None:
+        """Writes an entry unless its id is there already: then this is a repetition."""
 
     async def entries(self, operation: str = "", customer: str = "") -> list[Entry]:
         """What was executed, in order; an empty text stands for all."""

@@ -32,6 +32,12 @@ async def orders(ledger: TheLedger, customer: Customer = None) -> list[dict[str,
     return await _shown(ledger, "order", customer)
 
 
+@router.get("/checkouts")
+async def checkouts(ledger: TheLedger, customer: Customer = None) -> list[dict[str, Any]]:
+    """Every checkout that was finished; its effects are in `/effects`."""
+    return await _shown(ledger, "checkout", customer)
+
+
 @router.get("/effects")
 async def effects(ledger: TheLedger, customer: Customer = None) -> list[dict[str, Any]]:
     """Everything that was executed, of every kind, in the order in which it happened."""
@@ -55,3 +61,9 @@ async def one_charge(entry_id: Text, ledger: TheLedger) -> Response:
 async def one_order(entry_id: Text, ledger: TheLedger) -> Response:
     """One order: what `Location` leads to."""
     return await _one(ledger, entry_id, "order")
+
+
+@router.get("/checkouts/{entry_id}")
+async def one_checkout(entry_id: Text, ledger: TheLedger) -> Response:
+    """One checkout: what `Location` leads to."""
+    return await _one(ledger, entry_id, "checkout")

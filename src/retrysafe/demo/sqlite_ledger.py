@@ -69,6 +69,10 @@ class SqliteLedger:
         """Writes an entry in the connection's transaction."""
         await asyncio.to_thread(connection.execute, _sql(ledger.INSERT), entry.row())
 
+    async def add_once(self, connection: sqlite3.Connection, entry: Entry) -> None:
+        """Writes an entry unless its id is there already."""
+        await asyncio.to_thread(connection.execute, _sql(ledger.INSERT_ONCE), entry.row())
+
     async def entries(self, operation: str = "", customer: str = "") -> list[Entry]:
         """What was executed, in order; an empty text stands for all."""
         found = await self._fetch(ledger.SELECT, operation, customer, ledger.ENTRIES_LIMIT)

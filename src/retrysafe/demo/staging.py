@@ -6,7 +6,8 @@ import asyncio
 import os
 from typing import Final
 
-from retrysafe.demo.wishes import Ending, Staging
+from retrysafe import Attempt
+from retrysafe.demo.wishes import CheckoutWish, Ending, Staging, Step
 
 CRASH_CODE: Final = 70
 
@@ -15,5 +16,18 @@ async def staged(wish: Staging) -> None:
     """Takes as long as was asked for; does not return from a crash."""
     await asyncio.sleep(wish.delay_ms / 1000)
     if wish.outcome is Ending.CRASH:
-        # No cleanup, no goodbye: as after a power cut, only what is committed is there.
-        os._exit(CRASH_CODE)
+        _crash()
+
+
+def crash_point(step: Step, wish: CheckoutWish, attempt: Attempt) -> None:
+    """The end of a step; does not return when the process is to die here.
+
+    Only a first attempt dies: the retry that takes over may carry the same stage directions.
+    """
+    if wish.crash_after is step and attempt.is_first:
+        _crash()
+
+
+def _crash() -> None:
+    # No cleanup, no goodbye: as after a power cut, only what is committed is there.
+    os._exit(CRASH_CODE)

@@ -10,6 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 # Control characters have no place in a name, and PostgreSQL cannot even store the first of them.
 _PRINTABLE = r"^[^\x00-\x1f\x7f]+$"
 Text = Annotated[str, Field(min_length=1, max_length=200, pattern=_PRINTABLE)]
+_Number = Annotated[int | float, Field(ge=-1e15, le=1e15)]
+# What an item is, only the shop knows: a name, or a few fields.
+Item = Text | Annotated[dict[Text, Text | bool | _Number | None], Field(max_length=20)]
 
 
 class Ending(StrEnum):
@@ -59,3 +62,25 @@ class OrderWish(Staging):
     def details(self) -> dict[str, Any]:
         """What the ledger keeps of it."""
         return {"item": self.item, "quantity": self.quantity}
+
+
+class Step(StrEnum):
+    """The steps of a checkout, in their order."""
+
+    RESERVE = "reserve"
+    CHARGE = "charge"
+    RECEIPT = "receipt"
+
+
+class CheckoutWish(BaseModel):
+    """Items to be reserved, charged and confirmed by a receipt."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"items": ["widget", "gadget"], "customer": "c1"}}
+    )
+    items: Annotated[list[Item], Field(min_length=1, max_length=100)]
+    customer: Text
+    crash_after: Annotated[
+        Step | None,
+        Field(description="The process dies when this step is recorded, on the first attempt."),
+    ] = None

@@ -26,7 +26,7 @@ from retrysafe.core.model import Decision, OperatorCommand, Payload, StoredKey, 
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Transaction, Waits
 from retrysafe.core.stepping import Stepper
-from retrysafe.errors import InvalidInput
+from retrysafe.errors import InvalidInput, StoreError
 from retrysafe.runtime.atomic_tasks import AtomicTasks, TaskTransacting
 from retrysafe.runtime.calls import (
     ONCE_ATTRIBUTE,
@@ -356,6 +356,13 @@ class AsyncFace(AtomicTasks, Face):
         self, call: Call, operation: Callable[..., Awaitable[Any]], args: Any, kwargs: Any
     ) -> Answer[Any]:
         async def invoke(attempt: Attempt) -> Any:
+            if not attempt.is_first:
+                # Read at its end anyway; a thread that completes on a blocking connection needs it
+                # before that, and cannot wait for the loop.
+                try:
+                    await attempt.load_steps()
+                except StoreError:
+                    pass  # Asked again where it is needed, and raised there.
             token = current.set(attempt)
             try:
                 value: Any = operation(attempt) if args is None else operation(*args, **kwargs)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import uuid
 from typing import Any, Final
-from urllib.parse import urlencode
 
 from django.core.exceptions import ImproperlyConfigured, RequestDataTooBig
 from django.http.request import RawPostDataException
 
 from retrysafe.http.request import Request
 
-_FORM: Final = "application/x-www-form-urlencoded"
 _MULTIPART: Final = "multipart/form-data"
 
 
 def body_of(request: Any, asked: Request, limit_bytes: int) -> bytes | None:
     """The whole body, which stays readable; None past the limit, Django's own included.
 
-    A form that was read already, as by the check against forgery, is put together again from its
-    fields and files. Raises `ImproperlyConfigured` when there is nothing to put together.
+    A form with files that was read already, as by the check against forgery, is put together again
+    from its fields and files. Raises `ImproperlyConfigured` when there is nothing to put together.
     """
     try:
         body: bytes = request.body
@@ -36,9 +34,8 @@ def has_raw_body(request: Any) -> bool:
 
 
 def _put_together(request: Any, asked: Request) -> bytes:
-    if request.content_type == _FORM:
-        return urlencode(list(request.POST.lists()), doseq=True).encode()
-    if request.content_type != _MULTIPART:
+    # Django reads every other kind of form from the body itself, and keeps that.
+    if request.content_type != _MULTIPART or not (request.POST or request.FILES):
         # With an empty body in its place, any two requests would count as the same one.
         raise ImproperlyConfigured(
             "the body was read before the protected view was reached, so it cannot be compared: "

@@ -30,6 +30,7 @@ from retrysafe.contrib.django.transactions import (
     with_transactions,
 )
 from retrysafe.contrib.views import RULE_NAME, located, view_rule
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.http.exchange import Plan
 from retrysafe.http.rules import KeyUse, Route, Rule
@@ -82,7 +83,7 @@ def _answered(
     # Whatever happens, the view is in the transactions that Django was told to leave out.
     called = with_transactions(view, match and match.func)
     run = functools.partial(called, request, *args, **kwargs)
-    if isinstance(getattr(plain, "idempotency", None), Attempt):
+    if isinstance(getattr(plain, "idempotency", None), Attempt | AtomicAttempt):
         # Somebody further out protects this very request; a second claim of its key would find
         # it in flight.
         return run()
@@ -109,7 +110,7 @@ async def _answered_on_loop(rule: Rule, view: Any, request: Any, run: Callable[[
     plain = django_request(request)
     match = plain.resolver_match
     require_none_around(match and match.func)
-    if isinstance(getattr(plain, "idempotency", None), Attempt):
+    if isinstance(getattr(plain, "idempotency", None), Attempt | AtomicAttempt):
         return await run()
     made = current()
     route = _route(made, rule, view, plain)

@@ -17,6 +17,7 @@ from django.http.response import HttpResponseBase
 
 from retrysafe.contrib.django.bodies import body_of, has_raw_body
 from retrysafe.contrib.views import ViewRun
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.values import NotStorable
 from retrysafe.http import blocking
@@ -203,7 +204,7 @@ def answer(
     request = plan.request.host
     plain = django_request(request)
 
-    def run(attempt: Attempt) -> tuple[Any, Response]:
+    def run(attempt: Attempt | AtomicAttempt) -> tuple[Any, Response]:
         plain.idempotency = attempt
         token = _serving.set(request)
         try:
@@ -287,7 +288,7 @@ class _TaskRun:
         self._headers: list[Header] = []
         self._body = b""
 
-    async def serve(self, attempt: Attempt | None, send: Send) -> None:
+    async def serve(self, attempt: Attempt | AtomicAttempt | None, send: Send) -> None:
         """Runs the view and sends what it answers."""
         request = self._plan.request.host
         django_request(request).idempotency = attempt
