@@ -107,6 +107,7 @@ def test_the_readme_has_a_snippet_that_runs():
     assert ROOT / "docs" / "functions.md" in _WITH_PYTHON
     assert ROOT / "docs" / "atomic.md" in _WITH_PYTHON
     assert ROOT / "docs" / "client.md" in _WITH_PYTHON
+    assert ROOT / "docs" / "frameworks" / "fastapi.md" in _WITH_PYTHON
 
 
 def test_hardly_any_snippet_is_left_out():

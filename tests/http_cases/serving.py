@@ -51,6 +51,8 @@ class ServerKind:
     """A server with an application, and what is special about the two."""
 
     name: str
+    # In words, for people.
+    title: str
     # The protocol and the module in `apps`.
     application: str
     command: tuple[str, ...]
@@ -88,7 +90,12 @@ _GUNICORN = (
 
 
 def _kind(
-    name: str, application: str, command: tuple[str, ...], *traits: str, **more: Any
+    name: str,
+    title: str,
+    application: str,
+    command: tuple[str, ...],
+    *traits: str,
+    **more: Any,
 ) -> ServerKind:
     protocol, _, module = application.partition(":")
     usual = {
@@ -98,30 +105,30 @@ def _kind(
         ONE_PROCESS if PROCESSES not in traits else PROCESSES,
         RAW_APPLICATION if module.startswith("raw_") else FRAMEWORK,
     }
-    return ServerKind(name, application, command, frozenset({*usual, *traits}), **more)
+    return ServerKind(name, title, application, command, frozenset({*usual, *traits}), **more)
 
 
 KINDS = (
-    _kind("uvicorn", f"{ASGI}:raw_asgi", _UVICORN),
-    _kind("granian", f"{ASGI}:raw_asgi", _GRANIAN),
-    _kind("hypercorn-http2", f"{ASGI}:raw_asgi", _HYPERCORN, HTTP_2),
-    _kind("gunicorn", f"{WSGI}:raw_wsgi", (*_GUNICORN, "--workers", "1")),
+    _kind("uvicorn", "plain ASGI, Uvicorn, HTTP/1.1", f"{ASGI}:raw_asgi", _UVICORN),
+    _kind("granian", "plain ASGI, Granian, HTTP/1.1", f"{ASGI}:raw_asgi", _GRANIAN),
+    _kind("hypercorn-http2", "plain ASGI, Hypercorn, HTTP/2", f"{ASGI}:raw_asgi", _HYPERCORN, HTTP_2),
+    _kind("gunicorn", "plain WSGI, Gunicorn with threads", f"{WSGI}:raw_wsgi", (*_GUNICORN, "--workers", "1")),
     _kind(
-        "gunicorn-preloaded",
+        "gunicorn-preloaded", "plain WSGI, Gunicorn with threads, preloaded, two processes",
         f"{WSGI}:raw_wsgi",
         (*_GUNICORN, "--workers", "2", "--preload"),
         PROCESSES,
     ),
-    _kind("starlette", f"{ASGI}:starlette_app", _UVICORN),
-    _kind("fastapi", f"{ASGI}:fastapi_app", _UVICORN),
-    _kind("litestar", f"{ASGI}:litestar_app", _UVICORN),
-    _kind("flask", f"{WSGI}:flask_app", (*_GUNICORN, "--workers", "1")),
-    _kind("flask-rules", f"{WSGI}:flask_rules_app", (*_GUNICORN, "--workers", "1")),
+    _kind("starlette", "Starlette, a rule on every endpoint; Uvicorn", f"{ASGI}:starlette_app", _UVICORN),
+    _kind("fastapi", "FastAPI, a rule on every endpoint; Uvicorn", f"{ASGI}:fastapi_app", _UVICORN),
+    _kind("litestar", "Litestar, a rule on every route handler; Uvicorn", f"{ASGI}:litestar_app", _UVICORN),
+    _kind("flask", "Flask, a decorator on every view; Gunicorn", f"{WSGI}:flask_app", (*_GUNICORN, "--workers", "1")),
+    _kind("flask-rules", "Flask, rules by path; Gunicorn", f"{WSGI}:flask_rules_app", (*_GUNICORN, "--workers", "1")),
     # A project has one setting, so that every mount is a project and a process of its own.
-    _kind("django", f"{WSGI}:django_app", (*_GUNICORN, "--workers", "1"), is_split=True),
-    _kind("django-rules", f"{WSGI}:django_rules_app", (*_GUNICORN, "--workers", "1"), mounts=("",)),
-    _kind("django-async", f"{ASGI}:django_async_app", _UVICORN, mounts=("",)),
-    _kind("drf", f"{WSGI}:drf_app", (*_GUNICORN, "--workers", "1"), mounts=("",)),
+    _kind("django", "Django, a decorator on every view; Gunicorn", f"{WSGI}:django_app", (*_GUNICORN, "--workers", "1"), is_split=True),
+    _kind("django-rules", "Django, the middleware with rules by path; Gunicorn", f"{WSGI}:django_rules_app", (*_GUNICORN, "--workers", "1"), mounts=("",)),
+    _kind("django-async", "Django, a decorator on every async view; Uvicorn", f"{ASGI}:django_async_app", _UVICORN, mounts=("",)),
+    _kind("drf", "Django REST framework, a decorator on every method; Gunicorn", f"{WSGI}:drf_app", (*_GUNICORN, "--workers", "1"), mounts=("",)),
 )
 KINDS_BY_NAME = {kind.name: kind for kind in KINDS}
 
