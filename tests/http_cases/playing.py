@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,15 @@ from tests.http_cases.cases import HTTP_2, Ask, Case, Expectation
 from tests.http_cases.configuration import LEASE_SECONDS, mount_of, store_path
 from tests.http_cases.controlled_store import HELD, calls_path, fault_path
 from tests.http_cases.operators import claim_elsewhere, operate
+from tests.http_cases.serving import RunningServer, ServerKind, start
 from tests.http_cases.stage import Stage
 from tests.http_cases.wire import Answer
 
 # Far more than any case takes, so that only a case that hangs is cut off.
 CASE_SECONDS = 60
 FLOOD_CONNECTIONS = 200
+# Enough to hide the pauses of single cases, few enough for two cores.
+PLAYS_AT_ONCE = 8
 _ONE_CONTEXT = ssl.create_default_context()
 _numbers = itertools.count(1)
 
@@ -320,7 +323,7 @@ class Play:
                 if answer is not None and answer.header("idempotent-replayed") is None
             ]
             assert len(first) == 1, f"{len(first)} answers are no replays: {first[:3]}"
-            self._check(cases.Ran(headers=_HEADERS_OF_ANY), crowd.ask, first[0], True)
+            self._check(cases.Ran(), crowd.ask, first[0], True)
             for answer in answers:
                 if answer is not first[0]:
                     self._check(crowd.others, crowd.ask, answer, False)
@@ -373,9 +376,6 @@ class Play:
             self.answers.append(answer)
 
 
-_HEADERS_OF_ANY: dict[str, str | None] = {}
-
-
 class _HungUp(Exception):
     """Ends a request in the middle of its body."""
 
@@ -387,8 +387,8 @@ async def _broken_off(body: bytes) -> AsyncIterator[bytes]:
 
 async def _sent_in(body: bytes, pieces: int) -> AsyncIterator[bytes]:
     size = max(1, -(-len(body) // pieces))
-    for start in range(0, len(body), size):
-        yield body[start : start + size]
+    for place in range(0, len(body), size):
+        yield body[place : place + size]
         await asyncio.sleep(0)
 
 
@@ -401,3 +401,38 @@ async def _leave(begun: Begun) -> None:
     begun.task.cancel()
     await asyncio.wait((begun.task,))
     await begun.client.aclose()
+
+
+def played_on(kind: ServerKind, selected: Iterable[Case]) -> dict[str, Exception | None]:
+    """Plays the cases on a server that is there for them only: None, or what was wrong."""
+    running = start(kind)
+    try:
+        running.wait_until_ready()
+        return asyncio.run(_play_all(running, selected))
+    finally:
+        running.stop()
+
+
+async def _play_all(
+    running: RunningServer, selected: Iterable[Case]
+) -> dict[str, Exception | None]:
+    stage = Stage()
+    listener = await stage.open(running.directory)
+    server = Server(running.urls, running.directory, running.kind.traits, stage)
+    turns = asyncio.Semaphore(PLAYS_AT_ONCE)
+    outcomes: dict[str, Exception | None] = {}
+
+    async def play(case: Case) -> None:
+        # Its mount first: a case that waits for it must not keep others from playing.
+        async with server.turn(case), turns:
+            try:
+                await Play(case, server).perform()
+                outcomes[case.name] = None
+            except Exception as error:
+                outcomes[case.name] = error
+
+    try:
+        await asyncio.gather(*map(play, selected))
+    finally:
+        listener.close()
+    return outcomes

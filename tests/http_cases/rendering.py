@@ -207,7 +207,9 @@ def _expectation(expectation: Any) -> str:
         case _:
             told = "the server's own 500"
     named = [
-        f"no {_code(name)}" if value is None else _code(name if value == "*" else f"{name}: {value}")
+        f"no {_code(name)}"
+        if value is None
+        else _code(name if value == "*" else f"{name}: {value}")
         for name, value in getattr(expectation, "headers", {}).items()
     ]
     return f"**{told}**" + (f" with {', '.join(named)}" if named else "")

@@ -111,25 +111,79 @@ def _kind(
 KINDS = (
     _kind("uvicorn", "plain ASGI, Uvicorn, HTTP/1.1", f"{ASGI}:raw_asgi", _UVICORN),
     _kind("granian", "plain ASGI, Granian, HTTP/1.1", f"{ASGI}:raw_asgi", _GRANIAN),
-    _kind("hypercorn-http2", "plain ASGI, Hypercorn, HTTP/2", f"{ASGI}:raw_asgi", _HYPERCORN, HTTP_2),
-    _kind("gunicorn", "plain WSGI, Gunicorn with threads", f"{WSGI}:raw_wsgi", (*_GUNICORN, "--workers", "1")),
     _kind(
-        "gunicorn-preloaded", "plain WSGI, Gunicorn with threads, preloaded, two processes",
+        "hypercorn-http2", "plain ASGI, Hypercorn, HTTP/2", f"{ASGI}:raw_asgi", _HYPERCORN, HTTP_2
+    ),
+    _kind(
+        "gunicorn",
+        "plain WSGI, Gunicorn with threads",
+        f"{WSGI}:raw_wsgi",
+        (*_GUNICORN, "--workers", "1"),
+    ),
+    _kind(
+        "gunicorn-preloaded",
+        "plain WSGI, Gunicorn with threads, preloaded, two processes",
         f"{WSGI}:raw_wsgi",
         (*_GUNICORN, "--workers", "2", "--preload"),
         PROCESSES,
     ),
-    _kind("starlette", "Starlette, a rule on every endpoint; Uvicorn", f"{ASGI}:starlette_app", _UVICORN),
+    _kind(
+        "starlette",
+        "Starlette, a rule on every endpoint; Uvicorn",
+        f"{ASGI}:starlette_app",
+        _UVICORN,
+    ),
     _kind("fastapi", "FastAPI, a rule on every endpoint; Uvicorn", f"{ASGI}:fastapi_app", _UVICORN),
-    _kind("litestar", "Litestar, a rule on every route handler; Uvicorn", f"{ASGI}:litestar_app", _UVICORN),
-    _kind("flask", "Flask, a decorator on every view; Gunicorn", f"{WSGI}:flask_app", (*_GUNICORN, "--workers", "1")),
-    _kind("flask-rules", "Flask, rules by path; Gunicorn", f"{WSGI}:flask_rules_app", (*_GUNICORN, "--workers", "1")),
+    _kind(
+        "litestar",
+        "Litestar, a rule on every route handler; Uvicorn",
+        f"{ASGI}:litestar_app",
+        _UVICORN,
+    ),
+    _kind(
+        "flask",
+        "Flask, a decorator on every view; Gunicorn",
+        f"{WSGI}:flask_app",
+        (*_GUNICORN, "--workers", "1"),
+    ),
+    _kind(
+        "flask-rules",
+        "Flask, rules by path; Gunicorn",
+        f"{WSGI}:flask_rules_app",
+        (*_GUNICORN, "--workers", "1"),
+    ),
     # A project has one setting, so that every mount is a project and a process of its own.
-    _kind("django", "Django, a decorator on every view; Gunicorn", f"{WSGI}:django_app", (*_GUNICORN, "--workers", "1"), is_split=True),
-    _kind("django-rules", "Django, the middleware with rules by path; Gunicorn", f"{WSGI}:django_rules_app", (*_GUNICORN, "--workers", "1"), mounts=("",)),
-    _kind("django-async", "Django, a decorator on every async view; Uvicorn", f"{ASGI}:django_async_app", _UVICORN, mounts=("",)),
-    _kind("drf", "Django REST framework, a decorator on every method; Gunicorn", f"{WSGI}:drf_app", (*_GUNICORN, "--workers", "1"), mounts=("",)),
+    _kind(
+        "django",
+        "Django, a decorator on every view; Gunicorn",
+        f"{WSGI}:django_app",
+        (*_GUNICORN, "--workers", "1"),
+        is_split=True,
+    ),
+    _kind(
+        "django-rules",
+        "Django, the middleware with rules by path; Gunicorn",
+        f"{WSGI}:django_rules_app",
+        (*_GUNICORN, "--workers", "1"),
+        mounts=("",),
+    ),
+    _kind(
+        "django-async",
+        "Django, a decorator on every async view; Uvicorn",
+        f"{ASGI}:django_async_app",
+        _UVICORN,
+        mounts=("",),
+    ),
+    _kind(
+        "drf",
+        "Django REST framework, a decorator on every method; Gunicorn",
+        f"{WSGI}:drf_app",
+        (*_GUNICORN, "--workers", "1"),
+        mounts=("",),
+    ),
 )
+# Not in the table: what an application without protection does.
+BARE = _kind("bare", "plain ASGI without protection", f"{ASGI}:bare_asgi", _UVICORN)
 KINDS_BY_NAME = {kind.name: kind for kind in KINDS}
 
 
@@ -154,8 +208,7 @@ class _Process:
                 raise RuntimeError(f"the server ended while starting: {self.said()}")
             try:
                 url = f"{self.url}{self.prefixes[-1]}/idempotency-policy"
-                with urlopen(url, timeout=5) as response:
-                    assert response.status == 200
+                with urlopen(url, timeout=5):
                     return
             except (URLError, ConnectionError, TimeoutError):
                 time.sleep(0.05)
