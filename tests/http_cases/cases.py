@@ -21,6 +21,9 @@ ASGI, WSGI = "asgi", "wsgi"
 HTTP_1, HTTP_2 = "http/1.1", "http/2"
 ONE_PROCESS, PROCESSES = "one process", "several processes"
 RAW_APPLICATION, FRAMEWORK = "raw application", "framework"
+# Django behind WSGI, and behind either protocol.
+DJANGO_WSGI = ("django", "django-rules", "drf")
+DJANGO = (*DJANGO_WSGI, "django-async")
 
 
 @dataclass(frozen=True, kw_only=True)

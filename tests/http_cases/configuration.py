@@ -31,6 +31,7 @@ from tests.http_cases.controlled_store import ControlledStore
 
 DIRECTORY_VARIABLE = "RETRYSAFE_CASES_DIRECTORY"
 APPLICATION_VARIABLE = "RETRYSAFE_CASES_APPLICATION"
+MOUNTS_VARIABLE = "RETRYSAFE_CASES_MOUNTS"
 SECRET = b"a secret for the body keys of the table of cases"
 LEASE_SECONDS = 10
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,15 @@ from tests.http_cases.cases import HTTP_2, Ask, Case, Expectation
 from tests.http_cases.configuration import LEASE_SECONDS, mount_of, store_path
 from tests.http_cases.controlled_store import HELD, calls_path, fault_path
 from tests.http_cases.operators import claim_elsewhere, operate
+from tests.http_cases.serving import RunningServer, ServerKind, start
 from tests.http_cases.stage import Stage
 from tests.http_cases.wire import Answer
 
 # Far more than any case takes, so that only a case that hangs is cut off.
 CASE_SECONDS = 60
 FLOOD_CONNECTIONS = 200
+# Enough to hide the pauses of single cases, few enough for two cores.
+PLAYS_AT_ONCE = 8
 _ONE_CONTEXT = ssl.create_default_context()
 _numbers = itertools.count(1)
 
@@ -43,8 +46,11 @@ class Begun:
 class Server:
     """A running server as the plays see it."""
 
-    def __init__(self, url: str, directory: Path, traits: frozenset[str], stage: Stage) -> None:
-        self.url = url
+    def __init__(
+        self, urls: dict[str, str], directory: Path, traits: frozenset[str], stage: Stage
+    ) -> None:
+        # Where each mount is served.
+        self.urls = urls
         self.directory = directory
         self.traits = traits
         self.stage = stage
@@ -56,11 +62,11 @@ class Server:
         prefix = mount_of(case.asks[0].path).prefix
         return self._mount_locks.setdefault(prefix, asyncio.Lock()) if prefix else asyncio.Lock()
 
-    def client(self) -> httpx.AsyncClient:
-        """A client with one connection."""
+    def client(self, prefix: str) -> httpx.AsyncClient:
+        """A client with one connection to a mount."""
         is_http_2 = HTTP_2 in self.traits
         return httpx.AsyncClient(
-            base_url=self.url,
+            base_url=self.urls[prefix],
             http1=not is_http_2,
             http2=is_http_2,
             verify=_ONE_CONTEXT,
@@ -84,7 +90,8 @@ class Play:
         self.runs = 0
         self.answers: list[Answer | None] = []
         self._begun: dict[str, Begun] = {}
-        self._client = server.client()
+        self._url = server.urls[self.mount.prefix]
+        self._client = self._new_client()
 
     async def perform(self) -> None:
         """Plays every step; raises AssertionError for an answer that is not the expected one."""
@@ -127,7 +134,7 @@ class Play:
                 if isinstance(expectation, cases.Broken):
                     # Servers close the connection of an application that raised, now or soon.
                     await self._client.aclose()
-                    self._client = self.server.client()
+                    self._client = self._new_client()
 
     async def _direct(self, step: Any) -> None:
         """Follows a stage direction."""
@@ -155,7 +162,7 @@ class Play:
             case cases.CutOff(ask):
                 await self._cut_off(ask)
             case cases.Upgrade(path):
-                await wire.read_greeting(server.url, path)
+                await wire.read_greeting(self._url, path)
             case cases.Crowd():
                 await self._crowd(step)
             case cases.Flood():
@@ -180,6 +187,9 @@ class Play:
 
     # Requests.
 
+    def _new_client(self) -> httpx.AsyncClient:
+        return self.server.client(self.mount.prefix)
+
     def _token(self, caller: str) -> str:
         return f"{caller}-{self.name}"
 
@@ -196,9 +206,7 @@ class Play:
             lines.append((b"content-type", ask.content_type.encode()))
         lines.append((ACT_HEADER.encode(), ask.act.header().encode()))
         lines += [(name.encode(), self._filled(value).encode()) for name, value in ask.headers]
-        return wire.Told(
-            self.server.url, ask.method, self._filled(ask.path), lines, ask.body, ask.pieces
-        )
+        return wire.Told(self._url, ask.method, self._filled(ask.path), lines, ask.body, ask.pieces)
 
     def _filled(self, text: str) -> str:
         return text.replace("{play}", self.name)
@@ -235,7 +243,7 @@ class Play:
         return Answer(response.status_code, lines, body)
 
     def _start(self, name: str, ask: Ask) -> None:
-        client = self.server.client()
+        client = self._new_client()
         begun = Begun(ask, client, None, [], asyncio.Condition())  # type: ignore[arg-type]
         begun.task = asyncio.create_task(self._exchange(self._told(ask), client, begun))
         self._begun[name] = begun
@@ -263,7 +271,7 @@ class Play:
         if HTTP_2 not in self.server.traits:
             await wire.cut_off(told)
             return
-        client = self.server.client()
+        client = self._new_client()
         try:
             with_content = client.build_request(
                 told.method, told.path, headers=told.lines, content=_broken_off(told.body)
@@ -294,7 +302,7 @@ class Play:
         point = "crowd"
         told = self._told(replace(crowd.ask, act=crowd.ask.act.held_at(point)))
         # A connection each: on one that is shared, the client's answers wait for each other.
-        clients = [self.server.client() for _ in range(crowd.count)]
+        clients = [self._new_client() for _ in range(crowd.count)]
         try:
             tasks = {asyncio.create_task(self._exchange(told, client, None)) for client in clients}
             await self.stage.arrival(self.name, point)
@@ -315,7 +323,7 @@ class Play:
                 if answer is not None and answer.header("idempotent-replayed") is None
             ]
             assert len(first) == 1, f"{len(first)} answers are no replays: {first[:3]}"
-            self._check(cases.Ran(headers=_HEADERS_OF_ANY), crowd.ask, first[0], True)
+            self._check(cases.Ran(), crowd.ask, first[0], True)
             for answer in answers:
                 if answer is not first[0]:
                     self._check(crowd.others, crowd.ask, answer, False)
@@ -325,7 +333,7 @@ class Play:
     async def _flood(self, flood: cases.Flood) -> None:
         told = self._told(flood.ask)
         before = self._store_calls()
-        clients = [self.server.client() for _ in range(FLOOD_CONNECTIONS)]
+        clients = [self._new_client() for _ in range(FLOOD_CONNECTIONS)]
 
         async def ask_on(client: httpx.AsyncClient) -> list[Answer | None]:
             return [
@@ -368,9 +376,6 @@ class Play:
             self.answers.append(answer)
 
 
-_HEADERS_OF_ANY: dict[str, str | None] = {}
-
-
 class _HungUp(Exception):
     """Ends a request in the middle of its body."""
 
@@ -382,8 +387,8 @@ async def _broken_off(body: bytes) -> AsyncIterator[bytes]:
 
 async def _sent_in(body: bytes, pieces: int) -> AsyncIterator[bytes]:
     size = max(1, -(-len(body) // pieces))
-    for start in range(0, len(body), size):
-        yield body[start : start + size]
+    for place in range(0, len(body), size):
+        yield body[place : place + size]
         await asyncio.sleep(0)
 
 
@@ -396,3 +401,38 @@ async def _leave(begun: Begun) -> None:
     begun.task.cancel()
     await asyncio.wait((begun.task,))
     await begun.client.aclose()
+
+
+def played_on(kind: ServerKind, selected: Iterable[Case]) -> dict[str, Exception | None]:
+    """Plays the cases on a server that is there for them only: None, or what was wrong."""
+    running = start(kind)
+    try:
+        running.wait_until_ready()
+        return asyncio.run(_play_all(running, selected))
+    finally:
+        running.stop()
+
+
+async def _play_all(
+    running: RunningServer, selected: Iterable[Case]
+) -> dict[str, Exception | None]:
+    stage = Stage()
+    listener = await stage.open(running.directory)
+    server = Server(running.urls, running.directory, running.kind.traits, stage)
+    turns = asyncio.Semaphore(PLAYS_AT_ONCE)
+    outcomes: dict[str, Exception | None] = {}
+
+    async def play(case: Case) -> None:
+        # Its mount first: a case that waits for it must not keep others from playing.
+        async with server.turn(case), turns:
+            try:
+                await Play(case, server).perform()
+                outcomes[case.name] = None
+            except Exception as error:
+                outcomes[case.name] = error
+
+    try:
+        await asyncio.gather(*map(play, selected))
+    finally:
+        listener.close()
+    return outcomes

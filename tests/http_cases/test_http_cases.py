@@ -11,7 +11,7 @@ _ROWS = [
     pytest.param(kind.name, case, id=f"{kind.name}-{case.name}")
     for kind in KINDS
     for case in CASES
-    if case.reason_without(kind.traits) is None
+    if kind.reason_without(case) is None
 ]
 
 

@@ -1,16 +1,18 @@
-"""Puts all mounts of an application behind one server, as either protocol says it is done."""
+"""Puts mounts of an application behind one server, as either protocol says it is done."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from tests.http_cases.configuration import MOUNTS, Mount, mount_of
+from tests.http_cases.configuration import Mount, mount_of
+
+Make = Callable[[Mount], Any]
 
 
-def mounted_asgi(make: Callable[[Mount], Any]) -> Any:
-    """One ASGI application of all mounts; it has a lifespan of its own."""
-    apps = {mount.prefix: make(mount) for mount in MOUNTS}
+def mounted_asgi(make: Make, mounts: Iterable[Mount]) -> Any:
+    """One ASGI application of these mounts; it has a lifespan of its own."""
+    apps = {mount.prefix: make(mount) for mount in mounts}
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -32,9 +34,9 @@ async def _live(receive: Any, send: Any) -> None:
             return
 
 
-def mounted_wsgi(make: Callable[[Mount], Any]) -> Any:
-    """One WSGI application of all mounts."""
-    apps = {mount.prefix: make(mount) for mount in MOUNTS}
+def mounted_wsgi(make: Make, mounts: Iterable[Mount]) -> Any:
+    """One WSGI application of these mounts."""
+    apps = {mount.prefix: make(mount) for mount in mounts}
 
     def application(environ: dict[str, Any], start_response: Any) -> Any:
         prefix = mount_of(environ["PATH_INFO"]).prefix
