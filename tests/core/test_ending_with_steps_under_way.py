@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +35,17 @@ def state(world: World) -> State:
     return drive(world.store.read(KEY)).record.state
 
 
+class Task(Flow):
+    """A flow with a context of its own, as the tasks of an event loop have."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        super().__init__(coroutine)
+        self._context = contextvars.copy_context()
+
+    def _run(self, resume: Callable[[], Any]) -> Flow:
+        return self._context.run(super()._run, resume)
+
+
 class Beside:
     """An operation that leaves its steps to tasks of their own, and ends before they do."""
 
@@ -46,9 +58,8 @@ class Beside:
 
     async def operation(self, attempt: Attempt) -> Any:
         for name in self._names:
-            task = Flow(attempt.step(name, self._slow, name, **self._options))
-            contextvars.copy_context().run(task.step)
-            self.tasks.append(task)
+            task = Task(attempt.step(name, self._slow, name, **self._options))
+            self.tasks.append(task.step())
         if isinstance(self._ending, Exception):
             raise self._ending
         return self._ending
@@ -169,7 +180,7 @@ def test_no_step_begins_while_the_ending_waits(world, effects):
         return await beside.operation(attempt)
 
     flow = world.first.start(call(), world.first.operating(operation))
-    late = Flow(attempts[0].step("mail", effects.do, "mail")).step()
+    late = Task(attempts[0].step("mail", effects.do, "mail")).step()
     assert isinstance(late.error, InvalidInput)
     beside.tasks[0].step()
     flow.step()

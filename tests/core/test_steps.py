@@ -780,8 +780,10 @@ def test_a_cancelled_write_is_repeated_before_the_key_is_freed(world, effects):
     world.first.steps.write_faults.append(Fault(pauses=True))
 
     async def operation(attempt: Attempt):
-        task = Flow(attempt.step("charge", effects.do, "charge")).step()
-        task.throw(Stop())
+        task = Flow(attempt.step("charge", effects.do, "charge"))
+        context = contextvars.copy_context()
+        context.run(task.step)
+        context.run(task.throw, Stop())
         raise OSError("the sibling's")
 
     with pytest.raises(OSError, match="sibling"):

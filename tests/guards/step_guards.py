@@ -25,7 +25,7 @@ STEP_GUARDS: tuple[Guard, ...] = (
         "a crash after the next effect repeats this one",
         (
             InCode(
-                StepRun._step,
+                StepRun._run_new,
                 "await self.writer.record(Step(name, position, payload), value)",
                 "pass",
             ),
