@@ -31,5 +31,7 @@ async def charge(wish: ChargeWish, attempt: LeasedAttempt, ledger: TheLedger) ->
     )
     # Stands for the payment provider: a charge that was made stays made, whatever comes next.
     async with ledger.transaction() as connection:
+        # Last thing before the effect: whoever has lost the claim leaves it to the next owner.
+        attempt.raise_if_lost()
         await ledger.add(connection, entry)
     return answer(entry)
