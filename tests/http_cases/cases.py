@@ -300,8 +300,9 @@ class Operate:
 
 @dataclass(frozen=True)
 class ClaimElsewhere:
-    """Another process claims the key and does not end."""
+    """Another process claims the key for this request, and does not end."""
 
+    ask: Ask
     key: str = "k"
     caller: str = "alice"
 

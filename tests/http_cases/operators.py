@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from retrysafe import Idempotency, Key, SqliteStore
-from retrysafe.core.model import ClaimRequest, Decision, Fingerprint
+from retrysafe import FingerprintRule, Idempotency, Key, SqliteStore
+from retrysafe.core.model import ClaimRequest, Decision
+from retrysafe.http import Request
+from retrysafe.http.fingerprints import request_fingerprints
 from retrysafe.runtime.drive import run_sync
+from tests.http_cases.cases import Ask
 
 
 def _key(text: str, token: str) -> Key:
@@ -25,14 +28,15 @@ def operate(path: Path, command: str, text: str, token: str) -> None:
             idempotency.release(key, force=command == "force release")
 
 
-def claim_elsewhere(path: Path, text: str, token: str, lease_seconds: int) -> None:
-    """Claims the key as a process that then dies."""
+def claim_elsewhere(path: Path, ask: Ask, text: str, token: str, lease_seconds: int) -> None:
+    """Claims the key for this request, as a process that then dies."""
     store = SqliteStore(path)
+    content_type = (b"content-type", (ask.content_type or "").encode())
+    asked = Request(ask.method, ask.path, b"", [content_type], ask.body)
     try:
         request = ClaimRequest(
             _key(text, token),
-            # A rule that the server does not know matches every request.
-            (Fingerprint(999, b"made elsewhere"),),
+            request_fingerprints(asked, FingerprintRule()),
             b"a token elsewhere"[:16],
             lease_seconds * 1000,
         )

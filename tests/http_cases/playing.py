@@ -179,10 +179,10 @@ class Play:
             case cases.Operate(command, key, caller):
                 path = store_path(server.directory, self.mount.name)
                 await asyncio.to_thread(operate, path, command, key, self._token(caller))
-            case cases.ClaimElsewhere(key, caller):
+            case cases.ClaimElsewhere(ask, key, caller):
                 path = store_path(server.directory, self.mount.name)
                 await asyncio.to_thread(
-                    claim_elsewhere, path, key, self._token(caller), LEASE_SECONDS
+                    claim_elsewhere, path, ask, key, self._token(caller), LEASE_SECONDS
                 )
 
     # Requests.

@@ -139,8 +139,8 @@ def _step(step: Any) -> str:
             return f"{_ask(ask)} → {_expectation(expectation)}, without a call of the store"
         case cases.Operate(command):
             return f"an operator gives the command to {command}"
-        case cases.ClaimElsewhere():
-            return "another process claims the key"
+        case cases.ClaimElsewhere(ask):
+            return f"another process claims the key for {_ask(ask)}"
     raise ValueError(f"there are no words for {step}")
 
 

@@ -244,9 +244,7 @@ CASES = (
         *(post("/final", act=Act(fails="before")), Broken()),
         *(post("/final"), Refused(problem="operation-failed", key="k")),
         *(post("/final"), Refused(problem="operation-failed", key="k")),
-        without={
-            "django-rules": "Django answers exceptions inside: its 500 is the outcome",
-        },
+        without={"django-rules": "Django answers exceptions inside: its 500 is the outcome"},
     ),
     case(
         "outcome-attempts-exhausted",

@@ -88,13 +88,16 @@ CASES = (
     case(
         "running-elsewhere",
         "A key that another process holds conflicts until its lease ends or an operator frees it",
-        *(ClaimElsewhere(), post("/uncached/charges"), IN_FLIGHT),
+        *(ClaimElsewhere(post("/uncached/charges")), post("/uncached/charges"), IN_FLIGHT),
         *(Operate("force release"), post("/uncached/charges"), Ran()),
     ),
     case(
         "running-elsewhere-waiting",
         "A wait for another process's run ends with its lease or its release",
-        *(ClaimElsewhere(), Start("second", post("/uncached/charges", headers=WAIT))),
+        *(
+            ClaimElsewhere(post("/uncached/charges")),
+            Start("second", post("/uncached/charges", headers=WAIT)),
+        ),
         *(Operate("force release"), Finish("second"), Ran()),
     ),
     case(
