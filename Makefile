@@ -5,9 +5,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PORT ?= 8000
+STORE ?= sqlite:///var/demo.db
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup run test lint format bench soak docs pins clean
+.PHONY: help setup run story test lint format bench soak docs pins clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -22,9 +24,11 @@ $(STAMP): requirements/dev.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
-run: setup ## Run the demonstration on SQLite
-	@echo "The demonstration takes about half a minute."
-	@$(BIN)/retrysafe demo
+run: setup ## Serve the demo on SQLite (PORT=8000, STORE=sqlite:///var/demo.db)
+	@$(BIN)/retrysafe demo --port $(PORT) --store $(STORE)
+
+story: setup ## Watch a race, a crash, a zombie and a mismatch, told in half a minute
+	@$(BIN)/retrysafe story
 
 test: setup lint ## Run the whole test suite
 	$(BIN)/python -m coverage run -m pytest tests/core
@@ -43,6 +47,7 @@ format: setup ## Format the code
 	$(BIN)/ruff check --fix .
 
 bench: setup ## Measure against a baseline in the same run
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/bench.txt
 	$(BIN)/python -m benchmarks
 
 soak: setup ## Run the simulation and overlapping batches for much longer than the tests do
@@ -55,6 +60,7 @@ docs: setup ## Generate the generated parts of the documents
 pins: setup ## Pin the development requirements again
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate requirements/dev.in -o requirements/dev.txt
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate requirements/bench.in -o requirements/bench.txt
 
 clean: ## Remove the environment and what the tests left
 	rm -rf $(VENV) .coverage .hypothesis .mypy_cache .ruff_cache var dist build

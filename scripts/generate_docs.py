@@ -3,8 +3,8 @@
     python scripts/generate_docs.py            writes them
     python scripts/generate_docs.py --check    exits with 1 when one is stale
 
-Owns what is derived from code: the state machine, the errors, the command line and the guards. A
-source that the repository does not have is left out, with its document.
+Owns what is derived from code: the state machine, the errors, the command line, the guards and the
+HTTP cases. A source that the repository does not have is left out, with its document.
 """
 
 from __future__ import annotations
@@ -308,6 +308,9 @@ def documents() -> dict[Path, str]:
     guards = _load("tests/guards/guards.py")
     if guards is not None:
         made[ROOT / "docs/guards.md"] = guards.render_page()
+    http_cases = _load("tests/http_cases/rendering.py")
+    if http_cases is not None:
+        made[ROOT / "docs/http-cases.md"] = http_cases.render_page(NOTICE)
     return made
 
 

@@ -1,8 +1,23 @@
-"""The fixtures that need a server are available to every test; a server starts when asked for."""
+"""What every test has: fixtures that start servers when asked for, and how properties are checked.
+
+The same examples in every run, and no stopwatch: a run must not fail because of the machine's load
+or by luck, and the coverage that it is measured by must not change from run to run. To look for new
+counterexamples, run with `--hypothesis-profile=search`.
+"""
 
 import signal
 
+from hypothesis import HealthCheck, settings
+
 pytest_plugins = ["tests.servers.fixtures"]
+
+settings.register_profile(
+    "steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "search", deadline=None, max_examples=2_000, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("steady")
 
 # A shell that starts this run in the background makes it ignore Ctrl-C, and so would every command
 # that the tests interrupt on purpose.

@@ -1,7 +1,8 @@
-"""Conflicts between transactions: how they show in each driver, and the retry that they ask for.
+"""Conflicts and outages: how they show in each driver, and the retry that they ask for.
 
 A conflict means that the database rolled the transaction back because of a rival, and nothing of
-it happened. Owns what is recognised as one. It must not know what the transaction was for.
+it happened; in an outage nobody may know. Owns what is recognised as either. It must not know what
+the transaction was for.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ from retrysafe.errors import InvalidInput
 
 # Serialization failure and deadlock: the two that PostgreSQL asks its clients to try again.
 CONFLICT_CODES: Final = frozenset({"40001", "40P01"})
+# Classes of SQLSTATE: connection lost, rolled back, out of resources, locked, shut down.
+_OUTAGE_CLASSES: Final = frozenset({"08", "40", "53", "55", "57"})
+# SQLite's results of the same kind: busy, locked, input or output failed, disk full, cannot open.
+_OUTAGE_RESULTS: Final = frozenset({5, 6, 10, 13, 14})
+_PRIMARY_MASK: Final = 0xFF
+# Names of PEP 249, which every driver and every ORM gives to what the server does not answer.
+_OUTAGE_NAMES: Final = frozenset({"OperationalError", "InterfaceError"})
 # Rivals move on within milliseconds; the pause grows so that many of them spread out.
 _PAUSE_SECONDS: Final = 0.005
 _PAUSE_MAXIMUM_SECONDS: Final = 0.5
@@ -38,6 +46,19 @@ def is_conflict(error: BaseException) -> bool:
         # Somebody wrote after this transaction had read: it can only start over.
         return getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_BUSY_SNAPSHOT
     return sqlstate_of(error) in CONFLICT_CODES
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether the database was out of reach, out of resources or gave up, so a retry can help."""
+    if isinstance(error, OSError):
+        return True  # No connection, or none in time.
+    result = getattr(error, "sqlite_errorcode", None)
+    if isinstance(result, int):
+        return result & _PRIMARY_MASK in _OUTAGE_RESULTS
+    code = sqlstate_of(error)
+    if code is not None:
+        return code[:2] in _OUTAGE_CLASSES
+    return any(ancestor.__name__ in _OUTAGE_NAMES for ancestor in type(error).__mro__)
 
 
 def _pause_seconds(number: int) -> float:

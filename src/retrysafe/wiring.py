@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -65,7 +66,7 @@ def open_store(
     if url == "memory://":
         return MemoryStore()
     raise StoreUrlInvalid(
-        f"{_without_password(url)!r} names no store: use sqlite:///path/to/file.db (four slashes "
+        f"{without_password(url)!r} names no store: use sqlite:///path/to/file.db (four slashes "
         "for an absolute path), postgresql://user@host/database, or memory:// for trying things out"
     )
 
@@ -83,8 +84,23 @@ def sqlite_path(url: str) -> Path:
     return Path(path)
 
 
-def postgres_store(url: str, *, is_async: bool) -> PostgresStore:
-    """The PostgreSQL store of a URL; `?schema=…&prepared=off&pool=8` are retrysafe's options."""
+@dataclass(frozen=True, slots=True)
+class PostgresUrl:
+    """What a PostgreSQL URL says, apart: the driver's part, and retrysafe's own options."""
+
+    # For the driver, with everything that is not retrysafe's.
+    plain: str
+    # For messages and logs, without the password.
+    location: str
+    schema_name: str
+    pool: PoolOptions
+
+
+def postgres_url(url: str) -> PostgresUrl:
+    """The parts of a URL; `?schema=…&prepared=off&pool=8` are retrysafe's options.
+
+    Raises `StoreUrlInvalid`.
+    """
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     schema_name = options.pop("schema", "retrysafe")
@@ -92,27 +108,36 @@ def postgres_store(url: str, *, is_async: bool) -> PostgresStore:
     pool = options.pop("pool", str(PoolOptions().size_limit))
     if prepared not in ("on", "off") or not pool.isdigit() or not int(pool):
         raise StoreUrlInvalid(
-            f"{_without_password(url)!r}: prepared is on or off, pool is a number from 1 up"
+            f"{without_password(url)!r}: prepared is on or off, pool is a number from 1 up"
         )
-    # libpq takes a plus for a plus, so a space must stay %20.
-    plain = urlunsplit(parts._replace(query=urlencode(options, quote_via=quote)))
-    location = _without_password(urlunsplit(parts._replace(query="")))
-    pool_options = PoolOptions(size_limit=int(pool), has_prepared_statements=prepared == "on")
+    return PostgresUrl(
+        # libpq takes a plus for a plus, so a space must stay %20.
+        plain=urlunsplit(parts._replace(query=urlencode(options, quote_via=quote))),
+        location=without_password(urlunsplit(parts._replace(query=""))),
+        schema_name=schema_name,
+        pool=PoolOptions(size_limit=int(pool), has_prepared_statements=prepared == "on"),
+    )
+
+
+def postgres_store(url: str, *, is_async: bool) -> PostgresStore:
+    """The PostgreSQL store of a URL; raises `StoreUrlInvalid`, also without its driver."""
+    parts = postgres_url(url)
+    location = parts.location
     extra, module = ("asyncpg", "asyncpg") if is_async else ("postgres", "psycopg")
     try:
         connector = import_module(f"retrysafe.stores.postgres.{module}_connector")
     except ImportError as error:
         raise StoreUrlInvalid(
             f"{location} needs a driver that is not installed ({error.name}): "
-            f"pip install 'retrysafe[{extra}]'"
+            f"install its extra, from a clone with pip install '/path/to/clone[{extra}]'"
         ) from error
     made = (connector.AsyncpgConnector if is_async else connector.PsycopgConnector)(
-        plain, location, pool_options
+        parts.plain, location, parts.pool
     )
-    return PostgresStore(made, location=location, schema_name=schema_name)
+    return PostgresStore(made, location=location, schema_name=parts.schema_name)
 
 
-def _without_password(url: str) -> str:
+def without_password(url: str) -> str:
     """The URL as it may be shown in messages and logs."""
     return re.sub(r"://([^:/@]*):[^@/]*@", r"://\1:***@", url)
 

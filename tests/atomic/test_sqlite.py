@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import threading
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
@@ -264,9 +266,88 @@ def test_another_file_is_refused(idem, connection, tmp_path):
         idem.atomic(object(), "order-1")
 
 
-def test_an_event_loop_is_not_blocked_by_a_plain_connection(path, connection):
-    with pytest.raises(InvalidInput, match="use Idempotency"):
-        AsyncIdempotency(f"sqlite:///{path}", caller="shop").atomic(connection, "order-1")
+def test_an_event_loop_works_on_a_connection_through_a_thread(path, connection, open_connection):
+    """The same block, awaited: the statements run elsewhere, and the thread ends with it."""
+    threads = set()
+    connection = open_connection(check_same_thread=False)
+
+    async def scenario():
+        idem = AsyncIdempotency(f"sqlite:///{path}", caller="shop")
+        values = []
+        for _ in range(2):
+            connection.execute("BEGIN IMMEDIATE")
+            connection.set_trace_callback(lambda _: threads.add(threading.current_thread().name))
+            async with idem.atomic(connection, "order-1", request="pen") as run:
+                connection.set_trace_callback(None)
+                if not run.replayed:
+                    connection.execute("INSERT INTO orders VALUES ('pen')")
+                    await run.complete("placed")
+            connection.execute("COMMIT")
+            values.append((run.value, run.replayed))
+        await idem.close()
+        return values
+
+    assert asyncio.run(scenario()) == [("placed", False), ("placed", True)]
+    assert orders(connection) == ["pen"]
+    assert threads
+    assert all(name.startswith("retrysafe-transaction") for name in threads)
+
+
+@pytest.mark.usefixtures("connection")
+def test_many_tasks_wait_for_one_file_and_none_of_them_starves_the_owner(path):
+    """Each transaction has a thread of its own: those who wait for the lock hold no other's."""
+    crowd = 40  # More than any default pool has threads.
+
+    async def place(idem, number):
+        connection = sqlite3.connect(path, timeout=PATIENCE_SECONDS, check_same_thread=False)
+        # Without IMMEDIATE: the write lock is waited for inside of the block.
+        async with idem.atomic(connection, f"order-{number}") as run:
+            await asyncio.sleep(0)
+            connection.execute("INSERT INTO orders VALUES (?)", (str(number),))
+            await run.complete(number)
+        connection.commit()
+        connection.close()
+
+    async def scenario():
+        async with AsyncIdempotency(f"sqlite:///{path}", caller="shop") as idem:
+            await asyncio.gather(*(place(idem, number) for number in range(crowd)))
+
+    asyncio.run(scenario())
+    with closing(sqlite3.connect(path)) as connection:
+        assert sorted(orders(connection), key=int) == [str(number) for number in range(crowd)]
+
+
+def test_an_event_loop_completes_a_leased_operation(path, connection, open_connection):
+    """What the attempt's outcome came to is asked through a thread as well."""
+    connection = open_connection(check_same_thread=False)
+
+    async def operation():
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("INSERT INTO orders VALUES ('pen')")
+        # Not awaited, because the connection's own methods are not.
+        current_attempt().complete_in(connection, "in the transaction")
+        connection.execute("COMMIT")
+
+    async def scenario():
+        async with AsyncIdempotency(f"sqlite:///{path}", caller="shop") as idem:
+            return [await idem.run("order-1", operation) for _ in range(2)]
+
+    assert asyncio.run(scenario()) == ["in the transaction"] * 2
+    assert orders(connection) == ["pen"]
+
+
+@pytest.mark.usefixtures("connection")
+def test_a_connection_of_one_thread_is_refused_in_an_event_loop(path):
+    """The message says how to open it instead."""
+
+    async def scenario():
+        async with AsyncIdempotency(f"sqlite:///{path}", caller="shop") as idem:
+            with closing(sqlite3.connect(path)) as bound:
+                bound.execute("BEGIN IMMEDIATE")
+                with pytest.raises(InvalidInput, match="check_same_thread=False"):
+                    await idem.atomic(bound, "order-1").__aenter__()
+
+    asyncio.run(scenario())
 
 
 # Settling in the user's transaction.
@@ -348,3 +429,56 @@ def test_a_transaction_around_the_run_decides(idem, connection):
     assert connection.in_transaction
     connection.execute("COMMIT")
     assert idem.run("order-2", beginning) == "done"
+
+
+# Django's connection.
+
+
+@pytest.fixture
+def django_connection(path, connection):
+    """A connection of Django to the store's file."""
+    import django
+    from django.conf import settings
+    from django.db import connections
+
+    if not settings.configured:
+        settings.configure(DATABASES={"default": {}})
+        django.setup()
+    alias = f"sqlite{path.parent.name}"
+    connections.settings[alias] = connections.configure_settings(
+        {"default": {}, alias: {"ENGINE": "django.db.backends.sqlite3", "NAME": str(path)}}
+    )[alias]
+    yield connections[alias]
+    connections[alias].close()
+    del connections[alias], connections.settings[alias]
+
+
+def test_a_leased_operation_completes_on_djangos_connection(idem, connection, django_connection):
+    """Inside `transaction.atomic()`; a block that is left by an error takes the outcome along."""
+    from django.db import transaction
+
+    def operation(fails):
+        with transaction.atomic(using=django_connection.alias):
+            with django_connection.cursor() as cursor:
+                cursor.execute("INSERT INTO orders VALUES ('pen')")
+            current_attempt().complete_in(django_connection, "in the transaction")
+            if fails:
+                raise LookupError
+
+    with pytest.raises(LookupError):
+        idem.run("order-1", operation, True, request=1)
+    assert orders(connection) == []
+    assert idem.run("order-1", operation, False, request=1) == "in the transaction"
+    assert idem.answer("order-1", operation, False, request=1).replayed
+    assert orders(connection) == ["pen"]
+
+
+def test_without_a_transaction_of_django_nothing_is_completed(idem, connection, django_connection):
+    """Django would commit the outcome by itself, apart from the writes that it belongs to."""
+
+    def operation():
+        current_attempt().complete_in(django_connection, "alone")
+
+    with pytest.raises(TransactionMissing, match=r"transaction\.atomic"):
+        idem.run("order-1", operation)
+    assert keys(connection) == [4]

@@ -213,12 +213,13 @@ def test_faces_refuse_what_they_cannot_stage_in(connection):
         plain.run("k", lambda: current_attempt().outbox.stage("t", 1), name="n")
 
 
-def test_the_async_face_wants_async_connections(path, connection):
+def test_an_event_loop_needs_a_connection_for_any_thread(path, connection):
+    """The message says how to open it instead."""
     import asyncio
 
     async def main():
         async with AsyncIdempotency(f"sqlite:///{path}", caller="shop") as idem:
             await idem.stage(connection, "t", 1)
 
-    with pytest.raises(InvalidInput, match="use Idempotency with sqlite3"):
+    with pytest.raises(InvalidInput, match="check_same_thread=False"):
         asyncio.run(main())

@@ -306,7 +306,7 @@ class Process:
             if world.join is None
             else Joiner(
                 join=world.join,
-                drive=drive,
+                drive=lambda waits, flow: drive(flow),
                 renewals=self.renewals,
                 has_outbox=world.store.capabilities.has_outbox,
             ),

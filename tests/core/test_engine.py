@@ -508,3 +508,4 @@ def test_nothing_repeats_without_a_cache():
     world = World()
     world.first.answer(call())
     assert world.first.engine.remembered(call()) is None
+    assert not world.first.engine.repeats(call(), codec.withheld("whatever"))

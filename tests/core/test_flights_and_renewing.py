@@ -35,7 +35,7 @@ def flights() -> Flights:
 
 def test_the_first_to_join_leads_and_the_others_follow():
     sky = flights()
-    flight, other = Flight((MARK,)), Flight((OTHER_MARK,))
+    flight, other = Flight((MARK,), "charge"), Flight((OTHER_MARK,), "charge")
     assert sky.join(b"a", flight, 0.0) is flight
     assert flight.phase is Phase.CLAIMING
     assert sky.join(b"a", other, 0.0) is flight
@@ -46,36 +46,36 @@ def test_the_first_to_join_leads_and_the_others_follow():
 def test_landing_a_flight_that_never_flew_changes_nothing():
     """Whoever follows lands its own flight all the same: a signal may come at any line."""
     sky = flights()
-    flight = sky.join(b"a", Flight((MARK,)), 0.0)
-    sky.land(b"a", Flight((MARK,)))
+    flight = sky.join(b"a", Flight((MARK,), "charge"), 0.0)
+    sky.land(b"a", Flight((MARK,), "charge"))
     assert len(sky) == 1
     assert flight.phase is Phase.CLAIMING
 
 
 def test_an_operator_ends_the_hold_of_a_flight():
     sky = flights()
-    flight = sky.join(b"a", Flight((MARK,)), 0.0)
+    flight = sky.join(b"a", Flight((MARK,), "charge"), 0.0)
     sky.revoke(b"a")  # Still claiming: there is no lease to end.
     flight.lease = lease(b"a")
     sky.revoke(b"b")
-    assert sky.join(b"a", Flight((MARK,)), 0.0) is flight
+    assert sky.join(b"a", Flight((MARK,), "charge"), 0.0) is flight
     sky.revoke(b"a")
-    assert sky.join(b"a", Flight((MARK,)), 0.0) is not flight
+    assert sky.join(b"a", Flight((MARK,), "charge"), 0.0) is not flight
 
 
 def test_after_landing_the_next_one_leads_a_new_flight():
     sky = flights()
-    flight = sky.join(b"a", Flight((MARK,)), 0.0)
+    flight = sky.join(b"a", Flight((MARK,), "charge"), 0.0)
     sky.land(b"a", flight)
     assert flight.phase is Phase.LANDED
     assert len(sky) == 0
-    again = Flight((MARK,))
+    again = Flight((MARK,), "charge")
     assert sky.join(b"a", again, 0.0) is again
 
 
 def test_news_wake_everybody_who_enlisted_and_only_once():
     sky = flights()
-    flight = sky.join(b"a", Flight((MARK,)), 0.0)
+    flight = sky.join(b"a", Flight((MARK,), "charge"), 0.0)
     bells = [Bell(), Bell()]
     assert all(sky.enlist(flight, Phase.CLAIMING, bell) for bell in bells)
     sky.enter(flight, Phase.RUNNING)
@@ -85,7 +85,7 @@ def test_news_wake_everybody_who_enlisted_and_only_once():
 
 def test_landing_wakes_those_who_wait_for_the_end():
     sky = flights()
-    flight = sky.join(b"a", Flight((MARK,)), 0.0)
+    flight = sky.join(b"a", Flight((MARK,), "charge"), 0.0)
     sky.enter(flight, Phase.RUNNING)
     bell = Bell()
     assert sky.enlist(flight, Phase.RUNNING, bell)
@@ -96,7 +96,7 @@ def test_landing_wakes_those_who_wait_for_the_end():
 def test_nobody_waits_for_news_that_came_already():
     """Between looking at the phase and enlisting the leader may move on: no lost wake-up."""
     sky = flights()
-    flight = sky.join(b"a", Flight((MARK,)), 0.0)
+    flight = sky.join(b"a", Flight((MARK,), "charge"), 0.0)
     sky.enter(flight, Phase.RUNNING)
     bell = Bell()
     assert not sky.enlist(flight, Phase.CLAIMING, bell)
@@ -105,7 +105,7 @@ def test_nobody_waits_for_news_that_came_already():
 
 
 def test_a_flight_knows_how_long_the_running_attempt_may_last():
-    flight = Flight((MARK,))
+    flight = Flight((MARK,), "charge")
     assert flight.seconds_left(100.0) == 0.0
     flight.conflict_ends_monotonic = 105.0
     assert flight.seconds_left(100.0) == 5.0
@@ -115,7 +115,7 @@ def test_a_flight_knows_how_long_the_running_attempt_may_last():
 
 
 def test_a_flight_hands_over_what_was_shared():
-    flight, payload = Flight((MARK,)), Payload("json.1", b"", b"1")
+    flight, payload = Flight((MARK,), "charge"), Payload("json.1", b"", b"1")
     flight.share(payload, 3)
     assert (flight.payload, flight.attempt) == (payload, 3)
 
@@ -137,7 +137,7 @@ def test_requests_are_compared_under_the_first_rule_that_both_know(first, second
     def marks(pairs: list[tuple[int, bytes]]) -> tuple[Fingerprint, ...]:
         return tuple(Fingerprint(*pair) for pair in pairs)
 
-    assert is_same_request(marks(first), marks(second)) is is_same
+    assert is_same_request(Flight(marks(first), "a"), Flight(marks(second), "a")) is is_same
 
 
 # Renewing.

@@ -121,14 +121,31 @@ def test_a_stored_failure_is_final_for_those_who_waited(world, process):
 
 
 def test_a_hung_operation_does_not_hold_its_own_process_back(world, process):
-    """A flight whose lease ran out is replaced: this process may take over as any other may."""
-    hung = process.start(call(), process.pausing("late"))
+    """Past its run limit its flight is replaced: this process may take over as any other may."""
+    limited = Policy(run_limit=timedelta(seconds=30))
+    hung = process.start(call(policy=limited), process.pausing("late"))
     world.clock.advance(30)
     successor = process.start(call(), process.returning("second"))
     assert (successor.value.value, successor.value.attempt) == ("second", 2)
     hung.step()
     assert isinstance(hung.error, ClaimLost)
     assert process.start(call()).value.value == "second"
+
+
+def test_a_lease_that_only_ran_out_is_not_taken_over_by_its_own_process(world, process):
+    """Renewals failed, or the process stood still: the operation still runs here, and is known to.
+
+    Another process cannot know, and may take over; this one must not run it beside itself.
+    """
+    running = process.start(call(), process.pausing("first"))
+    world.clock.advance(30)
+    rival = process.start(call(), process.returning("second"))
+    assert isinstance(rival.error, OperationInFlight)
+    waiter = process.start(call(policy=WAITING), process.returning("second"))
+    running.step()
+    waiter.step()
+    assert (running.value.value, waiter.value.value) == ("first", "first")
+    assert world.ran == [1]
 
 
 def test_when_the_leader_is_cancelled_a_follower_asks_the_store(world, process):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.model import Decision, State
+from retrysafe.core.model import Decision, Ending, SettleKind, State
 from retrysafe.core.ports import Fate
 from retrysafe.errors import ClaimLost, InvalidInput, StoreUnavailable
 from tests.core.building import KEY, call
@@ -164,3 +164,47 @@ def test_a_store_without_transactions_says_so():
     world = World()
     with pytest.raises(InvalidInput, match="cannot work"):
         world.first.answer(call(), completing(world, 1))
+
+
+def test_a_judged_outcome_ends_the_attempt_as_it_would_have_when_returned():
+    """What the judge calls a failure is stored as one, and told as one."""
+    transaction = applied(fate_is=Fate.STANDS)
+    world = world_with(transaction)
+    judged = call(judge=lambda value: Ending.FAILED)
+    assert world.first.answer(judged, completing(world, 1)).value == 1
+    assert transaction.settled == [SettleKind.FAIL]
+    assert world.kinds == ["claimed", "failed"]
+
+
+def test_an_outcome_that_frees_the_key_cannot_be_committed_with_the_writes():
+    """They would stand, and the retry that the free key invites would write them again."""
+    transaction = applied()
+    world = world_with(transaction)
+    with pytest.raises(InvalidInput, match="frees the key"):
+        world.first.answer(
+            call(judge=lambda value: Ending.RELEASED), completing(world, 1, error=None)
+        )
+    assert transaction.calls == []
+
+
+def test_what_an_adapter_makes_of_the_value_is_the_outcome():
+    """It is judged, stored and answered as if the operation had returned it."""
+    world = world_with(applied(fate_is=Fate.STANDS), cache=True)
+    judged = []
+
+    def judge(value):
+        judged.append(value)
+        return Ending.SUCCEEDED
+
+    made = call(judge=judge, outcome_of=lambda value: [value])
+    assert world.first.answer(made, completing(world, 1)).value == [1]
+    assert world.first.answer(call()).value == [1]
+    assert judged == [[1]]
+
+
+def test_a_value_that_an_adapter_cannot_use_is_refused_before_anything_is_written():
+    transaction = applied()
+    world = world_with(transaction)
+    with pytest.raises(InvalidInput, match=r"cannot be stored: division by zero"):
+        world.first.answer(call(outcome_of=lambda value: 1 / value), completing(world, 0))
+    assert transaction.calls == []

@@ -83,8 +83,9 @@ def test_the_lost_claim_of_another_key_is_an_ordinary_failure(world, process):
 
 
 def test_a_waiting_duplicate_takes_over_when_the_local_run_hangs(world, process):
-    """Its wait lasts as long as the lease: then it is as free to take over as anybody else."""
-    hung = process.start(call(), process.pausing("late"))
+    """Its wait lasts as long as the run may: then it is as free to take over as anybody else."""
+    limited = Policy(run_limit=timedelta(seconds=30))
+    hung = process.start(call(policy=limited), process.pausing("late"))
     patient = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(minutes=5))
     waiter = process.start(call(policy=patient), process.returning("second"))
     world.clock.advance(30)

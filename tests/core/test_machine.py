@@ -234,16 +234,22 @@ def test_fingerprints_are_compared_under_one_rule():
     """The first fingerprint of the record's rule decides, wherever it stands in the list."""
     item = record(rule=1, fingerprint=b"F" * 16)
     new_rule = Fingerprint(2, b"N" * 16)
-    assert not machine.is_mismatch(item, (MARK,))
-    assert machine.is_mismatch(item, (OTHER_MARK,))
-    assert not machine.is_mismatch(item, (new_rule, MARK))
-    assert machine.is_mismatch(item, (new_rule, OTHER_MARK))
+    assert not machine.is_mismatch(item, (MARK,), record().operation)
+    assert machine.is_mismatch(item, (OTHER_MARK,), record().operation)
+    assert not machine.is_mismatch(item, (new_rule, MARK), record().operation)
+    assert machine.is_mismatch(item, (new_rule, OTHER_MARK), record().operation)
 
 
 def test_an_unknown_rule_counts_as_a_match():
     """During a deploy that changes the rule, an honest retry must not be refused."""
-    assert not machine.is_mismatch(record(rule=9), (MARK, OTHER_MARK))
-    assert not machine.is_mismatch(record(), ())
+    assert not machine.is_mismatch(record(rule=9), (MARK, OTHER_MARK), record().operation)
+    assert not machine.is_mismatch(record(), (), record().operation)
+
+
+def test_another_operation_under_an_unknown_rule_is_another_request():
+    """Two routes with rules of their own must never answer for each other."""
+    assert machine.is_mismatch(record(rule=9), (MARK, OTHER_MARK), "refund")
+    assert not machine.is_mismatch(record(), (MARK,), "renamed")
 
 
 @pytest.mark.parametrize(
@@ -257,7 +263,7 @@ def test_an_unknown_rule_counts_as_a_match():
     ],
 )
 def test_a_claim_is_told_apart_by_request_first_then_by_token(item, mark, token, event):
-    assert machine.claim_event(item, (mark,), token) is event
+    assert machine.claim_event(item, (mark,), record().operation, token) is event
 
 
 @pytest.mark.parametrize("kind", SettleKind)

@@ -16,6 +16,7 @@ from retrysafe.errors import (
     CompensationFailed,
     KeyReused,
     OperationInFlight,
+    StepNotStored,
     StoreUnavailable,
 )
 from tests.core.building import KEY, MARK, OTHER_MARK, call
@@ -255,6 +256,36 @@ def test_a_caller_of_the_same_process_is_not_told_of_a_lost_takeover():
     assert follower.step().value.value == 7
     # The operator's release starts the numbers over.
     assert world.ran == [1, 1]
+
+
+def test_a_worker_that_is_cancelled_while_its_steps_are_stored_leaves_the_key_to_the_lease():
+    """Its ending outlives it, and frees the key for nobody."""
+    world = World()
+    abandoned(world)
+    process = world.first
+
+    async def operation(attempt):
+        try:
+            await attempt.step("charge", lambda: "charged")
+        except StepNotStored:
+            raise ValueError("down") from None
+
+    down = StoreUnavailable("down")
+    patience = Policy(settle_patience=timedelta(0))
+    process.steps.write_faults.extend([Fault(down), Fault(pauses=True)])
+    flow = process.start(recovering(world, policy=patience), process.operating(operation))
+    flow.throw(Cancelled())
+    assert isinstance(flow.error, Cancelled)
+    (orphan,) = world.orphans
+    drive(orphan)
+    assert stored(world).record.state is State.PENDING
+    assert [name for name, _ in stored_steps(world)] == ["charge"]
+    assert world.kinds[-1] == "postponed"
+    assert process.renewals.running == []
+
+
+class Cancelled(BaseException):
+    """A task that is cancelled."""
 
 
 def test_a_retryable_ending_of_a_caller_still_frees_the_key():

@@ -24,7 +24,7 @@ SECRET = b"0123456789abcdef"
 
 
 def outcome(size_bytes: int = 1) -> CachedOutcome:
-    return CachedOutcome((MARK,), Payload("bytes.1", b"", b"x" * size_bytes), 1)
+    return CachedOutcome((MARK,), "charge", Payload("bytes.1", b"", b"x" * size_bytes), 1)
 
 
 def keep(

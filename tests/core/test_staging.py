@@ -9,12 +9,13 @@ import pytest
 from retrysafe.core.atomic import AtomicBlock
 from retrysafe.core.events import Reporter
 from retrysafe.core.joining import stage_in
+from retrysafe.core.keys import Key
 from retrysafe.core.model import Decision, Ending, StagedEntry
 from retrysafe.core.outbox import ENTRIES_LIMIT, EntryClaim, EntryQuery, entry_key
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Fate
 from retrysafe.core.staging import Staging
-from retrysafe.errors import ClaimLost, InvalidInput, StoreUnavailable
+from retrysafe.errors import ClaimLost, InvalidInput, StepsChanged, StoreUnavailable
 from tests.core.building import KEY, TOKEN, call
 from tests.core.driving import Fault, ManualWaiting, World, drive
 from tests.core.sample_types import Declined
@@ -327,3 +328,108 @@ def test_a_relay_may_claim_what_was_staged():
     made.first.answer(call(), staging("a"))
     found = drive(made.store.outbox.claim(EntryClaim(TOKEN, 10, 1_000)))
     assert [entry.origin for entry in found.entries] == [KEY.text]
+
+
+# Beside steps.
+
+
+def test_nothing_is_staged_inside_a_step():
+    """A later attempt skips the step, and the entry would be lost without a word."""
+    made = world()
+
+    async def operation(attempt):
+        with pytest.raises(InvalidInput, match="inside a step"):
+            await attempt.step("inner", lambda: attempt.outbox.stage("t", "inside"))
+        attempt.outbox.stage("t", "before")
+        await attempt.step("charge", lambda: 7)
+        attempt.outbox.stage("t", "after")
+
+    made.first.answer(call(), made.first.operating(operation))
+    assert [entry.body for entry in entries(made)] == [b"before", b"after"]
+
+
+def test_an_operation_inside_a_step_of_another_one_stages_its_own():
+    """Its key is its own, so it is skipped or repeated as a whole."""
+    made = world()
+
+    async def inner(attempt):
+        attempt.outbox.stage("t", "inner")
+
+    other = call(key=Key("inner", caller="tenant-1"))
+
+    async def nested():
+        return (await made.first.engine.answer(other, made.first.operating(inner))).value
+
+    async def outer(attempt):
+        await attempt.step("inner", nested)
+
+    made.first.answer(call(), made.first.operating(outer))
+    assert [entry.body for entry in entries(made)] == [b"inner"]
+
+
+def test_a_resumed_operation_stages_what_the_crashed_one_had_staged():
+    """The step is skipped, the staging around it is not."""
+    made = world()
+    calls = []
+
+    async def operation(attempt):
+        await attempt.step("charge", lambda: calls.append(1))
+        attempt.outbox.stage("t", f"receipt of attempt {attempt.number}")
+        if attempt.number == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        made.first.answer(call(), made.first.operating(operation))
+    made.clock.seconds += 3_600
+    second = made.process()
+    second.answer(call(), second.operating(operation))
+    assert calls == [1]
+    assert [entry.body for entry in entries(made)] == [b"receipt of attempt 2"]
+
+
+def test_a_cancelled_caller_with_steps_does_not_lose_what_was_staged():
+    """Its last write is finished without it, entries included."""
+    made = world()
+
+    async def operation(attempt):
+        if attempt.number == 1:
+            raise KeyboardInterrupt
+        attempt.outbox.stage("t", "a")
+        return "value"
+
+    with pytest.raises(KeyboardInterrupt):
+        made.first.answer(call(), made.first.operating(operation))
+    made.clock.seconds += 3_600
+    second = made.process()
+    # The stored steps are read at the end, and the caller is cancelled while they are.
+    second.steps.read_faults.append(Fault(pauses=True))
+    flow = second.start(call(), second.operating(operation))
+    flow.throw(KeyboardInterrupt())
+    (orphan,) = made.orphans
+    drive(orphan)
+    assert [entry.body for entry in entries(made)] == [b"a"]
+
+
+def test_an_operation_that_left_steps_out_sends_nothing():
+    """Its word does not count, whether its caller is still there or not."""
+    for is_cancelled in (False, True):
+        made = world()
+
+        async def operation(attempt):
+            if attempt.number == 1:
+                await attempt.step("charge", lambda: 7)
+                raise KeyboardInterrupt
+            attempt.outbox.stage("t", "a")
+
+        with pytest.raises(KeyboardInterrupt):
+            made.first.answer(call(), made.first.operating(operation))
+        made.clock.seconds += 3_600
+        second = made.process()
+        if is_cancelled:
+            second.steps.read_faults.append(Fault(pauses=True))
+            second.start(call(), second.operating(operation)).throw(KeyboardInterrupt())
+            drive(made.orphans.pop())
+        else:
+            with pytest.raises(StepsChanged):
+                second.answer(call(), second.operating(operation))
+        assert entries(made) == []

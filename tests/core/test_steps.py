@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -17,6 +18,7 @@ from retrysafe.core.steps import StepBook, StepRetry, checked_name
 from retrysafe.errors import (
     ClaimLost,
     InvalidInput,
+    OperationInFlight,
     OutcomeNotStored,
     PolicyInvalid,
     StepNotStored,
@@ -91,6 +93,24 @@ def test_a_first_attempt_reads_nothing_and_a_later_one_reads_once(world, effects
     other = world.process()
     run(other, in_order(effects, "a", "b", "c"))
     assert other.steps.reads == 1
+
+
+def test_stored_steps_can_be_read_before_the_operation_asks(world, effects):
+    """A later attempt reads them once, also when they are asked for early; a first one never."""
+
+    def prepared(*names, then=None):
+        async def operation(attempt):
+            await attempt.load_steps()
+            return await in_order(effects, *names, then=then)(attempt)
+
+        return operation
+
+    crashed(world.first, prepared("a", "b", then=crash))
+    assert world.first.steps.reads == 0
+    other = world.process()
+    run(other, prepared("a", "b", "c"))
+    assert other.steps.reads == 1
+    assert effects.ran == ["a", "b", "c"]
 
 
 def test_an_operation_without_steps_asks_the_step_store_nothing(world):
@@ -638,13 +658,17 @@ def test_a_step_is_written_until_it_stands(world, effects):
 
 
 def test_patience_ends_and_the_operation_is_told(world, effects):
-    """The step ran and is not remembered: its value comes with the error, and the key is freed."""
+    """The step ran and is not remembered: its value comes with the error; only the lease frees."""
     world.first.steps.write_faults.extend([Fault(DOWN)] * 100)
     policy = Policy(settle_patience=timedelta(seconds=1))
     with pytest.raises(StepNotStored, match="ran, but its result could not be stored") as caught:
         run(world.first, in_order(effects, "charge"), policy=policy)
     assert caught.value.value == "charge done"
     assert max(world.first.waiting.slept) <= 1.0
+    with pytest.raises(OperationInFlight):
+        run(world.process(), in_order(effects, "charge"))
+    assert effects.ran == ["charge"]
+    world.clock.advance(60)
     run(world.process(), in_order(effects, "charge"))
     assert effects.ran == ["charge", "charge"]
 
@@ -675,13 +699,98 @@ def test_the_rest_tells_of_a_lost_claim(world, effects):
     assert world.first.writer.settlements == []
 
 
-def test_the_rest_is_not_insisted_on(world, effects):
-    """The store was silent before; the release is tried as ever, and the retry runs the step."""
-    world.first.steps.write_faults.extend([Fault(StoreMissing("gone"))] * 2)
+def test_the_rest_is_insisted_on_before_the_key_is_freed(world, effects):
+    """A store that is silent for longer than one patience is asked for another one."""
+    world.first.steps.write_faults.extend([Fault(StoreMissing("gone")), Fault(DOWN), Fault(DOWN)])
     with pytest.raises(StepNotStored):
         run(world.first, in_order(effects, "charge"))
+    assert world.first.steps.writes == ["charge"] * 4
+    assert world.first.waiting.slept == [0.05, 0.1]
     assert record_of(world).record.state is State.RELEASED
-    assert record_of(world).steps == []
+    assert stored_steps(world) == [("charge", 1)]
+
+
+def test_a_key_whose_step_cannot_be_recorded_is_not_freed(world, effects):
+    """Its retry would run the step again at once; the lease frees it, and the caller is told."""
+    world.first.steps.write_faults.extend([Fault(StoreMissing("gone"))] * 2)
+    with pytest.raises(StepNotStored) as caught:
+        run(world.first, in_order(effects, "charge"))
+    assert caught.value.value == "charge done"
+    assert record_of(world).record.state is State.PENDING
+    assert world.first.writer.settlements == []
+    assert EventKind.SETTLE_FAILED in world.kinds
+
+
+def test_another_failure_after_a_step_that_cannot_be_recorded_is_the_cause(world, effects):
+    """What the operation made of it does not free the key either."""
+    world.first.steps.write_faults.extend([Fault(StoreMissing("gone"))] * 2)
+
+    async def operation(attempt: Attempt):
+        try:
+            await attempt.step("charge", effects.do, "charge")
+        except StepNotStored:
+            raise OSError("the operation's own") from None
+
+    with pytest.raises(OutcomeNotStored, match="'charge'") as caught:
+        run(world.first, operation)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert record_of(world).record.state is State.PENDING
+
+
+@pytest.mark.parametrize("is_gone", [True, False], ids=["the store is gone", "the store is back"])
+def test_a_changed_operation_is_not_freed_without_its_steps(world, effects, is_gone):
+    """The refusal of an ending frees the key as any failure does."""
+    crashed(world.first, in_order(effects, "a", then=crash))
+    other = world.process()
+    other.steps.write_faults.extend([Fault(StoreMissing("gone"))] * (1 + is_gone))
+
+    async def operation(attempt: Attempt):
+        with pytest.raises(StepNotStored):
+            await attempt.step("b", effects.do, "b")
+
+    with pytest.raises(OutcomeNotStored if is_gone else StepsChanged):
+        run(other, operation)
+    assert record_of(world).record.state is (State.PENDING if is_gone else State.RELEASED)
+    assert ("b", 1) in stored_steps(world) or is_gone
+
+
+def test_a_step_is_recorded_before_its_operation_is_undone(world, effects):
+    """A crash while undoing leaves the rest to an attempt that knows recorded steps only."""
+    world.first.steps.write_faults.append(Fault(StoreMissing("gone")))
+
+    async def operation(attempt: Attempt):
+        with suppress(StepNotStored):
+            await attempt.step("charge", effects.do, "charge", compensate=lambda _: crash())
+        raise Declined("no")
+
+    policy = Policy(terminal=Declined)
+    crashed(world.first, operation, policy=policy)
+    assert stored_steps(world) == [("charge", 1), ("!failed", 2)]
+
+    async def again(attempt: Attempt):
+        await attempt.step("charge", effects.do, "charge", compensate=effects.undo)
+
+    with pytest.raises(Declined):
+        run(world.process(), again, policy=policy)
+    assert effects.ran == ["charge", "undo of charge done"]
+
+
+def test_a_cancelled_write_is_repeated_before_the_key_is_freed(world, effects):
+    """A task group cancels the sibling of a failed step while it is being recorded."""
+    world.first.steps.write_faults.append(Fault(pauses=True))
+
+    async def operation(attempt: Attempt):
+        task = Flow(attempt.step("charge", effects.do, "charge"))
+        context = contextvars.copy_context()
+        context.run(task.step)
+        context.run(task.throw, Stop())
+        raise OSError("the sibling's")
+
+    with pytest.raises(OSError, match="sibling"):
+        run(world.first, operation)
+    assert stored_steps(world) == [("charge", 1)]
+    assert record_of(world).record.state is State.RELEASED
+    assert drive(world.orphans.pop()) is None
 
 
 def test_a_refused_result_is_done_without_result(world, effects):

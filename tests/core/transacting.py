@@ -14,6 +14,7 @@ from retrysafe.core.model import (
     Decision,
     Payload,
     Record,
+    SettleKind,
     Settlement,
     StagedEntry,
     StepWrite,
@@ -46,6 +47,7 @@ class FakeTransaction:
     staged: list[StagedEntry] = field(default_factory=list)
     stage_error: Exception | None = None
     calls: list[str] = field(default_factory=list)
+    settled: list[SettleKind] = field(default_factory=list)
     waits = Waits.BLOCKING
     _saved: tuple[Record | None, Payload | None] = (None, None)
 
@@ -90,6 +92,7 @@ class FakeTransaction:
     async def settle(self, settlement: Settlement) -> Decision:
         self.calls.append("settle")
         self.staged += settlement.entries
+        self.settled.append(settlement.kind)
         if self.settle_error is not None:
             raise self.settle_error
         if self.settles is not None:

@@ -28,7 +28,7 @@ from tests.docs.documents import (
 )
 
 # What a shell snippet may call besides this repository's own commands.
-_FOREIGN_COMMANDS = {"sqlite3", "psql", "pip", "git", "cd"}
+_FOREIGN_COMMANDS = {"sqlite3", "psql", "pip", "git", "cd", "curl"}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)

@@ -5,31 +5,27 @@ The one list behind `docs/guards.md` and behind the test that removes every guar
 
 from __future__ import annotations
 
-from retrysafe.core import flights, machine, outbox, transitions
-from retrysafe.core.attempt import Attempt
+from retrysafe.core import flights, machine, transitions
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.engine import Engine
 from retrysafe.core.flights import Flights
 from retrysafe.core.machine import Event
 from retrysafe.core.model import Condition, Decision
 from retrysafe.core.settling import Settler
-from retrysafe.core.staging import Staging
-from retrysafe.relay.engine import RelayEngine
 from retrysafe.runtime.group_commit import TaskGroupCommit, ThreadGroupCommit
 from retrysafe.stores.memory import MemoryStore
 from retrysafe.stores.sqlite import batches, connecting
 from retrysafe.stores.sqlite import store as sqlite_store
 from retrysafe.stores.sqlite.schema import SQL
-from tests.guards import test_outbox_properties as outbox_properties
 from tests.guards import test_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode, InEntry, InStatement
+from tests.guards.outbox_guards import OUTBOX_GUARDS
 from tests.guards.recovery_guards import RECOVERY_GUARDS
 from tests.guards.step_guards import STEP_GUARDS
 from tests.simulation.invariants import Invariant
 
 _QUERIES = "`stores/sqlite/sql/queries.sql`"
-_OUTBOX = "`stores/sqlite/sql/outbox.sql`"
 
 
 GUARDS: tuple[Guard, ...] = (
@@ -220,7 +216,7 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Engine.remembered,
-                'self._check_same(call, cached.fingerprints, "process")',
+                'self._check_same(call, cached, "process")',
                 "pass",
             ),
         ),
@@ -410,139 +406,8 @@ GUARDS: tuple[Guard, ...] = (
         ),
         properties.test_an_interrupted_flight_tells_every_task,
     ),
-    Guard(
-        "fence of the outbox: only the claim's token settles an entry",
-        "a relay that stood still overwrites what the next one has delivered",
-        (
-            InCode(
-                outbox.settled,
-                "entry is None or entry.state is not EntryState.WAITING "
-                "or entry.token != ending.token",
-                "entry is None",
-            ),
-        ),
-        outbox_properties.test_a_zombie_relay_is_refused,
-    ),
-    Guard(
-        "fence of the outbox in SQLite's statement",
-        "the same, where the statement decides",
-        (
-            InStatement(
-                SQL,
-                "settle_entry",
-                "AND token = :token AND state = 1",
-                "AND :token IS NOT NULL",
-                f"{_OUTBOX}, `settle_entry`",
-            ),
-        ),
-        outbox_properties.test_a_zombie_relay_is_refused_by_sqlite,
-    ),
-    Guard(
-        "an entry is still due when it is claimed",
-        "two relays that looked at once deliver the same entry",
-        (
-            InStatement(
-                SQL,
-                "claim_entries",
-                "AND state = 1 AND due_at_ms <= :now_ms",
-                "AND :now_ms IS NOT NULL",
-                f"{_OUTBOX}, `claim_entries`",
-            ),
-        ),
-        outbox_properties.test_what_a_rival_has_claimed_since_the_look_is_left_to_it,
-    ),
-    Guard(
-        "only the head of an aggregate is claimed",
-        "an entry overtakes an earlier one that failed or is dead",
-        (
-            InCode(
-                outbox.holds_back,
-                "entry.state is EntryState.WAITING or "
-                "(dead_blocks and entry.state is EntryState.DEAD)",
-                "entry.state is EntryState.WAITING and entry.token is None",
-            ),
-        ),
-        outbox_properties.test_a_head_holds_its_aggregate_back,
-    ),
-    Guard(
-        "an ending that is confirmed stages nothing",
-        "a settlement whose answer was lost delivers its entries twice",
-        (
-            InCode(
-                batches.settle,
-                "if item.entries and answer == _APPLIED:",
-                "if item.entries:",
-            ),
-        ),
-        outbox_properties.test_a_confirmed_ending_stages_nothing_again,
-    ),
-    Guard(
-        "nothing is staged after the outcome",
-        "an entry is taken on that nobody writes",
-        (InCode(Staging.stage, "if self._is_closed:", "if False:"),),
-        outbox_properties.test_nothing_is_staged_into_the_void,
-    ),
-    Guard(
-        "a released attempt delivers nothing",
-        "every attempt of an operation that is tried again sends its messages",
-        (
-            InCode(
-                Settler.settle,
-                "if entries and ending is not _RELEASED:",
-                "if entries:",
-            ),
-        ),
-        outbox_properties.test_a_released_attempt_delivers_nothing,
-    ),
-    Guard(
-        "staging asks whether the store writes entries",
-        "a store that knows nothing of entries drops them without a word",
-        (
-            InCode(
-                Attempt._new_outbox,
-                "if self._joiner is None or not self._joiner.has_outbox:",
-                "if False:",
-            ),
-        ),
-        outbox_properties.test_a_store_without_an_outbox_is_asked_first,
-    ),
-    Guard(
-        "a relay knows its own entry again",
-        "after it stood still, one relay delivers an entry twice at the same time",
-        (InCode(RelayEngine._take_on, "if not is_flying:", "if True:"),),
-        outbox_properties.test_a_relay_does_not_deliver_an_entry_twice_at_once,
-    ),
-    Guard(
-        "tries are counted when they begin",
-        "an entry that kills its relay kills every relay after it",
-        (
-            InCode(
-                RelayEngine._take_on,
-                "if entry.attempts > self._policy.attempt_limit:",
-                "if False:",
-            ),
-        ),
-        outbox_properties.test_an_entry_that_kills_relays_is_buried,
-    ),
-    Guard(
-        "an ending is forgotten only when the store has heard it",
-        "a delivered entry is delivered again after every short outage",
-        (
-            InCode(
-                RelayEngine._write_endings,
-                "endings = self._endings\n    try:",
-                "endings, self._endings = self._endings, []\n    try:",
-            ),
-        ),
-        outbox_properties.test_an_ending_that_was_not_heard_is_told_again,
-    ),
-    Guard(
-        "the lease of a slow delivery is renewed",
-        "a second relay delivers what the first is still delivering",
-        (InCode(RelayEngine._renew, "if at <= now:", "if False:"),),
-        outbox_properties.test_a_slow_delivery_is_renewed,
-    ),
     *STEP_GUARDS,
+    *OUTBOX_GUARDS,
     *RECOVERY_GUARDS,
 )
 

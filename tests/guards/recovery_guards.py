@@ -42,9 +42,9 @@ RECOVERY_GUARDS: tuple[Guard, ...] = (
         "an outage at the wrong moment leaves an operation half done for ever",
         (
             InCode(
-                Settler.settle_judged,
-                "if ending is _RELEASED and call.recovers is not None:",
-                "if False:",
+                Settler.is_postponed,
+                "if ending is not _RELEASED or call.recovers is None:",
+                "if True:",
             ),
         ),
         properties.test_a_failure_in_a_worker_is_tried_again,

@@ -25,7 +25,7 @@ STEP_GUARDS: tuple[Guard, ...] = (
         "a crash after the next effect repeats this one",
         (
             InCode(
-                StepRun._step,
+                StepRun._run_new,
                 "await self.writer.record(Step(name, position, payload), value)",
                 "pass",
             ),
@@ -98,17 +98,24 @@ STEP_GUARDS: tuple[Guard, ...] = (
         properties.test_what_is_undone_is_remembered,
     ),
     Guard(
+        "no ending is settled while a step is under way",
+        "a retry runs the step again beside itself, or it is never undone",
+        (InCode(StepRun.end, "if not book.under_way:", "if True:"),),
+        properties.test_no_ending_is_settled_while_a_step_is_under_way,
+    ),
+    Guard(
         "an ending outlives its caller while its steps are checked",
         "the outcome of a finished operation is lost, and the operation runs again",
         (
             InCode(
                 Concluder.conclude,
-                "self._orphanage.adopt(self._conclude_orphan(run, lease, ending, payload, error))",
-                "pass",
+                "self._orphanage.adopt(orphan)",
+                "orphan.close()",
             ),
         ),
         properties.test_an_ending_outlives_its_caller,
-        (Invariant.NOT_LOST,),
+        # Its lease has nobody to give it up either.
+        (Invariant.NOT_LOST, Invariant.NO_HANG),
     ),
     Guard(
         "no step runs outside an open transaction that has recorded one",

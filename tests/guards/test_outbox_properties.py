@@ -16,7 +16,7 @@ from retrysafe.runtime.drive import run_sync
 from retrysafe.testing import ManualClock, Moment
 from retrysafe.testing.suite.probe import KEY, request, settlement
 from tests.core.building import call
-from tests.core.driving import World
+from tests.core.driving import Fault, World, drive
 from tests.relay.scripted import Scene, entry, stage
 
 LEASE_MS = 1_000
@@ -182,3 +182,33 @@ def test_a_store_without_an_outbox_is_asked_first():
 
 async def _staging(run):
     run.outbox.stage("t", 1)
+
+
+def test_nothing_is_staged_inside_a_step():
+    """A later attempt skips the step, and the entry with it."""
+    world = World(join=lambda connection: None)
+
+    async def operation(run):
+        await run.step("receipt", lambda: run.outbox.stage("t", 1))
+
+    with pytest.raises(InvalidInput):
+        world.first.answer(call(), world.first.operating(operation))
+
+
+def test_a_cancelled_caller_with_steps_keeps_its_entries():
+    """The outcome is settled without the caller, and what belongs to it must go along."""
+    world = World(join=lambda connection: None)
+
+    async def operation(run):
+        if run.number == 1:
+            raise KeyboardInterrupt
+        run.outbox.stage("t", "a")
+
+    with pytest.raises(KeyboardInterrupt):
+        world.first.answer(call(), world.first.operating(operation))
+    world.clock.seconds += 3_600
+    second = world.process()
+    second.steps.read_faults.append(Fault(pauses=True))
+    second.start(call(), second.operating(operation)).throw(KeyboardInterrupt())
+    drive(world.orphans.pop())
+    assert len(_listed(world.store)) == 1

@@ -363,7 +363,7 @@ def test_another_request_is_refused_while_the_first_runs_here():
 
 def test_a_refusal_is_not_passed_on():
     """A follower whose leader was refused for its own request asks the store for itself."""
-    stranger = Flight((Fingerprint(1, b"s" * 16),))
+    stranger = Flight((Fingerprint(1, b"s" * 16),), "pay")
     stranger.is_mismatched = True
     call = Call(KEY, (Fingerprint(1, b"f" * 16),), POLICY, "pay", ValueCodec())
     with process(MemoryStore()) as owner:
@@ -514,7 +514,7 @@ def test_an_outcome_survives_its_cancelled_caller():
 def test_a_cached_outcome_ends_with_its_window():
     """The cache never replays longer than the record itself would."""
     cache = ReplayCache()
-    outcome = CachedOutcome((), PAYLOAD, 1)
+    outcome = CachedOutcome((), "pay", PAYLOAD, 1)
     cache.keep(KEY.digest, outcome, asked_monotonic=100.0, remaining_ms=500)
     assert cache.find(KEY.digest, 100.4) is outcome
     assert cache.find(KEY.digest, 100.6) is None
@@ -523,7 +523,7 @@ def test_a_cached_outcome_ends_with_its_window():
 def test_a_landing_wakes_everybody():
     """Whoever waits for a local leader is woken when it ends, however it ends."""
     flights = Flights(threading.Lock())
-    flight = flights.join(KEY.digest, Flight(()), 0.0)
+    flight = flights.join(KEY.digest, Flight((), "pay"), 0.0)
     signal = ThreadSignal()
     assert flights.enlist(flight, Phase.CLAIMING, signal)
     flights.land(KEY.digest, flight)

@@ -196,36 +196,58 @@ def test_what_is_undone_is_remembered():
         assert ran == ["a", "b", "undo b", "undo a"]
 
 
-def test_an_ending_outlives_its_caller():
-    """A caller that is cancelled while the stored steps are read at the end loses no outcome."""
+def test_no_ending_is_settled_while_a_step_is_under_way():
+    """A key is not freed before the step that a sibling's failure left behind is recorded."""
 
     async def scenario():
-        store = MemoryStore()
-        reading = asyncio.Event()
-        read = store.read
-        async with AsyncIdempotency(store, caller="shop", policy=POLICY) as idem:
+        charging = asyncio.Event()
+        seen = []
+        async with AsyncIdempotency(MemoryStore(), caller="shop", policy=POLICY) as idem:
+
+            async def charge():
+                await charging.wait()
+                seen.append((await idem.read("order")).condition)
 
             async def fail():
+                # Once the operation's own task is through, the charge goes on.
+                asyncio.get_running_loop().call_later(0.01, charging.set)
                 raise Later
 
-            async def succeed():
-                return "done"
-
-            async def read_slowly(key):
-                reading.set()
-                await asyncio.sleep(0)
-                return await read(key)
+            async def operation():
+                step = current_attempt().step
+                await asyncio.gather(step("charge", charge), step("mail", fail))
 
             with pytest.raises(Later):
-                await idem.run("order", fail, name="x", request=None)
-            store.read = read_slowly
-            task = asyncio.create_task(idem.run("order", succeed, name="x", request=None))
-            await reading.wait()
-            task.cancel()
+                await idem.run("order", operation, name="x", request=None)
+            return seen, [step.name for step in (await idem.read("order")).steps]
+
+    assert asyncio.run(scenario()) == ([Condition.RUNNING], ["charge"])
+
+
+def test_an_ending_outlives_its_caller():
+    """A caller that is cancelled while its ending waits for a step loses no outcome."""
+
+    async def scenario():
+        charging = asyncio.Event()
+        async with AsyncIdempotency(MemoryStore(), caller="shop", policy=POLICY) as idem:
+            ended = asyncio.Event()
+            tasks = []
+
+            async def operation():
+                tasks.append(asyncio.create_task(current_attempt().step("charge", charging.wait)))
+                await asyncio.sleep(0)  # The step begins.
+                ended.set()
+                return "done"
+
+            caller = asyncio.create_task(idem.run("order", operation, name="x", request=None))
+            await ended.wait()
+            caller.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await task
+                await caller
+            charging.set()
             await idem._bound().orphans.settle()
-            return (await read(idem._settings.key("order", None))).condition
+            await asyncio.gather(*tasks)
+            return (await idem.read("order")).condition
 
     assert asyncio.run(scenario()) is Condition.SUCCEEDED
 

@@ -20,8 +20,15 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
-from retrysafe import AsyncIdempotency, InFlight, MemoryStore, Policy, current_attempt
-from retrysafe.errors import OutcomeNotStored
+from retrysafe import (
+    AsyncIdempotency,
+    FingerprintRule,
+    InFlight,
+    MemoryStore,
+    OutcomeNotStored,
+    Policy,
+    current_attempt,
+)
 from retrysafe.http import IdempotencyMiddleware, Rule, Streaming, bearer_token
 from retrysafe.testing import FaultyStore, Moment
 from tests.http.driving import BODY, Connection, ask, headers_of, http_scope
@@ -517,6 +524,48 @@ async def test_a_stream_passes_on_and_is_remembered_as_done():
 
 
 @scenario
+async def test_the_end_of_a_stream_comes_when_it_is_remembered():
+    """A client that has seen the end and asks again is not told that the stream still runs."""
+    store = FaultyStore(MemoryStore())
+    connection = Connection()
+    seen = []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"all", "more_body": False})
+        seen.append([message.get("more_body") for message in connection.sent])
+
+    app = protected(app, store, rule=Rule(streaming=Streaming.PASS))
+    await exchange(app, connection)
+    assert seen == [[None]]
+    assert connection.reply.body == b"all"
+    assert len(store.calls) == 2
+
+
+@scenario
+async def test_a_stream_that_cannot_be_remembered_breaks_off():
+    """Its client must not take it for done, and no second response follows the first."""
+    store = FaultyStore(MemoryStore())
+    connection = Connection()
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"not ", "more_body": True})
+        store.fail(Moment.BEFORE, method="commit", times=None)
+        await send({"type": "http.response.body", "body": b"all", "more_body": False})
+
+    policy = Policy(settle_patience=timedelta(0))
+    app = protected(app, store, rule=Rule(streaming=Streaming.PASS, policy=policy))
+    with pytest.raises(OutcomeNotStored):
+        await exchange(app, connection)
+    assert [message["type"] for message in connection.sent] == [
+        "http.response.start",
+        "http.response.body",
+    ]
+    assert connection.sent[-1]["more_body"] is True
+
+
+@scenario
 async def test_a_stream_that_fails_half_way_frees_the_key():
     """Its error reaches the server, which cuts the connection."""
     runs = []
@@ -602,22 +651,6 @@ async def test_a_stream_that_begins_after_its_reader_has_gone_hears_of_it():
 
 
 @scenario
-async def test_a_stream_is_followed_by_no_second_answer():
-    """Its ending could not be stored: the server hears the error instead of the client."""
-    store = FaultyStore(MemoryStore())
-    store.fail(Moment.BEFORE, method="commit", number=2)
-
-    async def app(scope, receive, send):
-        await respond(send, content_type=b"text/event-stream")
-
-    policy = Policy(settle_patience=timedelta(0))
-    connection = Connection()
-    with pytest.raises(OutcomeNotStored):
-        await exchange(protected(app, store, rule=Rule(policy=policy)), connection)
-    assert connection.reply.body == b"done"
-
-
-@scenario
 async def test_a_run_without_a_client_is_not_collected_as_garbage():
     """Nobody but us holds a run whose request was cancelled; a loop holds its tasks weakly."""
     made = []
@@ -667,7 +700,7 @@ async def test_streams_of_unprotected_routes_are_untouched():
 
 @scenario
 async def test_bodies_in_pieces_are_read_up_to_the_limit():
-    """Past it the rest is not read, and nothing runs; within it the application gets it whole."""
+    """Past it nothing runs; within it the application gets it whole."""
     bodies = []
 
     async def app(scope, receive, send):
@@ -686,30 +719,88 @@ async def test_bodies_in_pieces_are_read_up_to_the_limit():
     await exchange(app, connection)
     assert connection.reply.status == 201
     assert bodies == [b"12345678"]
-    for messages in (pieces(b"1234", b"56789", b"never"), pieces(b"123456789", b"never")):
+    for messages in (
+        pieces(b"1234", b"56789", b"rest"),
+        pieces(b"123456789", b"rest"),
+        pieces(b"1234", b"56789"),
+        pieces(b"123456789"),
+    ):
         connection = Connection(messages)
         await exchange(app, connection)
         assert connection.reply.problem == "body-too-large"
-        assert [message["body"] for message in connection.messages] == [b"never"]
-    connection = Connection(pieces(b"123456789"))
-    await exchange(app, connection)
-    assert connection.reply.problem == "body-too-large"
+        assert connection.messages == []
     assert len(bodies) == 1
 
 
-@scenario
-async def test_a_refusal_by_the_head_reads_no_body():
-    """A client that waits for 100 Continue is refused before it sends anything."""
-    for headers, status in (
+REFUSED_BY_THE_HEAD = pytest.mark.parametrize(
+    ("headers", "status"),
+    [
         (headers_of(None), 400),
         (headers_of('"k"', None), 401),
         (headers_of('"k"', content_length="2000000"), 413),
-    ):
+    ],
+)
+
+
+@REFUSED_BY_THE_HEAD
+def test_a_refusal_by_the_head_does_not_wait_for_100_continue(headers, status):
+    """A client that asks first is refused before it sends anything."""
+
+    @scenario
+    async def refused():
         connection = Connection()
-        scope = http_scope("POST", "/charges", headers)
+        scope = http_scope("POST", "/charges", [*headers, (b"expect", b"100-continue")])
         await protected(None)(scope, connection.receive, connection.send)
         assert connection.reply.status == status
         assert len(connection.messages) == 1
+
+    refused()
+
+
+@REFUSED_BY_THE_HEAD
+def test_a_refusal_by_the_head_is_sent_at_once_and_ends_with_the_body(headers, status):
+    """Servers drop a connection, and all of HTTP/2's requests on it, when an answer ends first."""
+
+    @scenario
+    async def refused():
+        connection = Connection()
+        scope = http_scope("POST", "/charges", headers)
+        pieces = [
+            {"type": "http.request", "body": b"1", "more_body": True},
+            {"type": "http.request", "body": b"2", "more_body": False},
+        ]
+        ends_seen = []
+
+        async def receive():
+            ends_seen.append([message.get("more_body") for message in connection.sent])
+            return pieces.pop(0)
+
+        await protected(None)(scope, receive, connection.send)
+        assert ends_seen == [[None, True], [None, True]]
+        assert connection.reply.status == status
+
+    refused()
+
+
+@scenario
+async def test_a_refused_body_that_goes_on_is_not_waited_for():
+    """Nobody is made to read without end."""
+    connection = Connection(
+        [{"type": "http.request", "body": bytes(40_000), "more_body": True} for _ in range(3)]
+    )
+    scope = http_scope("POST", "/charges", headers_of(None))
+    await protected(None)(scope, connection.receive, connection.send)
+    assert connection.reply.status == 400
+    assert len(connection.messages) == 1
+
+
+@scenario
+async def test_a_refused_client_that_leaves_is_not_answered_further():
+    """The end of an answer is for those who are there."""
+    connection = Connection([{"type": "http.disconnect"}])
+    scope = http_scope("POST", "/charges", headers_of(None))
+    await protected(None)(scope, connection.receive, connection.send)
+    assert connection.sent[-1]["more_body"] is True
 
 
 @scenario
@@ -871,3 +962,82 @@ async def test_an_ordinary_client_gets_along():
         replies.append(await client.post("/charges", content=b"other"))
     assert [reply.status_code for reply in replies] == [201, 201, 422]
     assert replies[1].headers["idempotent-replayed"] == "true"
+
+
+@scenario
+async def test_two_mounts_are_two_places_even_when_the_path_leaves_them_out():
+    """The same key under another mount is another request, with or without the mount's path in
+    `path`."""
+    app = protected(lambda scope, receive, send: respond(send))
+    assert (await ask(app, scope={"root_path": "/v1"})).status == 201
+    replayed = await ask(app, scope={"root_path": "/v1", "path": "/v1/charges"})
+    assert replayed.is_replay
+    assert (await ask(app, scope={"root_path": "/v2"})).problem == "key-reused"
+
+
+@scenario
+async def test_a_mount_ends_at_a_slash():
+    """`/payments` does not lie below `/pay`: cut off there, its rule would not be found."""
+    runs = []
+
+    async def app(scope, receive, send):
+        runs.append(scope["path"])
+        await respond(send)
+
+    app = protected(app, rules=[Rule(path="/payments")])
+    for path in ("/payments", "/pay/payments"):
+        for root in ("/pay", "/pay/"):
+            connection = Connection()
+            scope = http_scope("POST", path, headers_of('"k-1"'), root_path=root)
+            await app(scope, connection.receive, connection.send)
+            assert connection.reply.status == 201
+    # The two paths are the same place, because the first one only lacks the mount.
+    assert runs == ["/payments"]
+
+
+@scenario
+async def test_another_route_with_a_rule_of_its_own_gets_no_foreign_replay():
+    """Fingerprints of two rules cannot be compared, and two operations are two requests."""
+    runs = []
+
+    async def app(scope, receive, send):
+        runs.append(scope["path"])
+        await respond(send)
+
+    rules = [
+        Rule(path="/charges"),
+        Rule(path="/refunds", fingerprint=FingerprintRule(version=2, exclude=("/at",))),
+    ]
+    for face in ({}, {"cache": False}):
+        runs.clear()
+        app_ = IdempotencyMiddleware(
+            app, AsyncIdempotency(MemoryStore(), **face), caller=bearer_token, rules=rules
+        )
+        statuses = []
+        for path in ("/charges", "/refunds"):
+            connection = Connection()
+            scope = http_scope("POST", path, headers_of('"k-1"'))
+            await app_(scope, connection.receive, connection.send)
+            statuses.append(connection.reply.status)
+        assert (statuses, runs) == ([201, 422], ["/charges"])
+
+
+@scenario
+async def test_a_stream_that_is_under_way_is_not_answered_with_202_as_well():
+    """It is the answer already, whatever the client preferred."""
+    started, go_on = asyncio.Event(), asyncio.Event()
+
+    async def app(scope, receive, send):
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        started.set()
+        await go_on.wait()
+        await send({"type": "http.response.body", "body": b"b", "more_body": False})
+
+    connection = Connection()
+    task = exchange(protected(app), connection, prefer="respond-async")
+    await started.wait()
+    go_on.set()
+    await task
+    assert (connection.reply.status, connection.reply.body) == (200, b"ab")

@@ -92,7 +92,8 @@ def test_every_problem_has_its_anchor(make_subject):
 
 def test_the_pages_can_live_elsewhere_and_leave_the_old_paths_alone(make_subject):
     """And other methods on their paths are the application's."""
-    subject = make_subject(policy_path="/docs/retries", status_path="/retries", rules=[])
+    places = {"policy_path": "/docs/retries", "status_path": "/retries"}
+    subject = make_subject(rules=[Rule(key=KeyUse.OFF)], **places)
     assert b"<h1>" in subject.ask("GET", "/docs/retries", key=None).body
     assert subject.ask("GET", "/retries/k", key=None).problem == "key-unknown"
     assert subject.ask("GET", "/idempotency-policy", key=None).body == b'{"run": 1}'

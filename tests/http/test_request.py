@@ -1,8 +1,12 @@
-"""The request: how its headers are found."""
+"""The request: how its headers are found, and whether all of its body is there."""
 
 from __future__ import annotations
 
+import pytest
+
+from retrysafe.http import Protection
 from retrysafe.http.request import Request
+from tests.http.building import request
 
 REQUEST = Request("POST", "/", b"", [(b"a", b"1"), (b"b", b"2"), (b"a", b"3"), (b"c", b"")])
 
@@ -23,3 +27,19 @@ def test_requests_share_no_parameters():
     other = Request("POST", "/", b"", [])
     REQUEST.parameters["id"] = "7"
     assert other.parameters == {}
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_cut_off"),
+    [
+        ((), False),
+        (((b"content-length", b"3"),), False),
+        (((b"content-length", b"2"),), False),
+        (((b"content-length", b"4"),), True),
+        (((b"content-length", b"many"),), False),
+        (((b"content-length", b"4"), (b"content-encoding", b"gzip")), False),
+    ],
+)
+def test_a_body_is_cut_off_when_less_has_arrived_than_was_declared(headers, is_cut_off):
+    """One that was decoded on its way has a length of its own."""
+    assert Protection.is_cut_off(request(b"abc", headers=headers)) is is_cut_off

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from retrysafe import Ending, FingerprintRule, Policy, PolicyInvalid
-from retrysafe.http import KeyUse, Rule, StatusRule
-from retrysafe.http.rules import RouteTable
+from retrysafe import (
+    GLOBAL,
+    AsyncIdempotency,
+    Ending,
+    FingerprintRule,
+    Idempotency,
+    InvalidInput,
+    MemoryStore,
+    Policy,
+    PolicyInvalid,
+)
+from retrysafe.http import (
+    IdempotencyMiddleware,
+    KeyUse,
+    Rule,
+    StatusRule,
+    WSGIIdempotencyMiddleware,
+)
+from retrysafe.http.rules import RouteTable, checked_rules
 from retrysafe.runtime.calls import Settings
 
 SETTINGS = Settings(None, Policy(), FingerprintRule(), None)
@@ -148,3 +164,23 @@ def test_statuses_end_attempts():
     ):
         with pytest.raises(PolicyInvalid, match=message):
             StatusRule(**options)
+
+
+def test_an_empty_list_of_rules_is_refused():
+    """Left out it means everything, so empty it must not mean nothing."""
+    with pytest.raises(PolicyInvalid, match="protect nothing"):
+        checked_rules([])
+    assert checked_rules(None) is None
+    assert checked_rules(iter([Rule()])) == (Rule(),)
+
+
+@pytest.mark.parametrize(
+    ("middleware", "face"),
+    [(IdempotencyMiddleware, Idempotency), (WSGIIdempotencyMiddleware, AsyncIdempotency)],
+)
+def test_the_wrong_face_is_refused_when_the_application_is_built(middleware, face):
+    """Else the first request would be the one to find out."""
+    with pytest.raises(InvalidInput, match="needs an"):
+        middleware(lambda *args: None, face(MemoryStore()), caller=GLOBAL)
+    with pytest.raises(InvalidInput, match="needs an"):
+        middleware(lambda *args: None, "sqlite:///b.db", caller=GLOBAL)

@@ -11,6 +11,8 @@ from datetime import timedelta
 import pytest
 
 from retrysafe import (
+    GLOBAL,
+    Condition,
     Idempotency,
     InvalidInput,
     MemoryStore,
@@ -311,12 +313,29 @@ def test_no_more_than_the_body_is_read(protect):
         )
 
     assert with_input("a", b"12345next", CONTENT_LENGTH="5").body == b"12345"
-    assert with_input("b", b"123", CONTENT_LENGTH="5").body == b"123"
     assert with_input("c", b"12345").body == b""
     assert with_input("f", b"12345", CONTENT_LENGTH="five").body == b""
     assert with_input("d", b"12345678", **{"wsgi.input_terminated": True}).body == b"12345678"
     reply = with_input("e", b"123456789", **{"wsgi.input_terminated": True})
     assert reply.problem == "body-too-large"
+
+
+def test_half_a_body_was_never_asked_for(protect):
+    """A client that leaves in the middle of its body has run nothing, and its key stays free."""
+    store, runs = FaultyStore(MemoryStore()), []
+
+    def app(environ, start_response):
+        runs.append(environ["wsgi.input"].read())
+        start_response("201 Created", [])
+        return [b""]
+
+    app = protect(app, store)
+    reply = ask_wsgi(app, body=BODY[:5], environ={"CONTENT_LENGTH": str(len(BODY))})
+    assert (reply.status, reply.problem) == (400, "body-incomplete")
+    assert reply.json["retryable"] is True
+    assert (runs, store.calls) == ([], [])
+    assert ask_wsgi(app).status == 201
+    assert runs == [BODY]
 
 
 def test_paths_are_text_for_rules(protect):
@@ -389,5 +408,36 @@ def test_a_value_that_is_no_response_cannot_complete_a_request(tmp_path):
     app = WSGIIdempotencyMiddleware(app, idem, caller=bearer_token)
     with pytest.raises(InvalidInput, match="is a response, got dict"):
         ask_wsgi(app)
+    connection.close()
+    idem.close()
+
+
+def test_a_response_in_a_transaction_is_judged_by_its_status(tmp_path):
+    """A decline is a failure that is kept; one that asks for a retry must not be committed."""
+    path = tmp_path / "shop.db"
+    idem = Idempotency(f"sqlite:///{path}")
+    connection = sqlite3.connect(path, isolation_level=None)
+    statuses = []
+
+    def app(environ, start_response):
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            current_attempt().complete_in(connection, Response(statuses[-1], [], b"no"))
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+        connection.execute("COMMIT")
+        start_response(f"{statuses[-1]} No", [])
+        return [b"no"]
+
+    app = WSGIIdempotencyMiddleware(app, idem, caller=GLOBAL)
+    statuses.append(402)
+    assert ask_wsgi(app).status == 402
+    assert ask_wsgi(app).is_replay
+    assert idem.read("k-1", caller=GLOBAL).condition is Condition.FAILED
+    statuses.append(503)
+    with pytest.raises(InvalidInput, match="frees the key"):
+        ask_wsgi(app, key="k-2")
+    assert idem.read("k-2", caller=GLOBAL).condition is Condition.RELEASED
     connection.close()
     idem.close()

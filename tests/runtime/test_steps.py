@@ -367,6 +367,39 @@ def test_an_async_function_is_no_step_of_a_blocking_operation():
         idem.run("k", operation)
 
 
+@pytest.mark.parametrize("error", [Broken("mail"), Declined("fraud")], ids=["freed", "failed"])
+def test_a_step_that_a_gather_leaves_behind_is_waited_for(url, error):
+    """Its sibling fails first; the key is settled after it is recorded, and it runs once."""
+    ran = []
+
+    async def scenario(idem):
+        may_end = asyncio.Event()
+
+        async def charge():
+            await may_end.wait()
+            ran.append((await idem.read("k")).condition)
+            return "paid"
+
+        async def mail(number):
+            if number == 1:
+                # By then the operation has ended, and its ending waits for the charge.
+                asyncio.get_running_loop().call_later(0.05, may_end.set)
+                raise error
+
+        async def operation():
+            attempt = current_attempt()
+            charging = attempt.step("charge", charge, compensate=ran.append)
+            return await asyncio.gather(charging, attempt.step("mail", mail, attempt.number))
+
+        with pytest.raises(type(error)):
+            await idem.run("k", operation, name="x", request=None, policy=FINAL)
+        if isinstance(error, Broken):
+            await idem.run("k", operation, name="x", request=None, policy=FINAL)
+
+    run_async(url, scenario)
+    assert ran == [Condition.RUNNING] + ["paid"] * isinstance(error, Declined)
+
+
 # Threads.
 
 
@@ -408,6 +441,42 @@ def test_steps_of_threads_run_side_by_side(url, is_copied):
     assert sorted(ran) == ["a", "b", "c", "end", "start"]
     place = 2 if is_copied else 0
     assert positions == {"start": 1, "end": 2, **{f"charge {item}": place for item in "abc"}}
+
+
+@pytest.mark.parametrize("error", [Broken("mail"), Declined("fraud")], ids=["freed", "failed"])
+def test_a_step_in_a_long_lived_pool_is_waited_for(url, error):
+    """The operation's thread leaves first; the key is settled after the other thread's step."""
+    began, may_end, ran, seen = threading.Event(), threading.Event(), [], []
+
+    def charge():
+        began.set()
+        assert may_end.wait(30)
+        seen.append(idem.read("k").condition)
+        ran.append("charge")
+        return "paid"
+
+    def operation(pool):
+        attempt = current_attempt()
+        context = contextvars.copy_context()
+        job = pool.submit(
+            context.run, partial(attempt.step, "charge", charge, compensate=ran.append)
+        )
+        assert began.wait(30)
+        if attempt.number == 1:
+            # From here on only the wait for the step can keep the key from being settled.
+            threading.Timer(0.05, may_end.set).start()
+            raise error
+        return job.result()
+
+    with Idempotency(url, caller="tenant", policy=FINAL) as idem, ThreadPoolExecutor(1) as pool:
+        with pytest.raises(type(error)):
+            idem.run("k", operation, pool, name="x", request=None)
+        assert seen == [Condition.RUNNING]
+        if isinstance(error, Declined):
+            assert ran == ["charge", "paid"]
+        else:
+            assert idem.run("k", operation, pool, name="x", request=None) == "paid"
+            assert ran == ["charge"]
 
 
 def test_threads_that_race_for_the_stored_steps_read_them_once(url):

@@ -15,7 +15,7 @@ from tests.simulation.scheduler import NEVER, Hung, Scheduler, suspend
 from tests.simulation.world import World, run_seed
 
 ROOT = Path(__file__).parents[2]
-SEEDS = 20_000
+SEEDS = 22_000
 # A seed whose course is long: several processes, crashes and many turns.
 LONG_SEED = 153
 # Processor time, so that a busy machine does not fail the test.

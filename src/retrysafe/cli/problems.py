@@ -28,6 +28,7 @@ TAKES: Final = {
     "--interval": "a number of seconds from 0.1 to 86,400",
     "--report-interval": "a number of seconds from 1 to 86,400",
     "--back-off": "a number of seconds from 0 to 86,400",
+    "--port": "a whole number from 0 to 65,535",
     "--rounds": "a whole number from 1 to 1,000,000",
     "--pause-ms": "a whole number of milliseconds from 0 to 60,000",
     "--busy-timeout": "a number of seconds, 0 or more",

@@ -113,6 +113,9 @@ class AtomicBlock:
         self._value: Any = None
         self._has_outbox = has_outbox
         self._outbox: Staging | None = None
+        # The replayed outcome as it is stored, and what is left of its active window.
+        self.replayed_payload: Payload | None = None
+        self.replayed_ms = 0
 
     # Entering.
 
@@ -133,6 +136,8 @@ class AtomicBlock:
                 self._tell(EventKind.REPLAYED)
                 self._value = replayed_value(self.call, answer.payload)
                 self.replayed = True
+                self.replayed_payload = answer.payload
+                self.replayed_ms = answer.remaining_ms
             elif is_exhausted(answer.attempt, self.call.policy.attempt_limit):
                 # Not stored: the error rolls the user's transaction back, and the next caller
                 # finds the same number of attempts and is told the same.
@@ -225,16 +230,20 @@ class AtomicBlock:
     async def complete(self, value: Any) -> None:
         """Stores the outcome; raises `ClaimLost`, or `InvalidInput` for a value without a form."""
         self._require_claimed()
-        await self._settle(SettleKind.COMPLETE, storable(self.call, value))
+        await self.conclude(SettleKind.COMPLETE, storable(self.call, value), value)
+
+    async def conclude(self, kind: SettleKind, payload: Payload, value: Any) -> None:
+        """Stores an outcome whose stored form is known already; raises `ClaimLost`."""
+        self._require_claimed()
+        await self._settle(kind, payload)
         self._value = value
-        self._tell(EventKind.COMPLETED)
+        self._tell(EventKind.COMPLETED if kind is SettleKind.COMPLETE else EventKind.FAILED)
 
     async def fail(self, error: Exception) -> None:
         """Stores a failure for good; raises `ClaimLost`."""
         self._require_claimed()
         payload = codec.encode_failure(error, self.call.policy.outcome_limit_bytes)
-        await self._settle(SettleKind.FAIL, payload)
-        self._tell(EventKind.FAILED)
+        await self.conclude(SettleKind.FAIL, payload, None)
 
     def _require_claimed(self) -> None:
         text = self.call.key.text

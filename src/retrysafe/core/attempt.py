@@ -107,9 +107,11 @@ class Attempt:
         """Writes the outcome in the user's open transaction, so that both commit or neither does.
 
         `value` is then the outcome, whatever the operation returns. Make it the last thing before
-        the commit. With `AsyncIdempotency` it is awaited. Raises `ClaimLost` when another owner
+        the commit. For a protected request it is the response, as the framework makes it. It is
+        awaited exactly when the connection's own methods are. Raises `ClaimLost` when another owner
         has the key: let it end the transaction. Raises `TransactionMissing` when none is open, and
-        `InvalidInput` for a value or a connection that cannot be used.
+        `InvalidInput` for a value or a connection that cannot be used, or for an outcome that frees
+        the key.
         """
         if self._joiner is None or self._call is None:
             raise InvalidInput("this attempt's store cannot work in a transaction of yours")
@@ -117,6 +119,16 @@ class Attempt:
         return self._joiner.complete(
             self._call, self._lease, connection, value, self._keep, self._check_complete, entries
         )
+
+    async def load_steps(self) -> None:
+        """Reads what earlier attempts recorded, which the attempt's ending has to fit.
+
+        For faces whose operations may complete in a thread, where the store cannot be awaited.
+        Raises `ClaimLost` and `StoreUnavailable`.
+        """
+        steps = self.steps_to_conclude
+        if steps is not None:
+            await steps.load()
 
     async def _check_complete(self) -> None:
         """Raises `StepsChanged` or `OperationUndone` when completing would leave steps out."""
@@ -185,7 +197,16 @@ class Attempt:
     def _new_outbox(self) -> Staging:
         if self._joiner is None or not self._joiner.has_outbox:
             raise InvalidInput("this attempt's store has no outbox to stage entries in")
-        return Staging(self.key, self._secret, self.raise_if_lost)
+        return Staging(self.key, self._secret, self._require_stageable)
+
+    def _require_stageable(self) -> None:
+        self.raise_if_lost()
+        if self.steps is not None and self.steps.book.is_inside():
+            raise InvalidInput(
+                f"an entry of {self.key.text!r} was staged inside a step: a later attempt skips "
+                "the step, and the entry with it; stage it after the step",
+                key=self.key.text,
+            )
 
     def staged(self) -> tuple[StagedEntry, ...]:
         """What was staged, to be written with the outcome; nothing can be staged after it."""

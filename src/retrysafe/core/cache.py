@@ -21,12 +21,17 @@ ENTRIES_LIMIT: Final = 10_000
 class CachedOutcome:
     """A finished outcome, the request that it belongs to, and the attempt that made it."""
 
-    __slots__ = ("attempt", "ends_monotonic", "fingerprints", "payload", "size_bytes")
+    __slots__ = ("attempt", "ends_monotonic", "fingerprints", "operation", "payload", "size_bytes")
 
     def __init__(
-        self, fingerprints: tuple[Fingerprint, ...], payload: Payload, attempt: int
+        self,
+        fingerprints: tuple[Fingerprint, ...],
+        operation: str,
+        payload: Payload,
+        attempt: int,
     ) -> None:
         self.fingerprints = fingerprints
+        self.operation = operation
         self.payload = payload
         self.attempt = attempt
         self.size_bytes = len(payload.head) + len(payload.body)

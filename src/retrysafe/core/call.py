@@ -23,6 +23,8 @@ class Call:
     codec: OutcomeCodec
     # How a returned value ends the attempt; None when every value is a success.
     judge: Callable[[Any], Ending] | None = None
+    # Makes what `complete_in` is given into such a value; None when it is one as it stands.
+    outcome_of: Callable[[Any], Any] | None = None
     # What a resumable operation is called with; stored with the claim.
     arguments: Payload | None = None
     # The token of the abandoned claim that a worker wants to take over. Its call admits nothing,

@@ -12,11 +12,13 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from retrysafe.core import codec
+from retrysafe.core.atomic import RIVAL_RETRY_AFTER_SECONDS
+from retrysafe.core.atomic_lead import AtomicLead, Transacting
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.cache import CachedOutcome, ReplayCache
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind, Reporter
-from retrysafe.core.flights import Flight, Flights, Phase, is_same_request
+from retrysafe.core.flights import Flight, Flights, Phase, Request, is_same_request
 from retrysafe.core.joining import JoinedOutcome, Joiner
 from retrysafe.core.keys import Key
 from retrysafe.core.lease import Lease
@@ -27,7 +29,6 @@ from retrysafe.core.model import (
     Condition,
     Decision,
     Ending,
-    Fingerprint,
     Payload,
 )
 from retrysafe.core.policy import InFlight
@@ -121,9 +122,24 @@ class Engine:
         self._stepper = stepper
         self._recovers = recovers
         self._flights = Flights(lock)
+        self._atomic_lead = AtomicLead(
+            flights=self._flights,
+            monotonic=self._monotonic,
+            payload_of=self._settler.payload_of,
+            remember=self._remember,
+            report=report,
+        )
 
-    async def answer(self, call: Call, invoke: Invoke) -> Answer[Any]:
+    async def answer(
+        self,
+        call: Call,
+        invoke: Callable[[Any], Awaitable[Any]],
+        transacting: Transacting | None = None,
+    ) -> Answer[Any]:
         """The outcome of the key's one run, from this call or from an earlier one.
+
+        The operation gets its `Attempt`; with `transacting` an `AtomicAttempt`, and its claim and
+        its outcome are written in the transaction that is opened for it.
 
         Raises `KeyReused`, `OperationInFlight`, the stored failure, `OutcomeUnavailable`,
         `ClaimLost`, `OutcomeNotStored` or `StoreUnavailable`, and what the operation raises.
@@ -136,10 +152,12 @@ class Engine:
             wait_until = self._monotonic() + call.policy.wait_seconds
         digest = call.key.digest
         while True:
-            mine = Flight(call.fingerprints)
+            mine = Flight(call.fingerprints, call.operation)
             try:
                 flight = self._flights.join(digest, mine, self._monotonic())
                 if flight is mine:
+                    if transacting is not None:
+                        return await self._atomic_lead.lead(flight, call, invoke, transacting)
                     return await self._lead(flight, call, invoke, wait_until)
             finally:
                 self._flights.land(digest, mine)
@@ -164,7 +182,7 @@ class Engine:
         # One look-up of a dictionary is atomic, so a miss takes no lock.
         cached = self._cache.find(call.key.digest, self._monotonic())
         if cached is not None:
-            self._check_same(call, cached.fingerprints, "process")
+            self._check_same(call, cached, "process")
         return cached
 
     def repeats(self, call: Call, payload: Payload) -> bool:
@@ -172,9 +190,12 @@ class Engine:
 
         It counts as a replay then. Raises `KeyReused`.
         """
-        cached = self.remembered(call)
+        if self._cache is None:
+            return False
+        cached = self._cache.find(call.key.digest, self._monotonic())
         if cached is None or cached.payload is not payload:
             return False
+        self._check_same(call, cached, "process")
         self._report(_REPLAYED, call.key, call.operation, cached.attempt, source="process")
         return True
 
@@ -285,7 +306,7 @@ class Engine:
         while True:
             phase = flight.phase
             if phase is not Phase.CLAIMING and phase is not Phase.LANDED:
-                self._check_same(call, flight.fingerprints, "process")
+                self._check_same(call, flight, "process")
                 if wait_until is None:
                     raise self._in_flight(call, flight, "process")
             if phase is Phase.LANDED:
@@ -296,8 +317,8 @@ class Engine:
             if await signal.wait(self._patience(flight, wait_until)):
                 continue
             now = self._monotonic()
-            if flight.lease is not None and flight.lease.is_lost(now):
-                return None  # The operation hangs: this caller may take over as any other may.
+            if flight.lease is not None and flight.lease.is_given_up(now):
+                return None  # This caller may take over as any other may.
             if flight.phase is not Phase.LANDED and wait_until is not None and now >= wait_until:
                 raise self._in_flight(call, flight, "process", has_waited=True)
 
@@ -307,7 +328,10 @@ class Engine:
             return None  # Only for the claim, which ends by itself.
         now = self._monotonic()
         left = max(0.0, wait_until - now)
-        return left if flight.lease is None else min(left, flight.lease.seconds_left(now))
+        if flight.lease is None:
+            return left
+        # Past the lease, whether it was taken away is looked at now and then.
+        return min(left, flight.lease.seconds_left(now) or POLL_MAXIMUM_SECONDS)
 
     def _disembark(
         self, flight: Flight, call: Call, wait_until: float | None
@@ -316,7 +340,7 @@ class Engine:
             # Else the followers would try the silent store one after the other, and the last of
             # a thousand would hear of the outage minutes later.
             raise StoreUnavailable(flight.outage, key=call.key.text)
-        is_same = is_same_request(call.fingerprints, flight.fingerprints)
+        is_same = is_same_request(call, flight)
         if flight.payload is not None and not (flight.is_released and wait_until is None):
             if not is_same:
                 raise self._reused(call, "process")
@@ -410,13 +434,16 @@ class Engine:
             if joined and await self._is_settled(flight, call, joined, number, asked, None):
                 return Answer(joined.value, False, number)
             ending, payload = self._settler.payload_of(call, value, number)
+            entries = attempt.staged()
             steps = attempt.steps if attempt.is_first else attempt.steps_to_conclude
             if steps is not None:
-                verdict = await self._concluder.conclude(steps, lease, ending, payload, value=value)
+                verdict = await self._concluder.conclude(
+                    steps, lease, ending, payload, value=value, entries=entries
+                )
                 if verdict is not None:
                     return await self._end_by(verdict, flight, call, lease, number, verdict.error)
             payload = await self._settler.settle(
-                call, lease, ending, payload, number, value, attempt.staged()
+                call, lease, ending, payload, number, value, entries
             )
             self._remember_ending(call, flight, ending, payload, number, asked)
         finally:
@@ -441,6 +468,7 @@ class Engine:
         return Answer(verdict.told(call), False, attempt)
 
     def _stop_renewing(self, lease: Lease) -> None:
+        lease.is_over = True
         # The ending of a cancelled caller keeps its lease until it is written.
         if not lease.is_adopted:
             self._renewals.remove(lease)
@@ -462,7 +490,7 @@ class Engine:
             # it. An exception must not free a key whose business write may have been committed.
             return error is not None
         if fate is Fate.STANDS:
-            self._report(EventKind.COMPLETED, call.key, call.operation, attempt)
+            self._report(joined.event_kind, call.key, call.operation, attempt)
             self._remember(call, flight, joined.payload, attempt, asked, call.policy.active_ms)
         # While it is open, the record is locked by it and only its commit or its rollback decides;
         # writing here would wait for a caller who waits for us.
@@ -509,7 +537,7 @@ class Engine:
     ) -> None:
         flight.share(payload, attempt)
         if self._cache is not None:
-            outcome = CachedOutcome(call.fingerprints, payload, attempt)
+            outcome = CachedOutcome(call.fingerprints, call.operation, payload, attempt)
             with self._lock:
                 self._cache.keep(call.key.digest, outcome, asked, remaining_ms)
 
@@ -517,8 +545,8 @@ class Engine:
         self._report(_REPLAYED, call.key, call.operation, attempt, source=source)
         return Answer(replayed_value(call, payload), True, attempt)
 
-    def _check_same(self, call: Call, fingerprints: tuple[Fingerprint, ...], source: str) -> None:
-        if not is_same_request(call.fingerprints, fingerprints):
+    def _check_same(self, call: Call, other: Request, source: str) -> None:
+        if not is_same_request(call, other):
             raise self._reused(call, source)
 
     def _reused(self, call: Call, source: str) -> KeyReused:
@@ -530,12 +558,14 @@ class Engine:
     ) -> OperationInFlight:
         # Never zero: whoever is told to come back at once comes back in a tight loop.
         seconds = max(RETRY_AFTER_MINIMUM_SECONDS, flight.seconds_left(self._monotonic()))
+        lease = f"; its lease ends in {seconds:.1f} s unless it is renewed"
+        if flight.is_atomic:
+            seconds, lease = max(seconds, RIVAL_RETRY_AFTER_SECONDS), ""
         kind = EventKind.WAIT_ENDED if has_waited else EventKind.CONFLICTED
         self._report(kind, call.key, call.operation, source=source)
         waited = f" after a wait of {call.policy.wait_seconds:g} s" if has_waited else ""
         return in_flight(
             call,
-            f"the first run of {call.key.text!r} has not ended{waited}; its lease ends in "
-            f"{seconds:.1f} s unless it is renewed",
+            f"the first run of {call.key.text!r} has not ended{waited}{lease}",
             seconds,
         )

@@ -8,7 +8,7 @@ to its followers; a follower that gets nothing starts over and may lead the next
 from __future__ import annotations
 
 from enum import Enum
-from typing import Final
+from typing import Final, Protocol
 
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Fingerprint, Payload
@@ -36,22 +36,27 @@ class Flight:
         "attempt",
         "conflict_ends_monotonic",
         "fingerprints",
+        "is_atomic",
         "is_mismatched",
         "is_released",
         "lease",
+        "operation",
         "outage",
         "payload",
         "phase",
         "waiters",
     )
 
-    def __init__(self, fingerprints: tuple[Fingerprint, ...]) -> None:
+    def __init__(self, fingerprints: tuple[Fingerprint, ...], operation: str) -> None:
         self.fingerprints = fingerprints
+        self.operation = operation
         self.phase = _CLAIMING
         self.lease: Lease | None = None
         # When the foreign lease ends by the local clock, once it is known that there is one.
         self.conflict_ends_monotonic: float | None = None
         self.is_mismatched = False
+        # Whether it runs in a transaction of the user's, which has no lease.
+        self.is_atomic = False
         self.is_released = False
         # What the store's silence was, when the leader could not even ask.
         self.outage: str | None = None
@@ -78,13 +83,28 @@ class Flight:
         return 0.0
 
 
-def is_same_request(first: tuple[Fingerprint, ...], second: tuple[Fingerprint, ...]) -> bool:
-    """Whether two requests agree under the first rule that both know; unknown counts as equal."""
-    for mine in first:
-        for other in second:
+class Request(Protocol):
+    """What two requests are told apart by."""
+
+    @property
+    def fingerprints(self) -> tuple[Fingerprint, ...]:
+        """What is asked for, under each rule that is known."""
+
+    @property
+    def operation(self) -> str:
+        """Of which operation."""
+
+
+def is_same_request(first: Request, second: Request) -> bool:
+    """Whether two requests agree under the first rule that both know, as the store decides it.
+
+    Without such a rule, those of one operation count as equal.
+    """
+    for mine in first.fingerprints:
+        for other in second.fingerprints:
             if mine.rule == other.rule:
                 return mine.digest == other.digest
-    return True
+    return first.operation == second.operation
 
 
 class Flights:
@@ -100,14 +120,13 @@ class Flights:
         """The key's flight: the caller's own when it leads.
 
         The caller brings the flight and lands it in any case, so that a signal that raises
-        anywhere in between leaves no flight without a leader. A flight whose lease ran out
-        unrenewed is replaced: its operation hangs, and this process must be as free to take the
-        key over as any other.
+        anywhere in between leaves no flight without a leader. A flight whose claim is given up is
+        replaced: this process must be as free to take the key over as any other.
         """
         with self._lock:
             flight = self._by_digest.get(digest)
             if flight is not None and not (
-                flight.lease is not None and flight.lease.is_lost(monotonic)
+                flight.lease is not None and flight.lease.is_given_up(monotonic)
             ):
                 return flight
             self._by_digest[digest] = mine

@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from retrysafe.core import codec
 from retrysafe.core.atomic import settlement_of, storable
 from retrysafe.core.call import Call
+from retrysafe.core.events import EventKind
 from retrysafe.core.lease import Lease
-from retrysafe.core.model import Decision, Payload, SettleKind, Settlement, StagedEntry
-from retrysafe.core.ports import Fate, Renewals, Transaction
+from retrysafe.core.model import Decision, Ending, Payload, SettleKind, Settlement, StagedEntry
+from retrysafe.core.ports import Fate, Renewals, Transaction, Waits
 from retrysafe.errors import ClaimLost, InvalidInput
 
 Join = Callable[[object], Transaction]
-Drive = Callable[[Coroutine[Any, Any, None]], Any]
+# Runs a flow on a transaction that waits like this, or gives back what its caller has to await.
+Drive = Callable[[Waits, Coroutine[Any, Any, None]], Any]
 
 
 class JoinedOutcome:
@@ -32,6 +35,12 @@ class JoinedOutcome:
         self._settlement = settlement
         self.payload = payload
         self.value = value
+
+    @property
+    def event_kind(self) -> EventKind:
+        """What observers are told once it stands."""
+        is_failure = self._settlement.kind is SettleKind.FAIL
+        return EventKind.FAILED if is_failure else EventKind.COMPLETED
 
     async def fate(self) -> Fate:
         """What became of it; raises `StoreError` when the store cannot tell."""
@@ -66,22 +75,26 @@ class Joiner:
 
         `check` raises when the attempt must not be completed.
         """
-        return self._drive(self._complete(call, lease, connection, value, keep, check, entries))
+        value = _outcome_of(call, value)
+        kind = _kind_of(call, value)
+        payload = storable(call, value)
+        transaction = self._join(connection)
+        settlement = settlement_of(call, lease.token, kind, payload, entries)
+        joined = JoinedOutcome(transaction, settlement, payload, value)
+        flow = self._settle(call, lease, transaction, settlement, joined, keep, check)
+        return self._drive(transaction.waits, flow)
 
-    async def _complete(
+    async def _settle(
         self,
         call: Call,
         lease: Lease,
-        connection: object,
-        value: Any,
+        transaction: Transaction,
+        settlement: Settlement,
+        joined: JoinedOutcome,
         keep: Callable[[JoinedOutcome], None],
         check: Callable[[], Awaitable[None]],
-        entries: tuple[StagedEntry, ...],
     ) -> None:
         await check()
-        payload = storable(call, value)
-        settlement = settlement_of(call, lease.token, SettleKind.COMPLETE, payload, entries)
-        transaction = self._join(connection)
         await transaction.begin()
         # The user's transaction is about to lock the record. A renewal would wait for it, and with
         # it the renewals of every other operation. Nobody can take over a locked record.
@@ -103,7 +116,32 @@ class Joiner:
             await undo_quietly(transaction)
             raise
         await transaction.keep()
-        keep(JoinedOutcome(transaction, settlement, payload, value))
+        keep(joined)
+
+
+def _outcome_of(call: Call, value: Any) -> Any:
+    if call.outcome_of is None:
+        return value
+    try:
+        return call.outcome_of(value)
+    except Exception as error:
+        raise InvalidInput(
+            f"the outcome of {call.key.text!r} cannot be stored: {codec.message_of(error)}",
+            key=call.key.text,
+        ) from error
+
+
+def _kind_of(call: Call, value: Any) -> SettleKind:
+    """How the attempt ends with this value; raises `InvalidInput` when it would free the key."""
+    ending = Ending.SUCCEEDED if call.judge is None else call.judge(value)
+    if ending is Ending.RELEASED:
+        # The business write would stand and a retry would write again.
+        raise InvalidInput(
+            f"this outcome of {call.key.text!r} frees the key, so it cannot be committed with your "
+            "writes: roll back and return it instead",
+            key=call.key.text,
+        )
+    return SettleKind.FAIL if ending is Ending.FAILED else SettleKind.COMPLETE
 
 
 async def stage_in(transaction: Transaction, entry: StagedEntry) -> str:

@@ -19,6 +19,7 @@ class Lease:
         "ends_at_ms",
         "ends_monotonic",
         "is_adopted",
+        "is_over",
         "is_revoked",
         "key",
         "lease_ms",
@@ -43,6 +44,8 @@ class Lease:
         self.is_revoked = False
         # Whether a background flow renews and gives it up, because its caller was cancelled.
         self.is_adopted = False
+        # Whether its run has ended: a thread that the run left behind must not renew it again.
+        self.is_over = False
         self.renew_until_monotonic = (
             None if run_limit_seconds is None else asked_monotonic + run_limit_seconds
         )
@@ -83,6 +86,18 @@ class Lease:
     def is_lost(self, monotonic: float) -> bool:
         """Whether the claim is lost, or may be because the lease ran out unrenewed."""
         return self.is_revoked or monotonic >= self.ends_monotonic
+
+    def is_given_up(self, monotonic: float) -> bool:
+        """Whether nobody here holds on to the claim: the store said so, or its run limit is over.
+
+        A lease that only ran out, because renewals failed or the process stood still, is not: the
+        operation is known to run in this very process, and will be renewed if nobody was faster.
+        """
+        return self.is_revoked or (
+            monotonic >= self.ends_monotonic
+            and self.renew_until_monotonic is not None
+            and monotonic >= self.renew_until_monotonic
+        )
 
     def seconds_left(self, monotonic: float) -> float:
         """What is left of the lease, never negative."""

@@ -124,25 +124,25 @@ def condition_of(record: Record | None, now_ms: int) -> Condition:
     return _SETTLED_CONDITIONS[record.state]
 
 
-def is_mismatch(record: Record, fingerprints: tuple[Fingerprint, ...]) -> bool:
+def is_mismatch(record: Record, fingerprints: tuple[Fingerprint, ...], operation: str) -> bool:
     """Whether the request is known to differ from the one that the record was made for.
 
     Only fingerprints of one rule can be compared. A record made under a rule that this process
-    does not know counts as a match: during a deploy that changes the rule, an honest retry must
-    not be refused.
+    does not know counts as a match when it is of the same operation: during a deploy that changes
+    the rule, an honest retry must not be refused. Another operation is another request anyway.
     """
     for fingerprint in fingerprints:
         if fingerprint.rule == record.rule:
             return fingerprint.digest != record.fingerprint
-    return False
+    return record.operation != operation
 
 
 def claim_event(
-    record: Record | None, fingerprints: tuple[Fingerprint, ...], token: bytes
+    record: Record | None, fingerprints: tuple[Fingerprint, ...], operation: str, token: bytes
 ) -> Event:
     """Which kind of claim this is; the request is compared before the state is looked at."""
     if record is not None:
-        if is_mismatch(record, fingerprints):
+        if is_mismatch(record, fingerprints, operation):
             return Event.CLAIM_MISMATCHED
         if record.token == token:
             return Event.CLAIM_AGAIN

@@ -107,10 +107,7 @@ class Settler:
         error: Exception | None,
     ) -> tuple[Ending, Payload]:
         """Stores a failure; the exception that it is about is named as the cause of others."""
-        if ending is _RELEASED and call.recovers is not None:
-            # Released, it would wait for a caller who may never come back. Left to its lease it
-            # is abandoned again, and the next worker tries again, up to the attempt limit.
-            self._report(EventKind.POSTPONED, call.key, call.operation, attempt, str(error))
+        if self.is_postponed(call, ending, attempt, error):
             return ending, payload
         try:
             return ending, await self.settle(call, lease, ending, payload, attempt)
@@ -121,6 +118,19 @@ class Settler:
             raise unstored from error or unstored.__cause__
         except ClaimLost as lost:
             raise lost from error
+
+    def is_postponed(
+        self, call: Call, ending: Ending, attempt: int, error: Exception | None
+    ) -> bool:
+        """Whether a worker's attempt is left to its lease instead of being settled.
+
+        Released, the key would wait for a caller who may never come back. Left to its lease it is
+        abandoned again, and the next worker tries again, up to the attempt limit.
+        """
+        if ending is not _RELEASED or call.recovers is None:
+            return False
+        self._report(EventKind.POSTPONED, call.key, call.operation, attempt, str(error))
+        return True
 
     async def settle(
         self,

@@ -147,15 +147,16 @@ class StepWriter:
             return  # The step runs again, as after a crash at this point.
 
     async def record_the_rest(self) -> None:
-        """Tries once more what could not be written, before the key is freed for a retry.
+        """Insists once more on what could not be written, before the key is freed for a retry.
 
-        Raises `ClaimLost` when there is another owner.
+        A freed key runs again at once, and what is not recorded runs with it. Raises `ClaimLost`
+        when there is another owner, and `StepNotStored` when the store still cannot be told: only
+        the lease may free the key then.
         """
-        for write in list(self._unrecorded.values()):
-            try:
-                decision = await self._store.record_step(write)
-            except StoreError:
-                return  # It was insisted on before; the retry runs the step again.
+        for name, write in list(self._unrecorded.items()):
+            decision = await self._insist(write, None)
+            # The orphan of a cancelled writer writes the same, and does not count it out.
+            del self._unrecorded[name]
             if decision is Decision.LOST:
                 raise self.lost()
 

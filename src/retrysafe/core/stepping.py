@@ -94,6 +94,7 @@ class StepRun:
         "_joined",
         "_loaders",
         "_ports",
+        "_quiet",
         "_terminal_errors",
         "book",
         "call",
@@ -116,6 +117,8 @@ class StepRun:
         )
         # Those who wait for the stored steps while somebody reads them; None while nobody does.
         self._loaders: list[Signal] | None = None
+        # Whom the last step under way wakes, once the operation has ended.
+        self._quiet: Signal | None = None
         self._joined: list[_JoinedStep] = []
         self._terminal_errors: list[Exception] = []
 
@@ -134,11 +137,31 @@ class StepRun:
         place = book.place(is_known=ports.current() is self._attempt)
         with ports.lock:
             position, stored = book.begin(name, place)
-        outcome_codec = ports.codec_for(call, options.returns)
-        if stored is not None:
+        try:
+            outcome_codec = ports.codec_for(call, options.returns)
+            if stored is None:
+                return await self._run_new(name, position, call, args, options, outcome_codec)
             value = self._stored_value(stored, outcome_codec, options)
             book.advance(position)
             return value
+        finally:
+            with ports.lock:
+                book.under_way -= 1
+                quiet = None if book.under_way else self._quiet
+            if quiet is not None:
+                quiet.set()
+
+    async def _run_new(
+        self,
+        name: str,
+        position: int,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        options: StepOptions,
+        outcome_codec: OutcomeCodec,
+    ) -> Any:
+        """Runs a step that no earlier attempt has finished, and records it."""
+        book, ports = self.book, self._ports
         is_joined = options.connection is not None
         try:
             if is_joined:
@@ -160,6 +183,24 @@ class StepRun:
             payload = self._payload(outcome_codec, value)
             await self.writer.record(Step(name, position, payload), value)
         return value
+
+    async def end(self) -> None:
+        """Takes no more steps, and waits until none is under way: each is recorded or given up.
+
+        One task or thread may leave an operation while another is still inside a step of it. A key
+        that were settled now could run that step again beside itself, or leave it never undone.
+        Raises `ClaimLost` when the lease ends first; then the key is no longer this attempt's.
+        """
+        ports, book, attempt = self._ports, self.book, self._attempt
+        with ports.lock:
+            book.is_over = True
+            if not book.under_way:
+                return
+            quiet = self._quiet = ports.waiting.signal()
+        while book.under_way:
+            attempt.raise_if_lost()
+            # The lease is renewed meanwhile; when it is not, nobody waits for longer than it lasts.
+            await quiet.wait(attempt.time_left.total_seconds())
 
     def _stored_value(self, step: Step, outcome_codec: OutcomeCodec, options: StepOptions) -> Any:
         """What an earlier attempt's step returned; raises `StepUnavailable`."""

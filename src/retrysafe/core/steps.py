@@ -154,6 +154,7 @@ class StepBook:
         "_running",
         "is_over",
         "stored",
+        "under_way",
         "undos",
     )
 
@@ -168,6 +169,8 @@ class StepBook:
         self._former_positions: dict[str, int] = {}
         self.undos: list[Undo] = []
         self.is_over = False
+        # How many steps were begun and are neither recorded nor given up yet.
+        self.under_way = 0
 
     def is_read(self) -> bool:
         """Whether it is known what earlier attempts recorded."""
@@ -188,6 +191,10 @@ class StepBook:
                 return steps
         # The code belongs to this attempt, and no step lies behind it yet.
         return 0 if is_known else None
+
+    def is_inside(self) -> bool:
+        """Whether the running code is inside a step of this attempt."""
+        return self.place(is_known=False) == _INSIDE
 
     def enter(self) -> tuple[tuple[weakref.ref[StepBook], int], ...]:
         """Marks the running code as being inside a step; gives what `leave` puts back."""
@@ -214,7 +221,8 @@ class StepBook:
     def begin(self, name: str, place: int | None) -> tuple[int, Step | None]:
         """The step's position, and its record if an earlier attempt finished it.
 
-        Raises `StepReused`, `StepsChanged`, `OperationUndone` or `InvalidInput`.
+        It is under way from now on, until it is counted out. Raises `StepReused`, `StepsChanged`,
+        `OperationUndone` or `InvalidInput`.
         """
         text = self._key_text
         if self.is_over:
@@ -244,10 +252,12 @@ class StepBook:
                     key=text,
                 )
             self._finished[name] = position
+            self.under_way += 1
             return position, stored
         if self.failure is not None:
             raise self.undone(f"step {name!r}")
         self._running.add(name)
+        self.under_way += 1
         return position, None
 
     def finish(self, name: str, position: int) -> None:

@@ -56,7 +56,8 @@ def claim(
             "another key with the same digest exists; use a different key", key=request.key.text
         )
     condition = condition_of(record, now_ms)
-    decision = decide(claim_event(record, request.fingerprints, request.token), condition)
+    event = claim_event(record, request.fingerprints, request.operation, request.token)
+    decision = decide(event, condition)
     if decision is Decision.ADMIT:
         return _granted(request, None, condition, now_ms), _grant(
             decision, condition, 1, request, now_ms

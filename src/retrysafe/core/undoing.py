@@ -14,7 +14,7 @@ from retrysafe.core import codec
 from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.lease import Lease
-from retrysafe.core.model import Ending, Payload, Step
+from retrysafe.core.model import Ending, Payload, StagedEntry, Step
 from retrysafe.core.ports import Orphanage, Renewals
 from retrysafe.core.replaying import replayed_value
 from retrysafe.core.settling import Settler
@@ -72,11 +72,13 @@ class Concluder:
         *,
         error: Exception | None = None,
         value: Any = None,
+        entries: tuple[StagedEntry, ...] = (),
     ) -> Verdict | None:
         """What has to be settled instead of this ending; None when it stands as it is.
 
         When it returns, a failure for good has been undone. Raises `ClaimLost`, or
-        `OutcomeNotStored` when the store could not be asked or told.
+        `OutcomeNotStored` when the store could not be asked or told; `StepNotStored` when that is
+        what the operation raised, and the step still cannot be stored.
         """
         try:
             return await _told(run, ending, payload, error, value, is_orphan=False)
@@ -86,7 +88,8 @@ class Concluder:
             # The caller is being cancelled, and the operation is done: its outcome must not be
             # lost with the caller. Its lease goes along until the ending is written.
             lease.is_adopted = True
-            self._orphanage.adopt(self._conclude_orphan(run, lease, ending, payload, error))
+            orphan = self._conclude_orphan(run, lease, ending, payload, error, entries)
+            self._orphanage.adopt(orphan)
             raise
 
     async def _conclude_orphan(
@@ -96,6 +99,7 @@ class Concluder:
         ending: Ending,
         payload: Payload,
         error: Exception | None,
+        entries: tuple[StagedEntry, ...],
     ) -> None:
         """The same for an ending whose caller is gone; there is nobody left to tell.
 
@@ -104,8 +108,13 @@ class Concluder:
         try:
             verdict = await _told(run, ending, payload, error, None, is_orphan=True)
             if verdict is not None:
-                ending, payload = verdict.ending, verdict.payload
-            await self._settler.settle(run.call, lease, ending, payload, run.attempt_number)
+                # Not what the operation said, so what it wanted to send is not sent.
+                ending, payload, entries = verdict.ending, verdict.payload, ()
+            if self._settler.is_postponed(run.call, ending, run.attempt_number, error):
+                return
+            await self._settler.settle(
+                run.call, lease, ending, payload, run.attempt_number, entries=entries
+            )
         except (_LeftToLease, RetrysafeError):
             return  # Reported where it was raised.
         finally:
@@ -122,13 +131,17 @@ async def _told(
     is_orphan: bool,
 ) -> Verdict | None:
     """The conclusion, with what stands in its way in the words for the caller."""
-    run.book.is_over = True
     try:
+        # Nothing may be settled, and nothing undone, while a step is under way.
+        await run.end()
         return await _conclude(run, ending, payload, error, is_orphan=is_orphan)
     except ClaimLost as lost:
         raise lost from error
     except (StoreError, StepNotStored, InvalidInput) as problem:
         run.writer.tell(EventKind.SETTLE_FAILED, str(problem))
+        if isinstance(error, StepNotStored) and isinstance(problem, StepNotStored):
+            # It says the same, and it has the step's result.
+            raise error from error.__cause__
         text = run.call.key.text
         raise OutcomeNotStored(
             f"the operation for {text!r} ran, but its ending could not be stored: {problem}. The "
@@ -157,10 +170,13 @@ async def _conclude(
     if ending is Ending.SUCCEEDED:
         if not missing:
             return None
+        await run.writer.record_the_rest()
         error = book.changed(missing)
         ending = run.call.policy.judge(error)
         payload = codec.encode_failure(error, run.call.policy.outcome_limit_bytes)
     if ending is Ending.FAILED and book.undos:
+        # A crash while undoing leaves it to an attempt that knows the recorded steps only.
+        await run.writer.record_the_rest()
         await run.writer.record(Step(FAILURE_NAME, book.next_position(), payload))
         if is_orphan:
             raise _LeftToLease

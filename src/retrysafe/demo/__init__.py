@@ -1,5 +1,6 @@
-"""The demonstration: what retrysafe is for, on a real store with real threads and processes.
+"""The demo: a small shop behind HTTP whose every POST may be sent twice.
 
-Nothing in it is staged. Every number that it shows is read from the store, from an answer that a
-worker got, or from the ledger, which stands for the world outside.
+It is an example to copy from: `app` puts the parts together, `charges`, `orders` and `checkouts`
+are three ways to run an operation once, `ledger` is the database, `serving` starts a server. The
+ledger has one entry for every execution, so a request that was carried out twice would show.
 """

@@ -1,52 +1,136 @@
-"""The ledger: the card network of the demonstration, where a double execution would show.
+"""The ledger: what was really executed, one entry for every execution, in the store's database.
 
-It knows nothing of keys that were seen before: every execution adds lines, whoever runs it.
+Operations write it themselves, on a connection that they are given. Whoever opened the transaction
+decides whether an entry stays.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import uuid
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, Final, Protocol
 
-STARTED = "started"
-CHARGED = "charged"
+# More than anybody reads; a list without a limit would be a way to stop the demo.
+ENTRIES_LIMIT: Final = 10_000
+
+# The same words for both databases; only the marks of the parameters differ.
+INSERT: Final = """
+INSERT INTO {table}
+    (id, operation, customer, key, attempt, outcome, details, process, executed_at)
+VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9)
+"""
+# As a provider does that is sent a key: what it has done under that key is not done again.
+INSERT_ONCE: Final = INSERT + "ON CONFLICT (id) DO NOTHING"
+SELECT: Final = """
+SELECT id, operation, customer, key, attempt, outcome, details, process, executed_at
+FROM {table}
+WHERE ($1 = '' OR operation = $1) AND ($2 = '' OR customer = $2)
+ORDER BY position LIMIT $3
+"""
+SELECT_ONE: Final = """
+SELECT id, operation, customer, key, attempt, outcome, details, process, executed_at
+FROM {table}
+WHERE id = $1 AND operation = $2
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing that an execution did."""
+    """One execution of one operation."""
 
-    what: str
+    id: str
+    operation: str
+    customer: str
     key: str
     attempt: int
+    outcome: str
+    # What was asked for, such as the amount.
+    details: dict[str, Any]
     process: int
-    amount: int
-    receipt: str = ""
+    executed_at: str
+
+    def shape(self) -> dict[str, Any]:
+        """The entry as JSON, with the details beside the rest."""
+        fields = asdict(self)
+        del fields["details"]
+        return self.details | fields
+
+    def row(self) -> tuple[Any, ...]:
+        """The entry as it is stored."""
+        return (
+            self.id,
+            self.operation,
+            self.customer,
+            self.key,
+            self.attempt,
+            self.outcome,
+            json.dumps(self.details),
+            self.process,
+            self.executed_at,
+        )
 
 
-class Ledger:
-    """Lines in one file, added by many processes."""
+def new_entry(
+    operation: str, *, customer: str, key: str, attempt: int, outcome: str, details: dict[str, Any]
+) -> Entry:
+    """The entry of an execution in this process, now."""
+    return Entry(
+        id=f"{operation}_{uuid.uuid4().hex}",
+        operation=operation,
+        customer=customer,
+        key=key,
+        attempt=attempt,
+        outcome=outcome,
+        details=details,
+        process=os.getpid(),
+        executed_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+    )
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
 
-    def add(self, entry: Entry) -> None:
-        """Adds a line that survives the writer's death."""
-        line = json.dumps(asdict(entry)).encode() + b"\n"
-        # One write to a file opened for appending: lines of many processes never mix.
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.write(file, line)
-            os.fsync(file)
-        finally:
-            os.close(file)
+def effect_entry(
+    operation: str, *, customer: str, key: str, attempt: int, details: dict[str, Any]
+) -> Entry:
+    """The entry of an effect that was asked for under a key of its own: equal keys, equal ids."""
+    entry = new_entry(
+        operation, customer=customer, key=key, attempt=attempt, outcome="ok", details=details
+    )
+    return replace(entry, id=f"{operation}_{key.rpartition(':')[2]}")
 
-    def entries(self, what: str, key: str | None = None) -> list[Entry]:
-        """The lines of one kind, of one key or of all."""
-        if not self.path.exists():
-            return []
-        lines = self.path.read_text(encoding="utf-8").splitlines()
-        found = [Entry(**json.loads(line)) for line in lines]
-        return [item for item in found if item.what == what and key in (None, item.key)]
+
+def entry_of(row: tuple[Any, ...]) -> Entry:
+    """The entry that was stored as this row."""
+    fields = list(row)
+    fields[6] = json.loads(fields[6])
+    return Entry(*fields)
+
+
+class Ledger(Protocol):
+    """The ledger in one kind of database."""
+
+    async def open(self) -> None:
+        """Makes it ready for use in this event loop."""
+
+    async def prepare(self) -> None:
+        """Makes the table if it is not there; raises `StoreError`."""
+
+    def transaction(self) -> AbstractAsyncContextManager[Any]:
+        """A connection with an open transaction: committed at the end, rolled back on errors."""
+
+    async def add(self, connection: Any, entry: Entry) -> None:
+        """Writes an entry in the connection's transaction."""
+
+    async def add_once(self, connection: Any, entry: Entry) -> None:
+        """Writes an entry unless its id is there already: then this is a repetition."""
+
+    async def entries(self, operation: str = "", customer: str = "") -> list[Entry]:
+        """What was executed, in order; an empty text stands for all."""
+
+    async def entry(self, entry_id: str, operation: str) -> Entry | None:
+        """One entry."""
+
+    async def close(self) -> None:
+        """Gives the connections back."""

@@ -1,5 +1,6 @@
 """HTTP: protects the routes of any ASGI or WSGI application, without knowing any framework."""
 
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf, basic_user, bearer_token, header_caller
@@ -11,6 +12,7 @@ from retrysafe.http.rules import KeyUse, Rule, StatusRule, Streaming
 from retrysafe.http.wsgi import WSGIIdempotencyMiddleware
 
 __all__ = [
+    "AtomicAttempt",
     "Breaker",
     "CallerOf",
     "FromBody",

@@ -10,22 +10,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from typing import Any, Final
+from copy import copy
+from typing import Any, Final, Self
 
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.keys import GlobalCaller, Key
-from retrysafe.errors import StoreError
-from retrysafe.http.asgi_run import App, AppRun, Message, Receive, Scope, Send
+from retrysafe.errors import InvalidInput, StoreError
+from retrysafe.http.asgi_run import App, AppRun, Message, Receive, Scope, Send, is_below
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
+from retrysafe.http.recent import Head, Recent, Repetition, head_of
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response
-from retrysafe.http.rules import Match, Rule
+from retrysafe.http.rules import Match, Rule, checked_rules
 from retrysafe.runtime.tasks import AsyncFace
 
 _PAGE_METHODS: Final = ("GET", "HEAD")
+_UNREAD: Final = object()
 _logger = logging.getLogger("retrysafe")
 
 
@@ -51,9 +54,13 @@ class IdempotencyMiddleware:
         challenge: str = "Bearer",
         breaker: Breaker | None = None,
     ) -> None:
-        self.app = app
-        self.idempotency = idempotency
-        self.protection = Protection(
+        """Raises `InvalidInput` and `PolicyInvalid` for what would fail with the first request."""
+        if not isinstance(idempotency, AsyncFace):
+            raise InvalidInput(
+                f"an ASGI application needs an AsyncIdempotency object, got {idempotency!r}"
+            )
+        rules = checked_rules(rules)
+        protection = Protection(
             idempotency.settings,
             caller=caller,
             rules=rules,
@@ -64,9 +71,32 @@ class IdempotencyMiddleware:
             challenge=challenge,
             breaker=breaker,
         )
-        self._find = self.protection.find
+        self._assemble(app, idempotency, protection)
+
+    @classmethod
+    def sharing(cls, app: App, idempotency: AsyncFace, protection: Protection) -> Self:
+        """For integrations: a middleware around one endpoint of an application.
+
+        All endpoints of an application share its protection, and so its breaker and its pages.
+        """
+        made = cls.__new__(cls)
+        made._assemble(app, idempotency, protection)  # noqa: SLF001 — its own, as in __init__.
+        return made
+
+    def around(self, app: App) -> Self:
+        """For integrations: the same around another endpoint; both share what is remembered."""
+        made = copy(self)
+        made.app = app
+        return made
+
+    def _assemble(self, app: App, idempotency: AsyncFace, protection: Protection) -> None:
+        self.app = app
+        self.idempotency = idempotency
+        self.protection = protection
+        self._find = protection.find
         # The loop itself holds tasks weakly, so a run whose client has gone is held here.
         self._runs: set[AppRun] = set()
+        self._recent: Recent | None = Recent() if protection.is_told_by_headers else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; everything that is not HTTP passes untouched."""
@@ -75,18 +105,22 @@ class IdempotencyMiddleware:
             return
         path: str = scope["path"]
         root: str = scope.get("root_path", "")
-        if root and path.startswith(root):
-            path = path[len(root) :]
+        if root and is_below(path, root):
+            path = path[len(root.rstrip("/")) :]
         match = self._find(scope["method"], path)
         if match is not None:
-            await self._protect(match, scope, receive, send)
+            await self.protect(match, _request(scope), _prefix(scope), receive, send)
         elif scope["method"] in _PAGE_METHODS and self.protection.has_page(path):
-            await self._show_page(path, scope, send)
+            await self.show_page(path, _request(scope), _prefix(scope), send)
         else:
             await self.app(scope, receive, send)
 
-    async def _show_page(self, path: str, scope: Scope, send: Send) -> None:
-        protection, request, prefix = self.protection, _request(scope), _prefix(scope)
+    async def show_page(self, path: str, request: Request, prefix: str, send: Send) -> None:
+        """Answers with the policy page, or with the status of a key.
+
+        `path` is the page's path inside the application, which is mounted at `prefix`.
+        """
+        protection = self.protection
         page = protection.page(path, request, prefix)
         if isinstance(page, Key):
             key = page
@@ -95,31 +129,53 @@ class IdempotencyMiddleware:
                 page = protection.status(stored, key, request, prefix)
             except StoreError as error:
                 page = protection.status_refused(error, key, request, prefix)
-        if scope["method"] == "HEAD":
+        if request.method == "HEAD":
             page.body = b""
         await _send(send, page)
 
-    async def _protect(self, match: Match, scope: Scope, receive: Receive, send: Send) -> None:
+    async def protect(
+        self, match: Match, request: Request, prefix: str, receive: Receive, send: Send
+    ) -> None:
+        """Answers a request that this route protects; its `host` is the ASGI scope."""
         protection = self.protection
-        request = _request(scope)
+        scope: Scope = request.host
         request.parameters = match[1]
-        prefix = _prefix(scope)
+        head = None if self._recent is None else head_of(request, prefix)
+        body: bytes | object | None = _UNREAD
+        repetition = None if self._recent is None or head is None else self._recent.find(head)
+        if repetition is not None:
+            body = await _read_body(receive, match[0].rule.request_limit_bytes)
+            if body == repetition.body and self.idempotency.repeats(
+                repetition.call, repetition.payload
+            ):
+                await _send(send, repetition.response())
+                return
         plan = protection.begin(match[0], request, prefix)
         if type(plan) is Plan:
-            body = await _read_body(receive, plan.route.rule.request_limit_bytes)
+            if body is _UNREAD:
+                body = await _read_body(receive, plan.route.rule.request_limit_bytes)
             if body is None:
                 return  # The client went away before it had asked for anything.
             if type(body) is bytes:
                 request.body = body
-                await self._answer(plan, scope, receive, send)
+                await self.answer(plan, scope, receive, send, head)
             else:
-                await _send(send, protection.too_large(plan.route, request, prefix, plan.key))
+                refusal = protection.too_large(plan.route, request, prefix, plan.key)
+                await _send_early(send, receive, refusal, request, is_body_read=body is _TOO_LARGE)
         elif isinstance(plan, Response):
-            await _send(send, plan)
+            await _send_early(send, receive, plan, request)
         else:
             await self.app(scope, receive, send)
 
-    async def _answer(self, plan: Plan, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(
+        self,
+        plan: Plan,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        head: Head | None = None,
+    ) -> None:
+        """Answers a planned request whose body has been read; raises what the application does."""
         protection = self.protection
         run: AppRun | None = None
         try:
@@ -127,25 +183,38 @@ class IdempotencyMiddleware:
             answer = self.idempotency.recall(call)
             if answer is None:
                 response = protection.closed_off(plan) if protection.breaker.is_open else None
-                if response is not None and protection.fail_open:
+                if response is not None and protection.runs_unprotected(plan):
                     await self._run_unprotected(call, plan, scope, receive, send)
                     return
                 if response is None:
                     run = AppRun(self.app, self._runs, plan, scope, receive, send)
                     response = await self._run(run, call)
             else:
-                response = protection.answered(plan, answer)
+                response = protection.answered(plan, answer, is_news=False)
+                self._keep(head, plan, call, response)
         except Exception as error:
             if run is not None and error is run.error:
-                raise  # The application's own: the server above us deals with it as ever.
-            refusal = protection.refused(plan, error)
-            if refusal is None or (run is not None and run.is_passing):
-                raise  # Another answer cannot follow the stream that was sent.
-            response = refusal
+                if run.response is None:
+                    raise  # The application's own: the server above us deals with it as ever.
+                response = run.response
+            else:
+                refusal = protection.refused(plan, error, is_news=run is not None)
+                if refusal is None or (run is not None and run.is_passing):
+                    raise  # Another answer cannot follow the stream that was sent.
+                response = refusal
         if not response.is_streamed:
             await _send(send, response)
+        elif run is not None:
+            await run.end_stream()
         if run is not None and not run.is_left:
             await run.finish()
+
+    def _keep(self, head: Head | None, plan: Plan, call: Call, response: Response) -> None:
+        """Remembers what this replay looks like, for the next request that is the same."""
+        outcome = self.idempotency.remembered(call)
+        if self._recent is not None and head is not None and outcome is not None:
+            repetition = Repetition(plan.request.body, call, outcome.payload, response)
+            self._recent.keep(head, repetition)
 
     async def _run_unprotected(
         self, call: Call, plan: Plan, scope: Scope, receive: Receive, send: Send
@@ -177,8 +246,11 @@ class IdempotencyMiddleware:
             run.started = loop.create_future()
         run.settling = loop.create_task(self._settle(run, call, waiter))
         try:
-            if run.started is not None and not await _is_prompt(
-                waiter, run.started, plan.preference.wait_seconds or 0
+            if (
+                run.started is not None
+                and not await _is_prompt(waiter, run.started, plan.preference.wait_seconds or 0)
+                # A stream that is on its way is the answer already.
+                and not run.is_passing
             ):
                 run.leave()
                 waiter.cancel()
@@ -192,8 +264,12 @@ class IdempotencyMiddleware:
 
     async def _settle(self, run: AppRun, call: Call, waiter: asyncio.Future[Answer[Any]]) -> None:
         """Answers the call, and tells the waiter at once: a task's own callbacks come later."""
+        transaction: Any = run.plan.route.rule.transaction
         try:
-            answer = await self.idempotency.answer_call(call, run.invoke)
+            if transaction is None:
+                answer = await self.idempotency.answer_call(call, run.invoke)
+            else:
+                answer = await self.idempotency.answer_atomic(call, transaction, run.invoke)
         except Exception as error:
             if not waiter.done():
                 waiter.set_exception(error)
@@ -224,9 +300,14 @@ async def _is_prompt(
 
 
 def _request(scope: Scope) -> Request:
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    if root and not is_below(path, root):
+        # Some frameworks leave the mount out of the path. Two mounts are two places all the same.
+        path = root.rstrip("/") + path
     return Request(
         scope["method"],
-        scope["path"],
+        path,
         scope.get("query_string", b""),
         scope["headers"],
         b"",
@@ -240,11 +321,13 @@ def _prefix(scope: Scope) -> str:
     return prefix
 
 
+# Bodies past the limit: read to their end, or with more of them to come.
 _TOO_LARGE: Final = object()
+_TOO_LARGE_ALREADY: Final = object()
 
 
 async def _read_body(receive: Receive, limit_bytes: int) -> bytes | object | None:
-    """The whole body; None when the client left, `_TOO_LARGE` past the limit."""
+    """The whole body; None when the client left, one of two marks past the limit."""
     message = await receive()
     if message["type"] != "http.request":
         return None
@@ -261,8 +344,8 @@ async def _read_body(receive: Receive, limit_bytes: int) -> bytes | object | Non
         size += len(chunk)
         chunks.append(chunk)
         if not message.get("more_body", False):
-            break
-    return b"".join(chunks) if size <= limit_bytes else _TOO_LARGE
+            return b"".join(chunks) if size <= limit_bytes else _TOO_LARGE
+    return _TOO_LARGE_ALREADY
 
 
 async def _send(send: Send, response: Response) -> None:
@@ -270,3 +353,39 @@ async def _send(send: Send, response: Response) -> None:
         {"type": "http.response.start", "status": response.status, "headers": response.headers}
     )
     await send({"type": "http.response.body", "body": response.body})
+
+
+# What is on its way when a client is refused by its head; a longer body is not waited for.
+_DROPPED_LIMIT_BYTES: Final = 64 * 1024
+
+
+async def _send_early(
+    send: Send,
+    receive: Receive,
+    response: Response,
+    request: Request,
+    *,
+    is_body_read: bool = False,
+) -> None:
+    """Answers at once, and ends the answer when the body has arrived.
+
+    An answer that ends before its request makes servers close the connection, and with HTTP/2 all
+    other requests on it; a client may then not even get the answer.
+    """
+    if is_body_read or request.header(b"expect") is not None:
+        # Who waits for leave to send the body is never going to.
+        await _send(send, response)
+        return
+    await send(
+        {"type": "http.response.start", "status": response.status, "headers": response.headers}
+    )
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    left = _DROPPED_LIMIT_BYTES
+    while left > 0:
+        message = await receive()
+        if message["type"] != "http.request":
+            return
+        if not message.get("more_body", False):
+            break
+        left -= len(message.get("body", b""))
+    await send({"type": "http.response.body", "body": b""})

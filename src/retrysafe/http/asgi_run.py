@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.http.exchange import Plan
 from retrysafe.http.responses import Response, is_event_stream
@@ -30,7 +31,15 @@ _HIDDEN_EXTENSIONS: Final = (
 )
 # Looked up once: members of an enum are dear to look up on every call.
 _PASS: Final = Streaming.PASS
+# Where integrations note an exception in the scope that their framework makes a response of.
+ERROR_NAME: Final = "retrysafe.error"
 _logger = logging.getLogger("retrysafe")
+
+
+def is_below(path: str, root: str) -> bool:
+    """Whether the path has the mount in front; `/payments` does not lie below `/pay`."""
+    root = root.rstrip("/")
+    return path == root or path.startswith(f"{root}/")
 
 
 class AppRun:
@@ -40,6 +49,7 @@ class AppRun:
         "_app",
         "_chunks",
         "_complete",
+        "_end",
         "_headers",
         "_is_body_given",
         "_is_gone",
@@ -79,6 +89,7 @@ class AppRun:
         self._status = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._chunks: list[bytes] = []
+        self._end: Message | None = None
         self._is_body_given = False
         # Whether the response is sent as it comes, and whether there is anybody to send it to.
         self.is_passing = False
@@ -95,7 +106,7 @@ class AppRun:
         self.started: asyncio.Future[None] | None = None
         self.settling: asyncio.Task[None] | None = None
 
-    async def invoke(self, attempt: Attempt) -> Response:
+    async def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
         """Runs the application until its response is complete."""
         scope = self._scope
         # The same scope, not a copy: middlewares around us read what routers write into it.
@@ -174,11 +185,16 @@ class AppRun:
         if kind == "http.response.body":
             if not self._status or self.response is not None:
                 raise RuntimeError("the application sent a body outside of its response")
-            if self.is_passing:
-                await self._pass_on(message)
-            else:
+            is_last = not message.get("more_body", False)
+            if not self.is_passing:
                 self._chunks.append(message.get("body", b""))
-            if not message.get("more_body", False):
+            elif is_last:
+                # Kept back until the stream is remembered as done. With its bytes: a client that
+                # knows the length takes them for the end.
+                self._end = message
+            else:
+                await self._pass_on(message)
+            if is_last:
                 self._finish_response()
         elif kind == "http.response.start":
             if self._status:
@@ -199,7 +215,13 @@ class AppRun:
         complete = self._complete
         assert complete is not None
         if not complete.done():
-            complete.set_result(None)
+            error = self._scope.get(ERROR_NAME)
+            if error is None or self._status < 500:
+                complete.set_result(None)
+            else:
+                # How the attempt ended is for the policy to say; the client gets this response.
+                self.error = error
+                complete.set_exception(error)
         self._wake()
 
     async def _pass_on(self, message: Message) -> None:
@@ -210,6 +232,11 @@ class AppRun:
         except OSError:
             self._is_gone = True
             raise
+
+    async def end_stream(self) -> None:
+        """Sends the end of a stream, unless there is nobody to send it to."""
+        if not self._is_gone and self._end is not None:
+            await self._send(self._end)
 
     async def finish(self) -> None:
         """Waits for what the application does after its response; raises what that raises."""

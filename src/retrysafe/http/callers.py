@@ -13,6 +13,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from typing import Final
+from weakref import WeakSet
 
 from retrysafe.core.keys import CALLER_LIMIT_CHARACTERS, GlobalCaller
 from retrysafe.errors import PolicyInvalid
@@ -20,6 +21,15 @@ from retrysafe.http.request import Request
 
 # None: nobody can be told, and the request is refused with 401.
 CallerOf = Callable[[Request], str | GlobalCaller | None]
+
+# The shipped callers: all of them are told by the headers and by nothing else of a request.
+_told_by_headers: WeakSet[CallerOf] = WeakSet()
+
+
+def is_told_by_headers(caller: CallerOf | GlobalCaller) -> bool:
+    """Whether equal headers mean the same caller; of a function that is not ours nobody knows."""
+    return isinstance(caller, GlobalCaller) or caller in _told_by_headers
+
 
 _BEARER: Final = re.compile(rb"bearer +([!-~]+)", re.IGNORECASE)
 _BASIC: Final = re.compile(rb"basic +([!-~]+)", re.IGNORECASE)
@@ -79,6 +89,7 @@ def header_caller(name: str) -> CallerOf:
         text = _text(lines[0].strip(b" \t"))
         return None if text is None else _within_limit(text)
 
+    _told_by_headers.add(caller_in_header)
     return caller_in_header
 
 
@@ -102,3 +113,6 @@ def _text(value: bytes) -> str | None:
 def _within_limit(caller: str) -> str | None:
     # Cut off, two long names could become one caller.
     return caller if len(caller) <= CALLER_LIMIT_CHARACTERS else None
+
+
+_told_by_headers.update((bearer_token, basic_user))

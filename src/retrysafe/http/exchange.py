@@ -31,7 +31,7 @@ from retrysafe.errors import (
 )
 from retrysafe.http import problems
 from retrysafe.http.breaker import Breaker
-from retrysafe.http.callers import CallerOf
+from retrysafe.http.callers import CallerOf, is_told_by_headers
 from retrysafe.http.fingerprints import request_fingerprints
 from retrysafe.http.headers import (
     NO_PREFERENCE,
@@ -45,7 +45,7 @@ from retrysafe.http.policy_page import policy_response
 from retrysafe.http.problems import Place, ProblemKind, problem, problem_of
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response, response_of
-from retrysafe.http.rules import Match, Route, RouteTable, Rule
+from retrysafe.http.rules import Match, Route, RouteTable, Rule, Streaming
 from retrysafe.http.status_page import status_response
 from retrysafe.runtime.calls import Settings
 
@@ -96,6 +96,7 @@ class Protection:
         status_path: str = STATUS_PATH,
         challenge: str = "Bearer",
         breaker: Breaker | None = None,
+        outcome_of: Callable[[Any], Response] = response_of,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         if rules is not None and rule is not None:
@@ -107,14 +108,19 @@ class Protection:
                 raise PolicyInvalid(f"{name} starts with a slash, got {path!r}")
         self._global = caller if isinstance(caller, GlobalCaller) else None
         self._caller_of = None if isinstance(caller, GlobalCaller) else _checked_caller_of(caller)
+        self.is_told_by_headers = is_told_by_headers(caller)
         self.settings = settings
         self.table = RouteTable((rule or Rule(),) if rules is None else tuple(rules), settings)
         self.find: Callable[[str, str], Match | None] = self.table.find
+        # Routes whose rules stand next to their endpoints; the framework knows which ones.
+        self.endpoints: tuple[Route, ...] = ()
         self.fail_open = fail_open
         self.policy_path = policy_path
         self.status_path = status_path.rstrip("/") + "/"
         self.breaker = breaker or Breaker()
         self._challenge: tuple[Header, ...] = ((b"www-authenticate", challenge.encode()),)
+        # What a view may complete its attempt with, as a response.
+        self._outcome_of = outcome_of
         self._monotonic = monotonic
         self._waits: dict[tuple[int, float], Policy] = {}
 
@@ -128,7 +134,7 @@ class Protection:
         """The policy page or a refusal; a key when its record must be read for `status`."""
         if path == self.policy_path:
             return policy_response(
-                self.table.routes,
+                (*self.table.routes, *self.endpoints),
                 request.header(b"accept"),
                 policy_url=f"{prefix}{self.policy_path}",
                 status_url=f"{prefix}{self.status_path}",
@@ -184,7 +190,7 @@ class Protection:
             return self.too_large(route, request, prefix, key)
         policy, preference = route.policy, NO_PREFERENCE
         if prefer is not None:
-            preference = parse_prefer(prefer)
+            preference = _preference(route, prefer)
             if preference.wait_seconds is not None:
                 policy = self._waiting(policy, preference.wait_seconds)
         return Plan(route, request, caller, key, policy, preference, prefix)
@@ -198,6 +204,21 @@ class Protection:
     def is_too_large(route: Route, length: bytes) -> bool:
         """Whether a declared length is over the limit; a broken one is the server's to refuse."""
         return length.isdigit() and int(length) > route.rule.request_limit_bytes
+
+    @staticmethod
+    def is_cut_off(request: Request) -> bool:
+        """Whether the client went away before its whole body had arrived.
+
+        For frameworks that give what has arrived as if it were all. A body that was decoded on its
+        way has another length than the one that was declared.
+        """
+        length = request.header(_LENGTH_HEADER)
+        return (
+            length is not None
+            and length.isdigit()
+            and len(request.body) < int(length)
+            and request.header(b"content-encoding") is None
+        )
 
     def _waiting(self, policy: Policy, wait_seconds: float) -> Policy:
         """The policy of a request that waits for a running one, up to the route's own limit."""
@@ -234,6 +255,7 @@ class Protection:
             operation,
             route.codec,
             route.judge,
+            self._outcome_of,
         )
 
     def closed_off(self, plan: Plan) -> Response | None:
@@ -248,11 +270,29 @@ class Protection:
             retry_after=timedelta(seconds=seconds),
         )
 
+    def runs_unprotected(self, plan: Plan) -> bool:
+        """Whether the application runs although the store is out of reach.
+
+        Never in atomic mode: what is out of reach is the application's own database.
+        """
+        return self.fail_open and plan.route.rule.transaction is None
+
     # Answers.
 
-    def answered(self, plan: Plan, answer: Answer[Any], sent: Response | None = None) -> Response:
-        """The response to send; `sent` is what the application answered in this very run."""
-        self.breaker.succeeded()
+    def answered(
+        self,
+        plan: Plan,
+        answer: Answer[Any],
+        sent: Response | None = None,
+        *,
+        is_news: bool = True,
+    ) -> Response:
+        """The response to send; `sent` is what the application answered in this very run.
+
+        `is_news` says that the store was asked. A replay from the process says nothing about it.
+        """
+        if is_news:
+            self.breaker.succeeded()
         response = response_of(answer.value)
         if answer.replayed:
             # Decoded for this caller alone, so it may be changed.
@@ -262,11 +302,11 @@ class Protection:
             response = sent
         return self.preferred(plan, response)
 
-    def refused(self, plan: Plan, error: BaseException) -> Response | None:
+    def refused(self, plan: Plan, error: BaseException, *, is_news: bool = True) -> Response | None:
         """The response to an error of the engine; None for one that is not for clients."""
         if isinstance(error, StoreUnavailable | OutcomeNotStored):
             self.breaker.failed(self._monotonic())
-        else:
+        elif is_news:
             self.breaker.succeeded()
         if isinstance(error, StoreError) and not isinstance(error, StoreUnavailable):
             _logger.error("a protected request was refused", exc_info=error)
@@ -321,6 +361,10 @@ class Protection:
         place = self.place(request, prefix)
         return problem(problems.CALLER_UNKNOWN, place, key=key, headers=self._challenge)
 
+    def cut_off(self, request: Request, prefix: str, key: str | None = None) -> Response:
+        """400: only a part of the body has arrived."""
+        return self.problem(problems.BODY_INCOMPLETE, request, prefix, key)
+
     def too_large(
         self, route: Route, request: Request, prefix: str, key: str | None = None
     ) -> Response:
@@ -332,6 +376,18 @@ class Protection:
             "Nothing was run.",
             key=key,
         )
+
+
+def _preference(route: Route, lines: list[bytes]) -> Preference:
+    """What the client asks for, as far as the route can give it."""
+    preference = parse_prefer(lines)
+    if preference.respond_async and (
+        route.rule.transaction is not None or route.rule.streaming is Streaming.PASS
+    ):
+        # Nobody could read a status before the transaction has ended, and a stream is read as it
+        # comes.
+        return Preference(preference.wait_seconds, respond_async=False)
+    return preference
 
 
 def _is_same(first: Response, second: Response) -> bool:

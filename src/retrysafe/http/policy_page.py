@@ -95,6 +95,8 @@ def _route(route: Route) -> dict[str, Any]:
         "request_limit_bytes": rule.request_limit_bytes,
         "response_limit_bytes": policy.outcome_limit_bytes,
         "attempts_limit": policy.attempt_limit,
+        "is_atomic": rule.transaction is not None,
+        "lease_seconds": None if rule.transaction else policy.lease.total_seconds(),
     }
 
 
@@ -177,6 +179,11 @@ def _html_route(route: dict[str, Any]) -> str:
         "Largest kept response": f"{route['response_limit_bytes']:,} bytes",
         "Attempts": f"{route['attempts_limit']:,} at most, when they fail or are cut off",
     }
+    lines["After a crash"] = (
+        "the key is free at once: the work and its response are one transaction"
+        if route["is_atomic"]
+        else f"the key is free after {route['lease_seconds']:g} s at most"
+    )
     shown = "".join(
         f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in lines.items()
     )

@@ -93,6 +93,14 @@ CLAIM_LOST: Final = ProblemKind(
     "key again to get its outcome.",
     retryable=True,
 )
+BODY_INCOMPLETE: Final = ProblemKind(
+    "body-incomplete",
+    400,
+    "The request body is incomplete",
+    "The connection ended before the whole body had arrived. Nothing was run; send the same "
+    "request with the same key again.",
+    retryable=True,
+)
 BODY_TOO_LARGE: Final = ProblemKind(
     "body-too-large",
     413,
@@ -157,6 +165,7 @@ KINDS: Final = (
     IN_FLIGHT,
     OUTCOME_UNAVAILABLE,
     CLAIM_LOST,
+    BODY_INCOMPLETE,
     BODY_TOO_LARGE,
     KEY_REUSED,
     OPERATION_FAILED,

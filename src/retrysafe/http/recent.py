@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from retrysafe.core.call import Call
 from retrysafe.core.model import Payload
+from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response
 
 # A thousand keys that are retried at the same time, with bodies as people send them: 17 MB at most.
@@ -36,6 +37,23 @@ class Repetition:
         # A copy per answer is made from it: outer middlewares add to the list that they are given.
         self.headers: tuple[Header, ...] = tuple(response.headers)
         self.response_body = response.body
+
+    def response(self) -> Response:
+        """The replay, with a list of headers of its own."""
+        return Response(self.status, list(self.headers), self.response_body)
+
+
+def head_of(request: Request, prefix: str) -> Head | None:
+    """Everything that can tell two requests apart before their bodies; None when it cannot be kept.
+
+    Some servers give headers as lists, which cannot be looked up.
+    """
+    head = (request.method, request.path, request.query, prefix, tuple(request.headers))
+    try:
+        hash(head)
+    except TypeError:
+        return None
+    return head
 
 
 class Recent:

@@ -7,7 +7,8 @@ know requests beyond that, nor any framework.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -30,6 +31,11 @@ REQUEST_LIMIT_BYTES: Final = 1024 * 1024
 _NAME_LIMIT_CHARACTERS: Final = 255
 # Answers that say "not now": a retry must get another chance.
 _TRANSIENT: Final = frozenset({408, 425, 429})
+
+
+Transaction = (
+    Callable[[], AbstractAsyncContextManager[Any]] | Callable[[], AbstractContextManager[Any]]
+)
 
 
 class KeyUse(Enum):
@@ -123,6 +129,9 @@ class Rule:
     streaming: Streaming = Streaming.BUFFER
     # What records are listed under; the method and the path when it is empty.
     name: str = ""
+    # Atomic mode: opens a transaction on the store's database and gives its connection, commits at
+    # the end and rolls back on any exception. Async for ASGI, plain for WSGI.
+    transaction: Transaction | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "methods", _checked_methods(self.methods))
@@ -144,6 +153,38 @@ class Rule:
             raise PolicyInvalid(
                 f"request_limit_bytes is a whole number of bytes, got {self.request_limit_bytes!r}"
             )
+        self._check_transaction()
+
+    def _check_transaction(self) -> None:
+        if self.transaction is None:
+            return
+        if not callable(self.transaction):
+            raise PolicyInvalid(
+                "a rule's transaction is a function that opens one and gives its connection, such "
+                f"as a function with @asynccontextmanager, got {self.transaction!r}"
+            )
+        if self.key is not KeyUse.REQUIRED:
+            # A request that runs unprotected would find no connection.
+            raise PolicyInvalid("a rule with a transaction requires a key: key=KeyUse.REQUIRED")
+        if self.streaming is not Streaming.BUFFER:
+            # A client must not see what may still be rolled back.
+            raise PolicyInvalid("a rule with a transaction sends nothing before it has committed")
+
+
+def checked_rules(rules: Iterable[Rule] | None) -> tuple[Rule, ...] | None:
+    """The rules of an application; raises `PolicyInvalid` for an empty list.
+
+    Leaving them out protects everything, and an empty list would protect nothing.
+    """
+    if rules is None or isinstance(rules, Rule):
+        return rules  # type: ignore[return-value]
+    listed = tuple(rules)
+    if not listed:
+        raise PolicyInvalid(
+            "an empty list of rules would protect nothing: leave rules out to protect every POST, "
+            "PUT, PATCH and DELETE"
+        )
+    return listed
 
 
 def _checked_methods(methods: Iterable[str]) -> tuple[str, ...]:

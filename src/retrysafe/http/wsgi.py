@@ -11,17 +11,17 @@ from http.client import responses as reasons
 from io import BytesIO
 from typing import Any, Final
 
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.call import Call
-from retrysafe.core.events import EventKind
-from retrysafe.core.keys import GlobalCaller, Key
-from retrysafe.errors import StoreError
+from retrysafe.core.keys import GlobalCaller
+from retrysafe.errors import InvalidInput
+from retrysafe.http import blocking
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response, is_event_stream
-from retrysafe.http.rules import Match, Rule, Streaming
+from retrysafe.http.rules import Match, Rule, Streaming, checked_rules
 from retrysafe.runtime.blocking import BlockingIdempotency
 
 Environ = dict[str, Any]
@@ -56,6 +56,12 @@ class WSGIIdempotencyMiddleware:
         challenge: str = "Bearer",
         breaker: Breaker | None = None,
     ) -> None:
+        """Raises `InvalidInput` and `PolicyInvalid` for what would fail with the first request."""
+        if not isinstance(idempotency, BlockingIdempotency):
+            raise InvalidInput(
+                f"a WSGI application needs an Idempotency object, got {idempotency!r}"
+            )
+        rules = checked_rules(rules)
         self.app = app
         self.idempotency = idempotency
         self.protection = Protection(
@@ -84,29 +90,26 @@ class WSGIIdempotencyMiddleware:
     def _show_page(
         self, path: str, environ: Environ, start_response: StartResponse
     ) -> Iterable[bytes]:
-        protection, request, prefix = self.protection, _request(environ), _prefix(environ)
-        page = protection.page(path, request, prefix)
-        if isinstance(page, Key):
-            key = page
-            try:
-                page = protection.status(self.idempotency.read(key), key, request, prefix)
-            except StoreError as error:
-                page = protection.status_refused(error, key, request, prefix)
-        if request.method == "HEAD":
-            page.body = b""
-        return _sent(start_response, page)
+        request, prefix = request_of(environ), prefix_of(environ)
+        return _sent(
+            start_response,
+            blocking.page(self.protection, self.idempotency, path, request, prefix),
+        )
 
     def _protect(
         self, match: Match, environ: Environ, start_response: StartResponse
     ) -> Iterable[bytes]:
-        protection, request, prefix = self.protection, _request(environ), _prefix(environ)
+        protection, request, prefix = self.protection, request_of(environ), prefix_of(environ)
         request.parameters = match[1]
         plan = protection.begin(match[0], request, prefix)
         if plan is None:
             return self.app(environ, start_response)
         if isinstance(plan, Response):
             return _sent(start_response, plan)
-        body = _read_body(environ, plan.route.rule.request_limit_bytes)
+        try:
+            body = _read_body(environ, plan.route.rule.request_limit_bytes)
+        except _BodyCutOff:
+            return _sent(start_response, protection.cut_off(request, prefix, plan.key))
         if body is None:
             return _sent(
                 start_response, protection.too_large(plan.route, request, prefix, plan.key)
@@ -119,34 +122,14 @@ class WSGIIdempotencyMiddleware:
     def _answer(
         self, plan: Plan, environ: Environ, start_response: StartResponse
     ) -> Iterable[bytes]:
-        protection = self.protection
         run = _Run(self.app, plan, environ, start_response)
-        try:
-            call = protection.call(plan)
-            answer = self.idempotency.recall(call)
-            if answer is None and protection.breaker.is_open:
-                refusal = protection.closed_off(plan)
-                if refusal is not None and protection.fail_open:
-                    return self._run_unprotected(call, environ, start_response)
-                if refusal is not None:
-                    return _sent(start_response, refusal)
-            if answer is None:
-                answer = self.idempotency.answer_call(call, run.invoke)
-            response = protection.answered(plan, answer, run.response)
-        except Exception as error:
-            if error is run.error:
-                raise  # The application's own: the server above us deals with it as ever.
-            refusal = protection.refused(plan, error)
-            if refusal is None or run.is_passing:
-                raise
-            response = refusal
+        response = blocking.answered(self.protection, self.idempotency, plan, run)
+        if response is None:
+            return self._run_unprotected(environ, start_response)
         return () if response.is_streamed else _sent(start_response, response)
 
-    def _run_unprotected(
-        self, call: Call, environ: Environ, start_response: StartResponse
-    ) -> Iterable[bytes]:
+    def _run_unprotected(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Runs the application although nobody can tell whether it ran before, as was asked for."""
-        self.idempotency.report(EventKind.UNPROTECTED, call.key, call.operation)
         mark = _text_header(UNPROTECTED)
 
         def marked(status: str, headers: list[tuple[str, str]], *error: Any) -> Write:
@@ -190,7 +173,7 @@ class _Run:
         self.response: Response | None = None
         self.error: BaseException | None = None
 
-    def invoke(self, attempt: Attempt) -> Response:
+    def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
         """Runs the application to the end of its response."""
         self._environ[ATTEMPT_NAME] = attempt
         try:
@@ -267,7 +250,8 @@ class _Run:
         self._write = self._start_response(self._status, self._headers)
 
 
-def _request(environ: Environ) -> Request:
+def request_of(environ: Environ) -> Request:
+    """The request of an environ, with its body unread."""
     headers: list[Header] = [
         (name[5:].replace("_", "-").lower().encode("latin-1"), value.encode("latin-1"))
         for name, value in environ.items()
@@ -297,12 +281,17 @@ def _decoded(text: str) -> str:
     return text.encode("latin-1").decode("utf-8", "replace")
 
 
-def _prefix(environ: Environ) -> str:
+def prefix_of(environ: Environ) -> str:
+    """Where the application is mounted, without the slash at the end."""
     return _decoded(environ.get("SCRIPT_NAME", "")).rstrip("/")
 
 
+class _BodyCutOff(Exception):
+    """The client went away in the middle of its body."""
+
+
 def _read_body(environ: Environ, limit_bytes: int) -> bytes | None:
-    """The whole body; None past the limit."""
+    """The whole body; None past the limit. Raises `_BodyCutOff`."""
     stream = environ["wsgi.input"]
     declared = environ.get("CONTENT_LENGTH")
     if declared and declared.isdigit():
@@ -319,6 +308,10 @@ def _read_body(environ: Environ, limit_bytes: int) -> bytes | None:
             break
         chunks.append(chunk)
         left -= len(chunk)
+    if left and declared:
+        # Half a request was never asked for, and its key must stay free for the whole one. A body
+        # without a length is for the server to check: it alone knows how that ends.
+        raise _BodyCutOff
     body = b"".join(chunks)
     return body if len(body) <= limit_bytes else None
 

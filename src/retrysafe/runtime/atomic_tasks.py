@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
+from retrysafe.conflicts import is_outage
 from retrysafe.core.atomic import AtomicBlock
 from retrysafe.core.call import Call
 from retrysafe.core.fingerprint import FingerprintRule
@@ -106,6 +108,24 @@ class AsyncAtomicContext:
         return False
 
 
+class TaskTransacting:
+    """The transactions that an adapter's function opens, for an engine of tasks."""
+
+    __slots__ = ("block", "open")
+
+    def __init__(
+        self,
+        transaction: Callable[[], AbstractAsyncContextManager[Any]],
+        block: Callable[[Call, Any], AtomicBlock],
+    ) -> None:
+        self.open = transaction
+        self.block = block
+
+    def is_outage(self, error: Exception) -> bool:
+        """Whether a retry can help."""
+        return is_outage(error)
+
+
 class AtomicTasks(Face):
     """The atomic mode of a face for asyncio."""
 
@@ -142,7 +162,10 @@ class AtomicTasks(Face):
         return self._atomic_context(call, connection)
 
     def _atomic_context(self, call: Call, connection: object) -> AsyncAtomicContext:
-        block = AtomicBlock(
+        return AsyncAtomicContext(self._atomic_block(call, connection), self._atomic_gate)
+
+    def _atomic_block(self, call: Call, connection: object) -> AtomicBlock:
+        return AtomicBlock(
             call,
             self._join(connection, Waits.SUSPENDING),
             waiting=TaskWaiting(),
@@ -152,7 +175,6 @@ class AtomicTasks(Face):
             secret=self._settings.secret,
             has_outbox=self._store.capabilities.has_outbox,
         )
-        return AsyncAtomicContext(block, self._atomic_gate)
 
     async def stage(
         self,

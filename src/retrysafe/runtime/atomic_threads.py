@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
+from retrysafe.conflicts import is_outage
 from retrysafe.core.atomic import AtomicBlock
 from retrysafe.core.call import Call
 from retrysafe.core.fingerprint import FingerprintRule
@@ -108,6 +110,46 @@ class AtomicContext:
         return False
 
 
+class _Opened(AbstractAsyncContextManager[Any]):
+    """A plain context manager where an async one is expected; it never suspends."""
+
+    def __init__(self, context: AbstractContextManager[Any]) -> None:
+        self._context = context
+
+    async def __aenter__(self) -> Any:
+        return self._context.__enter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        return self._context.__exit__(kind, error, trace)
+
+
+class ThreadTransacting:
+    """The transactions that an adapter's function opens, for an engine of threads."""
+
+    __slots__ = ("_transaction", "block")
+
+    def __init__(
+        self,
+        transaction: Callable[[], AbstractContextManager[Any]],
+        block: Callable[[Call, Any], AtomicBlock],
+    ) -> None:
+        self._transaction = transaction
+        self.block = block
+
+    def open(self) -> AbstractAsyncContextManager[Any]:
+        """The next transaction."""
+        return _Opened(self._transaction())
+
+    def is_outage(self, error: Exception) -> bool:
+        """Whether a retry can help."""
+        return is_outage(error)
+
+
 class AtomicThreads(Face):
     """The atomic mode of a face for threads."""
 
@@ -145,7 +187,10 @@ class AtomicThreads(Face):
         return self._atomic_context(call, connection)
 
     def _atomic_context(self, call: Call, connection: object) -> AtomicContext:
-        block = AtomicBlock(
+        return AtomicContext(self._atomic_block(call, connection), self._gate)
+
+    def _atomic_block(self, call: Call, connection: object) -> AtomicBlock:
+        return AtomicBlock(
             call,
             self._join(connection, Waits.BLOCKING),
             waiting=ThreadWaiting(),
@@ -155,7 +200,6 @@ class AtomicThreads(Face):
             secret=self._settings.secret,
             has_outbox=self._store.capabilities.has_outbox,
         )
-        return AtomicContext(block, self._gate)
 
     def stage(
         self,

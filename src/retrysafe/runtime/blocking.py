@@ -6,11 +6,13 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import CoroutineType, FunctionType, TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
@@ -23,7 +25,7 @@ from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Transaction, Waits, Writer
 from retrysafe.core.stepping import Stepper
 from retrysafe.errors import InvalidInput
-from retrysafe.runtime.atomic_threads import AtomicThreads
+from retrysafe.runtime.atomic_threads import AtomicThreads, ThreadTransacting
 from retrysafe.runtime.calls import (
     ONCE_ATTRIBUTE,
     UNSET,
@@ -112,7 +114,7 @@ class BlockingIdempotency(AtomicThreads, Face):
             secret=self._settings.secret,
             joiner=Joiner(
                 join=self._join_blocking,
-                drive=run_sync,
+                drive=lambda waits, flow: run_sync(flow),
                 renewals=self._heartbeat,
                 has_outbox=store.capabilities.has_outbox,
             ),
@@ -291,6 +293,30 @@ class BlockingIdempotency(AtomicThreads, Face):
         Raises as `run` does.
         """
         return self._answer(call, operation, None, None)
+
+    def answer_atomic(
+        self,
+        call: Call,
+        transaction: Callable[[], AbstractContextManager[Any]],
+        operation: Callable[[AtomicAttempt], Any],
+    ) -> Answer[Any]:
+        """For adapters: answers a call in a transaction, with its outcome and what it wrote.
+
+        `transaction` opens one and gives its connection; it commits at the end and rolls back on
+        any exception. It is asked only when neither this process nor a run in it has the answer.
+        Raises as `run` does, and `StoreUnavailable` for a transaction that could not be had.
+        """
+
+        async def invoke(attempt: AtomicAttempt) -> Any:
+            return operation(attempt)
+
+        transacting = ThreadTransacting(transaction, self._atomic_block)
+        gate, inside = self._gate, object()
+        try:
+            gate.enter(inside)
+            return run_sync(self._engine.answer(call, invoke, transacting))
+        finally:
+            gate.leave(inside)
 
     def _answer(
         self, call: Call, operation: Callable[..., Any], args: Any, kwargs: Any

@@ -271,10 +271,11 @@ class Once:
             self.policy,
             self.name,
             self.codec,
-            None,
-            None
-            if self.keep is None
-            else self.keep(args, kwargs, self.policy.arguments_limit_bytes),
+            arguments=(
+                None
+                if self.keep is None
+                else self.keep(args, kwargs, self.policy.arguments_limit_bytes)
+            ),
         )
 
     def _key(

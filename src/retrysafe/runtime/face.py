@@ -44,6 +44,7 @@ from retrysafe.runtime.calls import (
     require_runnable,
 )
 from retrysafe.runtime.resumers import Resumable, Resumables, Run
+from retrysafe.runtime.threaded_transaction import in_thread
 
 _logger = logging.getLogger("retrysafe")
 
@@ -202,8 +203,7 @@ class Face:
             policy,
             resumable.name,
             resumable.codec if returns is None else codec_of(returns),
-            None,
-            resumable.payload(args, kwargs, policy.arguments_limit_bytes),
+            arguments=resumable.payload(args, kwargs, policy.arguments_limit_bytes),
         )
 
     def _register(
@@ -230,8 +230,8 @@ class Face:
         self._resumables.register(resumable)
         return resumable
 
-    def _join(self, connection: object, waits: Waits) -> Transaction:
-        """The user's transaction, if the store and this face can work in it."""
+    def _join(self, connection: object, waits: Waits | None) -> Transaction:
+        """The user's transaction, if the store and this face can work in it; None takes both."""
         join: Callable[[object], Transaction] | None = getattr(self._store, "join", None)
         if join is None:
             raise InvalidInput(
@@ -239,7 +239,10 @@ class Face:
                 "PostgreSQL or a SQLite store"
             )
         transaction = join(connection)
-        if transaction.waits is not waits:
+        if waits is Waits.SUSPENDING and transaction.waits is self._store.capabilities.waits:
+            # A store that blocks is used through a thread, and so are its transactions.
+            transaction = in_thread(transaction)
+        if waits is not None and transaction.waits is not waits:
             needed = "Idempotency" if transaction.waits is Waits.BLOCKING else "AsyncIdempotency"
             kind = type(connection)
             raise InvalidInput(f"use {needed} with {kind.__module__}.{kind.__qualname__}")

@@ -132,7 +132,8 @@ class TaskHeartbeat:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        upcoming = next_renewal(self._leases.values(), time.monotonic())
+        # A copy: an operation in a thread may end its own renewal at any time.
+        upcoming = next_renewal(list(self._leases.values()), time.monotonic())
         if upcoming is not None and not self._is_stopped:
             # The loop's clock is time.monotonic, the same that leases are counted by.
             self._timer = asyncio.get_running_loop().call_at(upcoming, self._fire)

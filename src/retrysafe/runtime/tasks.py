@@ -7,24 +7,27 @@ import functools
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
 from types import CoroutineType, TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
+from retrysafe.core.cache import CachedOutcome
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Emit
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.joining import Joiner
 from retrysafe.core.keys import Key
-from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
+from retrysafe.core.model import Decision, OperatorCommand, Payload, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Transaction, Waits
 from retrysafe.core.stepping import Stepper
-from retrysafe.errors import InvalidInput
-from retrysafe.runtime.atomic_tasks import AtomicTasks
+from retrysafe.errors import InvalidInput, StoreError
+from retrysafe.runtime.atomic_tasks import AtomicTasks, TaskTransacting
 from retrysafe.runtime.calls import (
     ONCE_ATTRIBUTE,
     UNSET,
@@ -43,6 +46,7 @@ from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_out
 from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.group_commit import DirectWriter, TaskGroupCommit
 from retrysafe.runtime.heartbeat import TaskHeartbeat
+from retrysafe.runtime.joining import ThreadRenewals, drive_either
 from retrysafe.runtime.steps import codec_of_step, perform_suspending
 from retrysafe.runtime.threaded import ThreadedStore
 from retrysafe.runtime.waiting import TaskWaiting
@@ -146,9 +150,9 @@ class AsyncFace(AtomicTasks, Face):
             owner=owner_name(),
             secret=self._settings.secret,
             joiner=Joiner(
-                join=self._join_suspending,
-                drive=_as_it_is,
-                renewals=parts.heartbeat,
+                join=lambda connection: self._join_in(parts, connection),
+                drive=drive_either,
+                renewals=ThreadRenewals(parts.heartbeat, parts.loop),
                 has_outbox=parts.store.capabilities.has_outbox,
             ),
             stepper=Stepper(
@@ -168,6 +172,12 @@ class AsyncFace(AtomicTasks, Face):
 
     def _join_suspending(self, connection: object) -> Transaction:
         return self._join(connection, Waits.SUSPENDING)
+
+    def _join_in(self, parts: _LoopParts, connection: object) -> Transaction:
+        transaction = self._join(connection, None)
+        if parts.threaded is None:
+            return transaction
+        return parts.threaded.asking_elsewhere(transaction)
 
     def _bound(self) -> _LoopParts:
         """The parts for the running loop; a loop that has ended is replaced by the next one."""
@@ -334,6 +344,14 @@ class AsyncFace(AtomicTasks, Face):
         """
         return self._bound().engine.recall(call)
 
+    def remembered(self, call: Call) -> CachedOutcome | None:
+        """For adapters: what this process remembers of the outcome; raises `KeyReused`."""
+        return self._bound().engine.remembered(call)
+
+    def repeats(self, call: Call, payload: Payload) -> bool:
+        """For adapters: whether this very payload still is the outcome; counts as a replay then."""
+        return self._bound().engine.repeats(call, payload)
+
     def answer_call(
         self, call: Call, operation: Callable[[Attempt], Awaitable[Any]]
     ) -> Coroutine[Any, Any, Answer[Any]]:
@@ -343,10 +361,37 @@ class AsyncFace(AtomicTasks, Face):
         """
         return self._answer(call, operation, None, None)
 
+    async def answer_atomic(
+        self,
+        call: Call,
+        transaction: Callable[[], AbstractAsyncContextManager[Any]],
+        operation: Callable[[AtomicAttempt], Awaitable[Any]],
+    ) -> Answer[Any]:
+        """For adapters: answers a call in a transaction, with its outcome and what it wrote.
+
+        `transaction` opens one and gives its connection; it commits at the end and rolls back on
+        any exception. It is asked only when neither this process nor a run in it has the answer.
+        Raises as `run` does, and `StoreUnavailable` for a transaction that could not be had.
+        """
+        parts = self._bound()
+        parts.gate.enter()
+        try:
+            transacting = TaskTransacting(transaction, self._atomic_block)
+            return await parts.engine.answer(call, operation, transacting)
+        finally:
+            parts.gate.leave()
+
     async def _answer(
         self, call: Call, operation: Callable[..., Awaitable[Any]], args: Any, kwargs: Any
     ) -> Answer[Any]:
         async def invoke(attempt: Attempt) -> Any:
+            if not attempt.is_first:
+                # Read at its end anyway; a thread that completes on a blocking connection needs it
+                # before that, and cannot wait for the loop.
+                try:
+                    await attempt.load_steps()
+                except StoreError:
+                    pass  # Asked again where it is needed, and raised there.
             token = current.set(attempt)
             try:
                 value: Any = operation(attempt) if args is None else operation(*args, **kwargs)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from retrysafe.core.keys import Key
 from retrysafe.core.model import (
@@ -22,7 +22,15 @@ from retrysafe.core.model import (
     SweepReport,
 )
 from retrysafe.core.outbox_ports import outbox_of
-from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Store, Waits
+from retrysafe.core.ports import (
+    Capabilities,
+    ClaimResult,
+    Fate,
+    SettleResult,
+    Store,
+    Transaction,
+    Waits,
+)
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.threaded_outbox import ThreadedOutbox
 
@@ -95,6 +103,10 @@ class ThreadedStore:
         """Removes what is past its windows."""
         return await self._hop(self._store.sweep, limit)
 
+    def asking_elsewhere(self, transaction: Transaction) -> Transaction:
+        """The user's transaction, whose fate is asked for in a worker and not on the loop."""
+        return cast("Transaction", _AskedElsewhere(transaction, self._hop))
+
     async def close(self) -> None:
         """Closes the store, then ends the workers; the next use starts new ones."""
         await self._hop(self._store.close)
@@ -105,6 +117,23 @@ class ThreadedStore:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=True)
+
+
+class _AskedElsewhere:
+    """A blocking transaction, used where its owner runs and looked at by the loop.
+
+    The owner's own calls go straight through, in the owner's thread.
+    """
+
+    def __init__(self, transaction: Transaction, hop: Callable[..., Awaitable[Fate]]) -> None:
+        self._transaction = transaction
+        self._hop = hop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transaction, name)
+
+    async def fate(self, settlement: Settlement) -> Fate:
+        return await self._hop(self._transaction.fate, settlement)
 
 
 def _drive(method: Callable[..., Coroutine[Any, Any, T]], args: tuple[object, ...]) -> T:

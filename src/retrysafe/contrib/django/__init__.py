@@ -1,5 +1,9 @@
-"""retrysafe's schema as a Django application: add `retrysafe.contrib.django` to INSTALLED_APPS.
+"""Django: protected views, and retrysafe's schema as an application of the project.
 
-`manage.py migrate` then applies the same SQL as `retrysafe migrate`, and notes it in the same
-place. The schema is named by the setting `RETRYSAFE_SCHEMA`; `retrysafe` is the default.
+`decorators.idempotent` stands next to a view, `middleware.RetrysafeMiddleware` protects paths; both
+are set up by the setting `RETRYSAFE`. Views need nothing in INSTALLED_APPS.
+
+With `retrysafe.contrib.django` in INSTALLED_APPS, `manage.py migrate` applies the same SQL as
+`retrysafe migrate`, and notes it in the same place. The schema is named by the setting
+`RETRYSAFE_SCHEMA`; `retrysafe` is the default.
 """

@@ -33,6 +33,28 @@ from retrysafe.stores.sqlite.schema import SQL
 _PRIMARY_MASK: Final = 0xFF
 
 
+def plain_connection(connection: object) -> sqlite3.Connection:
+    """The driver's connection inside a user's; raises `InvalidInput` for an unknown kind.
+
+    Raises `TransactionMissing` when Django has none open: it would commit the outcome by itself.
+    """
+    if getattr(connection, "vendor", None) == "sqlite":
+        # Django's wrapper, known by what it says of itself, so that Django is not imported here.
+        if not getattr(connection, "in_atomic_block", False):
+            raise TransactionMissing(
+                "Django has no open transaction here: put the block into "
+                "'with django.db.transaction.atomic():'"
+            )
+        connection = getattr(connection, "connection", None)
+    if isinstance(connection, sqlite3.Connection):
+        return connection
+    kind = type(connection)
+    raise InvalidInput(
+        f"{kind.__module__}.{kind.__qualname__} is no connection that the SQLite store can join: "
+        "pass a sqlite3.Connection, or Django's connection, to the same file"
+    )
+
+
 class SqliteTransaction:
     """A user's transaction on the store's file."""
 
@@ -169,7 +191,7 @@ class SqliteTransaction:
                     SQL["count_outcomes"], (settlement.key.digest, settlement.token)
                 ).fetchone()
         except sqlite3.ProgrammingError:
-            return Fate.UNDONE  # Closed, so whatever was open was rolled back.
+            return Fate.OPEN if self._is_open_elsewhere() else Fate.UNDONE
         return Fate.OPEN if count else Fate.UNDONE
 
     # Steps.
@@ -191,6 +213,13 @@ class SqliteTransaction:
             return Fate.UNDONE  # Closed, so whatever was open was rolled back.
         return Fate.OPEN if is_open else Fate.UNDONE
 
+    def _is_open_elsewhere(self) -> bool:
+        """Whether a connection that may be used in its own thread only has not ended its work."""
+        try:
+            return self._connection.in_transaction
+        except sqlite3.ProgrammingError:
+            return False  # Closed, so whatever was open was rolled back.
+
     # The user's connection.
 
     @contextmanager
@@ -211,7 +240,14 @@ class SqliteTransaction:
         )
 
     def _require_same_file(self) -> None:
-        files = {name: file for _, name, file in self._connection.execute("PRAGMA database_list")}
+        try:
+            listed = self._connection.execute("PRAGMA database_list").fetchall()
+        except sqlite3.ProgrammingError as error:
+            raise InvalidInput(
+                f"this connection cannot be used here ({error}): for an event loop, open it with "
+                "check_same_thread=False"
+            ) from error
+        files = {name: file for _, name, file in listed}
         file = files.get("main")
         if not file or not self._path.exists() or not Path(file).samefile(self._path):
             raise InvalidInput(

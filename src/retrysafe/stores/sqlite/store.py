@@ -36,11 +36,11 @@ from retrysafe.core.model import (
     SweepReport,
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Waits
-from retrysafe.errors import InvalidInput, StoreError, StoreRejected
+from retrysafe.errors import StoreError, StoreRejected
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.migrations import Migration
 from retrysafe.stores.sqlite import batches, connecting, recovery, rows, schema, steps
-from retrysafe.stores.sqlite.atomic import SqliteTransaction
+from retrysafe.stores.sqlite.atomic import SqliteTransaction, plain_connection
 from retrysafe.stores.sqlite.outbox import SqliteOutbox
 from retrysafe.stores.sqlite.schema import SQL
 
@@ -154,14 +154,8 @@ class SqliteStore:
 
     def join(self, connection: object) -> SqliteTransaction:
         """The open transaction of a user's connection to this file; raises `InvalidInput`."""
-        if not isinstance(connection, sqlite3.Connection):
-            kind = type(connection)
-            raise InvalidInput(
-                f"{kind.__module__}.{kind.__qualname__} is no connection that the SQLite store can "
-                "join: pass a sqlite3.Connection to the same file"
-            )
         return SqliteTransaction(
-            connection,
+            plain_connection(connection),
             path=self.path,
             now_ms=self._now_ms,
             prepare=self._prepare,

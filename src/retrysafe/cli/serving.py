@@ -1,0 +1,81 @@
+"""`retrysafe demo`: the HTTP demo, as a server in this process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from retrysafe.cli import options, output
+from retrysafe.cli.problems import ExitCode, Problem, usage
+from retrysafe.wiring import without_password
+
+DEFAULT_STORE: Final = "sqlite:///var/demo.db"
+# What the extra brings; anything else that is missing is a fault that must show.
+_EXTRA: Final = frozenset({"fastapi", "starlette", "pydantic", "uvicorn"})
+
+
+@options.examples(
+    "retrysafe demo",
+    "retrysafe demo --port 8123 --store postgresql://app@db/app",
+)
+def demo(
+    context: typer.Context,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65_535, help="Where to listen; 0 picks a free port.")
+    ] = 8000,
+    # Not from the environment: the demo must not leave its keys in a store of others.
+    store: Annotated[
+        str,
+        typer.Option("--store", metavar="URL", help="Use this store; its schema is made for you."),
+    ] = DEFAULT_STORE,
+    as_json: options.AsJson = False,
+) -> None:
+    """Serve a small API over HTTP whose every POST may be sent twice.
+
+    It listens on the loopback interface, in one process, until Ctrl-C. A demo that is started
+    again on the same store goes on where the last one ended, also after a crash.
+    """
+    try:
+        from retrysafe.demo.serving import PortTaken, serve  # noqa: PLC0415 — needs the extra.
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _EXTRA:
+            raise
+        raise usage(
+            f"the demo needs {error.name}: install retrysafe with its extra demo, from a clone "
+            "with pip install '/path/to/clone[demo]'"
+        ) from error
+    if store == DEFAULT_STORE:
+        _make_folder()
+    is_json = options.is_json(context, as_json)
+    try:
+        serve(store, port, lambda url: _tell(url, store, as_json=is_json))
+    except PortTaken as error:
+        raise Problem("PortTaken", str(error), ExitCode.REFUSED) from error
+
+
+def _make_folder() -> None:
+    try:
+        Path("var").mkdir(exist_ok=True)
+    except OSError as error:
+        raise usage(
+            f"the folder var cannot be made here ({error.strerror}): choose another place with "
+            "--store sqlite:///path/to/file.db"
+        ) from error
+
+
+def _tell(url: str, store: str, *, as_json: bool) -> None:
+    from retrysafe.demo.welcome import curl_lines  # noqa: PLC0415 — needs the extra.
+
+    shown = without_password(store)
+    if as_json:
+        output.write_json({"url": url, "store": shown})
+        return
+    lines = "\n".join(f"  {line}" for line in curl_lines(url))
+    sys.stdout.write(
+        f"retrysafe demo: {url} on {shown}; Ctrl-C ends it.\n\n"
+        f"First call, replay, mismatch:\n\n{lines}\n"
+    )
+    sys.stdout.flush()

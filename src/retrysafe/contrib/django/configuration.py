@@ -1,0 +1,163 @@
+"""The setting `RETRYSAFE`, and what is made of it: one protection for all views of the project.
+
+    RETRYSAFE = {
+        "STORE": "postgresql://app@db.internal/payments",
+        "CALLER": "retrysafe.contrib.django.callers.authenticated_user",
+    }
+
+A name that nobody knows is an error: a misspelt option must not be a silent default.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+from django.core.signals import setting_changed
+from django.utils.module_loading import import_string
+
+from retrysafe.contrib.django.exchange import outcome_of, serve_view
+from retrysafe.errors import RetrysafeError
+from retrysafe.http.asgi import IdempotencyMiddleware
+from retrysafe.http.exchange import Protection
+from retrysafe.http.rules import Route, Rule
+from retrysafe.wiring import AsyncIdempotency, Idempotency
+
+SETTING: Final = "RETRYSAFE"
+# What the options of Idempotency and of Protection are called in the setting.
+_FACE_NAMES: Final = {
+    "POLICY": "policy",
+    "FINGERPRINT": "rule",
+    "SECRET": "secret",
+    "CACHE": "cache",
+    "OBSERVERS": "observers",
+}
+_PROTECTION_NAMES: Final = {
+    "FAIL_OPEN": "fail_open",
+    "POLICY_PATH": "policy_path",
+    "STATUS_PATH": "status_path",
+    "CHALLENGE": "challenge",
+    "BREAKER": "breaker",
+}
+_NAMES: Final = {"STORE", "CALLER", "RULES", *_FACE_NAMES, *_PROTECTION_NAMES}
+
+
+class Configuration:
+    """What the project's views share: the protection, and a face for threads and for the loop.
+
+    Views that block use `Idempotency`, views of an event loop `AsyncIdempotency`, both over the
+    same store. Raises `ImproperlyConfigured`.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        unknown = sorted(set(options) - _NAMES)
+        if unknown:
+            raise ImproperlyConfigured(
+                f"{SETTING} has no {', '.join(unknown)}: it takes {', '.join(sorted(_NAMES))}"
+            )
+        for name in ("STORE", "CALLER"):
+            if name not in options:
+                raise ImproperlyConfigured(f"{SETTING} needs {name}: {_WHY[name]}")
+        self._store = _imported(options["STORE"], "://")
+        self._face = _renamed(options, _FACE_NAMES)
+        try:
+            self.idempotency = Idempotency(self._store, **self._face)
+            self.protection = Protection(
+                self.idempotency.settings,
+                caller=_imported(options["CALLER"]),
+                rules=_imported(options.get("RULES", ())),
+                outcome_of=outcome_of,
+                **_renamed(options, _PROTECTION_NAMES),
+            )
+        except RetrysafeError as error:
+            raise ImproperlyConfigured(f"{SETTING}: {error}") from error
+        self._lock = threading.Lock()
+        self._on_loop: IdempotencyMiddleware | None = None
+        self._routes: dict[tuple[int, str | None], Route | None] = {}
+
+    @property
+    def on_loop(self) -> IdempotencyMiddleware:
+        """The same protection for views of an event loop, made when the first one is asked."""
+        if self._on_loop is None:
+            with self._lock:
+                if self._on_loop is None:
+                    face = AsyncIdempotency(self._store, **self._face)
+                    self._on_loop = IdempotencyMiddleware.sharing(serve_view, face, self.protection)
+        return self._on_loop
+
+    def route(
+        self, rule: Rule, place: str | None, locate: Callable[[], Rule | None]
+    ) -> Route | None:
+        """The rule made ready for a place; a rule lives as long as the view that holds it."""
+        known = (id(rule), place)
+        if known not in self._routes:
+            placed = locate()
+            self._routes[known] = None if placed is None else self.made_route(placed)
+        return self._routes[known]
+
+    def made_route(self, rule: Rule) -> Route:
+        """A rule made ready; raises `PolicyInvalid` and `SecretMissing`."""
+        return Route(rule, self.idempotency.settings)
+
+
+_WHY: Final = {
+    "STORE": "the URL of a store, such as 'sqlite:////var/lib/shop/shop.db', or a store object",
+    "CALLER": "whose keys they are, a function of the request such as "
+    "'retrysafe.contrib.django.callers.authenticated_user', or GLOBAL for one namespace shared by "
+    "everybody",
+}
+
+
+def _imported(value: Any, mark: str = "") -> Any:
+    """The value itself, or what a dotted name means; a text with the mark is no name."""
+    if not isinstance(value, str) or (mark and mark in value):
+        return value
+    return import_string(value)
+
+
+def _renamed(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {own: options[name] for name, own in names.items() if name in options}
+
+
+class _Holder:
+    """The configuration that was made of the setting; None before that."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.made: Configuration | None = None
+
+
+_holder: Final = _Holder()
+
+
+def current() -> Configuration:
+    """What the setting says, made when it is first needed; raises `ImproperlyConfigured`."""
+    made = _holder.made
+    if made is not None:
+        return made
+    with _holder.lock:
+        if _holder.made is None:
+            options = getattr(settings, SETTING, None)
+            if not isinstance(options, Mapping):
+                raise ImproperlyConfigured(
+                    f"protected views need the setting {SETTING}, a dictionary with STORE and "
+                    "CALLER"
+                )
+            _holder.made = Configuration(options)
+        return _holder.made
+
+
+def _forget(*, setting: str, **rest: Any) -> None:
+    """Tests change settings; what was made of the old ones is closed."""
+    del rest
+    if setting == SETTING:
+        with _holder.lock:
+            made, _holder.made = _holder.made, None
+        if made is not None:
+            made.idempotency.close()
+
+
+setting_changed.connect(_forget)

@@ -1,0 +1,165 @@
+"""The decorator for views: functions, methods of classes, sync and async, REST framework's too."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from asgiref.sync import async_to_sync, iscoroutinefunction, sync_to_async
+from django.core.exceptions import BadRequest, PermissionDenied, SuspiciousOperation
+from django.core.handlers.asgi import ASGIRequest
+from django.core.handlers.exception import response_for_exception
+from django.http import Http404
+from django.http.multipartparser import MultiPartParserError
+
+from retrysafe.contrib.django.configuration import Configuration, current
+from retrysafe.contrib.django.exchange import (
+    answer,
+    answer_on_loop,
+    django_request,
+    plan_on_loop,
+    planned,
+)
+from retrysafe.contrib.django.places import place_of
+from retrysafe.contrib.django.transactions import (
+    EXEMPTION_NAME,
+    exemption,
+    require_none_around,
+    require_none_open,
+    with_transactions,
+)
+from retrysafe.contrib.views import RULE_NAME, located, view_rule
+from retrysafe.core.atomic_lead import AtomicAttempt
+from retrysafe.core.attempt import Attempt
+from retrysafe.http.exchange import Plan
+from retrysafe.http.rules import KeyUse, Route, Rule
+
+View = TypeVar("View", bound=Callable[..., Any])
+# What Django answers with 400, 403 or 404; anything else is a failure of the server.
+_ANSWERED = (Http404, PermissionDenied, BadRequest, SuspiciousOperation, MultiPartParserError)
+
+
+def idempotent(**options: Any) -> Callable[[View], View]:
+    """Decorates a view so that each key runs it once; takes what `Rule` takes but the path.
+
+    Works on functions, and by `method_decorator` on `dispatch` or on a method of a class. Put it
+    below decorators that check who calls. Raises `PolicyInvalid`.
+    """
+    rule = view_rule(options)
+
+    def decorate(view: View) -> View:
+        if _is_async(view):
+
+            @functools.wraps(view)
+            async def protected(request: Any, *args: Any, **kwargs: Any) -> Any:
+                called = functools.partial(view, request, *args, **kwargs)
+                return await _answered_on_loop(rule, view, request, called)
+
+        else:
+
+            @functools.wraps(view)
+            def protected(request: Any, *args: Any, **kwargs: Any) -> Any:
+                return _answered(rule, view, request, args, kwargs)
+
+            setattr(protected, EXEMPTION_NAME, exemption(view))
+        setattr(protected, RULE_NAME, rule)
+        return cast("View", protected)
+
+    return decorate
+
+
+def _is_async(view: Any) -> bool:
+    """Also for `dispatch`, a plain method that gives back what its async methods give."""
+    owner = getattr(getattr(view, "func", None), "__self__", None)
+    return iscoroutinefunction(view) or getattr(owner, "view_is_async", False) is True
+
+
+def _answered(
+    rule: Rule, view: Any, request: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    plain = django_request(request)
+    match = plain.resolver_match
+    # Whatever happens, the view is in the transactions that Django was told to leave out.
+    called = with_transactions(view, match and match.func)
+    run = functools.partial(called, request, *args, **kwargs)
+    if isinstance(getattr(plain, "idempotency", None), Attempt | AtomicAttempt):
+        # Somebody further out protects this very request; a second claim of its key would find
+        # it in flight.
+        return run()
+    made = current()
+    route = _route(made, rule, view, plain)
+    if route is None:
+        plain.idempotency = None
+        return run()
+    plan = planned(made.protection, route, request, _parameters(plain))
+    if not isinstance(plan, Plan):
+        plain.idempotency = None
+        return run() if plan is None else plan
+
+    def checked() -> Any:
+        if plan.route.rule.transaction is None:
+            require_none_open()
+        return run()
+
+    return answer(
+        made.protection, made.idempotency, plan, checked, functools.partial(_caught, request)
+    )
+
+
+async def _answered_on_loop(rule: Rule, view: Any, request: Any, run: Callable[[], Any]) -> Any:
+    plain = django_request(request)
+    match = plain.resolver_match
+    require_none_around(match and match.func)
+    if isinstance(getattr(plain, "idempotency", None), Attempt | AtomicAttempt):
+        return await run()
+    made = current()
+    route = _route(made, rule, view, plain)
+    plan = None
+    if route is not None:
+        plan = await plan_on_loop(made.protection, route, request, _parameters(plain))
+    if not isinstance(plan, Plan):
+        plain.idempotency = None
+        return await run() if plan is None else plan
+    caught = functools.partial(_caught, request)
+    if isinstance(plain, ASGIRequest):
+        return await answer_on_loop(made.on_loop, plan, run, caught)
+
+    async def awaited() -> Any:
+        return await run()
+
+    # Under WSGI each request has a loop of its own, which ends with it: the thread that serves
+    # the request is what lasts.
+    blocking_view: Any = async_to_sync(awaited)
+    return await sync_to_async(answer)(
+        made.protection, made.idempotency, plan, blocking_view, caught
+    )
+
+
+def _route(made: Configuration, rule: Rule, view: Any, plain: Any) -> Route | None:
+    """The rule at the place of the request's view; None when it does not protect this method."""
+    match = plain.resolver_match
+    place = None if match is None else place_of(match.route)
+    name = getattr(view, "__qualname__", "") if match is None else match.view_name or match.route
+    route = made.route(rule, place, functools.partial(located, rule, place, name=name))
+    if route is None or route.rule.key is KeyUse.OFF or plain.method not in route.operations:
+        return None
+    return route
+
+
+def _parameters(plain: Any) -> dict[str, str]:
+    match = plain.resolver_match
+    return {} if match is None else {name: str(value) for name, value in match.kwargs.items()}
+
+
+def _caught(request: Any, error: Exception) -> Any:
+    """What Django, or REST framework around the view, answers to its exception.
+
+    Raises it again when that is not for the client: Django then goes its usual way to 500.
+    """
+    view = getattr(request, "parser_context", {}).get("view")
+    if view is not None:
+        return view.handle_exception(error)
+    if isinstance(error, _ANSWERED):
+        return response_for_exception(request, error)
+    raise error

@@ -1,0 +1,326 @@
+"""Requests and responses of Django in the words of retrysafe, and back.
+
+Owns the run of one view: in the thread that serves it, or as a task of the event loop. It decides
+nothing; what is stored and what is refused is decided by the protection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from contextvars import ContextVar
+from typing import Any, Final
+
+from asgiref.sync import async_to_sync, sync_to_async
+from django.core.exceptions import SynchronousOnlyOperation
+from django.http import HttpResponse
+from django.http.response import HttpResponseBase
+
+from retrysafe.contrib.django.bodies import body_of, has_raw_body
+from retrysafe.contrib.views import ViewRun
+from retrysafe.core.atomic_lead import AtomicAttempt
+from retrysafe.core.attempt import Attempt
+from retrysafe.core.values import NotStorable
+from retrysafe.http import blocking
+from retrysafe.http.asgi import IdempotencyMiddleware
+from retrysafe.http.asgi_run import Message, Receive, Scope, Send
+from retrysafe.http.exchange import UNPROTECTED, Plan, Protection
+from retrysafe.http.request import Request
+from retrysafe.http.responses import Header, Response, is_event_stream, response_of
+from retrysafe.http.rules import Route, Rule, Streaming
+from retrysafe.http.wsgi import request_of
+from retrysafe.runtime.blocking import BlockingIdempotency
+
+View = Callable[[], Any]
+# Answers an exception of a view, or raises it again.
+Answering = Callable[[Exception], Any]
+
+_RUN_NAME: Final = "retrysafe.run"
+# What the running view was called with, for rendering a response that it completes with.
+_serving: ContextVar[Any] = ContextVar("retrysafe_django_request", default=None)
+
+
+# Requests.
+
+
+def django_request(request: Any) -> Any:
+    """Django's own request inside one of REST framework."""
+    return getattr(request, "_request", request)
+
+
+def prefix_of(request: Any) -> str:
+    """Where the project is mounted, without the slash at the end."""
+    prefix: str = request.path.removesuffix(request.path_info)
+    return prefix.rstrip("/")
+
+
+def asked_of(request: Any) -> Request:
+    """The request with its body unread; its host is what the view is called with."""
+    plain = django_request(request)
+    scope = getattr(plain, "scope", None)
+    if scope is None:
+        asked = request_of(plain.META)
+    else:
+        asked = Request(plain.method, "", scope.get("query_string", b""), scope["headers"])
+    asked.path = plain.path
+    asked.host = request
+    return asked
+
+
+def planned(
+    protection: Protection, route: Route, request: Any, parameters: dict[str, str]
+) -> Plan | HttpResponse | None:
+    """The plan with its body, or the refusal; None when the request runs unprotected."""
+    asked, prefix = asked_of(request), prefix_of(django_request(request))
+    asked.parameters = parameters
+    plan = protection.begin(route, asked, prefix)
+    if not isinstance(plan, Plan):
+        return None if plan is None else native_of(plan)
+    body = body_of(django_request(request), asked, route.rule.request_limit_bytes)
+    if body is None:
+        return native_of(protection.too_large(route, asked, prefix, plan.key))
+    asked.body = body
+    if has_raw_body(django_request(request)) and protection.is_cut_off(asked):
+        return native_of(protection.cut_off(asked, prefix, plan.key))
+    return plan
+
+
+# Responses.
+
+
+def native_of(response: Response) -> HttpResponse:
+    """The response in Django's words."""
+    native = HttpResponse(response.body, status=response.status)
+    # Django would call a response without a type HTML.
+    del native.headers["Content-Type"]
+    return with_headers(native, response.headers)
+
+
+def with_headers(native: Any, headers: Iterable[Header]) -> Any:
+    """The response with more headers; lines of one name become one line."""
+    for name, value in headers:
+        key, text = name.decode("latin-1"), value.decode("latin-1")
+        native.headers[key] = f"{native.headers[key]}, {text}" if key in native.headers else text
+    return native
+
+
+def _headers_of(native: Any) -> list[Header]:
+    return [
+        (name.lower().encode("latin-1"), value.encode("latin-1"))
+        for name, value in native.headers.items()
+    ]
+
+
+def outcome_of(value: Any) -> Response:
+    """The response that a view completes with inside its transaction, rendered if need be."""
+    if isinstance(value, HttpResponseBase):
+        value = _rendered(value, _serving.get())
+    return response_of(value)
+
+
+def _rendered(native: Any, request: Any) -> Any:
+    """A response that Django or REST framework would render later; raises `NotStorable`."""
+    if getattr(native, "is_rendered", True):
+        return native
+    if hasattr(native, "data") and not hasattr(native, "accepted_renderer"):
+        _negotiate(native, request)
+    return native.render()
+
+
+def _negotiate(native: Any, request: Any) -> None:
+    """Tells a response of REST framework how its view would render it."""
+    view = getattr(request, "parser_context", {}).get("view")
+    if view is None:
+        raise NotStorable(
+            "this response is not rendered yet, and only its view knows how: put idempotent on the "
+            "method, or complete with self.finalize_response(request, response).render()"
+        )
+    native.accepted_renderer = request.accepted_renderer
+    native.accepted_media_type = request.accepted_media_type
+    native.renderer_context = view.get_renderer_context()
+
+
+def _is_passing(native: Any, rule: Rule) -> bool:
+    return rule.streaming is Streaming.PASS or is_event_stream(_headers_of(native))
+
+
+def _passing(native: Any) -> Response:
+    return Response(native.status_code, _headers_of(native), b"", is_streamed=True)
+
+
+def _stored(native: Any) -> Response:
+    return Response(native.status_code, _headers_of(native), bytes(native.content))
+
+
+def _whole(native: Any, chunks: Iterable[bytes]) -> HttpResponse:
+    """A streaming response in one piece."""
+    whole = HttpResponse(b"".join(chunks), status=native.status_code, reason=native.reason_phrase)
+    whole.headers = native.headers
+    whole.cookies = native.cookies
+    # What the stream holds open is closed with the response, as before.
+    whole._resource_closers += native._resource_closers  # noqa: SLF001 — there is no other way.
+    return whole
+
+
+def _chunks_of(native: Any) -> list[bytes]:
+    return list(native.streaming_content)
+
+
+async def _gathered(native: Any) -> list[bytes]:
+    return [chunk async for chunk in native.streaming_content]
+
+
+def _captured(native: Any, rule: Rule, request: Any) -> tuple[Any, Response]:
+    if _is_passing(native, rule):
+        return native, _passing(native)
+    if native.streaming:
+        gather: Any = async_to_sync(_gathered) if native.is_async else _chunks_of
+        native = _whole(native, gather(native))
+    native = _rendered(native, request)
+    return native, _stored(native)
+
+
+async def _captured_on_loop(native: Any, rule: Rule, request: Any) -> tuple[Any, Response]:
+    if _is_passing(native, rule):
+        return native, _passing(native)
+    if native.streaming:
+        gather: Any = _gathered if native.is_async else sync_to_async(_chunks_of)
+        native = _whole(native, await gather(native))
+    if not getattr(native, "is_rendered", True):
+        native = await sync_to_async(_rendered)(native, request)
+    return native, _stored(native)
+
+
+# Runs.
+
+
+def answer(
+    protection: Protection,
+    idempotency: BlockingIdempotency,
+    plan: Plan,
+    view: View,
+    answering: Answering | None,
+) -> Any:
+    """What a request is answered with, in this thread."""
+    request = plan.request.host
+    plain = django_request(request)
+
+    def run(attempt: Attempt | AtomicAttempt) -> tuple[Any, Response]:
+        plain.idempotency = attempt
+        token = _serving.set(request)
+        try:
+            try:
+                native = view()
+            except Exception as error:
+                if answering is None:
+                    raise
+                native = answering(error)
+            return _captured(native, plan.route.rule, request)
+        finally:
+            _serving.reset(token)
+
+    made = ViewRun(run)
+    response = blocking.answered(protection, idempotency, plan, made)
+    if response is None:
+        plain.idempotency = None
+        return with_headers(view(), [UNPROTECTED])
+    added = made.added(response)
+    return native_of(response) if added is None else with_headers(made.native, added)
+
+
+async def answer_on_loop(
+    middleware: IdempotencyMiddleware,
+    plan: Plan,
+    view: Callable[[], Awaitable[Any]],
+    answering: Answering | None,
+) -> Any:
+    """What a request is answered with; the run is a task of its own, as with the ASGI middleware.
+
+    A client that goes away, whereupon Django cancels the view, does not end it.
+    """
+    run = _TaskRun(plan, view, answering)
+    await middleware.answer(plan, {"state": {}, _RUN_NAME: run}, _nothing_more, run.collect)
+    return run.native_reply()
+
+
+async def plan_on_loop(
+    protection: Protection, route: Route, request: Any, parameters: dict[str, str]
+) -> Plan | HttpResponse | None:
+    """As `planned`; a caller that reads the database is asked in a thread."""
+    try:
+        return planned(protection, route, request, parameters)
+    except SynchronousOnlyOperation:
+        return await sync_to_async(planned)(protection, route, request, parameters)
+
+
+async def serve_view(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application that the ASGI middleware protects: one view."""
+    del receive  # The view has its request already.
+    await scope[_RUN_NAME].serve(scope["state"].get("idempotency"), send)
+
+
+async def _nothing_more() -> Message:
+    return {"type": "http.disconnect"}
+
+
+class _TaskRun:
+    """One run of a view on the event loop, seen as an ASGI application and as its server."""
+
+    __slots__ = (
+        "_answering",
+        "_body",
+        "_headers",
+        "_native",
+        "_plan",
+        "_response",
+        "_status",
+        "_view",
+    )
+
+    def __init__(
+        self, plan: Plan, view: Callable[[], Awaitable[Any]], answering: Answering | None
+    ) -> None:
+        self._plan = plan
+        self._view = view
+        self._answering = answering
+        self._native: Any = None
+        self._response: Response | None = None
+        self._status = 0
+        self._headers: list[Header] = []
+        self._body = b""
+
+    async def serve(self, attempt: Attempt | AtomicAttempt | None, send: Send) -> None:
+        """Runs the view and sends what it answers."""
+        request = self._plan.request.host
+        django_request(request).idempotency = attempt
+        _serving.set(request)  # The task has a context of its own.
+        try:
+            native = await self._view()
+        except Exception as error:
+            if self._answering is None:
+                raise
+            native = await sync_to_async(self._answering)(error)
+        captured = await _captured_on_loop(native, self._plan.route.rule, request)
+        self._native, response = captured
+        self._response = response
+        await send(
+            {
+                "type": "http.response.start",
+                "status": response.status,
+                "headers": response.headers,
+            }
+        )
+        await send({"type": "http.response.body", "body": response.body})
+
+    async def collect(self, message: Message) -> None:
+        """Takes what the middleware sends."""
+        if message["type"] == "http.response.start":
+            self._status, self._headers = message["status"], list(message["headers"])
+        else:
+            self._body += message.get("body", b"")
+
+    def native_reply(self) -> Any:
+        """What was sent: the view's own response with what was added to it, or another one."""
+        own = self._response
+        if own is not None and (own.status, own.body) == (self._status, self._body):
+            return with_headers(self._native, self._headers[len(own.headers) :])
+        return native_of(Response(self._status, self._headers, self._body))

@@ -1,0 +1,69 @@
+"""The policy page and the status page, and where the project's protected views are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from django.http import HttpResponseNotAllowed
+from django.http.response import HttpResponseBase
+from django.urls import get_resolver
+
+from retrysafe.contrib.django.configuration import current
+from retrysafe.contrib.django.exchange import asked_of, native_of, prefix_of
+from retrysafe.contrib.django.places import place_of
+from retrysafe.contrib.views import RULE_NAME, located
+from retrysafe.http import blocking
+from retrysafe.http.rules import STATE_CHANGING, Rule
+
+PAGE_METHODS: Final = ("GET", "HEAD")
+
+
+def page(request: Any, key: str | None = None) -> HttpResponseBase:
+    """Shows the policy of all views, or the status of a key."""
+    if request.method not in PAGE_METHODS:
+        return HttpResponseNotAllowed(PAGE_METHODS)
+    made = current()
+    protection = made.protection
+    path: str = request.path_info
+    if key is None and path == protection.policy_path:
+        protection.endpoints = tuple(map(made.made_route, _located_rules()))
+    return native_of(
+        blocking.page(protection, made.idempotency, path, asked_of(request), prefix_of(request))
+    )
+
+
+def _located_rules() -> Iterator[Rule]:
+    for route, callback in _views(get_resolver(), ""):
+        held: dict[int, tuple[Rule, list[str]]] = {}
+        for method in STATE_CHANGING:
+            rule = _rule_of(callback, method)
+            if rule is not None:
+                held.setdefault(id(rule), (rule, []))[1].append(method)
+        name = getattr(callback, "__qualname__", repr(callback))
+        for rule, methods in held.values():
+            placed = located(rule, place_of(route), methods=methods, name=name)
+            if placed is not None:
+                yield placed
+
+
+def _views(resolver: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Every view with its whole route, in the order in which they are tried."""
+    for pattern in resolver.url_patterns:
+        route = prefix + str(pattern.pattern)
+        if hasattr(pattern, "url_patterns"):
+            yield from _views(pattern, route)
+        else:
+            yield route, pattern.callback
+
+
+def _rule_of(callback: Any, method: str) -> Rule | None:
+    """The rule that a view carries for a method, or that the method of its class does."""
+    view_class = getattr(callback, "view_class", None) or getattr(callback, "cls", None)
+    # A view set of REST framework has names of its own for the methods.
+    name = getattr(callback, "actions", None) or {}
+    of_class = getattr(view_class, name.get(method.lower(), method.lower()), None)
+    if view_class is not None and of_class is None:
+        return None
+    rule: Rule | None = getattr(callback, RULE_NAME, None) or getattr(of_class, RULE_NAME, None)
+    return rule

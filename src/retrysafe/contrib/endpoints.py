@@ -1,0 +1,176 @@
+"""Endpoints that carry their own rules, in applications on an event loop.
+
+Owns what the integrations for ASGI frameworks share: one protection per application, a middleware
+around every endpoint, and the list of them for the policy page. It knows no framework; each
+integration tells where its endpoints are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from retrysafe.core.atomic_lead import AtomicAttempt
+from retrysafe.core.attempt import Attempt
+from retrysafe.core.keys import GlobalCaller
+from retrysafe.errors import InvalidInput
+from retrysafe.http.asgi import IdempotencyMiddleware
+from retrysafe.http.asgi_run import App, Receive, Scope, Send, is_below
+from retrysafe.http.breaker import Breaker
+from retrysafe.http.callers import CallerOf
+from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, Protection
+from retrysafe.http.request import Request
+from retrysafe.http.responses import Response, response_of
+from retrysafe.http.rules import NO_PARAMETERS, KeyUse, Route, Rule
+from retrysafe.runtime.tasks import AsyncFace
+
+# Where the attempt is in the request's state, for endpoints.
+STATE_NAME: Final = "idempotency"
+
+
+def attempt_in(state: Mapping[str, Any]) -> Attempt | AtomicAttempt | None:
+    """The attempt that a request runs as; None when it runs unprotected."""
+    found = state.get(STATE_NAME)
+    return found if isinstance(found, Attempt | AtomicAttempt) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the routes of an application lead to an endpoint."""
+
+    # As rules write it: /charges/{id}, or /v1/* for everything below.
+    path: str
+    # None: whatever the rule protects.
+    methods: frozenset[str] | None = None
+    # How many segments of the path belong to routers in between, which move `root_path` there.
+    depth: int = 0
+
+
+class Served:
+    """An endpoint of an application, ready for requests."""
+
+    __slots__ = ("_is_on", "_middleware", "place", "route")
+
+    def __init__(self, middleware: IdempotencyMiddleware, route: Route, place: Place) -> None:
+        self._middleware = middleware
+        # The rule made ready, and where it holds.
+        self.route = route
+        self.place = place
+        self._is_on = route.rule.key is not KeyUse.OFF
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the policy page lists it: one that changes nothing is not worth a word."""
+        methods = self.place.methods
+        return methods is None or not methods.isdisjoint(self.route.operations)
+
+    async def __call__(
+        self, scope: Scope, receive: Receive, send: Send, path: str | None = None
+    ) -> None:
+        """Answers a request for the endpoint; `path` is its whole path where the scope's is not."""
+        if (
+            not self._is_on
+            or scope["method"] not in self.route.operations
+            # A middleware further out protects this very request; a second claim would find it
+            # in flight.
+            or attempt_in(scope.get("state", NO_PARAMETERS)) is not None
+        ):
+            await self._middleware.app(scope, receive, send)
+            return
+        root: str = scope.get("root_path", "")
+        if path is None:
+            path = scope["path"]
+            if root and not is_below(path, root):
+                path = root.rstrip("/") + path
+        request = Request(
+            scope["method"], path, scope.get("query_string", b""), scope["headers"], b"", scope
+        )
+        found = scope.get("path_params")
+        parameters = {name: str(value) for name, value in found.items()} if found else NO_PARAMETERS
+        depth = self.place.depth
+        prefix = root.rsplit("/", depth)[0] if depth else root
+        await self._middleware.protect((self.route, parameters), request, prefix, receive, send)
+
+
+class Endpoints:
+    """The protected endpoints of one application, and what they share.
+
+    `caller` is a function of the request, or `GLOBAL`; there is no default, because keys of two
+    customers must never meet. Raises as `IdempotencyMiddleware` does.
+    """
+
+    def __init__(
+        self,
+        idempotency: AsyncFace,
+        *,
+        caller: CallerOf | GlobalCaller,
+        fail_open: bool = False,
+        policy_path: str = POLICY_PATH,
+        status_path: str = STATUS_PATH,
+        challenge: str = "Bearer",
+        breaker: Breaker | None = None,
+        outcome_of: Callable[[Any], Response] = response_of,
+    ) -> None:
+        self.idempotency = idempotency
+        self.protection = Protection(
+            idempotency.settings,
+            caller=caller,
+            rules=(),
+            fail_open=fail_open,
+            policy_path=policy_path,
+            status_path=status_path,
+            challenge=challenge,
+            breaker=breaker,
+            outcome_of=outcome_of,
+        )
+        self.has_global_caller = isinstance(caller, GlobalCaller)
+        self._pages = IdempotencyMiddleware.sharing(_nothing, idempotency, self.protection)
+        self._is_closed = False
+
+    def serving(self, app: App, rule: Rule, place: Place) -> Served:
+        """An endpoint of the application, protected by its rule; raises as rules do."""
+        methods = rule.methods
+        if place.methods is not None:
+            # Of a route that only reads, nothing is left, and nothing needs protection.
+            methods = tuple(method for method in methods if method in place.methods) or methods
+        located = replace(rule, path=place.path, methods=methods)
+        return Served(self._pages.around(app), Route(located, self.idempotency.settings), place)
+
+    async def show_page(self, scope: Scope, send: Send, path: str, prefix: str) -> None:
+        """Answers with the policy page or a status page; the path is the application's own."""
+        request = Request(
+            scope["method"],
+            prefix + path,
+            scope.get("query_string", b""),
+            scope["headers"],
+            b"",
+            scope,
+        )
+        await self._pages.show_page(path, request, prefix, send)
+
+    def require_open(self) -> None:
+        """Raises `InvalidInput` after `close`: a closed object takes no requests."""
+        if self._is_closed:
+            raise InvalidInput(
+                "this application has been shut down, and its AsyncIdempotency is closed: make the "
+                "application in a function, and call it again for another start"
+            )
+
+    async def close(self) -> None:
+        """Waits for running requests and closes the `AsyncIdempotency`."""
+        self._is_closed = True
+        await self.idempotency.close()
+
+
+async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application behind the pages: there is none."""
+
+
+def missing_extra(module: str, extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """The refusal to import an integration without its framework."""
+    return ModuleNotFoundError(
+        f"{module} needs {error.name}: install retrysafe with its extra {extra}, from a clone with "
+        f"pip install '/path/to/clone[{extra}]'",
+        name=error.name,
+    )

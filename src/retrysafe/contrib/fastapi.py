@@ -1,0 +1,205 @@
+"""FastAPI: endpoints with their own rules, which its OpenAPI document shows.
+
+`Retrysafe` belongs to an application. A dependency made by `idempotent(…)`, on an endpoint, a
+router or an inclusion, says what is protected and how; `IdempotentRoute` is the route class that
+follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from re import Pattern
+from typing import Any, Final
+
+from retrysafe.contrib.endpoints import Served, attempt_in, missing_extra
+from retrysafe.contrib.openapi import MEDIA_TYPE, PROBLEM_NAME, PROBLEM_SCHEMA, description_of
+from retrysafe.contrib.views import view_rule
+from retrysafe.errors import InvalidInput
+from retrysafe.http.asgi_run import App, Receive, Scope, Send, is_below
+from retrysafe.http.rules import KeyUse, Rule
+
+try:
+    from fastapi import Depends, FastAPI, Request, routing
+    from fastapi.routing import APIRoute
+except ModuleNotFoundError as error:
+    raise missing_extra(__name__, "fastapi", error) from error
+
+from retrysafe.contrib.starlette import Idempotent, as_they_are, guards_of, walk
+from retrysafe.contrib.starlette import Retrysafe as StarletteRetrysafe
+
+__all__ = ["Idempotent", "IdempotentRoute", "Retrysafe", "idempotent"]
+
+_RULE: Final = "__retrysafe_rule__"
+# Set on every request that an IdempotentRoute has looked at.
+_SEEN: Final = "retrysafe.seen"
+
+
+def idempotent(**options: Any) -> Any:
+    """A dependency that has an endpoint run once per key; its value is the attempt.
+
+    That is an `Attempt`, an `AtomicAttempt` when the rule has a transaction, and None for a request
+    that runs unprotected: without a key where that is optional. Takes the options of `Rule`, except
+    its path. Of several the nearest to the endpoint counts. Raises `PolicyInvalid` for options that
+    cannot be.
+    """
+    rule = view_rule(options)
+
+    async def attempt_of(request: Request) -> Any:
+        if _SEEN not in request.scope:
+            raise InvalidInput(
+                f"{request.scope['path']} depends on idempotent(), and nothing protects it: use "
+                "IdempotentRoute as the route_class of its router, and install a Retrysafe"
+            )
+        return attempt_in(request.scope.get("state", {}))
+
+    setattr(attempt_of, _RULE, rule)
+    return Depends(attempt_of)
+
+
+class IdempotentRoute(APIRoute):
+    """The route class of routers whose endpoints depend on `idempotent(…)`."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request, once per key where the endpoint asks for it."""
+        retrysafe = getattr(scope["app"].state, "retrysafe", None)
+        if isinstance(retrysafe, Retrysafe):
+            scope[_SEEN] = True
+            served = retrysafe.served_route(self, scope)
+            if served is not None:
+                await served(scope, receive, send)
+                return
+        await self.run(scope, receive, send)
+
+    async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request as a plain route does."""
+        await super().handle(scope, receive, send)
+
+
+class Retrysafe(StarletteRetrysafe):
+    """The protection of a FastAPI application: `install(app)` puts it there.
+
+    Its `lifespan` closes the `AsyncIdempotency` when the application ends.
+    """
+
+    def install(self, app: FastAPI) -> None:  # type: ignore[override]
+        """Makes this the protection of the application, and adds the policy and status pages.
+
+        The application's OpenAPI document tells what is protected, and how.
+        Endpoints that are added to the application itself afterwards are `IdempotentRoute`s; those
+        of routers are when the router says so. Raises `InvalidInput` the second time.
+        """
+        super().install(app)
+        # By identity: routes compare by their paths, and cannot be hashed.
+        self._by_route: dict[int, list[tuple[Pattern[str], Served | None]]] = {}
+        if app.router.route_class is APIRoute:
+            app.router.route_class = IdempotentRoute
+        generate = app.openapi
+        described: dict[str, Any] | None = None
+
+        def openapi() -> dict[str, Any]:
+            nonlocal described
+            schema = generate()
+            # FastAPI keeps the document until routes are added.
+            if schema is not described:
+                self.describe(schema)
+                described = schema
+            return schema
+
+        app.openapi = openapi  # type: ignore[method-assign]
+
+    def served_route(self, route: APIRoute, scope: Scope) -> Served | None:
+        """What serves a request of this route; None when its endpoint is not protected."""
+        places = self._by_route.get(id(route))
+        if places is None:
+            self.refresh()
+            places = self._by_route.get(id(route))
+            if places is None:
+                raise InvalidInput(
+                    f"{scope['path']} is served by a route that its application does not list: "
+                    "include its router, or mount it as a part of the application's routes"
+                )
+        if len(places) == 1:
+            return places[0][1]
+        # A router that was included twice has two places for one route.
+        path: str = scope["path"]
+        root: str = scope.get("root_path", "").rstrip("/")
+        if root and is_below(path, root):
+            path = path[len(root) :]
+        return next((served for pattern, served in places if pattern.match(path)), None)
+
+    def refresh(self) -> None:
+        """Looks for endpoints that are new since the last time; raises what is wrong with them."""
+        super().refresh()
+        by_route: dict[int, list[tuple[Pattern[str], Served | None]]] = {}
+        assert self._app is not None  # Installed, or nobody could ask.
+        for route, told, place in walk(self._app.routes, flattened):
+            if isinstance(route, IdempotentRoute):
+                served = self._served.get((id(route), place.path))
+                by_route.setdefault(id(route), []).append((told.path_regex, served))
+        self._by_route = by_route
+
+    def _found(self, app: Any) -> Iterator[tuple[Any, App, Any, Any]]:
+        for route, told, place in walk(app.routes, flattened):
+            if isinstance(route, IdempotentRoute):
+                rule = rule_in(told.dependant)
+                if rule is not None:
+                    yield (id(route), place.path), route.run, rule, place
+            else:
+                yield from guards_of(route, place)
+
+    def describe(self, schema: dict[str, Any]) -> None:
+        """Adds the key, the refusals and the retention to an OpenAPI document of the application.
+
+        For applications that replace `app.openapi` themselves; `install` does it otherwise.
+        """
+        self.refresh()
+        is_any = False
+        for served in self._served.values():
+            route = served.route
+            if route.rule.key is KeyUse.OFF or not served.is_shown or served.place.depth:
+                continue
+            told = description_of(route, self.protection, has_callers=not self.has_global_caller)
+            operations = schema.get("paths", {}).get(served.place.path, {})
+            for method in route.operations:
+                operation = operations.get(method.lower())
+                if operation is not None:
+                    is_any = True
+                    _describe(operation, told)
+        if is_any:
+            components = schema.setdefault("components", {})
+            components.setdefault("schemas", {})[PROBLEM_NAME] = PROBLEM_SCHEMA
+
+
+def _describe(operation: dict[str, Any], told: Any) -> None:
+    if told.parameter is not None:
+        operation.setdefault("parameters", []).append(told.parameter)
+    earlier = operation.get("description")
+    operation["description"] = told.text if not earlier else f"{earlier}\n\n{told.text}"
+    responses = operation.setdefault("responses", {})
+    for status, text in told.responses.items():
+        response = responses.setdefault(str(status), {})
+        # FastAPI itself answers 422, for requests that do not fit; its text comes first.
+        own = response.get("description")
+        response["description"] = text if not own else f"{own}; or {text}"
+        reference = {"schema": {"$ref": f"#/components/schemas/{PROBLEM_NAME}"}}
+        response.setdefault("content", {}).setdefault(MEDIA_TYPE, reference)
+
+
+def flattened(routes: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Routes, those of included routers among them, and what tells their paths and methods."""
+    contexts = getattr(routing, "iter_route_contexts", None)
+    if contexts is None:
+        # Earlier versions copy the routes of a router that is included.
+        yield from as_they_are(routes)
+    else:
+        for context in contexts(list(routes)):
+            yield context.original_route, context
+
+
+def rule_in(dependant: Any) -> Rule | None:
+    """The rule of an endpoint with these dependencies: the last is the nearest to the endpoint."""
+    found: Rule | None = None
+    for dependency in dependant.dependencies:
+        own: Rule | None = getattr(dependency.call, _RULE, None)
+        found = own or rule_in(dependency) or found
+    return found

@@ -1,0 +1,383 @@
+"""Flask: an extension with a decorator for views, and rules for whole paths.
+
+A view is protected where it is called: after `before_request` functions and after the decorators
+above `idempotent`, so who calls is known by then. What is stored is the view's own response, or
+what an error handler made of its exception. `after_request` functions run for replays as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from io import BytesIO
+from typing import Any, Final, TypeVar, cast
+
+try:
+    from flask import Flask, current_app, g, request, request_started
+    from flask import Response as FlaskResponse
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"retrysafe.contrib.flask needs {error.name}: install retrysafe with its extra flask",
+        name=error.name,
+    ) from error
+
+from retrysafe.contrib.views import RULE_NAME, ViewRun, located, view_rule
+from retrysafe.core.atomic_lead import AtomicAttempt
+from retrysafe.core.attempt import Attempt
+from retrysafe.core.keys import GlobalCaller
+from retrysafe.errors import InvalidInput
+from retrysafe.http import blocking
+from retrysafe.http.breaker import Breaker
+from retrysafe.http.callers import CallerOf
+from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
+from retrysafe.http.request import Request
+from retrysafe.http.responses import Header, Response, is_event_stream
+from retrysafe.http.rules import KeyUse, Route, Rule, Streaming
+from retrysafe.http.wsgi import ATTEMPT_NAME, prefix_of, request_of
+from retrysafe.runtime.blocking import BlockingIdempotency
+
+EXTENSION: Final = "retrysafe"
+POLICY_ENDPOINT: Final = "idempotency_policy"
+STATUS_ENDPOINT: Final = "idempotency_status"
+_BODY_NAME: Final = "retrysafe.body"
+_READ_BYTES: Final = 64 * 1024
+
+View = TypeVar("View", bound=Callable[..., Any])
+
+
+class Retrysafe:
+    """The extension. One object serves any number of applications, each with its own `init_app`.
+
+    `caller` is a function of the request, or `GLOBAL`; there is no default, because keys of two
+    customers must never meet. It may use `flask.g`, `flask.session` and what login extensions
+    offer; `request.host` is Flask's request.
+    """
+
+    def __init__(
+        self,
+        app: Flask | None = None,
+        idempotency: BlockingIdempotency | None = None,
+        **options: Any,
+    ) -> None:
+        """With an application, the same as `init_app`."""
+        if app is not None:
+            if idempotency is None:
+                raise InvalidInput("pass the Idempotency object along with the application")
+            self.init_app(app, idempotency, **options)
+        elif idempotency is not None or options:
+            raise InvalidInput("without an application, pass everything to init_app")
+
+    def init_app(
+        self,
+        app: Flask,
+        idempotency: BlockingIdempotency,
+        *,
+        caller: CallerOf | GlobalCaller,
+        rules: Iterable[Rule] = (),
+        fail_open: bool = False,
+        policy_path: str = POLICY_PATH,
+        status_path: str = STATUS_PATH,
+        challenge: str = "Bearer",
+        breaker: Breaker | None = None,
+    ) -> None:
+        """Prepares an application; `rules` protect views that have no decorator, by their path.
+
+        Raises `PolicyInvalid` for rules that contradict themselves, and `InvalidInput` for a
+        caller or an idempotency object that cannot be used.
+        """
+        if not isinstance(idempotency, BlockingIdempotency):
+            raise InvalidInput(
+                f"Flask runs views in threads: pass an Idempotency object, got {idempotency!r}"
+            )
+        protection = Protection(
+            idempotency.settings,
+            caller=caller,
+            rules=rules,
+            fail_open=fail_open,
+            policy_path=policy_path,
+            status_path=status_path,
+            challenge=challenge,
+            breaker=breaker,
+            outcome_of=_outcome_of,
+        )
+        app.extensions[EXTENSION] = _Protected(app, idempotency, protection)
+
+    @staticmethod
+    def idempotent(*misplaced: Any, **options: Any) -> Callable[[View], View]:
+        """Decorates a view so that each key runs it once; takes what `Rule` takes but the path.
+
+        Put it below the route and below decorators that check who calls. Raises `PolicyInvalid`.
+        """
+        if misplaced:
+            raise InvalidInput("write @retrysafe.idempotent() above the view, with the brackets")
+        rule = view_rule(options)
+
+        def decorate(view: View) -> View:
+            is_async = inspect.iscoroutinefunction(view)
+
+            @functools.wraps(view)
+            def protected(*args: Any, **kwargs: Any) -> Any:
+                called = current_app.ensure_sync(view) if is_async else view
+                return _current().answer_view(rule, functools.partial(called, *args, **kwargs))
+
+            setattr(protected, RULE_NAME, rule)
+            return cast("View", protected)
+
+        return decorate
+
+
+def _current() -> _Protected:
+    found: _Protected | None = current_app.extensions.get(EXTENSION)
+    if found is None:
+        raise InvalidInput(
+            "this application has protected views and no protection: call Retrysafe().init_app(…)"
+        )
+    return found
+
+
+class _Protected:
+    """What one application has: its protection, and the routes of its views."""
+
+    def __init__(
+        self, app: Flask, idempotency: BlockingIdempotency, protection: Protection
+    ) -> None:
+        self._app = app
+        self._idempotency = idempotency
+        self._protection = protection
+        # A rule may stand at several places, and a place has several methods.
+        self._routes: dict[tuple[int, int], Route | None] = {}
+        # Before any other code of the application has read the body.
+        request_started.connect(self._keep_body, app)
+        for path, endpoint in (
+            (protection.policy_path, POLICY_ENDPOINT),
+            # Without a key there is nothing to tell, which is better said here than by a view.
+            (protection.status_path, STATUS_ENDPOINT),
+            (f"{protection.status_path}<path:key>", STATUS_ENDPOINT),
+        ):
+            app.add_url_rule(path, endpoint, self._show_page, methods=["GET"], merge_slashes=False)
+        if protection.table.routes:
+            self._dispatch = app.dispatch_request
+            app.dispatch_request = self._dispatch_by_rules  # type: ignore[method-assign]
+
+    # The pages.
+
+    def _show_page(self, key: str | None = None) -> FlaskResponse:
+        del key  # The path has it as well.
+        asked = _request()
+        path = request.path
+        if path == self._protection.policy_path:
+            self._protection.endpoints = tuple(self._view_routes())
+        prefix = prefix_of(request.environ)
+        return _native(blocking.page(self._protection, self._idempotency, path, asked, prefix))
+
+    def _view_routes(self) -> Iterator[Route]:
+        for place in self._app.url_map.iter_rules():
+            view = self._app.view_functions.get(place.endpoint)
+            held: dict[int, tuple[Rule, list[str]]] = {}
+            for method in place.methods or ():
+                rule = _rule_of(view, method)
+                if rule is not None:
+                    held.setdefault(id(rule), (rule, []))[1].append(method)
+            for rule, methods in held.values():
+                placed = located(rule, place.rule, methods=methods, name=place.endpoint)
+                if placed is not None:
+                    yield Route(placed, self._idempotency.settings)
+
+    # Where the views are.
+
+    def _route(self, rule: Rule, place: Any) -> Route | None:
+        # Both live as long as the application that holds them.
+        known = (id(rule), id(place))
+        if known not in self._routes:
+            placed = located(rule, place.rule, methods=place.methods, name=place.endpoint)
+            settings = self._idempotency.settings
+            self._routes[known] = None if placed is None else Route(placed, settings)
+        return self._routes[known]
+
+    def _own_rule(self) -> Rule | None:
+        """The rule that the request's view carries."""
+        place = request.url_rule
+        if place is None:
+            return None
+        return _rule_of(self._app.view_functions.get(place.endpoint), request.method)
+
+    def _route_by_path(self) -> Route | None:
+        if request.url_rule is None:
+            return None  # No view answers, so there is nothing to run once.
+        match = self._protection.find(request.method, request.path)
+        return None if match is None else match[0]
+
+    def _dispatch_by_rules(self, *args: Any) -> Any:
+        run = functools.partial(self._dispatch, *args)
+        return run() if self._own_rule() is not None else self._answer(self._route_by_path(), run)
+
+    # Bodies.
+
+    def _keep_body(self, sender: object, **rest: Any) -> None:
+        del sender, rest
+        rule = self._own_rule()
+        route = self._route_by_path() if rule is None else self._route(rule, request.url_rule)
+        if route is not None and route.rule.key is not KeyUse.OFF:
+            _kept_body(route.rule.request_limit_bytes)
+
+    # Answers.
+
+    def answer_view(self, rule: Rule, view: Callable[[], Any]) -> Any:
+        """What a decorated view answers."""
+        if request.url_rule is None:
+            return view()
+        return self._answer(self._route(rule, request.url_rule), view)
+
+    def _answer(self, route: Route | None, view: Callable[[], Any]) -> Any:
+        around = request.environ.get(ATTEMPT_NAME)
+        if isinstance(around, Attempt | AtomicAttempt):
+            # Somebody further out protects this very request; a second claim of its key would
+            # find it in flight.
+            g.idempotency = around
+            return view()
+        if route is None or request.method not in route.operations or route.rule.key is KeyUse.OFF:
+            g.idempotency = None
+            return view()
+        asked = _request()
+        asked.parameters = {name: str(value) for name, value in (request.view_args or {}).items()}
+        protection, prefix = self._protection, prefix_of(request.environ)
+        plan = protection.begin(route, asked, prefix)
+        if isinstance(plan, Response):
+            return _native(plan)
+        if plan is None:
+            g.idempotency = None
+            return view()
+        body = _kept_body(route.rule.request_limit_bytes)
+        if body is None:
+            return _native(protection.too_large(route, asked, prefix, plan.key))
+        asked.body = body
+        if protection.is_cut_off(asked):
+            return _native(protection.cut_off(asked, prefix, plan.key))
+        return self._answer_plan(plan, view)
+
+    def _answer_plan(self, plan: Plan, view: Callable[[], Any]) -> Any:
+        run = ViewRun(functools.partial(_run_view, plan, view))
+        response = blocking.answered(self._protection, self._idempotency, plan, run)
+        if response is None:
+            g.idempotency = None
+            return _with_headers(current_app.make_response(view()), [UNPROTECTED])
+        added = run.added(response)
+        return _native(response) if added is None else _with_headers(run.native, added)
+
+
+def _rule_of(view: Any, method: str) -> Rule | None:
+    """The rule that a view carries, or that the method of its class does."""
+    rule: Rule | None = getattr(view, RULE_NAME, None)
+    if rule is None:
+        of_class = getattr(getattr(view, "view_class", None), method.lower(), None)
+        rule = getattr(of_class, RULE_NAME, None)
+    return rule
+
+
+def _run_view(
+    plan: Plan, view: Callable[[], Any], attempt: Attempt | AtomicAttempt
+) -> tuple[Any, Response]:
+    """Runs the view as Flask does, with the error handlers that answer for it."""
+    g.idempotency = attempt
+    request.environ[ATTEMPT_NAME] = attempt
+    app = current_app
+    try:
+        native = app.make_response(view())
+    except Exception as error:
+        # Raises again what no handler answers; Flask then goes its usual way to 500.
+        native = app.make_response(app.handle_user_exception(error))
+    headers = _headers_of(native)
+    if plan.route.rule.streaming is Streaming.PASS or is_event_stream(headers):
+        return native, Response(native.status_code, headers, b"", is_streamed=True)
+    return native, Response(native.status_code, headers, _body_of(native))
+
+
+def _outcome_of(value: Any) -> Response:
+    """The response that a view means by what it returns; for completing inside a transaction."""
+    if type(value) is Response:
+        return value
+    native = current_app.make_response(value)
+    return Response(native.status_code, _headers_of(native), _body_of(native))
+
+
+def _headers_of(native: FlaskResponse) -> list[Header]:
+    return [
+        (name.lower().encode("latin-1"), value.encode("latin-1"))
+        for name, value in native.headers.items()
+    ]
+
+
+def _body_of(native: FlaskResponse) -> bytes:
+    # Files are sent past Python otherwise, and could not be read here.
+    native.direct_passthrough = False
+    return native.get_data()
+
+
+def _with_headers(native: FlaskResponse, headers: Iterable[Header]) -> FlaskResponse:
+    for name, value in headers:
+        native.headers.add(name.decode("latin-1"), value.decode("latin-1"))
+    return native
+
+
+def _native(response: Response) -> FlaskResponse:
+    native = current_app.response_class(response.body, response.status)
+    # Flask would call a response without a type HTML.
+    native.headers.clear()
+    return _with_headers(native, response.headers)
+
+
+def _request() -> Request:
+    asked = request_of(request.environ)
+    asked.host = _plain_request()
+    return asked
+
+
+def _plain_request() -> Any:
+    """Flask's request itself, and not the proxy that means another one in every thread."""
+    proxy: Any = request
+    return proxy._get_current_object()  # noqa: SLF001 — the proxy's documented way in.
+
+
+def _kept_body(limit_bytes: int) -> bytes | None:
+    """The whole body, which stays readable in every way that Flask has; None past the limit."""
+    environ = request.environ
+    if _BODY_NAME not in environ:
+        environ[_BODY_NAME] = _read_body(limit_bytes)
+    body: bytes | None = environ[_BODY_NAME]
+    return body
+
+
+def _read_body(limit_bytes: int) -> bytes | None:
+    length = request.content_length
+    if length is not None and length > limit_bytes:
+        return None
+    read: dict[str, Any] = _plain_request().__dict__
+    cached: bytes | None = read.get("_cached_data")
+    if cached:
+        # Somebody has called `get_data`, which keeps what it reads.
+        return cached if len(cached) <= limit_bytes else None
+    if "stream" in read and length != 0:
+        # With an empty body in its place, any two requests would count as the same one.
+        raise InvalidInput(
+            "the body was read before the view was reached, so it cannot be compared: use "
+            "functools.wraps in the decorators above idempotent, and it is kept in time"
+        )
+    chunks: list[bytes] = []
+    left = limit_bytes + 1
+    while left > 0:
+        chunk = request.stream.read(min(left, _READ_BYTES))
+        if not chunk:
+            break
+        chunks.append(chunk)
+        left -= len(chunk)
+    if left <= 0:
+        return None
+    body = b"".join(chunks)
+    request.environ["wsgi.input"] = BytesIO(body)
+    if length is None:
+        # A length that was declared stays: it tells whether all of the body has arrived.
+        request.environ["CONTENT_LENGTH"] = str(len(body))
+    # Made anew, from the input that was just put there.
+    read.pop("stream", None)
+    return body

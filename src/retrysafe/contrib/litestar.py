@@ -1,0 +1,293 @@
+"""Litestar: route handlers with their own rules, which its OpenAPI document shows.
+
+`RetrysafePlugin` belongs to an application; `idempotency=Rule(…)` on a route handler, or in the
+`opt` of a controller, a router or the application, says what is protected and how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final, cast
+from urllib.parse import unquote
+
+from retrysafe.contrib.endpoints import Endpoints, Place, Served, missing_extra
+from retrysafe.contrib.openapi import MEDIA_TYPE, PROBLEM_SCHEMA, Description, description_of
+from retrysafe.core.keys import GlobalCaller
+from retrysafe.core.values import NotStorable
+from retrysafe.errors import PolicyInvalid
+from retrysafe.http.asgi_run import ERROR_NAME, App
+from retrysafe.http.callers import CallerOf
+from retrysafe.http.responses import Response as StoredResponse
+from retrysafe.http.responses import response_of
+from retrysafe.http.rules import KeyUse, Route, Rule
+from retrysafe.runtime.tasks import AsyncFace
+
+try:
+    from litestar import Litestar, Request, Response, asgi
+    from litestar.config.app import AppConfig
+    from litestar.exceptions import (
+        HTTPException,
+        MethodNotAllowedException,
+        NotFoundException,
+    )
+    from litestar.middleware import DefineMiddleware
+    from litestar.openapi.spec import (
+        OpenAPIMediaType,
+        OpenAPIResponse,
+        OpenAPIType,
+        Operation,
+        Parameter,
+        Schema,
+    )
+    from litestar.plugins import InitPlugin, ReceiveRoutePlugin
+    from litestar.response.base import ASGIResponse
+    from litestar.routes import ASGIRoute, BaseRoute, HTTPRoute
+    from litestar.types import Receive, Scope, Send
+except ModuleNotFoundError as error:
+    raise missing_extra(__name__, "litestar", error) from error
+
+__all__ = ["RetrysafePlugin", "rendered"]
+
+# The name of the option on handlers, controllers, routers and applications.
+_OPTION: Final = "idempotency"
+# Where a described operation class keeps the one that it describes.
+_BASE: Final = "__retrysafe_base__"
+
+
+def rendered(request: Request[Any, Any, Any], value: Any) -> ASGIResponse:
+    """The response that a handler's value becomes, for `attempt.complete_in(connection, …)`.
+
+    The value is a `Response`, or what the handler returns. The handler may return either; for the
+    rendered one it is annotated with `ASGIResponse`.
+    """
+    handler: Any = request.scope["route_handler"]
+    response = value if isinstance(value, Response) else Response(value)
+    return response.to_asgi_response(
+        None,
+        request,
+        media_type=handler.media_type,
+        status_code=handler.status_code,
+        type_encoders=handler.resolve_type_encoders(),
+    )
+
+
+class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
+    """The protection of a Litestar application, as one of its `plugins`.
+
+    Adds the policy and status pages, and closes the `AsyncIdempotency` when the application ends.
+    """
+
+    def __init__(
+        self, idempotency: AsyncFace, *, caller: CallerOf | GlobalCaller, **options: Any
+    ) -> None:
+        """Takes what `Retrysafe` of the other frameworks takes, and raises as it does."""
+        super().__init__(idempotency, caller=caller, outcome_of=_outcome_of, **options)
+        self._shown: dict[tuple[str, frozenset[str] | None], Route] = {}
+
+    def on_app_init(self, app_config: AppConfig) -> AppConfig:
+        """Called by Litestar: adds the middleware, the pages and the end."""
+        self.require_open()
+        app_config.middleware.append(DefineMiddleware(_Guard, plugin=self))
+        app_config.lifespan.append(self.lifespan)
+        app_config.after_exception.append(_note)
+        status_path = self.protection.status_path.rstrip("/")
+        app_config.route_handlers += (
+            asgi(self.protection.policy_path, copy_scope=False)(_page(self)),
+            # A mount, because a key may have slashes.
+            asgi(status_path, is_mount=True, copy_scope=False)(_page(self, status_path)),
+        )
+        return app_config
+
+    def receive_route(self, route: BaseRoute) -> None:
+        """Called by Litestar for every route: raises what is wrong with its handlers' rules."""
+        for handler in _handlers(route):
+            rule = rule_of(handler)
+            if rule is None:
+                continue
+            place = place_of(handler, route.path_format)
+            ready = self.serving(_never, rule, place)
+            if not ready.is_shown:
+                continue
+            # Litestar tells of a route again when a handler is added to its path.
+            self._shown[place.path, place.methods] = ready.route
+            if isinstance(route, HTTPRoute) and rule.key is not KeyUse.OFF:
+                told = description_of(
+                    ready.route, self.protection, has_callers=not self.has_global_caller
+                )
+                base = getattr(handler.operation_class, _BASE, handler.operation_class)
+                handler.operation_class = _described(base, told)
+        self.protection.endpoints = tuple(self._shown.values())
+
+    @asynccontextmanager
+    async def lifespan(self, app: Litestar) -> AsyncIterator[None]:
+        """Closes the `AsyncIdempotency` at the end, after waiting for running requests."""
+        self.require_open()
+        try:
+            yield
+        finally:
+            await self.close()
+
+
+class _Guard:
+    """The middleware around one handler of one route."""
+
+    def __init__(self, app: App, plugin: RetrysafePlugin) -> None:
+        self.app = app
+        self._plugin = plugin
+        self._served: Served | None = None
+        self._mount = ""
+        self._is_known = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if not self._is_known:
+            self._get_to_know(scope)
+        if self._served is None or scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        # Litestar takes the root path and the mount out of the path.
+        path = scope.get("root_path", "") + self._mount + scope["path"]
+        await self._served(scope, receive, send, path)
+
+    def _get_to_know(self, scope: Any) -> None:
+        """Litestar says with the first request only which handler it is."""
+        handler = scope["route_handler"]
+        rule = rule_of(handler)
+        if rule is not None:
+            if getattr(handler, "is_mount", False):
+                self._mount = min(handler.paths).rstrip("/")
+            place = place_of(handler, scope["path_template"])
+            self._served = self._plugin.serving(self.app, rule, place)
+        self._is_known = True
+
+
+def rule_of(handler: Any) -> Rule | None:
+    """The rule of a handler, from itself or from a layer above it; raises `PolicyInvalid`."""
+    rule = handler.opt.get(_OPTION)
+    if rule is None:
+        return None
+    if not isinstance(rule, Rule) or rule.path is not None:
+        raise PolicyInvalid(
+            f"the option idempotency of {handler} is a Rule without a path, such as Rule(); "
+            f"got {rule!r}"
+        )
+    return rule
+
+
+def place_of(handler: Any, path: str) -> Place:
+    """Where a handler is; one that is no HTTP handler answers every method."""
+    methods = getattr(handler, "http_methods", None)
+    if methods is None:
+        return Place(min(handler.paths).rstrip("/") + "/*" if handler.is_mount else path)
+    return Place(path, frozenset(str(getattr(item, "value", item)) for item in methods))
+
+
+def _handlers(route: BaseRoute) -> Iterable[Any]:
+    if isinstance(route, HTTPRoute):
+        return route.route_handlers
+    return (route.route_handler,) if isinstance(route, ASGIRoute) else ()
+
+
+async def _note(error: Exception, scope: Scope) -> None:
+    """Litestar makes a response of every exception; the policy is to judge the exception itself."""
+    if not isinstance(error, HTTPException):
+        cast("dict[str, Any]", scope)[ERROR_NAME] = error
+
+
+def _outcome_of(value: Any) -> StoredResponse:
+    if isinstance(value, Response):
+        raise NotStorable(
+            "Litestar makes the bytes of a response later: pass rendered(request, response)"
+        )
+    return response_of(value)
+
+
+async def _never(scope: Any, receive: Any, send: Any) -> None:
+    """Stands for the handler while only its rule is looked at."""
+
+
+def _page(plugin: RetrysafePlugin, mount: str = "") -> Any:
+    async def retrysafe_page(scope: Scope, receive: Receive, send: Send) -> None:
+        asked: Any = scope
+        if asked["method"] not in ("GET", "HEAD"):
+            raise MethodNotAllowedException
+        prefix: str = asked.get("root_path", "")
+        # As sent: Litestar tidies the path up, and a key may end with a slash.
+        raw = asked.get("raw_path")
+        path = (
+            unquote(raw.decode("latin-1")).removeprefix(prefix)
+            if raw
+            else mount + asked["path"].rstrip("/")
+        )
+        if not plugin.protection.has_page(path):
+            raise NotFoundException  # Litestar takes every path that starts like the mount.
+        await plugin.show_page(asked, send, path, prefix)  # type: ignore[arg-type]
+
+    return retrysafe_page
+
+
+def _described(base: type[Operation], told: Description) -> type[Operation]:
+    """The class of an operation in the OpenAPI document, with what is told about its endpoint."""
+
+    @dataclass
+    class IdempotentOperation(base):  # type: ignore[misc,valid-type]
+        def __post_init__(self) -> None:
+            after = getattr(super(), "__post_init__", None)
+            if after is not None:
+                after()
+            _tell(self, told)
+
+    setattr(IdempotentOperation, _BASE, base)
+    return IdempotentOperation
+
+
+def _tell(operation: Operation, told: Description) -> None:
+    if told.parameter is not None:
+        operation.parameters = [*(operation.parameters or ()), _parameter(told.parameter)]
+    operation.description = "\n\n".join(filter(None, (operation.description, told.text)))
+    operation.responses = dict(_responses(operation.responses or {}, told.responses))
+
+
+def _parameter(told: dict[str, Any]) -> Parameter:
+    return Parameter(
+        name=told["name"],
+        param_in=told["in"],
+        required=told["required"],
+        description=told["description"],
+        schema=Schema(type=OpenAPIType.STRING, min_length=told["schema"]["minLength"]),
+        example=told["example"],
+    )
+
+
+def _responses(own: dict[str, Any], told: dict[int, str]) -> Iterator[tuple[str, Any]]:
+    """The handler's own responses, with a second meaning where they have one."""
+    media = {MEDIA_TYPE: OpenAPIMediaType(schema=_PROBLEM)}
+    yield from own.items()
+    for status, text in told.items():
+        response = own.get(str(status))
+        if response is None:
+            yield str(status), OpenAPIResponse(description=text, content=media)
+        else:
+            yield (
+                str(status),
+                OpenAPIResponse(
+                    description=f"{response.description}; or {text}",
+                    headers=response.headers,
+                    content={**(response.content or {}), **media},
+                    links=response.links,
+                ),
+            )
+
+
+_TYPES: Final = {item.value: item for item in OpenAPIType}
+_PROBLEM: Final = Schema(
+    type=OpenAPIType.OBJECT,
+    title=PROBLEM_SCHEMA["title"],
+    description=PROBLEM_SCHEMA["description"],
+    required=PROBLEM_SCHEMA["required"],
+    properties={
+        name: Schema(type=_TYPES[told["type"]], description=told.get("description"))
+        for name, told in PROBLEM_SCHEMA["properties"].items()
+    },
+)

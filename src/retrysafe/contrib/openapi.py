@@ -1,0 +1,124 @@
+"""What an OpenAPI document says about a protected endpoint.
+
+Owns the words and the shape of it, as plain data; each integration puts it where its framework
+wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+from retrysafe.core.policy import InFlight
+from retrysafe.http import problems
+from retrysafe.http.exchange import Protection
+from retrysafe.http.keys_of import FromBody, FromHeader
+from retrysafe.http.problems import ProblemKind
+from retrysafe.http.rules import KeyUse, Route
+
+PROBLEM_NAME: Final = "IdempotencyProblem"
+PROBLEM_SCHEMA: Final[dict[str, Any]] = {
+    "title": PROBLEM_NAME,
+    "type": "object",
+    "description": "Why a request was refused before it was carried out, or cannot be repeated.",
+    "required": ["type", "title", "status", "detail", "instance", "retryable"],
+    "properties": {
+        "type": {"type": "string", "description": "The policy page, at the reason."},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string"},
+        "instance": {"type": "string"},
+        "retryable": {
+            "type": "boolean",
+            "description": "Whether the same request may be sent again.",
+        },
+        "key": {"type": "string"},
+    },
+}
+MEDIA_TYPE: Final = "application/problem+json"
+_EXAMPLE: Final = '"7c9e6679-7425-40de-944b-e07fc1f90ae7"'
+# With a length of time for every unit, because "7 days, 0:00:00" is not how people say it.
+_UNITS: Final = ((86_400, "day"), (3_600, "hour"), (60, "minute"), (1, "second"))
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What is said about one endpoint."""
+
+    # None when the key is not sent in a header.
+    parameter: dict[str, Any] | None
+    # The text for every status that retrysafe itself may answer with.
+    responses: dict[int, str]
+    # A paragraph for the description of the operation.
+    text: str
+
+
+def description_of(route: Route, protection: Protection, *, has_callers: bool) -> Description:
+    """What is said about an endpoint with this rule."""
+    rule = route.rule
+    retention = spoken(route.policy.active_window)
+    has_header = isinstance(route.source, FromHeader)
+    is_required = has_header and rule.key is KeyUse.REQUIRED
+    responses: dict[int, str] = {}
+    for kind in _kinds(route, is_required=is_required, has_callers=has_callers):
+        earlier = responses.get(kind.status)
+        responses[kind.status] = kind.title if earlier is None else f"{earlier}; or {kind.title}"
+    if has_header:
+        start = "Send" if is_required else "May be sent with"
+        text = (
+            f"{start} an `Idempotency-Key`: a new one for every operation, the same one with the "
+            "same request for a retry. "
+        )
+    else:
+        text = f"Repeated requests are recognised by {route.source}. "
+    wait = (
+        f"waits for its response up to {spoken(route.policy.wait_limit)}, then gets 409"
+        if route.policy.in_flight is InFlight.WAIT
+        else "gets 409"
+    )
+    text += (
+        "A retry gets the first response again, marked with `Idempotent-Replayed: true`, for "
+        f"{retention} after the first one. A duplicate of a request that still runs {wait}. See "
+        f"[the idempotency policy]({protection.policy_path})."
+    )
+    parameter = None
+    if has_header:
+        quotes = "" if rule.strict else "; also taken without the quotes"
+        parameter = {
+            "name": "Idempotency-Key",
+            "in": "header",
+            "required": is_required,
+            "description": (
+                f"A string of 1 to 255 characters in double quotes{quotes}. Remembered for "
+                f"{retention}."
+            ),
+            "schema": {"type": "string", "minLength": 1},
+            "example": _EXAMPLE,
+        }
+    return Description(parameter, responses, text)
+
+
+def _kinds(route: Route, *, is_required: bool, has_callers: bool) -> Iterator[ProblemKind]:
+    if is_required:
+        yield problems.KEY_MISSING
+    if not isinstance(route.source, FromBody):
+        yield problems.KEY_INVALID
+    if has_callers:
+        yield problems.CALLER_UNKNOWN
+    yield problems.IN_FLIGHT
+    yield problems.OUTCOME_UNAVAILABLE
+    yield problems.BODY_TOO_LARGE
+    yield problems.KEY_REUSED
+    yield problems.STORE_UNAVAILABLE
+
+
+def spoken(duration: timedelta) -> str:
+    """A length of time in the largest unit that fits without a rest."""
+    seconds = duration.total_seconds()
+    for size, name in _UNITS:
+        count, rest = divmod(seconds, size)
+        if count and not rest:
+            return f"{count:.0f} {name}" + ("" if count == 1 else "s")
+    return f"{seconds:g} seconds"

@@ -1,0 +1,221 @@
+"""Starlette: endpoints with their own rules.
+
+`Retrysafe` belongs to an application; `@idempotent(…)` on an endpoint, or the middleware
+`Idempotent` on a route, a router or a mount, says what is protected and how.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from retrysafe.contrib.endpoints import Endpoints, Place, Served, missing_extra
+from retrysafe.contrib.views import view_rule
+from retrysafe.errors import InvalidInput
+from retrysafe.http.asgi_run import App, Receive, Scope, Send
+
+try:
+    from starlette.applications import Starlette
+    from starlette.routing import BaseRoute, Mount, Route, request_response
+except ModuleNotFoundError as error:
+    raise missing_extra(__name__, "starlette", error) from error
+
+__all__ = ["Idempotent", "Retrysafe", "idempotent"]
+
+_STATE_NAME: Final = "retrysafe"
+
+
+class Idempotent:
+    """A middleware for a route, a router, a mount or a whole application.
+
+    Takes the options of `Rule`, except its path. Raises `PolicyInvalid` for options that cannot be.
+    """
+
+    def __init__(self, app: App, **options: Any) -> None:
+        self.app = app
+        self.rule = view_rule(options)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request, under the protection of the application that it came to."""
+        if scope["type"] == "http":
+            await retrysafe_of(scope).served(self)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+def idempotent(**options: Any) -> Callable[[Callable[..., Any]], Idempotent]:
+    """Protects an endpoint: a function, an `HTTPEndpoint`, or any ASGI application.
+
+    Takes the options of `Rule`, except its path. Raises `PolicyInvalid` for options that cannot be.
+    The route names the methods, as in `Route("/charges", charge, methods=["POST"])`.
+    """
+    rule = view_rule(options)
+
+    def decorate(endpoint: Callable[..., Any]) -> Idempotent:
+        plain = endpoint
+        while isinstance(plain, functools.partial):
+            plain = plain.func
+        is_function = inspect.isfunction(plain) or inspect.ismethod(plain)
+        app: Any = request_response(endpoint) if is_function else endpoint
+        made = Idempotent(app)
+        made.rule = rule
+        # Starlette names a route by its endpoint.
+        made.__name__ = getattr(plain, "__name__", type(plain).__name__)  # type: ignore[attr-defined]
+        made.__doc__ = plain.__doc__
+        return made
+
+    return decorate
+
+
+class Retrysafe(Endpoints):
+    """The protection of a Starlette application: `install(app)` puts it there.
+
+    Its `lifespan` closes the `AsyncIdempotency` when the application ends.
+    """
+
+    _app: Starlette | None = None
+
+    def install(self, app: Starlette) -> None:
+        """Makes this the protection of the application, and adds the policy and status pages.
+
+        Endpoints may be added before and after. Raises `InvalidInput` the second time.
+        """
+        if self._app is not None or hasattr(app.state, _STATE_NAME):
+            raise InvalidInput(
+                "an application has one Retrysafe, and a Retrysafe one application: make another "
+                "one with the same AsyncIdempotency for a mounted application"
+            )
+        self._app = app
+        setattr(app.state, _STATE_NAME, self)
+        self._served: dict[Any, Served] = {}
+        page = _Page(self)
+        for path in (self.protection.policy_path, self.protection.status_path + "{key:path}"):
+            # In front: a mount at the root would take them.
+            app.router.routes.insert(
+                0, Route(path, page, methods=["GET"], name="retrysafe", include_in_schema=False)
+            )
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """The lifespan of the application, or a part of it.
+
+        Installs itself if that has not been done. At the start it raises what is wrong with any
+        endpoint's rule; at the end it waits for running requests and closes the `AsyncIdempotency`.
+        """
+        self.require_open()
+        if self._app is None:
+            self.install(app)
+        self.refresh()
+        try:
+            yield
+        finally:
+            await self.close()
+
+    def served(self, protected: Any) -> Served:
+        """What serves the requests of a protected route or middleware."""
+        served = self._served.get(protected)
+        if served is None:
+            self.refresh()
+            served = self._served.get(protected)
+        if served is None:
+            # Around the whole application, or behind a middleware that does not show what it wraps.
+            served = self._served[protected] = self.serving(
+                protected.app, protected.rule, Place("/*")
+            )
+            self._list()
+        return served
+
+    def refresh(self) -> None:
+        """Looks for endpoints that are new since the last time; raises what is wrong with them."""
+        app = self._app
+        assert app is not None  # Installed, or nobody could ask.
+        for protected, inner, rule, place in self._found(app):
+            if protected not in self._served:
+                self._served[protected] = self.serving(inner, rule, place)
+        self._list()
+
+    def _found(self, app: Starlette) -> Iterator[tuple[Any, App, Any, Place]]:
+        """Every protected endpoint: what it is known by, what it runs, its rule and its place."""
+        for route, _, place in walk(app.routes):
+            yield from guards_of(route, place)
+
+    def _list(self) -> None:
+        self.protection.endpoints = tuple(
+            served.route for served in self._served.values() if served.is_shown
+        )
+
+
+def retrysafe_of(scope: Scope) -> Any:
+    """The protection of the application that a request came to; raises `InvalidInput`."""
+    try:
+        return getattr(scope["app"].state, _STATE_NAME)
+    except (KeyError, AttributeError):
+        raise InvalidInput(
+            "this endpoint is idempotent, and its application has no Retrysafe: call "
+            "Retrysafe(AsyncIdempotency(…), caller=…).install(app)"
+        ) from None
+
+
+class _Page:
+    """The policy page and the status pages, as an ASGI application."""
+
+    def __init__(self, retrysafe: Retrysafe) -> None:
+        self._retrysafe = retrysafe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._retrysafe.refresh()
+        prefix: str = scope.get("root_path", "")
+        await self._retrysafe.show_page(scope, send, scope["path"].removeprefix(prefix), prefix)
+
+
+def as_they_are(routes: Iterable[BaseRoute]) -> Iterator[tuple[BaseRoute, Any]]:
+    """Routes, and what tells their paths and methods: themselves."""
+    return ((route, route) for route in routes)
+
+
+Flatten = Callable[[Iterable[BaseRoute]], Iterable[tuple[BaseRoute, Any]]]
+
+
+def walk(
+    routes: Iterable[BaseRoute],
+    flatten: Flatten = as_they_are,
+    *,
+    prefix: str = "",
+    depth: int = 0,
+) -> Iterator[tuple[BaseRoute, Any, Place]]:
+    """Every route at or below these, with what tells about it, and its place.
+
+    An application that is mounted has a protection of its own and is left out.
+    """
+    for route, told in flatten(routes):
+        if isinstance(route, Route):
+            methods = None if told.methods is None else frozenset(told.methods)
+            yield route, told, Place(prefix + told.path_format, methods, depth)
+            continue
+        # A host has no path, and only mounts change the root path of what is below them.
+        path = getattr(told, "path", "") if isinstance(route, Mount) else ""
+        below = depth + path.count("/")
+        yield route, told, Place(f"{prefix}{path}/*", None, below)
+        if not any(isinstance(layer, Starlette) for layer in layers_of(route)):
+            inner = getattr(route, "routes", None) or ()
+            yield from walk(inner, flatten, prefix=prefix + path, depth=below)
+
+
+def guards_of(route: BaseRoute, place: Place) -> Iterator[tuple[Any, App, Any, Place]]:
+    """Every `Idempotent` around what a route leads to."""
+    for layer in layers_of(route):
+        if isinstance(layer, Idempotent):
+            yield layer, layer.app, layer.rule, place
+
+
+def layers_of(route: BaseRoute) -> Iterator[Any]:
+    """The application of a route, and what its middlewares wrap, as far as they show it."""
+    app = getattr(route, "app", None)
+    while app is not None:
+        yield app
+        # A router keeps its middlewares elsewhere; an application makes them when it is first used.
+        inner = None if isinstance(app, Starlette) else getattr(app, "middleware_stack", None)
+        app = getattr(app, "app", None) if inner is None else inner

@@ -1,0 +1,81 @@
+"""Views that carry their own rules, in frameworks that run them in the server's thread.
+
+Owns what the integrations for Flask and Django share. It knows no framework: each integration
+brings its own requests and responses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from retrysafe.core.atomic_lead import AtomicAttempt
+from retrysafe.core.attempt import Attempt
+from retrysafe.errors import PolicyInvalid
+from retrysafe.http.responses import Header, Response
+from retrysafe.http.rules import Rule
+
+# Where a view holds its rule. Decorators that use `functools.wraps` carry it along.
+RULE_NAME: Final = "retrysafe_rule"
+# <id>, <int:id> and <int(min=1):id>: one parameter of a route, as Flask and Django write it.
+_PARAMETER: Final = re.compile(r"<(?:[^<>]*:)?([A-Za-z_][A-Za-z0-9_]*)>")
+
+# What a path is not written with: regular expressions, and parameters that are not plain names.
+_NO_PATH: Final = re.compile(r"[\^$()\[\]\\?+|<>\s]")
+
+
+def view_rule(options: Mapping[str, Any]) -> Rule:
+    """The rule of a view, whose path the framework knows; raises `PolicyInvalid`."""
+    if "path" in options:
+        raise PolicyInvalid("a view's rule takes no path: its route has one")
+    return Rule(**options)
+
+
+def located(
+    rule: Rule, route: str | None, *, methods: Collection[str] | None = None, name: str
+) -> Rule | None:
+    """The rule at the place of its view; `methods` are those that lead there, None for all.
+
+    None when no method leads there that the rule protects. What cannot be written as a path, such
+    as a regular expression or no route at all, goes by the name.
+    """
+    kept = tuple(method for method in rule.methods if methods is None or method in methods)
+    if not kept:
+        return None
+    path = None if route is None else _PARAMETER.sub(r"{\1}", route)
+    if path is None or _NO_PATH.search(path) is not None:
+        return replace(rule, methods=kept, name=rule.name or name)
+    return replace(rule, methods=kept, path=path)
+
+
+class ViewRun:
+    """One run of a view: what it answered, in the framework's words and in ours."""
+
+    __slots__ = ("_header_count", "_view", "error", "native", "response")
+
+    # A view returns its response; nothing is on its way before that.
+    is_passing = False
+
+    def __init__(self, view: Callable[[Attempt | AtomicAttempt], tuple[Any, Response]]) -> None:
+        self._view = view
+        self._header_count = 0
+        self.native: Any = None
+        self.response: Response | None = None
+        self.error: BaseException | None = None
+
+    def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
+        """Runs the view."""
+        try:
+            self.native, response = self._view(attempt)
+        except BaseException as error:
+            self.error = error
+            raise
+        self.response = response
+        self._header_count = len(response.headers)
+        return response
+
+    def added(self, response: Response) -> list[Header] | None:
+        """What was added to the view's own response; None when another one is to be sent."""
+        return response.headers[self._header_count :] if response is self.response else None

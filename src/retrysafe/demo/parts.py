@@ -1,0 +1,46 @@
+"""What endpoints are given: the ledger, and their attempt at the request."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Header, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from retrysafe import Attempt
+from retrysafe.demo.ledger import Ledger
+from retrysafe.http import AtomicAttempt
+
+# Both are checked by retrysafe before an endpoint is reached; here they are for the description.
+Token = Annotated[
+    HTTPAuthorizationCredentials,
+    Depends(HTTPBearer(description="Any token: whoever sends it is the caller.")),
+]
+IdempotencyKey = Annotated[
+    str,
+    Header(
+        alias="Idempotency-Key",
+        description="A key that is new for every operation and the same for its retries.",
+        examples=['"8e03978e-40d5-43e8-bc93-6894a57f9324"'],
+    ),
+]
+
+
+def _ledger(request: Request) -> Ledger:
+    ledger: Ledger = request.app.state.ledger
+    return ledger
+
+
+def _leased(request: Request, key: IdempotencyKey, token: Token) -> Attempt:
+    attempt: Attempt = request.state.idempotency
+    return attempt
+
+
+def _atomic(request: Request, key: IdempotencyKey, token: Token) -> AtomicAttempt:
+    attempt: AtomicAttempt = request.state.idempotency
+    return attempt
+
+
+TheLedger = Annotated[Ledger, Depends(_ledger)]
+LeasedAttempt = Annotated[Attempt, Depends(_leased)]
+TheAtomicAttempt = Annotated[AtomicAttempt, Depends(_atomic)]

@@ -1,0 +1,95 @@
+"""A protected request in the thread that serves it: the order of what is asked and run.
+
+Owns what the WSGI middleware and integrations with blocking views do alike. It neither reads
+requests nor sends responses.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from retrysafe.core.atomic_lead import AtomicAttempt
+from retrysafe.core.attempt import Attempt
+from retrysafe.core.events import EventKind
+from retrysafe.core.keys import Key
+from retrysafe.errors import StoreError
+from retrysafe.http.exchange import Plan, Protection
+from retrysafe.http.request import Request
+from retrysafe.http.responses import Response
+from retrysafe.runtime.blocking import BlockingIdempotency
+
+
+class Run(Protocol):
+    """One run of the application, or of one of its views."""
+
+    @property
+    def response(self) -> Response | None:
+        """What it answered; None before that."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it raised."""
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether the response is on its way already, so that nothing else can be sent."""
+
+    def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
+        """Runs it to the end of its response."""
+
+
+def answered(
+    protection: Protection, idempotency: BlockingIdempotency, plan: Plan, run: Run
+) -> Response | None:
+    """The response to send; None when the application is to be run unprotected.
+
+    Raises what the application raises, and errors of retrysafe that are not for clients.
+    """
+    has_asked = False
+    try:
+        call = protection.call(plan)
+        answer = idempotency.recall(call)
+        if answer is not None:
+            return protection.answered(plan, answer, is_news=False)
+        has_asked = True
+        if protection.breaker.is_open:
+            refusal = protection.closed_off(plan)
+            if refusal is not None and protection.runs_unprotected(plan):
+                # Nobody can tell whether it ran before; the service has asked for it.
+                idempotency.report(EventKind.UNPROTECTED, call.key, call.operation)
+                return None
+            if refusal is not None:
+                return refusal
+        transaction: Any = plan.route.rule.transaction
+        if transaction is None:
+            answer = idempotency.answer_call(call, run.invoke)
+        else:
+            answer = idempotency.answer_atomic(call, transaction, run.invoke)
+        return protection.answered(plan, answer, run.response)
+    except Exception as error:
+        if error is run.error:
+            raise  # The application's own: whoever serves it deals with it as ever.
+        refusal = protection.refused(plan, error, is_news=has_asked)
+        if refusal is None or run.is_passing:
+            raise
+        return refusal
+
+
+def page(
+    protection: Protection,
+    idempotency: BlockingIdempotency,
+    path: str,
+    request: Request,
+    prefix: str,
+) -> Response:
+    """The policy page, or the status of a key; `path` is inside the application, at `prefix`."""
+    shown = protection.page(path, request, prefix)
+    if isinstance(shown, Key):
+        key = shown
+        try:
+            shown = protection.status(idempotency.read(key), key, request, prefix)
+        except StoreError as error:
+            shown = protection.status_refused(error, key, request, prefix)
+    if request.method == "HEAD":
+        shown.body = b""
+    return shown

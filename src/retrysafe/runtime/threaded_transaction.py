@@ -1,0 +1,112 @@
+"""A user's blocking transaction in an event loop: every call is one hop to a worker thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from retrysafe.core.keys import Key
+from retrysafe.core.model import (
+    ClaimAnswer,
+    ClaimRequest,
+    Decision,
+    Settlement,
+    StagedEntry,
+    StepWrite,
+)
+from retrysafe.core.ports import Fate, Transaction, Waits
+from retrysafe.runtime.drive import run_sync
+
+T = TypeVar("T")
+
+
+class ThreadedTransaction:
+    """The same transaction, for event loops.
+
+    It has a thread of its own: in a shared pool, the many who wait for a lock would take every
+    thread, and the one who holds it could not give it back.
+    """
+
+    waits = Waits.SUSPENDING
+
+    def __init__(self, transaction: Transaction) -> None:
+        self._transaction = transaction
+        self._worker: ThreadPoolExecutor | None = None
+
+    async def _hop(self, method: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="retrysafe-transaction")
+        work = partial(_drive, method, args)
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+    async def _last_hop(self, method: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
+        """As `_hop`, and ends the thread; whoever asks once more gets a new one."""
+        try:
+            return await self._hop(method, *args)
+        finally:
+            worker, self._worker = self._worker, None
+            if worker is not None:
+                # Without waiting: after a cancellation the statement may still be under way.
+                worker.shutdown(wait=False)
+
+    async def begin(self) -> None:
+        """Marks the point that `undo` returns to."""
+        await self._hop(self._transaction.begin)
+
+    async def keep(self) -> None:
+        """Hands what was written to the user's transaction."""
+        await self._last_hop(self._transaction.keep)
+
+    async def undo(self) -> None:
+        """Takes back everything since `begin`."""
+        await self._last_hop(self._transaction.undo)
+
+    async def lock(self, key: Key, wait_seconds: float | None) -> bool:
+        """Keeps other transactions off the key."""
+        return await self._hop(self._transaction.lock, key, wait_seconds)
+
+    async def look(self, request: ClaimRequest) -> ClaimAnswer:
+        """What a claim would be answered."""
+        return await self._hop(self._transaction.look, request)
+
+    async def claim(self, request: ClaimRequest) -> ClaimAnswer:
+        """Claims a key under the lock."""
+        return await self._hop(self._transaction.claim, request)
+
+    async def sees_changes(self) -> bool:
+        """Whether asking again can show what others commit."""
+        return await self._hop(self._transaction.sees_changes)
+
+    async def settle(self, settlement: Settlement) -> Decision:
+        """Ends an attempt."""
+        return await self._hop(self._transaction.settle, settlement)
+
+    async def fate(self, settlement: Settlement) -> Fate:
+        """What became of a settlement."""
+        return await self._last_hop(self._transaction.fate, settlement)
+
+    async def stage(self, entries: Sequence[StagedEntry]) -> None:
+        """Writes outbox entries."""
+        await self._hop(self._transaction.stage, entries)
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        """Records a step."""
+        return await self._hop(self._transaction.record_step, write)
+
+    async def step_fate(self, write: StepWrite) -> Fate:
+        """What became of a step."""
+        return await self._last_hop(self._transaction.step_fate, write)
+
+
+def in_thread(transaction: Transaction) -> Transaction:
+    """The transaction for an event loop; one that suspends is as it should be."""
+    if transaction.waits is Waits.BLOCKING:
+        return ThreadedTransaction(transaction)
+    return transaction
+
+
+def _drive(method: Callable[..., Coroutine[Any, Any, T]], args: tuple[object, ...]) -> T:
+    return run_sync(method(*args))

@@ -1,0 +1,112 @@
+"""The shop in Litestar."""
+
+from typing import Any, ClassVar
+
+from litestar import Controller, Litestar, Request, Response, Router, get, post
+from litestar.background_tasks import BackgroundTask
+from litestar.params import FromPath, JSONBody
+from litestar.response import ServerSentEvent, Stream
+from litestar.response.base import ASGIResponse
+
+from retrysafe.contrib.litestar import RetrysafePlugin, rendered
+from retrysafe.http import KeyUse, Rule
+from tests.contrib.shops import REFUNDS, Declined, Till
+
+
+def declined(request: Request, error: Exception) -> Response:
+    return Response({"declined": True}, status_code=402)
+
+
+def make_app(retrysafe: RetrysafePlugin, till: Till, **options: Any) -> Litestar:
+    @post("/charges", idempotency=Rule())
+    async def charge(request: Request, data: JSONBody[dict[str, Any]]) -> Response[dict[str, Any]]:
+        """Charges a card."""
+        await till.hold()
+        status, content = till.charge(request.state.idempotency, {"amount": 7, **data})
+        return Response(
+            content,
+            status_code=status,
+            headers={"Location": "/charges/1"},
+            background=BackgroundTask(till.noted),
+        )
+
+    @post("/sync-charges", idempotency=Rule(), sync_to_thread=True)
+    def sync_charge(request: Request) -> dict[str, Any]:
+        return till.charge(request.state.idempotency, {"amount": 7})[1]
+
+    @post("/notes", idempotency=Rule(key=KeyUse.OPTIONAL))
+    async def note() -> dict[str, int]:
+        till.runs.append("note")
+        return {"run": len(till.runs)}
+
+    @post("/open", idempotency=Rule(key=KeyUse.OFF))
+    async def open_to_all() -> dict[str, int]:
+        till.runs.append("open")
+        return {"run": len(till.runs)}
+
+    class Refunds(Controller):
+        path = "/refunds"
+        opt: ClassVar = {"idempotency": Rule(policy=REFUNDS)}
+
+        @get("/{number:int}")
+        async def refund(self, number: FromPath[int]) -> dict[str, int]:
+            return {"id": number}
+
+        @post("/{number:int}")
+        async def make_refund(self, number: FromPath[int]) -> dict[str, int]:
+            till.runs.append("refund")
+            return {"run": len(till.runs)}
+
+    @post("/stream", idempotency=Rule())
+    async def stream() -> Stream:
+        till.runs.append("stream")
+
+        async def chunks():
+            for number in range(3):
+                yield f"{number} of run {len(till.runs)}\n"
+
+        return Stream(chunks(), media_type="text/plain", status_code=201)
+
+    @post("/events", idempotency=Rule())
+    async def events() -> ServerSentEvent:
+        till.runs.append("events")
+        return ServerSentEvent(iter(["1"]))
+
+    @post("/orders", idempotency=Rule())
+    async def order(request: Request) -> ASGIResponse:
+        response = Response({"order": "pen"}, headers={"Location": "/orders/1"})
+        return till.order(request.state.idempotency, rendered(request, response))
+
+    @post("/sync-orders", idempotency=Rule(), sync_to_thread=True)
+    def sync_order(request: Request) -> dict[str, str]:
+        content = {"order": "pen"}
+        till.order(request.state.idempotency, rendered(request, content))
+        return content
+
+    @post("/atomic-orders", idempotency=Rule(transaction=till.transaction))
+    async def atomic_order(request: Request) -> dict[str, int]:
+        return till.place(request.state.idempotency)
+
+    @post("/plain")
+    async def plain() -> dict[str, int]:
+        till.runs.append("plain")
+        return {"run": len(till.runs)}
+
+    return Litestar(
+        [
+            charge,
+            sync_charge,
+            note,
+            Router("/", route_handlers=[open_to_all], opt={"idempotency": Rule()}),
+            Router("/v1", route_handlers=[Refunds]),
+            stream,
+            events,
+            order,
+            sync_order,
+            atomic_order,
+            plain,
+        ],
+        plugins=[retrysafe],
+        exception_handlers={Declined: declined},
+        **options,
+    )

@@ -1,0 +1,300 @@
+"""The demo's contract, row by row, on SQLite and on PostgreSQL, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from tests.demo.server import (
+    LEASE_SECONDS,
+    PATIENCE_SECONDS,
+    WISHES,
+    headers_of,
+    new_text,
+    problem_of,
+)
+
+CROWD = 100
+# Slow enough that the whole crowd has come before the first one is done.
+SLOW_MS = 1500
+
+
+@pytest.fixture(params=["charges", "orders"])
+def path(request):
+    return request.param
+
+
+@pytest.fixture
+def customer():
+    return new_text("customer")
+
+
+@pytest.fixture
+def wish(path, customer):
+    return WISHES[path] | {"customer": customer}
+
+
+@pytest.fixture
+def key():
+    return new_text("key")
+
+
+async def crowd(demo, path, key, body, **headers):
+    """A hundred identical requests at the same time."""
+    limits = httpx.Limits(max_connections=CROWD, max_keepalive_connections=CROWD)
+    async with httpx.AsyncClient(
+        base_url=demo.url, timeout=PATIENCE_SECONDS, limits=limits
+    ) as client:
+        return await asyncio.gather(
+            *(
+                client.post(f"/{path}", headers=headers_of(key, **headers), json=body)
+                for _ in range(CROWD)
+            )
+        )
+
+
+# First call, replay, mismatch.
+
+
+def test_a_first_call_is_executed_and_a_retry_is_replayed(demo, path, wish, customer, key):
+    """201 with a Location that can be read; the retry gets the same, and one execution shows."""
+    first, second = demo.post(path, key, wish), demo.post(path, key, wish)
+    assert (first.status_code, second.status_code) == (201, 201)
+    assert "idempotent-replayed" not in first.headers
+    assert second.headers["idempotent-replayed"] == "true"
+    assert first.content == second.content
+    assert first.headers["location"] == second.headers["location"]
+    (entry,) = demo.entries(path, customer)
+    assert entry["outcome"] == "ok"
+    assert entry.items() >= wish.items()
+    assert first.json() == entry
+    assert demo.client.get(first.headers["location"]).json() == entry
+    assert demo.entries("effects", customer) == [entry]
+
+
+def test_another_request_under_the_same_key_is_a_mismatch(demo, path, wish, customer, key):
+    """422 as a problem, and nothing is executed."""
+    demo.post(path, key, wish)
+    field = "amount" if path == "charges" else "quantity"
+    reply = demo.post(path, key, wish | {field: 2})
+    assert (reply.status_code, problem_of(reply)) == (422, "key-reused")
+    assert reply.json()["retryable"] is False
+    assert len(demo.entries(path, customer)) == 1
+
+
+def test_keys_belong_to_the_bearer_of_a_token(demo, path, wish, customer, key):
+    """The same key of two callers is two operations."""
+    assert demo.post(path, key, wish, caller="alice").status_code == 201
+    other = demo.post(path, key, wish, caller="bob")
+    assert other.status_code == 201
+    assert "idempotent-replayed" not in other.headers
+    assert len(demo.entries(path, customer)) == 2
+
+
+def test_the_charge_and_the_order_of_one_key_do_not_mix(demo, customer, key):
+    """One key is one request, whatever the path."""
+    assert demo.post("charges", key, WISHES["charges"]).status_code == 201
+    assert problem_of(demo.post("orders", key, WISHES["orders"])) == "key-reused"
+
+
+# Refusals before anything runs.
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "slug"),
+    [
+        ({"Authorization": "Bearer me"}, 400, "key-missing"),
+        ({"Authorization": "Bearer me", "Idempotency-Key": '"open'}, 400, "key-invalid"),
+        ({"Authorization": "Bearer me", "Idempotency-Key": '""'}, 400, "key-invalid"),
+        ({"Idempotency-Key": '"k"'}, 401, "caller-unknown"),
+        ({"Idempotency-Key": '"k"', "Authorization": "Basic YTpi"}, 401, "caller-unknown"),
+    ],
+)
+def test_a_request_without_key_or_caller_is_refused(
+    demo, path, wish, customer, headers, status, slug
+):
+    """A problem says what is missing, and nothing is executed."""
+    reply = demo.client.post(f"/{path}", headers=headers, json=wish)
+    assert (reply.status_code, problem_of(reply)) == (status, slug)
+    assert demo.entries(path, customer) == []
+
+
+def test_a_body_that_makes_no_sense_is_refused(demo, path, wish, customer, key):
+    """422 names the fault and repeats no value; it is an answer like others, so it is replayed."""
+    for value in (-1, "many", None, 10**30):
+        field = "amount" if path == "charges" else "quantity"
+        replies = [demo.post(path, f"{key}{value}", wish | {field: value}) for _ in range(2)]
+        assert [reply.status_code for reply in replies] == [422, 422]
+        assert replies[0].json()["title"] == "The request is invalid"
+        assert replies[0].json()["errors"][0]["where"] == f"body/{field}"
+        assert replies[1].headers["idempotent-replayed"] == "true"
+    assert demo.entries(path, customer) == []
+
+
+def test_what_the_framework_refuses_is_a_problem_too(demo, key):
+    """A broken body, a path that nobody serves and a wrong method have the form of the others."""
+    headers = headers_of(key, content_type="application/json")
+    broken = demo.client.post("/charges", headers=headers, content=b"\xff{")
+    nowhere = demo.client.get("/nowhere")
+    wrong = demo.client.delete("/effects")
+    replies = (broken, nowhere, wrong)
+    assert [reply.status_code for reply in replies] == [400, 404, 405]
+    assert [problem_of(reply) for reply in replies] == [""] * 3
+    assert wrong.headers["allow"] == "GET"
+
+
+# Outcomes.
+
+
+def test_a_decline_is_kept(demo, path, wish, customer, key):
+    """402, and the same 402 for every retry; it was executed once."""
+    first = demo.post(path, key, wish | {"outcome": "decline"})
+    second = demo.post(path, key, wish | {"outcome": "decline"})
+    assert (first.status_code, second.status_code) == (402, 402)
+    assert second.headers["idempotent-replayed"] == "true"
+    assert first.content == second.content
+    assert [entry["outcome"] for entry in demo.entries(path, customer)] == ["decline"]
+
+
+def test_an_error_frees_the_key(demo, path, wish, customer, key):
+    """500 is not kept: the retry is executed. An order that failed leaves nothing behind."""
+    failed = [demo.post(path, key, wish | {"outcome": "error"}) for _ in range(2)]
+    assert [reply.status_code for reply in failed] == [500, 500]
+    assert all("idempotent-replayed" not in reply.headers for reply in failed)
+    # How a run is staged is no part of the request, so this is a retry.
+    retry = demo.post(path, key, wish)
+    assert retry.status_code == 201
+    assert "idempotent-replayed" not in retry.headers
+    outcomes = [entry["outcome"] for entry in demo.entries(path, customer)]
+    assert outcomes == (["error", "error", "ok"] if path == "charges" else ["ok"])
+
+
+# In flight.
+
+
+def test_of_a_hundred_identical_requests_one_is_executed(demo, path, wish, customer, key):
+    """The others are told to come back, within the lease; a later retry gets the response."""
+    replies = asyncio.run(crowd(demo, path, key, wish | {"delay_ms": SLOW_MS}))
+    made = [reply for reply in replies if reply.status_code == 201]
+    refused = [reply for reply in replies if reply.status_code == 409]
+    assert (len(made), len(refused)) == (1, CROWD - 1)
+    assert {problem_of(reply) for reply in refused} == {"in-flight"}
+    assert all(1 <= int(reply.headers["retry-after"]) <= LEASE_SECONDS for reply in refused)
+    assert len(demo.entries(path, customer)) == 1
+    assert demo.post(path, key, wish).content == made[0].content
+
+
+def test_a_hundred_that_prefer_to_wait_get_the_same_response(demo, path, wish, customer, key):
+    """One executes, and the identical bytes reach all of them."""
+    replies = asyncio.run(crowd(demo, path, key, wish | {"delay_ms": SLOW_MS}, Prefer="wait=60"))
+    assert {reply.status_code for reply in replies} == {201}
+    assert len({reply.content for reply in replies}) == 1
+    assert len({reply.headers["location"] for reply in replies}) == 1
+    replays = [reply for reply in replies if "idempotent-replayed" in reply.headers]
+    assert len(replays) == CROWD - 1
+    assert len(demo.entries(path, customer)) == 1
+
+
+def test_another_request_under_a_running_key_is_a_mismatch(demo, path, wish, key):
+    """422 also while the first one runs."""
+
+    async def scenario():
+        async with httpx.AsyncClient(base_url=demo.url, timeout=PATIENCE_SECONDS) as client:
+
+            def post(body):
+                return client.post(f"/{path}", headers=headers_of(key), json=body)
+
+            slow = [asyncio.create_task(post(wish | {"delay_ms": SLOW_MS})) for _ in range(2)]
+            # The one that is refused says that the other one runs.
+            await asyncio.wait(slow, return_when=asyncio.FIRST_COMPLETED)
+            other = await post(wish | {"customer": "somebody-else"})
+            return await asyncio.gather(*slow), other
+
+    slow, other = asyncio.run(scenario())
+    assert sorted(reply.status_code for reply in slow) == [201, 409]
+    assert (other.status_code, problem_of(other)) == (422, "key-reused")
+
+
+def test_different_requests_run_side_by_side(demo, path, wish, customer):
+    """A slow request is in nobody's way but its own duplicates'."""
+
+    async def scenario():
+        async with httpx.AsyncClient(base_url=demo.url, timeout=PATIENCE_SECONDS) as client:
+            return await asyncio.gather(
+                *(
+                    client.post(
+                        f"/{path}",
+                        headers=headers_of(new_text("key")),
+                        json=wish | {"delay_ms": 50},
+                    )
+                    for _ in range(20)
+                )
+            )
+
+    replies = asyncio.run(scenario())
+    assert {reply.status_code for reply in replies} == {201}
+    assert len(demo.entries(path, customer)) == 20
+
+
+def test_a_slow_order_does_not_cost_a_charge_its_lease(demo, customer):
+    """On SQLite an open order locks the file; a charge that runs meanwhile ends all the same."""
+
+    async def scenario():
+        async with httpx.AsyncClient(base_url=demo.url, timeout=PATIENCE_SECONDS) as client:
+
+            def post(path, delay_ms):
+                body = WISHES[path] | {"customer": customer, "delay_ms": delay_ms}
+                return client.post(f"/{path}", headers=headers_of(new_text("key")), json=body)
+
+            return await asyncio.gather(post("charges", 200), post("orders", 2000))
+
+    assert [reply.status_code for reply in asyncio.run(scenario())] == [201, 201]
+    assert len(demo.entries("effects", customer)) == 2
+
+
+# Reading.
+
+
+def test_the_ledger_is_read_by_customer(demo, path, wish, customer):
+    """Each customer's executions in order; without a customer, everybody's."""
+    other = new_text("other")
+    for name in (customer, other, customer):
+        demo.post(path, new_text("key"), wish | {"customer": name})
+    assert [entry["customer"] for entry in demo.entries(path, customer)] == [customer] * 2
+    everybody = demo.client.get(f"/{path}").json()
+    assert [entry["customer"] for entry in everybody][-3:] == [customer, other, customer]
+    assert demo.client.get("/charges/nothing").status_code == 404
+    assert demo.client.get(f"/{path}", params={"customer": "a\x00b"}).status_code == 422
+
+
+def test_the_policy_is_published(demo):
+    """It names both routes, and what a crash means for each."""
+    page = demo.client.get("/idempotency-policy")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    content = demo.client.get("/idempotency-policy", headers={"Accept": "application/json"}).json()
+    routes = {route["path"]: route for route in content["routes"]}
+    assert routes["/charges"]["lease_seconds"] == LEASE_SECONDS
+    assert (routes["/charges"]["is_atomic"], routes["/orders"]["is_atomic"]) == (False, True)
+    assert {route["key"] for route in routes.values()} == {"required"}
+
+
+def test_the_front_page_lists_the_routes_and_three_lines_to_paste(demo):
+    """Whoever opens the address sees what can be done there."""
+    page = demo.client.get("/").text
+    assert page.count("curl -i http") == 3
+    for route in ("/charges", "/orders", "/effects", "/idempotency-policy"):
+        assert route in page
+
+
+def test_the_api_is_described_with_its_key_and_its_refusals(demo):
+    """A client that reads the description knows what to send and what to expect."""
+    described = demo.client.get("/openapi.json").json()["paths"]
+    for path in ("/charges", "/orders"):
+        post = described[path]["post"]
+        assert [item["name"] for item in post["parameters"]] == ["Idempotency-Key"]
+        assert post["parameters"][0]["required"] is True
+        assert set(post["responses"]) >= {"201", "400", "401", "402", "409", "422", "503"}
+        assert post["security"] == [{"HTTPBearer": []}]

@@ -1,0 +1,1 @@
+"""The table of HTTP cases, and what plays it against real servers."""

@@ -1,0 +1,75 @@
+"""The table itself: it is whole, it says what it leaves out and why, and it can fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from retrysafe.http.problems import KINDS as PROBLEM_KINDS
+from tests.http_cases import cases
+from tests.http_cases.cases import PROBLEMS, Ask, case, post
+from tests.http_cases.configuration import mount_of
+from tests.http_cases.playing import played_on
+from tests.http_cases.serving import BARE, KINDS
+from tests.http_cases.table import CASES
+
+
+def test_the_table_is_large_and_every_case_has_its_own_name():
+    """Names are how a failing case is found."""
+    assert len(CASES) >= 150
+    names = [case.name for case in CASES]
+    assert sorted(set(names)) == sorted(names)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_case_stays_in_one_mount(case):
+    """Its store is broken and counted for the case alone."""
+    assert len({mount_of(ask.path).prefix for ask in case.asks}) == 1
+
+
+def test_problems_are_those_of_the_middleware():
+    """Status and advice are written down twice on purpose: a change must be meant."""
+    real = {kind.slug: (kind.status, kind.retryable) for kind in PROBLEM_KINDS}
+    assert {slug: real[slug] for slug in PROBLEMS} == PROBLEMS
+    # Those that are left can only be met by a server that loses its claim, its schema or itself.
+    assert real.keys() - PROBLEMS.keys() == {"claim-lost", "store-unusable", "closing"}
+
+
+def test_every_problem_is_met():
+    """A refusal that no case expects is not promised by anything."""
+    expected = {
+        step.problem for case in CASES for step in case.steps if isinstance(step, cases.Refused)
+    }
+    # Told to a client that has gone; its case sees that nothing ran.
+    assert PROBLEMS.keys() - expected == {"body-incomplete"}
+
+
+def test_what_is_left_out_is_left_out_for_a_reason():
+    """Every trait is one that some server has, and every case is played somewhere."""
+    traits = set().union(*(kind.traits for kind in KINDS))
+    for each in CASES:
+        assert each.without.keys() <= traits
+        assert all(each.without.values())
+        assert any(kind.reason_without(each) is None for kind in KINDS)
+    for kind in KINDS:
+        assert sum(kind.reason_without(each) is None for each in CASES) >= 150
+
+
+def test_a_request_without_an_expectation_is_refused():
+    """Else a case would send it, look away and pass."""
+    for steps in ((), (post(),), (cases.Ran(),), (post(), post()), (cases.Heal(), cases.Ran())):
+        with pytest.raises(ValueError, match="odd"):
+            case("odd", "Odd", *steps)
+
+
+def test_an_application_without_protection_fails_the_table():
+    """Every case that promises a replay or a refusal notices when there is none."""
+    plain = (Ask, *cases.EXPECTATIONS)
+    promising = [
+        case
+        for case in CASES
+        if all(isinstance(step, plain) for step in case.steps)
+        and any(isinstance(step, cases.Replay | cases.Refused) for step in case.steps)
+    ]
+    assert len(promising) >= 150
+    outcomes = played_on(BARE, promising)
+    assert [name for name, error in outcomes.items() if not isinstance(error, AssertionError)] == []
