@@ -286,7 +286,7 @@ def test_an_interrupted_worker_stops_its_duties(idem, monkeypatch):
         def put(self, item):
             calls.append(item)
 
-        def get(self):
+        def get(self, timeout):
             raise KeyboardInterrupt
 
     monkeypatch.setattr("retrysafe.runtime.workers.SimpleQueue", Interrupted)

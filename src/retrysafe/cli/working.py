@@ -122,6 +122,7 @@ def worker(
             made.run_once()
         else:
             if not is_json:
+                output.note("working; stop with Ctrl-C or SIGTERM")
                 made.duties["progress"] = _Progress(place)
             with _stopped_by_signals(made):
                 made.run()
@@ -295,7 +296,6 @@ class _Progress:
     def run(self) -> None:
         """Looks every second until `stop`."""
         told = self._place.reports()
-        output.note("working; stop with Ctrl-C or SIGTERM")
         while not run_sync(self._stopping.wait(_PROGRESS_SECONDS)):
             counts = self._place.reports()
             for name, now in counts.items():

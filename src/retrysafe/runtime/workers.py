@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Mapping
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.duties import Flow
 from retrysafe.runtime.waiting import TaskSignal, ThreadSignal
+
+# A signal that the system gives to another thread does not wake the main one, and only that runs
+# the signal's function; so whoever may be the main thread never waits longer than this at a time.
+_TURN_SECONDS: Final = 0.5
 
 
 class Duty(Protocol):
@@ -151,12 +155,13 @@ class Worker:
                 thread.start()
             for _ in threads:
                 # A duty that ends, ends all: a worker without its recovery only looks alive.
-                error = ended.get() or error
+                error = _next_of(ended) or error
                 self.stop()
         finally:
             self.stop()
             for thread in threads:
-                thread.join()
+                while thread.is_alive():
+                    thread.join(_TURN_SECONDS)
         if error is not None:
             raise error
         return self.reports
@@ -202,6 +207,15 @@ class Worker:
         self._thread.join()
         if self._error is not None and error is None:
             raise self._error
+
+
+def _next_of(ended: SimpleQueue[BaseException | None]) -> BaseException | None:
+    """How the next duty ended."""
+    while True:
+        try:
+            return ended.get(timeout=_TURN_SECONDS)
+        except Empty:
+            continue
 
 
 class AsyncWorker:
