@@ -28,7 +28,7 @@ _FORM_DATA: Final = b"multipart/form-data"
 _KNOWN_CHARSETS: Final = frozenset({b"utf-8", b"utf8", b"us-ascii"})
 _TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
 _PARAMETER: Final = re.compile(
-    rb'[ \t]*+;[ \t]*+(?:(%b)=(?:"((?:[^"\\]|\\.)*+)"|([^;" \t]++)))?[ \t]*+' % _TOKEN, re.DOTALL
+    rb'[ \t]*+;[ \t]*+(?:(%b)=(?:"((?:[^"\\]|\\.)*)"|([^;" \t]++)))?[ \t]*+' % _TOKEN, re.DOTALL
 )
 _BOUNDARY: Final = re.compile(rb"[0-9A-Za-z'()+_,\-./:=? ]{0,69}[0-9A-Za-z'()+_,\-./:=?]")
 _DISPOSITION: Final = re.compile(rb"[ \t]*+(%b)" % _TOKEN)

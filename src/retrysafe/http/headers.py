@@ -14,10 +14,12 @@ from typing import Final, NamedTuple
 from retrysafe.core.keys import KEY_LIMIT_CHARACTERS
 from retrysafe.errors import KeyInvalid
 
-# Quantifiers are possessive, so that no header makes a match take longer than one pass over it.
+# Quantifiers of characters are possessive, and every group that is repeated begins with a character
+# that nothing before it can take: no header makes a match take much longer than one pass over it.
+# Groups are not, because early releases of Python 3.11 match possessive groups wrongly.
 #
 # RFC 8941: printable ASCII between quotes, where only the quote and the backslash are escaped.
-_STRING: Final = rb'"[ !#-\[\]-~]*+(?:\\["\\][ !#-\[\]-~]*+)*+"'
+_STRING: Final = rb'"[ !#-\[\]-~]*+(?:\\["\\][ !#-\[\]-~]*+)*"'
 _BARE_ITEM: Final = b"|".join(
     (
         rb"-?[0-9]{1,12}\.[0-9]{1,3}",
@@ -28,7 +30,7 @@ _BARE_ITEM: Final = b"|".join(
         rb"\?[01]",
     )
 )
-_PARAMETERS: Final = rb"(?:; *+[a-z*][a-z0-9_\-.*]*+(?:=(?:%b))?)*+" % _BARE_ITEM
+_PARAMETERS: Final = rb"(?:; *+[a-z*][a-z0-9_\-.*]*+(?:=(?:%b))?)*" % _BARE_ITEM
 _STRING_ITEM: Final = re.compile(rb" *+(%b)%b *+" % (_STRING, _PARAMETERS))
 _STRING_START: Final = re.compile(rb" *+%b" % _STRING)
 _ESCAPED: Final = re.compile(rb"\\(.)")
@@ -99,9 +101,9 @@ class Preference(NamedTuple):
 NO_PREFERENCE: Final = Preference(None, False)
 
 _TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
-_QUOTED: Final = rb'"(?:[^"\\]|\\.)*+"'
+_QUOTED: Final = rb'"(?:[^"\\]|\\.)*"'
 # One member of the list, up to its comma or the end; a quoted text may contain both.
-_MEMBER: Final = re.compile(rb'([^,"]*+(?:%b[^,"]*+)*+)(?:,|\Z)' % _QUOTED, re.DOTALL)
+_MEMBER: Final = re.compile(rb'([^,"]*+(?:%b[^,"]*+)*)(?:,|\Z)' % _QUOTED, re.DOTALL)
 _PREFERENCE: Final = re.compile(
     rb"[ \t]*+(%b)(?:[ \t]*+=[ \t]*+(%b|%b)?)?[ \t]*+(?:;.*)?" % (_TOKEN, _TOKEN, _QUOTED),
     re.DOTALL,

@@ -256,12 +256,18 @@ class Batches:
             if result is None
         ]
         found = await self.read_records(digests) if digests else {}
-        return [
-            await self._claim_existing(request, found.get(request.key.digest))
-            if result is None
-            else result
-            for request, result in zip(claims, results, strict=True)
-        ]
+        unseen = set(digests)
+        answers: list[ClaimResult] = []
+        for request, result in zip(claims, results, strict=True):
+            if result is not None:
+                answers.append(result)
+                continue
+            digest = request.key.digest
+            # An earlier claim of the same batch may have changed what was read.
+            record = found.get(digest) if digest in unseen else await self.read_record(digest)
+            unseen.discard(digest)
+            answers.append(await self._claim_existing(request, record))
+        return answers
 
     async def _claim_existing(self, request: ClaimRequest, found: Found | None) -> ClaimResult:
         """Claims a key that has a row: by the table, and by comparing what is replaced."""
