@@ -291,11 +291,12 @@ class _Progress:
 
     def __init__(self, place: _Place) -> None:
         self._place = place
+        self._told = place.reports()
         self._stopping = ThreadSignal()
 
     def run(self) -> None:
         """Looks every second until `stop`."""
-        told = self._place.reports()
+        told = self._told
         while not run_sync(self._stopping.wait(_PROGRESS_SECONDS)):
             counts = self._place.reports()
             for name, now in counts.items():
