@@ -29,7 +29,7 @@ RECOVERY_GUARDS: tuple[Guard, ...] = (
             ),
         ),
         properties.test_a_worker_never_takes_over_from_a_successor,
-        (Invariant.ONE_OWNER, Invariant.HONEST_ANSWER, Invariant.OUTCOME_STANDS),
+        (Invariant.ZOMBIE,),
     ),
     Guard(
         "a worker admits nothing",

@@ -495,6 +495,8 @@ class Ledger:
 
 def _broken_by_claim(expected: Decision, decision: Decision, truth: Truth | None) -> Invariant:
     """Which promise a wrong answer to a claim breaks."""
+    if expected is Decision.LOST:
+        return Invariant.ZOMBIE  # A worker that is late is as fenced off as an owner is.
     if expected is Decision.MISMATCH or decision is Decision.MISMATCH:
         return Invariant.SAME_REQUEST
     if decision in (Decision.ADMIT, Decision.TAKE_OVER):
