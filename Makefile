@@ -40,7 +40,9 @@ tested-demo:
 	$(BIN)/python -m pytest tests/demo tests/story
 
 tested-rest:
-	$(BIN)/python -m pytest tests --ignore=tests/core --ignore=tests/demo --ignore=tests/story
+	# By themselves: they assert that not a single thread of the library is left.
+	$(BIN)/python -m pytest tests/runtime
+	$(BIN)/python -m pytest tests --ignore=tests/core --ignore=tests/demo --ignore=tests/story --ignore=tests/runtime
 
 lint: setup ## Check style, types, import direction and generated documents
 	$(BIN)/ruff format --check .
