@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.cache import CachedOutcome, ReplayCache
+from retrysafe.core.cache import ReplayCache
 from retrysafe.core.events import ALL_KINDS, Event, EventKind, Reporter
+from retrysafe.core.flights import Flight, is_same_request
 from retrysafe.core.keys import child_key
 from retrysafe.core.lease import RENEWALS_PER_LEASE, Lease
 from retrysafe.core.model import Payload
 from retrysafe.errors import ClaimLost, SecretMissing
-from tests.core.building import KEY, MARK, TOKEN
+from tests.core.building import KEY, MARK, OTHER_MARK, TOKEN
 
 SECRET = b"0123456789abcdef"
 
@@ -23,26 +24,33 @@ SECRET = b"0123456789abcdef"
 # The cache of finished outcomes.
 
 
-def outcome(size_bytes: int = 1) -> CachedOutcome:
-    return CachedOutcome((MARK,), "charge", Payload("bytes.1", b"", b"x" * size_bytes), 1)
+REQUEST = Flight((MARK, OTHER_MARK), "charge")
+
+
+def outcome(size_bytes: int = 1) -> Payload:
+    return Payload("bytes.1", b"", b"x" * size_bytes)
 
 
 def keep(
     cache: ReplayCache,
     digest: bytes,
-    item: CachedOutcome,
+    item: Payload,
     *,
     at: float = 0,
     remaining_ms: int = 10**9,
 ) -> None:
-    cache.keep(digest, item, asked_monotonic=at, remaining_ms=remaining_ms)
+    cache.keep(digest, REQUEST, item, 3, asked_monotonic=at, remaining_ms=remaining_ms)
 
 
 def test_an_outcome_is_found_until_its_time_is_over():
     """The time counts from when the store was asked, not from when it answered."""
     cache, item = ReplayCache(seconds=2.0), outcome()
     keep(cache, b"a", item, at=100.0)
-    assert cache.find(b"a", 101.999) is item
+    found = cache.find(b"a", 101.999)
+    assert found.payload == item
+    assert (found.attempt, found.operation) == (3, "charge")
+    assert is_same_request(found, REQUEST)
+    assert found.fingerprints == REQUEST.fingerprints
     assert cache.find(b"a", 102.0) is None
 
 

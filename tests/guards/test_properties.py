@@ -39,7 +39,7 @@ from retrysafe import (
     StoreUnavailable,
     current_attempt,
 )
-from retrysafe.core.cache import CachedOutcome, ReplayCache
+from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Call
 from retrysafe.core.codec import ValueCodec
 from retrysafe.core.engine import Engine
@@ -514,9 +514,8 @@ def test_an_outcome_survives_its_cancelled_caller():
 def test_a_cached_outcome_ends_with_its_window():
     """The cache never replays longer than the record itself would."""
     cache = ReplayCache()
-    outcome = CachedOutcome((), "pay", PAYLOAD, 1)
-    cache.keep(KEY.digest, outcome, asked_monotonic=100.0, remaining_ms=500)
-    assert cache.find(KEY.digest, 100.4) is outcome
+    cache.keep(KEY.digest, Flight((), "pay"), PAYLOAD, 1, asked_monotonic=100.0, remaining_ms=500)
+    assert cache.find(KEY.digest, 100.4).payload == PAYLOAD
     assert cache.find(KEY.digest, 100.6) is None
 
 

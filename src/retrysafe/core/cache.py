@@ -7,8 +7,9 @@ expiry takes effect everywhere soon, and never longer than the record's own acti
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Final
+from typing import Any, Final
 
+from retrysafe.core.flights import Request
 from retrysafe.core.model import Fingerprint, Payload
 
 # Long enough to absorb a burst of retries, short enough for an operator who waits for effect.
@@ -18,24 +19,46 @@ BYTES_LIMIT: Final = 16 * 1024 * 1024
 ENTRIES_LIMIT: Final = 10_000
 
 
+# An outcome as it is kept: when it ends, its attempt, its operation, its payload, and the pairs of
+# rule and digest that tell its request. A plain tuple of plain values, because the garbage
+# collector forgets such a tuple; objects of our own it would walk over again and again, which cost
+# more than everything else that is done for a finished operation.
+Kept = tuple[Any, ...]
+_PAYLOAD: Final = slice(3, 6)
+_FIRST_PAIR: Final = 6
+
+
 class CachedOutcome:
     """A finished outcome, the request that it belongs to, and the attempt that made it."""
 
-    __slots__ = ("attempt", "ends_monotonic", "fingerprints", "operation", "payload", "size_bytes")
+    __slots__ = ("kept",)
 
-    def __init__(
-        self,
-        fingerprints: tuple[Fingerprint, ...],
-        operation: str,
-        payload: Payload,
-        attempt: int,
-    ) -> None:
-        self.fingerprints = fingerprints
-        self.operation = operation
-        self.payload = payload
-        self.attempt = attempt
-        self.size_bytes = len(payload.head) + len(payload.body)
-        self.ends_monotonic = 0.0
+    def __init__(self, kept: Kept) -> None:
+        # Two finds of one outcome have the very same: nothing was remembered in between.
+        self.kept = kept
+
+    @property
+    def attempt(self) -> int:
+        """The attempt that made it."""
+        attempt: int = self.kept[1]
+        return attempt
+
+    @property
+    def operation(self) -> str:
+        """Of which operation."""
+        operation: str = self.kept[2]
+        return operation
+
+    @property
+    def payload(self) -> Payload:
+        """What is replayed."""
+        return Payload(*self.kept[_PAYLOAD])
+
+    @property
+    def fingerprints(self) -> tuple[Fingerprint, ...]:
+        """What was asked for."""
+        pairs = self.kept[_FIRST_PAIR:]
+        return tuple(map(Fingerprint, pairs[::2], pairs[1::2]))
 
 
 class ReplayCache:
@@ -57,41 +80,63 @@ class ReplayCache:
         self._entries_limit = entries_limit
         self._bytes_limit = bytes_limit
         # A plain dictionary looks for its first entry among the holes of all that were removed.
-        self._entries: OrderedDict[bytes, CachedOutcome] = OrderedDict()
+        self._entries: OrderedDict[bytes, Kept] = OrderedDict()
         self._bytes = 0
 
     def find(self, digest: bytes, monotonic: float) -> CachedOutcome | None:
         """The outcome, if it is still fresh."""
-        entry = self._entries.get(digest)
-        if entry is None:
+        kept = self._entries.get(digest)
+        if kept is None:
             return None
         # A stale entry stays until it is replaced or pushed out: only the writers hold the lock.
-        return entry if monotonic < entry.ends_monotonic else None
+        return CachedOutcome(kept) if monotonic < kept[0] else None
 
     def keep(
-        self, digest: bytes, outcome: CachedOutcome, asked_monotonic: float, remaining_ms: int
+        self,
+        digest: bytes,
+        request: Request,
+        payload: Payload,
+        attempt: int,
+        asked_monotonic: float,
+        remaining_ms: int,
     ) -> None:
-        """Remembers an outcome, counted from the instant that the store was asked."""
+        """Remembers the outcome of a request, counted from the instant that the store was asked."""
         seconds = min(self._seconds, remaining_ms / 1000)
-        size_bytes = outcome.size_bytes
+        head, body = payload.head, payload.body
+        size_bytes = len(head) + len(body)
         if seconds <= 0 or size_bytes > self._bytes_limit // 16:
             return  # One large outcome must not push out a thousand small ones.
         entries = self._entries
         if digest in entries:
             self.forget(digest)
-        outcome.ends_monotonic = asked_monotonic + seconds
-        entries[digest] = outcome
+        pairs: list[Any] = []
+        for fingerprint in request.fingerprints:
+            pairs += (fingerprint.rule, fingerprint.digest)
+        ends_monotonic = asked_monotonic + seconds
+        entries[digest] = (
+            ends_monotonic,
+            attempt,
+            request.operation,
+            payload.form,
+            head,
+            body,
+            *pairs,
+        )
         self._bytes += size_bytes
         while len(entries) > self._entries_limit or self._bytes > self._bytes_limit:
-            self._bytes -= entries.popitem(last=False)[1].size_bytes
+            self._bytes -= _size_bytes(entries.popitem(last=False)[1])
 
     def forget(self, digest: bytes) -> None:
         """Drops one outcome."""
-        entry = self._entries.pop(digest, None)
-        if entry is not None:
-            self._bytes -= entry.size_bytes
+        kept = self._entries.pop(digest, None)
+        if kept is not None:
+            self._bytes -= _size_bytes(kept)
 
     def clear(self) -> None:
         """Drops everything."""
         self._entries.clear()
         self._bytes = 0
+
+
+def _size_bytes(kept: Kept) -> int:
+    return len(kept[4]) + len(kept[5])

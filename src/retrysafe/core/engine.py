@@ -185,17 +185,16 @@ class Engine:
             self._check_same(call, cached, "process")
         return cached
 
-    def repeats(self, call: Call, payload: Payload) -> bool:
-        """Whether this very payload is still the call's outcome, as this process remembers it.
+    def repeats(self, call: Call, outcome: CachedOutcome) -> bool:
+        """Whether this outcome, remembered for this very call, is still all that is known of it.
 
-        It counts as a replay then. Raises `KeyReused`.
+        It counts as a replay then.
         """
         if self._cache is None:
             return False
         cached = self._cache.find(call.key.digest, self._monotonic())
-        if cached is None or cached.payload is not payload:
+        if cached is None or cached.kept is not outcome.kept:
             return False
-        self._check_same(call, cached, "process")
         self._report(_REPLAYED, call.key, call.operation, cached.attempt, source="process")
         return True
 
@@ -537,9 +536,8 @@ class Engine:
     ) -> None:
         flight.share(payload, attempt)
         if self._cache is not None:
-            outcome = CachedOutcome(call.fingerprints, call.operation, payload, attempt)
             with self._lock:
-                self._cache.keep(call.key.digest, outcome, asked, remaining_ms)
+                self._cache.keep(call.key.digest, call, payload, attempt, asked, remaining_ms)
 
     def _replay(self, call: Call, payload: Payload, attempt: int, source: str) -> Answer[Any]:
         self._report(_REPLAYED, call.key, call.operation, attempt, source=source)

@@ -146,7 +146,7 @@ class IdempotencyMiddleware:
         if repetition is not None:
             body = await _read_body(receive, match[0].rule.request_limit_bytes)
             if body == repetition.body and self.idempotency.repeats(
-                repetition.call, repetition.payload
+                repetition.call, repetition.outcome
             ):
                 await _send(send, repetition.response())
                 return
@@ -213,7 +213,7 @@ class IdempotencyMiddleware:
         """Remembers what this replay looks like, for the next request that is the same."""
         outcome = self.idempotency.remembered(call)
         if self._recent is not None and head is not None and outcome is not None:
-            repetition = Repetition(plan.request.body, call, outcome.payload, response)
+            repetition = Repetition(plan.request.body, call, outcome, response)
             self._recent.keep(head, repetition)
 
     async def _run_unprotected(

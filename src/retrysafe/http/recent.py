@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, Final
 
+from retrysafe.core.cache import CachedOutcome
 from retrysafe.core.call import Call
-from retrysafe.core.model import Payload
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response
 
@@ -27,12 +27,12 @@ Head = tuple[Any, ...]
 class Repetition:
     """A request that was replayed, and what its replay looks like."""
 
-    __slots__ = ("body", "call", "headers", "payload", "response_body", "status")
+    __slots__ = ("body", "call", "headers", "outcome", "response_body", "status")
 
-    def __init__(self, body: bytes, call: Call, payload: Payload, response: Response) -> None:
+    def __init__(self, body: bytes, call: Call, outcome: CachedOutcome, response: Response) -> None:
         self.body = body
         self.call = call
-        self.payload = payload
+        self.outcome = outcome
         self.status = response.status
         # A copy per answer is made from it: outer middlewares add to the list that they are given.
         self.headers: tuple[Header, ...] = tuple(response.headers)

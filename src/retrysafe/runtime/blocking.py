@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from types import CoroutineType, FunctionType, TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
@@ -45,6 +45,7 @@ from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_out
 from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.group_commit import DirectWriter, ThreadGroupCommit
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
+from retrysafe.runtime.invocations import ThreadInvocation
 from retrysafe.runtime.steps import codec_of_step, perform_blocking
 from retrysafe.runtime.waiting import ThreadWaiting
 from retrysafe.runtime.workers import Duty, ThreadDuty, Worker
@@ -321,24 +322,14 @@ class BlockingIdempotency(AtomicThreads, Face):
     def _answer(
         self, call: Call, operation: Callable[..., Any], args: Any, kwargs: Any
     ) -> Answer[Any]:
-        async def invoke(attempt: Attempt) -> Any:
-            token = current.set(attempt)
-            try:
-                value = operation(attempt) if args is None else operation(*args, **kwargs)
-            finally:
-                current.reset(token)
-            if type(value) is CoroutineType:
-                # Nothing has run yet: the coroutine was only made.
-                value.close()
-                raise InvalidInput("the operation is async: use AsyncIdempotency for it")
-            return value
-
-        gate, inside = self._gate, object()
+        # Also what the gate knows this call by.
+        invocation = ThreadInvocation(operation, args, kwargs)
+        gate = self._gate
         try:
-            gate.enter(inside)
-            return run_sync(self._engine.answer(call, invoke))
+            gate.enter(invocation)
+            return run_sync(self._engine.answer(call, invocation.invoke))
         finally:
-            gate.leave(inside)
+            gate.leave(invocation)
 
     async def _resume(
         self,

@@ -198,8 +198,22 @@ def request_tree(request: object) -> Any:
         ) from None
 
 
+# What calls without arguments ask for, by rule and name. A closure brings its arguments along, so
+# these are many calls of few operations.
+_EMPTY_LIMIT: Final = 512
+_empty: dict[tuple[int, str], tuple[FingerprintRule, tuple[Fingerprint, ...]]] = {}
+
+
 def fingerprints_of(rule: FingerprintRule, name: str, request: object) -> tuple[Fingerprint, ...]:
     """What tells this request from others under its key; raises `FingerprintImpossible`."""
+    if request == [] and type(request) is list:
+        known = _empty.get((id(rule), name))
+        # The rule is held with it, so that its id is nobody else's.
+        if known is None:
+            known = (rule, rule.fingerprints_of_value(name.encode(), tree=request))
+            if len(_empty) < _EMPTY_LIMIT:
+                _empty[id(rule), name] = known
+        return known[1]
     tree = request_tree(request)
     try:
         return rule.fingerprints_of_value(name.encode(), tree=tree)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
-from types import CoroutineType, TracebackType
+from types import TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
@@ -22,11 +22,11 @@ from retrysafe.core.events import Emit
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.joining import Joiner
 from retrysafe.core.keys import Key
-from retrysafe.core.model import Decision, OperatorCommand, Payload, StoredKey, SweepReport
+from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Transaction, Waits
 from retrysafe.core.stepping import Stepper
-from retrysafe.errors import InvalidInput, StoreError
+from retrysafe.errors import InvalidInput
 from retrysafe.runtime.atomic_tasks import AtomicTasks, TaskTransacting
 from retrysafe.runtime.calls import (
     ONCE_ATTRIBUTE,
@@ -46,6 +46,7 @@ from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_out
 from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.group_commit import DirectWriter, TaskGroupCommit
 from retrysafe.runtime.heartbeat import TaskHeartbeat
+from retrysafe.runtime.invocations import TaskInvocation
 from retrysafe.runtime.joining import ThreadRenewals, drive_either
 from retrysafe.runtime.steps import codec_of_step, perform_suspending
 from retrysafe.runtime.threaded import ThreadedStore
@@ -348,9 +349,9 @@ class AsyncFace(AtomicTasks, Face):
         """For adapters: what this process remembers of the outcome; raises `KeyReused`."""
         return self._bound().engine.remembered(call)
 
-    def repeats(self, call: Call, payload: Payload) -> bool:
-        """For adapters: whether this very payload still is the outcome; counts as a replay then."""
-        return self._bound().engine.repeats(call, payload)
+    def repeats(self, call: Call, outcome: CachedOutcome) -> bool:
+        """For adapters: whether that is still what is remembered; counts as a replay then."""
+        return self._bound().engine.repeats(call, outcome)
 
     def answer_call(
         self, call: Call, operation: Callable[[Attempt], Awaitable[Any]]
@@ -384,28 +385,11 @@ class AsyncFace(AtomicTasks, Face):
     async def _answer(
         self, call: Call, operation: Callable[..., Awaitable[Any]], args: Any, kwargs: Any
     ) -> Answer[Any]:
-        async def invoke(attempt: Attempt) -> Any:
-            if not attempt.is_first:
-                # Read at its end anyway; a thread that completes on a blocking connection needs it
-                # before that, and cannot wait for the loop.
-                try:
-                    await attempt.load_steps()
-                except StoreError:
-                    pass  # Asked again where it is needed, and raised there.
-            token = current.set(attempt)
-            try:
-                value: Any = operation(attempt) if args is None else operation(*args, **kwargs)
-                if type(value) is CoroutineType or inspect.isawaitable(value):
-                    return await value
-                # A plain function has done its work by now, so what it returned is the outcome.
-                return value
-            finally:
-                current.reset(token)
-
+        invocation = TaskInvocation(operation, args, kwargs)
         parts = self._bound()
         parts.gate.enter()
         try:
-            return await parts.engine.answer(call, invoke)
+            return await parts.engine.answer(call, invocation.invoke)
         finally:
             parts.gate.leave()
 

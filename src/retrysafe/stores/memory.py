@@ -28,13 +28,19 @@ from retrysafe.core.model import (
     Step,
     StepWrite,
     StoredKey,
-    StoredOutcome,
     SweepReport,
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Waits
 from retrysafe.errors import StoreError
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.memory_outbox import MemoryOutbox
+from retrysafe.stores.memory_records import (
+    Ending,
+    Records,
+    ending_of,
+    payload_of,
+    stored_outcome,
+)
 
 
 class MemoryStore:
@@ -43,8 +49,8 @@ class MemoryStore:
     def __init__(self, *, now_ms: Callable[[], int] = wall_clock_ms) -> None:
         self._now_ms = now_ms
         self._lock = threading.Lock()
-        self._records: dict[bytes, Record] = {}
-        self._outcomes: dict[bytes, list[StoredOutcome]] = {}
+        self._records = Records()
+        self._outcomes: dict[bytes, tuple[Ending, ...]] = {}
         self._steps: dict[bytes, dict[str, Step]] = {}
         self._arguments: dict[bytes, Payload] = {}
         self.outbox = MemoryOutbox(self._locked, now_ms)
@@ -77,7 +83,7 @@ class MemoryStore:
     def _claim(self, request: ClaimRequest, now_ms: int) -> ClaimResult:
         digest = request.key.digest
         try:
-            changed, answer = transitions.claim(self._records.get(digest), request, now_ms)
+            changed, answer = transitions.claim(self._records.find(digest), request, now_ms)
         except StoreError as error:
             return error
         if changed is not None:
@@ -95,27 +101,20 @@ class MemoryStore:
 
     def _settle(self, settlement: Settlement, now_ms: int) -> SettleAnswer:
         digest = settlement.key.digest
-        changed, answer = transitions.settle(self._records.get(digest), settlement, now_ms)
+        changed, answer = transitions.settle(self._records.find(digest), settlement, now_ms)
         if changed is not None:
             self._records[digest] = changed
             if settlement.payload is not None and settlement.kind is not SettleKind.EXTEND:
-                ending = StoredOutcome(
-                    settlement.token,
-                    changed.attempt,
-                    changed.state,
-                    settlement.payload,
-                    now_ms,
-                    now_ms + settlement.audit_ms,
-                )
-                self._outcomes.setdefault(digest, []).append(ending)
+                ending = ending_of(settlement, settlement.payload, changed, now_ms)
+                self._outcomes[digest] = (*self._outcomes.get(digest, ()), ending)
                 self.outbox.insert(settlement.entries, settlement.key, now_ms)
         return answer
 
     def _payload(self, record: Record) -> Payload | None:
         """What the attempt that settled the record left behind."""
-        for outcome in reversed(self._outcomes.get(record.digest, [])):
-            if outcome.token == record.token:
-                return outcome.payload
+        for ending in reversed(self._outcomes.get(record.digest, ())):
+            if ending[0] == record.token:
+                return payload_of(ending)
         return None
 
     async def record_step(self, write: StepWrite) -> Decision:
@@ -123,7 +122,7 @@ class MemoryStore:
         with self._lock:
             digest = write.key.digest
             decision = transitions.record_step(
-                self._records.get(digest), write.token, self._now_ms()
+                self._records.find(digest), write.token, self._now_ms()
             )
             if decision is Decision.APPLY:
                 self._steps.setdefault(digest, {}).setdefault(write.step.name, write.step)
@@ -131,7 +130,7 @@ class MemoryStore:
 
     def _record_of(self, key: Key) -> Record | None:
         """The record of exactly this key: one of another key with the same digest is not it."""
-        record = self._records.get(key.digest)
+        record = self._records.find(key.digest)
         if record is None or record.text != key.text or record.caller != key.caller:
             return None
         return record
@@ -148,7 +147,7 @@ class MemoryStore:
                 condition_of(record, now_ms),
                 now_ms,
                 sorted(self._steps.get(key.digest, {}).values(), key=lambda step: step.position),
-                list(self._outcomes.get(key.digest, [])),
+                [stored_outcome(ending) for ending in self._outcomes.get(key.digest, ())],
                 self._arguments.get(key.digest),
             )
 
@@ -195,7 +194,7 @@ class MemoryStore:
     async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
         """Claims a key that is abandoned by the owner of that token."""
         with self._lock:
-            record = self._records.get(request.key.digest)
+            record = self._records.find(request.key.digest)
             changed, answer = transitions.take_over(record, request, held, self._now_ms())
             if changed is not None:
                 self._records[request.key.digest] = changed
@@ -223,14 +222,16 @@ class MemoryStore:
                 self._steps.pop(digest, None)
                 self._arguments.pop(digest, None)
             past = [
-                (digest, outcome)
-                for digest, outcomes in self._outcomes.items()
-                for outcome in outcomes
-                if now_ms >= outcome.audit_ends_at_ms
+                (digest, ending)
+                for digest, endings in self._outcomes.items()
+                for ending in endings
+                if now_ms >= ending[-1]
             ]
-            for digest, outcome in past[:limit]:
-                self._outcomes[digest].remove(outcome)
-                if not self._outcomes[digest]:
+            for digest, ending in past[:limit]:
+                left = tuple(item for item in self._outcomes[digest] if item is not ending)
+                if left:
+                    self._outcomes[digest] = left
+                else:
                     del self._outcomes[digest]
             needless = [
                 digest
