@@ -11,6 +11,7 @@ from retrysafe.core.engine import Engine
 from retrysafe.core.flights import Flights
 from retrysafe.core.machine import Event
 from retrysafe.core.model import Condition, Decision
+from retrysafe.core.running import Runner
 from retrysafe.core.settling import Settler
 from retrysafe.runtime.group_commit import TaskGroupCommit, ThreadGroupCommit
 from retrysafe.stores.memory import MemoryStore
@@ -94,7 +95,7 @@ GUARDS: tuple[Guard, ...] = (
         "a zombie's ClaimLost becomes the stored failure of its successor's key",
         (
             InCode(
-                Engine._run,
+                Runner.run,
                 "if isinstance(error, ClaimLost) and attempt.is_lost:",
                 "if False:",
             ),
@@ -147,7 +148,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "renewal: a running attempt is given to the heartbeat",
         "a healthy operation that takes longer than its lease is run by somebody else as well",
-        (InCode(Engine._run, "self._renewals.add(lease)", "pass"),),
+        (InCode(Runner.run, "self._renewals.add(lease)", "pass"),),
         properties.test_a_running_operation_is_renewed,
     ),
     Guard(
@@ -234,7 +235,7 @@ GUARDS: tuple[Guard, ...] = (
         "an operation that was cut off half-way is run again at once",
         (
             InCode(
-                Engine._run,
+                Runner.run,
                 "value = await invoke(attempt)\n        except Exception as error:",
                 "value = await invoke(attempt)\n        except BaseException as error:",
             ),

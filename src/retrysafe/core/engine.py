@@ -1,8 +1,8 @@
-"""The engine: admit a call, run the operation, settle its outcome. One code for sync and async.
+"""The engine: who runs, who waits, who is told what. One code for sync and async.
 
-Owns the flow and its order: the claim is durable before the operation starts, the outcome is
-durable before anybody sees it. It must not know stores, threads or event loops; it speaks to
-ports. Every decision about a record is the store's, by the store's clock.
+Owns the admission of a call: the claim is durable before the operation starts, and a duplicate
+leaves as a replay, a wait, a conflict or a mismatch. It must not know stores, threads or event
+loops; it speaks to ports. Every decision about a record is the store's, by the store's clock.
 """
 
 from __future__ import annotations
@@ -11,38 +11,27 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final, Protocol
 
-from retrysafe.core import codec
 from retrysafe.core.atomic import RIVAL_RETRY_AFTER_SECONDS
 from retrysafe.core.atomic_lead import AtomicLead, Transacting
-from retrysafe.core.attempt import Attempt
 from retrysafe.core.cache import CachedOutcome, ReplayCache
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind, Reporter
 from retrysafe.core.flights import Flight, Flights, Phase, Request, is_same_request
-from retrysafe.core.joining import JoinedOutcome, Joiner
+from retrysafe.core.joining import Joiner
 from retrysafe.core.keys import Key
-from retrysafe.core.lease import Lease
-from retrysafe.core.machine import is_exhausted
-from retrysafe.core.model import (
-    ClaimAnswer,
-    ClaimRequest,
-    Condition,
-    Decision,
-    Ending,
-    Payload,
-)
+from retrysafe.core.model import ClaimAnswer, ClaimRequest, Decision, Payload
 from retrysafe.core.policy import InFlight
-from retrysafe.core.ports import Fate, Lock, Orphanage, Renewals, Waiting, Writer
+from retrysafe.core.ports import Lock, Orphanage, Renewals, Waiting, Writer
 from retrysafe.core.replaying import gone, in_flight, replayed_value, reused
+from retrysafe.core.running import Invoke, Runner
 from retrysafe.core.settling import RETRY_PAUSE_SECONDS, Settler
 from retrysafe.core.stepping import Stepper
-from retrysafe.core.undoing import Concluder, Verdict
+from retrysafe.core.undoing import Concluder
 from retrysafe.errors import (
     ClaimLost,
     KeyReused,
     OperationFailed,
     OperationInFlight,
-    StoreError,
     StoreUnavailable,
 )
 
@@ -60,16 +49,10 @@ RETRY_AFTER_MINIMUM_SECONDS: Final = 0.1
 
 _GRANTED: Final = frozenset({Decision.ADMIT, Decision.TAKE_OVER, Decision.CONFIRM})
 # Looked up once: members of an enum are dear to look up on every call.
-_ABANDONED: Final = Condition.ABANDONED
-_ADMIT: Final = Decision.ADMIT
-_CLAIMED: Final = EventKind.CLAIMED
 _REPLAYED: Final = EventKind.REPLAYED
-_RELEASED: Final = Ending.RELEASED
-_RUNNING: Final = Phase.RUNNING
 _WAIT: Final = InFlight.WAIT
 
 
-Invoke = Callable[[Attempt], Awaitable[Any]]
 Claim = Callable[[ClaimRequest], Awaitable[ClaimAnswer]]
 
 
@@ -104,29 +87,37 @@ class Engine:
         self._waiting = waiting
         self._monotonic = waiting.monotonic
         self._lock = lock
-        self._renewals = renewals
         self._mint_token = mint_token
         self._cache = cache
         self._report = report
-        self._settler = Settler(
+        settler = Settler(
             writer=writer,
             waiting=waiting,
             renewals=renewals,
             orphanage=orphanage,
             report=report,
         )
-        self._concluder = Concluder(settler=self._settler, orphanage=orphanage, renewals=renewals)
         self._owner = owner
-        self._secret = secret
-        self._joiner = joiner
-        self._stepper = stepper
         self._recovers = recovers
         self._flights = Flights(lock)
+        self._runner = Runner(
+            flights=self._flights,
+            settler=settler,
+            concluder=Concluder(settler=settler, orphanage=orphanage, renewals=renewals),
+            renewals=renewals,
+            cache=cache,
+            lock=lock,
+            report=report,
+            monotonic=self._monotonic,
+            secret=secret,
+            joiner=joiner,
+            stepper=stepper,
+        )
         self._atomic_lead = AtomicLead(
             flights=self._flights,
             monotonic=self._monotonic,
-            payload_of=self._settler.payload_of,
-            remember=self._remember,
+            payload_of=settler.payload_of,
+            remember=self._runner.remember,
             report=report,
         )
 
@@ -249,7 +240,7 @@ class Engine:
                             key=call.key.text,
                         )
                     continue
-                return await self._run(flight, call, invoke, request, answer, asked)
+                return await self._runner.run(flight, call, invoke, request, answer, asked)
             if decision is Decision.REPLAY:
                 return self._replay_stored(flight, call, answer, asked)
             if decision is Decision.MISMATCH:
@@ -293,7 +284,7 @@ class Engine:
         payload = answer.payload
         if payload is None:
             raise gone(call)
-        self._remember(call, flight, payload, answer.attempt, asked, answer.remaining_ms)
+        self._runner.remember(call, flight, payload, answer.attempt, asked, answer.remaining_ms)
         return self._replay(call, payload, answer.attempt, "store")
 
     # Admission: a follower waits for its leader's news.
@@ -356,188 +347,7 @@ class Engine:
             raise self._in_flight(call, flight, "process")
         return None
 
-    # The run.
-
-    async def _run(
-        self,
-        flight: Flight,
-        call: Call,
-        invoke: Invoke,
-        request: ClaimRequest,
-        answer: ClaimAnswer,
-        asked: float,
-    ) -> Answer[Any]:
-        policy = call.policy
-        if answer.condition is _ABANDONED:
-            self._report(EventKind.TAKEN_OVER, call.key, call.operation, answer.attempt)
-        else:
-            self._report(_CLAIMED, call.key, call.operation, answer.attempt)
-        lease = Lease(
-            call.key,
-            request.token,
-            policy.lease_ms,
-            answer.remaining_ms,
-            answer.lease_ends_at_ms,
-            asked,
-            policy.run_limit_seconds,
-        )
-        flight.lease = lease
-        # The owner that was in the way is gone: followers must not be told of it any more.
-        flight.conflict_ends_monotonic = None
-        self._flights.enter(flight, _RUNNING)
-        if is_exhausted(answer.attempt, policy.attempt_limit):
-            # The attempts so far may have died half-way; running again could kill the next worker.
-            return await self._exhaust(flight, call, lease, answer.attempt)
-        number = answer.attempt
-        attempt = Attempt(
-            call.key,
-            call.operation,
-            number,
-            lease,
-            self._monotonic,
-            self._secret,
-            answer.decision is _ADMIT,
-            call,
-            self._joiner,
-            self._stepper,
-        )
-        try:
-            # Inside the try: a signal right after it must not leave a lease that is renewed for
-            # ever, with nobody to run for it.
-            self._renewals.add(lease)
-            # Only a clean exception is an ending. Cancellation and process exit pass through:
-            # nobody knows how far the operation got, so only the lease frees the key.
-            try:
-                value = await invoke(attempt)
-            except Exception as error:
-                if isinstance(error, ClaimLost) and attempt.is_lost:
-                    # The operation stopped because it may no longer own the key, so it has no say
-                    # in how the key's run ended.
-                    raise
-                asked = self._monotonic()
-                joined = attempt.joined
-                if joined and await self._is_settled(flight, call, joined, number, asked, error):
-                    raise
-                steps = attempt.steps_to_conclude
-                if steps is not None:
-                    verdict = await self._concluder.conclude(
-                        steps, lease, *self._settler.judged(call, error), error=error
-                    )
-                    if verdict is not None:
-                        return await self._end_by(verdict, flight, call, lease, number, error)
-                ending, payload = await self._settler.settle_error(call, lease, error, number)
-                self._remember_ending(call, flight, ending, payload, number, asked)
-                raise
-            asked = self._monotonic()
-            joined = attempt.joined
-            if joined and await self._is_settled(flight, call, joined, number, asked, None):
-                return Answer(joined.value, False, number)
-            ending, payload = self._settler.payload_of(call, value, number)
-            entries = attempt.staged()
-            steps = attempt.steps if attempt.is_first else attempt.steps_to_conclude
-            if steps is not None:
-                verdict = await self._concluder.conclude(
-                    steps, lease, ending, payload, value=value, entries=entries
-                )
-                if verdict is not None:
-                    return await self._end_by(verdict, flight, call, lease, number, verdict.error)
-            payload = await self._settler.settle(
-                call, lease, ending, payload, number, value, entries
-            )
-            self._remember_ending(call, flight, ending, payload, number, asked)
-        finally:
-            self._stop_renewing(lease)
-        return Answer(value, False, number)
-
-    async def _end_by(
-        self,
-        verdict: Verdict,
-        flight: Flight,
-        call: Call,
-        lease: Lease,
-        attempt: int,
-        error: Exception | None,
-    ) -> Answer[Any]:
-        """Settles what the steps say of the ending, and tells the caller that."""
-        asked = self._monotonic()
-        ending, payload = await self._settler.settle_judged(
-            call, lease, verdict.ending, verdict.payload, attempt, error
-        )
-        self._remember_ending(call, flight, ending, payload, attempt, asked)
-        return Answer(verdict.told(call), False, attempt)
-
-    def _stop_renewing(self, lease: Lease) -> None:
-        lease.is_over = True
-        # The ending of a cancelled caller keeps its lease until it is written.
-        if not lease.is_adopted:
-            self._renewals.remove(lease)
-
-    async def _is_settled(
-        self,
-        flight: Flight,
-        call: Call,
-        joined: JoinedOutcome,
-        attempt: int,
-        asked: float,
-        error: Exception | None,
-    ) -> bool:
-        """Whether the user's transaction settles the attempt, so that nothing is left to write."""
-        try:
-            fate = await joined.fate()
-        except StoreError:
-            # Nobody can tell now. A value is settled as usual: an outcome that stands confirms
-            # it. An exception must not free a key whose business write may have been committed.
-            return error is not None
-        if fate is Fate.STANDS:
-            self._report(joined.event_kind, call.key, call.operation, attempt)
-            self._remember(call, flight, joined.payload, attempt, asked, call.policy.active_ms)
-        # While it is open, the record is locked by it and only its commit or its rollback decides;
-        # writing here would wait for a caller who waits for us.
-        return fate is not Fate.UNDONE
-
-    async def _exhaust(self, flight: Flight, call: Call, lease: Lease, attempt: int) -> Answer[Any]:
-        """Settles the record as failed for good, and raises that failure."""
-        asked = self._monotonic()
-        payload = await self._settler.settle(
-            call,
-            lease,
-            Ending.FAILED,
-            codec.exhausted(call.policy.attempt_limit),
-            attempt,
-        )
-        self._report(EventKind.EXHAUSTED, call.key, call.operation, attempt)
-        self._remember_ending(call, flight, Ending.FAILED, payload, attempt, asked)
-        raise codec.decode_failure(payload, (), call.key.text)
-
     # Replays and refusals.
-
-    def _remember_ending(
-        self,
-        call: Call,
-        flight: Flight,
-        ending: Ending,
-        payload: Payload,
-        attempt: int,
-        asked: float,
-    ) -> None:
-        if ending is _RELEASED:
-            flight.share(payload, attempt, is_released=True)
-        else:
-            self._remember(call, flight, payload, attempt, asked, call.policy.active_ms)
-
-    def _remember(
-        self,
-        call: Call,
-        flight: Flight,
-        payload: Payload,
-        attempt: int,
-        asked: float,
-        remaining_ms: int,
-    ) -> None:
-        flight.share(payload, attempt)
-        if self._cache is not None:
-            with self._lock:
-                self._cache.keep(call.key.digest, call, payload, attempt, asked, remaining_ms)
 
     def _replay(self, call: Call, payload: Payload, attempt: int, source: str) -> Answer[Any]:
         self._report(_REPLAYED, call.key, call.operation, attempt, source=source)

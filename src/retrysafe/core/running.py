@@ -1,0 +1,267 @@
+"""The run of a granted claim: the operation under its lease, and how it ended.
+
+Owns the order from the first instruction of an attempt to its last: the lease is renewed before the
+operation starts, and what came of it is durable before anybody hears of it. What a duplicate may be
+told afterwards is remembered here. Who may run at all is decided before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from retrysafe.core import codec
+from retrysafe.core.attempt import Attempt
+from retrysafe.core.cache import ReplayCache
+from retrysafe.core.call import Answer, Call
+from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.flights import Flight, Flights, Phase
+from retrysafe.core.joining import JoinedOutcome, Joiner
+from retrysafe.core.lease import Lease
+from retrysafe.core.machine import is_exhausted
+from retrysafe.core.model import ClaimAnswer, ClaimRequest, Condition, Decision, Ending, Payload
+from retrysafe.core.ports import Fate, Lock, Renewals
+from retrysafe.core.settling import Settler
+from retrysafe.core.stepping import Stepper
+from retrysafe.core.undoing import Concluder, Verdict
+from retrysafe.errors import ClaimLost, StoreError
+
+# Looked up once: members of an enum are dear to look up on every call.
+_ABANDONED: Final = Condition.ABANDONED
+_ADMIT: Final = Decision.ADMIT
+_CLAIMED: Final = EventKind.CLAIMED
+_RELEASED: Final = Ending.RELEASED
+_RUNNING: Final = Phase.RUNNING
+
+Invoke = Callable[[Attempt], Awaitable[Any]]
+
+
+class Runner:
+    """Runs operations whose claims were granted."""
+
+    __slots__ = (
+        "_cache",
+        "_concluder",
+        "_flights",
+        "_joiner",
+        "_lock",
+        "_monotonic",
+        "_renewals",
+        "_report",
+        "_secret",
+        "_settler",
+        "_stepper",
+    )
+
+    def __init__(
+        self,
+        *,
+        flights: Flights,
+        settler: Settler,
+        concluder: Concluder,
+        renewals: Renewals,
+        cache: ReplayCache | None,
+        lock: Lock,
+        report: Reporter,
+        monotonic: Callable[[], float],
+        secret: bytes | None,
+        joiner: Joiner | None,
+        stepper: Stepper | None,
+    ) -> None:
+        self._flights = flights
+        self._settler = settler
+        self._concluder = concluder
+        self._renewals = renewals
+        self._cache = cache
+        self._lock = lock
+        self._report = report
+        self._monotonic = monotonic
+        self._secret = secret
+        self._joiner = joiner
+        self._stepper = stepper
+
+    async def run(
+        self,
+        flight: Flight,
+        call: Call,
+        invoke: Invoke,
+        request: ClaimRequest,
+        answer: ClaimAnswer,
+        asked: float,
+    ) -> Answer[Any]:
+        """Runs the operation once, and settles how it ended before anybody is told.
+
+        Raises what the operation raises, or why its ending does not stand.
+        """
+        policy = call.policy
+        if answer.condition is _ABANDONED:
+            self._report(EventKind.TAKEN_OVER, call.key, call.operation, answer.attempt)
+        else:
+            self._report(_CLAIMED, call.key, call.operation, answer.attempt)
+        lease = Lease(
+            call.key,
+            request.token,
+            policy.lease_ms,
+            answer.remaining_ms,
+            answer.lease_ends_at_ms,
+            asked,
+            policy.run_limit_seconds,
+        )
+        flight.lease = lease
+        # The owner that was in the way is gone: followers must not be told of it any more.
+        flight.conflict_ends_monotonic = None
+        self._flights.enter(flight, _RUNNING)
+        if is_exhausted(answer.attempt, policy.attempt_limit):
+            # The attempts so far may have died half-way; running again could kill the next worker.
+            return await self._exhaust(flight, call, lease, answer.attempt)
+        number = answer.attempt
+        attempt = Attempt(
+            call.key,
+            call.operation,
+            number,
+            lease,
+            self._monotonic,
+            self._secret,
+            answer.decision is _ADMIT,
+            call,
+            self._joiner,
+            self._stepper,
+        )
+        try:
+            # Inside the try: a signal right after it must not leave a lease that is renewed for
+            # ever, with nobody to run for it.
+            self._renewals.add(lease)
+            # Only a clean exception is an ending. Cancellation and process exit pass through:
+            # nobody knows how far the operation got, so only the lease frees the key.
+            try:
+                value = await invoke(attempt)
+            except Exception as error:
+                if isinstance(error, ClaimLost) and attempt.is_lost:
+                    # The operation stopped because it may no longer own the key, so it has no say
+                    # in how the key's run ended.
+                    raise
+                asked = self._monotonic()
+                joined = attempt.joined
+                if joined and await self._is_settled(flight, call, joined, number, asked, error):
+                    raise
+                steps = attempt.steps_to_conclude
+                if steps is not None:
+                    verdict = await self._concluder.conclude(
+                        steps, lease, *self._settler.judged(call, error), error=error
+                    )
+                    if verdict is not None:
+                        return await self._end_by(verdict, flight, call, lease, number, error)
+                ending, payload = await self._settler.settle_error(call, lease, error, number)
+                self._remember_ending(call, flight, ending, payload, number, asked)
+                raise
+            asked = self._monotonic()
+            joined = attempt.joined
+            if joined and await self._is_settled(flight, call, joined, number, asked, None):
+                return Answer(joined.value, False, number)
+            ending, payload = self._settler.payload_of(call, value, number)
+            entries = attempt.staged()
+            steps = attempt.steps if attempt.is_first else attempt.steps_to_conclude
+            if steps is not None:
+                verdict = await self._concluder.conclude(
+                    steps, lease, ending, payload, value=value, entries=entries
+                )
+                if verdict is not None:
+                    return await self._end_by(verdict, flight, call, lease, number, verdict.error)
+            payload = await self._settler.settle(
+                call, lease, ending, payload, number, value, entries
+            )
+            self._remember_ending(call, flight, ending, payload, number, asked)
+        finally:
+            self._stop_renewing(lease)
+        return Answer(value, False, number)
+
+    async def _end_by(
+        self,
+        verdict: Verdict,
+        flight: Flight,
+        call: Call,
+        lease: Lease,
+        attempt: int,
+        error: Exception | None,
+    ) -> Answer[Any]:
+        """Settles what the steps say of the ending, and tells the caller that."""
+        asked = self._monotonic()
+        ending, payload = await self._settler.settle_judged(
+            call, lease, verdict.ending, verdict.payload, attempt, error
+        )
+        self._remember_ending(call, flight, ending, payload, attempt, asked)
+        return Answer(verdict.told(call), False, attempt)
+
+    def _stop_renewing(self, lease: Lease) -> None:
+        lease.is_over = True
+        # The ending of a cancelled caller keeps its lease until it is written.
+        if not lease.is_adopted:
+            self._renewals.remove(lease)
+
+    async def _is_settled(
+        self,
+        flight: Flight,
+        call: Call,
+        joined: JoinedOutcome,
+        attempt: int,
+        asked: float,
+        error: Exception | None,
+    ) -> bool:
+        """Whether the user's transaction settles the attempt, so that nothing is left to write."""
+        try:
+            fate = await joined.fate()
+        except StoreError:
+            # Nobody can tell now. A value is settled as usual: an outcome that stands confirms
+            # it. An exception must not free a key whose business write may have been committed.
+            return error is not None
+        if fate is Fate.STANDS:
+            self._report(joined.event_kind, call.key, call.operation, attempt)
+            self.remember(call, flight, joined.payload, attempt, asked, call.policy.active_ms)
+        # While it is open, the record is locked by it and only its commit or its rollback decides;
+        # writing here would wait for a caller who waits for us.
+        return fate is not Fate.UNDONE
+
+    async def _exhaust(self, flight: Flight, call: Call, lease: Lease, attempt: int) -> Answer[Any]:
+        """Settles the record as failed for good, and raises that failure."""
+        asked = self._monotonic()
+        payload = await self._settler.settle(
+            call,
+            lease,
+            Ending.FAILED,
+            codec.exhausted(call.policy.attempt_limit),
+            attempt,
+        )
+        self._report(EventKind.EXHAUSTED, call.key, call.operation, attempt)
+        self._remember_ending(call, flight, Ending.FAILED, payload, attempt, asked)
+        raise codec.decode_failure(payload, (), call.key.text)
+
+    # What duplicates may be told.
+
+    def _remember_ending(
+        self,
+        call: Call,
+        flight: Flight,
+        ending: Ending,
+        payload: Payload,
+        attempt: int,
+        asked: float,
+    ) -> None:
+        if ending is _RELEASED:
+            flight.share(payload, attempt, is_released=True)
+        else:
+            self.remember(call, flight, payload, attempt, asked, call.policy.active_ms)
+
+    def remember(
+        self,
+        call: Call,
+        flight: Flight,
+        payload: Payload,
+        attempt: int,
+        asked: float,
+        remaining_ms: int,
+    ) -> None:
+        """Hands an outcome to those who wait for it, and keeps it for those who come soon."""
+        flight.share(payload, attempt)
+        if self._cache is not None:
+            with self._lock:
+                self._cache.keep(call.key.digest, call, payload, attempt, asked, remaining_ms)
