@@ -6,7 +6,7 @@
 -- statement of its own, so that claims without arguments pay nothing for it. A row of arguments that
 -- an earlier life has left behind is replaced.
 WITH clock AS MATERIALIZED (
-    SELECT {now_ms} AS now_ms
+    SELECT {now_ms} AS now_ms, set_config('lock_timeout', '{lock_wait}', true)
 ), sent AS MATERIALIZED (
     SELECT * FROM unnest(
         $1::bytea[], $2::text[], $3::text[], $4::text[], $5::smallint[], $6::bytea[], $7::bytea[],
