@@ -1,14 +1,13 @@
 """The hot path of the PostgreSQL store: many claims and settlements in one statement.
 
-Owns how a batch is packed and what follows when a row of it was skipped: that row is read, decided
-by the core's table with the server's clock, and written by comparing with what was read.
+Owns what follows when a row of a batch was skipped: that row is read, decided by the core's table
+with the server's clock, and written by comparing with what was read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from operator import attrgetter
-from typing import Any, Final
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final
 
 from retrysafe.core import transitions
 from retrysafe.core.framing import DIGEST_BYTES
@@ -25,8 +24,10 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import ClaimResult, SettleResult
 from retrysafe.errors import DigestCollision, StoreRejected, StoreUnavailable
+from retrysafe.stores.postgres import packing
 from retrysafe.stores.postgres.connector import Locked
 from retrysafe.stores.postgres.outbox import PostgresOutbox
+from retrysafe.stores.postgres.packing import split
 from retrysafe.stores.postgres.rows import admitted, found_row, replacement
 from retrysafe.stores.postgres.schema import LOCK_WAIT
 from retrysafe.stores.postgres.sifting import Fetch, Sifter, Write, Written, in_flight
@@ -40,22 +41,10 @@ Found = tuple[Record, Payload | None, int]
 # For a row that was busy a moment ago: a look at its lock, and no wait.
 _NO_WAIT: Final = "1ms"
 
-_digest_of: Final = attrgetter("key.digest")
 # Looked up once: members of an enum are dear to look up per row.
 _EXTEND: Final = SettleKind.EXTEND
 # Nobody changes an answer, so that all rows that were applied can share one.
 _APPLIED: Final = SettleAnswer(Decision.APPLY)
-# A batch has at most 128 rows, so the number of a row's manner fits into one byte.
-_BYTES: Final = [bytes((number,)) for number in range(256)]
-
-
-def _split(digests: bytes) -> set[bytes]:
-    """The digests that the server strung together."""
-    return {digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)}
-
-
-def _columns(rows: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
-    return [list(column) for column in zip(*rows, strict=True)] or [[], [], [], []]
 
 
 class Batches:
@@ -82,21 +71,21 @@ class Batches:
         ):
             return await self._commit_mixed(claims, settlements)
         try:
-            now_ms, claimed, settled = await self._write(self._fetch, claims, settlements)
+            now_ms, claimed, settled = await packing.write(self._fetch, claims, settlements)
         except Locked:
             return await self._commit_mixed(claims, settlements, is_locked=True)
         if len(settled) == len(settlements) * DIGEST_BYTES:
             # What nearly every batch is: all attempts are ended, and all keys are new.
             endings: list[SettleResult] = [_APPLIED] * len(settlements)
         else:
-            written = _split(settled)
+            written = split(settled)
             endings = [
                 _APPLIED if item.key.digest in written else await self._settle(item)
                 for item in settlements
             ]
         if len(claimed) == len(claims) * DIGEST_BYTES:
             return [admitted(request, now_ms) for request in claims], endings
-        admissions = dict.fromkeys(_split(claimed), now_ms)
+        admissions = dict.fromkeys(split(claimed), now_ms)
         return await self._answer_claims(claims, admissions), endings
 
     async def _commit_mixed(
@@ -148,7 +137,7 @@ class Batches:
         *,
         is_locked: bool = False,
     ) -> Written:
-        """As `_write`, each kind of row by its own statement, and busy keys apart from the others.
+        """Writes each kind of row by its own statement, and busy keys apart from the others.
 
         Gives the instants at which keys were admitted, by digest, and the digests that were ended.
         """
@@ -196,92 +185,13 @@ class Batches:
     async def _write_plain(
         self, fetch: Fetch, claims: Collection[ClaimRequest], endings: Collection[Settlement]
     ) -> Written:
-        now_ms, claimed, ended = await self._write(fetch, claims, endings)
-        return dict.fromkeys(_split(claimed), now_ms), _split(ended)
+        now_ms, claimed, ended = await packing.write(fetch, claims, endings)
+        return dict.fromkeys(split(claimed), now_ms), split(ended)
 
     async def _claim_resumable(
         self, fetch: Fetch, claims: Collection[ClaimRequest], _endings: Collection[Settlement]
     ) -> Written:
-        """Inserts new keys with their arguments."""
-        rows = []
-        for request in sorted(claims, key=_digest_of):
-            key, fingerprint, arguments = request.key, request.fingerprints[0], request.arguments
-            assert arguments is not None  # Chosen for having some.
-            rows.append(
-                (
-                    key.digest,
-                    key.caller,
-                    key.text,
-                    request.operation,
-                    fingerprint.rule,
-                    fingerprint.digest,
-                    request.token,
-                    request.lease_ms,
-                    request.owner,
-                    arguments.form,
-                    arguments.head,
-                    arguments.body,
-                )
-            )
-        columns = [list(column) for column in zip(*rows, strict=True)]
-        ((now_ms, claimed),) = await fetch("claim_resumable", *columns)
-        return dict.fromkeys(_split(bytes(claimed)), int(now_ms)), set()
-
-    async def _write(
-        self, fetch: Fetch, claims: Iterable[ClaimRequest], endings: Iterable[Settlement]
-    ) -> tuple[int, bytes, bytes]:
-        """Inserts new keys and ends attempts: the instant, and the digests of either kind.
-
-        The identities of a row travel as one value, and what many rows have in common travels once
-        as their manner: for the client a batch costs by the number of its values.
-        """
-        identities: list[bytes] = []
-        callers: list[str] = []
-        keys: list[str] = []
-        manners: dict[tuple[str, int, int, str], int] = {}
-        # In the order of the digests: two batches over the same keys cannot deadlock.
-        for request in sorted(claims, key=_digest_of):
-            key, fingerprint = request.key, request.fingerprints[0]
-            manner = (request.operation, fingerprint.rule, request.lease_ms, request.owner)
-            number = manners.setdefault(manner, len(manners))
-            identities.append(key.digest + fingerprint.digest + request.token + _BYTES[number])
-            callers.append(key.caller)
-            keys.append(key.text)
-        ended: list[bytes] = []
-        heads: list[bytes | None] = []
-        bodies: list[bytes | None] = []
-        ways: dict[tuple[int, int, int, str | None], int] = {}
-        for item in sorted(endings, key=_digest_of):
-            payload = item.payload
-            if payload is None:
-                form = head = body = None
-            else:
-                form, head, body = payload.form, payload.head, payload.body
-            way = (int(item.kind), item.active_ms, item.audit_ms, form)
-            number = ways.setdefault(way, len(ways))
-            ended.append(item.key.digest + item.token + _BYTES[number])
-            heads.append(head)
-            bodies.append(body)
-        operations, rules, leases, owners = _columns(manners)
-        states, actives, audits, forms = _columns(ways)
-        ((now_ms, claimed, settled),) = await fetch(
-            "commit",
-            identities,
-            callers,
-            keys,
-            operations,
-            rules,
-            leases,
-            owners,
-            ended,
-            heads,
-            bodies,
-            states,
-            actives,
-            audits,
-            forms,
-        )
-        return now_ms, bytes(claimed), bytes(settled)
+        return await packing.claim_resumable(fetch, claims), set()
 
     async def _extend(self, extends: Collection[Settlement]) -> dict[bytes, SettleAnswer]:
         rows = await self._fetch(
