@@ -325,6 +325,22 @@ def test_a_zombies_ending_is_lost_at_once(scene):
     assert answer.decision is Decision.LOST
 
 
+def test_the_sweep_does_not_wait_for_an_atomic_run(scene):
+    """The run drops the arguments of an earlier life in its transaction; those of others go."""
+    keys = [KEY, key_of("other")]
+    claims = [request(key, arguments=ARGUMENTS) for key in keys]
+    scene.commit(claims)
+    # Only the first is outlived, so that the sweep of keys takes no arguments along.
+    windows = {KEY: 0, keys[1]: 60_000}
+    for item in claims:
+        ending = settlement(SettleKind.COMPLETE, item.key, item.token, active_ms=windows[item.key])
+        scene.commit([], [ending])
+    assert scene.start_atomic_run() is Decision.ADMIT
+    run_sync(scene.store.sweep(100))
+    scene.user.rollback()
+    assert [run_sync(scene.store.read(key)).arguments for key in keys] == [ARGUMENTS, None]
+
+
 def test_busy_keys_are_forgotten(scene, monkeypatch):
     """After some seconds, and the oldest ones when there are too many: a key that is free again is
     not looked at apart for ever."""
