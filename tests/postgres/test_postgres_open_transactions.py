@@ -283,6 +283,21 @@ def test_an_ending_waits_for_the_transaction_of_its_own_step(scene):
     assert scene.run(scene.store.read(KEY)).steps == [STEP]
 
 
+@EVERY_FACE
+def test_renewals_do_not_wait_for_an_attempt_that_completes(scene):
+    """Else one slow transaction would let the leases of all other operations run out."""
+    token = mint_token()
+    held = others()
+    scene.commit([request(KEY, token), *held])
+    scene.complete_in(token)
+    wishes = [settlement(SettleKind.EXTEND, item.key, item.token) for item in held]
+    own = settlement(SettleKind.EXTEND, KEY, token)
+    _, (busy, *extended) = scene.commit([], [own, *wishes])
+    assert isinstance(busy, StoreUnavailable)
+    assert decisions(extended) == {Decision.APPLY}
+    assert scene.locked == 0
+
+
 def test_an_ending_with_entries_waits_alone(scene):
     """The entries of the others are staged; those of the busy one come with its ending."""
     token = mint_token()
