@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import closing
+from datetime import timedelta
 
 import psycopg
 import pytest
 
 from retrysafe.core import transitions
 from retrysafe.core.model import Decision, Payload, SettleKind, Step, StepWrite
-from retrysafe.errors import OperationInFlight
+from retrysafe.errors import OperationInFlight, StoreUnavailable
 from retrysafe.runtime.blocking import BlockingIdempotency
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import mint_token
 from retrysafe.stores.postgres import PostgresStore
-from retrysafe.testing.suite.probe import KEY, request, settlement
+from retrysafe.testing.suite.probe import KEY, key_of, request, settlement
 from retrysafe.wiring import postgres_store
 from tests.servers.fixtures import migrated
 
@@ -98,6 +99,68 @@ def rival_of_an_atomic_run_is_told_at_once(store: PostgresStore) -> None:
             run.complete(1)
             with pytest.raises(OperationInFlight), idem.atomic(rival, KEY, name="order"):
                 pass
+
+
+def make_impatient(store: PostgresStore) -> None:
+    """Without its guard a statement would wait for a transaction that waits for us."""
+    connector = store._connector
+    limit = timedelta(milliseconds=500)
+    connector._options = dataclasses.replace(connector._options, statement_timeout=limit)
+    run_sync(store.close())  # New connections have the new limit.
+
+
+def batch_does_not_wait_for_an_atomic_run(store: PostgresStore) -> None:
+    make_impatient(store)
+    idem = BlockingIdempotency(store)
+    with closing(psycopg.connect(store.url)) as user:
+        with idem.atomic(user, KEY, name="order") as run:
+            run.complete(1)
+        try:
+            claims = [request(KEY), request(key_of("other"))]
+            answers, _ = run_sync(store.commit(claims, []))
+        except StoreUnavailable as error:
+            pytest.fail(str(error))
+    assert [answer.decision for answer in answers] == [Decision.IN_FLIGHT, Decision.ADMIT]
+
+
+def sifted_claim_keeps_atomic_runs_off(store: PostgresStore) -> None:
+    # Sifting comes between an atomic run's lock and its row: only the lock can tell.
+    store._batches._sifter.note([KEY.digest])
+    with closing(psycopg.connect(store.url)) as user:
+        user.execute("SELECT 1")
+        transaction = store.join(user)
+        assert run_sync(transaction.lock(KEY, None))
+        assert claimed(store, mint_token(), 60_000) is Decision.IN_FLIGHT
+        assert run_sync(transaction.claim(request(KEY))).decision is Decision.ADMIT
+
+
+def takeover_does_not_wait_for_the_owner(store: PostgresStore) -> None:
+    token = mint_token()
+    claimed(store, token)
+    make_impatient(store)
+    with closing(psycopg.connect(store.url)) as user:
+        user.execute("SELECT 1")
+        ending = settlement(SettleKind.COMPLETE, KEY, token)
+        assert run_sync(store.join(user).settle(ending)) is Decision.APPLY
+        try:
+            assert claimed(store, mint_token()) is Decision.IN_FLIGHT
+        except StoreUnavailable as error:
+            pytest.fail(str(error))
+
+
+def ending_does_not_wait_for_its_step(store: PostgresStore) -> None:
+    token = mint_token()
+    claimed(store, token, 60_000)
+    make_impatient(store)
+    with closing(psycopg.connect(store.url)) as user:
+        user.execute("SELECT 1")
+        write = StepWrite(KEY, token, Step("charge", 1, Payload("json.1", b"", b"1")))
+        assert run_sync(store.join(user).record_step(write)) is Decision.APPLY
+        try:
+            _, (answer,) = run_sync(store.commit([], [settlement(SettleKind.COMPLETE, KEY, token)]))
+        except StoreUnavailable as error:
+            pytest.fail(str(error))
+    assert isinstance(answer, StoreUnavailable)
 
 
 def new_life_has_no_old_arguments(store: PostgresStore) -> None:
@@ -193,6 +256,25 @@ GUARDS = [
         "",
         arguments_belong_to_one_life,
     ),
+    Guard(
+        "commit",
+        ", set_config('lock_timeout', '50ms', true)",
+        "",
+        batch_does_not_wait_for_an_atomic_run,
+    ),
+    Guard(
+        "sift",
+        "pg_try_advisory_xact_lock_shared(number)",
+        "number IS NOT NULL",
+        sifted_claim_keeps_atomic_runs_off,
+    ),
+    Guard(
+        "replace_record",
+        "set_config('lock_timeout', $23::text, true)",
+        "$23::text",
+        takeover_does_not_wait_for_the_owner,
+    ),
+    Guard("sift", " SKIP LOCKED", "", ending_does_not_wait_for_its_step),
     Guard(
         "try_lock",
         "pg_try_advisory_xact_lock($1::bigint)",

@@ -92,6 +92,10 @@ def locked(url: str, *keys: Key):
         yield
 
 
+def step_of(key: Key, token: bytes) -> StepWrite:
+    return StepWrite(key, token, Step("charge", 1, Payload("json.1", b"", b"1")))
+
+
 @FACES
 @pytest.mark.parametrize("poison", ["\x00", "\ud800"])
 def test_a_poisoned_row_is_refused_alone(scene, poison):
@@ -162,17 +166,15 @@ def test_a_statement_that_waits_too_long_is_given_up(scene, postgres_url):
     """The caller is told within the limit, and the store works on over another connection."""
     key, token = key_of("key"), mint_token()
     scene.commit([request(key, token)])
-    ending = settlement(SettleKind.COMPLETE, key, token)
     with locked(postgres_url, key):
         started = time.monotonic()
         with pytest.raises(StoreUnavailable):
-            scene.commit([], [ending])
+            scene.run(scene.store.record_step(step_of(key, token)))
         assert time.monotonic() - started < 5
         assert scene.commit([request(key_of("other"))])[0][0].decision is Decision.ADMIT
-    _, (answer,) = scene.commit([], [ending])
     # The server may have gone on with the statement when the row was free.
-    assert answer.decision in (Decision.APPLY, Decision.CONFIRM)
-    assert len(scene.run(scene.store.read(key)).outcomes) == 1
+    assert scene.run(scene.store.record_step(step_of(key, token))) is Decision.APPLY
+    assert len(scene.run(scene.store.read(key)).steps) == 1
 
 
 @FACES
@@ -183,7 +185,7 @@ def test_a_pool_that_is_used_up_says_so_in_time(postgres_url, face):
     scene = Scene(face, postgres_url, patient)
     held = [request(key_of(f"held-{number}")) for number in range(SHORT.size_limit)]
     scene.commit(held)
-    endings = [settlement(SettleKind.COMPLETE, item.key, item.token) for item in held]
+    steps = [step_of(item.key, item.token) for item in held]
     plain, _ = split(postgres_url)
     waiting = (
         "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE %s"
@@ -204,25 +206,28 @@ def test_a_pool_that_is_used_up_says_so_in_time(postgres_url, face):
         async def scenario():
             lock = locked(postgres_url, *(item.key for item in held))
             with lock:
-                tasks = [asyncio.ensure_future(scene.store.commit([], [item])) for item in endings]
+                tasks = [asyncio.ensure_future(scene.store.record_step(item)) for item in steps]
                 await asyncio.to_thread(wait_until_blocked)
                 started = time.monotonic()
                 with pytest.raises(StoreUnavailable):
                     await scene.store.read(key_of("other"))
                 assert time.monotonic() - started < 5
-            return [(await task)[1][0].decision for task in tasks]
+            return [await task for task in tasks]
 
         decisions = scene.run(scenario())
     else:
         with ThreadPoolExecutor(SHORT.size_limit) as pool:
             with locked(postgres_url, *(item.key for item in held)):
-                futures = [pool.submit(scene.commit, [], [item]) for item in endings]
+                futures = [
+                    pool.submit(lambda item: scene.run(scene.store.record_step(item)), item)
+                    for item in steps
+                ]
                 wait_until_blocked()
                 started = time.monotonic()
                 with pytest.raises(StoreUnavailable, match="busy"):
                     scene.run(scene.store.read(key_of("other")))
                 assert time.monotonic() - started < 5
-            decisions = [future.result(30)[1][0].decision for future in futures]
+            decisions = [future.result(30) for future in futures]
     assert decisions == [Decision.APPLY] * SHORT.size_limit
     assert scene.run(scene.store.read(key_of("other"))) is None
     scene.close()

@@ -1,20 +1,20 @@
 """The hot path of the PostgreSQL store: many claims and settlements in one statement.
 
-Owns how a batch is packed and what follows when a row of it was skipped: that row is read, decided
-by the core's table with the server's clock, and written by comparing with what was read.
+Owns what follows when a row of a batch was skipped: that row is read, decided by the core's table
+with the server's clock, and written by comparing with what was read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from operator import attrgetter
-from typing import Any, Final
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final
 
 from retrysafe.core import transitions
 from retrysafe.core.framing import DIGEST_BYTES
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
+    Condition,
     Decision,
     Payload,
     Record,
@@ -24,7 +24,13 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import ClaimResult, SettleResult
 from retrysafe.errors import DigestCollision, StoreRejected, StoreUnavailable
+from retrysafe.stores.postgres import packing
+from retrysafe.stores.postgres.connector import Locked
+from retrysafe.stores.postgres.outbox import PostgresOutbox
+from retrysafe.stores.postgres.packing import split
 from retrysafe.stores.postgres.rows import admitted, found_row, replacement
+from retrysafe.stores.postgres.schema import LOCK_WAIT
+from retrysafe.stores.postgres.sifting import Fetch, Sifter, Write, Written, in_flight
 
 # Rivals that keep changing a row between our read and our write make us read again. Each round
 # means that somebody else made progress, so a bound only guards against a bug.
@@ -32,37 +38,24 @@ ROUNDS_LIMIT: Final = 50
 
 # A record, the payload to replay, and the instant of the reading.
 Found = tuple[Record, Payload | None, int]
-# Runs a statement by its name.
-Fetch = Callable[..., Awaitable[Sequence[Sequence[Any]]]]
-# Ends attempts together with the entries that they staged; gives the digests that were written.
-SettleStaged = Callable[[Sequence[Settlement]], Awaitable[Iterable[bytes]]]
+# For a row that was busy a moment ago: a look at its lock, and no wait.
+_NO_WAIT: Final = "1ms"
 
-_digest_of: Final = attrgetter("key.digest")
 # Looked up once: members of an enum are dear to look up per row.
 _EXTEND: Final = SettleKind.EXTEND
 # Nobody changes an answer, so that all rows that were applied can share one.
 _APPLIED: Final = SettleAnswer(Decision.APPLY)
-# A batch has at most 128 rows, so the number of a row's manner fits into one byte.
-_BYTES: Final = [bytes((number,)) for number in range(256)]
-
-
-def _split(digests: bytes) -> set[bytes]:
-    """The digests that the server strung together."""
-    return {digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)}
-
-
-def _columns(rows: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
-    return [list(column) for column in zip(*rows, strict=True)] or [[], [], [], []]
 
 
 class Batches:
     """Claims and settlements over one statement port."""
 
-    __slots__ = ("_fetch", "_settle_staged")
+    __slots__ = ("_fetch", "_outbox", "_sifter")
 
-    def __init__(self, fetch: Fetch, settle_staged: SettleStaged) -> None:
+    def __init__(self, fetch: Fetch, outbox: PostgresOutbox, sifter: Sifter) -> None:
         self._fetch = fetch
-        self._settle_staged = settle_staged
+        self._outbox = outbox
+        self._sifter = sifter
 
     async def commit(
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
@@ -74,29 +67,38 @@ class Batches:
             len(digests) < len(claims) + len(settlements)
             or any(item.kind is _EXTEND or item.entries for item in settlements)
             or any(request.arguments is not None for request in claims)
+            or self._sifter.knows_any(digests)
         ):
             return await self._commit_mixed(claims, settlements)
-        now_ms, claimed, settled = await self._write(claims, settlements)
+        try:
+            now_ms, claimed, settled = await packing.write(self._fetch, claims, settlements)
+        except Locked:
+            return await self._commit_mixed(claims, settlements, is_locked=True)
         if len(settled) == len(settlements) * DIGEST_BYTES:
             # What nearly every batch is: all attempts are ended, and all keys are new.
             endings: list[SettleResult] = [_APPLIED] * len(settlements)
         else:
-            written = _split(settled)
+            written = split(settled)
             endings = [
                 _APPLIED if item.key.digest in written else await self._settle(item)
                 for item in settlements
             ]
         if len(claimed) == len(claims) * DIGEST_BYTES:
             return [admitted(request, now_ms) for request in claims], endings
-        admissions = dict.fromkeys(_split(claimed), now_ms)
+        admissions = dict.fromkeys(split(claimed), now_ms)
         return await self._answer_claims(claims, admissions), endings
 
     async def _commit_mixed(
-        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
+        self,
+        claims: Sequence[ClaimRequest],
+        settlements: Sequence[Settlement],
+        *,
+        is_locked: bool = False,
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
         """Writes at most one row per key at once; further rows for a key follow one by one.
 
-        Settlements come first: an outcome that is there must not lose to a claim beside it.
+        Settlements come first: an outcome that is there must not lose to a claim beside it. What is
+        known to be locked is sifted at once.
         """
         endings: dict[bytes, Settlement] = {}
         extends: dict[bytes, Settlement] = {}
@@ -109,7 +111,9 @@ class Batches:
             digest = request.key.digest
             if digest not in endings and digest not in extends:
                 wishes.setdefault(digest, request)
-        admissions, written = await self._write_apart(wishes.values(), endings.values())
+        admissions, written = await self._write_apart(
+            wishes.values(), endings.values(), is_locked=is_locked
+        )
         extended: dict[bytes, SettleAnswer] = {}
         if extends:
             extended = await self._extend(extends.values())
@@ -127,107 +131,67 @@ class Batches:
         return await self._answer_claims(claims, admissions), settled
 
     async def _write_apart(
-        self, claims: Collection[ClaimRequest], endings: Collection[Settlement]
-    ) -> tuple[dict[bytes, int], set[bytes]]:
-        """As `_write`; what brings more than a row is written apart, in statements of its own.
+        self,
+        claims: Collection[ClaimRequest],
+        endings: Collection[Settlement],
+        *,
+        is_locked: bool = False,
+    ) -> Written:
+        """Writes each kind of row by its own statement, and busy keys apart from the others.
 
-        Those are endings with their entries, and claims with their arguments. Gives the instants at
-        which keys were admitted, by digest, and the digests that were ended.
+        Gives the instants at which keys were admitted, by digest, and the digests that were ended.
         """
-        staged = [item for item in endings if item.entries]
-        written = set(await self._settle_staged(staged)) if staged else set()
-        plain = [item for item in endings if not item.entries] if staged else endings
-        resumable = [request for request in claims if request.arguments is not None]
-        admissions = await self._claim_resumable(resumable) if resumable else {}
-        if resumable:
-            claims = [request for request in claims if request.arguments is None]
-        if claims or plain:
-            now_ms, claimed, ended = await self._write(claims, plain)
-            admissions |= dict.fromkeys(_split(claimed), now_ms)
-            written |= _split(ended)
+        admissions: dict[bytes, int] = {}
+        written: set[bytes] = set()
+        for write, wishes, ends in self._statements_of(claims, endings):
+            parts = [(True, wishes, ends)] if is_locked else self._sifter.parted(wishes, ends)
+            for is_sifted, some_wishes, some_ends in parts:
+                if is_sifted:
+                    found = await self._sifter.write(write, some_wishes, some_ends)
+                else:
+                    try:
+                        found = await write(self._fetch, some_wishes, some_ends)
+                    except Locked:
+                        found = await self._sifter.write(write, some_wishes, some_ends)
+                admissions |= found[0]
+                written |= found[1]
+                if found[1] and write == self._settle_staged:
+                    self._outbox.hints.tell()
         return admissions, written
 
-    async def _claim_resumable(self, claims: Iterable[ClaimRequest]) -> dict[bytes, int]:
-        """Inserts new keys with their arguments: the instant, by the digest of each."""
-        rows = []
-        for request in sorted(claims, key=_digest_of):
-            key, fingerprint, arguments = request.key, request.fingerprints[0], request.arguments
-            assert arguments is not None  # Chosen for having some.
-            rows.append(
-                (
-                    key.digest,
-                    key.caller,
-                    key.text,
-                    request.operation,
-                    fingerprint.rule,
-                    fingerprint.digest,
-                    request.token,
-                    request.lease_ms,
-                    request.owner,
-                    arguments.form,
-                    arguments.head,
-                    arguments.body,
-                )
-            )
-        columns = [list(column) for column in zip(*rows, strict=True)]
-        ((now_ms, claimed),) = await self._fetch("claim_resumable", *columns)
-        return dict.fromkeys(_split(bytes(claimed)), int(now_ms))
+    def _statements_of(
+        self, claims: Collection[ClaimRequest], endings: Collection[Settlement]
+    ) -> Iterator[tuple[Write, Collection[ClaimRequest], Collection[Settlement]]]:
+        """What brings more than a row goes in statements of its own.
 
-    async def _write(
-        self, claims: Iterable[ClaimRequest], endings: Iterable[Settlement]
-    ) -> tuple[int, bytes, bytes]:
-        """Inserts new keys and ends attempts: the instant, and the digests of either kind.
-
-        The identities of a row travel as one value, and what many rows have in common travels once
-        as their manner: for the client a batch costs by the number of its values.
+        Those are endings with their entries, and claims with their arguments.
         """
-        identities: list[bytes] = []
-        callers: list[str] = []
-        keys: list[str] = []
-        manners: dict[tuple[str, int, int, str], int] = {}
-        # In the order of the digests: two batches over the same keys cannot deadlock.
-        for request in sorted(claims, key=_digest_of):
-            key, fingerprint = request.key, request.fingerprints[0]
-            manner = (request.operation, fingerprint.rule, request.lease_ms, request.owner)
-            number = manners.setdefault(manner, len(manners))
-            identities.append(key.digest + fingerprint.digest + request.token + _BYTES[number])
-            callers.append(key.caller)
-            keys.append(key.text)
-        ended: list[bytes] = []
-        heads: list[bytes | None] = []
-        bodies: list[bytes | None] = []
-        ways: dict[tuple[int, int, int, str | None], int] = {}
-        for item in sorted(endings, key=_digest_of):
-            payload = item.payload
-            if payload is None:
-                form = head = body = None
-            else:
-                form, head, body = payload.form, payload.head, payload.body
-            way = (int(item.kind), item.active_ms, item.audit_ms, form)
-            number = ways.setdefault(way, len(ways))
-            ended.append(item.key.digest + item.token + _BYTES[number])
-            heads.append(head)
-            bodies.append(body)
-        operations, rules, leases, owners = _columns(manners)
-        states, actives, audits, forms = _columns(ways)
-        ((now_ms, claimed, settled),) = await self._fetch(
-            "commit",
-            identities,
-            callers,
-            keys,
-            operations,
-            rules,
-            leases,
-            owners,
-            ended,
-            heads,
-            bodies,
-            states,
-            actives,
-            audits,
-            forms,
-        )
-        return now_ms, bytes(claimed), bytes(settled)
+        staged = [item for item in endings if item.entries]
+        if staged:
+            yield self._settle_staged, (), staged
+            endings = [item for item in endings if not item.entries]
+        resumable = [request for request in claims if request.arguments is not None]
+        if resumable:
+            yield self._claim_resumable, resumable, ()
+            claims = [request for request in claims if request.arguments is None]
+        if claims or endings:
+            yield self._write_plain, claims, endings
+
+    async def _settle_staged(
+        self, fetch: Fetch, _claims: Collection[ClaimRequest], endings: Collection[Settlement]
+    ) -> Written:
+        return {}, await self._outbox.settle_staged(fetch, endings)
+
+    async def _write_plain(
+        self, fetch: Fetch, claims: Collection[ClaimRequest], endings: Collection[Settlement]
+    ) -> Written:
+        now_ms, claimed, ended = await packing.write(fetch, claims, endings)
+        return dict.fromkeys(split(claimed), now_ms), split(ended)
+
+    async def _claim_resumable(
+        self, fetch: Fetch, claims: Collection[ClaimRequest], _endings: Collection[Settlement]
+    ) -> Written:
+        return await packing.claim_resumable(fetch, claims), set()
 
     async def _extend(self, extends: Collection[Settlement]) -> dict[bytes, SettleAnswer]:
         rows = await self._fetch(
@@ -271,9 +235,12 @@ class Batches:
 
     async def _claim_existing(self, request: ClaimRequest, found: Found | None) -> ClaimResult:
         """Claims a key that has a row: by the table, and by comparing what is replaced."""
+        digest = request.key.digest
         for _ in range(ROUNDS_LIMIT):
             try:
                 if found is None:
+                    if self._sifter.is_busy(digest):
+                        return in_flight()  # In a transaction that nobody else can look into.
                     # Swept away in between, so the key is free again.
                     admissions, _ = await self._write_apart([request], [])
                     for now_ms in admissions.values():
@@ -286,12 +253,19 @@ class Batches:
                         return answer
                     is_new_life = answer.decision is Decision.ADMIT
                     if await self.replace(
-                        record, changed, is_new_life=is_new_life, arguments=request.arguments
+                        record,
+                        changed,
+                        is_new_life=is_new_life,
+                        arguments=request.arguments,
+                        lock_wait=_NO_WAIT if self._sifter.is_busy(digest) else LOCK_WAIT,
                     ):
                         return answer
+            except Locked:
+                self._sifter.note([digest])
+                return in_flight()  # Its owner, or another one, is writing it.
             except (StoreRejected, DigestCollision) as error:
                 return error
-            found = await self.read_record(request.key.digest)
+            found = await self.read_record(digest)
         raise StoreUnavailable("the record changed under us again and again", key=request.key.text)
 
     async def _settle(self, settlement: Settlement) -> SettleResult:
@@ -309,12 +283,14 @@ class Batches:
                 if not is_extend:
                     if (await self._write_apart([], [settlement]))[1]:
                         return _APPLIED
+                    if not self._sifter.is_busy(digest):
+                        continue
                 else:
                     extended = await self._extend([settlement])
-                    # Nobody takes over a row that is locked, and other leases must not wait for it.
-                    return extended.get(digest) or StoreUnavailable(
-                        "the record is being written", key=settlement.key.text
-                    )
+                    if digest in extended:
+                        return extended[digest]
+                # Nobody takes over a row that is locked, and other rows must not wait for it.
+                return StoreUnavailable("the record is being written", key=settlement.key.text)
             except StoreRejected as error:
                 return error
         raise StoreUnavailable(
@@ -327,8 +303,14 @@ class Batches:
             found = await self.read_record(request.key.digest)
             record, now_ms = (None, 0) if found is None else (found[0], found[2])
             changed, answer = transitions.take_over(record, request, held, now_ms)
-            if changed is None or record is None or await self.replace(record, changed):
+            if changed is None or record is None:
                 return answer
+            try:
+                if await self.replace(record, changed, lock_wait=LOCK_WAIT):
+                    return answer
+            except Locked:
+                # Somebody is writing it, the owner who was given up perhaps.
+                return ClaimAnswer(Decision.LOST, Condition.RUNNING)
         raise StoreUnavailable("the record changed under us again and again", key=request.key.text)
 
     async def read_record(self, digest: bytes) -> Found | None:
@@ -347,10 +329,16 @@ class Batches:
         *,
         is_new_life: bool = False,
         arguments: Payload | None = None,
+        lock_wait: str | None = None,
     ) -> bool:
-        """Writes a decided transition; False when the row is no longer the old one."""
+        """Writes a decided transition; False when the row is no longer the old one.
+
+        Raises `Locked` when somebody else's transaction has the row for longer than the wait.
+        """
         ((count,),) = await self._fetch(
             "replace_record",
-            *replacement(old, new, is_new_life=is_new_life, arguments=arguments),
+            *replacement(
+                old, new, is_new_life=is_new_life, arguments=arguments, lock_wait=lock_wait
+            ),
         )
         return bool(count)

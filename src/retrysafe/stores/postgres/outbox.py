@@ -6,7 +6,7 @@ statement, and an operator's command compares with what it was decided from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
 
 from retrysafe.core import outbox
@@ -32,7 +32,7 @@ VISITS_PER_ENTRY: Final = 4
 # Each round means that somebody else made progress, so a bound only guards against a bug.
 _ROUNDS_LIMIT: Final = 50
 
-Fetch = Callable[..., Coroutine[Any, Any, Rows]]
+Fetch = Callable[..., Awaitable[Rows]]
 
 
 def entry_columns(entries: Sequence[StagedEntry]) -> tuple[list[Any], ...]:
@@ -75,13 +75,16 @@ class PostgresOutbox:
         self.hints = Hints()
         self._fetch = fetch
 
-    async def settle_staged(self, endings: Iterable[Settlement]) -> set[bytes]:
-        """Ends attempts together with their entries; the digests whose row was written."""
+    async def settle_staged(self, fetch: Fetch, endings: Iterable[Settlement]) -> set[bytes]:
+        """Ends attempts together with their entries; the digests whose row was written.
+
+        Whoever calls it tells the hints, once the entries are committed.
+        """
         # In the order of the digests, as every batch is.
         ends = sorted(endings, key=lambda item: item.key.digest)
         payloads = [item.payload for item in ends]
         entries = [entry for item in ends for entry in item.entries]
-        rows = await self._fetch(
+        rows = await fetch(
             "settle_staged",
             [item.key.digest for item in ends],
             [item.token for item in ends],
@@ -94,8 +97,6 @@ class PostgresOutbox:
             [item.key.digest for item in ends for _ in item.entries],
             *entry_columns(entries),
         )
-        if rows:
-            self.hints.tell()
         return {bytes(digest) for (digest,) in rows}
 
     async def claim(self, claim: EntryClaim) -> ClaimedEntries:

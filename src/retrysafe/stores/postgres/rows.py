@@ -45,9 +45,17 @@ def found_row(row: Sequence[Any]) -> tuple[Record, Payload | None, int]:
 
 
 def replacement(
-    old: Record, new: Record, *, is_new_life: bool, arguments: Payload | None = None
+    old: Record,
+    new: Record,
+    *,
+    is_new_life: bool,
+    arguments: Payload | None = None,
+    lock_wait: str | None = None,
 ) -> tuple[Any, ...]:
-    """The parameters of `replace_record`: what is written, and what must still be there."""
+    """The parameters of `replace_record`: what is written, and what must still be there.
+
+    Without a limit for the lock, that of the transaction holds.
+    """
     form = head = body = None
     if arguments is not None:
         form, head, body = arguments.form, arguments.head, arguments.body
@@ -74,6 +82,7 @@ def replacement(
         form,
         head,
         body,
+        lock_wait,
     )
 
 

@@ -17,9 +17,15 @@ BLOCKS: Final = {
     **load_blocks("retrysafe.stores.postgres.sql", "atomic.sql"),
     **load_blocks("retrysafe.stores.postgres.sql", "outbox.sql"),
     **load_blocks("retrysafe.stores.postgres.sql", "recovery.sql"),
+    **load_blocks("retrysafe.stores.postgres.sql", "sifting.sql"),
 }
 MIGRATIONS: Final = load_migrations("retrysafe.stores.postgres.migrations")
 NOW_MS: Final = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
+# How long a batch waits for the rows of others. Rivals among batches need one flush of the WAL,
+# which is mostly shorter; a user's transaction may last for ever. Below the second after which the
+# server looks for deadlocks: the batch gives way, and not the user's transaction.
+LOCK_WAIT: Final = "50ms"
+_NO_LIMIT: Final = "0"
 
 # Any constant will do, as long as every release takes the same one: it is the lock that makes ten
 # processes that start at once migrate one after the other.
@@ -46,13 +52,18 @@ def checked_schema_name(name: str) -> str:
 
 
 def statements(schema: str, now_ms: str = NOW_MS) -> dict[str, str]:
-    """The store's statements for one schema."""
-    return {
+    """The store's statements for one schema; those of a batch also as `…_patiently`."""
+    made = {
         name: block.replace("{schema}", schema)
         .replace("{now_ms}", now_ms)
         .replace("{horizon_days}", str(HORIZON_DAYS))
         for name, block in BLOCKS.items()
     }
+    limited = {name: text for name, text in made.items() if "{lock_wait}" in text}
+    for name, text in limited.items():
+        made[name] = text.replace("{lock_wait}", LOCK_WAIT)
+        made[f"{name}_patiently"] = text.replace("{lock_wait}", _NO_LIMIT)
+    return made
 
 
 def migration_script(version: int, schema: str) -> str:

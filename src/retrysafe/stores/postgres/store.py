@@ -7,7 +7,7 @@ Nothing here keeps state in a session or holds a lock between two statements.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 from retrysafe import forks
@@ -42,6 +42,7 @@ from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
 from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.partitions import Partitions
 from retrysafe.stores.postgres.rows import payload_of, record_of
+from retrysafe.stores.postgres.sifting import Fetch, Sifter, Written
 
 _logger = logging.getLogger("retrysafe")
 
@@ -76,7 +77,8 @@ class PostgresStore:
             has_outbox=True,
         )
         self.outbox = PostgresOutbox(self._fetch)
-        self._batches = Batches(self._fetch, self.outbox.settle_staged)
+        sifter = Sifter(self._transact, self.schema_name)
+        self._batches = Batches(self._fetch, self.outbox, sifter)
         forks.register(self)
 
     @property
@@ -335,6 +337,24 @@ class PostgresStore:
         for tries_left in range(_CONFLICT_TRIES - 1, -1, -1):
             try:
                 return await self._connector.fetch(self._statement(name), params)
+            except RowRefused as error:
+                raise StoreRejected(f"PostgreSQL refuses this row: {error}") from error
+            except Conflict as error:
+                if not tries_left:
+                    raise StoreUnavailable(f"rivals kept winning: {error}") from error
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    async def _transact(self, flow: Callable[[Fetch], Awaitable[Written]]) -> Written:
+        """Runs statements in one transaction, which waits for locks; again as `_fetch` does."""
+        for tries_left in range(_CONFLICT_TRIES - 1, -1, -1):
+            try:
+                async with self._connector.transaction() as session:
+
+                    async def fetch(name: str, *params: Any) -> Sequence[Sequence[Any]]:
+                        patient = name if name == "sift" else f"{name}_patiently"
+                        return await session.fetch(self._statement(patient), params)
+
+                    return await flow(fetch)
             except RowRefused as error:
                 raise StoreRejected(f"PostgreSQL refuses this row: {error}") from error
             except Conflict as error:

@@ -5,7 +5,7 @@
 -- Ends attempts and stages their entries in the same transaction. As in the statement for a whole
 -- batch, an attempt whose token no longer holds its key is skipped, and its entries with it.
 WITH clock AS MATERIALIZED (
-    SELECT {now_ms} AS now_ms
+    SELECT {now_ms} AS now_ms, set_config('lock_timeout', '{lock_wait}', true)
 ), settled AS (
     UPDATE {schema}.keys AS k SET
         state = w.state,

@@ -8,12 +8,14 @@
 -- no longer holds its key is skipped too. No key is in a batch twice. Rows come sorted by digest, so
 -- two batches that insert the same keys wait for each other in the same order and cannot deadlock;
 -- the endings come after all insertions, and no rival writes the rows of another owner's token.
+-- A user's open transaction may have written a row of the batch. It is not waited for longer than the
+-- lock's limit, which holds for this statement's transaction alone: then nothing has happened.
 --
 -- A claim's identities are its digest, its fingerprint and its token (16 bytes each) and the number
 -- of its manner (1 byte): an operation, a rule, a lease and an owner, which many rows share. An
 -- ending's are its digest, its token and the number of its way: a state, two windows and a form.
 WITH clock AS MATERIALIZED (
-    SELECT {now_ms} AS now_ms
+    SELECT {now_ms} AS now_ms, set_config('lock_timeout', '{lock_wait}', true)
 ), claimed AS (
     INSERT INTO {schema}.keys AS k (
         digest, caller, key, operation, rule, fingerprint, state, token, attempt,
@@ -100,15 +102,17 @@ WHERE k.digest = ANY ($1::bytea[]);
 -- Writes a decided transition, if the row is still the one that the decision was made from: the
 -- token, the state and the instants together change with every transition. A new life of the key
 -- drops the steps and the arguments of the earlier one in the same transaction. Arguments that come
--- along are kept with it, unless this life has some.
-WITH clock AS MATERIALIZED (
-    SELECT {now_ms} AS now_ms
+-- along are kept with it, unless this life has some. The store bounds the wait for a row that
+-- somebody's open transaction has written; in a user's transaction the user's own bound holds.
+WITH bound AS MATERIALIZED (
+    SELECT CASE WHEN $23::text IS NOT NULL THEN set_config('lock_timeout', $23::text, true) END
 ), replaced AS (
     UPDATE {schema}.keys SET
         operation = $1, rule = $2, fingerprint = $3, state = $4::smallint, token = $5, attempt = $6,
         first_claimed_at_ms = $7, claimed_at_ms = $8, lease_ends_at_ms = $9, settled_at_ms = $10,
         expires_at_ms = $11, audit_ends_at_ms = CASE WHEN $4::smallint = 1 THEN NULL ELSE audit_ends_at_ms END,
         owner = $12
+    FROM bound
     WHERE digest = $13 AND token = $14 AND state = $15 AND attempt = $16 AND lease_ends_at_ms = $17
         AND expires_at_ms IS NOT DISTINCT FROM $18::bigint
     RETURNING digest

@@ -6,7 +6,7 @@
 -- statement of its own, so that claims without arguments pay nothing for it. A row of arguments that
 -- an earlier life has left behind is replaced.
 WITH clock AS MATERIALIZED (
-    SELECT {now_ms} AS now_ms
+    SELECT {now_ms} AS now_ms, set_config('lock_timeout', '{lock_wait}', true)
 ), sent AS MATERIALIZED (
     SELECT * FROM unnest(
         $1::bytea[], $2::text[], $3::text[], $4::text[], $5::smallint[], $6::bytea[], $7::bytea[],
@@ -55,13 +55,15 @@ LIMIT $2;
 -- name: sweep_arguments
 -- Removes a bounded number of arguments of operations that have ended for good, or whose life is
 -- over. A released key keeps its own: the next attempt may be abandoned too. A row that belongs to a
--- new life by the time that it is deleted stays: its instant is another one.
+-- new life by the time that it is deleted stays: its instant is another one. Rows that somebody is
+-- writing are left for the next pass: an atomic run drops them in a transaction that may last.
 WITH needless AS (
     SELECT a.digest, a.first_claimed_at_ms FROM {schema}.arguments AS a
     LEFT JOIN {schema}.keys AS k
         ON k.digest = a.digest AND k.first_claimed_at_ms = a.first_claimed_at_ms
     WHERE k.digest IS NULL OR k.state IN (2, 3)
     LIMIT $1
+    FOR UPDATE OF a SKIP LOCKED
 ), removed AS (
     DELETE FROM {schema}.arguments AS a USING needless AS n
     WHERE a.digest = n.digest AND a.first_claimed_at_ms = n.first_claimed_at_ms

@@ -1,0 +1,111 @@
+"""How a batch is packed: many claims and endings as the arrays of one statement.
+
+Owns the statements that write a batch, and nothing of what follows when they skip a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Any, Final
+
+from retrysafe.core.framing import DIGEST_BYTES
+from retrysafe.core.model import ClaimRequest, Settlement
+from retrysafe.stores.postgres.sifting import Fetch
+
+_digest_of: Final = attrgetter("key.digest")
+# A batch has at most 128 rows, so the number of a row's manner fits into one byte.
+_BYTES: Final = [bytes((number,)) for number in range(256)]
+
+
+def split(digests: bytes) -> set[bytes]:
+    """The digests that the server strung together."""
+    return {digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)}
+
+
+def _columns(rows: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
+    return [list(column) for column in zip(*rows, strict=True)] or [[], [], [], []]
+
+
+async def write(
+    fetch: Fetch, claims: Iterable[ClaimRequest], endings: Iterable[Settlement]
+) -> tuple[int, bytes, bytes]:
+    """Inserts new keys and ends attempts: the instant, and the digests of either kind.
+
+    The identities of a row travel as one value, and what many rows have in common travels once
+    as their manner: for the client a batch costs by the number of its values.
+    """
+    identities: list[bytes] = []
+    callers: list[str] = []
+    keys: list[str] = []
+    manners: dict[tuple[str, int, int, str], int] = {}
+    # In the order of the digests: two batches over the same keys cannot deadlock.
+    for request in sorted(claims, key=_digest_of):
+        key, fingerprint = request.key, request.fingerprints[0]
+        manner = (request.operation, fingerprint.rule, request.lease_ms, request.owner)
+        number = manners.setdefault(manner, len(manners))
+        identities.append(key.digest + fingerprint.digest + request.token + _BYTES[number])
+        callers.append(key.caller)
+        keys.append(key.text)
+    ended: list[bytes] = []
+    heads: list[bytes | None] = []
+    bodies: list[bytes | None] = []
+    ways: dict[tuple[int, int, int, str | None], int] = {}
+    for item in sorted(endings, key=_digest_of):
+        payload = item.payload
+        if payload is None:
+            form = head = body = None
+        else:
+            form, head, body = payload.form, payload.head, payload.body
+        way = (int(item.kind), item.active_ms, item.audit_ms, form)
+        number = ways.setdefault(way, len(ways))
+        ended.append(item.key.digest + item.token + _BYTES[number])
+        heads.append(head)
+        bodies.append(body)
+    operations, rules, leases, owners = _columns(manners)
+    states, actives, audits, forms = _columns(ways)
+    ((now_ms, claimed, settled),) = await fetch(
+        "commit",
+        identities,
+        callers,
+        keys,
+        operations,
+        rules,
+        leases,
+        owners,
+        ended,
+        heads,
+        bodies,
+        states,
+        actives,
+        audits,
+        forms,
+    )
+    return now_ms, bytes(claimed), bytes(settled)
+
+
+async def claim_resumable(fetch: Fetch, claims: Iterable[ClaimRequest]) -> dict[bytes, int]:
+    """Inserts new keys with their arguments: the instant, by the digest of each."""
+    rows = []
+    for request in sorted(claims, key=_digest_of):
+        key, fingerprint, arguments = request.key, request.fingerprints[0], request.arguments
+        assert arguments is not None  # Chosen for having some.
+        rows.append(
+            (
+                key.digest,
+                key.caller,
+                key.text,
+                request.operation,
+                fingerprint.rule,
+                fingerprint.digest,
+                request.token,
+                request.lease_ms,
+                request.owner,
+                arguments.form,
+                arguments.head,
+                arguments.body,
+            )
+        )
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    ((now_ms, claimed),) = await fetch("claim_resumable", *columns)
+    return dict.fromkeys(split(bytes(claimed)), int(now_ms))
