@@ -23,6 +23,7 @@ from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import (
     InvalidInput,
     KeyInvalid,
+    OperationFailed,
     OperationInFlight,
     OutcomeNotStored,
     PolicyInvalid,
@@ -256,6 +257,8 @@ class Protection:
             route.codec,
             route.judge,
             self._outcome_of,
+            # The server would answer the exception itself with a 500 that says nothing.
+            rebuilds_failures=False,
         )
 
     def closed_off(self, plan: Plan) -> Response | None:
@@ -317,6 +320,8 @@ class Protection:
             return None
         if response.status == problems.CALLER_UNKNOWN.status:
             response.headers += self._challenge
+        elif type(error) is OperationFailed and not error.retryable:
+            response.headers.append(REPLAYED)  # The outcome, and not the run of this request.
         return self.preferred(plan, response)
 
     def accepted(self, plan: Plan) -> Response:
