@@ -23,7 +23,6 @@ from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import (
     InvalidInput,
     KeyInvalid,
-    OperationFailed,
     OperationInFlight,
     OutcomeNotStored,
     PolicyInvalid,
@@ -320,8 +319,6 @@ class Protection:
             return None
         if response.status == problems.CALLER_UNKNOWN.status:
             response.headers += self._challenge
-        elif type(error) is OperationFailed and not error.retryable:
-            response.headers.append(REPLAYED)  # The outcome, and not the run of this request.
         return self.preferred(plan, response)
 
     def accepted(self, plan: Plan) -> Response:
