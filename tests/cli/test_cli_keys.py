@@ -15,9 +15,11 @@ import pytest
 from retrysafe import GLOBAL, Condition, Key
 from retrysafe.cli.keys import BODY_LIMIT_CHARACTERS, ListedCondition
 from retrysafe.cli.problems import ExitCode
-from retrysafe.cli.shapes import duration_text
+from retrysafe.cli.shapes import duration_text, status_text
 from retrysafe.core.codec import withheld
 from retrysafe.core.model import Payload, SettleKind
+from retrysafe.http.callers import bearer_token
+from retrysafe.http.request import Request
 from retrysafe.runtime.drive import run_sync
 
 
@@ -236,6 +238,84 @@ def test_a_body_is_shown_as_what_it_is(invoke, desk, payload, name, value):
     (shape,) = outcome.json["outcomes"]
     assert shape[name] == value
     assert [item for item in shape if item.startswith("body")] == [name]
+
+
+HEAD = b"201\ncontent-type\napplication/json\nlocation\n/charges/7"
+
+
+def test_a_stored_response_is_shown_as_one(invoke, desk):
+    """Status and headers in words for people, and decoded beside the raw head in JSON."""
+    desk.put("k", payload=Payload("http.1", HEAD, b'{"a": 1}'))
+    arguments = ("keys", "show", "k", "--caller", "acme", "--store", desk.url)
+    (shape,) = invoke(*arguments, "--json").json["outcomes"]
+    assert (shape["head"], shape["body"]) == (HEAD.decode(), {"a": 1})
+    assert shape["response"]["status"] == 201
+    assert ["location", "/charges/7"] in shape["response"]["headers"]
+    lines = [line.strip() for line in invoke(*arguments).stdout.splitlines()]
+    start = lines.index("201 Created")
+    assert lines[start + 1 : start + 3] == [
+        "content-type: application/json",
+        "location: /charges/7",
+    ]
+    assert lines[lines.index("", start) :] == ["", "{", '"a": 1', "}"]
+
+
+@pytest.mark.parametrize("head", [b"x", b"201\nlocation", b""])
+def test_a_response_that_cannot_be_read_is_shown_as_it_is_stored(invoke, desk, head):
+    desk.put("k", payload=Payload("http.1", head, b"{}"))
+    arguments = ("keys", "show", "k", "--caller", "acme", "--store", desk.url)
+    (shape,) = invoke(*arguments, "--json").json["outcomes"]
+    assert "response" not in shape
+    assert (shape["head"], shape["body"]) == (head.decode(), {})
+    assert invoke(*arguments).code == 0
+
+
+def test_a_status_without_a_phrase_is_a_number():
+    assert [status_text(204), status_text(299)] == ["204 No Content", "299"]
+
+
+# Callers that are stored as digests.
+
+TOKEN = "s3cret-token"
+
+
+@pytest.fixture
+def bearer(desk):
+    """A key of the client that holds the token, as the HTTP layer stores it, and of another."""
+    request = Request("POST", "/", b"", [(b"authorization", f"Bearer {TOKEN}".encode())], b"", None)
+    desk.put("k", SettleKind.FAIL, caller=bearer_token(request))
+    desk.put("k", caller="acme")
+    return ("--bearer", TOKEN, "--store", desk.url)
+
+
+def test_a_key_is_found_by_the_token_of_its_client(invoke, bearer):
+    """Every command on keys takes the token; nothing shows it."""
+    found = invoke("keys", "list", "--json", *bearer)
+    assert [item["condition"] for item in found.json["keys"]] == ["failed"]
+    shown = invoke("keys", "show", "k", "--json", *bearer)
+    assert shown.json["record"]["caller"].startswith("bearer:")
+    assert TOKEN not in found.stdout + shown.stdout
+    assert invoke("keys", "release", "k", "--yes", *bearer).code == 0
+    assert invoke("keys", "show", "k", "--json", *bearer).json["record"]["condition"] == "released"
+    assert invoke("keys", "expire", "k", "--yes", *bearer).code == 0
+    assert invoke("keys", "show", "k", "--json", *bearer).json["record"]["condition"] == "outlived"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--bearer", TOKEN, "--caller", "acme"),
+        ("--bearer", TOKEN, "--global"),
+        ("--bearer", "Bearer x"),
+        ("--bearer", ""),
+        ("--bearer", "naïve"),
+    ],
+)
+@pytest.mark.parametrize("command", [("list",), ("show", "k")])
+def test_a_token_is_the_only_word_about_the_caller(invoke, desk, command, wrong):
+    outcome = invoke("keys", *command, *wrong, "--store", desk.url)
+    assert outcome.code == ExitCode.USAGE
+    assert "--bearer" in outcome.line
 
 
 def test_a_long_body_is_cut_for_people_only(invoke, desk):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from datetime import timedelta
 
 import httpx
 import pytest
@@ -21,7 +22,7 @@ from retrysafe import (
     SecretMissing,
     current_attempt,
 )
-from retrysafe.client import for_attempt, header_value, intent_key, one_intent
+from retrysafe.client import RetryPolicy, for_attempt, header_value, intent_key, one_intent
 from tests.client.clients import CONNECTION_ERRORS
 from tests.client.server import Answer, Drop
 
@@ -71,6 +72,23 @@ def test_the_callers_header_is_sent_as_it_is(server, client):
 def test_a_key_on_a_safe_method_is_taken_off(server, client):
     client.send("GET", "/charges", None, headers={"Idempotency-Key": '"mine"'})
     assert server.keys == [None]
+
+
+def test_a_client_can_ask_the_server_to_wait_for_the_outcome(server, make_client):
+    """`Prefer: wait=N` on every try of a request with a key; the caller's own header is kept."""
+    client = make_client(policy=RetryPolicy(wait=timedelta(seconds=10)))
+    server.script(Drop(after_effect=True))
+    client.send("POST", "/charges")
+    client.send("GET", "/charges", None)
+    client.send("PUT", "/charges")
+    client.send("POST", "/charges", headers={"prefer": "respond-async"})
+    prefers = [seen.headers.get("prefer") for seen in server.seen]
+    assert prefers == ["wait=10", "wait=10", None, None, "respond-async"]
+
+
+def test_nothing_is_preferred_unless_asked_for(server, client):
+    client.send("POST", "/charges")
+    assert "prefer" not in server.seen[0].headers
 
 
 def test_an_intent_holds_one_key_over_several_calls(server, client):

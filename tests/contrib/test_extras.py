@@ -13,7 +13,7 @@ import retrysafe
 SOURCE = Path(retrysafe.__file__).parents[1]
 
 
-@pytest.mark.parametrize("framework", ["starlette", "fastapi", "litestar"])
+@pytest.mark.parametrize("framework", ["starlette", "fastapi", "litestar", "flask"])
 def test_a_missing_framework_says_which_extra_has_it(framework):
     """In an environment that has retrysafe alone, by the name of the extra."""
     code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); import retrysafe.contrib.{framework}"

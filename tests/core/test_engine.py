@@ -327,6 +327,15 @@ def test_a_stored_failure_that_this_process_did_not_declare_is_told():
     assert caught.value.type_name == "tests.core.sample_types:Declined"
 
 
+def test_a_caller_that_cannot_catch_the_declared_type_is_told_too():
+    """A client of an API has no use for an exception of the server's."""
+    world = World()
+    with pytest.raises(Declined):
+        world.first.answer(call(policy=TERMINAL), world.first.raising(Declined("no funds")))
+    with pytest.raises(OperationFailed, match="Declined: no funds"):
+        world.process().answer(call(policy=TERMINAL, rebuilds_failures=False))
+
+
 def test_a_retryable_failure_frees_the_key_at_once():
     world = World(cache=True)
     process = world.first

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from inspect import isawaitable
 
 import httpx
 import pytest
 
 from retrysafe.demo.app import open_ledger, prepare
 from retrysafe.demo.ledger import effect_entry
+from retrysafe.demo.sqlite_ledger import TABLE
 from tests.demo.server import (
     LEASE_SECONDS,
     PATIENCE_SECONDS,
@@ -92,6 +94,13 @@ def test_another_checkout_under_the_same_key_is_a_mismatch(demo, wish, key):
     assert len(effects_of(demo, wish["customer"])) == 3
 
 
+def test_a_slow_checkout_is_the_same_request(demo, wish, key):
+    """Its delay is a stage direction: the retry without it is a replay."""
+    first = demo.post("checkouts", key, wish | {"delay_ms": 50})
+    second = demo.post("checkouts", key, wish)
+    assert (first.status_code, second.headers["idempotent-replayed"]) == (201, "true")
+
+
 def test_two_callers_with_one_key_have_effects_of_their_own(demo, wish, key):
     """Child keys are the caller's: neither's effect is taken for a repetition of the other's."""
     for caller in ("alice", "bob"):
@@ -123,6 +132,7 @@ def test_a_checkout_without_key_or_caller_is_refused(demo, wish, headers, status
         b'"items":[{"price":NaN}]',
         b'"items":[{"price":1e999}]',
         b'"items":["a"],"crash_after":"lunch"',
+        b'"items":["a"],"outcome":"ok"',
     ],
 )
 def test_a_checkout_that_makes_no_sense_is_refused(demo, wish, key, fault):
@@ -191,7 +201,9 @@ def test_a_crash_after_any_step_repeats_no_effect(start_demo, store_url):
         assert demo.entries("checkouts", step) == [reply.json()]
         effects = effects_of(demo, step)
         assert [effect["operation"] for effect in effects] == EFFECTS
+        # Not asked for again either: what was recorded is skipped.
         assert effects[: len(done[step])] == done[step]
+        assert {effect["asked"] for effect in effects} == {1}
         assert effects[2]["key"] == reply.json()["receipt_key"]
     assert demo.process.poll() is None
     assert demo.stop()[0] == 0
@@ -210,7 +222,10 @@ def test_a_receipt_outlives_the_process_that_promised_it(start_demo, store_url, 
 
 
 def test_an_effect_that_is_asked_for_again_under_its_key_is_one_effect(store_url):
-    """As after a crash between a call and its record, or a receipt that is delivered twice."""
+    """As after a crash between a call and its record, or a receipt that is delivered twice.
+
+    The entry is the first one's and says how often it was asked for.
+    """
 
     async def scenario():
         await prepare(store_url)
@@ -226,4 +241,38 @@ def test_an_effect_that_is_asked_for_again_under_its_key_is_one_effect(store_url
             await ledger.close()
 
     found = asyncio.run(scenario())
-    assert [(entry.key, entry.attempt) for entry in found] == [("child:a", 1), ("child:b", 1)]
+    assert [(entry.key, entry.attempt, entry.asked) for entry in found] == [
+        ("child:a", 1, 2),
+        ("child:b", 1, 1),
+    ]
+
+
+def test_the_ledger_of_an_earlier_demo_goes_on(store_url):
+    """One that did not count repetitions keeps its entries and counts from now on."""
+
+    async def scenario():
+        await prepare(store_url)
+        ledger = open_ledger(store_url)
+        await ledger.open()
+        entry = effect_entry("charge", customer="c", key="child:a", attempt=1, details={})
+        try:
+            async with ledger.transaction() as connection:
+                await ledger.add_once(connection, entry)
+                await forget_asked(connection, store_url)
+            await ledger.prepare()
+            async with ledger.transaction() as connection:
+                await ledger.add_once(connection, entry)
+            return await ledger.entries()
+        finally:
+            await ledger.close()
+
+    assert [entry.asked for entry in asyncio.run(scenario())] == [2]
+
+
+async def forget_asked(connection, store_url):
+    """Makes the table one of the demos before."""
+    is_sqlite = store_url.startswith("sqlite")
+    table = TABLE if is_sqlite else f"{store_url.rpartition('=')[2]}_demo.ledger"
+    done = connection.execute(f"ALTER TABLE {table} DROP COLUMN asked")
+    if isawaitable(done):
+        await done

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pty
 import signal
 import socket
 import subprocess
@@ -55,6 +57,42 @@ def test_it_serves_on_a_file_in_var_and_says_what_to_paste(tmp_path):
             code = process.wait(PATIENCE_SECONDS)
             process.kill()
     assert code == 0
+
+
+def test_a_terminal_shows_where_to_look_and_one_line_for_every_request(tmp_path):
+    """Whoever watches sees replays and refusals; control characters of clients are spelled out."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command("--port", "0"), cwd=tmp_path, stdout=theirs)
+    os.close(theirs)
+    try:
+        with os.fdopen(ours, "rb", buffering=0) as screen:
+
+            def shown_until(mark):
+                text = b""
+                while mark not in text:
+                    text += screen.read(1024)
+                return text.decode()
+
+            shown = shown_until(b"/docs")
+            url = shown.split()[2]
+            for place in ("/effects", "/idempotency-policy", "/docs"):
+                assert f"{url}{place}" in shown
+            with httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as client:
+                for _ in range(2):
+                    client.post("/charges", headers=headers_of("k"), json=CHARGE)
+                client.get("/no%1B[2Jwhere")
+            told = shown_until(b"404 Not Found")
+            lines = [line for line in told.split("\r\n") if line]
+            assert lines[-3:] == [
+                "POST /charges: 201 Created",
+                "POST /charges: 201 Created, replayed",
+                "GET /no%1B%5B2Jwhere: 404 Not Found",
+            ]
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE_SECONDS) == 0
+    finally:
+        process.kill()
+        process.wait(PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import httpx
 import pytest
@@ -130,6 +131,27 @@ def test_a_body_that_makes_no_sense_is_refused(demo, path, wish, customer, key):
         assert replies[0].json()["title"] == "The request is invalid"
         assert replies[0].json()["errors"][0]["where"] == f"body/{field}"
         assert replies[1].headers["idempotent-replayed"] == "true"
+    assert demo.entries(path, customer) == []
+
+
+def test_a_field_that_nobody_reads_is_refused_by_name(demo, path, wish, customer, key):
+    """422 names the misspelt field, and nothing is executed."""
+    reply = demo.post(path, key, wish | {"delay": 5})
+    assert (reply.status_code, problem_of(reply)) == (422, "")
+    assert [fault["where"] for fault in reply.json()["errors"]] == ["body/delay"]
+    assert "new key" in reply.json()["detail"]
+    assert demo.entries(path, customer) == []
+
+
+@pytest.mark.parametrize("media_type", [None, "application/x-www-form-urlencoded"])
+def test_a_body_that_is_not_said_to_be_json_is_refused_with_a_hint(
+    demo, path, wish, customer, key, media_type
+):
+    """422 says which header is missing, as for `curl -d` without one."""
+    headers = headers_of(key) | ({} if media_type is None else {"Content-Type": media_type})
+    reply = demo.client.post(f"/{path}", headers=headers, content=json.dumps(wish))
+    assert reply.status_code == 422
+    assert "Content-Type: application/json" in reply.json()["detail"]
     assert demo.entries(path, customer) == []
 
 

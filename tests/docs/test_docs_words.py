@@ -139,9 +139,9 @@ def test_the_readme_names_every_extra_and_no_registry():
     """What can be installed is said before it is needed, and nobody is sent to a registry."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         extras = set(tomllib.load(file)["project"]["optional-dependencies"])
+    rows = table_rows(ROOT / "README.md", "needed for")
+    assert {name for row in rows for name in re.findall(r"`([a-z]+)`", row[1])} == extras
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text.partition("\n## Install\n")[2].partition("\n## ")[0]
-    assert extras <= set(re.findall(r"`([a-z]+)` \(", section))
     assert text.index("\n## Install\n") < text.index("\n## Example\n")
     told = [name_of(path) for path in DOCUMENTS if "install 'retrysafe[" in path.read_text()]
     assert told == []

@@ -19,6 +19,7 @@ from retrysafe.stores.sqlite import batches, connecting
 from retrysafe.stores.sqlite import store as sqlite_store
 from retrysafe.stores.sqlite.schema import SQL
 from tests.guards import test_properties as properties
+from tests.guards.atomic_guards import ATOMIC_GUARDS
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode, InEntry, InStatement
 from tests.guards.outbox_guards import OUTBOX_GUARDS
@@ -407,6 +408,7 @@ GUARDS: tuple[Guard, ...] = (
         ),
         properties.test_an_interrupted_flight_tells_every_task,
     ),
+    *ATOMIC_GUARDS,
     *STEP_GUARDS,
     *OUTBOX_GUARDS,
     *RECOVERY_GUARDS,

@@ -104,6 +104,31 @@ STEP_GUARDS: tuple[Guard, ...] = (
         properties.test_no_ending_is_settled_while_a_step_is_under_way,
     ),
     Guard(
+        "a key is not freed while a step that ran is not recorded",
+        "the retry runs the step again at once",
+        (
+            InCode(
+                StepWriter.record_the_rest,
+                "list(self._unrecorded.items())",
+                "()",
+            ),
+        ),
+        properties.test_a_key_is_not_freed_while_a_step_is_not_recorded,
+    ),
+    Guard(
+        "a step counts as recorded only when the store has said so",
+        "a key is freed for a retry that repeats what the store never heard of",
+        (
+            InCode(
+                StepWriter.record,
+                "del self._unrecorded[step.name]",
+                "pass",
+                ("self._unrecorded[step.name] = write", "pass"),
+            ),
+        ),
+        properties.test_a_step_that_was_not_written_is_written_before_the_key_is_freed,
+    ),
+    Guard(
         "an ending outlives its caller while its steps are checked",
         "the outcome of a finished operation is lost, and the operation runs again",
         (

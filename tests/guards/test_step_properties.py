@@ -19,11 +19,16 @@ from retrysafe import (
     Idempotency,
     InvalidInput,
     MemoryStore,
+    OperationInFlight,
+    OutcomeNotStored,
     Policy,
+    StepNotStored,
     StepReused,
     StepsChanged,
+    StoreMissing,
     current_attempt,
 )
+from retrysafe.testing import FaultyStore, Moment
 
 
 class Declined(Exception):
@@ -222,6 +227,44 @@ def test_no_ending_is_settled_while_a_step_is_under_way():
             return seen, [step.name for step in (await idem.read("order")).steps]
 
     assert asyncio.run(scenario()) == ([Condition.RUNNING], ["charge"])
+
+
+def test_a_key_is_not_freed_while_a_step_is_not_recorded():
+    """A store that cannot be told of it leaves the key to its lease."""
+    store = FaultyStore(MemoryStore())
+    store.fail(
+        Moment.BEFORE, method="record_step", times=None, error=lambda _: StoreMissing("gone")
+    )
+    with shop(store) as (idem, ran):
+
+        def operation():
+            with pytest.raises(StepNotStored):
+                current_attempt().step("charge", ran.append, "charge")
+            raise Later
+
+        with pytest.raises(OutcomeNotStored):
+            run(idem, operation)
+        assert idem.read("order").condition is Condition.RUNNING
+        with pytest.raises(OperationInFlight):
+            run(idem, steps(ran, "charge"))
+        assert ran == ["charge"]
+
+
+def test_a_step_that_was_not_written_is_written_before_the_key_is_freed():
+    """The store was out for one write only: the retry finds the step."""
+    store = FaultyStore(MemoryStore())
+    store.fail(Moment.BEFORE, method="record_step", error=lambda _: StoreMissing("gone"))
+    with shop(store) as (idem, ran):
+
+        def operation():
+            with pytest.raises(StepNotStored):
+                current_attempt().step("charge", ran.append, "charge")
+            raise Later
+
+        with pytest.raises(Later):
+            run(idem, operation)
+        run(idem, steps(ran, "charge"))
+        assert ran == ["charge"]
 
 
 def test_an_ending_outlives_its_caller():

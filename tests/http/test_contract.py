@@ -6,6 +6,7 @@ import pytest
 
 from retrysafe import (
     GLOBAL,
+    Ending,
     FingerprintRule,
     InvalidInput,
     MemoryStore,
@@ -205,11 +206,14 @@ def test_what_the_application_raises_reaches_the_server_and_frees_the_key(make_s
     assert (reply.status, reply.is_replay) == (201, False)
 
 
-def test_a_failure_for_good_is_a_problem_on_retry(make_subject):
-    """A policy that keeps every failure never runs again; the exception's text is not shown."""
-    from retrysafe import Ending
-
-    subject = make_subject(rules=[Rule(policy=Policy(unlisted=Ending.FAILED))])
+@pytest.mark.parametrize(
+    "policy",
+    [Policy(unlisted=Ending.FAILED), Policy(terminal=(LookupError,))],
+    ids=["unlisted", "declared"],
+)
+def test_a_failure_for_good_is_a_problem_on_retry(make_subject, policy):
+    """A kept failure is not run again, whether it was declared; the exception's text is hidden."""
+    subject = make_subject(rules=[Rule(policy=policy)])
     subject.shop.error = LookupError("secret host db-7")
     with pytest.raises(LookupError):
         subject.ask()

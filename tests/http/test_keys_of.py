@@ -169,3 +169,18 @@ def test_a_window_shorter_than_the_lease_is_refused(window):
 def test_other_sources_leave_the_policy_as_it_is(source):
     policy = Policy()
     assert source.checked(policy, None) is policy
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (FromHeader(), "the Idempotency-Key header"),
+        (FromFields("/customer", "{id}"), "these fields: /customer, {id}"),
+        (FromBody(window=timedelta(minutes=5)), "all that they ask for, within 5 minutes"),
+        (FromBody(window=timedelta(days=1)), "all that they ask for, within 1 day"),
+        (FromBody(window=timedelta(seconds=1.5)), "all that they ask for, within 1.5 seconds"),
+    ],
+)
+def test_sources_are_told_in_words(source, text):
+    """The policy page and the API's description say them to people who know no Python."""
+    assert str(source) == text

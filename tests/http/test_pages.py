@@ -64,7 +64,9 @@ def test_the_policy_is_made_from_the_live_rules(make_subject):
     assert charges["same_request"].endswith("these fields: /amount")
     assert (charges["request_limit_bytes"], charges["response_limit_bytes"]) == (1234, 4321)
     assert feed["response_is_kept"] is False
-    assert "/order" in feed["key_source"]
+    assert feed["key_source"] == "these fields: /order"
+    assert charges["key_source"] == "the Idempotency-Key header"
+    assert (charges["responds_async"], feed["responds_async"]) == (True, False)
     assert odd["same_request"].endswith("without these fields: /sent_at")
     assert reply.json["status_url"] == "/idempotency-status/{key}"
     assert reply.json["key"]["characters_limit"] == 255
@@ -78,7 +80,9 @@ def test_every_problem_has_its_anchor(make_subject):
     page = reply.body.decode()
     for kind in KINDS:
         assert f'id="{kind.slug}"' in page
-    assert "2:00:00" in page
+    assert "<dd>2 hours</dd>" in page
+    assert "<dd>required, in the Idempotency-Key header</dd>" in page
+    assert "recognised by these fields: /order</dd>" in page
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
     json_types = {
@@ -88,6 +92,20 @@ def test_every_problem_has_its_anchor(make_subject):
         ]
     }
     assert json_types == {f"/idempotency-policy#{kind.slug}" for kind in KINDS}
+
+
+def test_nothing_is_said_of_202_where_no_route_answers_with_it(make_subject):
+    """Atomic routes and streams do not, and their clients must not wait for it."""
+    rules = [
+        Rule(path="/orders", transaction=lambda: None),
+        Rule(path="/feed", streaming=Streaming.PASS),
+        Rule(path="/off", key=KeyUse.OFF),
+    ]
+    told = make_subject(rules=rules).ask("GET", "/idempotency-policy").body
+    assert b"respond-async" not in told
+    one = make_subject(rules=[*rules, Rule(path="/charges")]).ask("GET", "/idempotency-policy").body
+    assert one.count(b"respond-async") == 2
+    assert b"202" in one
 
 
 def test_the_pages_can_live_elsewhere_and_leave_the_old_paths_alone(make_subject):

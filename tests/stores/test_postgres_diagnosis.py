@@ -175,9 +175,9 @@ def test_doctor_exits_with_the_verdict(sound_url, sound_server):
     as_json = doctor("--json", "--store", f"{sound_server.url()}?schema=nowhere")
     assert as_json.exit_code == ExitCode.REFUSED
     assert '"notes": []' in as_json.stdout
-    nothing = doctor("--store", "sqlite:///some.db")
+    nothing = doctor("--store", "memory://")
     assert nothing.exit_code == ExitCode.USAGE
-    assert "has no settings to look at" in nothing.stderr
+    assert "lives in one process" in nothing.stderr
 
 
 def used(url: str, *, is_async: bool) -> None:

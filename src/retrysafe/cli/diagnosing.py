@@ -7,13 +7,13 @@ import sys
 import typer
 
 from retrysafe.cli import options, output
-from retrysafe.cli.problems import ExitCode, usage
+from retrysafe.cli.problems import ExitCode
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.diagnosis import Diagnosable, Finding
 
 
 @options.examples(
-    "retrysafe doctor --store postgresql://app@db/app",
+    "retrysafe doctor --store sqlite:////var/lib/app/keys.db",
     "retrysafe doctor --store postgresql://app@db/app --json",
 )
 def doctor(
@@ -24,11 +24,11 @@ def doctor(
 ) -> None:
     """Look at a store's settings, and say what would break a promise; exit 1 when something would.
 
-    Changes nothing. Good at the start of a deployment, after migrate.
+    Of PostgreSQL: settings, tables, schema, partitions, pooler and clock. Of SQLite: schema, mode,
+    access and file system. Changes nothing. Good at the start of a deployment, after migrate.
     """
     with options.opened_store(store, busy_timeout) as chosen:
-        if not isinstance(chosen, Diagnosable):
-            raise usage(f"{store} has no settings to look at: name a postgresql:// store")
+        assert isinstance(chosen, Diagnosable)  # As all are that outlive their process.
         found = run_sync(chosen.diagnose())
     if options.is_json(context, as_json):
         output.write_json(

@@ -70,6 +70,15 @@ def list_keys(
             "--caller", metavar="CALLER", help="Only keys of this caller.", show_default=False
         ),
     ] = None,
+    bearer: Annotated[
+        str | None,
+        typer.Option(
+            "--bearer",
+            metavar="TOKEN",
+            help="Only keys of HTTP clients with this bearer token.",
+            show_default=False,
+        ),
+    ] = None,
     is_global: Annotated[
         bool, typer.Option("--global", help="Only keys in the namespace shared by all callers.")
     ] = False,
@@ -91,8 +100,7 @@ def list_keys(
     as_json: options.AsJson = False,
 ) -> None:
     """List keys, newest claim first."""
-    if is_global and caller is not None:
-        raise usage("--caller and --global exclude each other: a key has one owner")
+    caller = options.chosen_caller(caller, bearer, is_global)
     if caller == "":
         raise usage("--caller must not be empty: use --global for the shared namespace")
     query = RecordQuery(
@@ -155,6 +163,7 @@ def _table(found: list[StoredKey]) -> Table:
 @app.command("show")
 @options.examples(
     "retrysafe keys show charge:42 --caller acme --store sqlite:///app.db",
+    'retrysafe keys show 8e03978e-40d5 --bearer "$TOKEN"',
     "retrysafe keys show nightly-report --global --json",
 )
 def show_key(
@@ -162,12 +171,13 @@ def show_key(
     key: options.KeyText,
     store: options.StoreUrl = None,
     caller: options.Caller = None,
+    bearer: options.Bearer = None,
     is_global: options.IsGlobal = False,
     busy_timeout: options.BusyTimeout = options.BUSY_SECONDS,
     as_json: options.AsJson = False,
 ) -> None:
     """Show one key: its record, its finished steps, and every outcome in its audit."""
-    wanted = options.chosen_key(key, caller, is_global)
+    wanted = options.chosen_key(key, caller, bearer, is_global)
     with options.opened_store(store, busy_timeout) as opened:
         stored = _stored(opened, wanted)
     if options.is_json(context, as_json):
@@ -235,14 +245,18 @@ def _body(payload: Payload) -> Padding:
         left = len(text) - BODY_LIMIT_CHARACTERS
         text = f"{text[:BODY_LIMIT_CHARACTERS]}\n… {left:,} more characters; --json shows all"
     what = [payload.form, f"{payload.size_bytes:,} bytes"]
-    if payload.head:
+    response = shapes.response_shape(payload)
+    if response is not None:
+        lines = [shapes.status_text(response["status"])]
+        lines += [f"{name}: {value}" for name, value in response["headers"]]
+        text = "\n".join(lines) + (f"\n\n{text}" if payload.body else "")
+    elif payload.head:
         what.append(payload.head.decode(errors="backslashreplace"))
     if name == "body_base64":
         what.append("in base 64")
-    lines = Text(output.safe(", ".join(what)) + "\n", style="dim")
-    return Padding(
-        lines.append(output.safe_lines(text), style="not dim"), (0, 0, 0, 2), expand=False
-    )
+    shown = Text(output.safe(", ".join(what)) + "\n", style="dim")
+    shown.append(output.safe_lines(text), style="not dim")
+    return Padding(shown, (0, 0, 0, 2), expand=False)
 
 
 @app.command("release")
@@ -255,6 +269,7 @@ def release_key(
     key: options.KeyText,
     store: options.StoreUrl = None,
     caller: options.Caller = None,
+    bearer: options.Bearer = None,
     is_global: options.IsGlobal = False,
     force: Annotated[
         bool,
@@ -271,7 +286,7 @@ def release_key(
     place twice, so be sure that its owner is gone.
     """
     command = OperatorCommand.FORCE_RELEASE if force else OperatorCommand.RELEASE
-    wanted = options.chosen_key(key, caller, is_global)
+    wanted = options.chosen_key(key, caller, bearer, is_global)
     with options.opened_store(store, busy_timeout) as opened:
         _operate(opened, wanted, command, yes, options.is_json(context, as_json))
 
@@ -286,6 +301,7 @@ def expire_key(
     key: options.KeyText,
     store: options.StoreUrl = None,
     caller: options.Caller = None,
+    bearer: options.Bearer = None,
     is_global: options.IsGlobal = False,
     yes: options.Yes = False,
     busy_timeout: options.BusyTimeout = options.BUSY_SECONDS,
@@ -296,7 +312,7 @@ def expire_key(
     The stored outcome stays in the audit. A pending key is refused: release it instead. Once a
     sweep has removed the key, its outcomes are reached by SQL only, until their audit window ends.
     """
-    wanted = options.chosen_key(key, caller, is_global)
+    wanted = options.chosen_key(key, caller, bearer, is_global)
     with options.opened_store(store, busy_timeout) as opened:
         _operate(opened, wanted, OperatorCommand.EXPIRE, yes, options.is_json(context, as_json))
 

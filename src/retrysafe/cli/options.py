@@ -42,6 +42,15 @@ Caller = Annotated[
     str | None,
     typer.Option("--caller", metavar="CALLER", help="Whose key it is.", show_default=False),
 ]
+Bearer = Annotated[
+    str | None,
+    typer.Option(
+        "--bearer",
+        metavar="TOKEN",
+        help="The key of an HTTP client with this bearer token, where callers are bearer_token's.",
+        show_default=False,
+    ),
+]
 IsGlobal = Annotated[
     bool, typer.Option("--global", help="The key is in the namespace shared by all callers.")
 ]
@@ -107,15 +116,30 @@ def opened_store(url: str | None, busy_seconds: float) -> Iterator[Store]:
         run_sync(store.close())
 
 
-def chosen_key(text: str, caller: str | None, is_global: bool) -> Key:
+def chosen_key(text: str, caller: str | None, bearer: str | None, is_global: bool) -> Key:
     """The key that is meant; the shared namespace must be asked for, as everywhere."""
-    if is_global and caller is not None:
-        raise usage("--caller and --global exclude each other: a key has one owner")
+    caller = chosen_caller(caller, bearer, is_global)
     if is_global:
         return Key(text, caller=GLOBAL)
     if caller is None:
         raise usage("whose key is it? Pass --caller CALLER, or --global for the shared namespace")
     return Key(text, caller=caller)
+
+
+def chosen_caller(caller: str | None, bearer: str | None, is_global: bool) -> str | None:
+    """The caller as it is stored; None for the shared namespace, and when nobody was named."""
+    if is_global and caller is not None:
+        raise usage("--caller and --global exclude each other: a key has one owner")
+    if bearer is None:
+        return caller
+    if is_global or caller is not None:
+        raise usage("--bearer names the caller: leave --caller and --global out")
+    if not bearer.isascii() or not bearer.isprintable() or not bearer or " " in bearer:
+        raise usage("--bearer takes the token as clients send it, without the word Bearer")
+    # Imported here: most commands need nothing of HTTP.
+    from retrysafe.http.callers import caller_of_token  # noqa: PLC0415
+
+    return caller_of_token(bearer.encode("ascii"))
 
 
 def checked_text(option: str, text: str) -> str:

@@ -51,6 +51,12 @@ def write_json(tree: Any) -> None:
     sys.stdout.flush()
 
 
+def line(text: str) -> None:
+    """Writes a line to stdout at once, for whoever watches."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
 def note(text: str) -> None:
     """Tells a person something that is not part of the result."""
     sys.stderr.write(safe(text) + "\n")

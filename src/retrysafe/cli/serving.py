@@ -51,7 +51,9 @@ def demo(
         _make_folder()
     is_json = options.is_json(context, as_json)
     try:
-        serve(store, port, lambda url: _tell(url, store, as_json=is_json))
+        # Only to a terminal: a pipe that nobody reads would hold the server up when it is full.
+        tell = output.line if not is_json and sys.stdout.isatty() else None
+        serve(store, port, lambda url: _tell(url, store, as_json=is_json), tell)
     except PortTaken as error:
         raise Problem("PortTaken", str(error), ExitCode.REFUSED) from error
 
@@ -74,8 +76,8 @@ def _tell(url: str, store: str, *, as_json: bool) -> None:
         output.write_json({"url": url, "store": shown})
         return
     lines = "\n".join(f"  {line}" for line in curl_lines(url))
-    sys.stdout.write(
+    output.line(
         f"retrysafe demo: {url} on {shown}; Ctrl-C ends it.\n\n"
-        f"First call, replay, mismatch:\n\n{lines}\n"
+        f"First call, replay, mismatch:\n\n{lines}\n\n"
+        f"What was executed: {url}/effects   Policy: {url}/idempotency-policy   API: {url}/docs\n"
     )
-    sys.stdout.flush()

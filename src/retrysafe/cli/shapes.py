@@ -9,11 +9,13 @@ from __future__ import annotations
 import base64
 import json
 from datetime import UTC, datetime, timedelta
+from http import HTTPStatus
 from typing import Any, Final
 
 from retrysafe.core.codec import BYTES, WITHHELD
 from retrysafe.core.events import UNNAMED
 from retrysafe.core.model import Condition, Payload, Record, State, Step, StoredKey, StoredOutcome
+from retrysafe.core.values import NotReadable
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _UNITS: Final = ((86_400_000, "d"), (3_600_000, "h"), (60_000, "min"), (1_000, "s"))
@@ -142,12 +144,39 @@ def _outcome_shape(outcome: StoredOutcome, stored: StoredKey) -> dict[str, Any]:
 def payload_shape(payload: Payload) -> dict[str, Any]:
     """A payload as JSON; exactly one of `body`, `body_text` and `body_base64` is there."""
     name, body = readable_body(payload)
-    return {
+    shape = {
         "form": payload.form,
         "head": payload.head.decode(errors="backslashreplace"),
         "size_bytes": payload.size_bytes,
         name: body,
     }
+    response = response_shape(payload)
+    return shape if response is None else shape | {"response": response}
+
+
+def response_shape(payload: Payload) -> dict[str, Any] | None:
+    """Status and headers of a stored HTTP response; None for any other payload."""
+    if not payload.form.startswith("http."):
+        return None
+    # Imported here: most stores hold nothing of HTTP.
+    from retrysafe.http.responses import ResponseCodec  # noqa: PLC0415
+
+    try:
+        response = ResponseCodec().decode(payload)
+    except NotReadable:
+        return None  # A later release's, or damaged: it is shown as it is stored.
+    headers = [
+        [name.decode("latin-1"), value.decode("latin-1")] for name, value in response.headers
+    ]
+    return {"status": response.status, "headers": headers}
+
+
+def status_text(status: int) -> str:
+    """A status with its phrase, where there is one."""
+    try:
+        return f"{status} {HTTPStatus(status).phrase}"
+    except ValueError:
+        return str(status)
 
 
 def readable_body(payload: Payload) -> tuple[str, Any]:

@@ -21,7 +21,14 @@ from retrysafe.client.flow import (
 from retrysafe.client.keys import KEY_EXTENSION, KEY_HEADER
 from retrysafe.client.policy import RetryPolicy
 from retrysafe.client.replies import has_json
-from retrysafe.client.requesting import NOT_GIVEN, begin, is_read_at_once, takes_key
+from retrysafe.client.requesting import (
+    NOT_GIVEN,
+    PREFER_HEADER,
+    begin,
+    is_read_at_once,
+    prefer_of,
+    takes_key,
+)
 from retrysafe.client.timing import ThreadTiming
 from retrysafe.runtime.drive import run_sync
 
@@ -178,6 +185,9 @@ def _begun(settings: Settings, request: httpx.Request) -> Delivery | None:
     )
     if header is None and delivery is not None and delivery.key is not None:
         headers[KEY_HEADER] = delivery.key
+    prefer = prefer_of(settings, delivery, headers.get(PREFER_HEADER))
+    if prefer is not None:
+        headers[PREFER_HEADER] = prefer
     return delivery
 
 

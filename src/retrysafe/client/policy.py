@@ -13,6 +13,7 @@ from typing import Final
 from retrysafe.errors import PolicyInvalid
 
 _ZERO: Final = timedelta(0)
+_SECOND: Final = timedelta(seconds=1)
 # Whoever retries for longer wants a queue, and an unbounded number would overflow the timers.
 TIME_LIMIT_MAXIMUM: Final = timedelta(days=1)
 # Of the answers below 500 only these say "the same request, later"; the others would be the same
@@ -35,6 +36,10 @@ class RetryPolicy:
     # with every try, and ends at the limit.
     backoff: timedelta = timedelta(milliseconds=200)
     backoff_limit: timedelta = timedelta(seconds=20)
+    # How long a server may hold a request back whose first sending it is still at work on, in whole
+    # seconds: `Prefer: wait=N`. The answer comes as soon as there is one, instead of a 409 that is
+    # retried when the lease would end. At zero nothing is asked for.
+    wait: timedelta = _ZERO
     # Requests of these methods get a key when the caller sent none.
     methods: frozenset[str] = frozenset({"POST", "PATCH"})
     # Answers that are worth another try, besides a 409 that says so itself.
@@ -51,6 +56,8 @@ class RetryPolicy:
     time_seconds: float = field(init=False, repr=False, compare=False)
     backoff_seconds: float = field(init=False, repr=False, compare=False)
     backoff_limit_seconds: float = field(init=False, repr=False, compare=False)
+    # The value of the header `Prefer`; None when nothing is asked for.
+    prefer: str | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -67,6 +74,8 @@ class RetryPolicy:
         object.__setattr__(self, "time_seconds", self.time_limit.total_seconds())
         object.__setattr__(self, "backoff_seconds", self.backoff.total_seconds())
         object.__setattr__(self, "backoff_limit_seconds", self.backoff_limit.total_seconds())
+        wait_seconds = int(self.wait.total_seconds())
+        object.__setattr__(self, "prefer", f"wait={wait_seconds}" if wait_seconds else None)
 
     def _check_numbers(self) -> None:
         for name, least in (
@@ -79,7 +88,7 @@ class RetryPolicy:
                 raise PolicyInvalid(f"{name} is a whole number from {least} up, got {value!r}")
 
     def _check_durations(self) -> None:
-        for name in ("time_limit", "backoff", "backoff_limit"):
+        for name in ("time_limit", "backoff", "backoff_limit", "wait"):
             value = getattr(self, name)
             if not isinstance(value, timedelta) or not _ZERO <= value <= TIME_LIMIT_MAXIMUM:
                 raise PolicyInvalid(
@@ -87,6 +96,8 @@ class RetryPolicy:
                 )
         if self.backoff_limit < self.backoff:
             raise PolicyInvalid("backoff_limit must not be shorter than backoff")
+        if self.wait % _SECOND:
+            raise PolicyInvalid(f"wait is in whole seconds, as HTTP has it, got {self.wait}")
 
 
 def _members(value: object, kind: type, name: str) -> list[str]:

@@ -20,6 +20,7 @@ class NotGiven:
 
 
 NOT_GIVEN: Final = NotGiven()
+PREFER_HEADER: Final = "Prefer"
 
 
 def takes_key(method: str) -> bool:
@@ -61,6 +62,13 @@ def begin(
         return Delivery(settings, key=header_value(new_key()))
     text = scope.key_of(method, path)
     return Delivery(settings, key=header_value(text), scope=scope, key_text=text)
+
+
+def prefer_of(settings: Settings, delivery: Delivery | None, given: object) -> str | None:
+    """The `Prefer` header to add; None without a key, or when the caller has its own."""
+    if delivery is None or delivery.key is None or given is not None:
+        return None
+    return settings.policy.prefer
 
 
 def is_read_at_once(status: int, headers: Headers, limit_bytes: int) -> bool:

@@ -13,7 +13,7 @@ from retrysafe.client.faults import is_certificate_refused
 from retrysafe.client.flow import TRIES_EXTENSION, Delivery, Reply, Settings, Timing, deliver
 from retrysafe.client.keys import KEY_HEADER
 from retrysafe.client.policy import RetryPolicy
-from retrysafe.client.requesting import begin, is_read_at_once, takes_key
+from retrysafe.client.requesting import PREFER_HEADER, begin, is_read_at_once, prefer_of, takes_key
 from retrysafe.client.timing import ThreadTiming
 from retrysafe.runtime.drive import run_sync
 
@@ -104,6 +104,9 @@ def _begun(settings: Settings, request: requests.PreparedRequest) -> Delivery | 
     )
     if header is None and delivery is not None and delivery.key is not None:
         headers[KEY_HEADER] = delivery.key
+    prefer = prefer_of(settings, delivery, headers.get(PREFER_HEADER))
+    if prefer is not None:
+        headers[PREFER_HEADER] = prefer
     return delivery
 
 

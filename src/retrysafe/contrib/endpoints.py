@@ -165,12 +165,3 @@ class Endpoints:
 
 async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
     """The application behind the pages: there is none."""
-
-
-def missing_extra(module: str, extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """The refusal to import an integration without its framework."""
-    return ModuleNotFoundError(
-        f"{module} needs {error.name}: install retrysafe with its extra {extra}, from a clone with "
-        f"pip install '/path/to/clone[{extra}]'",
-        name=error.name,
-    )

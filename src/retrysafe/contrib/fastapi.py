@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator
 from re import Pattern
 from typing import Any, Final
 
-from retrysafe.contrib.endpoints import Served, attempt_in, missing_extra
+from retrysafe.contrib.endpoints import Served, attempt_in
 from retrysafe.contrib.openapi import MEDIA_TYPE, PROBLEM_NAME, PROBLEM_SCHEMA, description_of
 from retrysafe.contrib.views import view_rule
 from retrysafe.errors import InvalidInput
+from retrysafe.extras import missing_extra
 from retrysafe.http.asgi_run import App, Receive, Scope, Send, is_below
 from retrysafe.http.rules import KeyUse, Rule
 

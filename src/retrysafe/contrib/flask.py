@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from io import BytesIO
 from typing import Any, Final, TypeVar, cast
 
+from retrysafe.extras import missing_extra
+
 try:
     from flask import Flask, current_app, g, request, request_started
     from flask import Response as FlaskResponse
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"retrysafe.contrib.flask needs {error.name}: install retrysafe with its extra flask",
-        name=error.name,
-    ) from error
+    raise missing_extra(__name__, "flask", error) from error
 
 from retrysafe.contrib.views import RULE_NAME, ViewRun, located, view_rule
 from retrysafe.core.atomic_lead import AtomicAttempt

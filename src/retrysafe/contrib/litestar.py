@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
-from retrysafe.contrib.endpoints import Endpoints, Place, Served, missing_extra
+from retrysafe.contrib.endpoints import Endpoints, Place, Served
 from retrysafe.contrib.openapi import MEDIA_TYPE, PROBLEM_SCHEMA, Description, description_of
 from retrysafe.core.keys import GlobalCaller
 from retrysafe.core.values import NotStorable
 from retrysafe.errors import PolicyInvalid
+from retrysafe.extras import missing_extra
 from retrysafe.http.asgi_run import ERROR_NAME, App
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.responses import Response as StoredResponse

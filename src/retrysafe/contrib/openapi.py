@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Final
 
 from retrysafe.core.policy import InFlight
 from retrysafe.http import problems
+from retrysafe.http.durations import spoken
 from retrysafe.http.exchange import Protection
 from retrysafe.http.keys_of import FromBody, FromHeader
 from retrysafe.http.problems import ProblemKind
@@ -39,8 +39,6 @@ PROBLEM_SCHEMA: Final[dict[str, Any]] = {
 }
 MEDIA_TYPE: Final = "application/problem+json"
 _EXAMPLE: Final = '"7c9e6679-7425-40de-944b-e07fc1f90ae7"'
-# With a length of time for every unit, because "7 days, 0:00:00" is not how people say it.
-_UNITS: Final = ((86_400, "day"), (3_600, "hour"), (60, "minute"), (1, "second"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +110,3 @@ def _kinds(route: Route, *, is_required: bool, has_callers: bool) -> Iterator[Pr
     yield problems.BODY_TOO_LARGE
     yield problems.KEY_REUSED
     yield problems.STORE_UNAVAILABLE
-
-
-def spoken(duration: timedelta) -> str:
-    """A length of time in the largest unit that fits without a rest."""
-    seconds = duration.total_seconds()
-    for size, name in _UNITS:
-        count, rest = divmod(seconds, size)
-        if count and not rest:
-            return f"{count:.0f} {name}" + ("" if count == 1 else "s")
-    return f"{seconds:g} seconds"

@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from retrysafe.contrib.endpoints import Endpoints, Place, Served, missing_extra
+from retrysafe.contrib.endpoints import Endpoints, Place, Served
 from retrysafe.contrib.views import view_rule
 from retrysafe.errors import InvalidInput
+from retrysafe.extras import missing_extra
 from retrysafe.http.asgi_run import App, Receive, Scope, Send
 
 try:

@@ -30,6 +30,9 @@ class Call:
     # The token of the abandoned claim that a worker wants to take over. Its call admits nothing,
     # and a failure that would free the key leaves it to the lease: no caller hears of it.
     recovers: bytes | None = None
+    # Whether a stored failure is raised as the type that the policy declares. A caller that cannot
+    # catch it, such as a client of an API, is told of `OperationFailed` instead.
+    rebuilds_failures: bool = True
 
 
 T = TypeVar("T")

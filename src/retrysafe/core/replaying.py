@@ -19,7 +19,8 @@ def replayed_value(call: Call, payload: Payload | None) -> Any:
     if payload.form == codec.WITHHELD:
         raise codec.unavailable(payload, call.key.text)
     if payload.form in (codec.FAILURE, codec.EXHAUSTED):
-        declared = (*call.policy.terminal, *call.policy.retryable)
+        policy = call.policy
+        declared = (*policy.terminal, *policy.retryable) if call.rebuilds_failures else ()
         raise codec.decode_failure(payload, declared, call.key.text)
     try:
         return call.codec.decode(payload)

@@ -56,11 +56,25 @@ async def refused(_: Request, error: Exception) -> Response:
     return response
 
 
-async def invalid(_: Request, error: Exception) -> Response:
+# What a newcomer tries next is the corrected request under the same key, which is another request.
+_KEPT: Final = "This answer is kept like any other: send the corrected request with a new key."
+_NOT_JSON: Final = "The body was not read as JSON: send it with Content-Type: application/json."
+
+
+async def invalid(request: Request, error: Exception) -> Response:
     """The answer to a request that does not fit the description; its values are not repeated."""
     assert isinstance(error, RequestValidationError)
     faults = [
         {"where": "/".join(str(part) for part in fault["loc"]), "what": fault["msg"]}
         for fault in error.errors()
     ]
-    return problem(422, "The request is invalid", retryable=False, errors=faults)
+    if request.method != "POST":
+        return problem(422, "The request is invalid", retryable=False, errors=faults)
+    detail = _KEPT if _is_json(request) else f"{_NOT_JSON} {_KEPT}"
+    return problem(422, "The request is invalid", detail=detail, retryable=False, errors=faults)
+
+
+def _is_json(request: Request) -> bool:
+    """Whether the framework took the body for JSON."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return media_type == "application/json" or media_type.endswith("+json")

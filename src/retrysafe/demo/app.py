@@ -36,7 +36,7 @@ POLICY: Final = Policy(lease=timedelta(seconds=10), wait_limit=timedelta(seconds
 # How a run is staged is no part of what is asked for: a request that was made to fail may be
 # sent again without the stage directions, and is still the same request.
 REQUEST: Final = FingerprintRule(exclude=("/delay_ms", "/outcome"))
-CHECKOUT: Final = FingerprintRule(exclude=("/crash_after",))
+CHECKOUT: Final = FingerprintRule(exclude=("/delay_ms", "/crash_after"))
 # Child keys must be the same after a restart. The demo has nothing to hide; your secret comes from
 # the environment (`RETRYSAFE_SECRET`) and is in nobody's source.
 SECRET: Final = "the retrysafe demo has no secrets"

@@ -18,7 +18,7 @@ from retrysafe import Attempt
 from retrysafe.demo.answers import PROTECTED, answer
 from retrysafe.demo.ledger import Entry, Ledger, effect_entry, new_entry
 from retrysafe.demo.parts import LeasedAttempt, TheLedger
-from retrysafe.demo.staging import crash_point
+from retrysafe.demo.staging import crash_point, delayed
 from retrysafe.demo.wishes import CheckoutWish, Ending, Step
 from retrysafe.relay import Delivery
 
@@ -34,6 +34,7 @@ _ANSWERS: Final = {status: PROTECTED[status] for status in PROTECTED if status !
 @router.post("/checkouts", status_code=201, responses=_ANSWERS)
 async def checkout(wish: CheckoutWish, attempt: LeasedAttempt, ledger: TheLedger) -> Response:
     """Reserve, charge and send a receipt, each once, wherever the process dies."""
+    await delayed(wish)
     price = {"amount": _PRICE * len(wish.items), "currency": "eur"}
 
     reservation = await attempt.step(Step.RESERVE, _reserve, ledger, attempt, wish)

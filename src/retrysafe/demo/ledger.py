@@ -19,20 +19,21 @@ ENTRIES_LIMIT: Final = 10_000
 
 # The same words for both databases; only the marks of the parameters differ.
 INSERT: Final = """
-INSERT INTO {table}
+INSERT INTO {table} AS made
     (id, operation, customer, key, attempt, outcome, details, process, executed_at)
 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9)
 """
-# As a provider does that is sent a key: what it has done under that key is not done again.
-INSERT_ONCE: Final = INSERT + "ON CONFLICT (id) DO NOTHING"
+# As a provider does that is sent a key: what it has done under that key is not done again, but it
+# knows how often it was asked.
+INSERT_ONCE: Final = INSERT + "ON CONFLICT (id) DO UPDATE SET asked = made.asked + 1"
 SELECT: Final = """
-SELECT id, operation, customer, key, attempt, outcome, details, process, executed_at
+SELECT id, operation, customer, key, attempt, outcome, details, process, executed_at, asked
 FROM {table}
 WHERE ($1 = '' OR operation = $1) AND ($2 = '' OR customer = $2)
 ORDER BY position LIMIT $3
 """
 SELECT_ONE: Final = """
-SELECT id, operation, customer, key, attempt, outcome, details, process, executed_at
+SELECT id, operation, customer, key, attempt, outcome, details, process, executed_at, asked
 FROM {table}
 WHERE id = $1 AND operation = $2
 """
@@ -52,6 +53,8 @@ class Entry:
     details: dict[str, Any]
     process: int
     executed_at: str
+    # How often this was asked for under its key; all but the first time it was known and left.
+    asked: int = 1
 
     def shape(self) -> dict[str, Any]:
         """The entry as JSON, with the details beside the rest."""
@@ -115,7 +118,7 @@ class Ledger(Protocol):
         """Makes it ready for use in this event loop."""
 
     async def prepare(self) -> None:
-        """Makes the table if it is not there; raises `StoreError`."""
+        """Makes the table, or brings an earlier demo's up to date; raises `StoreError`."""
 
     def transaction(self) -> AbstractAsyncContextManager[Any]:
         """A connection with an open transaction: committed at the end, rolled back on errors."""
@@ -124,7 +127,7 @@ class Ledger(Protocol):
         """Writes an entry in the connection's transaction."""
 
     async def add_once(self, connection: Any, entry: Entry) -> None:
-        """Writes an entry unless its id is there already: then this is a repetition."""
+        """Writes an entry; if its id is there already, this is a repetition, and is counted."""
 
     async def entries(self, operation: str = "", customer: str = "") -> list[Entry]:
         """What was executed, in order; an empty text stands for all."""

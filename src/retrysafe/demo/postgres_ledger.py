@@ -26,9 +26,18 @@ CREATE TABLE IF NOT EXISTS {schema}.ledger (
     outcome text NOT NULL,
     details text NOT NULL,
     process integer NOT NULL,
-    executed_at text NOT NULL
+    executed_at text NOT NULL,
+    asked integer NOT NULL DEFAULT 1
 );
 """
+# Ledgers of earlier demos do not count repetitions. Looked up first: changing a table waits for the
+# open orders of a demo that runs already, even if there is nothing to change.
+_HAS_ASKED: Final = """
+SELECT EXISTS (
+    SELECT FROM pg_attribute WHERE attrelid = $1::text::regclass AND attname = 'asked'
+)
+"""
+_ADD_ASKED: Final = "ALTER TABLE {table} ADD COLUMN asked integer NOT NULL DEFAULT 1"
 # Two demos that start at the same time must not make the same schema at the same time.
 _PREPARE_LOCK: Final = "SELECT pg_advisory_xact_lock(hashtext($1))"
 # Each slow order holds one; retrysafe's own connections come on top.
@@ -55,11 +64,13 @@ class PostgresLedger:
         )
 
     async def prepare(self) -> None:
-        """Makes the table if it is not there; raises `StoreUnavailable`."""
+        """Makes the table, or brings an earlier demo's up to date; raises `StoreUnavailable`."""
         try:
             async with self.transaction() as connection:
                 await connection.execute(_PREPARE_LOCK, self._schema)
                 await connection.execute(_SCHEMA.format(schema=self._schema))
+                if not await connection.fetchval(_HAS_ASKED, f"{self._schema}.ledger"):
+                    await connection.execute(self._sql(_ADD_ASKED))
         except (OSError, asyncpg.PostgresError) as error:
             raise StoreUnavailable(f"{self._url.location} does not answer: {error}") from error
 
@@ -77,7 +88,7 @@ class PostgresLedger:
         await connection.execute(self._sql(ledger.INSERT), *entry.row())
 
     async def add_once(self, connection: asyncpg.Connection, entry: Entry) -> None:
-        """Writes an entry unless its id is there already."""
+        """Writes an entry, or counts a repetition of the one that has its id."""
         await connection.execute(self._sql(ledger.INSERT_ONCE), *entry.row())
 
     async def entries(self, operation: str = "", customer: str = "") -> list[Entry]:

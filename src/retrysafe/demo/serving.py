@@ -13,6 +13,7 @@ from typing import Final
 import uvicorn
 
 from retrysafe.demo.app import make_app, prepare
+from retrysafe.demo.telling import Telling
 
 HOST: Final = "127.0.0.1"
 # Enough for hundreds of clients that come at the same moment.
@@ -25,15 +26,22 @@ class PortTaken(Exception):
     """Nobody can listen there."""
 
 
-def serve(url: str, port: int, ready: Callable[[str], None]) -> None:
+def serve(
+    url: str,
+    port: int,
+    ready: Callable[[str], None],
+    tell: Callable[[str], None] | None = None,
+) -> None:
     """Serves until SIGINT or SIGTERM; tells `ready` the address once connections are taken.
 
-    Raises `PortTaken`, and `StoreError` for a store that cannot be used.
+    `tell` is given a line for every request. Raises `PortTaken`, and `StoreError` for a store that
+    cannot be used.
     """
     with _listening(port) as listener:
         asyncio.run(prepare(url))
+        app = make_app(url)
         config = uvicorn.Config(
-            make_app(url),
+            app if tell is None else Telling(app, tell),
             log_level="warning",
             backlog=_BACKLOG,
             timeout_graceful_shutdown=_GRACE_SECONDS,

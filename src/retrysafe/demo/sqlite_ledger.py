@@ -26,15 +26,28 @@ CREATE TABLE IF NOT EXISTS {TABLE} (
     outcome TEXT NOT NULL,
     details TEXT NOT NULL,
     process INTEGER NOT NULL,
-    executed_at TEXT NOT NULL
+    executed_at TEXT NOT NULL,
+    asked INTEGER NOT NULL DEFAULT 1
 )
 """
+# Ledgers of earlier demos do not count repetitions.
+_ADD_ASKED: Final = f"ALTER TABLE {TABLE} ADD COLUMN asked INTEGER NOT NULL DEFAULT 1"
 # Another process may hold the file's write lock through a slow order.
 _BUSY_SECONDS: Final = 30.0
 
 
 def _sql(statement: str) -> str:
     return statement.format(table=TABLE).replace("$", "?")
+
+
+def _is_current(connection: sqlite3.Connection) -> bool:
+    return "asked" in {name for _, name, *_ in connection.execute(f"PRAGMA table_info({TABLE})")}
+
+
+def _prepare(connection: sqlite3.Connection) -> None:
+    connection.execute(_SCHEMA)
+    if not _is_current(connection):
+        connection.execute(_ADD_ASKED)
 
 
 class SqliteLedger:
@@ -49,8 +62,12 @@ class SqliteLedger:
         """Nothing is kept open: SQLite connects in microseconds."""
 
     async def prepare(self) -> None:
-        """Makes the table if it is not there."""
-        await asyncio.to_thread(self._reading, lambda connection: connection.execute(_SCHEMA))
+        """Makes the table, or brings an earlier demo's up to date."""
+        # Looked up first: the write lock may be held by a slow order of a demo that runs already.
+        if await asyncio.to_thread(self._reading, _is_current):
+            return
+        async with self.transaction() as connection:
+            await asyncio.to_thread(_prepare, connection)
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[sqlite3.Connection]:
@@ -70,7 +87,7 @@ class SqliteLedger:
         await asyncio.to_thread(connection.execute, _sql(ledger.INSERT), entry.row())
 
     async def add_once(self, connection: sqlite3.Connection, entry: Entry) -> None:
-        """Writes an entry unless its id is there already."""
+        """Writes an entry, or counts a repetition of the one that has its id."""
         await asyncio.to_thread(connection.execute, _sql(ledger.INSERT_ONCE), entry.row())
 
     async def entries(self, operation: str = "", customer: str = "") -> list[Entry]:

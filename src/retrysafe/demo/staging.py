@@ -7,14 +7,19 @@ import os
 from typing import Final
 
 from retrysafe import Attempt
-from retrysafe.demo.wishes import CheckoutWish, Ending, Staging, Step
+from retrysafe.demo.wishes import CheckoutWish, Ending, Staging, Step, Wish
 
 CRASH_CODE: Final = 70
 
 
+async def delayed(wish: Wish) -> None:
+    """Takes as long as was asked for."""
+    await asyncio.sleep(wish.delay_ms / 1000)
+
+
 async def staged(wish: Staging) -> None:
     """Takes as long as was asked for; does not return from a crash."""
-    await asyncio.sleep(wish.delay_ms / 1000)
+    await delayed(wish)
     if wish.outcome is Ending.CRASH:
         _crash()
 

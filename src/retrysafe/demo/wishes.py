@@ -27,10 +27,18 @@ class Ending(StrEnum):
     CRASH = "crash"
 
 
-class Staging(BaseModel):
-    """How slowly a request is run and how it ends: stage directions, no part of what is asked."""
+class Wish(BaseModel):
+    """What every request may carry: stage directions, no part of what is asked for."""
+
+    # A field that nobody reads is most likely misspelt.
+    model_config = ConfigDict(extra="forbid")
 
     delay_ms: Annotated[int, Field(ge=0, le=60_000, description="How long the work takes.")] = 0
+
+
+class Staging(Wish):
+    """How a run ends."""
+
     outcome: Annotated[Ending, Field(description="How it ends.")] = Ending.OK
 
 
@@ -72,7 +80,7 @@ class Step(StrEnum):
     RECEIPT = "receipt"
 
 
-class CheckoutWish(BaseModel):
+class CheckoutWish(Wish):
     """Items to be reserved, charged and confirmed by a receipt."""
 
     model_config = ConfigDict(

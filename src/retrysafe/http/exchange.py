@@ -45,7 +45,7 @@ from retrysafe.http.policy_page import policy_response
 from retrysafe.http.problems import Place, ProblemKind, problem, problem_of
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response, response_of
-from retrysafe.http.rules import Match, Route, RouteTable, Rule, Streaming
+from retrysafe.http.rules import Match, Route, RouteTable, Rule, responds_async
 from retrysafe.http.status_page import status_response
 from retrysafe.runtime.calls import Settings
 
@@ -256,6 +256,8 @@ class Protection:
             route.codec,
             route.judge,
             self._outcome_of,
+            # The server would answer the exception itself with a 500 that says nothing.
+            rebuilds_failures=False,
         )
 
     def closed_off(self, plan: Plan) -> Response | None:
@@ -381,11 +383,7 @@ class Protection:
 def _preference(route: Route, lines: list[bytes]) -> Preference:
     """What the client asks for, as far as the route can give it."""
     preference = parse_prefer(lines)
-    if preference.respond_async and (
-        route.rule.transaction is not None or route.rule.streaming is Streaming.PASS
-    ):
-        # Nobody could read a status before the transaction has ended, and a stream is read as it
-        # comes.
+    if preference.respond_async and not responds_async(route.rule):
         return Preference(preference.wait_seconds, respond_async=False)
     return preference
 

@@ -18,6 +18,7 @@ from retrysafe.core.numerals import Number
 from retrysafe.core.policy import Policy
 from retrysafe.errors import KeyInvalid, PolicyInvalid
 from retrysafe.http.bodies import Content, content_of, field_of
+from retrysafe.http.durations import spoken
 from retrysafe.http.fingerprints import request_fingerprints
 from retrysafe.http.request import Request
 
@@ -25,6 +26,9 @@ from retrysafe.http.request import Request
 @dataclass(frozen=True, slots=True)
 class FromHeader:
     """The key that the client sends in `Idempotency-Key`."""
+
+    def __str__(self) -> str:
+        return "the Idempotency-Key header"
 
     def checked(self, policy: Policy, secret: bytes | None) -> Policy:
         """The policy for keys of this kind: the same."""
@@ -49,6 +53,9 @@ class FromFields:
             raise PolicyInvalid("FromFields needs at least one field that tells requests apart")
         object.__setattr__(self, "fields", fields)
         object.__setattr__(self, "_tokens", tuple(map(_tokens_of, fields)))
+
+    def __str__(self) -> str:
+        return f"these fields: {', '.join(self.fields)}"
 
     def checked(self, policy: Policy, secret: bytes | None) -> Policy:
         """The policy for keys of this kind: the same."""
@@ -81,6 +88,9 @@ class FromBody:
     """
 
     window: timedelta = timedelta(minutes=5)
+
+    def __str__(self) -> str:
+        return f"all that they ask for, within {spoken(self.window)}"
 
     def checked(self, policy: Policy, secret: bytes | None) -> Policy:
         """The policy with this window; raises `PolicyInvalid` or `SecretMissing`."""

@@ -10,13 +10,17 @@ import json
 from collections.abc import Iterable
 from datetime import timedelta
 from html import escape
-from typing import Any
+from typing import Any, Final
 
 from retrysafe.core.keys import KEY_LIMIT_CHARACTERS
 from retrysafe.core.policy import InFlight
+from retrysafe.http.durations import spoken
+from retrysafe.http.keys_of import FromHeader
 from retrysafe.http.problems import KINDS
 from retrysafe.http.responses import STORED_HEADERS, Response
-from retrysafe.http.rules import KeyUse, Route, Streaming
+from retrysafe.http.rules import KeyUse, Route, Streaming, responds_async
+
+_HEADER: Final = str(FromHeader())
 
 
 def policy_response(
@@ -88,6 +92,7 @@ def _route(route: Route) -> dict[str, Any]:
         "retention_seconds": policy.active_window.total_seconds(),
         "in_flight": policy.in_flight.value,
         "wait_limit_seconds": policy.wait_seconds,
+        "responds_async": responds_async(rule),
         "same_request": counted,
         "freed_statuses": _ranges(rule.stored.freed_statuses),
         "stored_headers": sorted(name.decode() for name in STORED_HEADERS | route.codec.extra),
@@ -139,9 +144,8 @@ dt {{ font-weight: 600 }} code {{ background: #8882; padding: 0 .25em }}
 {key["characters_limit"]} characters. Use a new key for every new operation, and the same key with
 the same request for a retry. A retry gets the first response again, marked with
 <code>{escape(content["replay_header"])}: true</code>. Keys of different callers never meet.</p>
-<p>While the first request runs, <code>Prefer: wait=N</code> waits up to N seconds for its response,
-and <code>Prefer: respond-async</code> is answered with 202 and a URL such as
-<code>{escape(content["status_url"])}</code>, where the outcome can be read.</p>
+<p>While the first request runs, <code>Prefer: wait=N</code> waits up to N seconds for its
+response.{_html_async(content)}</p>
 <h2>Routes</h2>
 <p>The first one that matches counts.</p>
 {routes}
@@ -154,6 +158,16 @@ request may be sent again.</p>
 """
 
 
+def _html_async(content: dict[str, Any]) -> str:
+    """What is said of 202, where a route answers with it."""
+    if not any(route.get("responds_async") for route in content["routes"]):
+        return ""
+    return (
+        " Where the route says so, <code>Prefer: respond-async</code> is answered with 202 and a "
+        f"URL such as <code>{escape(content['status_url'])}</code>, where the outcome can be read."
+    )
+
+
 def _html_route(route: dict[str, Any]) -> str:
     title = f"<h3><code>{escape(' '.join(route['methods']))} {escape(route['path'])}</code></h3>"
     if route["key"] == KeyUse.OFF.value:
@@ -163,15 +177,17 @@ def _html_route(route: dict[str, Any]) -> str:
         if route["in_flight"] == InFlight.WAIT.value
         else "409 with Retry-After"
     )
+    if route["responds_async"]:
+        in_flight += ", or 202 for those who prefer respond-async"
     kept = (
         "every response except the statuses " + ", ".join(route["freed_statuses"])
         if route["response_is_kept"]
         else "only that the request was carried out; responses are streamed"
     )
     lines = {
-        "Key": route["key"],
+        "Key": f"{route['key']}, in {_HEADER}",
         "Keys without quotes": "accepted" if route["bare_keys"] else "refused",
-        "Remembered for": str(timedelta(seconds=route["retention_seconds"])),
+        "Remembered for": spoken(timedelta(seconds=route["retention_seconds"])),
         "While the first request runs": in_flight,
         "The same request means the same": route["same_request"],
         "Kept": kept,
@@ -179,6 +195,10 @@ def _html_route(route: dict[str, Any]) -> str:
         "Largest kept response": f"{route['response_limit_bytes']:,} bytes",
         "Attempts": f"{route['attempts_limit']:,} at most, when they fail or are cut off",
     }
+    if route["key_source"] != _HEADER:
+        # Nothing is sent that could be missing or written in two ways.
+        del lines["Keys without quotes"]
+        lines["Key"] = f"none is sent; repeated requests are recognised by {route['key_source']}"
     lines["After a crash"] = (
         "the key is free at once: the work and its response are one transaction"
         if route["is_atomic"]

@@ -171,6 +171,14 @@ class Rule:
             raise PolicyInvalid("a rule with a transaction sends nothing before it has committed")
 
 
+def responds_async(rule: Rule) -> bool:
+    """Whether a request of these routes may be answered with 202 before it has ended.
+
+    Nobody could read a status before a transaction has ended, and a stream is read as it comes.
+    """
+    return rule.transaction is None and rule.streaming is Streaming.BUFFER
+
+
 def checked_rules(rules: Iterable[Rule] | None) -> tuple[Rule, ...] | None:
     """The rules of an application; raises `PolicyInvalid` for an empty list.
 

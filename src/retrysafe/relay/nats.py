@@ -6,13 +6,17 @@ import asyncio
 from datetime import timedelta
 from typing import Any, Final
 
-import nats
-from nats.errors import NoRespondersError
-from nats.js.errors import NoStreamResponseError
-
 from retrysafe.core.ports import Waits
 from retrysafe.errors import DeliveryFailed
+from retrysafe.extras import missing_extra
 from retrysafe.relay.ports import Delivery
+
+try:
+    import nats
+    from nats.errors import NoRespondersError
+    from nats.js.errors import NoStreamResponseError
+except ModuleNotFoundError as error:
+    raise missing_extra(__name__, "nats", error) from error
 
 _CONNECT_SECONDS: Final = 10
 

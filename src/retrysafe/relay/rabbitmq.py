@@ -6,13 +6,17 @@ import asyncio
 from datetime import timedelta
 from typing import Final
 
-import aio_pika
-from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractExchange
-from aio_pika.exceptions import DeliveryError
-
 from retrysafe.core.ports import Waits
 from retrysafe.errors import DeliveryFailed
+from retrysafe.extras import missing_extra
 from retrysafe.relay.ports import Delivery
+
+try:
+    import aio_pika
+    from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractExchange
+    from aio_pika.exceptions import DeliveryError
+except ModuleNotFoundError as error:
+    raise missing_extra(__name__, "rabbitmq", error) from error
 
 _CONNECT_SECONDS: Final = 10.0
 

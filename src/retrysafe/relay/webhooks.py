@@ -7,12 +7,16 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Final
 
-import httpx
-
 from retrysafe.core.ports import Waits
 from retrysafe.errors import DeliveryFailed, InvalidInput
+from retrysafe.extras import missing_extra
 from retrysafe.relay.ports import Delivery
 from retrysafe.relay.signing import Secret, secret_bytes, signed_headers
+
+try:
+    import httpx
+except ModuleNotFoundError as error:
+    raise missing_extra(__name__, "webhooks", error) from error
 
 # What a receiver may ask for; a day of silence on a typing error would be worse than a try.
 _RETRY_AFTER_MOST: Final = timedelta(hours=1)

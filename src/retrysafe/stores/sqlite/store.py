@@ -38,8 +38,9 @@ from retrysafe.core.model import (
 from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Waits
 from retrysafe.errors import StoreError, StoreRejected
 from retrysafe.stores.clock import wall_clock_ms
+from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.sqlite import batches, connecting, recovery, rows, schema, steps
+from retrysafe.stores.sqlite import batches, connecting, diagnosis, recovery, rows, schema, steps
 from retrysafe.stores.sqlite.atomic import SqliteTransaction, plain_connection
 from retrysafe.stores.sqlite.outbox import SqliteOutbox
 from retrysafe.stores.sqlite.schema import SQL
@@ -299,6 +300,11 @@ class SqliteStore:
     def migration_script(self) -> str:
         """The schema as SQL; the file is not touched."""
         return schema.script()
+
+    async def diagnose(self) -> list[Finding]:
+        """What is wrong with the file, and what is worth knowing; raises `StoreError`."""
+        with self._translated_errors():
+            return diagnosis.look(self.path, self._busy_seconds)
 
     # The connection.
 

@@ -49,7 +49,10 @@ from retrysafe.testing.suite.concurrency import ConcurrencyCases
 from retrysafe.testing.suite.leases import LeaseCases
 from retrysafe.testing.suite.listing import ListingCases
 from retrysafe.testing.suite.operators import OperatorCases
-from retrysafe.testing.suite.outbox import OutboxCases
+from retrysafe.testing.suite.outbox_operators import OutboxOperatorCases
+from retrysafe.testing.suite.outbox_order import OutboxOrderCases
+from retrysafe.testing.suite.outbox_relaying import OutboxRelayCases
+from retrysafe.testing.suite.outbox_staging import OutboxStagingCases
 from retrysafe.testing.suite.payloads import PayloadCases
 from retrysafe.testing.suite.recovery import RecoveryCases
 from retrysafe.testing.suite.retention import RetentionCases
@@ -65,7 +68,10 @@ class StoreSuite(
     SettlementCases,
     PayloadCases,
     StepCases,
-    OutboxCases,
+    OutboxStagingCases,
+    OutboxRelayCases,
+    OutboxOrderCases,
+    OutboxOperatorCases,
     OperatorCases,
     ListingCases,
     RetentionCases,
