@@ -401,7 +401,7 @@ GUARDS: tuple[Guard, ...] = (
         "tasks wait for ever for a commit that was cancelled",
         (
             InCode(
-                TaskGroupCommit._fly,
+                TaskGroupCommit._commit,
                 "self._answer([(future, _as_store_error(error)) for _, future in batch])",
                 "pass",
             ),

@@ -318,7 +318,7 @@ def test_a_cancelled_operation_keeps_the_step_that_it_had_finished(url):
             writing.set()
             return await record_step(write)
 
-        parts.engine._stepper.store.record_step = record_and_tell
+        parts.engine._runner._stepper.store.record_step = record_and_tell
 
         async def operation():
             await current_attempt().step("charge", ran.append, "charge")

@@ -30,9 +30,6 @@ class Ending(StrEnum):
 class Wish(BaseModel):
     """What every request may carry: stage directions, no part of what is asked for."""
 
-    # A field that nobody reads is most likely misspelt.
-    model_config = ConfigDict(extra="forbid")
-
     delay_ms: Annotated[int, Field(ge=0, le=60_000, description="How long the work takes.")] = 0
 
 

@@ -228,9 +228,11 @@ class TaskGroupCommit:
         self._flights_limit = capabilities.batches_in_flight
         self._queue: deque[tuple[Row, asyncio.Future[Any]]] = deque()
         self._small_flights_limit = capabilities.small_batches_in_flight
+        # How many rows each flight carries; none before it has left.
         self._flights: dict[asyncio.Task[None], int] = {}
         self._rows_in_flight = 0
-        self._is_scheduled = False
+        # A flight that is about to leave, and takes along what comes until then.
+        self._boarding: asyncio.Task[None] | None = None
 
     def claim(self, request: ClaimRequest) -> asyncio.Future[ClaimAnswer]:
         """Claims a key in the next batch."""
@@ -244,10 +246,8 @@ class TaskGroupCommit:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         self._queue.append((row, future))
-        if not self._is_scheduled and self._may_launch():
-            # At the end of this turn of the loop: what other ready tasks add comes along.
-            self._is_scheduled = True
-            loop.call_soon(self._launch)
+        if self._boarding is None and self._may_launch():
+            self._launch(loop)
         return future
 
     def _may_launch(self) -> bool:
@@ -256,16 +256,11 @@ class TaskGroupCommit:
             flights < self._small_flights_limit and self._rows_in_flight < FEW_ROWS
         )
 
-    def _launch(self) -> None:
-        self._is_scheduled = False
-        while self._queue and self._may_launch():
-            batch = self._next_batch()
-            if not batch:
-                return
-            flight = asyncio.get_running_loop().create_task(self._fly(batch))
-            self._flights[flight] = len(batch)
-            self._rows_in_flight += len(batch)
-            flight.add_done_callback(self._landed)
+    def _launch(self, loop: asyncio.AbstractEventLoop) -> None:
+        # It leaves in the next turn of the loop: what other ready tasks add comes along.
+        flight = self._boarding = loop.create_task(self._fly())
+        self._flights[flight] = 0
+        flight.add_done_callback(self._landed)
 
     def _next_batch(self) -> list[tuple[Row, asyncio.Future[Any]]]:
         batch: list[tuple[Row, asyncio.Future[Any]]] = []
@@ -277,7 +272,18 @@ class TaskGroupCommit:
                 batch.append((row, future))
         return batch
 
-    async def _fly(self, batch: list[tuple[Row, asyncio.Future[Any]]]) -> None:
+    async def _fly(self) -> None:
+        flight, self._boarding = self._boarding, None
+        assert flight is not None  # This very task.
+        batch = self._next_batch()
+        self._flights[flight] = len(batch)
+        self._rows_in_flight += len(batch)
+        if self._queue and self._may_launch():
+            self._launch(asyncio.get_running_loop())
+        if batch:
+            await self._commit(batch)
+
+    async def _commit(self, batch: list[tuple[Row, asyncio.Future[Any]]]) -> None:
         claims, claiming, settlements, settling = _split(batch)
         try:
             claimed, settled = await self._store.commit(claims, settlements)
@@ -304,9 +310,12 @@ class TaskGroupCommit:
 
     def _landed(self, flight: asyncio.Task[None]) -> None:
         self._rows_in_flight -= self._flights.pop(flight)
+        if self._boarding is flight:
+            self._boarding = None  # Cancelled before it left; its rows are still in the queue.
         if not flight.cancelled():
             flight.exception()  # Told to every row already.
-        self._launch()
+        if self._queue and self._boarding is None and self._may_launch():
+            self._launch(flight.get_loop())
 
     async def drain(self) -> None:
         """Waits until everything that was submitted is answered."""

@@ -78,9 +78,24 @@ class AsyncpgConnector:
 
     async def fetch(self, sql: str, params: Sequence[Any] = ()) -> Rows:
         """Runs one statement in a transaction of its own."""
-        async with self._connection() as connection:
-            rows: Rows = await connection.fetch(sql, *params)
-            return rows
+        # `_connection` spelled out: its generator costs every batch as much as packing it.
+        pool = self._pool
+        if pool is None or self._loop is not asyncio.get_running_loop():
+            pool = await self._opened()
+        try:
+            connection = await self._taken(pool)
+            is_fine = False
+            try:
+                rows: Rows = await connection.fetch(sql, *params)
+                is_fine = True
+                return rows
+            finally:
+                await self._give_back(pool, connection, is_fine=is_fine)
+        except Exception as error:
+            translation = await self._told(pool, error)
+            if translation is None:
+                raise
+            raise translation from error
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[_Session]:
@@ -133,16 +148,25 @@ class AsyncpgConnector:
                 is_fine = True
             finally:
                 await self._give_back(pool, connection, is_fine=is_fine)
-        except (UnicodeError, asyncpg.DataError) as error:
-            raise RowRefused(str(error)) from error
-        except asyncpg.PostgresError as error:
+        except Exception as error:
+            translation = await self._told(pool, error)
+            if translation is None:
+                raise
+            raise translation from error
+
+    async def _told(self, pool: Any, error: Exception) -> Exception | None:
+        """The error in the store's words; None when it is not PostgreSQL's."""
+        if isinstance(error, UnicodeError | asyncpg.DataError):
+            return RowRefused(str(error))
+        if isinstance(error, asyncpg.PostgresError):
             if (error.sqlstate or "")[:2] in ("08", "57"):
                 await self._expire(pool)
-            raise translated(error.sqlstate, str(error), self._location) from error
-        except (asyncpg.InterfaceError, OSError, TimeoutError) as error:
+            return translated(error.sqlstate, str(error), self._location)
+        if isinstance(error, asyncpg.InterfaceError | OSError | TimeoutError):
             # A restarted server has killed the others too.
             await self._expire(pool)
-            raise StoreUnavailable(f"{self._location} does not answer: {error!r}") from error
+            return StoreUnavailable(f"{self._location} does not answer: {error!r}")
+        return None
 
     async def _taken(self, pool: Any) -> Any:
         while self._resting:

@@ -5,7 +5,7 @@ Owns the statements that write a batch, and nothing of what follows when they sk
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
@@ -28,9 +28,51 @@ def _columns(rows: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
 
 
 async def write(
-    fetch: Fetch, claims: Iterable[ClaimRequest], endings: Iterable[Settlement]
+    fetch: Fetch, claims: Collection[ClaimRequest], endings: Collection[Settlement]
 ) -> tuple[int, bytes, bytes]:
-    """Inserts new keys and ends attempts: the instant, and the digests of either kind.
+    """Inserts new keys and ends attempts: the instant, and the digests of either kind."""
+    if len(claims) + len(endings) == 1:
+        # What most batches are while there is little to do.
+        name, params = _claim_row(*claims) if claims else _ending_row(*endings)
+    else:
+        name, params = "commit", _packed(claims, endings)
+    ((now_ms, claimed, settled),) = await fetch(name, *params)
+    return now_ms, bytes(claimed), bytes(settled)
+
+
+def _claim_row(request: ClaimRequest) -> tuple[str, Sequence[Any]]:
+    key, fingerprint = request.key, request.fingerprints[0]
+    return "claim_one", (
+        key.digest,
+        key.caller,
+        key.text,
+        request.operation,
+        fingerprint.rule,
+        fingerprint.digest,
+        request.token,
+        request.lease_ms,
+        request.owner,
+    )
+
+
+def _ending_row(item: Settlement) -> tuple[str, Sequence[Any]]:
+    form = head = body = None
+    if item.payload is not None:
+        form, head, body = item.payload.form, item.payload.head, item.payload.body
+    return "settle_one", (
+        item.key.digest,
+        item.token,
+        int(item.kind),
+        item.active_ms,
+        item.audit_ms,
+        form,
+        head,
+        body,
+    )
+
+
+def _packed(claims: Iterable[ClaimRequest], endings: Iterable[Settlement]) -> Sequence[Any]:
+    """The arrays of a batch.
 
     The identities of a row travel as one value, and what many rows have in common travels once
     as their manner: for the client a batch costs by the number of its values.
@@ -64,8 +106,7 @@ async def write(
         bodies.append(body)
     operations, rules, leases, owners = _columns(manners)
     states, actives, audits, forms = _columns(ways)
-    ((now_ms, claimed, settled),) = await fetch(
-        "commit",
+    return (
         identities,
         callers,
         keys,
@@ -81,7 +122,6 @@ async def write(
         audits,
         forms,
     )
-    return now_ms, bytes(claimed), bytes(settled)
 
 
 async def claim_resumable(fetch: Fetch, claims: Iterable[ClaimRequest]) -> dict[bytes, int]:
