@@ -38,6 +38,16 @@ def ended(store: PostgresStore, token: bytes, **kwargs: object) -> Decision:
     return answer.decision
 
 
+def ended_in_a_batch(store: PostgresStore, token: bytes, **kwargs: object) -> Decision:
+    """The same beside an ending of somebody else, so that it takes the statement of a batch."""
+    other = settlement(SettleKind.COMPLETE, key_of("other"), mint_token())
+    _, (answer, beside) = run_sync(
+        store.commit([], [settlement(SettleKind.COMPLETE, KEY, token, **kwargs), other])
+    )
+    assert beside.decision is Decision.LOST
+    return answer.decision
+
+
 def taken_over(store: PostgresStore) -> tuple[bytes, bytes]:
     """The tokens of a zombie and of its successor."""
     zombie, successor = mint_token(), mint_token()
@@ -51,11 +61,25 @@ def zombie_cannot_settle(store: PostgresStore) -> None:
     assert ended(store, zombie) is Decision.LOST
 
 
+def zombie_cannot_settle_in_a_batch(store: PostgresStore) -> None:
+    zombie, _ = taken_over(store)
+    assert ended_in_a_batch(store, zombie) is Decision.LOST
+
+
 def outcome_never_changes(store: PostgresStore) -> None:
     token = mint_token()
     claimed(store, token, 60_000)
     assert ended(store, token) is Decision.APPLY
     assert ended(store, token, payload=Payload("json.1", b"", b"2")) is Decision.CONFIRM
+    assert len(run_sync(store.read(KEY)).outcomes) == 1
+
+
+def outcome_never_changes_in_a_batch(store: PostgresStore) -> None:
+    token = mint_token()
+    claimed(store, token, 60_000)
+    assert ended(store, token) is Decision.APPLY
+    later = Payload("json.1", b"", b"2")
+    assert ended_in_a_batch(store, token, payload=later) is Decision.CONFIRM
     assert len(run_sync(store.read(KEY)).outcomes) == 1
 
 
@@ -121,6 +145,18 @@ def batch_does_not_wait_for_an_atomic_run(store: PostgresStore) -> None:
         except StoreUnavailable as error:
             pytest.fail(str(error))
     assert [answer.decision for answer in answers] == [Decision.IN_FLIGHT, Decision.ADMIT]
+
+
+def claim_does_not_wait_for_an_atomic_run(store: PostgresStore) -> None:
+    make_impatient(store)
+    idem = BlockingIdempotency(store)
+    with closing(psycopg.connect(store.url)) as user:
+        with idem.atomic(user, KEY, name="order") as run:
+            run.complete(1)
+        try:
+            assert claimed(store, mint_token()) is Decision.IN_FLIGHT
+        except StoreUnavailable as error:
+            pytest.fail(str(error))
 
 
 def sifted_claim_keeps_atomic_runs_off(store: PostgresStore) -> None:
@@ -216,8 +252,16 @@ class Guard:
 
 
 GUARDS = [
-    Guard("commit", " AND k.token = w.token", "", zombie_cannot_settle),
-    Guard("commit", " AND k.state = 1", "", outcome_never_changes),
+    Guard("commit", " AND k.token = w.token", "", zombie_cannot_settle_in_a_batch),
+    Guard("commit", " AND k.state = 1", "", outcome_never_changes_in_a_batch),
+    Guard("settle_one", "k.token = $2::bytea", "$2::bytea <> ''", zombie_cannot_settle),
+    Guard("settle_one", " AND k.state = 1", "", outcome_never_changes),
+    Guard(
+        "claim_one",
+        "set_config('lock_timeout', '50ms', true)",
+        "''::text",
+        claim_does_not_wait_for_an_atomic_run,
+    ),
     Guard(
         "replace_record",
         "token = $14 AND state = $15 AND attempt = $16 AND lease_ends_at_ms = $17",

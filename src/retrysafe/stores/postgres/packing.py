@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from retrysafe.core.framing import DIGEST_BYTES
-from retrysafe.core.model import ClaimRequest, Settlement
+from retrysafe.core.model import ClaimRequest, Payload, Settlement
 from retrysafe.stores.postgres.sifting import Fetch
 
 _digest_of: Final = attrgetter("key.digest")
@@ -33,16 +33,24 @@ async def write(
     """Inserts new keys and ends attempts: the instant, and the digests of either kind."""
     if len(claims) + len(endings) == 1:
         # What most batches are while there is little to do.
-        name, params = _claim_row(*claims) if claims else _ending_row(*endings)
-    else:
-        name, params = "commit", _packed(claims, endings)
-    ((now_ms, claimed, settled),) = await fetch(name, *params)
+        for request in claims:
+            instants = await fetch("claim_one", *_claim_row(request))
+            return (instants[0][0], request.key.digest, b"") if instants else _NOTHING
+        for item in endings:
+            if item.payload is not None:
+                instants = await fetch("settle_one", *_ending_row(item, item.payload))
+                return (instants[0][0], b"", item.key.digest) if instants else _NOTHING
+    ((now_ms, claimed, settled),) = await fetch("commit", *_packed(claims, endings))
     return now_ms, bytes(claimed), bytes(settled)
 
 
-def _claim_row(request: ClaimRequest) -> tuple[str, Sequence[Any]]:
+# Nothing was written, so nobody asks when.
+_NOTHING: Final = (0, b"", b"")
+
+
+def _claim_row(request: ClaimRequest) -> Sequence[Any]:
     key, fingerprint = request.key, request.fingerprints[0]
-    return "claim_one", (
+    return (
         key.digest,
         key.caller,
         key.text,
@@ -55,19 +63,16 @@ def _claim_row(request: ClaimRequest) -> tuple[str, Sequence[Any]]:
     )
 
 
-def _ending_row(item: Settlement) -> tuple[str, Sequence[Any]]:
-    form = head = body = None
-    if item.payload is not None:
-        form, head, body = item.payload.form, item.payload.head, item.payload.body
-    return "settle_one", (
+def _ending_row(item: Settlement, payload: Payload) -> Sequence[Any]:
+    return (
         item.key.digest,
         item.token,
         int(item.kind),
         item.active_ms,
         item.audit_ms,
-        form,
-        head,
-        body,
+        payload.form,
+        payload.head,
+        payload.body,
     )
 
 

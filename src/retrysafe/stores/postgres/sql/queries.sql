@@ -63,48 +63,43 @@ SELECT
 FROM clock AS c;
 
 -- name: claim_one
--- `commit` for a single claim: without arrays a batch of one costs the client a third, and without
--- the other half of the statement less than half of the server.
-WITH clock AS MATERIALIZED (
-    SELECT {now_ms} AS now_ms, set_config('lock_timeout', '{lock_wait}', true)
-), claimed AS (
-    INSERT INTO {schema}.keys AS k (
-        digest, caller, key, operation, rule, fingerprint, state, token, attempt,
-        first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, owner
-    )
-    SELECT
-        $1::bytea, $2::text, $3::text, $4::text, $5::smallint, $6::bytea, 1, $7::bytea, 1,
-        c.now_ms, c.now_ms, c.now_ms + $8::bigint, $9::text
-    FROM clock AS c
-    ON CONFLICT (digest) DO NOTHING
-    RETURNING k.digest
+-- `commit` for a single claim, without arrays and without the other half of the statement: while
+-- there is little to do most batches are of one row, and somebody waits for each of them.
+INSERT INTO {schema}.keys AS k (
+    digest, caller, key, operation, rule, fingerprint, state, token, attempt,
+    first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, owner
 )
-SELECT c.now_ms, coalesce((SELECT digest FROM claimed), ''), ''::bytea FROM clock AS c;
+SELECT
+    $1::bytea, $2::text, $3::text, $4::text, $5::smallint, $6::bytea, 1, $7::bytea, 1,
+    c.now_ms, c.now_ms, c.now_ms + $8::bigint, $9::text
+FROM (
+    SELECT {now_ms} AS now_ms, set_config('lock_timeout', '{lock_wait}', true) AS lock_wait
+) AS c
+WHERE c.lock_wait IS NOT NULL
+ON CONFLICT (digest) DO NOTHING
+RETURNING k.claimed_at_ms;
 
 -- name: settle_one
--- The same for a single ending.
-WITH clock AS MATERIALIZED (
-    SELECT {now_ms} AS now_ms, set_config('lock_timeout', '{lock_wait}', true)
-), settled AS (
+-- The same for a single ending that has an outcome.
+WITH settled AS (
     UPDATE {schema}.keys AS k SET
         state = $3::smallint,
         settled_at_ms = c.now_ms,
         expires_at_ms = c.now_ms + $4::bigint,
         audit_ends_at_ms = c.now_ms + $5::bigint
-    FROM clock AS c
-    WHERE k.digest = $1::bytea AND k.token = $2::bytea AND k.state = 1
+    FROM (
+        SELECT {now_ms} AS now_ms, set_config('lock_timeout', '{lock_wait}', true) AS lock_wait
+    ) AS c
+    WHERE k.digest = $1::bytea AND k.token = $2::bytea AND k.state = 1 AND c.lock_wait IS NOT NULL
     RETURNING k.digest, k.token, k.attempt, k.state, k.settled_at_ms, k.audit_ends_at_ms
-), stored AS (
-    INSERT INTO {schema}.outcomes (
-        digest, token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
-    )
-    SELECT
-        digest, token, attempt, state, $6::text, $7::bytea, $8::bytea, settled_at_ms,
-        audit_ends_at_ms
-    FROM settled
-    WHERE $6::text IS NOT NULL
 )
-SELECT c.now_ms, ''::bytea, coalesce((SELECT digest FROM settled), '') FROM clock AS c;
+INSERT INTO {schema}.outcomes (
+    digest, token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
+)
+SELECT
+    digest, token, attempt, state, $6::text, $7::bytea, $8::bytea, settled_at_ms, audit_ends_at_ms
+FROM settled
+RETURNING settled_at_ms;
 
 -- name: extend
 -- Extends leases whose tokens still hold their keys; a lease never gets shorter. Rows that somebody
