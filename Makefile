@@ -9,7 +9,7 @@ PORT ?= 8000
 STORE ?= sqlite:///var/demo.db
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup run story test lint format bench soak docs pins clean tested-demo tested-rest
+.PHONY: help setup run story test lint format bench soak docs pins clean tested-aside tested-rest
 
 help: ## Show what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -33,16 +33,18 @@ story: setup ## Watch a race, a crash, a zombie and a mismatch, told in half a m
 test: setup lint ## Run the whole test suite
 	$(BIN)/python -m coverage run -m pytest tests/core
 	$(BIN)/python -m coverage report
-	# Side by side: the demo's tests mostly wait for leases to end.
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=line tested-demo tested-rest
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=line tested-aside tested-rest
 
-tested-demo:
-	$(BIN)/python -m pytest tests/demo tests/story
+# Beside the rest: they mostly wait, for leases to end and for processes to start and to die.
+ASIDE := tests/demo tests/story tests/processes tests/docs tests/client
+
+tested-aside:
+	$(BIN)/python -m pytest $(ASIDE)
 
 tested-rest:
 	# By themselves: they assert that not a single thread of the library is left.
 	$(BIN)/python -m pytest tests/runtime
-	$(BIN)/python -m pytest tests --ignore=tests/core --ignore=tests/demo --ignore=tests/story --ignore=tests/runtime
+	$(BIN)/python -m pytest tests $(patsubst %,--ignore=%,tests/core tests/runtime $(ASIDE))
 
 lint: setup ## Check style, types, import direction and generated documents
 	$(BIN)/ruff format --check .

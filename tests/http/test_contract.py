@@ -481,6 +481,7 @@ def test_waiting_is_bounded_by_the_route(make_subject):
     subject = make_subject(rules=[Rule(policy=Policy(wait_limit=timedelta(seconds=3)))])
     assert subject.ask(prefer="wait=100").headers["preference-applied"] == "wait=3"
     assert subject.ask(prefer="wait=2").headers["preference-applied"] == "wait=2"
+    assert subject.ask(prefer="wait=0").headers["preference-applied"] == "wait=0"
 
 
 def test_what_clients_wait_for_takes_bounded_memory(make_subject):

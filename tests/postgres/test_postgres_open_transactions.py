@@ -24,6 +24,7 @@ from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import mint_token
 from retrysafe.stores.postgres import sifting
 from retrysafe.stores.postgres.connector import Locked
+from retrysafe.stores.postgres.schema import LOCK_WAIT
 from retrysafe.testing.suite.probe import KEY, key_of, request, settlement
 from retrysafe.wiring import postgres_store
 from tests.servers.fixtures import migrated
@@ -505,3 +506,33 @@ def test_both_modes_race_for_one_key(scene, shop, is_known):
     assert len(found["leased"]) == rounds
     assert found["leased"] == found["atomic"]
     assert shop.orders() == [(key_in(n), mode) for n, mode in enumerate(found["leased"])]
+
+
+def test_busy_keys_with_old_outcomes_hold_a_batch_up_once(scene):
+    """Each of them has a row that is about to be replaced; their waits do not add up."""
+    names = [f"old {number}" for number in range(5)]
+    scene.user.execute("SELECT 1")
+    transaction = scene.store.join(scene.user)
+    for key in map(key_of, names):
+        token = mint_token()
+        scene.commit([request(key, token)])
+        scene.commit([], [settlement(SettleKind.RELEASE, key, token)])
+        run_sync(transaction.begin())
+        assert run_sync(transaction.lock(key, None))
+        assert run_sync(transaction.claim(request(key))).decision is Decision.TAKE_OVER
+        run_sync(transaction.keep())
+    waits = []
+    fetch = scene.store._connector.fetch
+
+    async def noting(sql: str, params: Any = ()) -> Any:
+        if sql == scene.store._sql["replace_record"]:
+            waits.append(params[-1])
+        return await fetch(sql, params)
+
+    scene.store._connector.fetch = noting
+    claims = [request(key_of(name)) for name in (*names, "new")]
+    answers, _ = scene.commit(claims)
+    decisions = [answer.decision for answer in answers]
+    assert decisions == [Decision.IN_FLIGHT] * 5 + [Decision.ADMIT]
+    assert waits.count(LOCK_WAIT) <= 1
+    assert len(waits) == 5

@@ -56,15 +56,15 @@ def test_owner_killed_at_each_boundary(start, tmp_path, migrated_url, face):
         pytest.fail("the owner meets boundaries without end")
     assert [line[0] for line in noted(log)] == [
         "claim:before",
-        "claim:commit:before",
-        "claim:commit:after",
+        "claim:claim_one:before",
+        "claim:claim_one:after",
         "claim:after",
         "operation:start",
         "operation:middle",
         "operation:end",
         "settle-complete:before",
-        "settle-complete:commit:before",
-        "settle-complete:commit:after",
+        "settle-complete:settle_one:before",
+        "settle-complete:settle_one:after",
         "settle-complete:after",
     ]
     # Free before the claim is durable, then pending, and settled once the ending is durable.

@@ -34,6 +34,7 @@ from retrysafe.testing.suite.probe import key_of, request, settlement
 from tests.servers.fixtures import migrated
 
 FACES = pytest.mark.parametrize("face", ["blocking", "async"])
+LONG = timedelta(seconds=60)
 SHORT = PoolOptions(
     size_limit=2, connect_timeout=timedelta(seconds=1), statement_timeout=timedelta(seconds=1)
 )
@@ -298,3 +299,37 @@ def test_threads_share_the_pool_and_leave_its_connections_fit_for_use(postgres_u
     assert 1 <= len(scene.store._connector._pool._idle) <= SHORT.size_limit
     scene.close()
     assert scene.store._connector._pool._idle == []
+
+
+def test_a_statement_of_a_closed_pool_leaves_the_next_pool_alone(postgres_url):
+    """It fails after the store was closed and used again, and takes no connection with it."""
+    plain, _ = split(postgres_url)
+
+    async def main() -> None:
+        connector = AsyncpgConnector(plain, plain, replace(SHORT, statement_timeout=LONG))
+        statement = asyncio.create_task(connector.fetch("SELECT pg_sleep(60), 'of the old pool'"))
+        async with await psycopg.AsyncConnection.connect(plain, autocommit=True) as desk:
+            for _ in range(3000):
+                if pids := await _running(desk, "of the old pool"):
+                    break
+                await asyncio.sleep(0.01)
+            closing = asyncio.create_task(connector.close())
+            await asyncio.sleep(0)
+            assert connector._pool is None
+            await connector.fetch("SELECT 1")
+            await desk.execute("SELECT pg_terminate_backend(%s)", pids)
+            with pytest.raises(StoreUnavailable):
+                await statement
+        await asyncio.wait_for(closing, 30)
+        assert len(connector._resting) == 1
+        await asyncio.wait_for(connector.close(), 30)
+
+    asyncio.run(main())
+
+
+async def _running(desk, words: str) -> list[int]:
+    cursor = await desk.execute(
+        "SELECT pid FROM pg_stat_activity WHERE query LIKE %s AND pid <> pg_backend_pid()",
+        [f"%{words}%"],
+    )
+    return [pid for (pid,) in await cursor.fetchall()]

@@ -342,8 +342,9 @@ class Protection:
     def preferred(self, plan: Plan, response: Response) -> Response:
         """The response with the mark of the preference that was followed."""
         if plan.preference.wait_seconds is not None:
-            applied = b"wait=%d" % plan.policy.wait_seconds
-            response.headers.append((b"preference-applied", applied))
+            policy = plan.policy
+            seconds = policy.wait_seconds if policy.in_flight is InFlight.WAIT else 0
+            response.headers.append((b"preference-applied", b"wait=%d" % seconds))
         return response
 
     # Refusals.

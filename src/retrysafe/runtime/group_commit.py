@@ -218,6 +218,16 @@ class ThreadGroupCommit:
             entry.to_wake.pop()
 
 
+class _Flight:
+    """One batch of tasks on its way."""
+
+    __slots__ = ("has_left", "rows")
+
+    def __init__(self) -> None:
+        self.has_left = False
+        self.rows = 0
+
+
 class TaskGroupCommit:
     """Group commit among the tasks of one event loop."""
 
@@ -228,11 +238,11 @@ class TaskGroupCommit:
         self._flights_limit = capabilities.batches_in_flight
         self._queue: deque[tuple[Row, asyncio.Future[Any]]] = deque()
         self._small_flights_limit = capabilities.small_batches_in_flight
-        # How many rows each flight carries; none before it has left.
-        self._flights: dict[asyncio.Task[None], int] = {}
+        self._flights: dict[asyncio.Task[None], _Flight] = {}
+        self._flights_count = 0
         self._rows_in_flight = 0
-        # A flight that is about to leave, and takes along what comes until then.
-        self._boarding: asyncio.Task[None] | None = None
+        # Whether a flight is about to leave, and takes along what comes until then.
+        self._is_boarding = False
 
     def claim(self, request: ClaimRequest) -> asyncio.Future[ClaimAnswer]:
         """Claims a key in the next batch."""
@@ -246,21 +256,25 @@ class TaskGroupCommit:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         self._queue.append((row, future))
-        if self._boarding is None and self._may_launch():
+        if not self._is_boarding and self._may_launch():
             self._launch(loop)
         return future
 
     def _may_launch(self) -> bool:
-        flights = len(self._flights)
+        flights = self._flights_count
         return flights < self._flights_limit or (
             flights < self._small_flights_limit and self._rows_in_flight < FEW_ROWS
         )
 
     def _launch(self, loop: asyncio.AbstractEventLoop) -> None:
-        # It leaves in the next turn of the loop: what other ready tasks add comes along.
-        flight = self._boarding = loop.create_task(self._fly())
-        self._flights[flight] = 0
-        flight.add_done_callback(self._landed)
+        # It leaves in the next turn of the loop: what other ready tasks add comes along. A loop
+        # with eager tasks lets it leave before `create_task` returns, with what there is by then.
+        flight = _Flight()
+        self._flights_count += 1
+        self._is_boarding = True
+        task = loop.create_task(self._fly(flight))
+        self._flights[task] = flight
+        task.add_done_callback(self._landed)
 
     def _next_batch(self) -> list[tuple[Row, asyncio.Future[Any]]]:
         batch: list[tuple[Row, asyncio.Future[Any]]] = []
@@ -272,11 +286,11 @@ class TaskGroupCommit:
                 batch.append((row, future))
         return batch
 
-    async def _fly(self) -> None:
-        flight, self._boarding = self._boarding, None
-        assert flight is not None  # This very task.
+    async def _fly(self, flight: _Flight) -> None:
+        self._is_boarding = False
         batch = self._next_batch()
-        self._flights[flight] = len(batch)
+        flight.has_left = True
+        flight.rows = len(batch)
         self._rows_in_flight += len(batch)
         if self._queue and self._may_launch():
             self._launch(asyncio.get_running_loop())
@@ -308,14 +322,16 @@ class TaskGroupCommit:
             else:
                 future.set_result(answer)
 
-    def _landed(self, flight: asyncio.Task[None]) -> None:
-        self._rows_in_flight -= self._flights.pop(flight)
-        if self._boarding is flight:
-            self._boarding = None  # Cancelled before it left; its rows are still in the queue.
-        if not flight.cancelled():
-            flight.exception()  # Told to every row already.
-        if self._queue and self._boarding is None and self._may_launch():
-            self._launch(flight.get_loop())
+    def _landed(self, task: asyncio.Task[None]) -> None:
+        flight = self._flights.pop(task)
+        self._flights_count -= 1
+        self._rows_in_flight -= flight.rows
+        if not flight.has_left:
+            self._is_boarding = False  # Cancelled before; its rows are still in the queue.
+        if not task.cancelled():
+            task.exception()  # Told to every row already.
+        if self._queue and not self._is_boarding and self._may_launch():
+            self._launch(task.get_loop())
 
     async def drain(self) -> None:
         """Waits until everything that was submitted is answered."""

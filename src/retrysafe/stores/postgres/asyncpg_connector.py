@@ -189,6 +189,8 @@ class AsyncpgConnector:
 
     async def _expire(self, pool: Any) -> None:
         await pool.expire_connections()
+        if pool is not self._pool:
+            return  # It was closed meanwhile, and those at hand are another one's.
         resting, self._resting = self._resting, []
         for connection, _ in resting:
             await pool.release(connection)

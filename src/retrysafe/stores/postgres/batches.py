@@ -221,6 +221,7 @@ class Batches:
         ]
         found = await self.read_records(digests) if digests else {}
         unseen = set(digests)
+        lock_wait = LOCK_WAIT
         answers: list[ClaimResult] = []
         for request, result in zip(claims, results, strict=True):
             if result is not None:
@@ -230,10 +231,15 @@ class Batches:
             # An earlier claim of the same batch may have changed what was read.
             record = found.get(digest) if digest in unseen else await self.read_record(digest)
             unseen.discard(digest)
-            answers.append(await self._claim_existing(request, record))
+            answers.append(await self._claim_existing(request, record, lock_wait))
+            if self._sifter.is_busy(digest):
+                # The batch has waited once, and its other rows with it. That is enough.
+                lock_wait = _NO_WAIT
         return answers
 
-    async def _claim_existing(self, request: ClaimRequest, found: Found | None) -> ClaimResult:
+    async def _claim_existing(
+        self, request: ClaimRequest, found: Found | None, lock_wait: str
+    ) -> ClaimResult:
         """Claims a key that has a row: by the table, and by comparing what is replaced."""
         digest = request.key.digest
         for _ in range(ROUNDS_LIMIT):
@@ -257,7 +263,7 @@ class Batches:
                         changed,
                         is_new_life=is_new_life,
                         arguments=request.arguments,
-                        lock_wait=_NO_WAIT if self._sifter.is_busy(digest) else LOCK_WAIT,
+                        lock_wait=_NO_WAIT if self._sifter.is_busy(digest) else lock_wait,
                     ):
                         return answer
             except Locked:
