@@ -274,7 +274,7 @@ def test_what_is_remembered_is_bounded_for_all_endpoints_together():
     keys = ({"Idempotency-Key": "one"}, {"Idempotency-Key": "two"})
     for path, key in zip(("/one", "/two"), keys, strict=True):
         assert is_replay(ask(app, (path, b"", key), (path, b"", key))[1])
-    assert len(retrysafe._pages._recent) == 2
+    assert len(retrysafe._pages._recent.entries) == 2
 
 
 def test_keys_from_path_parameters_and_bodies():

@@ -173,21 +173,25 @@ def test_shipped_callers_are_told_by_headers():
 def test_what_is_kept_is_bounded():
     """The oldest goes first, and what is large is not kept at all."""
     recent = Recent()
-    small = Repetition(b"", None, None, Response(200, [], b""))
+    small = Repetition(b"", 1, None, None, Response(200, [], b""))
     for number in range(ENTRIES_LIMIT + 1):
         recent.keep((number,), small)
-    assert len(recent) == ENTRIES_LIMIT
+    assert len(recent.entries) == ENTRIES_LIMIT
     assert recent.find((0,)) is None
     assert recent.find((1,)) is small
     recent.keep(
-        ("large",), Repetition(b"x", None, None, Response(200, [], b"y" * BODY_LIMIT_BYTES))
+        ("large",), Repetition(b"x", 1, None, None, Response(200, [], b"y" * BODY_LIMIT_BYTES))
     )
     assert recent.find(("large",)) is None
 
 
 def test_headers_that_cannot_be_looked_up_are_not_kept():
-    assert head_of(Request("POST", "/", b"", [[b"a", b"b"]]), "") is None
-    assert head_of(Request("POST", "/", b"", [(b"a", b"b")]), "") is not None
+    recent, repetition = Recent(), Repetition(b"", 1, None, None, Response(200, [], b""))
+    for headers in ([[b"a", b"b"]], [(b"a", b"b")]):
+        recent.keep(head_of(http_scope("POST", "/", headers)), repetition)
+    assert recent.find(head_of(http_scope("POST", "/", [(b"a", b"b")]))) is repetition
+    assert recent.find(head_of(http_scope("POST", "/", [[b"a", b"b"]]))) is None
+    assert len(recent.entries) == 1
 
 
 def test_a_replay_from_the_process_says_nothing_about_the_store():

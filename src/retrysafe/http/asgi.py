@@ -29,6 +29,7 @@ from retrysafe.runtime.tasks import AsyncFace
 
 _PAGE_METHODS: Final = ("GET", "HEAD")
 _UNREAD: Final = object()
+_REPEATED: Final = object()
 _logger = logging.getLogger("retrysafe")
 
 
@@ -103,13 +104,24 @@ class IdempotencyMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        head: Head | None = None
+        body: bytes | object | None = _UNREAD
+        if self._recent is not None and self._recent.entries:
+            # Before anything else is looked at: it is the same request as one that was.
+            head = head_of(scope)
+            repetition = self._recent.find(head)
+            if repetition is not None:
+                body = await self._repeat(repetition, receive, send)
+                if body is _REPEATED:
+                    return
         path: str = scope["path"]
         root: str = scope.get("root_path", "")
         if root and is_below(path, root):
             path = path[len(root.rstrip("/")) :]
         match = self._find(scope["method"], path)
         if match is not None:
-            await self.protect(match, _request(scope), _prefix(scope), receive, send)
+            request, prefix = _request(scope), _prefix(scope)
+            await self._protect(match, request, prefix, receive, send, head, body)
         elif scope["method"] in _PAGE_METHODS and self.protection.has_page(path):
             await self.show_page(path, _request(scope), _prefix(scope), send)
         else:
@@ -136,20 +148,47 @@ class IdempotencyMiddleware:
     async def protect(
         self, match: Match, request: Request, prefix: str, receive: Receive, send: Send
     ) -> None:
-        """Answers a request that this route protects; its `host` is the ASGI scope."""
+        """For integrations: answers a request of a route; its `host` is the ASGI scope."""
+        head: Head | None = None
+        body: bytes | object | None = _UNREAD
+        if self._recent is not None:
+            head = head_of(request.host)
+            repetition = self._recent.find(head)
+            if repetition is not None:
+                body = await self._repeat(repetition, receive, send)
+                if body is _REPEATED:
+                    return
+        await self._protect(match, request, prefix, receive, send, head, body)
+
+    async def _repeat(
+        self, repetition: Repetition, receive: Receive, send: Send
+    ) -> bytes | object | None:
+        """Replays what the same request came to, if it still is the same; else its body."""
+        body = await _read_body(receive, repetition.limit_bytes)
+        if body != repetition.body or not self.idempotency.repeats(
+            repetition.call, repetition.outcome
+        ):
+            return body
+        await send(repetition.start())
+        await send({"type": "http.response.body", "body": repetition.response_body})
+        return _REPEATED
+
+    async def _protect(
+        self,
+        match: Match,
+        request: Request,
+        prefix: str,
+        receive: Receive,
+        send: Send,
+        head: Head | None,
+        body: bytes | object | None,
+    ) -> None:
+        """Answers a request that is protected; its body may have been read already."""
         protection = self.protection
         scope: Scope = request.host
         request.parameters = match[1]
-        head = None if self._recent is None else head_of(request, prefix)
-        body: bytes | object | None = _UNREAD
-        repetition = None if self._recent is None or head is None else self._recent.find(head)
-        if repetition is not None:
-            body = await _read_body(receive, match[0].rule.request_limit_bytes)
-            if body == repetition.body and self.idempotency.repeats(
-                repetition.call, repetition.outcome
-            ):
-                await _send(send, repetition.response())
-                return
+        if head is None and self._recent is not None:
+            head = head_of(scope)
         plan = protection.begin(match[0], request, prefix)
         if type(plan) is Plan:
             if body is _UNREAD:
@@ -213,7 +252,8 @@ class IdempotencyMiddleware:
         """Remembers what this replay looks like, for the next request that is the same."""
         outcome = self.idempotency.remembered(call)
         if self._recent is not None and head is not None and outcome is not None:
-            repetition = Repetition(plan.request.body, call, outcome, response)
+            limit_bytes = plan.route.rule.request_limit_bytes
+            repetition = Repetition(plan.request.body, limit_bytes, call, outcome, response)
             self._recent.keep(head, repetition)
 
     async def _run_unprotected(

@@ -9,28 +9,37 @@ alone: anything else of a connection may change who is calling.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import MutableMapping
 from typing import Any, Final
 
 from retrysafe.core.cache import CachedOutcome
 from retrysafe.core.call import Call
-from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response
 
 # A thousand keys that are retried at the same time, with bodies as people send them: 17 MB at most.
 ENTRIES_LIMIT: Final = 1_024
 BODY_LIMIT_BYTES: Final = 16 * 1024
 
-# Method, path, query, mount and headers, as the server gave them.
+# Method, path, query, mounts and headers.
 Head = tuple[Any, ...]
 
 
 class Repetition:
     """A request that was replayed, and what its replay looks like."""
 
-    __slots__ = ("body", "call", "headers", "outcome", "response_body", "status")
+    __slots__ = ("body", "call", "headers", "limit_bytes", "outcome", "response_body", "status")
 
-    def __init__(self, body: bytes, call: Call, outcome: CachedOutcome, response: Response) -> None:
+    def __init__(
+        self,
+        body: bytes,
+        limit_bytes: int,
+        call: Call,
+        outcome: CachedOutcome,
+        response: Response,
+    ) -> None:
         self.body = body
+        # How much of a body is read on this route.
+        self.limit_bytes = limit_bytes
         self.call = call
         self.outcome = outcome
         self.status = response.status
@@ -38,40 +47,49 @@ class Repetition:
         self.headers: tuple[Header, ...] = tuple(response.headers)
         self.response_body = response.body
 
-    def response(self) -> Response:
-        """The replay, with a list of headers of its own."""
-        return Response(self.status, list(self.headers), self.response_body)
+    def start(self) -> dict[str, Any]:
+        """The first message of the replay, with a list of headers of its own."""
+        return {
+            "type": "http.response.start",
+            "status": self.status,
+            "headers": list(self.headers),
+        }
 
 
-def head_of(request: Request, prefix: str) -> Head | None:
-    """Everything that can tell two requests apart before their bodies; None when it cannot be kept.
-
-    Some servers give headers as lists, which cannot be looked up.
-    """
-    head = (request.method, request.path, request.query, prefix, tuple(request.headers))
-    try:
-        hash(head)
-    except TypeError:
-        return None
-    return head
+def head_of(scope: MutableMapping[str, Any]) -> Head:
+    """Everything that can tell two requests apart before their bodies, as the server gave it."""
+    return (
+        scope["method"],
+        scope["path"],
+        scope.get("query_string"),
+        scope.get("root_path"),
+        scope.get("app_root_path"),
+        tuple(scope["headers"]),
+    )
 
 
 class Recent:
     """The last requests that were replayed, oldest out first; for the tasks of one loop."""
 
-    __slots__ = ("_entries", "find")
+    __slots__ = ("entries",)
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[Head, Repetition] = OrderedDict()
-        self.find = self._entries.get
+        self.entries: OrderedDict[Head, Repetition] = OrderedDict()
+
+    def find(self, head: Head) -> Repetition | None:
+        """What such a request came to; None when it is not known."""
+        try:
+            return self.entries.get(head)
+        except TypeError:
+            return None  # Some servers give headers as lists, which cannot be looked up.
 
     def keep(self, head: Head, repetition: Repetition) -> None:
         """Remembers a request that was replayed the usual way."""
         if len(repetition.body) + len(repetition.response_body) > BODY_LIMIT_BYTES:
             return
-        self._entries[head] = repetition
-        if len(self._entries) > ENTRIES_LIMIT:
-            self._entries.popitem(last=False)
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        try:
+            self.entries[head] = repetition
+        except TypeError:
+            return
+        if len(self.entries) > ENTRIES_LIMIT:
+            self.entries.popitem(last=False)
