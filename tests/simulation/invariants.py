@@ -97,6 +97,7 @@ class Grant:
         "moment",
         "number",
         "request",
+        "taken_over_at_ms",
     )
 
     def __init__(self, life: Life, request: int, claimed_at_ms: int, lease_ends_at_ms: int) -> None:
@@ -107,6 +108,8 @@ class Grant:
         self.claimed_at_ms = claimed_at_ms
         self.lease_ends_at_ms = lease_ends_at_ms
         self.execution: Execution | None = None
+        # When the next token of this life came; the lease cannot come back after that.
+        self.taken_over_at_ms: int | None = None
         # Which of all grants and step records this was; clocks of the store may jump back.
         self.moment = 0
 
@@ -240,6 +243,8 @@ class Ledger:
             life = Life() if truth is None or decision is Decision.ADMIT else truth.grant.life
             grant = Grant(life, request, now_ms, now_ms + row.lease_ms)
             grant.moment = self._next_moment()
+            if truth is not None and truth.grant.life is life and truth.token != token:
+                truth.grant.taken_over_at_ms = now_ms
             if decision is Decision.ADMIT:
                 self.steps.pop(key, None)
             if (
@@ -320,7 +325,10 @@ class Ledger:
         return execution
 
     def _check_alone(self, execution: Execution) -> None:
-        """Two runs of a key overlap only when the later claim came after the earlier lease."""
+        """Two runs of a key overlap only when the next claim came after the earlier lease.
+
+        The next one, not any later one: a clock that has jumped back revives no lease.
+        """
         mine = execution.grant
         for other in self.executions:
             if other.key != execution.key or other.close is not None:
@@ -329,7 +337,10 @@ class Ledger:
             if mine.life is not theirs.life:
                 continue  # An operator's force, or an expiry, lies between; `claimed` judges it.
             first, second = (mine, theirs) if mine.number < theirs.number else (theirs, mine)
-            if second.claimed_at_ms < first.lease_ends_at_ms:
+            claimed_at_ms = first.taken_over_at_ms
+            if claimed_at_ms is None:
+                claimed_at_ms = second.claimed_at_ms
+            if claimed_at_ms < first.lease_ends_at_ms:
                 self.violated(Invariant.ONE_OWNER, f"{execution.key}: two runs under one lease")
 
     # Writes.
