@@ -75,8 +75,10 @@ class MemoryStore:
         with self._lock:
             now_ms = self._now_ms()
             # Endings first: an outcome that is there must not lose to a claim beside it.
-            settled: list[SettleResult] = [self._settle(item, now_ms) for item in settlements]
-            claimed = [self._claim(request, now_ms) for request in claims]
+            settled: list[SettleResult] = (
+                [self._settle(item, now_ms) for item in settlements] if settlements else []
+            )
+            claimed = [self._claim(request, now_ms) for request in claims] if claims else []
         self.outbox.tell_staged()
         return claimed, settled
 
