@@ -218,6 +218,8 @@ def test_what_a_worker_gives_up_has_not_failed():
     with pytest.raises(Cancelled):
         scene.resume()
     assert (scene.recovery.report, scene.notices.failures) == (RecoveryReport(), [])
+    scene.pay.ending = ValueError("no")
+    assert scene.resume() == RecoveryReport(failed=1)
 
 
 def test_a_flow_that_is_thrown_away_counts_nothing():

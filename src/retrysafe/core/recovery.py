@@ -174,17 +174,21 @@ class Recovery:
         except GeneratorExit:
             # Closed by whoever gives its memory back, perhaps while this thread holds the lock.
             raise
+        except Exception as error:
+            self._tell_failure(stored, error)
         except BaseException as error:
             # A cancellation or an exit of the operation's own would leave no trace otherwise. One
             # of a worker that gives up says nothing about the operation.
             if not self._crew.has_given_up:
-                self._count("failed")
-                self._notices.failed(key_of(stored.record), error)
-            if not isinstance(error, Exception):
-                raise
+                self._tell_failure(stored, error)
+            raise
         else:
             # A replay is the outcome of somebody who was quicker.
             self._count("lost" if answer.replayed else "resumed")
+
+    def _tell_failure(self, stored: StoredKey, error: BaseException) -> None:
+        self._count("failed")
+        self._notices.failed(key_of(stored.record), error)
 
     async def report_abandoned(self) -> None:
         """Reports each abandoned claim that nobody here can resume, once; it stays claimable."""
