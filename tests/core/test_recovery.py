@@ -32,13 +32,23 @@ from tests.core.driving import drive
 ARGUMENTS = Payload("json.1", b"", b"[[],{}]")
 LEASE_MS = 1_000
 BACK_OFF_MS = 10_000
+PATIENCE_SECONDS = 5.0
 
 
 class Crew:
     """Runs each flow at once, in as many places as a test gives it."""
 
+    size = 3
+    has_given_up = False
+
     def __init__(self, room: int = 1_000_000) -> None:
         self.room = room
+        self.patience: list[float] = []
+        self.is_slow = False
+
+    async def wait_for_room(self, timeout_seconds: float) -> bool:
+        self.patience.append(timeout_seconds)
+        return not self.is_slow
 
     async def has_room(self) -> bool:
         self.room -= 1
@@ -63,11 +73,29 @@ class Operation:
 
         async def run():
             self.ran.append(stored.record.text)
-            if isinstance(self.ending, Exception):
+            if isinstance(self.ending, BaseException):
                 raise self.ending
             return Answer(None, self.ending == "replay", 2)
 
         return run
+
+
+class Notices:
+    """What no caller hears of."""
+
+    def __init__(self) -> None:
+        self.failures: list[tuple[Key, BaseException]] = []
+        self.full: list[int] = []
+        self.more: list[int] = []
+
+    def failed(self, key: Key, error: BaseException) -> None:
+        self.failures.append((key, error))
+
+    def is_full(self, size: int) -> None:
+        self.full.append(size)
+
+    def has_more(self, limit: int) -> None:
+        self.more.append(limit)
 
 
 class Scene:
@@ -78,7 +106,7 @@ class Scene:
         self.store = MemoryStore(now_ms=self.clock)
         self.pay = Operation(ending)
         self.heard: list[Event] = []
-        self.failures: list[tuple[Key, Exception]] = []
+        self.notices = Notices()
         self.crew = options.pop("crew", None) or Crew()
         self.recovery = Recovery(
             store=self.store,
@@ -87,7 +115,8 @@ class Scene:
             lock=nullcontext(),
             report=Reporter(self.heard.append),
             back_off_ms=BACK_OFF_MS,
-            on_failure=lambda key, error: self.failures.append((key, error)),
+            patience_seconds=PATIENCE_SECONDS,
+            notices=self.notices,
         )
         self._tokens = 0
 
@@ -99,6 +128,13 @@ class Scene:
         request = ClaimRequest(key, mark, token, LEASE_MS, operation, arguments=arguments)
         drive(self.store.commit([request], []))
         return token
+
+    def unripe(self, count: int) -> None:
+        """Keys that were abandoned twice, so that their third attempt has to wait."""
+        for _ in range(2):
+            for number in range(count):
+                self.claim(f"unripe-{number}")
+            self.wait()
 
     def wait(self, by_ms: int = LEASE_MS) -> None:
         self.clock.advance(timedelta(milliseconds=by_ms))
@@ -154,14 +190,83 @@ def test_what_became_of_a_resumption_is_counted(ending, report):
     scene.wait()
     assert scene.resume() == report
     expected = [(Key("order", caller="c"), ending)] if report.failed else []
-    assert scene.failures == expected
+    assert scene.notices.failures == expected
+
+
+class Cancelled(BaseException):
+    """As an event loop cancels."""
+
+
+@pytest.mark.parametrize("ending", [Cancelled(), SystemExit(3), KeyboardInterrupt()])
+def test_an_operation_that_cuts_itself_off_leaves_a_trace(ending):
+    """It counts as failed and is told; its thread or task gets it all the same."""
+    scene = Scene(ending)
+    scene.claim("order")
+    scene.wait()
+    with pytest.raises(type(ending)):
+        scene.resume()
+    assert scene.recovery.report == RecoveryReport(failed=1)
+    assert scene.notices.failures == [(Key("order", caller="c"), ending)]
+
+
+def test_what_a_worker_gives_up_has_not_failed():
+    """That it was cancelled says nothing about the operation."""
+    scene = Scene(Cancelled())
+    scene.crew.has_given_up = True
+    scene.claim("order")
+    scene.wait()
+    with pytest.raises(Cancelled):
+        scene.resume()
+    assert (scene.recovery.report, scene.notices.failures) == (RecoveryReport(), [])
+    scene.pay.ending = ValueError("no")
+    assert scene.resume() == RecoveryReport(failed=1)
+
+
+def test_a_flow_that_is_thrown_away_counts_nothing():
+    """Its memory may be given back by a thread that is just counting."""
+    scene = Scene(GeneratorExit())
+    scene.claim("order")
+    scene.wait()
+    with pytest.raises(GeneratorExit):
+        scene.resume()
+    assert (scene.recovery.report, scene.notices.failures) == (RecoveryReport(), [])
+
+
+def test_a_long_wait_for_room_is_told_once_in_a_walk():
+    """With the number of operations that are under way; a short wait is not told."""
+    scene = Scene(crew=Crew())
+    for number in range(3):
+        scene.claim(f"order-{number}")
+    scene.wait()
+    scene.resume()
+    assert (scene.crew.patience, scene.notices.full) == ([PATIENCE_SECONDS] * 3, [])
+    scene.crew.is_slow = True
+    scene.resume()
+    assert scene.notices.full == [Crew.size]
+    scene.resume()
+    assert scene.notices.full == [Crew.size] * 2
+    assert len(scene.pay.ran) == 9
+
+
+def test_only_what_is_declared_here_is_asked_for():
+    """Arguments of other operations may be large, and are nobody's business here."""
+    scene = Scene()
+    asked = []
+    look = scene.store.list_resumable
+
+    def noted(limit, after, operations):
+        asked.append((after, operations))
+        return look(limit, after, operations)
+
+    scene.store.list_resumable = noted
+    scene.resume()
+    assert asked == [(b"", ("pay",))]
 
 
 def test_the_walk_meets_everything_once():
-    """Also past a page of keys that nobody here can resume."""
+    """Also past a page of keys that wait for their next attempt."""
     scene = Scene()
-    for number in range(PAGE_LIMIT + 5):
-        scene.claim(f"foreign-{number}", "ship")
+    scene.unripe(PAGE_LIMIT + 5)
     texts = {f"order-{number}" for number in range(2 * PAGE_LIMIT)}
     for text in texts:
         scene.claim(text)
@@ -295,6 +400,19 @@ def test_a_record_that_was_settled_during_the_look_is_not_reported():
 
 async def _given(found):
     return found
+
+
+def test_a_look_that_does_not_show_all_is_told(monkeypatch):
+    """It has a limit, and shows the same ones each time; who reads the reports has to know."""
+    monkeypatch.setattr("retrysafe.core.recovery.REPORT_LIMIT", 2)
+    scene = Scene()
+    for number in range(2):
+        scene.claim(f"order-{number}", "ship")
+    scene.wait()
+    assert (len(scene.look()), scene.notices.more) == (2, [])
+    scene.claim("order-2", "ship")
+    scene.wait()
+    assert (len(scene.look()), scene.notices.more) == (2, [2])
 
 
 def test_the_memory_of_reports_is_bounded(monkeypatch):

@@ -105,7 +105,7 @@ RECOVERY_GUARDS: tuple[Guard, ...] = (
     ),
     Guard(
         "a walk goes on behind what it cannot resume",
-        "one service's keys keep another service's from being finished",
+        "keys that cannot be resumed any more keep all others from being finished",
         (InCode(Recovery.resume_all, "if len(page) < PAGE_LIMIT:", "if True:"),),
         properties.test_what_cannot_be_resumed_holds_up_nobody,
     ),

@@ -224,7 +224,7 @@ def arguments_belong_to_one_life(store: PostgresStore) -> None:
         connection.execute(f"DELETE FROM {store.schema_name}.keys")
         connection.execute("SELECT pg_sleep(0.002)")
     claimed(store, mint_token())
-    assert run_sync(store.list_resumable(10, b"")) == []
+    assert run_sync(store.list_resumable(10, b"", ["charge"])) == []
 
 
 def first_arguments_stay(store: PostgresStore) -> None:

@@ -366,6 +366,9 @@ def test_declarations_that_no_worker_could_use_are_refused(shop):
         made.declare(lambda: None)
     with pytest.raises(InvalidInput, match="found by its name"):
         made.declare(dying(made, 0), "")
+    for name in ("pay\x00later", "pay\udc80"):
+        with pytest.raises(InvalidInput, match="not every store can keep"):
+            made.declare(dying(made, 0), name)
     with pytest.raises(InvalidInput, match=r"write @idem\.resumable"):
         declare(pay)(pay)
 

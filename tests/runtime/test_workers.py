@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from datetime import timedelta
 
@@ -295,6 +296,128 @@ def test_an_interrupted_worker_stops_its_duties(idem, monkeypatch):
     assert calls == [None] * len(worker.duties)
 
 
+def test_a_worker_beside_the_application_says_at_once_that_it_ended(clock, caplog):
+    """The block may last as long as the process; what ended the worker is raised there too."""
+    store = FaultyStore(MemoryStore(now_ms=clock))
+    store.fail(Moment.BEFORE, method="list_resumable", error=lambda call: StoreMissing("gone"))
+    with Idempotency(store, caller="shop") as idem:
+        worker = idem.worker(WorkerPolicy(interval=NEVER))
+        with pytest.raises(StoreMissing), worker:
+            worker._thread.join(PATIENCE_SECONDS)
+            (line,) = ended_lines(caplog)
+            assert isinstance(line.exc_info[1], StoreMissing)
+
+
+def ended_lines(caplog):
+    return [
+        line
+        for line in caplog.records
+        if (line.name, line.levelname) == ("retrysafe", "ERROR") and "was ended" in line.message
+    ]
+
+
+def test_what_ends_recovery_is_told_before_the_wait_for_what_is_under_way(idem, clock, caplog):
+    """An operation that hangs would keep it back for ever."""
+    acts = abandon(idem, clock, "order")
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hang(number):
+        inside.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+
+    acts.append(hang)
+    flow = idem.worker().duties["recovery"]._flow
+    resume_all, drain = flow._recovery.resume_all, flow._crew.drain
+
+    async def fail():
+        await resume_all()
+        assert inside.wait(PATIENCE_SECONDS)
+        raise StoreMissing("gone")
+
+    async def told_before():
+        assert "recovery: ends by an error, once what is under way has ended" in caplog.text
+        assert "StoreMissing" in caplog.text
+        go_on.set()
+        await drain()
+
+    flow._recovery.resume_all, flow._crew.drain = fail, told_before
+    with pytest.raises(StoreMissing):
+        run_sync(flow.run(Rests(1)))
+    assert flow.report.resumed == 1
+
+
+def test_a_thread_that_cannot_be_started_ends_the_worker(idem, clock, monkeypatch):
+    """The error is raised, nothing waits for the thread, and the key stays as it was."""
+    acts = abandon(idem, clock, "order")
+    acts.append(lambda number: number)
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "retrysafe-recovery":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ends = []
+
+    def work(worker):
+        try:
+            ends.append(worker.run())
+        except RuntimeError as error:
+            ends.append(str(error))
+
+    thread = threading.Thread(target=work, args=(idem.worker(),), daemon=True)
+    thread.start()
+    thread.join(PATIENCE_SECONDS)
+    assert ends == ["can't start new thread"]
+    assert idem.read("order").condition is Condition.ABANDONED
+    monkeypatch.undo()
+    assert idem.worker().run_once()["recovery"].resumed == 1
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), Stop()])
+def test_an_operation_that_ends_its_thread_leaves_a_trace(idem, clock, caplog, error):
+    """It counts as failed, is told, and takes neither its place nor the worker with it."""
+    acts = abandon(idem, clock, "a", "b", "c")
+
+    def end(number):
+        if number < 2:
+            raise error
+        return number
+
+    acts.append(end)
+    report = idem.worker(WorkerPolicy(concurrency=1)).run_once()["recovery"]
+    assert (report.failed, report.resumed) == (2, 1)
+    lines = [line for line in caplog.records if line.message.endswith("failed")]
+    assert [line.exc_info[1] for line in lines] == [error] * 2
+
+
+def test_a_crew_whose_places_are_taken_for_long_is_told(idem, clock, caplog):
+    """Operations that hang keep their places, and others wait: that must not go unseen."""
+    acts = abandon(idem, clock, "a", "b", "c")
+    go_on = threading.Event()
+    acts.append(lambda number: go_on.wait(PATIENCE_SECONDS))
+    worker = idem.worker(WorkerPolicy(interval=timedelta(milliseconds=10), concurrency=2))
+    flow = worker.duties["recovery"]._flow
+    is_full = flow._recovery._notices.is_full
+
+    def let_go(size):
+        is_full(size)
+        go_on.set()
+
+    flow._recovery._notices.is_full = let_go
+    run_sync(flow.drain())
+    assert flow.report.resumed == 3
+    assert caplog.text.count("because 2 others are under way") == 1
+
+
+def test_a_report_that_is_not_complete_says_so(idem, clock, caplog, monkeypatch):
+    monkeypatch.setattr("retrysafe.core.recovery.REPORT_LIMIT", 2)
+    abandon(idem, clock, "a", "b", "c")
+    run_sync(idem.worker().duties["abandoned"]._flow.drain())
+    assert "more than 2 abandoned keys" in caplog.text
+
+
 # More duties.
 
 
@@ -376,6 +499,26 @@ def test_a_crew_of_threads_runs_a_few_at_a_time():
     assert max(most) <= 2
 
 
+def test_a_crew_that_cannot_start_a_thread_keeps_its_place(monkeypatch):
+    """The flow is closed, and whoever drains the crew does not wait for it."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    async def nothing():
+        raise AssertionError("never started")
+
+    crew = ThreadCrew(1)
+    flow = nothing()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert run_sync(crew.has_room())
+    with pytest.raises(RuntimeError, match="new thread"):
+        crew.start(flow)
+    assert inspect.getcoroutinestate(flow) == inspect.CORO_CLOSED
+    assert run_sync(crew.wait_for_room(0.01))
+    run_sync(crew.drain())
+
+
 def test_a_crew_that_is_stopped_wakes_who_waits_for_room():
     crew = ThreadCrew(1)
     go_on = threading.Event()
@@ -383,14 +526,18 @@ def test_a_crew_that_is_stopped_wakes_who_waits_for_room():
     async def flow():
         assert go_on.wait(PATIENCE_SECONDS)
 
+    assert run_sync(crew.wait_for_room(1e300))
     assert run_sync(crew.has_room())
     crew.start(flow())
+    assert not run_sync(crew.wait_for_room(0.01))
     answers = []
     thread = threading.Thread(target=lambda: answers.append(run_sync(crew.has_room())))
     thread.start()
     crew.stop()
     thread.join(PATIENCE_SECONDS)
     assert answers == [False]
+    crew.stop()
+    assert run_sync(crew.wait_for_room(PATIENCE_SECONDS))
     go_on.set()
     run_sync(crew.drain())
     assert not run_sync(crew.has_room())
@@ -411,9 +558,10 @@ def test_a_crew_of_tasks_does_the_same():
             inside.remove(number)
 
         for number in range(2):
+            assert await crew.wait_for_room(PATIENCE_SECONDS)
             assert await crew.has_room()
             crew.start(flow(number))
-        await asyncio.sleep(0)
+        assert not await crew.wait_for_room(0.01)
         waiting = asyncio.ensure_future(crew.has_room())
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -429,6 +577,7 @@ def test_a_crew_of_tasks_does_the_same():
         waiting = asyncio.ensure_future(crew.has_room())
         await asyncio.sleep(0)
         crew.stop()
+        assert await crew.wait_for_room(PATIENCE_SECONDS)
         assert not await waiting
         assert not await crew.has_room()
         go_on.set()
@@ -527,7 +676,25 @@ def test_an_async_worker_that_was_stopped_early_does_nothing():
     async_scene(flow)
 
 
-def test_an_async_duty_that_fails_ends_the_worker():
+def test_an_async_operation_that_is_cancelled_leaves_a_trace(caplog):
+    """By itself, and not because the worker is: that would be no failure of the operation."""
+
+    async def flow(idem, acts):
+        async def act(number):
+            raise asyncio.CancelledError
+
+        acts.append(act)
+        report = (await idem.worker().run_once())["recovery"]
+        assert (report.failed, report.resumed) == (1, 0)
+        (line,) = [line for line in caplog.records if line.message.endswith("failed")]
+        assert isinstance(line.exc_info[1], asyncio.CancelledError)
+
+    async_scene(flow)
+
+
+def test_an_async_duty_that_fails_ends_the_worker(caplog):
+    """What it raised is told, at once and at the end of the block."""
+
     def store(clock):
         made = FaultyStore(MemoryStore(now_ms=clock))
         made.fail(
@@ -545,6 +712,9 @@ def test_an_async_duty_that_fails_ends_the_worker():
         with pytest.raises(StoreMissing):
             async with worker:
                 await asyncio.wait({worker._task}, timeout=PATIENCE_SECONDS)
+                await asyncio.sleep(0)
+                (line,) = ended_lines(caplog)
+                assert isinstance(line.exc_info[1], StoreMissing)
         with pytest.raises(KeyError):
             async with idem.worker():
                 raise KeyError
@@ -579,6 +749,7 @@ def test_an_async_worker_that_is_cancelled_cancels_what_is_under_way(is_stopping
             await asyncio.wait_for(work, PATIENCE_SECONDS)
         await asyncio.wait_for(ended.wait(), PATIENCE_SECONDS)
         assert (await idem.read("order")).condition is Condition.RUNNING
+        assert worker.reports["recovery"].failed == 0
 
     async_scene(flow)
 

@@ -381,7 +381,7 @@ class World:
         """Takes over what it sees abandoned, late or soon after it has looked."""
         for _ in range(4):
             await host.waiting.sleep(self._chance() * 1.5 * LEASE_SECONDS)
-            for stored in await self.store.list_resumable(10, b""):
+            for stored in await self.store.list_resumable(10, b"", ("simulated",)):
                 await suspend(READY)
                 await self._recover(host, stored)
 

@@ -140,8 +140,12 @@ class StoreAgainstModel(RuleBasedStateMachine):
         if record is not None:
             self.take_over(request, record.token)
 
-    @rule(limit=st.integers(1, 4), after=st.sampled_from((b"", *(key.digest for key in KEYS))))
-    def list_abandoned(self, limit, after):
+    @rule(
+        limit=st.integers(1, 4),
+        after=st.sampled_from((b"", *(key.digest for key in KEYS))),
+        operations=st.lists(st.sampled_from(("", "charge", "refund")), unique=True),
+    )
+    def list_abandoned(self, limit, after, operations):
         abandoned = self.model.abandoned()
         found = [item.record for item in run_sync(self.store.list_abandoned(limit))]
         assert len(found) == min(limit, len(abandoned))
@@ -150,10 +154,11 @@ class StoreAgainstModel(RuleBasedStateMachine):
             (shelf.record.digest, shelf.record.token, shelf.arguments)
             for shelf in abandoned
             if shelf.arguments is not None and shelf.record.digest > after
+            if shelf.record.operation in operations
         )
         assert [
             (item.record.digest, item.record.token, item.arguments)
-            for item in run_sync(self.store.list_resumable(limit, after))
+            for item in run_sync(self.store.list_resumable(limit, after, operations))
         ] == expected[:limit]
 
     @rule(key=keys, token=tokens, step=steps)

@@ -95,11 +95,13 @@ class Store(Protocol):
         meanwhile.
         """
 
-    async def list_resumable(self, limit: int, after: bytes) -> list[StoredKey]:
-        """At most `limit` abandoned records that have arguments, with their arguments.
+    async def list_resumable(
+        self, limit: int, after: bytes, operations: Sequence[str]
+    ) -> list[StoredKey]:
+        """At most `limit` abandoned records of these operations, with their arguments.
 
-        By their digests, those behind the digest `after` only: a walk over all of them is not held
-        up by some that nobody can resume.
+        Those that have arguments, by their digests, and behind the digest `after` only: a walk over
+        all of them is not held up by some that cannot be resumed. Without operations there is none.
         """
 
     async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
@@ -240,11 +242,25 @@ class Orphanage(Protocol):
 class Crew(Protocol):
     """Runs flows beside the caller, a few at a time."""
 
+    @property
+    def size(self) -> int:
+        """How many run at the same time."""
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether what is under way was cancelled, because nobody waits for it any more."""
+
+    async def wait_for_room(self, timeout_seconds: float) -> bool:
+        """Waits until there may be room, or the crew is being stopped; False when time ran out."""
+
     async def has_room(self) -> bool:
         """Waits until one more may start; False when the crew is being stopped."""
 
     def start(self, flow: Coroutine[Any, Any, None]) -> None:
-        """Runs the flow in the room that was just asked for; a flow raises nothing."""
+        """Runs the flow in the room that was just asked for, or raises and keeps the room free.
+
+        A flow raises nothing but what ends a thread or a task, and has told of that before.
+        """
 
 
 class Lock(Protocol):

@@ -21,7 +21,7 @@ from retrysafe.errors import ClaimLost, Closed, OperationInFlight
 
 # Records per look. Each may bring its arguments along, so a page is not large.
 PAGE_LIMIT: Final = 50
-# Of records that nobody can resume, a look shows so many; an operator lists the others.
+# Of abandoned records a look shows so many; an operator lists the others.
 REPORT_LIMIT: Final = 1_000
 # How many abandoned claims a worker remembers having reported, so as not to repeat itself.
 TOLD_LIMIT: Final = 10_000
@@ -33,8 +33,8 @@ BACK_OFF_MAXIMUM_MS: Final = 15 * 60 * 1000
 class RecoveryReport:
     """What a worker has recovered so far."""
 
-    # Operations that were run to their end, and those whose run raised: stored as their failure,
-    # or left to be tried again.
+    # Operations that were run to their end, and those whose run raised or was cut off: stored as
+    # their failure, or left to be tried again.
     resumed: int = 0
     failed: int = 0
     # Claims that somebody else got first, or has ended meanwhile.
@@ -58,6 +58,19 @@ class Resumer(Protocol):
         Nothing is claimed before it is called: arguments that cannot be read here must not use up
         the attempts of a key that another worker can resume.
         """
+
+
+class Notices(Protocol):
+    """Who is told what no caller hears of."""
+
+    def failed(self, key: Key, error: BaseException) -> None:
+        """A resumed operation raised, or was cut off."""
+
+    def is_full(self, size: int) -> None:
+        """An operation has waited for long, because so many others are under way."""
+
+    def has_more(self, limit: int) -> None:
+        """More records than this are abandoned; a look has seen no more of them."""
 
 
 def key_of(record: Record) -> Key:
@@ -87,7 +100,8 @@ class Recovery:
         lock: Lock,
         report: Reporter,
         back_off_ms: int,
-        on_failure: Callable[[Key, Exception], None],
+        patience_seconds: float,
+        notices: Notices,
     ) -> None:
         self._store = store
         self._resumers = resumers
@@ -95,7 +109,10 @@ class Recovery:
         self._lock = lock
         self._tell = report
         self._back_off_ms = back_off_ms
-        self._on_failure = on_failure
+        # An operation that waits longer than this for room in the crew is told of.
+        self._patience_seconds = patience_seconds
+        self._notices = notices
+        self._is_full_told = False
         self._report = RecoveryReport()
         self._abandoned = AbandonedReport()
         self._told: dict[bytes, None] = {}
@@ -115,13 +132,14 @@ class Recovery:
     async def resume_all(self) -> None:
         """Starts every operation that can be resumed now, as soon as the crew has room for it."""
         after = b""
+        self._is_full_told = False
         while True:
-            page = await self._store.list_resumable(PAGE_LIMIT, after)
+            page = await self._store.list_resumable(PAGE_LIMIT, after, tuple(self._resumers))
             for stored in page:
                 run = self._prepared(stored)
                 if run is None:
                     continue
-                if not await self._crew.has_room():
+                if not await self._has_room():
                     return
                 self._crew.start(self._resume(stored, run))
             if len(page) < PAGE_LIMIT:
@@ -129,11 +147,16 @@ class Recovery:
             # Onwards from the last one, started or not: what cannot be resumed holds up nobody.
             after = page[-1].record.digest
 
+    async def _has_room(self) -> bool:
+        """Waits for room, and tells once in a walk that it takes long: operations may hang."""
+        if not self._is_full_told and not await self._crew.wait_for_room(self._patience_seconds):
+            self._is_full_told = True
+            self._notices.is_full(self._crew.size)
+        return await self._crew.has_room()
+
     def _prepared(self, stored: StoredKey) -> Callable[[], Awaitable[Answer[Any]]] | None:
         record = stored.record
-        resumer = self._resumers.get(record.operation)
-        if resumer is None:
-            return None
+        resumer = self._resumers[record.operation]
         waited_ms = stored.now_ms - record.lease_ends_at_ms
         if waited_ms < back_off_ms(record.attempt, self._back_off_ms):
             return None
@@ -148,16 +171,31 @@ class Recovery:
             answer = await run()
         except (OperationInFlight, ClaimLost, Closed):
             self._count("lost")
+        except GeneratorExit:
+            # Closed by whoever gives its memory back, perhaps while this thread holds the lock.
+            raise
         except Exception as error:
-            self._count("failed")
-            self._on_failure(key_of(stored.record), error)
+            self._tell_failure(stored, error)
+        except BaseException as error:
+            # A cancellation or an exit of the operation's own would leave no trace otherwise. One
+            # of a worker that gives up says nothing about the operation.
+            if not self._crew.has_given_up:
+                self._tell_failure(stored, error)
+            raise
         else:
             # A replay is the outcome of somebody who was quicker.
             self._count("lost" if answer.replayed else "resumed")
 
+    def _tell_failure(self, stored: StoredKey, error: BaseException) -> None:
+        self._count("failed")
+        self._notices.failed(key_of(stored.record), error)
+
     async def report_abandoned(self) -> None:
         """Reports each abandoned claim that nobody here can resume, once; it stays claimable."""
-        for stored in await self._store.list_abandoned(REPORT_LIMIT):
+        found = await self._store.list_abandoned(REPORT_LIMIT + 1)
+        if len(found) > REPORT_LIMIT:
+            self._notices.has_more(REPORT_LIMIT)
+        for stored in found[:REPORT_LIMIT]:
             if stored.condition is not Condition.ABANDONED or stored.record.token in self._told:
                 continue
             reason = await self._reason(stored.record)

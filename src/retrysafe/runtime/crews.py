@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from retrysafe.runtime.drive import run_sync
@@ -18,12 +18,24 @@ class ThreadCrew:
     that is safe in a signal's function.
     """
 
+    # Threads cannot be cancelled.
+    has_given_up = False
+
     def __init__(self, size: int) -> None:
         self.size = size
         self._places: SimpleQueue[bool] = SimpleQueue()
         for _ in range(size):
             self._places.put(True)
         self._is_stopping = False
+
+    async def wait_for_room(self, timeout_seconds: float) -> bool:
+        """Blocks until a place is free or the crew is being stopped, or until the time is over."""
+        try:
+            place = self._places.get(timeout=min(timeout_seconds, threading.TIMEOUT_MAX))
+        except Empty:
+            return False
+        self._places.put(place)
+        return True
 
     async def has_room(self) -> bool:
         """Blocks until a place is free; False when the crew is being stopped."""
@@ -34,16 +46,27 @@ class ThreadCrew:
         return False
 
     def start(self, flow: Coroutine[Any, Any, None]) -> None:
-        """Runs the flow in a thread."""
+        """Runs the flow in a thread; raises when the system gives no more threads."""
         # A daemon: an operation that hangs must not keep a process that has to end. Its lease
         # then frees the key, as after a crash.
-        threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(flow,), name="retrysafe-recovery", daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except Exception:
+            # Nobody else gives the place back, and whoever drains the crew would wait for ever.
+            flow.close()
+            self._places.put(True)
+            raise
 
     def _run(self, flow: Coroutine[Any, Any, None]) -> None:
         try:
             run_sync(flow)
+        except BaseException as error:
+            # An operation may end its own thread, and that is told by now; nothing else may.
+            if isinstance(error, Exception):
+                raise
         finally:
             self._places.put(True)
 
@@ -53,7 +76,7 @@ class ThreadCrew:
         self._places.put(False)
 
     def give_up(self) -> None:
-        """Threads cannot be cancelled."""
+        """Does nothing: what is under way goes on."""
 
     async def drain(self) -> None:
         """Blocks until everything that was started has ended."""
@@ -72,6 +95,16 @@ class TaskCrew:
         self._tasks: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
         self._is_stopping = False
+        self.has_given_up = False
+
+    async def wait_for_room(self, timeout_seconds: float) -> bool:
+        """Suspends until a place is free or the crew is being stopped, or until time is over."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self.has_room()
+        except TimeoutError:
+            return False
+        return True
 
     async def has_room(self) -> bool:
         """Suspends until a place is free; False when the crew is being stopped."""
@@ -97,6 +130,7 @@ class TaskCrew:
 
     def give_up(self) -> None:
         """Cancels what is under way."""
+        self.has_given_up = True
         for task in self._tasks:
             task.cancel()
 

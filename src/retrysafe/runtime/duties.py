@@ -35,8 +35,9 @@ _DRAIN_LIMIT: Final = 1_000
 class WorkerPolicy:
     """How often a worker looks, and how much it does at a time; raises `InvalidInput`."""
 
-    # Rest between two looks for operations to resume. An abandoned one is resumed after the rest
-    # of its lease and at most this, a quarter of it more for the jitter.
+    # Rest between the end of a look for operations to resume and the next one. While there is room
+    # for more operations, a first resumption comes after the rest of the lease and at most this, a
+    # quarter of it more for the jitter.
     interval: timedelta = timedelta(seconds=5)
     # Rest between two looks for what nobody can resume; on PostgreSQL it walks over all keys.
     report_interval: timedelta = timedelta(minutes=5)
@@ -73,7 +74,8 @@ def duties_of(
         lock=lock,
         report=report,
         back_off_ms=policy.back_off // timedelta(milliseconds=1),
-        on_failure=_log_failure,
+        patience_seconds=policy.interval.total_seconds(),
+        notices=_Log(),
     )
     return {
         "recovery": RecoveryDuty(recovery, crew, policy.interval),
@@ -121,9 +123,28 @@ async def rounds(
             return
 
 
-def _log_failure(key: Key, error: Exception) -> None:
-    """Nobody called, so nobody but the log hears what a resumed operation raised."""
-    _logger.warning("resuming %s failed", key, exc_info=error)
+class _Log:
+    """Nobody called, so nobody but the log hears of it."""
+
+    def failed(self, key: Key, error: BaseException) -> None:
+        """What a resumed operation raised."""
+        _logger.warning("resuming %s failed", key, exc_info=error)
+
+    def is_full(self, size: int) -> None:
+        """Operations that hang keep their places, and the others wait without a sign."""
+        _logger.warning(
+            "recovery: an operation waits for longer than the interval, because %d others are "
+            "under way: they hang, or the concurrency of the worker is too low",
+            size,
+        )
+
+    def has_more(self, limit: int) -> None:
+        """What was not seen was not reported."""
+        _logger.warning(
+            "abandoned: there are more than %d abandoned keys, and only these were looked at: "
+            "`retrysafe keys list --condition abandoned` with a higher --limit shows the others",
+            limit,
+        )
 
 
 class DrainableCrew(Crew, Protocol):
@@ -158,6 +179,10 @@ class RecoveryDuty:
             await rounds("recovery", self._recovery.resume_all, self._interval_seconds, stopping)
         except asyncio.CancelledError:
             self._crew.give_up()
+            raise
+        except Exception:
+            # Told before the wait for what is under way, which may take long.
+            _logger.exception("recovery: ends by an error, once what is under way has ended")
             raise
         finally:
             await self._crew.drain()

@@ -111,6 +111,12 @@ class Resumables:
             raise InvalidInput(
                 "a resumable operation is found by its name, and this one has none: pass name=…"
             )
+        if any(character == "\x00" or "\ud800" <= character <= "\udfff" for character in name):
+            # A worker asks its store for all names at once; this one would spoil the question.
+            raise InvalidInput(
+                f"the name {name!r} has characters that not every store can keep: give the "
+                "operation another one"
+            )
         if name in self.by_name:
             raise InvalidInput(
                 f"another resumable operation is called {name!r}: a worker could not tell them "

@@ -87,9 +87,11 @@ class ThreadedStore:
         """Records that nobody holds any more."""
         return await self._hop(self._store.list_abandoned, limit)
 
-    async def list_resumable(self, limit: int, after: bytes) -> list[StoredKey]:
+    async def list_resumable(
+        self, limit: int, after: bytes, operations: Sequence[str]
+    ) -> list[StoredKey]:
         """Those that have arguments."""
-        return await self._hop(self._store.list_resumable, limit, after)
+        return await self._hop(self._store.list_resumable, limit, after, operations)
 
     async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
         """Claims an abandoned key for a worker."""

@@ -7,6 +7,7 @@ relay is.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Awaitable, Mapping
 from queue import Empty, SimpleQueue
@@ -16,6 +17,8 @@ from typing import Any, Final, Protocol, Self
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.duties import Flow
 from retrysafe.runtime.waiting import TaskSignal, ThreadSignal
+
+_logger: Final = logging.getLogger("retrysafe")
 
 # A signal that the system gives to another thread does not wake the main one, and only that runs
 # the signal's function; so whoever may be the main thread never waits longer than this at a time.
@@ -194,6 +197,7 @@ class Worker:
             self.run()
         except BaseException as error:
             self._error = error
+            _log_end(error)
 
     def __exit__(
         self,
@@ -207,6 +211,11 @@ class Worker:
         self._thread.join()
         if self._error is not None and error is None:
             raise self._error
+
+
+def _log_end(error: BaseException) -> None:
+    """The block that the worker was started for may last as long as its process."""
+    _logger.error("the worker was ended by an error, and does nothing more", exc_info=error)
 
 
 def _next_of(ended: SimpleQueue[BaseException | None]) -> BaseException | None:
@@ -272,6 +281,7 @@ class AsyncWorker:
     async def __aenter__(self) -> Self:
         """Works in tasks of its own until the block ends."""
         self._task = asyncio.ensure_future(self.run())
+        self._task.add_done_callback(_log_end_of)
         return self
 
     async def __aexit__(
@@ -286,6 +296,12 @@ class AsyncWorker:
         await asyncio.wait({self._task})
         if error is None:
             self._task.result()
+
+
+def _log_end_of(task: asyncio.Task[dict[str, Any]]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        _log_end(error)
 
 
 async def _worked(duty: AsyncDuty) -> None:

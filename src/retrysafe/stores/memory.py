@@ -177,13 +177,16 @@ class MemoryStore:
         found.sort(key=lambda item: (item.record.lease_ends_at_ms, item.record.digest))
         return found[:limit]
 
-    async def list_resumable(self, limit: int, after: bytes) -> list[StoredKey]:
-        """At most `limit` abandoned records behind a digest that have arguments."""
+    async def list_resumable(
+        self, limit: int, after: bytes, operations: Sequence[str]
+    ) -> list[StoredKey]:
+        """At most `limit` abandoned records of operations behind a digest that have arguments."""
         with self._lock:
-            found = self._abandoned(sorted(item for item in self._arguments if item > after))
+            behind = self._abandoned(sorted(item for item in self._arguments if item > after))
+            found = [item for item in behind if item.record.operation in operations][:limit]
             for item in found:
                 item.arguments = self._arguments[item.record.digest]
-            return found[:limit]
+            return found
 
     def _abandoned(self, digests: Iterable[bytes]) -> list[StoredKey]:
         now_ms = self._now_ms()

@@ -241,10 +241,12 @@ class PostgresStore:
 
     # Recovery.
 
-    async def list_resumable(self, limit: int, after: bytes) -> list[StoredKey]:
-        """At most `limit` abandoned records behind a digest that have arguments."""
+    async def list_resumable(
+        self, limit: int, after: bytes, operations: Sequence[str]
+    ) -> list[StoredKey]:
+        """At most `limit` abandoned records of operations behind a digest that have arguments."""
         found = []
-        for row in await self._fetch("list_resumable", after, limit):
+        for row in await self._fetch("list_resumable", after, limit, list(operations)):
             now_ms, record = row[0], record_of(tuple(row)[1:16])
             item = StoredKey(record, condition_of(record, now_ms), now_ms)
             item.arguments = payload_of(tuple(row)[16:])

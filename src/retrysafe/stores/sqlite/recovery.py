@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
+from collections.abc import Sequence
 from typing import Final
 
 from retrysafe.core import transitions
@@ -38,11 +40,16 @@ def abandoned(connection: sqlite3.Connection, limit: int, now_ms: int) -> list[S
 
 
 def resumable(
-    connection: sqlite3.Connection, limit: int, after: bytes, now_ms: int
+    connection: sqlite3.Connection,
+    limit: int,
+    after: bytes,
+    operations: Sequence[str],
+    now_ms: int,
 ) -> list[StoredKey]:
-    """Those that have arguments, by their digests."""
+    """Those of the operations that have arguments, by their digests."""
     found = []
-    for row in connection.execute(SQL["select_resumable"], (after, now_ms, limit)):
+    sought = (after, now_ms, limit, json.dumps(operations))
+    for row in connection.execute(SQL["select_resumable"], sought):
         record = rows.record(row[:-3])
         item = StoredKey(record, condition_of(record, now_ms), now_ms)
         item.arguments = Payload(*row[-3:])

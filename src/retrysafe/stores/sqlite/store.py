@@ -234,10 +234,12 @@ class SqliteStore:
         with self._reading() as connection:
             return recovery.abandoned(connection, limit, self._now_ms())
 
-    async def list_resumable(self, limit: int, after: bytes) -> list[StoredKey]:
-        """At most `limit` abandoned records behind a digest that have arguments."""
+    async def list_resumable(
+        self, limit: int, after: bytes, operations: Sequence[str]
+    ) -> list[StoredKey]:
+        """At most `limit` abandoned records of operations behind a digest that have arguments."""
         with self._reading() as connection:
-            return recovery.resumable(connection, limit, after, self._now_ms())
+            return recovery.resumable(connection, limit, after, operations, self._now_ms())
 
     async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
         """Claims a key that is abandoned by the owner of that token."""

@@ -199,9 +199,11 @@ class Probe:
         found: list[StoredKey] = self._run(self.store.list_abandoned(limit))
         return found
 
-    def resumable(self, limit: int = 100, after: bytes = b"") -> list[StoredKey]:
-        """Those that have arguments."""
-        found: list[StoredKey] = self._run(self.store.list_resumable(limit, after))
+    def resumable(
+        self, limit: int = 100, after: bytes = b"", operations: Sequence[str] = ("charge",)
+    ) -> list[StoredKey]:
+        """Those of the operations that have arguments."""
+        found: list[StoredKey] = self._run(self.store.list_resumable(limit, after, operations))
         return found
 
     # Operators.

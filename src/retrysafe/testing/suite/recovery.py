@@ -219,6 +219,24 @@ class RecoveryCases(SuiteBase):
             assert (item.record, item.arguments) == (stored.record, stored.arguments)
             assert (item.condition, item.now_ms) == (Condition.ABANDONED, probe.clock())
 
+    def test_only_what_is_asked_for_is_to_be_resumed(self, probe: Probe) -> None:
+        """Of some operations, by their whole names; the limit counts these only."""
+        names = ["charge", "charge café", 'the "great", {old}\\one', "Charge", "refund"]
+        for name in names:
+            for number in range(3):
+                key = key_of(f"{name}-{number}")
+                probe.ask(request(key, operation=name, arguments=FIRST))
+        probe.advance(LEASE_MS)
+
+        def met(*operations: str, limit: int = 100) -> list[str]:
+            return [item.record.operation for item in probe.resumable(limit, b"", operations)]
+
+        for name in names:
+            assert met(name) == [name] * 3
+        assert sorted(met("refund", "Charge")) == ["Charge"] * 3 + ["refund"] * 3
+        assert met("refund", "absent", limit=2) == ["refund"] * 2
+        assert (met("absent"), met("charg%", "char"), met()) == ([], [], [])
+
     def test_what_was_taken_over_or_ended_is_not_to_be_resumed(self, probe: Probe) -> None:
         """A walk shows only what nobody holds."""
         token = probe.hold(arguments=FIRST)

@@ -40,8 +40,9 @@ SELECT c.now_ms, coalesce((SELECT string_agg(digest, '') FROM claimed), '') FROM
 SELECT form, head, body FROM {schema}.arguments WHERE digest = $1 AND first_claimed_at_ms = $2;
 
 -- name: list_resumable
--- Abandoned records that have arguments, by their digests. The table of arguments is small, because
--- the sweep removes those of operations that have ended; each of its rows is one look at the keys.
+-- Abandoned records of some operations that have arguments, by their digests. The table of arguments
+-- is small, because the sweep removes those of operations that have ended; each of its rows is one
+-- look at the keys. Arguments of operations that are not asked for are not sent.
 SELECT
     {now_ms}, k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token,
     k.attempt, k.first_claimed_at_ms, k.claimed_at_ms, k.lease_ends_at_ms, k.settled_at_ms,
@@ -49,6 +50,7 @@ SELECT
 FROM {schema}.arguments AS a
 JOIN {schema}.keys AS k ON k.digest = a.digest AND k.first_claimed_at_ms = a.first_claimed_at_ms
 WHERE a.digest > $1 AND k.state = 1 AND k.lease_ends_at_ms <= (SELECT {now_ms})
+  AND k.operation = ANY($3::text[])
 ORDER BY a.digest
 LIMIT $2;
 

@@ -27,7 +27,8 @@ FROM retrysafe_keys WHERE state = 1 AND lease_ends_at_ms <= ?
 ORDER BY lease_ends_at_ms, digest LIMIT ?;
 
 -- name: select_resumable
--- Those that have arguments, by their digests. The table of arguments is small: it leads.
+-- Those of some operations that have arguments, by their digests. The table of arguments is small:
+-- it leads. The arguments of operations that are not asked for are not read.
 SELECT
     k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token, k.attempt,
     k.first_claimed_at_ms, k.claimed_at_ms, k.lease_ends_at_ms, k.settled_at_ms, k.expires_at_ms,
@@ -36,6 +37,7 @@ FROM retrysafe_arguments AS a
 CROSS JOIN retrysafe_keys AS k
 WHERE a.digest > ?1 AND k.digest = a.digest AND k.first_claimed_at_ms = a.first_claimed_at_ms
   AND k.state = 1 AND k.lease_ends_at_ms <= ?2
+  AND k.operation IN (SELECT value FROM json_each(?4))
 ORDER BY a.digest LIMIT ?3;
 
 -- name: delete_needless_arguments
