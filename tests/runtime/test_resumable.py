@@ -367,7 +367,7 @@ def test_declarations_that_no_worker_could_use_are_refused(shop):
     with pytest.raises(InvalidInput, match="found by its name"):
         made.declare(dying(made, 0), "")
     with pytest.raises(InvalidInput, match=r"write @idem\.resumable"):
-        declare(pay)(pay)
+        declare(pay)
 
     def method(self):
         """Would need an object."""
