@@ -198,15 +198,19 @@ def checked_rules(rules: Iterable[Rule] | None) -> tuple[Rule, ...] | None:
         return rules  # type: ignore[return-value]
     given: object = rules
     listed: tuple[Any, ...] = (given,) if isinstance(given, str) else tuple(rules)
-    for item in listed:
-        if not isinstance(item, Rule):
-            raise PolicyInvalid(f"a rule is a Rule, such as Rule(path='/charges'), got {item!r}")
+    _require_rules(listed)
     if not listed:
         raise PolicyInvalid(
             "an empty list of rules would protect nothing: leave rules out to protect every POST, "
             "PUT, PATCH and DELETE"
         )
     return listed
+
+
+def _require_rules(listed: tuple[Any, ...]) -> None:
+    for item in listed:
+        if not isinstance(item, Rule):
+            raise PolicyInvalid(f"a rule is a Rule, such as Rule(path='/charges'), got {item!r}")
 
 
 def _checked_methods(methods: Iterable[str]) -> tuple[str, ...]:
@@ -269,7 +273,9 @@ class RouteTable:
     __slots__ = ("_exact", "_methods", "_patterns", "routes")
 
     def __init__(self, rules: Iterable[Rule], settings: Settings) -> None:
-        self.routes = tuple(Route(rule, settings) for rule in rules)
+        listed = tuple(rules)
+        _require_rules(listed)
+        self.routes = tuple(Route(rule, settings) for rule in listed)
         # Plain paths are looked up; only patterns before a plain match are tried one by one.
         self._exact: dict[tuple[str, str], int] = {}
         self._patterns: list[tuple[int, frozenset[str], re.Pattern[str] | None]] = []
