@@ -124,9 +124,9 @@ class Desk:
         )
         run_sync(self.store.commit([], [settlement]))
 
-    def put(self, text, kind=SettleKind.COMPLETE, payload=None, caller="acme"):
+    def put(self, text, kind=SettleKind.COMPLETE, payload=None, caller="acme", operation="charge"):
         """A settled key."""
-        token = self.claim(text, caller)
+        token = self.claim(text, caller, operation)
         self.settle(kind, text, token, payload or Payload("json.1", b"", b'{"n":1}'), caller)
 
     def step(self, text, token, name, position, payload, caller="acme"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -131,6 +132,47 @@ def test_the_table_has_one_row_per_key(invoke, filled):
     assert "acme abandoned charge abandoned 1 1 h lease ended 59 min 43 s ago" in rows
     assert "acme outlived charge outlived 1 1 h expired 13 s ago" in rows
     assert len(rows) == 8
+
+
+@pytest.fixture
+def screen(invoke, monkeypatch):
+    """A command on a terminal of some width; its lines."""
+
+    def lines(width, *args):
+        # How Rich is told of terminals that it cannot see.
+        for name, value in (("FORCE_COLOR", "1"), ("NO_COLOR", "1"), ("COLUMNS", str(width))):
+            monkeypatch.setenv(name, value)
+        shown = invoke(*args).stdout
+        return re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
+
+    return lines
+
+
+def test_a_narrow_screen_breaks_no_word(screen, desk):
+    """Neither the key, which is copied into the next command, nor the condition."""
+    key, caller = "8e03978e-40d5-43e8-bc93-6894a57f9324", "bearer:" + "2744ccd1" * 5
+    desk.put(key, caller=caller, operation="POST /charges/{id}/refunds")
+    narrow = screen(80, "keys", "list", "--store", desk.url)
+    assert [line.rstrip() for line in narrow] == [
+        key,
+        "  succeeded, POST /charges/{id}/refunds, bearer:2744ccd1…, attempt 1, 0 ms old,",
+        "  expires in 1 h",
+    ]
+    wide = screen(160, "keys", "list", "--store", desk.url)
+    assert " ".join(wide[0].split()) == "caller key operation condition attempt age time left"
+    assert wide[1].startswith(f"bearer:2744ccd1…  {key}  POST /charges/{{id}}/refunds  succeeded")
+
+
+def test_a_pipe_gets_the_whole_caller(invoke, desk):
+    """Scripts compare it."""
+    caller = "bearer:" + "2744ccd1" * 5
+    desk.put("k1", caller=caller)
+    assert caller in invoke("keys", "list", "--store", desk.url).stdout
+
+
+def test_a_key_without_its_caller_is_asked_for_in_every_way(invoke, desk):
+    line = invoke("keys", "show", "k1", "--store", desk.url).line
+    assert all(option in line for option in ("--caller", "--bearer", "--global"))
 
 
 def test_no_match_is_not_an_error(invoke, desk):

@@ -102,6 +102,63 @@ def test_the_table_says_what_is_next(invoke, filled):
     assert "no dead" in rows[str(filled.numbers["dead"])]
 
 
+@pytest.fixture
+def lane(desk):
+    """Entries of two aggregates: a dead one with one before and one after it, and a free lane."""
+    store = desk.store
+    for name, aggregate in (("a", "lane"), ("b", "lane"), ("c", "lane"), ("d", "other")):
+        stage(store, entry(name, aggregate))
+    claim = EntryClaim(b"t" * 16, 1, 30_000)
+    for state in (EntryState.DELIVERED, EntryState.DEAD):
+        (taken,) = run_sync(store.outbox.claim(claim)).entries
+        run_sync(
+            store.outbox.settle([EntryEnding(taken.id, b"t" * 16, state, 0, True, 60_000, "no")])
+        )
+    return desk
+
+
+def test_an_entry_behind_a_dead_one_says_what_it_waits_for(invoke, lane):
+    """It is due, and would never be delivered: whoever looks must know which one to decide on."""
+    listed = invoke("outbox", "list", "--store", lane.url, "--json").json["entries"]
+    assert {item["number"]: item["held_back_by"] for item in listed} == {
+        1: None,
+        2: None,
+        3: 2,
+        4: None,
+    }
+    rows = invoke("outbox", "list", "--store", lane.url).stdout.splitlines()
+    assert ["held back by entry 2" in row for row in rows[1:]] == [False, True, False, False]
+    shown = invoke("outbox", "show", 3, "--store", lane.url)
+    assert "waiting (held back by entry 2)" in shown.stdout
+    assert invoke("outbox", "show", 3, "--store", lane.url, "--json").json["held_back_by"] == 2
+    only = invoke("outbox", "list", "--store", lane.url, "--aggregate", "other", "--json")
+    assert [item["held_back_by"] for item in only.json["entries"]] == [None]
+    freed = invoke("outbox", "retry", 2, "--yes", "--store", lane.url, "--json")
+    assert freed.json["entry"]["held_back_by"] is None
+    assert invoke("outbox", "show", 3, "--store", lane.url, "--json").json["held_back_by"] is None
+
+
+def test_a_narrow_screen_breaks_no_word(invoke, lane, monkeypatch):
+    """A squeezed table would cut every cell in pieces."""
+    monkeypatch.setenv("COLUMNS", "50")
+    lines = invoke("outbox", "list", "--store", lane.url).stdout.splitlines()
+    assert lines[0] == "4  orders.paid"
+    assert lines[1].rstrip() == "  waiting, due, aggregate other, 0 tries, 0 ms old"
+    assert lines[2] == "3  orders.paid"
+    assert lines[3].rstrip() == "  waiting, held back by entry 2, aggregate lane, 0"
+    assert lines[4].rstrip() == "  tries, 0 ms old"
+    assert "last error: no" in " ".join(lines)
+
+
+@pytest.mark.parametrize("command", ["show", "retry", "discard"])
+@pytest.mark.parametrize("given", ["entry:dead", "0", "1.5"])
+def test_entries_are_named_by_their_numbers(invoke, filled, command, given):
+    """A log names both the number and the key."""
+    outcome = invoke("outbox", command, given, "--store", filled.url)
+    assert outcome.code == ExitCode.USAGE
+    assert outcome.line.startswith("retrysafe: NUMBER takes an entry's number, not its key")
+
+
 def test_an_empty_list_and_a_long_one_say_so(invoke, desk, filled):
     nothing = invoke("outbox", "list", "--store", filled.url, "--topic", "other")
     assert (nothing.code, nothing.stderr) == (0, "no entry matches\n")
@@ -242,7 +299,7 @@ def test_a_relay_calls_a_function_of_the_working_folder(spawn, staged_url, tmp_p
     assert (ended.code, ended.json["delivered"], ended.json["dead"]) == (0, 2, 1)
     assert (tmp_path / "delivered.txt").read_text() == "a1\na2\n"
     # What went wrong is told while it runs, one line each.
-    assert "is dead after 1 tries: ValueError: not today" in ended.stderr
+    assert "is dead after 1 try: ValueError: not today" in ended.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -269,6 +269,7 @@ def test_a_target_of_a_running_worker_that_is_none_ends_it(folder):
     ("arguments", "words"),
     [
         (("--import", "no_such_module_anywhere"), "there is no module no_such_module_anywhere"),
+        (("--import", "shop.py"), "there is no module shop.py: modules are named without .py, as"),
         (("--import", "json"), "json holds no Idempotency or AsyncIdempotency object"),
         (("--import", "json:loads"), "json:loads is no Idempotency"),
         (("--import", "shop:nothing"), "shop:nothing is no Idempotency"),
@@ -281,12 +282,27 @@ def test_modules_without_operations_are_usage_errors(folder, arguments, words):
     assert words in ended.stderr
 
 
-def test_a_module_that_fails_shows_how(folder):
-    """It is the user's own program: its traceback is what helps."""
-    (folder.path / "broken.py").write_text("import no_such_module_inside\n")
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("\nraise ValueError('bad config')\n", "ValueError: bad config (broken.py, line 2)"),
+        ("raise KeyError\n", "KeyError (broken.py, line 1)"),
+        (
+            "import no_such_module_inside\n",
+            "ModuleNotFoundError: No module named 'no_such_module_inside' (broken.py, line 1)",
+        ),
+        ("def\n", "SyntaxError: invalid syntax (broken.py, line 1)"),
+    ],
+)
+def test_a_module_that_fails_says_how_and_where(folder, source, words):
+    """It is the user's own program, and one line names the place; no traceback of ours."""
+    (folder.path / "broken.py").write_text(source)
     ended = folder.worker("--import", "broken", "--once")
-    assert ended.returncode != 0
-    assert "no_such_module_inside" in ended.stderr
+    line = f"importing broken failed: {words}"
+    assert (ended.returncode, ended.stdout) == (ExitCode.USAGE, "")
+    assert ended.stderr == f"retrysafe: {line}\n"
+    ended = folder.worker("--import", "broken", "--once", "--json")
+    assert json.loads(ended.stderr)["message"] == line
 
 
 def test_an_object_without_resumable_operations_is_noted(folder):

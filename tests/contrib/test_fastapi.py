@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import httpx
 import psycopg
 import pytest
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Security
+from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Security
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from retrysafe import GLOBAL, AsyncIdempotency, Attempt, MemoryStore, Policy, PolicyInvalid
 from retrysafe.contrib.fastapi import IdempotentRoute, Retrysafe, idempotent
-from retrysafe.http import FromFields, KeyUse, StatusRule, bearer_token
+from retrysafe.http import FromFields, KeyUse, StatusRule, Streaming, bearer_token
 from tests.contrib.conftest import is_replay, made, problem
 from tests.contrib.shops import Till
 from tests.servers.fixtures import migrated
@@ -370,7 +370,7 @@ def test_the_document_shows_the_retention(document):
 def test_the_document_shows_the_refusals(document):
     """Every status that retrysafe answers with, beside the endpoint's own."""
     charge = document["paths"]["/charges"]["post"]["responses"]
-    assert set(charge) == {"201", "400", "401", "409", "413", "422", "503"}
+    assert set(charge) == {"201", "202", "400", "401", "409", "413", "422", "503"}
     for status in ("400", "401", "409", "413", "422", "503"):
         content = charge[status]["content"]["application/problem+json"]
         assert content == {"schema": {"$ref": "#/components/schemas/IdempotencyProblem"}}
@@ -383,6 +383,37 @@ def test_the_document_shows_the_refusals(document):
     assert {"type", "title", "status", "detail", "retryable"} <= set(schema["properties"])
 
 
+def test_the_document_shows_what_clients_may_prefer():
+    """202 only where it can be the answer; what an endpoint says of a header itself stays."""
+    app = shop()
+
+    @app.post("/orders", dependencies=[idempotent()])
+    async def order(prefer: Annotated[str, Header(description="Mine.")] = ""): ...
+
+    @app.post("/jobs", status_code=202, dependencies=[idempotent()])
+    async def job(): ...
+
+    @app.post("/streams", dependencies=[idempotent(streaming=Streaming.PASS)])
+    async def stream(): ...
+
+    paths = app.openapi()["paths"]
+    orders, jobs, streams = (paths[path]["post"] for path in ("/orders", "/jobs", "/streams"))
+    assert [item["description"] for item in orders["parameters"] if item["name"] != "prefer"] == [
+        parameter_of(orders)["description"]
+    ]
+    told = [item for item in jobs["parameters"] if item["name"] == "Prefer"]
+    assert [(item["in"], item["required"]) for item in told] == [("header", False)]
+    assert "respond-async" in told[0]["description"]
+    accepted = orders["responses"]["202"]
+    schema = accepted["content"]["application/json"]["schema"]
+    assert set(schema["properties"]) == {"state", "key", "status_url"}
+    assert jobs["responses"]["202"]["description"].startswith("Successful Response; or The request")
+    assert jobs["responses"]["202"]["content"]["application/json"]["schema"] == {}
+    assert "202" not in streams["responses"]
+    (preference,) = (item for item in streams["parameters"] if item["name"] == "Prefer")
+    assert "respond-async" not in preference["description"]
+
+
 def test_the_document_follows_the_configuration():
     """Without callers there is no 401, without a header no parameter; routes added later are
     described, those that were described before only once."""
@@ -393,7 +424,7 @@ def test_the_document_follows_the_configuration():
 
     operation = app.openapi()["paths"]["/orders"]["post"]
     assert "401" not in operation["responses"]
-    assert "parameters" not in operation
+    assert [item["name"] for item in operation["parameters"]] == ["Prefer"]
     assert "recognised by" in operation["description"]
 
     @app.post("/late", dependencies=[idempotent()])

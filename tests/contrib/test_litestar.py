@@ -1,7 +1,7 @@
 """What is Litestar's own: options in layers, the plugin, mounts, the OpenAPI document."""
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 import asyncpg
 import httpx
@@ -12,7 +12,7 @@ from litestar.exceptions import NotAuthorizedException, ServiceUnavailableExcept
 from litestar.handlers import BaseRouteHandler
 from litestar.middleware import ASGIMiddleware
 from litestar.openapi.spec import Operation
-from litestar.params import FromPath, JSONBody
+from litestar.params import FromPath, HeaderParameter, JSONBody
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from retrysafe import (
@@ -25,7 +25,7 @@ from retrysafe import (
     SecretMissing,
 )
 from retrysafe.contrib.litestar import RetrysafePlugin, rendered
-from retrysafe.http import FromBody, FromFields, KeyUse, Rule
+from retrysafe.http import FromBody, FromFields, KeyUse, Rule, Streaming
 from tests.contrib.conftest import is_replay, made, problem
 from tests.contrib.shops import Till
 from tests.servers.fixtures import migrated
@@ -342,13 +342,42 @@ def test_the_document_shows_the_retention(document):
 def test_the_document_shows_the_refusals(document):
     """Beside the handler's own responses, which keep theirs."""
     charge = document["paths"]["/charges"]["post"]["responses"]
-    assert set(charge) == {"201", "400", "401", "409", "413", "422", "503"}
+    assert set(charge) == {"201", "202", "400", "401", "409", "413", "422", "503"}
     for status in ("400", "401", "409", "413", "422", "503"):
         schema = charge[status]["content"]["application/problem+json"]["schema"]
         assert schema["title"] == "IdempotencyProblem"
         assert schema["properties"]["retryable"]["type"] == "boolean"
     assert "application/json" in charge["400"]["content"]
     assert "; or Idempotency-Key is missing" in charge["400"]["description"]
+
+
+def test_the_document_shows_what_clients_may_prefer():
+    """202 only where it can be the answer; what a handler says of a header itself stays."""
+
+    @post("/orders", idempotency=Rule())
+    async def order(
+        mine: Annotated[str | None, HeaderParameter(name="prefer", description="Mine.")] = None,
+    ) -> None: ...
+
+    @post("/jobs", idempotency=Rule(), status_code=202)
+    async def job() -> None: ...
+
+    @post("/streams", idempotency=Rule(streaming=Streaming.PASS))
+    async def stream() -> None: ...
+
+    paths = shop(order, job, stream).openapi_schema.to_schema()["paths"]
+    orders, jobs, streams = (paths[path]["post"] for path in ("/orders", "/jobs", "/streams"))
+
+    def preferences(operation):
+        return [item for item in operation["parameters"] if item["name"].lower() == "prefer"]
+
+    assert [item["description"] for item in preferences(orders)] == ["Mine."]
+    assert "respond-async" in preferences(jobs)[0]["description"]
+    schema = orders["responses"]["202"]["content"]["application/json"]["schema"]
+    assert schema["title"] == "IdempotencyAccepted"
+    assert "; or The request runs" in jobs["responses"]["202"]["description"]
+    assert "202" not in streams["responses"]
+    assert "respond-async" not in preferences(streams)[0]["description"]
 
 
 def test_an_operation_class_of_the_users_own_is_kept():

@@ -24,6 +24,7 @@ from retrysafe.core.outbox import (
     entry_key,
     error_text,
     staged_entry,
+    tries_text,
 )
 from retrysafe.core.outbox_ports import outbox_of
 from retrysafe.core.ports import Capabilities, Waits
@@ -332,3 +333,7 @@ def test_a_store_without_an_outbox_is_refused_by_name():
 def test_json_bodies_are_plain_json():
     """Receivers need no library of ours to read them."""
     assert json.loads(made({"a": [1, "ü"]}).body) == {"a": [1, "ü"]}
+
+
+def test_tries_are_counted_in_words():
+    assert [tries_text(count) for count in (0, 1, 2)] == ["0 tries", "1 try", "2 tries"]

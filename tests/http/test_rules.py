@@ -100,6 +100,10 @@ def test_records_are_listed_under_the_route_or_the_rules_name():
         ({"methods": ()}, "at least one"),
         ({"methods": ("GET",)}, "GET is safe"),
         ({"methods": ("post", "head")}, "HEAD is safe"),
+        ({"methods": ("PSOT",)}, r"'PSOT' is no method of HTTP: did you mean POST\?"),
+        ({"methods": ("POST", "PTACH")}, "did you mean PATCH"),
+        ({"methods": "*"}, r"'\*' is no method of HTTP: write POST, for example"),
+        ({"methods": (7,)}, "7 is no method of HTTP"),
         ({"key": "required"}, "KeyUse"),
         ({"streaming": True}, "Streaming"),
         ({"stored": (200,)}, "StatusRule"),
@@ -122,6 +126,13 @@ def test_a_rule_that_cannot_work_is_refused(options, message):
         ({"path": "/a/{0}"}, "no pattern"),
         ({"path": "/{a*}/b{c}"}, "no pattern"),
         ({"path": "/*/a/*"}, "no pattern"),
+        ({"path": "/*/1"}, "no pattern"),
+        ({"path": "/a/**"}, "no pattern"),
+        ({"path": "/a<b"}, "no pattern"),
+        ({"path": "/charges/:id"}, r"match nothing: write \{id\} for that segment"),
+        ({"path": "/charges/<id>"}, r"write \{id\} for"),
+        ({"path": "/v2/<int:n>/x"}, r"write \{n\} for"),
+        ({"path": "/v2/{a}/:b"}, r"write \{b\} for"),
         ({"path": "/{id}/{id}"}, "twice"),
         ({"headers": ("Set-Cookie",)}, "set-cookie"),
         ({"headers": "X-A"}, "list of header names"),
@@ -134,8 +145,29 @@ def test_a_route_that_cannot_work_is_refused(options, message):
 
 
 def test_methods_may_be_one_and_in_any_case():
-    """One name alone is what people write first."""
+    """One name alone is what people write first, and other standards have methods too."""
     assert Rule(methods="post").methods == ("POST",)
+    assert found([Rule(path="/a", methods=["mkcol"])], "MKCOL", "/a") == (0, {})
+
+
+def test_a_colon_inside_a_segment_is_a_character_like_others():
+    """Some name actions that way."""
+    assert found([Rule(path="/charges/{id}:cancel")], "POST", "/charges/7:cancel") == (
+        0,
+        {"id": "7"},
+    )
+    assert found([Rule(path="/charges:batch")], "POST", "/charges:batch") == (0, {})
+
+
+@pytest.mark.parametrize("rules", [["/charges"], "/charges", [Rule(), "/charges"]])
+def test_rules_are_rules(rules):
+    """A path alone is a likely guess."""
+    with pytest.raises(PolicyInvalid, match=r"a rule is a Rule.*, got '/charges'"):
+        checked_rules(rules)
+    if not isinstance(rules, str):
+        # Applications whose rules may be empty come straight here.
+        with pytest.raises(PolicyInvalid, match=r"a rule is a Rule.*, got '/charges'"):
+            RouteTable(rules, SETTINGS)
 
 
 def test_statuses_end_attempts():

@@ -115,6 +115,8 @@ def test_an_entry_is_dead_after_its_tries(caplog):
     assert scene.stored("a1").entry.last_error == "ValueError: second"
     assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.ERROR]
     assert "dead after 2 tries" in caplog.text
+    # By the number, which is what commands take.
+    assert "entry 1 (entry:" in caplog.text
 
 
 def test_a_dead_entry_frees_its_aggregate_where_that_is_asked_for():

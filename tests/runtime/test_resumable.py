@@ -370,7 +370,7 @@ def test_declarations_that_no_worker_could_use_are_refused(shop):
         with pytest.raises(InvalidInput, match="not every store can keep"):
             made.declare(dying(made, 0), name)
     with pytest.raises(InvalidInput, match=r"write @idem\.resumable"):
-        declare(pay)(pay)
+        declare(pay)
 
     def method(self):
         """Would need an object."""

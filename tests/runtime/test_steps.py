@@ -580,6 +580,49 @@ def test_a_decorator_refuses_what_makes_no_sense_when_it_is_written():
             yield 1
 
 
+def test_a_step_decorator_without_brackets_never_passes_for_a_step():
+    """The function would not run, and the operation would be stored as done without it."""
+    text = r"write @step\('name'\) above the function"
+    with pytest.raises(InvalidInput, match=text):
+
+        @step
+        async def charge(order):
+            raise AssertionError("must not run")
+
+    with pytest.raises(InvalidInput, match=text):
+
+        @step
+        def charged(order) -> dict[str, int]:
+            raise AssertionError("must not run")
+
+    # Nothing tells this one from a function that makes names, before somebody calls it.
+    @step
+    def plain(*args, **kwargs):
+        raise AssertionError("must not run")
+
+    with Idempotency(MemoryStore(), caller="shop") as idem:
+        for args, kwargs in (((1,), {}), ((), {}), ((), {"order": 1}), ((1, 2), {})):
+            with pytest.raises(InvalidInput, match=text):
+                idem.run("order", lambda a=args, k=kwargs: plain(*a, **k), name="pay", request=None)
+
+
+def test_functions_that_make_step_names_may_say_what_they_return():
+    """Texts of any kind, also where annotations are only texts themselves."""
+
+    class Name(str):
+        __slots__ = ()
+
+    def names(item) -> Name:
+        return Name(f"charge {item}")
+
+    def names_later(item) -> "Name":  # noqa: UP037 - a text, also where annotations are evaluated late
+        return Name(f"refund {item}")
+
+    charge, refund = step(names)(str), step(names_later)(str)
+    with Idempotency(MemoryStore(), caller="shop") as idem:
+        assert idem.run("order", lambda: charge(1) + refund(2), name="pay", request=None) == "12"
+
+
 def test_a_step_outside_an_operation_says_so():
     """There is no attempt that it could be a part of."""
 

@@ -16,11 +16,24 @@ from rich.text import Text
 from retrysafe.cli import options, output, shapes
 from retrysafe.cli.problems import ExitCode, Problem, usage
 from retrysafe.core.model import Decision
-from retrysafe.core.outbox import EntryCommand, EntryCondition, EntryQuery, StoredEntry
+from retrysafe.core.outbox import (
+    EntryCommand,
+    EntryCondition,
+    EntryQuery,
+    StoredEntry,
+    tries_text,
+)
 from retrysafe.core.outbox_ports import Outbox, outbox_of
 from retrysafe.runtime.drive import run_sync
 
 BODY_LIMIT_CHARACTERS: Final = 10_000
+
+# Dead entries are looked through for those that hold others back; more wait for an operator only
+# where nobody looks at single ones.
+_DEAD_LIMIT: Final = 1_000
+
+# By the number of an entry that waits: the number of the dead one before it.
+Held = dict[int, int]
 
 _STYLES: Final = {
     EntryCondition.WAITING: "yellow",
@@ -95,20 +108,50 @@ def list_entries(
         limit=limit + 1,
     )
     with options.opened_store(store, busy_timeout) as opened:
-        found = run_sync(outbox_of(opened).list_entries(query))
-    shown, has_more = found[:limit], len(found) > limit
+        outbox = outbox_of(opened)
+        found = run_sync(outbox.list_entries(query))
+        shown, has_more = found[:limit], len(found) > limit
+        held = _held_back(outbox, shown)
     if options.is_json(context, as_json):
-        output.write_json({"entries": [entry_shape(item) for item in shown], "has_more": has_more})
+        output.write_json(
+            {"entries": [entry_shape(item, held) for item in shown], "has_more": has_more}
+        )
         return
     if not shown:
         output.note("no entry matches")
         return
-    output.console().print(_table(shown))
+    output.show_list(output.console(), _table(shown, held), (_block(item, held) for item in shown))
     if has_more:
         output.note(f"more than {limit} entries match: raise --limit, or filter")
 
 
-def entry_shape(stored: StoredEntry) -> dict[str, Any]:
+def _held_back(outbox: Outbox, found: list[StoredEntry]) -> Held:
+    """Which of the entries wait behind a dead one of their aggregate, and behind which."""
+    lanes = {
+        stored.entry.aggregate
+        for stored in found
+        if stored.condition is EntryCondition.WAITING and stored.entry.aggregate is not None
+    }
+    if not lanes:
+        return {}
+    query = EntryQuery(
+        conditions=frozenset({EntryCondition.DEAD}),
+        aggregate=lanes.pop() if len(lanes) == 1 else None,
+        limit=_DEAD_LIMIT,
+    )
+    # Newest first, so that the oldest of an aggregate is what remains: it holds all others back.
+    dead = run_sync(outbox.list_entries(query))
+    heads: dict[str | None, int] = {item.entry.aggregate: item.entry.id for item in dead}
+    return {
+        stored.entry.id: heads[stored.entry.aggregate]
+        for stored in found
+        if stored.condition is EntryCondition.WAITING
+        and stored.entry.aggregate is not None
+        and heads.get(stored.entry.aggregate, stored.entry.id) < stored.entry.id
+    }
+
+
+def entry_shape(stored: StoredEntry, held: Held) -> dict[str, Any]:
     """One entry as JSON, without its body."""
     entry = stored.entry
     is_waiting = stored.condition in (EntryCondition.WAITING, EntryCondition.CLAIMED)
@@ -118,6 +161,8 @@ def entry_shape(stored: StoredEntry) -> dict[str, Any]:
         "topic": entry.topic,
         "aggregate": entry.aggregate,
         "state": stored.condition.value,
+        # The dead entry of its aggregate that it waits for, unless relays run with --dead-frees.
+        "held_back_by": held.get(entry.id),
         "attempts": entry.attempts,
         "content_type": entry.content_type,
         "size_bytes": len(entry.body),
@@ -133,9 +178,11 @@ def entry_shape(stored: StoredEntry) -> dict[str, Any]:
     }
 
 
-def _when(stored: StoredEntry) -> str:
+def _when(stored: StoredEntry, held: Held) -> str:
     """What happens next and when, in words."""
     entry = stored.entry
+    if entry.id in held:
+        return f"held back by entry {held[entry.id]}"
     left_ms = entry.due_at_ms - stored.now_ms
     if stored.condition is EntryCondition.CLAIMED:
         return f"lease {shapes.duration_text(left_ms)}"
@@ -146,15 +193,15 @@ def _when(stored: StoredEntry) -> str:
     return f"{shapes.duration_text(stored.now_ms - entry.settled_at_ms)} ago"
 
 
-def _table(found: list[StoredEntry]) -> Table:
+def _table(found: list[StoredEntry], held: Held) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("number", justify="right", no_wrap=True)
     for title in ("topic", "aggregate", "state"):
-        table.add_column(title, overflow="fold")
-    table.add_column("attempts", justify="right")
+        table.add_column(title, no_wrap=True)
+    table.add_column("attempts", justify="right", no_wrap=True)
     table.add_column("age", justify="right", no_wrap=True)
     table.add_column("when", no_wrap=True)
-    table.add_column("last error", overflow="fold")
+    table.add_column("last error", no_wrap=True)
     for stored in found:
         entry = stored.entry
         table.add_row(
@@ -164,10 +211,25 @@ def _table(found: list[StoredEntry]) -> Table:
             output.cell(stored.condition.value, _STYLES[stored.condition]),
             str(entry.attempts),
             shapes.duration_text(stored.now_ms - entry.staged_at_ms),
-            _when(stored),
+            _when(stored, held),
             output.cell(entry.last_error or ""),
         )
     return table
+
+
+def _block(stored: StoredEntry, held: Held) -> Group:
+    """The same for a narrow screen."""
+    entry = stored.entry
+    title = Text(f"{entry.id}  ", style="bold").append(output.safe(entry.topic))
+    parts: list[str | Text] = [output.cell(stored.condition.value, _STYLES[stored.condition])]
+    parts += [text for text in (_when(stored, held),) if text]
+    if entry.aggregate is not None:
+        parts.append(output.cell(f"aggregate {entry.aggregate}"))
+    parts.append(tries_text(entry.attempts))
+    parts.append(f"{shapes.duration_text(stored.now_ms - entry.staged_at_ms)} old")
+    if entry.last_error is not None:
+        parts.append(output.cell(f"last error: {entry.last_error}"))
+    return output.block(title, parts)
 
 
 @app.command("show")
@@ -184,12 +246,14 @@ def show_entry(
 ) -> None:
     """Show one entry with its body, and the last error if its delivery failed."""
     with options.opened_store(store, busy_timeout) as opened:
-        stored = _stored(outbox_of(opened), number)
+        outbox = outbox_of(opened)
+        stored = _stored(outbox, number)
+        held = _held_back(outbox, [stored])
     if options.is_json(context, as_json):
         name, body = shapes.readable(stored.entry.body, may_be_json=True)
-        output.write_json(entry_shape(stored) | {name: body})
+        output.write_json(entry_shape(stored, held) | {name: body})
     else:
-        output.console().print(_detail(stored))
+        output.console().print(_detail(stored, held))
 
 
 def _stored(outbox: Outbox, number: int) -> StoredEntry:
@@ -203,8 +267,8 @@ def _stored(outbox: Outbox, number: int) -> StoredEntry:
     return stored
 
 
-def _detail(stored: StoredEntry) -> Group:
-    entry, shape = stored.entry, entry_shape(stored)
+def _detail(stored: StoredEntry, held: Held) -> Group:
+    entry, shape = stored.entry, entry_shape(stored, held)
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -212,8 +276,9 @@ def _detail(stored: StoredEntry) -> Group:
     grid.add_row("key", output.cell(entry.key))
     grid.add_row("topic", output.cell(entry.topic))
     grid.add_row("aggregate", output.cell(entry.aggregate or "-"))
+    when = _when(stored, held)
     state = output.cell(stored.condition.value, _STYLES[stored.condition])
-    grid.add_row("state", state.append(f" ({_when(stored)})" if _when(stored) else ""))
+    grid.add_row("state", state.append(f" ({when})" if when else ""))
     grid.add_row("attempts", str(entry.attempts))
     if entry.origin is not None:
         caller = entry.caller or "GLOBAL"
@@ -313,7 +378,7 @@ def _operate(
             {
                 "command": command.value,
                 "state_before": before.condition.value,
-                "entry": entry_shape(after),
+                "entry": entry_shape(after, _held_back(outbox, [after])),
             }
         )
     else:
@@ -339,8 +404,8 @@ def _confirm(stored: StoredEntry, command: EntryCommand) -> None:
         raise usage(f"there is no terminal to ask on: add --yes to {command.value} the entry")
     entry = stored.entry
     output.note(
-        f"entry {entry.id} for {entry.topic} is {stored.condition.value} after {entry.attempts} "
-        f"tries; after this, {_CONSEQUENCES[command]}."
+        f"entry {entry.id} for {entry.topic} is {stored.condition.value} after "
+        f"{tries_text(entry.attempts)}; after this, {_CONSEQUENCES[command]}."
     )
     if not typer.confirm(f"{command.value.capitalize()} it?", err=True):
         raise Problem("Declined", "nothing was changed", ExitCode.REFUSED)

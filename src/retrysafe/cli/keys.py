@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
@@ -22,6 +23,7 @@ from retrysafe.core.model import (
     Decision,
     OperatorCommand,
     Payload,
+    Record,
     RecordQuery,
     StoredKey,
 )
@@ -121,7 +123,12 @@ def list_keys(
     if not shown:
         output.note("no key matches")
         return
-    output.console().print(_table(shown))
+    screen = output.console()
+    # What is searched or copied from comes whole; on a screen the digest of a token only fills it.
+    caller_text = shapes.short_caller_text if screen.is_terminal else shapes.caller_text
+    output.show_list(
+        screen, _table(shown, caller_text), (_block(item, caller_text) for item in shown)
+    )
     if has_more:
         output.note(f"more than {limit} keys match: raise --limit, or filter")
 
@@ -135,18 +142,17 @@ def _found(store: Store, query: RecordQuery) -> list[StoredKey]:
     return run_sync(store.list_records(query))
 
 
-def _table(found: list[StoredKey]) -> Table:
+def _table(found: list[StoredKey], caller_text: Callable[[Record], str]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("caller", "key", "operation", "condition"):
-        # Folded rather than cut: half a key cannot be copied into the next command.
-        table.add_column(title, overflow="fold")
-    table.add_column("attempt", justify="right")
+        table.add_column(title, no_wrap=True)
+    table.add_column("attempt", justify="right", no_wrap=True)
     table.add_column("age", justify="right", no_wrap=True)
     table.add_column("time left", no_wrap=True)
     for stored in found:
         record = stored.record
         table.add_row(
-            output.cell(shapes.caller_text(record), "" if record.caller else "italic"),
+            output.cell(caller_text(record), "" if record.caller else "italic"),
             output.cell(record.text),
             output.cell(shapes.operation_text(record)),
             output.cell(
@@ -158,6 +164,22 @@ def _table(found: list[StoredKey]) -> Table:
             shapes.time_left_text(stored),
         )
     return table
+
+
+def _block(stored: StoredKey, caller_text: Callable[[Record], str]) -> Group:
+    """The same for a narrow screen; the key stands alone, so that it can be copied."""
+    record = stored.record
+    return output.block(
+        output.cell(record.text, "bold"),
+        (
+            output.cell(stored.condition.value, _STYLES[stored.condition]),
+            output.cell(shapes.operation_text(record)),
+            output.cell(caller_text(record), "" if record.caller else "italic"),
+            f"attempt {record.attempt}",
+            f"{shapes.duration_text(stored.now_ms - record.first_claimed_at_ms)} old",
+            shapes.time_left_text(stored),
+        ),
+    )
 
 
 @app.command("show")

@@ -122,7 +122,10 @@ def chosen_key(text: str, caller: str | None, bearer: str | None, is_global: boo
     if is_global:
         return Key(text, caller=GLOBAL)
     if caller is None:
-        raise usage("whose key is it? Pass --caller CALLER, or --global for the shared namespace")
+        raise usage(
+            "whose key is it? Pass --caller CALLER, --bearer TOKEN for an HTTP client's, or "
+            "--global for the shared namespace"
+        )
     return Key(text, caller=caller)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any, Final
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 # Wider than any row: what is piped is searched by line, so no row may be wrapped or cut.
@@ -20,6 +23,27 @@ def console(*, stderr: bool = False) -> Console:
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = _PIPED_WIDTH
     return made
+
+
+def show_list(screen: Console, table: Table, blocks: Iterable[Group]) -> None:
+    """Shows a table where it fits; else each row as a block of lines, broken between words only.
+
+    A table that is squeezed breaks every cell in pieces that nobody can read or copy.
+    """
+    needed = screen.measure(table, options=screen.options.update(width=_PIPED_WIDTH)).maximum
+    if needed <= screen.width:
+        screen.print(table)
+        return
+    for item in blocks:
+        screen.print(item)
+
+
+def block(title: Text, parts: Iterable[str | Text]) -> Group:
+    """One row as lines: its title, and indented below it what else there is to say."""
+    told = Text()
+    for position, part in enumerate(parts):
+        told.append(", " if position else "").append(part)
+    return Group(title, Padding(told, (0, 0, 0, 2), expand=False))
 
 
 def safe(text: str) -> str:

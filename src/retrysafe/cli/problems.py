@@ -24,6 +24,7 @@ from retrysafe.errors import InvalidInput, RetrysafeError, StoreError
 
 # In people's words; the limits themselves are where the options are declared.
 TAKES: Final = {
+    "NUMBER": "an entry's number, not its key: retrysafe outbox list shows both with --json",
     "--limit": "a whole number from 1 to 100,000",
     "--interval": "a number of seconds from 0.1 to 86,400",
     "--report-interval": "a number of seconds from 1 to 86,400",
@@ -90,7 +91,8 @@ def _value_refused(error: Exception) -> str | None:
     """What an option takes, when its value was refused: the library's words name its own types."""
     if type(error).__name__ != "BadParameter":
         return None
-    for option in getattr(getattr(error, "param", None), "opts", ()):
+    parameter = getattr(error, "param", None)
+    for option in (*getattr(parameter, "opts", ()), getattr(parameter, "metavar", None)):
         if option in TAKES:
             return f"{option} takes {TAKES[option]}"
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from typing import Any, Final
@@ -18,6 +19,7 @@ from retrysafe.core.model import Condition, Payload, Record, State, Step, Stored
 from retrysafe.core.values import NotReadable
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_DIGEST: Final = re.compile(r"^(bearer:[0-9a-f]{8})[0-9a-f]{32}$")
 _UNITS: Final = ((86_400_000, "d"), (3_600_000, "h"), (60_000, "min"), (1_000, "s"))
 
 
@@ -49,6 +51,11 @@ def duration_text(duration_ms: int) -> str:
 def caller_text(record: Record) -> str:
     """The caller for people; the shared namespace is stored as an empty text."""
     return record.caller or "GLOBAL"
+
+
+def short_caller_text(record: Record) -> str:
+    """The caller for a screen: of a token's digest as much as tells two callers apart."""
+    return _DIGEST.sub(r"\1…", caller_text(record))
 
 
 def operation_text(record: Record) -> str:

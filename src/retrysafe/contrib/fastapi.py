@@ -12,7 +12,14 @@ from re import Pattern
 from typing import Any, Final
 
 from retrysafe.contrib.endpoints import Served, attempt_in
-from retrysafe.contrib.openapi import MEDIA_TYPE, PROBLEM_NAME, PROBLEM_SCHEMA, description_of
+from retrysafe.contrib.openapi import (
+    ACCEPTED_SCHEMA,
+    ACCEPTED_TEXT,
+    MEDIA_TYPE,
+    PROBLEM_NAME,
+    PROBLEM_SCHEMA,
+    description_of,
+)
 from retrysafe.contrib.views import view_rule
 from retrysafe.errors import InvalidInput
 from retrysafe.extras import missing_extra
@@ -172,8 +179,10 @@ class Retrysafe(StarletteRetrysafe):
 
 
 def _describe(operation: dict[str, Any], told: Any) -> None:
-    if told.parameter is not None:
-        operation.setdefault("parameters", []).append(told.parameter)
+    own_parameters = operation.setdefault("parameters", [])
+    # An endpoint that reads one of these headers itself has described it.
+    known = {item.get("name", "").lower() for item in own_parameters if item.get("in") == "header"}
+    own_parameters += [item for item in told.parameters if item["name"].lower() not in known]
     earlier = operation.get("description")
     operation["description"] = told.text if not earlier else f"{earlier}\n\n{told.text}"
     responses = operation.setdefault("responses", {})
@@ -184,6 +193,13 @@ def _describe(operation: dict[str, Any], told: Any) -> None:
         response["description"] = text if not own else f"{own}; or {text}"
         reference = {"schema": {"$ref": f"#/components/schemas/{PROBLEM_NAME}"}}
         response.setdefault("content", {}).setdefault(MEDIA_TYPE, reference)
+    if told.may_accept:
+        response = responses.setdefault("202", {})
+        own = response.get("description")
+        response["description"] = f"{own}; or {ACCEPTED_TEXT}" if own else ACCEPTED_TEXT
+        response.setdefault("content", {}).setdefault(
+            "application/json", {"schema": ACCEPTED_SCHEMA}
+        )
 
 
 def flattened(routes: Iterable[Any]) -> Iterator[tuple[Any, Any]]:

@@ -13,7 +13,14 @@ from typing import Any, Final, cast
 from urllib.parse import unquote
 
 from retrysafe.contrib.endpoints import Endpoints, Place, Served
-from retrysafe.contrib.openapi import MEDIA_TYPE, PROBLEM_SCHEMA, Description, description_of
+from retrysafe.contrib.openapi import (
+    ACCEPTED_SCHEMA,
+    ACCEPTED_TEXT,
+    MEDIA_TYPE,
+    PROBLEM_SCHEMA,
+    Description,
+    description_of,
+)
 from retrysafe.core.keys import GlobalCaller
 from retrysafe.core.values import NotStorable
 from retrysafe.errors import PolicyInvalid
@@ -244,10 +251,22 @@ def _described(base: type[Operation], told: Description) -> type[Operation]:
 
 
 def _tell(operation: Operation, told: Description) -> None:
-    if told.parameter is not None:
-        operation.parameters = [*(operation.parameters or ()), _parameter(told.parameter)]
+    own = list(operation.parameters or ())
+    # A handler that reads one of these headers itself has described it.
+    known = {
+        item.name.lower()
+        for item in own
+        if isinstance(item, Parameter) and item.param_in == "header"
+    }
+    operation.parameters = own + [
+        _parameter(item) for item in told.parameters if item["name"].lower() not in known
+    ]
     operation.description = "\n\n".join(filter(None, (operation.description, told.text)))
-    operation.responses = dict(_responses(operation.responses or {}, told.responses))
+    responses = dict(_responses(operation.responses or {}, told.responses, MEDIA_TYPE, _PROBLEM))
+    if told.may_accept:
+        accepted = {202: ACCEPTED_TEXT}
+        responses = dict(_responses(responses, accepted, "application/json", _ACCEPTED))
+    operation.responses = responses
 
 
 def _parameter(told: dict[str, Any]) -> Parameter:
@@ -261,9 +280,11 @@ def _parameter(told: dict[str, Any]) -> Parameter:
     )
 
 
-def _responses(own: dict[str, Any], told: dict[int, str]) -> Iterator[tuple[str, Any]]:
+def _responses(
+    own: dict[str, Any], told: dict[int, str], media_type: str, schema: Schema
+) -> Iterator[tuple[str, Any]]:
     """The handler's own responses, with a second meaning where they have one."""
-    media = {MEDIA_TYPE: OpenAPIMediaType(schema=_PROBLEM)}
+    media = {media_type: OpenAPIMediaType(schema=schema)}
     yield from own.items()
     for status, text in told.items():
         response = own.get(str(status))
@@ -275,20 +296,27 @@ def _responses(own: dict[str, Any], told: dict[int, str]) -> Iterator[tuple[str,
                 OpenAPIResponse(
                     description=f"{response.description}; or {text}",
                     headers=response.headers,
-                    content={**(response.content or {}), **media},
+                    content={**media, **(response.content or {})},
                     links=response.links,
                 ),
             )
 
 
 _TYPES: Final = {item.value: item for item in OpenAPIType}
-_PROBLEM: Final = Schema(
-    type=OpenAPIType.OBJECT,
-    title=PROBLEM_SCHEMA["title"],
-    description=PROBLEM_SCHEMA["description"],
-    required=PROBLEM_SCHEMA["required"],
-    properties={
-        name: Schema(type=_TYPES[told["type"]], description=told.get("description"))
-        for name, told in PROBLEM_SCHEMA["properties"].items()
-    },
-)
+
+
+def _schema(told: dict[str, Any]) -> Schema:
+    return Schema(
+        type=OpenAPIType.OBJECT,
+        title=told["title"],
+        description=told["description"],
+        required=told["required"],
+        properties={
+            name: Schema(type=_TYPES[part["type"]], description=part.get("description"))
+            for name, part in told["properties"].items()
+        },
+    )
+
+
+_PROBLEM: Final = _schema(PROBLEM_SCHEMA)
+_ACCEPTED: Final = _schema(ACCEPTED_SCHEMA)

@@ -16,7 +16,7 @@ from retrysafe.http.durations import spoken
 from retrysafe.http.exchange import Protection
 from retrysafe.http.keys_of import FromBody, FromHeader
 from retrysafe.http.problems import ProblemKind
-from retrysafe.http.rules import KeyUse, Route
+from retrysafe.http.rules import KeyUse, Route, responds_async
 
 PROBLEM_NAME: Final = "IdempotencyProblem"
 PROBLEM_SCHEMA: Final[dict[str, Any]] = {
@@ -37,6 +37,18 @@ PROBLEM_SCHEMA: Final[dict[str, Any]] = {
         "key": {"type": "string"},
     },
 }
+ACCEPTED_TEXT: Final = "The request runs; its outcome will be at the status URL"
+ACCEPTED_SCHEMA: Final[dict[str, Any]] = {
+    "title": "IdempotencyAccepted",
+    "type": "object",
+    "description": "The answer to `Prefer: respond-async` while the request runs.",
+    "required": ["state", "key", "status_url"],
+    "properties": {
+        "state": {"type": "string"},
+        "key": {"type": "string"},
+        "status_url": {"type": "string", "description": "Also in `Location`."},
+    },
+}
 MEDIA_TYPE: Final = "application/problem+json"
 _EXAMPLE: Final = '"7c9e6679-7425-40de-944b-e07fc1f90ae7"'
 
@@ -45,10 +57,12 @@ _EXAMPLE: Final = '"7c9e6679-7425-40de-944b-e07fc1f90ae7"'
 class Description:
     """What is said about one endpoint."""
 
-    # None when the key is not sent in a header.
-    parameter: dict[str, Any] | None
-    # The text for every status that retrysafe itself may answer with.
+    # The key, when it is sent in a header, and what a client may prefer.
+    parameters: tuple[dict[str, Any], ...]
+    # The text for every status that retrysafe itself may refuse with.
     responses: dict[int, str]
+    # Whether a client may ask for 202 and a place to look, instead of waiting.
+    may_accept: bool
     # A paragraph for the description of the operation.
     text: str
 
@@ -81,21 +95,39 @@ def description_of(route: Route, protection: Protection, *, has_callers: bool) -
         f"{retention} after the first one. A duplicate of a request that still runs {wait}. See "
         f"[the idempotency policy]({protection.policy_path})."
     )
-    parameter = None
+    parameters = []
     if has_header:
         quotes = "" if rule.strict else "; also taken without the quotes"
-        parameter = {
-            "name": "Idempotency-Key",
-            "in": "header",
-            "required": is_required,
-            "description": (
-                f"A string of 1 to 255 characters in double quotes{quotes}. Remembered for "
-                f"{retention}."
-            ),
-            "schema": {"type": "string", "minLength": 1},
-            "example": _EXAMPLE,
-        }
-    return Description(parameter, responses, text)
+        parameters.append(
+            {
+                "name": "Idempotency-Key",
+                "in": "header",
+                "required": is_required,
+                "description": (
+                    f"A string of 1 to 255 characters in double quotes{quotes}. Remembered for "
+                    f"{retention}."
+                ),
+                "schema": {"type": "string", "minLength": 1},
+                "example": _EXAMPLE,
+            }
+        )
+    may_accept = responds_async(rule)
+    parameters.append(_preference(may_accept=may_accept))
+    return Description(tuple(parameters), responses, may_accept, text)
+
+
+def _preference(*, may_accept: bool) -> dict[str, Any]:
+    text = "`wait=10`: a duplicate of a request that still runs waits for it up to ten seconds."
+    if may_accept:
+        text += " `respond-async`: 202 with a status URL, while the request runs."
+    return {
+        "name": "Prefer",
+        "in": "header",
+        "required": False,
+        "description": text,
+        "schema": {"type": "string", "minLength": 1},
+        "example": "respond-async" if may_accept else "wait=10",
+    }
 
 
 def _kinds(route: Route, *, is_required: bool, has_callers: bool) -> Iterator[ProblemKind]:

@@ -100,6 +100,11 @@ class StoredEntry:
     now_ms: int
 
 
+def tries_text(count: int) -> str:
+    """How often an entry was tried, in words."""
+    return "1 try" if count == 1 else f"{count} tries"
+
+
 @dataclass(slots=True)
 class EntryClaim:
     """A relay's wish for entries to deliver.

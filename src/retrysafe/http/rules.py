@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, Final
@@ -25,6 +26,15 @@ from retrysafe.runtime.calls import Settings
 # The methods that change state. GET, HEAD and OPTIONS are safe by definition.
 STATE_CHANGING: Final = ("POST", "PUT", "PATCH", "DELETE")
 _SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+# What a rule can name: the methods that are registered for HTTP, and PURGE, which caches know.
+# fmt: off
+_KNOWN: Final = _SAFE.union(STATE_CHANGING, (
+    "ACL", "BASELINE-CONTROL", "BIND", "CHECKIN", "CHECKOUT", "COPY", "LABEL", "LINK", "LOCK",
+    "MERGE", "MKACTIVITY", "MKCALENDAR", "MKCOL", "MKREDIRECTREF", "MKWORKSPACE", "MOVE",
+    "ORDERPATCH", "PROPFIND", "PROPPATCH", "PURGE", "QUERY", "REBIND", "REPORT", "SEARCH", "UNBIND",
+    "UNCHECKOUT", "UNLINK", "UNLOCK", "UPDATE", "UPDATEREDIRECTREF", "VERSION-CONTROL",
+))
+# fmt: on
 # Enough for any JSON document; a larger body is held in memory once for every request in flight.
 REQUEST_LIMIT_BYTES: Final = 1024 * 1024
 # The column of the stores that holds an operation's name.
@@ -186,7 +196,9 @@ def checked_rules(rules: Iterable[Rule] | None) -> tuple[Rule, ...] | None:
     """
     if rules is None or isinstance(rules, Rule):
         return rules  # type: ignore[return-value]
-    listed = tuple(rules)
+    given: object = rules
+    listed: tuple[Any, ...] = (given,) if isinstance(given, str) else tuple(rules)
+    _require_rules(listed)
     if not listed:
         raise PolicyInvalid(
             "an empty list of rules would protect nothing: leave rules out to protect every POST, "
@@ -195,12 +207,25 @@ def checked_rules(rules: Iterable[Rule] | None) -> tuple[Rule, ...] | None:
     return listed
 
 
+def _require_rules(listed: tuple[Any, ...]) -> None:
+    for item in listed:
+        if not isinstance(item, Rule):
+            raise PolicyInvalid(f"a rule is a Rule, such as Rule(path='/charges'), got {item!r}")
+
+
 def _checked_methods(methods: Iterable[str]) -> tuple[str, ...]:
     if isinstance(methods, str):
         methods = (methods,)
-    checked = tuple(method.upper() for method in methods)
+    listed = tuple(methods)
+    checked = tuple(method.upper() if isinstance(method, str) else "" for method in listed)
     if not checked:
         raise PolicyInvalid("a rule needs at least one method")
+    for method, given in zip(checked, listed, strict=True):
+        if method not in _KNOWN:
+            near = get_close_matches(method, sorted(_KNOWN), n=1)
+            hint = f"did you mean {near[0]}?" if near else "write POST, for example"
+            # No request would ever match it, and the route would run unprotected.
+            raise PolicyInvalid(f"{given!r} is no method of HTTP: {hint}")
     safe = sorted(_SAFE.intersection(checked))
     if safe:
         raise PolicyInvalid(
@@ -248,12 +273,16 @@ class RouteTable:
     __slots__ = ("_exact", "_methods", "_patterns", "routes")
 
     def __init__(self, rules: Iterable[Rule], settings: Settings) -> None:
-        self.routes = tuple(Route(rule, settings) for rule in rules)
+        listed = tuple(rules)
+        _require_rules(listed)
+        self.routes = tuple(Route(rule, settings) for rule in listed)
         # Plain paths are looked up; only patterns before a plain match are tried one by one.
         self._exact: dict[tuple[str, str], int] = {}
         self._patterns: list[tuple[int, frozenset[str], re.Pattern[str] | None]] = []
         for position, route in enumerate(self.routes):
             path = route.rule.path
+            if path is not None:
+                _check_path(path)
             if path is None or "{" in path or path.endswith("*"):
                 pattern = None if path is None else _compiled(path)
                 self._patterns.append((position, frozenset(route.rule.methods), pattern))
@@ -284,6 +313,29 @@ class RouteTable:
         return None if route.rule.key is KeyUse.OFF else (route, parameters)
 
 
+# A parameter as others write it, and a star that is not at the end: they would match nothing.
+_FOREIGN: Final = re.compile(
+    r"/:(?P<colon>[A-Za-z_]\w*)|<(?:[^<>]*:)?(?P<angle>[A-Za-z_]\w*)>|[<>]|\*(?=.)", re.DOTALL
+)
+
+
+def _check_path(path: str) -> None:
+    """Raises `PolicyInvalid` for a path that is written as other libraries write theirs."""
+    found = _FOREIGN.search(path)
+    if found is None:
+        return
+    name = found["colon"] or found["angle"]
+    if name is None:
+        raise PolicyInvalid(
+            f"the path {path!r} is no pattern: write {{name}} for one segment, and * at the end "
+            "for everything below"
+        )
+    raise PolicyInvalid(
+        f"the path {path!r} would be taken as it stands, and match nothing: write {{{name}}} for "
+        "that segment"
+    )
+
+
 _PARAMETER: Final = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
@@ -292,7 +344,7 @@ def _compiled(path: str) -> re.Pattern[str]:
     stem, star = (path[:-1], ".*") if path.endswith("*") else (path, "")
     pieces = _PARAMETER.split(stem)
     texts, names = pieces[::2], pieces[1::2]
-    if any("{" in text or "}" in text or "*" in text for text in texts):
+    if any("{" in text or "}" in text for text in texts):
         raise PolicyInvalid(
             f"the path {path!r} is no pattern: write {{name}} for one segment, and * at the end "
             "for everything below"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from retrysafe.core.model import Decision
-from retrysafe.core.outbox import Entry, EntryClaim, EntryEnding, EntryState, error_text
+from retrysafe.core.outbox import Entry, EntryClaim, EntryEnding, EntryState, error_text, tries_text
 from retrysafe.core.outbox_ports import Outbox
 from retrysafe.errors import DeliveryFailed, StoreUnavailable
 from retrysafe.relay.policy import RelayPolicy
@@ -169,7 +169,8 @@ class RelayEngine:
             wait_ms = max(wait_ms, round(error.retry_after.total_seconds() * 1000))
         self._report.failed += 1
         _logger.warning(
-            "entry %s (%s) was not delivered, try %d, next in %d ms: %s",
+            "entry %d (%s, %s) was not delivered, try %d, next in %d ms: %s",
+            entry.id,
             entry.key,
             entry.topic,
             entry.attempts,
@@ -181,10 +182,11 @@ class RelayEngine:
     def _bury(self, entry: Entry, text: str) -> None:
         self._report.dead += 1
         _logger.error(
-            "entry %s (%s) is dead after %d tries: %s",
+            "entry %d (%s, %s) is dead after %s: %s",
+            entry.id,
             entry.key,
             entry.topic,
-            entry.attempts,
+            tries_text(entry.attempts),
             text,
         )
         self._end(entry, EntryState.DEAD, error=text)

@@ -41,7 +41,7 @@ from retrysafe.runtime.crews import ThreadCrew
 from retrysafe.runtime.current import current
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.duties import WorkerPolicy, duties_of
-from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_outcome
+from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_outcome, require_name
 from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.group_commit import DirectWriter, ThreadGroupCommit
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
@@ -265,6 +265,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         and `returns` count for `run` too. `name` (default: the function's own) must stay the same
         in every release. Raises `InvalidInput` for methods, and for a name that is taken.
         """
+        require_name(name)
 
         def declare(function: Callable[P, T]) -> Callable[P, T]:
             _require_plain(function)

@@ -90,6 +90,15 @@ def checked_limit(limit: int) -> int:
     return limit
 
 
+def require_name(name: object) -> None:
+    """Raises `InvalidInput` where the function stands in the place of its name."""
+    if name is not None and not isinstance(name, str):
+        raise InvalidInput(
+            "resumable takes the name of an operation: write @idem.resumable() or "
+            "@idem.resumable('name') above the function"
+        )
+
+
 class Face:
     """The settings of an `Idempotency` or `AsyncIdempotency` object."""
 
@@ -209,17 +218,12 @@ class Face:
     def _register(
         self,
         function: Callable[..., Any],
-        name: object,
+        name: str | None,
         policy: Policy | None,
         returns: type | tuple[type, ...] | None,
         run: Run,
     ) -> Resumable:
         """Makes a function resumable by its name; raises `InvalidInput`."""
-        if name is not None and not isinstance(name, str):
-            raise InvalidInput(
-                "resumable takes the name of an operation: write @idem.resumable() or "
-                "@idem.resumable('name') above the function"
-            )
         resumable = Resumable(
             operation_name(function) if name is None else name,
             function,

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import CoroutineType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from retrysafe.core.codec import ValueCodec
 from retrysafe.core.steps import ONE_TRY, Exceptions, StepRetry, checked_exceptions, checked_name
@@ -16,6 +16,9 @@ from retrysafe.runtime.current import current_attempt
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# Annotations that are texts themselves, of functions that certainly return no step's name.
+_NO_TEXTS: Final = frozenset({"None", "bool", "bytes", "dict", "float", "int", "list", "tuple"})
 
 
 async def perform_blocking(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -60,9 +63,15 @@ def step(
     """
     if not callable(name):
         checked_name(name)
+    elif not _can_name(name):
+        raise _without_brackets(name)
     terminal_types = checked_exceptions("terminal", terminal)
 
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+    def decorate(*functions: Callable[P, T], **misplaced: object) -> Callable[P, T]:
+        if misplaced or len(functions) != 1 or not callable(functions[0]):
+            # These are the arguments of a call: what looks like the step's name is the step.
+            raise _without_brackets(name)
+        (function,) = functions
         require_runnable(function)
 
         @functools.wraps(function)
@@ -81,3 +90,23 @@ def step(
         return run_step
 
     return decorate
+
+
+def _can_name(function: Callable[..., Any]) -> bool:
+    """Whether a function may be one that makes names, as far as it tells before it is called."""
+    if inspect.iscoroutinefunction(function):
+        return False
+    returned = getattr(function, "__annotations__", {}).get("return", str)
+    if isinstance(returned, str):
+        return returned.split("[")[0] not in _NO_TEXTS
+    return returned is not None and not (
+        isinstance(returned, type) and not issubclass(returned, str)
+    )
+
+
+def _without_brackets(function: object) -> InvalidInput:
+    shown = getattr(function, "__name__", repr(function))
+    return InvalidInput(
+        f"{shown} was not run: step takes the name of the step, so write @step('name') above the "
+        "function"
+    )

@@ -42,7 +42,7 @@ from retrysafe.runtime.calls import (
 from retrysafe.runtime.crews import TaskCrew
 from retrysafe.runtime.current import current
 from retrysafe.runtime.duties import WorkerPolicy, duties_of
-from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_outcome
+from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_outcome, require_name
 from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.group_commit import DirectWriter, TaskGroupCommit
 from retrysafe.runtime.heartbeat import TaskHeartbeat
@@ -321,6 +321,7 @@ class AsyncFace(AtomicTasks, Face):
         and `returns` count for `run` too. `name` (default: the function's own) must stay the same
         in every release. Raises `InvalidInput` for methods, and for a name that is taken.
         """
+        require_name(name)
 
         def declare(function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
             if not inspect.iscoroutinefunction(function):
