@@ -140,6 +140,26 @@ def test_an_entry_behind_a_dead_one_says_what_it_waits_for(invoke, lane):
     assert invoke("outbox", "show", 3, "--store", lane.url, "--json").json["held_back_by"] is None
 
 
+def test_an_entry_before_a_dead_one_is_not_held_back(invoke, lane):
+    """Only what is older holds back: a retry of the first goes ahead of a dead second."""
+    store = lane.store
+    stage(store, entry("e", "pair"), entry("f", "pair"))
+    for _ in range(2):
+        taken = run_sync(store.outbox.claim(EntryClaim(b"t" * 16, 9, 30_000, dead_blocks=False)))
+        endings = [
+            EntryEnding(item.id, b"t" * 16, EntryState.DEAD, 0, True, 60_000, "no")
+            for item in taken.entries
+            if item.aggregate == "pair"
+        ]
+        run_sync(store.outbox.settle(endings))
+    invoke("outbox", "retry", 5, "--yes", "--store", lane.url)
+    listed = invoke("outbox", "list", "--aggregate", "pair", "--store", lane.url, "--json").json
+    assert [(item["state"], item["held_back_by"]) for item in listed["entries"]] == [
+        ("dead", None),
+        ("waiting", None),
+    ]
+
+
 def test_a_narrow_screen_breaks_no_word(invoke, lane, monkeypatch):
     """A squeezed table would cut every cell in pieces."""
     monkeypatch.setenv("COLUMNS", "50")
