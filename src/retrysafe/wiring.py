@@ -67,7 +67,8 @@ def open_store(
         return MemoryStore()
     raise StoreUrlInvalid(
         f"{without_password(url)!r} names no store: use sqlite:///path/to/file.db (four slashes "
-        "for an absolute path), postgresql://user@host/database, or memory:// for trying things out"
+        "for an absolute path) or postgresql://user@host/database, or memory:// for trying things "
+        "out"
     )
 
 

@@ -279,3 +279,12 @@ def test_the_error_object_has_a_fixed_shape(capsys):
         "exit_code": 3,
         "retryable": True,
     }
+
+
+@pytest.mark.parametrize("url", ["nonsense", "sqlite:///", "redis://localhost"])
+def test_no_command_is_sent_to_a_store_that_ends_with_it(invoke, url):
+    """It would be empty, and refused."""
+    outcome = invoke("keys", "list", "--store", url)
+    assert outcome.code == ExitCode.USAGE
+    assert "use sqlite:///path/to/file.db" in outcome.line
+    assert "memory" not in outcome.line

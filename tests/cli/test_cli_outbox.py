@@ -7,16 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from retrysafe import GLOBAL, Idempotency, current_attempt, open_store
 from retrysafe.cli.entries import BODY_LIMIT_CHARACTERS, ListedEntryCondition
 from retrysafe.cli.problems import ExitCode, Problem
-from retrysafe.cli.relaying import chosen_target
+from retrysafe.cli.relaying import chosen_target, shown_progress
 from retrysafe.core.keys import Key
 from retrysafe.core.model import SettleKind, StagedEntry
 from retrysafe.core.outbox import EntryClaim, EntryCondition, EntryEnding, EntryState
+from retrysafe.relay.signing import verify_webhook
 from retrysafe.runtime.drive import run_sync
 from retrysafe.testing.suite.probe import request, settlement
 from tests.relay.test_webhooks import SECRET, Receiver
@@ -136,6 +138,26 @@ def test_an_entry_behind_a_dead_one_says_what_it_waits_for(invoke, lane):
     freed = invoke("outbox", "retry", 2, "--yes", "--store", lane.url, "--json")
     assert freed.json["entry"]["held_back_by"] is None
     assert invoke("outbox", "show", 3, "--store", lane.url, "--json").json["held_back_by"] is None
+
+
+def test_an_entry_before_a_dead_one_is_not_held_back(invoke, lane):
+    """Only what is older holds back: a retry of the first goes ahead of a dead second."""
+    store = lane.store
+    stage(store, entry("e", "pair"), entry("f", "pair"))
+    for _ in range(2):
+        taken = run_sync(store.outbox.claim(EntryClaim(b"t" * 16, 9, 30_000, dead_blocks=False)))
+        endings = [
+            EntryEnding(item.id, b"t" * 16, EntryState.DEAD, 0, True, 60_000, "no")
+            for item in taken.entries
+            if item.aggregate == "pair"
+        ]
+        run_sync(store.outbox.settle(endings))
+    invoke("outbox", "retry", 5, "--yes", "--store", lane.url)
+    listed = invoke("outbox", "list", "--aggregate", "pair", "--store", lane.url, "--json").json
+    assert [(item["state"], item["held_back_by"]) for item in listed["entries"]] == [
+        ("dead", None),
+        ("waiting", None),
+    ]
 
 
 def test_a_narrow_screen_breaks_no_word(invoke, lane, monkeypatch):
@@ -361,6 +383,45 @@ def test_a_second_signal_ends_a_delivery_that_hangs(staged_url, tmp_path):
         process.wait()
     assert (process.returncode, errors) == (0, "")
     assert json.loads(out)["delivered"] == 0
+
+
+def test_several_secrets_sign_together(invoke, staged_url, receiver, monkeypatch):
+    """One on each line; a receiver that knows only one of them accepts."""
+    monkeypatch.setenv("RETRYSAFE_WEBHOOK_SECRET", f"the new one, of 16 bytes\n{SECRET}\n")
+    outcome = invoke("relay", "--store", staged_url, "--target", receiver.url, "--drain", "--json")
+    assert outcome.json["delivered"] == 3
+    for headers, body in receiver.requests:
+        for secret in (SECRET, "the new one, of 16 bytes"):
+            assert verify_webhook(headers, body, secret, now_seconds=time.time())
+
+
+@pytest.mark.parametrize(
+    ("is_quiet", "is_draining", "told"),
+    [
+        (False, False, "relaying; stop with Ctrl-C or SIGTERM\n"),
+        (False, True, ""),
+        (True, False, ""),
+    ],
+)
+def test_a_service_says_that_it_is_at_work(capsys, is_quiet, is_draining, told):
+    """In a log there is no bar that moves."""
+    with shown_progress(is_quiet, is_draining):
+        assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--exchange", "e"), "--exchange is for amqp://… targets, and https: has none"),
+        (("--prefix", "p."), "--prefix is for nats://… targets, and https: has none"),
+    ],
+)
+def test_options_of_other_targets_are_refused(invoke, staged_url, options, words):
+    """They would do nothing, and nobody would know."""
+    outcome = invoke(
+        "relay", "--store", staged_url, "--target", "https://example.com/", "--drain", *options
+    )
+    assert (outcome.code, outcome.line) == (ExitCode.USAGE, f"retrysafe: {words}")
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,7 @@ def test_a_target_of_a_running_worker_that_is_none_ends_it(folder):
         (("--import", "json:loads"), "json:loads is no Idempotency"),
         (("--import", "shop:nothing"), "shop:nothing is no Idempotency"),
         (("--import", "shop", "--target", "python:json:loads"), "which store?"),
+        (("--target", "foo"), "'foo' names no target"),
     ],
 )
 def test_modules_without_operations_are_usage_errors(folder, arguments, words):

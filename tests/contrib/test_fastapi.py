@@ -16,7 +16,15 @@ from pydantic import BaseModel
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
-from retrysafe import GLOBAL, AsyncIdempotency, Attempt, MemoryStore, Policy, PolicyInvalid
+from retrysafe import (
+    GLOBAL,
+    AsyncIdempotency,
+    Attempt,
+    InvalidInput,
+    MemoryStore,
+    Policy,
+    PolicyInvalid,
+)
 from retrysafe.contrib.fastapi import IdempotentRoute, Retrysafe, idempotent
 from retrysafe.http import FromFields, KeyUse, StatusRule, Streaming, bearer_token
 from tests.contrib.conftest import is_replay, made, problem
@@ -299,6 +307,36 @@ def test_an_endpoint_that_nothing_protects_never_runs():
         app.include_router(router)
         with pytest.raises(ValueError, match="nothing protects it"):
             ask(app, CHARGE, raises=True)
+    assert runs == []
+
+
+def test_endpoints_come_after_the_installation():
+    """Those before it are plain routes; better now than with the first request."""
+    app = FastAPI()
+
+    @app.get("/")
+    async def read(): ...
+
+    @app.post("/charges", dependencies=[idempotent()])
+    async def charge(): ...
+
+    made = Retrysafe(AsyncIdempotency(MemoryStore()), caller=GLOBAL)
+    with pytest.raises(InvalidInput, match=r"/charges depends .* before the endpoints"):
+        made.install(app)
+    # Nothing was done by halves.
+    made.install(FastAPI())
+
+
+def test_idempotent_is_a_dependency_itself():
+    """As a function that FastAPI calls, it would leave the endpoint unprotected."""
+    app, runs = shop(), []
+
+    @app.post("/charges", dependencies=[Depends(idempotent)])
+    async def charge():
+        runs.append("charge")
+
+    with pytest.raises(InvalidInput, match="write it without Depends"):
+        ask(app, ("/charges?options=1", {}), raises=True)
     assert runs == []
 
 

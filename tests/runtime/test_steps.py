@@ -607,7 +607,7 @@ def test_a_step_decorator_without_brackets_never_passes_for_a_step():
 
 
 def test_functions_that_make_step_names_may_say_what_they_return():
-    """Texts of any kind, also where annotations are only texts themselves."""
+    """Texts of any kind, whether annotations are classes or only texts themselves."""
 
     class Name(str):
         __slots__ = ()
@@ -615,12 +615,17 @@ def test_functions_that_make_step_names_may_say_what_they_return():
     def names(item) -> Name:
         return Name(f"charge {item}")
 
-    def names_later(item) -> "Name":  # noqa: UP037 - a text, also where annotations are evaluated late
+    def names_evaluated(item):
         return Name(f"refund {item}")
 
-    charge, refund = step(names)(str), step(names_later)(str)
+    names_evaluated.__annotations__["return"] = Name
+    charge, refund = step(names)(str), step(names_evaluated)(str)
     with Idempotency(MemoryStore(), caller="shop") as idem:
         assert idem.run("order", lambda: charge(1) + refund(2), name="pay", request=None) == "12"
+    for kind in (None, dict, int):
+        names_evaluated.__annotations__["return"] = kind
+        with pytest.raises(InvalidInput, match="names_evaluated was not run"):
+            step(names_evaluated)
 
 
 def test_a_step_outside_an_operation_says_so():

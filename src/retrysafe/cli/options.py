@@ -13,6 +13,7 @@ import typer
 from retrysafe.cli.problems import usage
 from retrysafe.core.keys import GLOBAL, Key
 from retrysafe.core.ports import Store, Waits
+from retrysafe.errors import StoreUrlInvalid
 from retrysafe.runtime.drive import run_sync
 from retrysafe.wiring import open_store
 
@@ -92,12 +93,16 @@ def required_url(url: str | None) -> str:
 
 def chosen_store(url: str | None, busy_seconds: float, *, create: bool) -> Store:
     """The store, not opened yet; raises a usage problem for one that ends with this process."""
-    store = open_store(
-        required_url(url),
-        create=create,
-        migrate=False,
-        busy_timeout=timedelta(seconds=busy_seconds),
-    )
+    try:
+        store = open_store(
+            required_url(url),
+            create=create,
+            migrate=False,
+            busy_timeout=timedelta(seconds=busy_seconds),
+        )
+    except StoreUrlInvalid as error:
+        # A store that ends with the process is no advice for a command.
+        raise StoreUrlInvalid(str(error).partition(", or memory://")[0]) from None
     if store.capabilities.waits is Waits.NEVER:
         raise usage(
             f"{url} lives in one process and is empty in this one: name a store that is shared, "

@@ -24,6 +24,10 @@ from retrysafe.relay import AsyncRelay, RelayPolicy, RelayReport, Target
 
 # Not an option: what is on a command line can be seen by everybody on the machine.
 SECRET_VARIABLE: Final = "RETRYSAFE_WEBHOOK_SECRET"
+_HTTP: Final = ("https", "http")
+_AMQP: Final = ("amqp", "amqps")
+_NATS: Final = ("nats", "tls")
+_SCHEMES: Final = (*_HTTP, *_AMQP, *_NATS, "python")
 _EXTRAS: Final = {"webhooks": "webhooks", "rabbitmq": "rabbitmq", "nats": "nats"}
 
 
@@ -92,9 +96,11 @@ def relay(
     """Deliver outbox entries to a target, at least once each and in order per aggregate.
 
     Any number of relays may run at once. SIGTERM and Ctrl-C let what is under way end and give the
-    rest back; a second one ends at once. Webhooks are signed with RETRYSAFE_WEBHOOK_SECRET.
+    rest back; a second one ends at once. Webhooks are signed with RETRYSAFE_WEBHOOK_SECRET. Entries
+    that failed or are dead do not change the exit code, which stays 0: look at the counts.
     """
     is_json = options.is_json(context, as_json)
+    check_target(target, exchange=exchange, prefix=prefix)
     policy = RelayPolicy(
         lease=timedelta(seconds=lease),
         timeout=timedelta(seconds=timeout),
@@ -102,7 +108,7 @@ def relay(
         dead_blocks=not dead_frees,
         poll=timedelta(seconds=poll),
     )
-    with options.opened_store(store, busy_timeout) as opened, _progress(is_json) as bar:
+    with options.opened_store(store, busy_timeout) as opened, shown_progress(is_json, drain) as bar:
         report = asyncio.run(
             _relayed(
                 opened,
@@ -160,29 +166,40 @@ async def _relayed(
             await close()
 
 
-def chosen_target(url: str, *, exchange: str = "", prefix: str = "") -> Target:
-    """The target that a URL means; raises a usage problem."""
-    scheme, mark, rest = url.partition(":")
-    made: Target
-    if mark and scheme in ("http", "https"):
-        secret = os.environ.get(SECRET_VARIABLE)
-        if not secret:
-            raise usage(
-                f"webhooks are signed: set {SECRET_VARIABLE}, for example to the output of: "
-                "openssl rand -hex 32"
-            )
-        made = _module("webhooks").AsyncWebhook(url, secret)
-    elif mark and scheme in ("amqp", "amqps"):
-        made = _module("rabbitmq").RabbitMQ(url, exchange=exchange)
-    elif mark and scheme in ("nats", "tls"):
-        made = _module("nats").NatsJetStream(url, prefix=prefix)
-    elif mark and scheme == "python":
-        made = _function(rest)
-    else:
+def check_target(url: str, *, exchange: str = "", prefix: str = "") -> None:
+    """Raises a usage problem for a URL that names no target, and for options of another one."""
+    scheme, mark, _ = url.partition(":")
+    if not mark or scheme not in _SCHEMES:
         raise usage(
             f"{scheme!r} names no target: use https://…, amqp://…, nats://… or "
             "python:module:function"
         )
+    for option, value, schemes in (("--exchange", exchange, _AMQP), ("--prefix", prefix, _NATS)):
+        if value and scheme not in schemes:
+            raise usage(f"{option} is for {schemes[0]}://… targets, and {scheme}: has none")
+
+
+def chosen_target(url: str, *, exchange: str = "", prefix: str = "") -> Target:
+    """The target that a URL means; raises a usage problem."""
+    check_target(url, exchange=exchange, prefix=prefix)
+    scheme, _, rest = url.partition(":")
+    made: Target
+    if scheme in _HTTP:
+        # One on each line: while receivers change over, all of them sign.
+        secrets = os.environ.get(SECRET_VARIABLE, "").splitlines()
+        secrets = [secret for secret in secrets if secret]
+        if not secrets:
+            raise usage(
+                f"webhooks are signed: set {SECRET_VARIABLE}, for example to the output of: "
+                "openssl rand -hex 32"
+            )
+        made = _module("webhooks").AsyncWebhook(url, secrets)
+    elif scheme in _AMQP:
+        made = _module("rabbitmq").RabbitMQ(url, exchange=exchange)
+    elif scheme in _NATS:
+        made = _module("nats").NatsJetStream(url, prefix=prefix)
+    else:
+        made = _function(rest)
     return made
 
 
@@ -223,8 +240,12 @@ class _Bar:
 
 
 @contextmanager
-def _progress(is_quiet: bool) -> Iterator[_Bar]:
+def shown_progress(is_quiet: bool, is_draining: bool) -> Iterator[_Bar]:
+    """Shows what a relay does while it runs, as far as there is somebody to look."""
     screen = output.console(stderr=True)
+    if not (is_quiet or is_draining or screen.is_terminal):
+        # Where no bar can move, a service says at least that it is at work.
+        output.note("relaying; stop with Ctrl-C or SIGTERM")
     progress = Progress(
         TextColumn("relaying"),
         BarColumn(),

@@ -18,7 +18,7 @@ import typer
 from retrysafe.cli import options, output
 from retrysafe.cli.importing import imported
 from retrysafe.cli.problems import ExitCode, usage
-from retrysafe.cli.relaying import chosen_target
+from retrysafe.cli.relaying import check_target, chosen_target
 from retrysafe.core.keys import GLOBAL
 from retrysafe.core.ports import Store
 from retrysafe.relay import AsyncRelay
@@ -111,6 +111,8 @@ def worker(
         concurrency=concurrency,
         back_off=timedelta(seconds=back_off),
     )
+    if target is not None:
+        check_target(target)
     faces = _faces(modules or [])
     if not faces or target is not None:
         store = options.required_url(store)

@@ -55,8 +55,9 @@ def idempotent(**options: Any) -> Any:
     async def attempt_of(request: Request) -> Any:
         if _SEEN not in request.scope:
             raise InvalidInput(
-                f"{request.scope['path']} depends on idempotent(), and nothing protects it: use "
-                "IdempotentRoute as the route_class of its router, and install a Retrysafe"
+                f"{request.scope['path']} depends on idempotent(), and nothing protects it: "
+                "install a Retrysafe before the endpoints, and use IdempotentRoute as the "
+                "route_class of routers"
             )
         return attempt_in(request.scope.get("state", {}))
 
@@ -94,8 +95,20 @@ class Retrysafe(StarletteRetrysafe):
 
         The application's OpenAPI document tells what is protected, and how.
         Endpoints that are added to the application itself afterwards are `IdempotentRoute`s; those
-        of routers are when the router says so. Raises `InvalidInput` the second time.
+        of routers are when the router says so. Raises `InvalidInput` the second time, and after
+        endpoints that it came too late for.
         """
+        for route, told, place in walk(app.routes, flattened):
+            if (
+                isinstance(route, APIRoute)
+                and not isinstance(route, IdempotentRoute)
+                and rule_in(told.dependant) is not None
+            ):
+                raise InvalidInput(
+                    f"{place.path} depends on idempotent() and was added before: install the "
+                    "Retrysafe before the endpoints, and use IdempotentRoute as the route_class "
+                    "of routers"
+                )
         super().install(app)
         # By identity: routes compare by their paths, and cannot be hashed.
         self._by_route: dict[int, list[tuple[Pattern[str], Served | None]]] = {}
@@ -214,9 +227,15 @@ def flattened(routes: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def rule_in(dependant: Any) -> Rule | None:
-    """The rule of an endpoint with these dependencies: the last is the nearest to the endpoint."""
+    """The rule of an endpoint with these dependencies: the last is the nearest to the endpoint.
+
+    Raises `InvalidInput` for `Depends(idempotent)`.
+    """
     found: Rule | None = None
     for dependency in dependant.dependencies:
+        if dependency.call is idempotent:
+            # FastAPI would take its options from the query, and run the endpoint unprotected.
+            raise InvalidInput("idempotent() is a dependency itself: write it without Depends")
         own: Rule | None = getattr(dependency.call, _RULE, None)
         found = own or rule_in(dependency) or found
     return found
