@@ -13,6 +13,7 @@ from retrysafe.errors import (
     KeyReused,
     OperationFailed,
     OperationInFlight,
+    StoreRejected,
     StoreUnavailable,
 )
 from tests.core.building import MARK, OTHER_MARK, call
@@ -107,6 +108,18 @@ def test_when_the_leader_frees_the_key_those_who_waited_are_told(world, process)
         assert follower.error.type_name == "builtins:ConnectionError"
     assert isinstance(stranger.error, KeyReused)
     assert world.ran == [1]
+    assert process.start(call(), process.returning("next")).value.attempt == 2
+
+
+def test_a_failure_that_the_store_refuses_is_told_as_it_was(world, process):
+    """The key is free, so nobody must be told that the operation is done and will not run again."""
+    leader = process.start(call(), process.pausing(ConnectionError("reset")))
+    follower = process.start(call(policy=WAITING), process.pausing(2))
+    process.writer.settle_faults.append(Fault(StoreRejected("row too large")))
+    leader.step()
+    follower.step()
+    assert isinstance(follower.error, OperationFailed)
+    assert follower.error.retryable
     assert process.start(call(), process.returning("next")).value.attempt == 2
 
 

@@ -110,7 +110,7 @@ class Settler:
         if self.is_postponed(call, ending, attempt, error):
             return ending, payload
         try:
-            return ending, await self.settle(call, lease, ending, payload, attempt)
+            stored = await self.settle(call, lease, ending, payload, attempt)
         except OutcomeNotStored as unstored:
             if ending is Ending.RELEASED:
                 # The key is freed by its lease instead; the operation's own error matters more.
@@ -118,6 +118,9 @@ class Settler:
             raise unstored from error or unstored.__cause__
         except ClaimLost as lost:
             raise lost from error
+        # A failure that frees the key is only told to those who waited for it. They get it as it
+        # was, also when the store could not hold it: nothing is done for good.
+        return ending, payload if ending is _RELEASED else stored
 
     def is_postponed(
         self, call: Call, ending: Ending, attempt: int, error: Exception | None
