@@ -131,20 +131,9 @@ class PostgresTransaction:
 
     async def claim(self, request: ClaimRequest) -> ClaimAnswer:
         """Claims a key: a new row, or the one that is there by comparing what is replaced."""
-        key, fingerprint = request.key, request.fingerprints[0]
+        key = request.key
         for _ in range(_ROUNDS_LIMIT):
-            inserted = await self._fetch(
-                "insert_record",
-                key.digest,
-                key.caller,
-                key.text,
-                request.operation,
-                fingerprint.rule,
-                fingerprint.digest,
-                request.token,
-                request.lease_ms,
-                request.owner,
-            )
+            inserted = await self._fetch("insert_record", *rows.claim_row(request))
             if inserted:
                 return rows.admitted(request, inserted[0][0])
             found = await self._read(key)

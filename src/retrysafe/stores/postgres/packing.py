@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from retrysafe.core.framing import DIGEST_BYTES
 from retrysafe.core.model import ClaimRequest, Payload, Settlement
+from retrysafe.stores.postgres.rows import claim_row
 from retrysafe.stores.postgres.sifting import Fetch
 
 _digest_of: Final = attrgetter("key.digest")
@@ -34,7 +35,7 @@ async def write(
     if len(claims) + len(endings) == 1:
         # What most batches are while there is little to do.
         for request in claims:
-            instants = await fetch("claim_one", *_claim_row(request))
+            instants = await fetch("claim_one", *claim_row(request))
             return (instants[0][0], request.key.digest, b"") if instants else _NOTHING
         for item in endings:
             if item.payload is not None:
@@ -46,21 +47,6 @@ async def write(
 
 # Nothing was written, so nobody asks when.
 _NOTHING: Final = (0, b"", b"")
-
-
-def _claim_row(request: ClaimRequest) -> Sequence[Any]:
-    key, fingerprint = request.key, request.fingerprints[0]
-    return (
-        key.digest,
-        key.caller,
-        key.text,
-        request.operation,
-        fingerprint.rule,
-        fingerprint.digest,
-        request.token,
-        request.lease_ms,
-        request.owner,
-    )
 
 
 def _ending_row(item: Settlement, payload: Payload) -> Sequence[Any]:
@@ -133,24 +119,9 @@ async def claim_resumable(fetch: Fetch, claims: Iterable[ClaimRequest]) -> dict[
     """Inserts new keys with their arguments: the instant, by the digest of each."""
     rows = []
     for request in sorted(claims, key=_digest_of):
-        key, fingerprint, arguments = request.key, request.fingerprints[0], request.arguments
+        arguments = request.arguments
         assert arguments is not None  # Chosen for having some.
-        rows.append(
-            (
-                key.digest,
-                key.caller,
-                key.text,
-                request.operation,
-                fingerprint.rule,
-                fingerprint.digest,
-                request.token,
-                request.lease_ms,
-                request.owner,
-                arguments.form,
-                arguments.head,
-                arguments.body,
-            )
-        )
+        rows.append((*claim_row(request), arguments.form, arguments.head, arguments.body))
     columns = [list(column) for column in zip(*rows, strict=True)]
     ((now_ms, claimed),) = await fetch("claim_resumable", *columns)
     return dict.fromkeys(split(bytes(claimed)), int(now_ms))

@@ -37,6 +37,22 @@ def payload_of(row: Sequence[Any]) -> Payload:
     return Payload(form, bytes(head), bytes(body))
 
 
+def claim_row(request: ClaimRequest) -> tuple[Any, ...]:
+    """A claim as the statements take it that insert a single new key."""
+    key, fingerprint = request.key, request.fingerprints[0]
+    return (
+        key.digest,
+        key.caller,
+        key.text,
+        request.operation,
+        fingerprint.rule,
+        fingerprint.digest,
+        request.token,
+        request.lease_ms,
+        request.owner,
+    )
+
+
 def found_row(row: Sequence[Any]) -> tuple[Record, Payload | None, int]:
     """A row of `read_records`: the record, the payload to replay, and the instant of reading."""
     row = tuple(row)
