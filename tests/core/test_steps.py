@@ -599,6 +599,22 @@ def test_a_successors_steps_are_not_taken_for_ones_own(world, effects):
     assert effects.ran == ["a", "theirs"]
 
 
+def test_a_claim_that_was_lost_stays_lost_for_its_steps(world, effects):
+    """The store takes the write again, after a late copy of the claim; the step is not ours."""
+
+    async def operation(attempt: Attempt):
+        async def charge() -> str:
+            attempt._lease.revoke()  # As a renewal does that the store has refused.
+            return "charged"
+
+        await attempt.step("charge", charge)
+        effects.ran.append("went on")
+
+    with pytest.raises(ClaimLost):
+        run(world.first, operation)
+    assert effects.ran == []
+
+
 def test_a_record_that_is_gone_is_a_lost_claim(world, effects):
     """A key that was removed under a running attempt has no steps to go on from."""
     crashed(world.first, in_order(effects, "a", then=crash))

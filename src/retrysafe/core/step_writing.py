@@ -111,7 +111,9 @@ class StepWriter:
             self._orphanage.adopt(self._record_orphan(write))
             raise
         del self._unrecorded[step.name]
-        if decision is Decision.LOST:
+        # Also when the store has said so before. A copy of the claim that was late may have brought
+        # the token back, and what stands now may be a step of the owner in between.
+        if decision is Decision.LOST or self._lease.is_revoked:
             raise self.lost()
 
     async def _insist(self, write: StepWrite, value: Any) -> Decision:
