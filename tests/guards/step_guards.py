@@ -36,7 +36,13 @@ STEP_GUARDS: tuple[Guard, ...] = (
     Guard(
         "a step that is refused ends the operation",
         "a zombie goes on to its next effect",
-        (InCode(StepWriter.record, "if decision is Decision.LOST:", "if False:"),),
+        (
+            InCode(
+                StepWriter.record,
+                "if decision is Decision.LOST or self._lease.is_revoked:",
+                "if False:",
+            ),
+        ),
         properties.test_a_refused_step_ends_the_operation,
     ),
     Guard(
