@@ -626,7 +626,9 @@ def test_an_interrupted_flight_tells_every_task():
     """When the task that carries a batch is cancelled, nobody waits for ever."""
 
     async def scenario() -> list[bool]:
-        group = TaskGroupCommit(InterruptedStore(asyncio.CancelledError()))
+        group = TaskGroupCommit(
+            InterruptedStore(asyncio.CancelledError()), asyncio.get_running_loop()
+        )
         rows = [group.claim(claim_of(b"t" * 16)), group.claim(claim_of(b"u" * 16))]
         await group.drain()
         told = [row.done() and isinstance(row.exception(), StoreUnavailable) for row in rows]

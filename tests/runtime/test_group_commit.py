@@ -407,7 +407,7 @@ class TaskStage:
 
     def __init__(self, batch_limit: int = 64) -> None:
         self.store = StagedStore(waits=Waits.SUSPENDING, batch_limit=batch_limit)
-        self.group = TaskGroupCommit(self.store)
+        self.group = TaskGroupCommit(self.store, asyncio.get_running_loop())
         self.hold = TaskHold()
         self.then = None
         self.store.before = self._before
@@ -437,7 +437,7 @@ def test_tasks_that_are_ready_together_share_the_first_commit():
 
     async def main() -> None:
         store = StagedStore(waits=Waits.SUSPENDING)
-        group = TaskGroupCommit(store)
+        group = TaskGroupCommit(store, asyncio.get_running_loop())
 
         async def claim(name: str):
             return await group.claim(_request(name))
@@ -492,7 +492,7 @@ def test_a_loop_may_begin_its_tasks_at_once():
 
     async def main() -> None:
         store = StagedStore(waits=Waits.SUSPENDING)
-        group = TaskGroupCommit(store)
+        group = TaskGroupCommit(store, asyncio.get_running_loop())
         asyncio.get_running_loop().set_task_factory(begin_at_once)
         rows = [group.claim(_request(str(number))) for number in range(20)]
         answers = await asyncio.wait_for(asyncio.gather(*rows), 10)
@@ -570,7 +570,7 @@ def test_a_few_rows_do_not_wait_for_each_other():
         store.capabilities = Capabilities(Waits.SUSPENDING, small_batches_in_flight=3)
         hold = TaskHold()
         store.before = hold
-        group = TaskGroupCommit(store)
+        group = TaskGroupCommit(store, asyncio.get_running_loop())
         rows = []
         for name in ("first", "second", "third", "fourth", "fifth"):
             rows.append(group.claim(_request(name)))
@@ -584,6 +584,34 @@ def test_a_few_rows_do_not_wait_for_each_other():
     drive(main())
 
 
+def test_a_second_batch_leaves_beside_the_first_only_when_it_is_full():
+    """Rows that would make half a batch wait for the one under way, and merge meanwhile."""
+
+    async def main() -> None:
+        store = StagedStore(waits=Waits.SUSPENDING)
+        store.capabilities = Capabilities(Waits.SUSPENDING, batch_limit=8, batches_in_flight=2)
+        hold = TaskHold()
+        store.before = hold
+        group = TaskGroupCommit(store, asyncio.get_running_loop())
+        rows = [group.claim(_request("first"))]
+        await turns()
+        rows += [group.claim(_request(f"early {number}")) for number in range(7)]
+        await turns()
+        assert [len(commit.claims) for commit in store.commits] == [1]
+        rows.append(group.claim(_request("the eighth")))
+        await turns()
+        assert [len(commit.claims) for commit in store.commits] == [1, 8]
+        rows += [group.claim(_request(f"late {number}")) for number in range(8)]
+        await turns()
+        assert [len(commit.claims) for commit in store.commits] == [1, 8]
+        hold.open()
+        await asyncio.gather(*rows)
+        assert [len(commit.claims) for commit in store.commits] == [1, 8, 8]
+        await group.drain()
+
+    drive(main())
+
+
 def test_a_full_batch_keeps_the_others_waiting():
     """With many rows under way, the store's ordinary limit of batches holds."""
 
@@ -592,7 +620,7 @@ def test_a_full_batch_keeps_the_others_waiting():
         store.capabilities = Capabilities(Waits.SUSPENDING, small_batches_in_flight=3)
         hold = TaskHold()
         store.before = hold
-        group = TaskGroupCommit(store)
+        group = TaskGroupCommit(store, asyncio.get_running_loop())
         rows = [group.claim(_request(f"early {number}")) for number in range(FEW_ROWS)]
         await turns()
         rows.append(group.claim(_request("late")))

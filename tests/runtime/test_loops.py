@@ -76,6 +76,47 @@ def test_loop_that_ended_under_a_running_operation_is_replaced(url):
     drive(look())
 
 
+def test_a_loop_that_only_rests_is_not_taken_for_the_running_one():
+    """Two loops of one thread in turn: the object belongs to the first until that is closed."""
+    idem = AsyncIdempotency(StagedStore(waits=Waits.SUSPENDING))
+
+    async def first() -> None:
+        assert await idem.run(KEY, _first, name="") == "first"
+
+    async def second() -> None:
+        with pytest.raises(InvalidInput, match="make one per loop"):
+            await idem.run(KEY, _second, name="")
+
+    async def end() -> None:
+        assert await idem.run(KEY, _second, name="") == "first"
+        await idem.close()
+
+    resting = asyncio.new_event_loop()
+    try:
+        resting.run_until_complete(first())
+        drive(second())
+        resting.run_until_complete(end())
+    finally:
+        resting.close()
+
+
+def test_a_loop_that_goes_on_in_another_thread_is_found_there():
+    """What belongs to a loop belongs to it in whichever thread it runs."""
+    idem = AsyncIdempotency(StagedStore(waits=Waits.SUSPENDING))
+
+    async def run() -> str:
+        return await idem.run(KEY, _first, name="")
+
+    loop = asyncio.new_event_loop()
+    try:
+        assert loop.run_until_complete(run()) == "first"
+        worker = Worker(lambda: loop.run_until_complete(run()))
+        assert worker.result() == "first"
+        loop.run_until_complete(idem.close())
+    finally:
+        loop.close()
+
+
 def test_two_live_loops_are_refused_clearly():
     """Two loops at once would share what belongs to one; the error says what to do."""
     idem = AsyncIdempotency(StagedStore(waits=Waits.SUSPENDING))

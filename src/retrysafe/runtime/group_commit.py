@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
@@ -23,7 +23,8 @@ from retrysafe.runtime.drive import run_sync
 Row = ClaimRequest | Settlement
 _WAITING: Final = object()
 # While fewer rows than this are on their way, the next one leaves at once if the store allows it.
-FEW_ROWS: Final = 8
+# More of them wait for each other: small batches cost client and server as much as large ones.
+FEW_ROWS: Final = 3
 
 
 class _Entry:
@@ -231,8 +232,10 @@ class _Flight:
 class TaskGroupCommit:
     """Group commit among the tasks of one event loop."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, loop: asyncio.AbstractEventLoop) -> None:
         self._store = store
+        self._loop = loop
+        self._new_future: Callable[[], asyncio.Future[Any]] = loop.create_future
         capabilities = store.capabilities
         self._batch_limit = capabilities.batch_limit
         self._flights_limit = capabilities.batches_in_flight
@@ -253,26 +256,28 @@ class TaskGroupCommit:
         return self._submit(settlement)
 
     def _submit(self, row: Row) -> asyncio.Future[Any]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
+        future = self._new_future()
         self._queue.append((row, future))
         if not self._is_boarding and self._may_launch():
-            self._launch(loop)
+            self._launch()
         return future
 
     def _may_launch(self) -> bool:
+        """Whether the next batch leaves now: as the only one, or beside others when it is full."""
         flights = self._flights_count
-        return flights < self._flights_limit or (
-            flights < self._small_flights_limit and self._rows_in_flight < FEW_ROWS
-        )
+        if not flights:
+            return True
+        if self._rows_in_flight < FEW_ROWS and flights < self._small_flights_limit:
+            return True
+        return flights < self._flights_limit and len(self._queue) >= self._batch_limit
 
-    def _launch(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _launch(self) -> None:
         # It leaves in the next turn of the loop: what other ready tasks add comes along. A loop
         # with eager tasks lets it leave before `create_task` returns, with what there is by then.
         flight = _Flight()
         self._flights_count += 1
         self._is_boarding = True
-        task = loop.create_task(self._fly(flight))
+        task = self._loop.create_task(self._fly(flight))
         self._flights[task] = flight
         task.add_done_callback(self._landed)
 
@@ -293,7 +298,7 @@ class TaskGroupCommit:
         flight.rows = len(batch)
         self._rows_in_flight += len(batch)
         if self._queue and self._may_launch():
-            self._launch(asyncio.get_running_loop())
+            self._launch()
         if batch:
             await self._commit(batch)
 
@@ -331,7 +336,7 @@ class TaskGroupCommit:
         if not task.cancelled():
             task.exception()  # Told to every row already.
         if self._queue and not self._is_boarding and self._may_launch():
-            self._launch(task.get_loop())
+            self._launch()
 
     async def drain(self) -> None:
         """Waits until everything that was submitted is answered."""

@@ -6,9 +6,11 @@ import asyncio
 import functools
 import inspect
 import threading
+from asyncio import current_task
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar
 
@@ -85,6 +87,7 @@ class _LoopParts:
 
     def __init__(self, face: AsyncFace, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self.thread_id = get_ident()
         store = face._store  # noqa: SLF001 — the parts are the face's own.
         self.threaded: ThreadedStore | None = None
         if store.capabilities.waits is Waits.BLOCKING:
@@ -92,7 +95,7 @@ class _LoopParts:
         self.store: Store = store
         self.group_commit: TaskGroupCommit | None = None
         if store.capabilities.waits is not Waits.NEVER:
-            self.group_commit = TaskGroupCommit(store)
+            self.group_commit = TaskGroupCommit(store, loop)
         self.gate = TaskGate()
         self.heartbeat = TaskHeartbeat(store, face._report)  # noqa: SLF001 — as above.
         self.orphans = _Orphans()
@@ -182,8 +185,16 @@ class AsyncFace(AtomicTasks, Face):
 
     def _bound(self) -> _LoopParts:
         """The parts for the running loop; a loop that has ended is replaced by the next one."""
-        loop = asyncio.get_running_loop()
         parts = self._parts
+        # Asking for the running loop is a system call before Python 3.12. A loop that has a task
+        # at work in this very thread is the one.
+        if (
+            parts is not None
+            and parts.thread_id == get_ident()
+            and current_task(parts.loop) is not None
+        ):
+            return parts
+        loop = asyncio.get_running_loop()
         if parts is not None and parts.loop is loop:
             return parts
         if parts is not None and not parts.loop.is_closed():
