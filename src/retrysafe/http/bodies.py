@@ -22,6 +22,8 @@ FIELD_LIMIT: Final = 1_000
 # A part's head names a field and a file; the limit is what common parsers have.
 PART_HEAD_LIMIT_BYTES: Final = 8_192
 
+_JSON: Final = b"application/json"
+_ENCODING: Final = b"content-encoding"
 _FORM: Final = b"application/x-www-form-urlencoded"
 _FORM_DATA: Final = b"multipart/form-data"
 # Bodies are read as UTF-8, so one that says it is anything else is not read at all.
@@ -58,13 +60,14 @@ class Content(NamedTuple):
 
 def content_of(request: Request) -> Content:
     """What the request's body says."""
-    types: list[bytes] = []
-    encodings: list[bytes] = []
-    for name, value in request.headers:
-        if name == b"content-type":
-            types.append(value.strip(b" \t"))
-        elif name == b"content-encoding":
-            encodings.append(value.strip(b" \t").lower())
+    lines = request.lines_by_name()
+    if lines is not None and lines.get(b"content-type") == _JSON and _ENCODING not in lines:
+        # What nearly all requests to an API are.
+        value = _value_of(_JSON, _NO_PARAMETERS, request.body)
+        if value is not RAW:
+            return Content(_JSON, value)
+    types = [value.strip(b" \t") for value in request.header_lines(b"content-type")]
+    encodings = [value.strip(b" \t").lower() for value in request.header_lines(_ENCODING)]
     # Compressed bodies count as they are: unpacking one would let a small request take a lot of
     # memory, before the application had a chance to refuse it.
     if len(types) == 1 and (not encodings or encodings == [b"identity"]):
@@ -109,7 +112,7 @@ def _is_readable(parameters: dict[bytes, bytes]) -> bool:
 
 
 def _value_of(media_type: bytes, parameters: dict[bytes, bytes], body: bytes) -> Any:
-    if media_type == b"application/json" or media_type.endswith(b"+json"):
+    if media_type == _JSON or media_type.endswith(b"+json"):
         try:
             return canonical.parse(body)
         except canonical.NotCanonical:

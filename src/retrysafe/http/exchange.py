@@ -163,24 +163,23 @@ class Protection:
 
     def begin(self, route: Route, request: Request, prefix: str = "") -> Plan | Response | None:
         """The plan, or the refusal that needs no body; None when the request runs unprotected."""
-        lines: list[bytes] = []
-        prefer: list[bytes] | None = None
-        length: bytes | None = None
-        for name, value in request.headers:
-            if name == _KEY_HEADER:
-                lines.append(value)
-            elif name == _LENGTH_HEADER:
-                length = value
-            elif name == _PREFER_HEADER:
-                prefer = [value] if prefer is None else [*prefer, value]
+        lines = request.lines_by_name()
+        if lines is None:
+            keys = request.header_lines(_KEY_HEADER)
+            prefer = request.header_lines(_PREFER_HEADER)
+            length = request.header(_LENGTH_HEADER)
+        else:
+            keys = [lines[_KEY_HEADER]] if _KEY_HEADER in lines else []
+            prefer = [lines[_PREFER_HEADER]] if _PREFER_HEADER in lines else []
+            length = lines.get(_LENGTH_HEADER)
         key: str | None = None
         if type(route.source) is FromHeader:
-            if not lines:
+            if not keys:
                 if not route.is_required:
                     return None
                 return self.problem(problems.KEY_MISSING, request, prefix)
             try:
-                key = parse_key(lines, strict=route.rule.strict)
+                key = parse_key(keys, strict=route.rule.strict)
             except KeyInvalid as error:
                 return problem_of(error, self.place(request, prefix))
         caller = self.caller(request)
@@ -189,7 +188,7 @@ class Protection:
         if length is not None and self.is_too_large(route, length):
             return self.too_large(route, request, prefix, key)
         policy, preference = route.policy, NO_PREFERENCE
-        if prefer is not None:
+        if prefer:
             preference = _preference(route, prefer)
             if preference.wait_seconds is not None:
                 policy = self._waiting(policy, preference.wait_seconds)

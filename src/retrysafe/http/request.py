@@ -31,6 +31,18 @@ class Request:
     host: Any = None
     # What the matching rule's path pattern took from the path: {"id": "7"} for /charges/{id}.
     parameters: Mapping[str, str] = field(default_factory=dict)
+    # What `lines_by_name` found, and the headers that it looked at.
+    _lines: dict[bytes, bytes] | None = field(default=None, init=False, repr=False, compare=False)
+    _looked_at: object = field(default=None, init=False, repr=False, compare=False)
+
+    def lines_by_name(self) -> dict[bytes, bytes] | None:
+        """The value of every line; None when a name has several, as very few requests have."""
+        headers = self.headers
+        if self._looked_at is not headers:
+            lines = dict(headers)
+            self._lines = lines if len(lines) == len(headers) else None
+            self._looked_at = headers
+        return self._lines
 
     def header(self, name: bytes) -> bytes | None:
         """The value of the first line with this lower-case name; None without one."""
@@ -41,4 +53,8 @@ class Request:
 
     def header_lines(self, name: bytes) -> list[bytes]:
         """The values of all lines with this lower-case name, in the order sent."""
-        return [value for line_name, value in self.headers if line_name == name]
+        lines = self.lines_by_name()
+        if lines is None:
+            return [value for line_name, value in self.headers if line_name == name]
+        value = lines.get(name)
+        return [] if value is None else [value]

@@ -85,8 +85,9 @@ class Settings:
                 "whose key is it? Pass caller=… with the authenticated account (a text, or a "
                 "function that returns it), or caller=GLOBAL for one namespace shared by everybody"
             )
-        if type(source) is not str and not isinstance(source, str | GlobalCaller):
-            source = source()
+        # Spelled out: the type `str | GlobalCaller` would be made anew for every call.
+        if type(source) is not str and not isinstance(source, GlobalCaller):
+            source = source if isinstance(source, str) else source()
         return Key(key, caller=source)
 
 
