@@ -23,6 +23,7 @@ from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import (
     InvalidInput,
     KeyInvalid,
+    KeyReused,
     OperationInFlight,
     OutcomeNotStored,
     PolicyInvalid,
@@ -42,7 +43,7 @@ from retrysafe.http.headers import (
 )
 from retrysafe.http.keys_of import FromHeader
 from retrysafe.http.policy_page import policy_response
-from retrysafe.http.problems import Place, ProblemKind, problem, problem_of
+from retrysafe.http.problems import Place, ProblemKind, first_use, problem, problem_of
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response, response_of
 from retrysafe.http.rules import Match, Route, RouteTable, Rule, responds_async
@@ -314,7 +315,12 @@ class Protection:
             _logger.error("a protected request was refused", exc_info=error)
         if isinstance(error, OperationInFlight) and plan.preference.respond_async:
             return self.accepted(plan)
-        response = problem_of(error, self.place(plan.request, plan.prefix), key=plan.key)
+        detail: str | None = None
+        if isinstance(error, KeyReused) and not isinstance(plan.caller, GlobalCaller):
+            # In a namespace that all callers share, the first use may be somebody else's.
+            detail = first_use(error)
+        place = self.place(plan.request, plan.prefix)
+        response = problem_of(error, place, key=plan.key, detail=detail)
         if response is None:
             return None
         if response.status == problems.CALLER_UNKNOWN.status:
