@@ -154,6 +154,21 @@ def test_a_caller_that_cannot_be_one_is_refused(make_subject):
         make_subject(caller=later)
 
 
+@pytest.mark.parametrize("found", [7, b"alice", ["alice"]])
+def test_a_caller_that_is_no_text_is_an_error_of_the_server(make_subject, found):
+    """As a 401 it would be taken for the client's mistake; a number is an id without str()."""
+    subject = make_subject(caller=lambda request: found)
+    with pytest.raises(InvalidInput, match="the caller is a text"):
+        subject.ask()
+    assert subject.shop.runs == []
+
+
+def test_a_function_may_find_that_the_namespace_is_shared(make_subject):
+    """GLOBAL is a caller, too, also for single requests."""
+    subject = make_subject(caller=lambda request: GLOBAL)
+    assert (subject.ask().status, subject.ask().is_replay) == (201, True)
+
+
 def test_the_caller_may_come_from_a_header_of_a_trusted_proxy(make_subject):
     """Any function of the request tells who calls."""
     subject = make_subject(caller=header_caller("X-Account"))

@@ -197,9 +197,18 @@ class Protection:
         return Plan(route, request, caller, key, policy, preference, prefix)
 
     def caller(self, request: Request) -> str | GlobalCaller | None:
-        """Who calls; None when that is not known."""
+        """Who calls; None when that is not known. Raises `InvalidInput` for what is no caller."""
         caller_of = self._caller_of
-        return self._global if caller_of is None else caller_of(request)
+        if caller_of is None:
+            return self._global
+        caller = caller_of(request)
+        if type(caller) is not str and not isinstance(caller, str | GlobalCaller | None):
+            # Told to the client as a missing caller, nobody would find the mistake.
+            raise InvalidInput(
+                f"the caller is a text, or None when nobody can be told, got {caller!r}: write "
+                "str(…) around a number such as the user's id"
+            )
+        return caller
 
     @staticmethod
     def is_too_large(route: Route, length: bytes) -> bool:
