@@ -182,6 +182,7 @@ def test_exactly_these_errors_promise_that_a_retry_may_help():
 def made(kind: type) -> Exception:
     """One error of this kind, with all that it can carry."""
     extra = {
+        errors.KeyReused: {"first_operation": "ship"},
         errors.OperationInFlight: {"retry_after": timedelta(seconds=3)},
         errors.OperationFailed: {"type_name": "shop:Declined"},
         errors.AttemptsExhausted: {"type_name": "AttemptsExhausted"},

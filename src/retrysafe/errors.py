@@ -110,7 +110,16 @@ class ArgumentsNotStorable(InvalidInput):
 
 
 class KeyReused(RetrysafeError):
-    """The key was first used with a different request; the stored outcome is not shown."""
+    """The key was first used with a different request; the stored outcome is not shown.
+
+    `first_operation` is what it was used for, when that is another operation; else None.
+    """
+
+    def __init__(
+        self, message: str, *, key: str | None = None, first_operation: str | None = None
+    ) -> None:
+        super().__init__(message, key=key)
+        self.first_operation = first_operation
 
 
 class OperationInFlight(RetrysafeError):

@@ -98,7 +98,7 @@ class Desk:
         self.store = SqliteStore(path, now_ms=lambda: self.now_ms)
         run_sync(self.store.migrate())
 
-    def claim(self, text, caller="acme", operation="charge"):
+    def claim(self, text, caller="acme", operation="charge", arguments=None):
         """Claims a key; returns the token."""
         token = os.urandom(16)
         request = ClaimRequest(
@@ -108,6 +108,7 @@ class Desk:
             self.LEASE_MS,
             operation,
             "host:1",
+            arguments,
         )
         run_sync(self.store.commit([request], []))
         return token

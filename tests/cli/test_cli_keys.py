@@ -256,6 +256,40 @@ def test_show_tells_record_steps_and_audit(invoke, desk):
     assert "shop:Declined" in people
 
 
+def test_show_tells_when_a_worker_tries_a_key_again(invoke, desk):
+    """A second attempt that was postponed rests for its lease and the back-off; then it is due."""
+    arguments = Payload("json.1", b"", b"[7]")
+    desk.claim("k", arguments=arguments)
+    desk.now_ms += desk.LEASE_MS
+    desk.claim("k", arguments=arguments)
+
+    def shown():
+        command = ("keys", "show", "k", "--caller", "acme", "--store", desk.url)
+        lines = invoke(*command).stdout.splitlines()
+        told = [line.split("next try")[1].strip() for line in lines if line.startswith("next try")]
+        return told, invoke(*command, "--json").json["record"]["worker_tries_at"]
+
+    at = "2027-01-15T08:01:30.000Z"
+    worker = "by a worker in {} (with the default back-off), "
+    assert shown() == ([worker.format("1 min") + "unless the lease is renewed"], at)
+    desk.now_ms += desk.LEASE_MS
+    assert shown() == ([worker.format("30 s") + "or by the next call at once"], at)
+    desk.now_ms += 30_000
+    assert shown() == (["due, by a worker or the next call"], at)
+
+
+def test_show_promises_no_worker_where_none_comes(invoke, desk):
+    """A claim without arguments waits for its next call, and an ended one for nothing."""
+    desk.claim("claimed")
+    token = desk.claim("ended", arguments=Payload("json.1", b"", b"[7]"))
+    desk.settle(SettleKind.COMPLETE, "ended", token, Payload("json.1", b"", b"1"))
+    desk.now_ms += desk.LEASE_MS
+    for key in ("claimed", "ended"):
+        command = ("keys", "show", key, "--caller", "acme", "--store", desk.url)
+        assert "next try" not in invoke(*command).stdout
+        assert invoke(*command, "--json").json["record"]["worker_tries_at"] is None
+
+
 def test_no_token_is_ever_shown(invoke, desk):
     """Whoever holds a token can settle the key, so it stays in the store."""
     token = desk.claim("k")

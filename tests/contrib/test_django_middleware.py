@@ -243,6 +243,8 @@ def test_a_client_that_goes_away_does_not_end_its_request():
         ({"STORE": "memory://", "CALLER": GLOBAL, "RULE": []}, "has no RULE: it takes BREAKER"),
         ({"STORE": "mysql://db", "CALLER": GLOBAL}, "names no store"),
         ({"STORE": "memory://", "CALLER": 7}, "GLOBAL"),
+        ({"STORE": "memory://", "CALLER": "GLOBAL"}, "no usable CALLER.*dotted name: GLOBAL"),
+        ({"STORE": "memory://", "CALLER": GLOBAL, "RULES": "shop.no"}, "no usable RULES"),
         ({"STORE": "memory://", "CALLER": GLOBAL, "POLICY_PATH": "x"}, "starts with a slash"),
     ],
 )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from threading import Event
 
 import pytest
+from django.http import HttpRequest
+from django.views import View
 
-from retrysafe import GLOBAL, Condition, MemoryStore, PolicyInvalid
+from retrysafe import GLOBAL, Condition, InvalidInput, MemoryStore, PolicyInvalid
 from retrysafe.contrib.django.decorators import idempotent
 from retrysafe.http import Breaker
 from retrysafe.testing import FaultyStore, Moment
@@ -416,3 +419,33 @@ def test_mistakes_are_told_when_the_view_is_made():
         idempotent(methods=("GET",))
     with pytest.raises(TypeError, match="unexpected"):
         idempotent(keys=1)
+
+
+def test_mistakes_are_told_when_a_view_is_decorated():
+    """What would else be an error of Python without a hint at what to write."""
+    with pytest.raises(InvalidInput, match=r"write @idempotent\(\) above the view"):
+        idempotent(lambda request: None)
+    with pytest.raises(InvalidInput, match=r"write @method_decorator\(idempotent\(\), name="):
+        idempotent()(View)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_method_that_is_decorated_like_a_function_says_so(is_async):
+    """It is called with its object first."""
+
+    class Charges(View):
+        @idempotent()
+        def post(self, request):
+            return None
+
+        @idempotent()
+        async def put(self, request):
+            return None
+
+    with pytest.raises(
+        InvalidInput, match=r"Charges in the place of its request.*method_decorator"
+    ):
+        if is_async:
+            asyncio.run(Charges().put(HttpRequest()))
+        else:
+            Charges().post(HttpRequest())

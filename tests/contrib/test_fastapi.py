@@ -335,9 +335,53 @@ def test_idempotent_is_a_dependency_itself():
     async def charge():
         runs.append("charge")
 
-    with pytest.raises(InvalidInput, match="write it without Depends"):
-        ask(app, ("/charges?options=1", {}), raises=True)
+    @app.post("/refunds", dependencies=[Depends(idempotent())])
+    async def refund():
+        runs.append("refund")
+
+    for path in ("/charges?options=1", "/refunds?options=1&misplaced=1"):
+        with pytest.raises(InvalidInput, match="write it without Depends"):
+            ask(app, (path, {}), raises=True)
     assert runs == []
+
+
+def test_the_brackets_may_be_left_out():
+    """At all places where a dependency can stand: the endpoint is under the default rule."""
+    app, runs = shop(), []
+    router = APIRouter(route_class=IdempotentRoute, dependencies=[idempotent])
+
+    @app.post("/listed", dependencies=[idempotent])
+    async def listed():
+        runs.append("listed")
+
+    @app.post("/annotated")
+    async def annotated(attempt: Annotated[Attempt, idempotent]):
+        runs.append(f"annotated {attempt.number}")
+
+    @app.post("/default")
+    async def default(attempt: Any = idempotent):
+        runs.append(f"default {attempt.number}")
+
+    @router.post("/routed")
+    async def routed():
+        runs.append("routed")
+
+    app.include_router(router)
+    for path in ("/listed", "/annotated", "/default", "/routed"):
+        first, second = ask(app, (path, {}), (path, {}), **{"Idempotency-Key": path[1:]})
+        assert (first.status_code, is_replay(first), is_replay(second)) == (200, False, True)
+    assert runs == ["listed", "annotated 1", "default 1", "routed"]
+
+
+def test_idempotent_is_no_decorator():
+    """Neither with nor without brackets; what to write is told when the endpoint is made."""
+
+    async def charge():
+        pass
+
+    for decorator in (idempotent, idempotent()):
+        with pytest.raises(InvalidInput, match=r"write dependencies=\[idempotent\(\)\]"):
+            decorator(charge)
 
 
 def test_the_route_class_of_the_application_is_kept():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from threading import Event
 
 import pytest
 from flask import Flask, g
+from flask.views import MethodView
 
 from retrysafe import (
     GLOBAL,
@@ -565,8 +567,113 @@ def test_mistakes_are_told_when_the_application_is_made():
         retrysafe.idempotent(path="/charges")
     with pytest.raises(TypeError, match="unexpected"):
         retrysafe.idempotent(keys=1)
-    with Idempotency(MemoryStore()) as idem, pytest.raises(InvalidInput, match="GLOBAL"):
-        Retrysafe(app, idem, caller="alice")
+    with Idempotency(MemoryStore()) as idem:
+        with pytest.raises(InvalidInput, match="GLOBAL"):
+            Retrysafe(app, idem, caller="alice")
+        Retrysafe(app, idem, caller=GLOBAL)
+        with pytest.raises(InvalidInput, match="call init_app once"):
+            Retrysafe(app, idem, caller=GLOBAL)
+
+
+def test_mistakes_are_told_when_a_view_is_decorated():
+    """What would else be an error of Python without a hint at what to write."""
+    with pytest.raises(InvalidInput, match=r"write @retrysafe\.idempotent\(\) above the view"):
+        retrysafe.idempotent(lambda: "x")
+    with pytest.raises(InvalidInput, match=r"decorators = \[retrysafe\.idempotent\(\)\]"):
+        retrysafe.idempotent()(MethodView)
+
+
+def plain(view):
+    """A decorator as people write them."""
+
+    @functools.wraps(view)
+    def called():
+        return view()
+
+    return called
+
+
+@pytest.mark.parametrize("inner", [lambda view: view, plain])
+@pytest.mark.parametrize("outer", [lambda view: view, plain])
+def test_a_route_below_the_decorator_is_an_error_of_the_server(inner, outer):
+    """Flask has registered the view without its protection, and would run it for every retry."""
+    app, runs = Flask(__name__), []
+    app.testing = True
+
+    def charge():
+        runs.append("charge")
+        return "charged"
+
+    with Idempotency(MemoryStore()) as idem:
+        Retrysafe(app, idem, caller=GLOBAL)
+        registered = app.post("/charges")(inner(charge))
+        retrysafe.idempotent()(outer(registered))
+        for _ in range(2):
+            with pytest.raises(InvalidInput, match="'charge' is not protected: write its route"):
+                app.test_client().post("/charges", headers={"Idempotency-Key": "k"})
+    assert runs == []
+
+
+def test_a_decorator_that_hides_the_rule_is_no_mistake():
+    """It tells what it wraps and nothing more; the view below it is protected."""
+    app, runs = Flask(__name__), []
+    app.testing = True
+
+    def charge():
+        runs.append("charge")
+        return "charged"
+
+    with Idempotency(MemoryStore()) as idem:
+        Retrysafe(app, idem, caller=GLOBAL)
+        hidden = plain(retrysafe.idempotent()(charge))
+        vars(hidden).pop("retrysafe_rule")
+        app.post("/charges")(hidden)
+        for _ in range(2):
+            headers = {"Idempotency-Key": "k"}
+            assert app.test_client().post("/charges", headers=headers).status_code == 200
+    assert runs == ["charge"]
+
+
+def test_a_function_may_be_a_protected_view_and_a_plain_one():
+    """Registered both ways, somebody has meant it."""
+    app, runs = Flask(__name__), []
+    app.testing = True
+
+    def charge():
+        runs.append("charge")
+        return "charged"
+
+    with Idempotency(MemoryStore()) as idem:
+        Retrysafe(app, idem, caller=GLOBAL)
+        app.add_url_rule(
+            "/protected", "protected", retrysafe.idempotent()(charge), methods=["POST"]
+        )
+        app.add_url_rule("/plain", "plain", plain(charge), methods=["POST"])
+        client = app.test_client()
+        for path in ("/protected", "/protected", "/plain", "/plain"):
+            assert client.post(path, headers={"Idempotency-Key": "k"}).status_code == 200
+    assert len(runs) == 3
+
+
+def test_methods_of_an_object_are_views_too():
+    """They have no place for a note, and need none."""
+    app = Flask(__name__)
+    app.testing = True
+
+    class Till:
+        runs = 0
+
+        def charge(self):
+            self.runs += 1
+            return "charged"
+
+    till = Till()
+    with Idempotency(MemoryStore()) as idem:
+        Retrysafe(app, idem, caller=GLOBAL)
+        app.post("/charges")(retrysafe.idempotent()(till.charge))
+        for _ in range(2):
+            assert app.test_client().post("/charges", headers={"Idempotency-Key": "k"}).text
+    assert till.runs == 1
 
 
 def test_an_application_without_protection_says_so():

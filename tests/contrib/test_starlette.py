@@ -16,7 +16,15 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import JSONResponse
 from starlette.routing import Host, Mount, Route, Router, WebSocketRoute
 
-from retrysafe import GLOBAL, AsyncIdempotency, MemoryStore, PolicyInvalid, SecretMissing
+from retrysafe import (
+    GLOBAL,
+    AsyncIdempotency,
+    Idempotency,
+    InvalidInput,
+    MemoryStore,
+    PolicyInvalid,
+    SecretMissing,
+)
 from retrysafe.contrib.starlette import Idempotent, Retrysafe, idempotent
 from retrysafe.http import FromBody, FromFields, IdempotencyMiddleware, Rule
 from tests.contrib.conftest import is_replay, problem
@@ -408,3 +416,13 @@ def test_an_async_endpoint_completes_on_its_postgresql_connection(postgres_url, 
     assert (is_replay(again), again.headers["location"]) == (True, "/orders/1")
     assert len(stored.outcomes) == 1
     assert runs == ["order"]
+
+
+def test_mistakes_are_told_when_the_application_is_made():
+    """A blocking object, a URL in its place, and a decorator without its brackets."""
+    with Idempotency(MemoryStore()) as blocking:
+        for given in (blocking, "sqlite:///shop.db"):
+            with pytest.raises(InvalidInput, match="needs an AsyncIdempotency object, got"):
+                Retrysafe(given, caller=GLOBAL)
+    with pytest.raises(InvalidInput, match=r"write @idempotent\(\) above the view"):
+        idempotent(Counted().endpoint)

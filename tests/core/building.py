@@ -64,4 +64,5 @@ def settlement(kind: SettleKind, token: bytes = TOKEN, **changes: Any) -> Settle
 
 
 def call(*marks: Fingerprint, key: Key = KEY, policy: Policy | None = None, **changes: Any) -> Call:
-    return Call(key, marks or (MARK,), policy or Policy(), "shop.pay", ValueCodec(), **changes)
+    fields: dict[str, Any] = {"operation": "shop.pay", "codec": ValueCodec()}
+    return Call(key, marks or (MARK,), policy or Policy(), **{**fields, **changes})

@@ -122,8 +122,8 @@ def test_another_request_is_refused_before_anything_is_written(locks):
     """Whoever holds the lock, the stored outcome is not shown to a different request."""
     transaction = settled_transaction()
     transaction.locks = deque(locks)
-    made = Made(transaction, call(OTHER_MARK))
-    with pytest.raises(KeyReused) as caught:
+    made = Made(transaction, call(OTHER_MARK, operation="shop.refund"))
+    with pytest.raises(KeyReused, match=r"first used for the operation 'shop\.pay'") as caught:
         made.enter()
     assert caught.value.key == KEY.text
     assert transaction.calls[-1] == "undo"

@@ -21,7 +21,7 @@ from retrysafe.errors import (
     OutcomeUnavailable,
     StoreUnavailable,
 )
-from tests.core.building import KEY, LEASE_MS, MARK, OTHER_MARK, TOKEN, call, record
+from tests.core.building import KEY, LEASE_MS, OTHER_MARK, TOKEN, call, record
 from tests.core.driving import Flow, Pause, World, drive
 from tests.core.transacting import Database, FakeTransaction
 
@@ -341,10 +341,11 @@ class PausingDesk(Desk):
 @pytest.mark.parametrize(
     ("put", "refusal"),
     [
-        ({"rule": MARK.rule, "fingerprint": OTHER_MARK.digest}, KeyReused),
+        ({"fingerprint": OTHER_MARK.digest, "operation": "shop.refund"}, KeyReused),
+        ({"fingerprint": OTHER_MARK.digest}, KeyReused),
         ({}, OperationInFlight),
     ],
-    ids=["mismatch", "in flight"],
+    ids=["other operation", "mismatch", "in flight"],
 )
 def test_what_the_leader_is_told_holds_for_those_who_came_meanwhile(put, refusal):
     """A refusal by the database is shared: the followers open no transaction of their own."""
@@ -361,6 +362,9 @@ def test_what_the_leader_is_told_holds_for_those_who_came_meanwhile(put, refusal
     assert desk.ends == ["begin", "rollback"]
     if refusal is OperationInFlight:
         assert follower.error.retry_after == leader.error.retry_after
+    else:
+        assert leader.error.first_operation == put.get("operation")
+        assert follower.error.first_operation == put.get("operation")
 
 
 def test_an_outage_is_shared_with_those_who_came_meanwhile():

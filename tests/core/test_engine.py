@@ -184,6 +184,28 @@ def test_another_request_is_refused_and_sees_nothing():
     assert world.kinds[-1] == "mismatched"
 
 
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_key_of_another_operation_is_refused_with_its_name(cache):
+    """From the store and from what the process remembers; the same operation goes unnamed."""
+    world = World(cache=cache)
+    world.first.answer(call(operation="charge"))
+    with pytest.raises(KeyReused, match="first used for the operation 'charge'") as caught:
+        world.first.answer(call(OTHER_MARK, operation="refund"))
+    assert caught.value.first_operation == "charge"
+    with pytest.raises(KeyReused, match="different request") as caught:
+        world.first.answer(call(OTHER_MARK, operation="charge"))
+    assert caught.value.first_operation is None
+
+
+def test_a_nameless_first_operation_is_not_named():
+    """What has no name is told as another request, not as the operation ''."""
+    world = World()
+    world.first.answer(call(operation=""))
+    with pytest.raises(KeyReused, match="different request") as caught:
+        world.first.answer(call(OTHER_MARK, operation="refund"))
+    assert caught.value.first_operation is None
+
+
 def test_a_record_of_an_earlier_rule_is_still_compared():
     world = World()
     world.first.answer(call())

@@ -238,6 +238,36 @@ def test_another_request_during_the_claim_is_refused_once_the_leader_runs(world,
     assert isinstance(follower.step().error, KeyReused)
 
 
+def test_the_operation_that_runs_here_is_named_to_another_one(world, process):
+    """While it runs, and to those who were there before it ran."""
+    leader = claiming(process, operation="charge")
+    early = process.start(call(OTHER_MARK, operation="refund"))
+    leader.step()
+    assert early.step().error.first_operation == "charge"
+    with pytest.raises(KeyReused, match="the operation 'charge'"):
+        process.answer(call(OTHER_MARK, operation="refund"))
+
+
+def test_the_operation_of_a_shared_replay_is_named_to_another_one(world, process):
+    """A follower learns what its leader has read."""
+    world.process().answer(call(operation="charge"))
+    leader = claiming(process, operation="charge")
+    stranger = process.start(call(OTHER_MARK, operation="refund"))
+    leader.step()
+    assert stranger.step().error.first_operation == "charge"
+    assert len(process.writer.claims) == 1
+
+
+def test_a_shared_mismatch_names_the_operation_of_the_key(world, process):
+    """The followers hear what the store has told their leader."""
+    world.process().answer(call(operation="charge"))
+    leader = claiming(process, OTHER_MARK, operation="refund")
+    same = process.start(call(OTHER_MARK, operation="refund"))
+    leader.step()
+    assert leader.error.first_operation == same.step().error.first_operation == "charge"
+    assert len(process.writer.claims) == 1
+
+
 def test_a_replay_is_shared_with_the_followers(world, process):
     world.process().answer(call())
     leader = claiming(process)

@@ -364,7 +364,7 @@ def test_another_request_is_refused_while_the_first_runs_here():
 def test_a_refusal_is_not_passed_on():
     """A follower whose leader was refused for its own request asks the store for itself."""
     stranger = Flight((Fingerprint(1, b"s" * 16),), "pay")
-    stranger.is_mismatched = True
+    stranger.first_operation = "pay"
     call = Call(KEY, (Fingerprint(1, b"f" * 16),), POLICY, "pay", ValueCodec())
     with process(MemoryStore()) as owner:
         assert owner._engine._disembark(stranger, call, None) is None

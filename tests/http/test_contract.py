@@ -94,7 +94,7 @@ def test_another_request_under_the_same_key_is_refused(make_subject):
     ):
         reply = subject.ask(**options)
         assert (reply.status, reply.problem) == (422, "key-reused")
-        assert b"run" not in reply.body
+        assert b'"run' not in reply.body
         assert reply.json["key"] == "k-1"
     assert len(subject.shop.runs) == 1
 
@@ -152,6 +152,21 @@ def test_a_caller_that_cannot_be_one_is_refused(make_subject):
     assert reply.headers["www-authenticate"] == "Bearer"
     with pytest.raises(InvalidInput, match="plain function"):
         make_subject(caller=later)
+
+
+@pytest.mark.parametrize("found", [7, b"alice", ["alice"]])
+def test_a_caller_that_is_no_text_is_an_error_of_the_server(make_subject, found):
+    """As a 401 it would be taken for the client's mistake; a number is an id without str()."""
+    subject = make_subject(caller=lambda request: found)
+    with pytest.raises(InvalidInput, match="the caller is a text"):
+        subject.ask()
+    assert subject.shop.runs == []
+
+
+def test_a_function_may_find_that_the_namespace_is_shared(make_subject):
+    """GLOBAL is a caller, too, also for single requests."""
+    subject = make_subject(caller=lambda request: GLOBAL)
+    assert (subject.ask().status, subject.ask().is_replay) == (201, True)
 
 
 def test_the_caller_may_come_from_a_header_of_a_trusted_proxy(make_subject):
@@ -222,6 +237,39 @@ def test_a_failure_for_good_is_a_problem_on_retry(make_subject, policy):
     assert reply.json["retryable"] is False
     assert b"db-7" not in reply.body
     assert len(subject.shop.runs) == 1
+
+
+def _reused_for(subject, first, then="/orders"):
+    """What a client is told that uses its key for two paths."""
+    assert subject.ask(path=first).status == 201
+    reply = subject.ask(path=then)
+    assert (reply.status, reply.problem) == (422, "key-reused")
+    return reply.json["detail"]
+
+
+def test_a_key_of_another_route_is_refused_with_the_route(make_subject):
+    """The same caller's own first use is told, in the words of its request."""
+    subject = make_subject(rules=[Rule(path="/orders"), Rule(path="/{part}/{id}")])
+    detail = _reused_for(subject, "/charges/7")
+    assert detail.startswith("The key was first used for POST /{part}/{id}. Nothing was run")
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        # Another caller's use of the key is nobody's business.
+        ({"caller": GLOBAL}, Rule(path="/charges")),
+        # A name that is not made for clients.
+        ({}, Rule(path="/charges", name="legacy_billing.charge")),
+        # A rule for everything says nothing that helps.
+        ({}, Rule()),
+    ],
+)
+def test_a_first_use_that_is_not_for_clients_is_not_named(make_subject, options, rule):
+    """Refused all the same, in the usual words."""
+    subject = make_subject(rules=[Rule(path="/orders"), rule], **options)
+    detail = _reused_for(subject, "/charges")
+    assert detail.startswith("The key was first used for a different request. Nothing was run")
 
 
 def test_errors_of_retrysafe_inside_the_application_are_its_own(make_subject):

@@ -26,7 +26,7 @@ def reply_of(error):
     [
         (errors.KeyInvalid(SECRET_TEXT), 400, "key-invalid", False, True),
         (errors.CallerMissing(SECRET_TEXT), 401, "caller-unknown", False, False),
-        (errors.KeyReused(SECRET_TEXT), 422, "key-reused", False, True),
+        (errors.KeyReused(SECRET_TEXT), 422, "key-reused", False, False),
         (errors.OutcomeUnavailable(SECRET_TEXT), 409, "outcome-unavailable", False, False),
         (errors.ClaimLost(SECRET_TEXT), 409, "claim-lost", True, False),
         (errors.OutcomeNotStored(SECRET_TEXT, key="k"), 500, "outcome-not-stored", False, False),

@@ -260,12 +260,14 @@ def test_no_thread_is_left_behind(store):
 # What is refused.
 
 
-def test_what_ends_a_relay_early_is_raised_where_it_is_waited_for(tmp_path):
+def test_what_ends_a_relay_early_is_logged_and_raised_where_it_is_waited_for(tmp_path, caplog):
+    """The block may last as long as its process, so the log has it at once."""
     SqliteStore(tmp_path / "empty.db")
     (tmp_path / "empty.db").touch()
     store = SqliteStore(tmp_path / "empty.db", migrate=False)
     with pytest.raises(SchemaMissing), Relay(store, Received()) as relay:
         relay._thread.join(LIMIT_SECONDS)
+        assert "the relay was ended by an error, and does nothing more" in caplog.text
     with pytest.raises(ZeroDivisionError), Relay(store, Received()) as relay:
         relay._thread.join(LIMIT_SECONDS)
         1 / 0  # noqa: B018 — the block's own error matters more.

@@ -230,6 +230,9 @@ def _detail(stored: StoredKey) -> Group:
     grid.add_row("operation", output.cell(shapes.operation_text(stored.record)))
     grid.add_row("condition", output.cell(record["condition"], _STYLES[stored.condition]))
     grid.add_row("time left", shapes.time_left_text(stored))
+    tries_at_ms = shapes.worker_tries_at_ms(stored)
+    if tries_at_ms is not None:
+        grid.add_row("next try", shapes.next_try_text(stored, tries_at_ms))
     grid.add_row("attempt", str(record["attempt"]))
     grid.add_row("owner", output.cell(record["owner"] or "-"))
     for name in ("first_claimed_at", "claimed_at", "settled_at", "lease_ends_at", "expires_at"):

@@ -16,10 +16,14 @@ from typing import Any, Final
 from retrysafe.core.codec import BYTES, WITHHELD
 from retrysafe.core.events import UNNAMED
 from retrysafe.core.model import Condition, Payload, Record, State, Step, StoredKey, StoredOutcome
+from retrysafe.core.recovery import back_off_ms
 from retrysafe.core.values import NotReadable
+from retrysafe.runtime.duties import WorkerPolicy
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _DIGEST: Final = re.compile(r"^(bearer:[0-9a-f]{8})[0-9a-f]{32}$")
+# What workers rest by unless they are told otherwise; a record does not say by whom it is resumed.
+_BACK_OFF_MS: Final = WorkerPolicy().back_off // timedelta(milliseconds=1)
 _UNITS: Final = ((86_400_000, "d"), (3_600_000, "h"), (60_000, "min"), (1_000, "s"))
 
 
@@ -77,6 +81,25 @@ def time_left_text(stored: StoredKey) -> str:
     return f"expires in {duration_text(record.expires_at_ms - stored.now_ms)}"
 
 
+def worker_tries_at_ms(stored: StoredKey) -> int | None:
+    """From when on a worker with the default back-off resumes the key; None when none does."""
+    record = stored.record
+    if stored.arguments is None or record.state is not State.PENDING:
+        return None
+    return record.lease_ends_at_ms + back_off_ms(record.attempt, _BACK_OFF_MS)
+
+
+def next_try_text(stored: StoredKey, tries_at_ms: int) -> str:
+    """Who tries a pending key next, and when."""
+    left_ms = tries_at_ms - stored.now_ms
+    if left_ms <= 0:
+        return "due, by a worker or the next call"
+    worker = f"by a worker in {duration_text(left_ms)} (with the default back-off)"
+    if stored.condition is Condition.RUNNING:
+        return f"{worker}, unless the lease is renewed"
+    return f"{worker}, or by the next call at once"
+
+
 def record_shape(stored: StoredKey) -> dict[str, Any]:
     """One record as JSON."""
     record = stored.record
@@ -110,6 +133,8 @@ def detail_shape(stored: StoredKey) -> dict[str, Any]:
         | {
             "fingerprint": record.fingerprint.hex(),
             "fingerprint_rule": record.rule,
+            # With the default back-off; null when no worker resumes it.
+            "worker_tries_at": instant_text(worker_tries_at_ms(stored)),
         },
         # What a worker would resume the operation with; null when it is not resumable, or done.
         "arguments": None if stored.arguments is None else payload_shape(stored.arguments),

@@ -112,6 +112,10 @@ class Endpoints:
         breaker: Breaker | None = None,
         outcome_of: Callable[[Any], Response] = response_of,
     ) -> None:
+        if not isinstance(idempotency, AsyncFace):
+            raise InvalidInput(
+                f"an ASGI application needs an AsyncIdempotency object, got {idempotency!r}"
+            )
         self.idempotency = idempotency
         self.protection = Protection(
             idempotency.settings,

@@ -7,7 +7,7 @@ follows it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from re import Pattern
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from retrysafe.http.asgi_run import App, Receive, Scope, Send, is_below
 from retrysafe.http.rules import KeyUse, Rule
 
 try:
-    from fastapi import Depends, FastAPI, Request, routing
+    from fastapi import FastAPI, Request, params, routing
     from fastapi.routing import APIRoute
 except ModuleNotFoundError as error:
     raise missing_extra(__name__, "fastapi", error) from error
@@ -42,15 +42,32 @@ _RULE: Final = "__retrysafe_rule__"
 _SEEN: Final = "retrysafe.seen"
 
 
-def idempotent(**options: Any) -> Any:
+class _Idempotent(params.Depends):
     """A dependency that has an endpoint run once per key; its value is the attempt.
 
     That is an `Attempt`, an `AtomicAttempt` when the rule has a transaction, and None for a request
-    that runs unprotected: without a key where that is optional. Takes the options of `Rule`, except
-    its path. Of several the nearest to the endpoint counts. Raises `PolicyInvalid` for options that
-    cannot be.
+    that runs unprotected: without a key where that is optional. Of several the nearest to the
+    endpoint counts.
     """
-    rule = view_rule(options)
+
+    # The object `idempotent` is one itself. Were it a function, FastAPI would take it for the plain
+    # default of a parameter where the brackets are forgotten, and run the endpoint unprotected.
+
+    def __call__(self, *misplaced: Any, **options: Any) -> Any:
+        """Takes the options of `Rule`, except its path.
+
+        Raises `PolicyInvalid` for options that cannot be.
+        """
+        if misplaced:
+            raise InvalidInput(
+                "idempotent() is a dependency and no decorator: write dependencies=[idempotent()] "
+                "in the route, or make it a parameter of the endpoint"
+            )
+        return _Idempotent(_attempt_under(view_rule(options)))
+
+
+def _attempt_under(rule: Rule) -> Callable[[Request], Any]:
+    """What FastAPI calls for the attempt, with the rule that it is under."""
 
     async def attempt_of(request: Request) -> Any:
         if _SEEN not in request.scope:
@@ -62,7 +79,10 @@ def idempotent(**options: Any) -> Any:
         return attempt_in(request.scope.get("state", {}))
 
     setattr(attempt_of, _RULE, rule)
-    return Depends(attempt_of)
+    return attempt_of
+
+
+idempotent: Final = _Idempotent(_attempt_under(Rule()))
 
 
 class IdempotentRoute(APIRoute):
@@ -229,11 +249,11 @@ def flattened(routes: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
 def rule_in(dependant: Any) -> Rule | None:
     """The rule of an endpoint with these dependencies: the last is the nearest to the endpoint.
 
-    Raises `InvalidInput` for `Depends(idempotent)`.
+    Raises `InvalidInput` for `Depends(idempotent)`, with and without the inner brackets.
     """
     found: Rule | None = None
     for dependency in dependant.dependencies:
-        if dependency.call is idempotent:
+        if isinstance(dependency.call, _Idempotent):
             # FastAPI would take its options from the query, and run the endpoint unprotected.
             raise InvalidInput("idempotent() is a dependency itself: write it without Depends")
         own: Rule | None = getattr(dependency.call, _RULE, None)

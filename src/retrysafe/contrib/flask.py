@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from io import BytesIO
 from typing import Any, Final, TypeVar, cast
 
@@ -21,7 +22,14 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra(__name__, "flask", error) from error
 
-from retrysafe.contrib.views import RULE_NAME, ViewRun, located, view_rule
+from retrysafe.contrib.views import (
+    RULE_NAME,
+    ViewRun,
+    located,
+    require_function,
+    require_options,
+    view_rule,
+)
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys import GlobalCaller
@@ -41,6 +49,8 @@ POLICY_ENDPOINT: Final = "idempotency_policy"
 STATUS_ENDPOINT: Final = "idempotency_status"
 _BODY_NAME: Final = "retrysafe.body"
 _READ_BYTES: Final = 64 * 1024
+# Where the function of a protected view notes that a decorator stands above it.
+_BELOW_NAME: Final = "retrysafe_is_below"
 
 View = TypeVar("View", bound=Callable[..., Any])
 
@@ -89,6 +99,8 @@ class Retrysafe:
             raise InvalidInput(
                 f"Flask runs views in threads: pass an Idempotency object, got {idempotency!r}"
             )
+        if EXTENSION in app.extensions:
+            raise InvalidInput("this application has a Retrysafe: call init_app once")
         protection = Protection(
             idempotency.settings,
             caller=caller,
@@ -108,11 +120,11 @@ class Retrysafe:
 
         Put it below the route and below decorators that check who calls. Raises `PolicyInvalid`.
         """
-        if misplaced:
-            raise InvalidInput("write @retrysafe.idempotent() above the view, with the brackets")
+        require_options(misplaced, "@retrysafe.idempotent()")
         rule = view_rule(options)
 
         def decorate(view: View) -> View:
+            require_function(view, "write decorators = [retrysafe.idempotent()] in its body")
             is_async = inspect.iscoroutinefunction(view)
 
             @functools.wraps(view)
@@ -121,6 +133,9 @@ class Retrysafe:
                 return _current().answer_view(rule, functools.partial(called, *args, **kwargs))
 
             setattr(protected, RULE_NAME, rule)
+            with suppress(AttributeError):
+                # A bound method has no place for it; what it would tell is only a mistake.
+                setattr(inspect.unwrap(view), _BELOW_NAME, True)
             return cast("View", protected)
 
         return decorate
@@ -146,6 +161,7 @@ class _Protected:
         self._protection = protection
         # A rule may stand at several places, and a place has several methods.
         self._routes: dict[tuple[int, int], Route | None] = {}
+        self._is_in_order = False
         # Before any other code of the application has read the body.
         request_started.connect(self._keep_body, app)
         for path, endpoint in (
@@ -211,10 +227,29 @@ class _Protected:
         run = functools.partial(self._dispatch, *args)
         return run() if self._own_rule() is not None else self._answer(self._route_by_path(), run)
 
+    def _require_order(self) -> None:
+        """Raises `InvalidInput` for a view whose route stands below its decorator.
+
+        Flask has registered it without the decorator then, and runs it unprotected. Looked at with
+        the first request, when all views are there.
+        """
+        registered = self._app.view_functions
+        reached = {id(inspect.unwrap(view)) for view in registered.values() if _has_rule(view)}
+        for endpoint, view in registered.items():
+            function = inspect.unwrap(view)
+            if id(function) not in reached and hasattr(function, _BELOW_NAME):
+                raise InvalidInput(
+                    f"the view {endpoint!r} is not protected: write its route above "
+                    "@retrysafe.idempotent(), because Flask takes what stands below the route"
+                )
+        self._is_in_order = True
+
     # Bodies.
 
     def _keep_body(self, sender: object, **rest: Any) -> None:
         del sender, rest
+        if not self._is_in_order:
+            self._require_order()
         rule = self._own_rule()
         route = self._route_by_path() if rule is None else self._route(rule, request.url_rule)
         if route is not None and route.rule.key is not KeyUse.OFF:
@@ -263,6 +298,11 @@ class _Protected:
             return _with_headers(current_app.make_response(view()), [UNPROTECTED])
         added = run.added(response)
         return _native(response) if added is None else _with_headers(run.native, added)
+
+
+def _has_rule(view: Any) -> bool:
+    """Whether a view, or what its decorators call in the end, carries a rule."""
+    return hasattr(inspect.unwrap(view, stop=lambda link: hasattr(link, RULE_NAME)), RULE_NAME)
 
 
 def _rule_of(view: Any, method: str) -> Rule | None:

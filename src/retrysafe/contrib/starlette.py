@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from retrysafe.contrib.endpoints import Endpoints, Place, Served
-from retrysafe.contrib.views import view_rule
+from retrysafe.contrib.views import require_options, view_rule
 from retrysafe.errors import InvalidInput
 from retrysafe.extras import missing_extra
 from retrysafe.http.asgi_run import App, Receive, Scope, Send
@@ -47,12 +47,13 @@ class Idempotent:
             await self.app(scope, receive, send)
 
 
-def idempotent(**options: Any) -> Callable[[Callable[..., Any]], Idempotent]:
+def idempotent(*misplaced: Any, **options: Any) -> Callable[[Callable[..., Any]], Idempotent]:
     """Protects an endpoint: a function, an `HTTPEndpoint`, or any ASGI application.
 
     Takes the options of `Rule`, except its path. Raises `PolicyInvalid` for options that cannot be.
     The route names the methods, as in `Route("/charges", charge, methods=["POST"])`.
     """
+    require_options(misplaced, "@idempotent()")
     rule = view_rule(options)
 
     def decorate(endpoint: Callable[..., Any]) -> Idempotent:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
-from retrysafe.errors import PolicyInvalid
+from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.http.responses import Header, Response
 from retrysafe.http.rules import Rule
 
@@ -31,6 +31,20 @@ def view_rule(options: Mapping[str, Any]) -> Rule:
     if "path" in options:
         raise PolicyInvalid("a view's rule takes no path: its route has one")
     return Rule(**options)
+
+
+def require_options(given: tuple[object, ...], written: str) -> None:
+    """Raises `InvalidInput` for what was given to a decorator in the place of its options."""
+    if given:
+        raise InvalidInput(f"write {written} above the view, with the brackets")
+
+
+def require_function(view: object, way: str) -> None:
+    """Raises `InvalidInput` for a decorated class, with the way that classes are protected."""
+    if isinstance(view, type):
+        raise InvalidInput(
+            f"{view.__qualname__} is a class, and idempotent is for functions: {way}"
+        )
 
 
 def located(

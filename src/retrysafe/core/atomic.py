@@ -181,7 +181,7 @@ class AtomicBlock:
         if seen.decision is Decision.REPLAY:
             return seen
         if seen.decision is Decision.MISMATCH:
-            raise self._reused()
+            raise self._reused(seen)
         raise self._in_flight(RIVAL_RETRY_AFTER_SECONDS, has_waited=False)
 
     async def _claim(self, request: ClaimRequest, wait_until: float | None) -> ClaimAnswer:
@@ -190,7 +190,7 @@ class AtomicBlock:
         while True:
             answer = await self._transaction.claim(request)
             if answer.decision is Decision.MISMATCH:
-                raise self._reused()
+                raise self._reused(answer)
             if answer.decision is not Decision.IN_FLIGHT:
                 return answer
             now = self._waiting.monotonic()
@@ -302,9 +302,9 @@ class AtomicBlock:
     def _tell(self, kind: EventKind) -> None:
         self._report(kind, self.call.key, self.call.operation, self.attempt)
 
-    def _reused(self) -> Exception:
+    def _reused(self, answer: ClaimAnswer) -> Exception:
         self._tell(EventKind.MISMATCHED)
-        return reused(self.call)
+        return reused(self.call, answer.operation)
 
     def _in_flight(self, seconds: float, *, has_waited: bool) -> OperationInFlight:
         self._tell(EventKind.WAIT_ENDED if has_waited else EventKind.CONFLICTED)

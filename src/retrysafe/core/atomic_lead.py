@@ -126,7 +126,7 @@ class AtomicLead:
             limit_bytes = run.call.policy.outcome_limit_bytes
             flight.share(codec.encode_failure(error, limit_bytes), run.attempt, is_released=True)
         elif isinstance(error, KeyReused):
-            flight.is_mismatched = True
+            flight.first_operation = error.first_operation or ""
         elif isinstance(error, OperationInFlight):
             seconds = error.retry_after.total_seconds()
             flight.conflict_ends_monotonic = self._monotonic() + seconds

@@ -244,8 +244,8 @@ class Engine:
             if decision is Decision.REPLAY:
                 return self._replay_stored(flight, call, answer, asked)
             if decision is Decision.MISMATCH:
-                flight.is_mismatched = True
-                raise self._reused(call, "store")
+                flight.first_operation = answer.operation
+                raise self._reused(call, answer.operation, "store")
             if decision is Decision.LOST:
                 raise ClaimLost(
                     f"somebody else went on with {call.key.text!r}, or stopped it: nothing was run",
@@ -333,7 +333,7 @@ class Engine:
         is_same = is_same_request(call, flight)
         if flight.payload is not None and not (flight.is_released and wait_until is None):
             if not is_same:
-                raise self._reused(call, "process")
+                raise self._reused(call, flight.operation, "process")
             try:
                 return self._replay(call, flight.payload, flight.attempt, "process")
             except OperationFailed as error:
@@ -341,8 +341,8 @@ class Engine:
                 raise
         if not is_same:
             return None  # What the leader was told does not hold for another request.
-        if flight.is_mismatched:
-            raise self._reused(call, "process")
+        if flight.first_operation is not None:
+            raise self._reused(call, flight.first_operation, "process")
         if flight.conflict_ends_monotonic is not None and wait_until is None:
             raise self._in_flight(call, flight, "process")
         return None
@@ -355,11 +355,11 @@ class Engine:
 
     def _check_same(self, call: Call, other: Request, source: str) -> None:
         if not is_same_request(call, other):
-            raise self._reused(call, source)
+            raise self._reused(call, other.operation, source)
 
-    def _reused(self, call: Call, source: str) -> KeyReused:
+    def _reused(self, call: Call, operation: str, source: str) -> KeyReused:
         self._report(EventKind.MISMATCHED, call.key, call.operation, source=source)
-        return reused(call)
+        return reused(call, operation)
 
     def _in_flight(
         self, call: Call, flight: Flight, source: str, *, has_waited: bool = False

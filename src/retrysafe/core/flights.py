@@ -36,8 +36,8 @@ class Flight:
         "attempt",
         "conflict_ends_monotonic",
         "fingerprints",
+        "first_operation",
         "is_atomic",
-        "is_mismatched",
         "is_released",
         "lease",
         "operation",
@@ -54,7 +54,8 @@ class Flight:
         self.lease: Lease | None = None
         # When the foreign lease ends by the local clock, once it is known that there is one.
         self.conflict_ends_monotonic: float | None = None
-        self.is_mismatched = False
+        # Of which operation the key is, once it is known to be another request's.
+        self.first_operation: str | None = None
         # Whether it runs in a transaction of the user's, which has no lease.
         self.is_atomic = False
         self.is_released = False

@@ -137,6 +137,8 @@ class ClaimAnswer:
     lease_ends_at_ms: int = 0
     state: State | None = None
     payload: Payload | None = None
+    # Of which operation the record is; told with a mismatch only.
+    operation: str = ""
 
 
 @dataclass(slots=True)

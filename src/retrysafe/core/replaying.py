@@ -32,12 +32,17 @@ def replayed_value(call: Call, payload: Payload | None) -> Any:
         ) from error
 
 
-def reused(call: Call) -> KeyReused:
-    """The refusal of a different request under the same key."""
+def reused(call: Call, operation: str) -> KeyReused:
+    """The refusal of a different request under a key that was first used for this operation."""
+    first, first_operation = "a different request", None
+    # A nameless operation, and a store that does not tell it, leave the name empty.
+    if operation and operation != call.operation:
+        first, first_operation = f"the operation {operation!r}", operation
     return KeyReused(
-        f"the key {call.key.text!r} was first used for a different request: use a new key "
-        "for a new request, and the same request for a retry",
+        f"the key {call.key.text!r} was first used for {first}: use a new key for a new request, "
+        "and the same request for a retry",
         key=call.key.text,
+        first_operation=first_operation,
     )
 
 

@@ -100,6 +100,7 @@ def _claimed(
         max(0, (ends_at_ms or now_ms) - now_ms),
         record.lease_ends_at_ms,
         record.state,
+        operation=record.operation if decision is Decision.MISMATCH else "",
     )
 
 

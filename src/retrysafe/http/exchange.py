@@ -23,6 +23,7 @@ from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import (
     InvalidInput,
     KeyInvalid,
+    KeyReused,
     OperationInFlight,
     OutcomeNotStored,
     PolicyInvalid,
@@ -42,7 +43,7 @@ from retrysafe.http.headers import (
 )
 from retrysafe.http.keys_of import FromHeader
 from retrysafe.http.policy_page import policy_response
-from retrysafe.http.problems import Place, ProblemKind, problem, problem_of
+from retrysafe.http.problems import Place, ProblemKind, first_use, problem, problem_of
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response, response_of
 from retrysafe.http.rules import Match, Route, RouteTable, Rule, responds_async
@@ -195,9 +196,18 @@ class Protection:
         return Plan(route, request, caller, key, policy, preference, prefix)
 
     def caller(self, request: Request) -> str | GlobalCaller | None:
-        """Who calls; None when that is not known."""
+        """Who calls; None when that is not known. Raises `InvalidInput` for what is no caller."""
         caller_of = self._caller_of
-        return self._global if caller_of is None else caller_of(request)
+        if caller_of is None:
+            return self._global
+        caller = caller_of(request)
+        if type(caller) is not str and not isinstance(caller, str | GlobalCaller | None):
+            # Told to the client as a missing caller, nobody would find the mistake.
+            raise InvalidInput(
+                f"the caller is a text, or None when nobody can be told, got {caller!r}: write "
+                "str(…) around a number such as the user's id"
+            )
+        return caller
 
     @staticmethod
     def is_too_large(route: Route, length: bytes) -> bool:
@@ -313,7 +323,12 @@ class Protection:
             _logger.error("a protected request was refused", exc_info=error)
         if isinstance(error, OperationInFlight) and plan.preference.respond_async:
             return self.accepted(plan)
-        response = problem_of(error, self.place(plan.request, plan.prefix), key=plan.key)
+        detail: str | None = None
+        if isinstance(error, KeyReused) and not isinstance(plan.caller, GlobalCaller):
+            # In a namespace that all callers share, the first use may be somebody else's.
+            detail = first_use(error)
+        place = self.place(plan.request, plan.prefix)
+        response = problem_of(error, place, key=plan.key, detail=detail)
         if response is None:
             return None
         if response.status == problems.CALLER_UNKNOWN.status:

@@ -7,6 +7,7 @@ request may be sent again; they never show the server's inside: no store, no exc
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
@@ -114,6 +115,9 @@ KEY_REUSED: Final = ProblemKind(
     "The key was first used for a different request. Nothing was run; use a new key for a new "
     "request, and send retries unchanged.",
 )
+# An operation that goes by its method and path, as rules without a name call theirs. Clients know
+# those. Other names are the server's own: of a function, or given by somebody for operators.
+_ROUTE: Final = re.compile(r"[A-Z-]+ /\S*")
 OPERATION_FAILED: Final = ProblemKind(
     "operation-failed",
     500,
@@ -192,7 +196,7 @@ _KINDS_OF_ERRORS: Final[tuple[tuple[type[RetrysafeError], ProblemKind], ...]] = 
     (Closed, CLOSING),
 )
 # Errors whose own words are made for the client and tell no more than it has sent.
-_SPOKEN: Final = frozenset({IN_FLIGHT, KEY_REUSED, KEY_INVALID})
+_SPOKEN: Final = frozenset({IN_FLIGHT, KEY_INVALID})
 # A client that is told nothing comes back at once.
 RETRY_AFTER: Final = timedelta(seconds=1)
 
@@ -249,7 +253,17 @@ def problem(
     return Response(kind.status, lines, body)
 
 
-def problem_of(error: BaseException, place: Place, *, key: str | None = None) -> Response | None:
+def first_use(error: KeyReused) -> str | None:
+    """What the caller of a reused key is told of its first use; None for the usual words."""
+    first = error.first_operation
+    if first is None or _ROUTE.fullmatch(first) is None:
+        return None
+    return KEY_REUSED.meaning.replace("a different request", first, 1)
+
+
+def problem_of(
+    error: BaseException, place: Place, *, key: str | None = None, detail: str | None = None
+) -> Response | None:
     """The refusal that an error means; None for one that is not for clients."""
     kind = kind_of(error)
     if kind is None or not isinstance(error, RetrysafeError):
@@ -257,7 +271,7 @@ def problem_of(error: BaseException, place: Place, *, key: str | None = None) ->
     return problem(
         kind,
         place,
-        detail=str(error) if kind in _SPOKEN else None,
+        detail=str(error) if kind in _SPOKEN else detail,
         key=error.key or key,
         retry_after=error.retry_after if isinstance(error, OperationInFlight) else None,
         # A caller who waited for a run that failed may try again, since its failure freed the key.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 from retrysafe.core.outbox_ports import Outbox, outbox_of
 from retrysafe.core.ports import Store, Waits
@@ -16,6 +13,7 @@ from retrysafe.relay.crews import TaskCrew, ThreadCrew
 from retrysafe.relay.engine import RelayEngine, RelayReport
 from retrysafe.relay.policy import RelayPolicy
 from retrysafe.relay.ports import Deliver, Target
+from retrysafe.runtime.asides import Aside
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import mint_token
 from retrysafe.runtime.threaded import ThreadedStore
@@ -29,8 +27,10 @@ def _checked_size(concurrency: int) -> int:
     return concurrency
 
 
-class Relay:
+class Relay(Aside):
     """Delivers outbox entries from threads; any number of relays may work on one store."""
+
+    _ROLE = "relay"
 
     def __init__(
         self,
@@ -60,8 +60,6 @@ class Relay:
             mint_token=mint_token,
             on_report=on_report,
         )
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
 
     @property
     def report(self) -> RelayReport:
@@ -92,31 +90,6 @@ class Relay:
     def stop(self) -> None:
         """Ends `run` once what is under way is delivered; safe in a signal's function."""
         self._engine.stop()
-
-    def __enter__(self) -> Self:
-        """Delivers in a thread of its own until the block ends."""
-        self._thread = threading.Thread(target=self._run_aside, name="retrysafe-relay", daemon=True)
-        self._thread.start()
-        return self
-
-    def _run_aside(self) -> None:
-        try:
-            self.run()
-        except BaseException as error:
-            self._error = error
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stops, waits, and raises what ended the relay early."""
-        assert self._thread is not None  # Entered before it is left.
-        self.stop()
-        self._thread.join()
-        if self._error is not None and error is None:
-            raise self._error
 
 
 class AsyncRelay:

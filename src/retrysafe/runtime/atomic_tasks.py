@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
@@ -126,12 +127,12 @@ class TaskTransacting:
         return is_outage(error)
 
 
-class AtomicTasks(Face):
+class AtomicTasks(Face, ABC):
     """The atomic mode of a face for asyncio."""
 
+    @abstractmethod
     def _atomic_gate(self) -> TaskGate:
         """The gate of the running loop."""
-        raise NotImplementedError
 
     def atomic(
         self,

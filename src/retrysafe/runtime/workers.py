@@ -7,18 +7,16 @@ relay is.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Awaitable, Mapping
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
+from retrysafe.runtime.asides import Aside, log_end
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.duties import Flow
 from retrysafe.runtime.waiting import TaskSignal, ThreadSignal
-
-_logger: Final = logging.getLogger("retrysafe")
 
 # A signal that the system gives to another thread does not wake the main one, and only that runs
 # the signal's function; so whoever may be the main thread never waits longer than this at a time.
@@ -116,14 +114,14 @@ class TaskDuty:
             self._stopping.set()
 
 
-class Worker:
+class Worker(Aside):
     """Recovers, reports and sweeps from threads; any number of workers may share a store."""
+
+    _ROLE = "worker"
 
     def __init__(self, duties: Mapping[str, Duty]) -> None:
         self.duties = dict(duties)
         self._is_stopped = False
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
 
     @property
     def reports(self) -> dict[str, Any]:
@@ -183,39 +181,6 @@ class Worker:
         self._is_stopped = True
         for duty in self.duties.values():
             duty.stop()
-
-    def __enter__(self) -> Self:
-        """Works in threads of its own until the block ends."""
-        self._thread = threading.Thread(
-            target=self._run_aside, name="retrysafe-worker", daemon=True
-        )
-        self._thread.start()
-        return self
-
-    def _run_aside(self) -> None:
-        try:
-            self.run()
-        except BaseException as error:
-            self._error = error
-            _log_end(error)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stops, waits, and raises what ended the worker early."""
-        assert self._thread is not None  # Entered before it is left.
-        self.stop()
-        self._thread.join()
-        if self._error is not None and error is None:
-            raise self._error
-
-
-def _log_end(error: BaseException) -> None:
-    """The block that the worker was started for may last as long as its process."""
-    _logger.error("the worker was ended by an error, and does nothing more", exc_info=error)
 
 
 def _next_of(ended: SimpleQueue[BaseException | None]) -> BaseException | None:
@@ -301,7 +266,7 @@ class AsyncWorker:
 def _log_end_of(task: asyncio.Task[dict[str, Any]]) -> None:
     error = None if task.cancelled() else task.exception()
     if error is not None:
-        _log_end(error)
+        log_end("worker", error)
 
 
 async def _worked(duty: AsyncDuty) -> None:

@@ -61,14 +61,14 @@ class Configuration:
         for name in ("STORE", "CALLER"):
             if name not in options:
                 raise ImproperlyConfigured(f"{SETTING} needs {name}: {_WHY[name]}")
-        self._store = _imported(options["STORE"], "://")
+        self._store = _imported(options, "STORE", "://")
         self._face = _renamed(options, _FACE_NAMES)
         try:
             self.idempotency = Idempotency(self._store, **self._face)
             self.protection = Protection(
                 self.idempotency.settings,
-                caller=_imported(options["CALLER"]),
-                rules=_imported(options.get("RULES", ())),
+                caller=_imported(options, "CALLER"),
+                rules=_imported(options, "RULES") if "RULES" in options else (),
                 outcome_of=outcome_of,
                 **_renamed(options, _PROTECTION_NAMES),
             )
@@ -111,11 +111,17 @@ _WHY: Final = {
 }
 
 
-def _imported(value: Any, mark: str = "") -> Any:
-    """The value itself, or what a dotted name means; a text with the mark is no name."""
+def _imported(options: Mapping[str, Any], name: str, mark: str = "") -> Any:
+    """An option itself, or what a dotted name means; a text with the mark is no name."""
+    value = options[name]
     if not isinstance(value, str) or (mark and mark in value):
         return value
-    return import_string(value)
+    try:
+        return import_string(value)
+    except ImportError as error:
+        raise ImproperlyConfigured(
+            f"{SETTING} has no usable {name}, a text there is a dotted name: {error}"
+        ) from error
 
 
 def _renamed(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

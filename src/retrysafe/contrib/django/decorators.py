@@ -29,7 +29,13 @@ from retrysafe.contrib.django.transactions import (
     require_none_open,
     with_transactions,
 )
-from retrysafe.contrib.views import RULE_NAME, located, view_rule
+from retrysafe.contrib.views import (
+    RULE_NAME,
+    located,
+    require_function,
+    require_options,
+    view_rule,
+)
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.http.exchange import Plan
@@ -40,15 +46,17 @@ View = TypeVar("View", bound=Callable[..., Any])
 _ANSWERED = (Http404, PermissionDenied, BadRequest, SuspiciousOperation, MultiPartParserError)
 
 
-def idempotent(**options: Any) -> Callable[[View], View]:
+def idempotent(*misplaced: Any, **options: Any) -> Callable[[View], View]:
     """Decorates a view so that each key runs it once; takes what `Rule` takes but the path.
 
     Works on functions, and by `method_decorator` on `dispatch` or on a method of a class. Put it
     below decorators that check who calls. Raises `PolicyInvalid`.
     """
+    require_options(misplaced, "@idempotent()")
     rule = view_rule(options)
 
     def decorate(view: View) -> View:
+        require_function(view, 'write @method_decorator(idempotent(), name="dispatch") above it')
         if _is_async(view):
 
             @functools.wraps(view)

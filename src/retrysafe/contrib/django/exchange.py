@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
-from django.http import HttpResponse
+from django.http import HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
 
 from retrysafe.contrib.django.bodies import body_of, has_raw_body
@@ -20,6 +20,7 @@ from retrysafe.contrib.views import ViewRun
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.values import NotStorable
+from retrysafe.errors import InvalidInput
 from retrysafe.http import blocking
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.asgi_run import Message, Receive, Scope, Send
@@ -43,8 +44,17 @@ _serving: ContextVar[Any] = ContextVar("retrysafe_django_request", default=None)
 
 
 def django_request(request: Any) -> Any:
-    """Django's own request inside one of REST framework."""
-    return getattr(request, "_request", request)
+    """Django's own request inside one of REST framework.
+
+    Raises `InvalidInput` for a view that is called with something else.
+    """
+    plain = getattr(request, "_request", request)
+    if not isinstance(plain, HttpRequest):
+        raise InvalidInput(
+            f"a view was called with {type(request).__qualname__} in the place of its request: "
+            "above a method of a class, write @method_decorator(idempotent())"
+        )
+    return plain
 
 
 def prefix_of(request: Any) -> str:

@@ -1,0 +1,65 @@
+"""Work in a thread of its own for as long as a block lasts.
+
+Owns the thread, and what becomes of the error that ends its work before the block ends. What the
+work is, the class that derives from it says.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Any, ClassVar, Final, Self
+
+_logger: Final = logging.getLogger("retrysafe")
+
+
+class Aside(ABC):
+    """Runs in the thread that calls `run`, or aside in a `with` block."""
+
+    # In the name of the thread, and in what the log says.
+    _ROLE: ClassVar[str]
+    _thread: threading.Thread | None = None
+    _error: BaseException | None = None
+
+    @abstractmethod
+    def run(self) -> Any:
+        """Works until `stop`."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends `run` once what is under way has ended."""
+
+    def __enter__(self) -> Self:
+        """Works in threads of its own until the block ends."""
+        self._thread = threading.Thread(
+            target=self._run_aside, name=f"retrysafe-{self._ROLE}", daemon=True
+        )
+        self._thread.start()
+        return self
+
+    def _run_aside(self) -> None:
+        try:
+            self.run()
+        except BaseException as error:
+            self._error = error
+            log_end(self._ROLE, error)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stops, waits, and raises what ended the work early."""
+        assert self._thread is not None  # Entered before it is left.
+        self.stop()
+        self._thread.join()
+        if self._error is not None and error is None:
+            raise self._error
+
+
+def log_end(role: str, error: BaseException) -> None:
+    """Tells at once: the block that the work was started for may last as long as its process."""
+    _logger.error("the %s was ended by an error, and does nothing more", role, exc_info=error)
