@@ -402,7 +402,7 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 TaskGroupCommit._commit,
-                "self._answer([(future, _as_store_error(error)) for _, future in batch])",
+                "self._answer([(future, _as_store_error(error)) for future in waiting])",
                 "pass",
             ),
         ),

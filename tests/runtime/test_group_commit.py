@@ -428,7 +428,7 @@ class TaskStage:
     async def queue_up(self, count: int) -> list[asyncio.Task]:
         tasks = [asyncio.create_task(self.claim(f"queued {number}")) for number in range(count)]
         await turns()
-        assert len(self.group._queue) == count
+        assert len(self.group._claims) == count
         return tasks
 
 

@@ -109,19 +109,17 @@ class ReplayCache:
         entries = self._entries
         if digest in entries:
             self.forget(digest)
-        pairs: list[Any] = []
-        for fingerprint in request.fingerprints:
-            pairs += (fingerprint.rule, fingerprint.digest)
-        ends_monotonic = asked_monotonic + seconds
-        entries[digest] = (
-            ends_monotonic,
+        kept: Kept = (
+            asked_monotonic + seconds,
             attempt,
             request.operation,
             payload.form,
             head,
             body,
-            *pairs,
         )
+        for fingerprint in request.fingerprints:
+            kept += (fingerprint.rule, fingerprint.digest)
+        entries[digest] = kept
         self._bytes += size_bytes
         while len(entries) > self._entries_limit or self._bytes > self._bytes_limit:
             self._bytes -= _size_bytes(entries.popitem(last=False)[1])

@@ -13,7 +13,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
 from retrysafe.core.ports import Store
@@ -44,24 +44,22 @@ class _Entry:
         self.to_wake: list[_Entry] | None = None
 
 
-_Waiter = TypeVar("_Waiter")
-
-
 def _split(
-    pairs: Iterable[tuple[Row, _Waiter]],
-) -> tuple[list[ClaimRequest], list[_Waiter], list[Settlement], list[_Waiter]]:
+    batch: Iterable[_Entry],
+) -> tuple[list[ClaimRequest], list[_Entry], list[Settlement], list[_Entry]]:
     """Claims and settlements as the store takes them, each with those who wait for them."""
     claims: list[ClaimRequest] = []
-    claiming: list[_Waiter] = []
+    claiming: list[_Entry] = []
     settlements: list[Settlement] = []
-    settling: list[_Waiter] = []
-    for row, waiter in pairs:
+    settling: list[_Entry] = []
+    for entry in batch:
+        row = entry.row
         if isinstance(row, ClaimRequest):
             claims.append(row)
-            claiming.append(waiter)
+            claiming.append(entry)
         else:
             settlements.append(row)
-            settling.append(waiter)
+            settling.append(entry)
     return claims, claiming, settlements, settling
 
 
@@ -137,9 +135,7 @@ class ThreadGroupCommit:
             if len(batch) == 1:
                 self._carry_alone(batch[0])
                 return
-            claims, claiming, settlements, settling = _split(
-                [(entry.row, entry) for entry in batch]
-            )
+            claims, claiming, settlements, settling = _split(batch)
             claimed, settled = run_sync(self._store.commit(claims, settlements))
             for entry, claim_answer in zip(claiming, claimed, strict=True):
                 entry.result = claim_answer
@@ -220,13 +216,20 @@ class ThreadGroupCommit:
 
 
 class _Flight:
-    """One batch of tasks on its way."""
+    """One batch of tasks on its way: its rows, and who waits for them."""
 
-    __slots__ = ("has_left", "rows")
+    __slots__ = ("claiming", "claims", "has_left", "settlements", "settling")
 
     def __init__(self) -> None:
         self.has_left = False
-        self.rows = 0
+        self.claims: list[ClaimRequest] = []
+        self.claiming: list[asyncio.Future[Any]] = []
+        self.settlements: list[Settlement] = []
+        self.settling: list[asyncio.Future[Any]] = []
+
+    @property
+    def rows(self) -> int:
+        return len(self.claims) + len(self.settlements)
 
 
 class TaskGroupCommit:
@@ -239,7 +242,9 @@ class TaskGroupCommit:
         capabilities = store.capabilities
         self._batch_limit = capabilities.batch_limit
         self._flights_limit = capabilities.batches_in_flight
-        self._queue: deque[tuple[Row, asyncio.Future[Any]]] = deque()
+        # Apart, as the store takes them.
+        self._claims: deque[tuple[ClaimRequest, asyncio.Future[Any]]] = deque()
+        self._endings: deque[tuple[Settlement, asyncio.Future[Any]]] = deque()
         self._small_flights_limit = capabilities.small_batches_in_flight
         self._flights: dict[asyncio.Task[None], _Flight] = {}
         self._flights_count = 0
@@ -249,15 +254,16 @@ class TaskGroupCommit:
 
     def claim(self, request: ClaimRequest) -> asyncio.Future[ClaimAnswer]:
         """Claims a key in the next batch."""
-        return self._submit(request)
+        future = self._new_future()
+        self._claims.append((request, future))
+        if not self._is_boarding and self._may_launch():
+            self._launch()
+        return future
 
     def settle(self, settlement: Settlement) -> asyncio.Future[SettleAnswer]:
         """Ends or extends an attempt in the next batch; cancelling the wait does not stop it."""
-        return self._submit(settlement)
-
-    def _submit(self, row: Row) -> asyncio.Future[Any]:
         future = self._new_future()
-        self._queue.append((row, future))
+        self._endings.append((settlement, future))
         if not self._is_boarding and self._may_launch():
             self._launch()
         return future
@@ -269,7 +275,10 @@ class TaskGroupCommit:
             return True
         if self._rows_in_flight < FEW_ROWS and flights < self._small_flights_limit:
             return True
-        return flights < self._flights_limit and len(self._queue) >= self._batch_limit
+        return (
+            flights < self._flights_limit
+            and len(self._claims) + len(self._endings) >= self._batch_limit
+        )
 
     def _launch(self) -> None:
         # It leaves in the next turn of the loop: what other ready tasks add comes along. A loop
@@ -281,37 +290,46 @@ class TaskGroupCommit:
         self._flights[task] = flight
         task.add_done_callback(self._landed)
 
-    def _next_batch(self) -> list[tuple[Row, asyncio.Future[Any]]]:
-        batch: list[tuple[Row, asyncio.Future[Any]]] = []
-        while self._queue and len(batch) < self._batch_limit:
-            row, future = self._queue.popleft()
+    def _board(self, flight: _Flight) -> None:
+        """Takes along what fits in; endings first, because each of them ends somebody's wait."""
+        left = self._batch_limit
+        endings, settlements, settling = self._endings, flight.settlements, flight.settling
+        while endings and left:
+            settlement, future = endings.popleft()
+            # Written whether its caller still waits or not.
+            settlements.append(settlement)
+            settling.append(future)
+            left -= 1
+        waiting, claims, claiming = self._claims, flight.claims, flight.claiming
+        while waiting and left:
+            request, future = waiting.popleft()
             # A claim whose caller is gone would block its key for a lease with nobody to run it.
-            # An ending is written whether its caller waits or not.
-            if not (future.done() and isinstance(row, ClaimRequest)):
-                batch.append((row, future))
-        return batch
+            if not future.done():
+                claims.append(request)
+                claiming.append(future)
+                left -= 1
 
     async def _fly(self, flight: _Flight) -> None:
         self._is_boarding = False
-        batch = self._next_batch()
+        self._board(flight)
         flight.has_left = True
-        flight.rows = len(batch)
-        self._rows_in_flight += len(batch)
-        if self._queue and self._may_launch():
+        rows = flight.rows
+        self._rows_in_flight += rows
+        if (self._endings or self._claims) and self._may_launch():
             self._launch()
-        if batch:
-            await self._commit(batch)
+        if rows:
+            await self._commit(flight)
 
-    async def _commit(self, batch: list[tuple[Row, asyncio.Future[Any]]]) -> None:
-        claims, claiming, settlements, settling = _split(batch)
+    async def _commit(self, flight: _Flight) -> None:
         try:
-            claimed, settled = await self._store.commit(claims, settlements)
+            claimed, settled = await self._store.commit(flight.claims, flight.settlements)
             answers: list[tuple[asyncio.Future[Any], Any]] = [
-                *zip(claiming, claimed, strict=True),
-                *zip(settling, settled, strict=True),
+                *zip(flight.settling, settled, strict=True),
+                *zip(flight.claiming, claimed, strict=True),
             ]
         except BaseException as error:
-            self._answer([(future, _as_store_error(error)) for _, future in batch])
+            waiting = (*flight.settling, *flight.claiming)
+            self._answer([(future, _as_store_error(error)) for future in waiting])
             if not isinstance(error, StoreError):
                 raise
             return
@@ -330,17 +348,18 @@ class TaskGroupCommit:
     def _landed(self, task: asyncio.Task[None]) -> None:
         flight = self._flights.pop(task)
         self._flights_count -= 1
-        self._rows_in_flight -= flight.rows
-        if not flight.has_left:
+        if flight.has_left:
+            self._rows_in_flight -= flight.rows
+        else:
             self._is_boarding = False  # Cancelled before; its rows are still in the queue.
         if not task.cancelled():
             task.exception()  # Told to every row already.
-        if self._queue and not self._is_boarding and self._may_launch():
+        if (self._endings or self._claims) and not self._is_boarding and self._may_launch():
             self._launch()
 
     async def drain(self) -> None:
         """Waits until everything that was submitted is answered."""
-        while self._queue or self._flights:
+        while self._endings or self._claims or self._flights:
             if self._flights:
                 await asyncio.wait(set(self._flights))
             else:
