@@ -54,6 +54,13 @@ class CachedOutcome:
         """What is replayed."""
         return Payload(*self.kept[_PAYLOAD])
 
+    def is_of(self, fingerprint: Fingerprint) -> bool:
+        """Whether the request that it is the outcome of has this for its first fingerprint."""
+        kept = self.kept
+        return bool(
+            kept[_FIRST_PAIR + 1] == fingerprint.digest and kept[_FIRST_PAIR] == fingerprint.rule
+        )
+
     @property
     def fingerprints(self) -> tuple[Fingerprint, ...]:
         """What was asked for."""

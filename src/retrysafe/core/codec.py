@@ -104,12 +104,23 @@ def _head(value: Any) -> bytes:
     return values.type_name(type(value)).encode()
 
 
-# The bytes are our own and UTF-8: looking for other encodings would take longer than reading them.
-_parse: Final = json.JSONDecoder().decode
+_DECODER: Final = json.JSONDecoder()
+
+
+def _parse(body: bytes) -> Any:
+    """The value of JSON bytes that are our own: UTF-8, and without a blank around the value.
+
+    Looking for other encodings and for blanks would take longer than reading them.
+    """
+    text = body.decode()
+    value, end = _DECODER.raw_decode(text)
+    # What is not as it was written is told as the library tells it.
+    return value if end == len(text) else _DECODER.decode(text)
+
 
 _READERS: Final[dict[str, Callable[[Payload, Types], Any]]] = {
     BYTES: lambda payload, types: payload.body,
-    JSON: lambda payload, types: _parse(payload.body.decode()),
+    JSON: lambda payload, types: _parse(payload.body),
     TAGGED: lambda payload, types: values.from_tree(json.loads(payload.body), types),
     DATACLASS: lambda payload, types: values.read_dataclass(
         types.find(payload.head.decode()), json.loads(payload.body), types

@@ -126,18 +126,22 @@ class Engine:
         call: Call,
         invoke: Callable[[Any], Awaitable[Any]],
         transacting: Transacting | None = None,
+        *,
+        was_recalled: bool = False,
     ) -> Answer[Any]:
         """The outcome of the key's one run, from this call or from an earlier one.
 
         The operation gets its `Attempt`; with `transacting` an `AtomicAttempt`, and its claim and
-        its outcome are written in the transaction that is opened for it.
+        its outcome are written in the transaction that is opened for it. `was_recalled` says that
+        `recall` has just found nothing.
 
         Raises `KeyReused`, `OperationInFlight`, the stored failure, `OutcomeUnavailable`,
         `ClaimLost`, `OutcomeNotStored` or `StoreUnavailable`, and what the operation raises.
         """
-        remembered = self.recall(call)
-        if remembered is not None:
-            return remembered
+        if not was_recalled:
+            remembered = self.recall(call)
+            if remembered is not None:
+                return remembered
         wait_until: float | None = None
         if call.policy.in_flight is _WAIT:
             wait_until = self._monotonic() + call.policy.wait_seconds
@@ -172,7 +176,7 @@ class Engine:
             return None
         # One look-up of a dictionary is atomic, so a miss takes no lock.
         cached = self._cache.find(call.key.digest, self._monotonic())
-        if cached is not None:
+        if cached is not None and not cached.is_of(call.fingerprints[0]):
             self._check_same(call, cached, "process")
         return cached
 

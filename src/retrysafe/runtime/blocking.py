@@ -323,12 +323,16 @@ class BlockingIdempotency(AtomicThreads, Face):
     def _answer(
         self, call: Call, operation: Callable[..., Any], args: Any, kwargs: Any
     ) -> Answer[Any]:
+        gate = self._gate
+        gate.require_open()
+        remembered = self._engine.recall(call)
+        if remembered is not None:
+            return remembered
         # Also what the gate knows this call by.
         invocation = ThreadInvocation(operation, args, kwargs)
-        gate = self._gate
         try:
             gate.enter(invocation)
-            return run_sync(self._engine.answer(call, invocation.invoke))
+            return run_sync(self._engine.answer(call, invocation.invoke, was_recalled=True))
         finally:
             gate.leave(invocation)
 

@@ -25,6 +25,11 @@ class ThreadGate:
         self._left = threading.Event()
         self.is_closed = False
 
+    def require_open(self) -> None:
+        """Raises `Closed`; for what is over before anybody could wait for it."""
+        if self.is_closed:
+            raise _closed()
+
     def enter(self, token: object) -> None:
         """Lets a call in; raises `Closed`. `leave` takes it out again, and may be called anyway."""
         # In this order: `close` sets its mark before it looks, so one of the two sees the other.
@@ -63,6 +68,11 @@ class TaskGate:
     def is_empty(self) -> bool:
         """Whether nobody is inside."""
         return not self._inside
+
+    def require_open(self) -> None:
+        """Raises `Closed`; for what is over before anybody could wait for it."""
+        if self.is_closed:
+            raise _closed()
 
     def enter(self) -> None:
         """Lets a call in; raises `Closed`."""

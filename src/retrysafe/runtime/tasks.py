@@ -243,7 +243,10 @@ class AsyncFace(AtomicTasks, Face):
             rule=rule,
             returns=returns,
         )
-        value: T = (await self._answer(call, operation, args, {})).value
+        answer = self._recalled(call)
+        if answer is None:
+            answer = await self._answer(call, operation, args, {}, was_recalled=True)
+        value: T = answer.value
         return value
 
     async def answer(
@@ -271,7 +274,10 @@ class AsyncFace(AtomicTasks, Face):
             rule=rule,
             returns=returns,
         )
-        return await self._answer(call, operation, args, {})
+        answer = self._recalled(call)
+        if answer is None:
+            answer = await self._answer(call, operation, args, {}, was_recalled=True)
+        return answer
 
     def once(
         self,
@@ -311,7 +317,10 @@ class AsyncFace(AtomicTasks, Face):
             @functools.wraps(function)
             async def run_once(*args: P.args, **kwargs: P.kwargs) -> T:
                 call = decoration.call(args, kwargs)
-                value: T = (await self._answer(call, function, args, kwargs)).value
+                answer = self._recalled(call)
+                if answer is None:
+                    answer = await self._answer(call, function, args, kwargs, was_recalled=True)
+                value: T = answer.value
                 return value
 
             setattr(run_once, ONCE_ATTRIBUTE, decoration)
@@ -394,14 +403,26 @@ class AsyncFace(AtomicTasks, Face):
         finally:
             parts.gate.leave()
 
+    def _recalled(self, call: Call) -> Answer[Any] | None:
+        """What this process remembers: a replay that needs neither a coroutine nor the gate."""
+        parts = self._bound()
+        parts.gate.require_open()
+        return parts.engine.recall(call)
+
     async def _answer(
-        self, call: Call, operation: Callable[..., Awaitable[Any]], args: Any, kwargs: Any
+        self,
+        call: Call,
+        operation: Callable[..., Awaitable[Any]],
+        args: Any,
+        kwargs: Any,
+        *,
+        was_recalled: bool = False,
     ) -> Answer[Any]:
         invocation = TaskInvocation(operation, args, kwargs)
         parts = self._bound()
         parts.gate.enter()
         try:
-            return await parts.engine.answer(call, invocation.invoke)
+            return await parts.engine.answer(call, invocation.invoke, was_recalled=was_recalled)
         finally:
             parts.gate.leave()
 
