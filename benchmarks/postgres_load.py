@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import asyncpg
+import uvloop
 
 from retrysafe import GLOBAL, AsyncIdempotency, Idempotency
 
@@ -289,7 +290,7 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     found = KINDS[task["kind"]](task)
     if asyncio.iscoroutine(found):
-        found = asyncio.run(found)
+        found = uvloop.run(found)
     print(json.dumps(found), flush=True)
 
 

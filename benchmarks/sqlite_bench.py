@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import uvloop
+
 from benchmarks.measuring import Report, Row, in_turn, median_ratio
 from retrysafe import GLOBAL, AsyncIdempotency, Idempotency
 
@@ -104,7 +106,7 @@ def many_tasks(_round: int) -> float:
             return CALLERS * PER_CALLER / (time.perf_counter() - started)
 
     with fresh_file() as path:
-        return asyncio.run(measure())
+        return uvloop.run(measure())
 
 
 def run(is_quick: bool = False) -> Report:
