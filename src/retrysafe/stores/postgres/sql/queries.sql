@@ -124,17 +124,19 @@ WHERE k.digest = h.digest
 RETURNING k.digest, k.lease_ends_at_ms, k.lease_ends_at_ms - c.now_ms;
 
 -- name: read_records
--- The records of several keys with the payload to replay, and the instant they were read at.
+-- The records of several keys, the instant they were read at, and the payloads to replay whose
+-- audits end between the two given instants. The bounds are constants for the planner: it opens the
+-- partitions of those days only, where it would otherwise open all of them before it reads a row.
 SELECT
-    {now_ms},
+    (SELECT {now_ms}),
     k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token, k.attempt,
     k.first_claimed_at_ms, k.claimed_at_ms, k.lease_ends_at_ms, k.settled_at_ms, k.expires_at_ms,
-    k.owner, o.form, o.head, o.body
+    k.owner, k.audit_ends_at_ms, o.form, o.head, o.body
 FROM {schema}.keys AS k
 LEFT JOIN {schema}.outcomes AS o
     ON k.state IN (2, 3)
     AND o.audit_ends_at_ms = k.audit_ends_at_ms AND o.digest = k.digest AND o.token = k.token
-    AND o.attempt = k.attempt
+    AND o.attempt = k.attempt AND o.audit_ends_at_ms BETWEEN $2::bigint AND $3::bigint
 WHERE k.digest = ANY ($1::bytea[]);
 
 -- name: replace_record
