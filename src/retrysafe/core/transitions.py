@@ -39,6 +39,9 @@ OPERATOR_RELEASE_KEPT_MS: Final = 24 * 60 * 60 * 1000
 
 # Looked up once: members of an enum are dear to look up on every call.
 _PENDING: Final = State.PENDING
+_ADMIT: Final = Decision.ADMIT
+_TAKE_OVER: Final = Decision.TAKE_OVER
+_REPLAY: Final = Decision.REPLAY
 _STATES: Final = {kind: State(kind) for kind in SettleKind}
 
 
@@ -58,7 +61,7 @@ def claim(
     condition = condition_of(record, now_ms)
     event = claim_event(record, request.fingerprints, request.operation, request.token)
     decision = decide(event, condition)
-    if decision is Decision.ADMIT:
+    if decision is _ADMIT:
         return _granted(request, None, condition, now_ms), _grant(
             decision, condition, 1, request, now_ms
         )
@@ -89,10 +92,10 @@ def _claimed(
     record: Record, request: ClaimRequest, decision: Decision, condition: Condition, now_ms: int
 ) -> tuple[Record | None, ClaimAnswer]:
     """What a claim does to a record that is there and not outlived."""
-    if decision is Decision.TAKE_OVER:
+    if decision is _TAKE_OVER:
         granted = _granted(request, record, condition, now_ms)
         return granted, _grant(decision, condition, granted.attempt, request, now_ms)
-    ends_at_ms = record.expires_at_ms if decision is Decision.REPLAY else record.lease_ends_at_ms
+    ends_at_ms = record.expires_at_ms if decision is _REPLAY else record.lease_ends_at_ms
     return None, ClaimAnswer(
         decision,
         condition,
@@ -112,7 +115,7 @@ def _grant(
         attempt,
         request.lease_ms,
         now_ms + request.lease_ms,
-        State.PENDING,
+        _PENDING,
     )
 
 

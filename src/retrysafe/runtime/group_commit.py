@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, Final, TypeVar
 
-from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
+from retrysafe.core.model import ClaimAnswer, ClaimRequest, Decision, SettleAnswer, Settlement
 from retrysafe.core.ports import Store
 from retrysafe.errors import StoreError, StoreUnavailable
 from retrysafe.runtime.drive import run_sync
@@ -24,6 +24,9 @@ Row = ClaimRequest | Settlement
 _WAITING: Final = object()
 # While fewer rows than this are on their way, the next one leaves at once if the store allows it.
 FEW_ROWS: Final = 8
+# Replays are not parted into smaller batches than this: what a batch costs by itself would show.
+REPLAYS_SHARE: Final = 32
+_REPLAY: Final = Decision.REPLAY
 
 
 class _Entry:
@@ -243,6 +246,8 @@ class TaskGroupCommit:
         self._rows_in_flight = 0
         # Whether a flight is about to leave, and takes along what comes until then.
         self._is_boarding = False
+        # Whether the last batch was one of replays, as far as its first row tells.
+        self._is_replaying = False
 
     def claim(self, request: ClaimRequest) -> asyncio.Future[ClaimAnswer]:
         """Claims a key in the next batch."""
@@ -278,7 +283,12 @@ class TaskGroupCommit:
 
     def _next_batch(self) -> list[tuple[Row, asyncio.Future[Any]]]:
         batch: list[tuple[Row, asyncio.Future[Any]]] = []
-        while self._queue and len(batch) < self._batch_limit:
+        limit = self._batch_limit
+        if self._is_replaying and self._flights_count < self._flights_limit:
+            # Replays share no flush that would be worth waiting for together. Half of them are
+            # answered here while the store reads the others.
+            limit = min(limit, max(REPLAYS_SHARE, (len(self._queue) + 1) // 2))
+        while self._queue and len(batch) < limit:
             row, future = self._queue.popleft()
             # A claim whose caller is gone would block its key for a lease with nobody to run it.
             # An ending is written whether its caller waits or not.
@@ -301,6 +311,8 @@ class TaskGroupCommit:
         claims, claiming, settlements, settling = _split(batch)
         try:
             claimed, settled = await self._store.commit(claims, settlements)
+            first = None if settlements else claimed[0]
+            self._is_replaying = isinstance(first, ClaimAnswer) and first.decision is _REPLAY
             answers: list[tuple[asyncio.Future[Any], Any]] = [
                 *zip(claiming, claimed, strict=True),
                 *zip(settling, settled, strict=True),

@@ -86,16 +86,10 @@ class Batches:
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
         """Applies a batch; raises `StoreRejected` when a row of it cannot be taken."""
-        digests = {request.key.digest for request in claims}
-        digests.update([item.key.digest for item in settlements])
-        if (
-            self._balance > 0
-            and not settlements
-            and len(digests) == len(claims)
-            and not self._sifter.knows_any(digests)
-        ):
+        # An ending does not wait for a look that it does not need.
+        if self._balance > 0 and not settlements:
             return await self._read_and_claim(claims), []
-        return await self._write(claims, settlements, digests)
+        return await self._write(claims, settlements)
 
     async def _read_and_claim(self, claims: Sequence[ClaimRequest]) -> list[ClaimResult]:
         """Reads first, which is all that replays need, and then writes the new keys.
@@ -107,7 +101,7 @@ class Batches:
         self._weigh(len(found))
         results: list[ClaimResult | None] = [None] * len(claims)
         if new:
-            written, _ = await self._write(new, [], {request.key.digest for request in new})
+            written, _ = await self._write(new, [])
             answers = iter(written)
             results = [None if request.key.digest in found else next(answers) for request in claims]
         return await self._answer_rest(claims, results, found)
@@ -117,12 +111,11 @@ class Batches:
         self._balance = max(-BALANCE_LIMIT, min(BALANCE_LIMIT, self._balance + met))
 
     async def _write(
-        self,
-        claims: Sequence[ClaimRequest],
-        settlements: Sequence[Settlement],
-        digests: set[bytes],
+        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
         """Writes first, which is all that new keys and endings need."""
+        digests = {request.key.digest for request in claims}
+        digests.update([item.key.digest for item in settlements])
         if (
             len(digests) < len(claims) + len(settlements)
             or any(item.kind is _EXTEND or item.entries for item in settlements)
