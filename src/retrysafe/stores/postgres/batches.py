@@ -284,8 +284,10 @@ class Batches:
         results: Sequence[ClaimResult | None],
         found: dict[bytes, Found],
     ) -> list[ClaimResult]:
-        """Answers the claims that are not answered yet, by what was read of their keys."""
-        seen: set[bytes] = set()
+        """Answers the claims that are not answered yet, by what was read of their keys.
+
+        Where an earlier claim of the same batch has changed that, the comparison finds out.
+        """
         lock_wait = LOCK_WAIT
         answers: list[ClaimResult] = []
         for request, result in zip(claims, results, strict=True):
@@ -294,10 +296,6 @@ class Batches:
                 continue
             digest = request.key.digest
             known = found.get(digest)
-            if digest in seen:
-                # An earlier claim of the same batch may have changed what was read.
-                known = await self._reader.read_payload(digest)
-            seen.add(digest)
             answer = None if known is None else _unwritten(request, known)
             if answer is None:
                 answer = await self._claim_existing(request, known, lock_wait)
