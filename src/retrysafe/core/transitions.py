@@ -25,11 +25,13 @@ from retrysafe.core.model import (
     Condition,
     Decision,
     OperatorCommand,
+    Payload,
     Record,
     SettleAnswer,
     SettleKind,
     Settlement,
     State,
+    StepWrite,
 )
 from retrysafe.errors import DigestCollision
 
@@ -206,10 +208,20 @@ def _settled(record: Record, settlement: Settlement, now_ms: int) -> Record:
     )
 
 
-def record_step(record: Record | None, token: bytes, now_ms: int) -> Decision:
-    """Whether a step's result may be stored."""
-    event = held_event(record, Event.RECORD_STEP, token)
-    return decide(event, condition_of(record, now_ms))
+def record_step(
+    record: Record | None, write: StepWrite, stored: Payload | None, now_ms: int
+) -> Decision:
+    """Whether a step's result may be stored; `stored` is the result that stands already.
+
+    LOST when that is another one. An owner skips what is stored and writes each step once, so this
+    is a former owner whose token a late copy of its claim has brought back: it must not go on with
+    a result that nobody else will ever see.
+    """
+    event = held_event(record, Event.RECORD_STEP, write.token)
+    decision = decide(event, condition_of(record, now_ms))
+    if stored is not None and stored != write.step.payload:
+        return Decision.LOST
+    return decision
 
 
 def operate(

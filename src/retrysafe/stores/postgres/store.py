@@ -113,17 +113,13 @@ class PostgresStore:
     async def record_step(self, write: StepWrite) -> Decision:
         """Stores a step's result while the token holds the key."""
         step, payload = write.step, write.step.payload
-        ((count,),) = await self._fetch(
-            "record_step",
-            write.key.digest,
-            write.token,
-            step.name,
-            step.position,
-            payload.form,
-            payload.head,
-            payload.body,
+        result = (payload.form, payload.head, payload.body)
+        ((is_held, is_first),) = await self._fetch(
+            "record_step", write.key.digest, write.token, step.name, step.position, *result
         )
-        return Decision.APPLY if count else Decision.LOST
+        if is_held and not is_first:
+            ((is_held,),) = await self._fetch("has_step", write.key.digest, step.name, *result)
+        return Decision.APPLY if is_held else Decision.LOST
 
     def join(self, connection: object) -> PostgresTransaction:
         """The open transaction of a user's connection; raises `InvalidInput` for unknown kinds."""
