@@ -12,10 +12,14 @@ from retrysafe import (
     ClaimLost,
     Idempotency,
     InvalidInput,
+    Key,
     OutcomeNotStored,
     StepReused,
     current_attempt,
 )
+from retrysafe.core.model import Decision, Payload, Step, StepWrite
+from retrysafe.runtime.drive import run_sync
+from retrysafe.testing.suite.probe import request
 from tests.atomic.drivers import Rollback
 from tests.atomic.test_drivers import in_thread
 
@@ -280,3 +284,32 @@ def test_a_zombie_on_sqlite_can_neither_write_nor_record(tmp_path):
         with closing(sqlite3.connect(path)) as connection:
             assert connection.execute("SELECT count(*) FROM orders").fetchone() == (0,)
         assert idem.read("order-1").steps == []
+
+
+def lost_after_another(store, connection, key):
+    """Whether a step is refused in a transaction, whatever result is stored of it."""
+    wish = request(key)
+    run_sync(store.commit([wish], []))
+    stored, other = Payload("json.1", b"", b"1"), Payload("json.1", b"", b"2")
+    write = StepWrite(key, wish.token, Step("book", 1, stored))
+    assert run_sync(store.record_step(write)) is Decision.APPLY
+    transaction = store.join(connection)
+    return [
+        run_sync(transaction.record_step(StepWrite(key, wish.token, Step("book", 1, payload))))
+        for payload in (stored, other)
+    ] == [Decision.LOST, Decision.LOST]
+
+
+def test_what_a_stored_step_stands_for_is_not_written_again(shop, idem, tmp_path):
+    """Also with an equal result, as nothing is: the order in this transaction is a second one."""
+    with closing(psycopg.connect(shop.server_url)) as connection:
+        connection.execute("SELECT 1")
+        assert lost_after_another(idem.store, connection, Key("order-1", caller="shop"))
+    path = tmp_path / "orders.db"
+    with (
+        Idempotency(f"sqlite:///{path}", caller="shop") as embedded,
+        closing(sqlite3.connect(path)) as connection,
+    ):
+        connection.execute("CREATE TABLE orders (name text)")
+        connection.commit()
+        assert lost_after_another(embedded.store, connection, Key("order-1", caller="shop"))

@@ -12,7 +12,7 @@ import pytest
 from retrysafe.core import codec
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.events import EventKind
-from retrysafe.core.model import Payload, State
+from retrysafe.core.model import Payload, State, Step
 from retrysafe.core.policy import Policy
 from retrysafe.core.steps import StepBook, StepRetry, checked_name
 from retrysafe.errors import (
@@ -613,6 +613,28 @@ def test_a_claim_that_was_lost_stays_lost_for_its_steps(world, effects):
     with pytest.raises(ClaimLost):
         run(world.first, operation)
     assert effects.ran == []
+
+
+@pytest.mark.parametrize(("theirs", "goes_on"), [(b'"other"', False), (b'"charged"', True)])
+def test_a_result_that_another_owner_has_stored_is_not_ones_own(world, effects, theirs, goes_on):
+    """A late copy of the claim brings the token back; only an equal result can be gone on with."""
+
+    async def operation(attempt: Attempt):
+        async def charge() -> str:
+            step = Step("charge", 1, Payload(codec.JSON, b"", theirs))
+            await world.store.record_step(attempt._opened_steps().writer.write_of(step))
+            return "charged"
+
+        await attempt.step("charge", charge)
+        effects.ran.append("went on")
+
+    if goes_on:
+        run(world.first, operation)
+    else:
+        with pytest.raises(ClaimLost):
+            run(world.first, operation)
+    assert effects.ran == (["went on"] if goes_on else [])
+    assert [step.payload.body for step in drive(world.store.read(KEY)).steps] == [theirs]
 
 
 def test_a_record_that_is_gone_is_a_lost_claim(world, effects):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
@@ -16,9 +16,12 @@ from retrysafe.core.model import (
     Decision,
     Fingerprint,
     OperatorCommand,
+    Payload,
     Record,
     SettleKind,
     State,
+    Step,
+    StepWrite,
 )
 from retrysafe.core.transitions import OPERATOR_RELEASE_KEPT_MS
 from retrysafe.errors import DigestCollision
@@ -221,11 +224,28 @@ def test_a_settlement_writes_only_what_the_table_applies(item, kind, token):
         assert answer.decision is Decision.LOST
 
 
+PAYLOAD = Payload("json.1", b"head", b"1")
+
+
 @given(RECORDS | st.none(), st.sampled_from([TOKEN, OTHER_TOKEN]))
 def test_a_step_is_stored_only_for_the_holder_of_a_pending_record(item, token):
     holds = item is not None and item.token == token and item.state is State.PENDING
     expected = Decision.APPLY if holds else Decision.LOST
-    assert transitions.record_step(item, token, NOW) is expected
+    write = StepWrite(KEY, token, Step("charge", 1, PAYLOAD))
+    assert transitions.record_step(item, write, None, NOW) is expected
+    assert transitions.record_step(item, write, replace(PAYLOAD), NOW) is expected
+
+
+@given(RECORDS | st.none(), st.sampled_from([TOKEN, OTHER_TOKEN]))
+def test_another_result_of_a_stored_step_is_a_lost_claim(item, token):
+    """Whoever holds the token: there is a result already, and it is not the writer's."""
+    write = StepWrite(KEY, token, Step("charge", 1, PAYLOAD))
+    for stored in (
+        replace(PAYLOAD, form="other.1"),
+        replace(PAYLOAD, head=b"other"),
+        replace(PAYLOAD, body=b"other"),
+    ):
+        assert transitions.record_step(item, write, stored, NOW) is Decision.LOST
 
 
 @given(RECORDS | st.none(), st.sampled_from(OperatorCommand))

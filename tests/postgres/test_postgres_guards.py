@@ -104,6 +104,24 @@ def zombie_cannot_record_a_step(store: PostgresStore) -> None:
     assert run_sync(store.record_step(write)) is Decision.LOST
 
 
+def another_result_of_a_step_is_refused(store: PostgresStore) -> None:
+    token = mint_token()
+    claimed(store, token, 60_000)
+    first, other = (Step("charge", 1, Payload("json.1", b"", body)) for body in (b"1", b"2"))
+    assert run_sync(store.record_step(StepWrite(KEY, token, first))) is Decision.APPLY
+    assert run_sync(store.record_step(StepWrite(KEY, token, other))) is Decision.LOST
+
+
+def stored_step_is_not_repeated_in_a_transaction(store: PostgresStore) -> None:
+    token = mint_token()
+    claimed(store, token, 60_000)
+    write = StepWrite(KEY, token, Step("charge", 1, Payload("json.1", b"", b"1")))
+    assert run_sync(store.record_step(write)) is Decision.APPLY
+    with closing(psycopg.connect(store.url)) as connection:
+        connection.execute("SELECT 1")
+        assert run_sync(store.join(connection).record_step(write)) is Decision.LOST
+
+
 def zombie_cannot_settle_in_its_transaction(store: PostgresStore) -> None:
     zombie, _ = taken_over(store)
     url = store.url
@@ -270,6 +288,15 @@ GUARDS = [
     ),
     Guard("extend", " AND k.token = w.token", "", zombie_cannot_extend),
     Guard("record_step", "AND token = $2", "AND $2::bytea <> ''", zombie_cannot_record_a_step),
+    Guard(
+        "has_step", " AND body = $5", " AND $5::bytea <> ''", another_result_of_a_step_is_refused
+    ),
+    Guard(
+        "record_step_joined",
+        "FROM stored",
+        "FROM held",
+        stored_step_is_not_repeated_in_a_transaction,
+    ),
     Guard(
         "settle_record",
         "AND k.token = $2::bytea",

@@ -23,6 +23,7 @@ from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import mint_token
 from retrysafe.stores.postgres import sifting
+from retrysafe.stores.postgres.batches import BALANCE_LIMIT
 from retrysafe.stores.postgres.connector import Locked
 from retrysafe.stores.postgres.schema import LOCK_WAIT
 from retrysafe.testing.suite.probe import KEY, key_of, request, settlement
@@ -222,6 +223,25 @@ def test_a_duplicate_of_an_attempt_that_completes_in_a_transaction(scene):
 
 
 @EVERY_FACE
+@pytest.mark.parametrize("has_row", [False, True], ids=["new", "released"])
+def test_a_batch_that_is_read_first_waits_no_longer(scene, has_row):
+    """The look waits for nobody; what must be written waits once, and its neighbours with it."""
+    if has_row:
+        token = mint_token()
+        scene.claim(token=token)
+        scene.commit([], [settlement(SettleKind.RELEASE, KEY, token)])
+    scene.start_atomic_run()
+    for neighbours, locked in ((others(), 1), ([], 2 if has_row else 1)):
+        scene.store._batches._balance = BALANCE_LIMIT
+        (busy, *free), _ = scene.commit([request(KEY), *neighbours])
+        assert busy.decision is Decision.IN_FLIGHT
+        assert [answer.decision for answer in free] == [Decision.ADMIT] * len(neighbours)
+        assert scene.locked == locked
+    scene.user.commit()
+    scene.store._batches._balance = BALANCE_LIMIT
+    assert scene.claim() is Decision.REPLAY
+
+
 def test_nobody_takes_over_while_the_owner_completes(scene):
     """Its lease is over, but its transaction may still commit: then that outcome is the one."""
     token = mint_token()

@@ -17,11 +17,23 @@ import pytest
 
 from retrysafe import Idempotency, SqliteStore, StoreRejected, StoreUnavailable
 from retrysafe.core.keys import Key
-from retrysafe.core.model import ClaimRequest, Condition, Decision, Fingerprint
+from retrysafe.core.model import (
+    ClaimRequest,
+    Condition,
+    Decision,
+    Fingerprint,
+    SettleKind,
+    Settlement,
+)
 from retrysafe.core.ports import Capabilities, Waits
 from retrysafe.runtime import group_commit
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.group_commit import FEW_ROWS, TaskGroupCommit, ThreadGroupCommit
+from retrysafe.runtime.group_commit import (
+    FEW_ROWS,
+    REPLAYS_SHARE,
+    TaskGroupCommit,
+    ThreadGroupCommit,
+)
 from tests.runtime.staged import (
     Hold,
     StagedStore,
@@ -629,6 +641,45 @@ def test_a_full_batch_keeps_the_others_waiting():
         hold.open()
         await asyncio.gather(*rows)
         assert [len(commit.claims) for commit in store.commits] == [FEW_ROWS, 1]
+        await group.drain()
+
+    drive(main())
+
+
+def test_replays_leave_in_two_batches_side_by_side():
+    """What is only read gains nothing by leaving together: one half is served beside the other.
+
+    Only many, and only where the store takes two batches; new keys share one flush again at once.
+    """
+
+    async def main() -> None:
+        store = StagedStore(waits=Waits.SUSPENDING)
+        store.capabilities = Capabilities(Waits.SUSPENDING, batch_limit=128, batches_in_flight=2)
+        group = TaskGroupCommit(store, asyncio.get_running_loop())
+
+        async def run(name: str) -> None:
+            request = _request(name)
+            await group.claim(request)
+            ending = Settlement(SettleKind.COMPLETE, request.key, request.token, active_ms=1000)
+            await group.settle(ending)
+
+        async def sizes(count: int, prefix: str = "") -> list[int]:
+            store.commits.clear()
+            claims = [group.claim(_request(f"{prefix}{number}")) for number in range(count)]
+            answers = await asyncio.gather(*claims)
+            assert {answer.decision for answer in answers} == {
+                Decision.ADMIT if prefix else Decision.REPLAY
+            }
+            return [len(commit.claims) for commit in store.commits]
+
+        many = 2 * REPLAYS_SHARE + 10
+        await asyncio.gather(*(run(str(number)) for number in range(many)))
+        assert await sizes(many) == [many]  # Nobody knows yet that they are replays.
+        assert await sizes(many) == [many // 2, many // 2]
+        assert await sizes(REPLAYS_SHARE + 4) == [REPLAYS_SHARE, 4]
+        assert await sizes(REPLAYS_SHARE) == [REPLAYS_SHARE]
+        assert await sizes(many, "new ") == [many // 2, many // 2]
+        assert await sizes(many, "newer ") == [many]
         await group.drain()
 
     drive(main())

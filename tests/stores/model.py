@@ -86,7 +86,9 @@ class Model:
 
     def record_step(self, write):
         shelf = self.shelf(write.key)
-        decision = transitions.record_step(shelf.record, write.token, self._now_ms())
+        stored = shelf.steps.get(write.step.name)
+        payload = None if stored is None else stored.payload
+        decision = transitions.record_step(shelf.record, write, payload, self._now_ms())
         if decision is Decision.APPLY:
             shelf.steps.setdefault(write.step.name, write.step)
         return decision

@@ -8,17 +8,36 @@ import psycopg
 
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.postgres import PostgresStore, schema
+from retrysafe.stores.postgres.batches import BALANCE_LIMIT, Batches
 from retrysafe.testing import ManualClock
 from retrysafe.wiring import postgres_store
+
+
+class ReadingFirst(Batches):
+    """Batches that expect every key to have a row, whatever they meet."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._balance = BALANCE_LIMIT
+
+    def _weigh(self, met: int) -> None:
+        pass
 
 
 class ClockedStore(PostgresStore):
     """The store with a test's clock where its statements ask for the server's."""
 
-    def __init__(self, url: str, clock: ManualClock, *, is_async: bool) -> None:
+    def __init__(
+        self, url: str, clock: ManualClock, *, is_async: bool, reads_first: bool = False
+    ) -> None:
         made = postgres_store(url, is_async=is_async)
         super().__init__(made._connector, location=made.location, schema_name=made.schema_name)
         self._clock = clock
+        if reads_first:
+            batches = self._batches
+            self._batches = ReadingFirst(
+                batches._fetch, batches._reader, batches._outbox, batches._sifter
+            )
 
     def _statement(self, name: str) -> str:
         return schema.statements(self.schema_name, f"{self._clock()}::bigint")[name]

@@ -16,6 +16,7 @@ class _Suite(StoreSuite):
     proxy = None
     options = ""
     is_async = False
+    reads_first = False
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -34,7 +35,7 @@ class _Suite(StoreSuite):
         self.url = table.url
 
     def make_store(self, clock):
-        return ClockedStore(self.url, clock, is_async=self.is_async)
+        return ClockedStore(self.url, clock, is_async=self.is_async, reads_first=self.reads_first)
 
     def join_store(self, store, clock):
         return self.make_store(clock)
@@ -58,6 +59,12 @@ class TestPsycopg(_Suite):
 
 class TestAsyncpg(_AsyncSuite):
     """Tasks of an event loop."""
+
+
+class TestPsycopgReadingFirst(_Suite):
+    """Threads whose claims expect rows: the answers are the same, whatever they meet."""
+
+    reads_first = True
 
 
 class TestPsycopgThroughPgBouncer(_Suite):

@@ -112,11 +112,16 @@ _SETTLED_CONDITIONS: Final = {
 }
 
 
+# Looked up once: members of an enum are dear to look up on every call.
+_PENDING: Final = State.PENDING
+_CLAIM: Final = Event.CLAIM
+
+
 def condition_of(record: Record | None, now_ms: int) -> Condition:
     """What the record amounts to at this instant."""
     if record is None:
         return Condition.ABSENT
-    if record.state is State.PENDING:
+    if record.state is _PENDING:
         # A pending record has no expiry on purpose: only its lease frees it.
         return Condition.RUNNING if now_ms < record.lease_ends_at_ms else Condition.ABANDONED
     if record.expires_at_ms is not None and now_ms >= record.expires_at_ms:
@@ -146,7 +151,7 @@ def claim_event(
             return Event.CLAIM_MISMATCHED
         if record.token == token:
             return Event.CLAIM_AGAIN
-    return Event.CLAIM
+    return _CLAIM
 
 
 def held_event(record: Record | None, event: Event, token: bytes) -> Event:

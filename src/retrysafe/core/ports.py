@@ -80,7 +80,10 @@ class Store(Protocol):
         """
 
     async def record_step(self, write: StepWrite) -> Decision:
-        """Stores a finished step's result, if the token still holds the key."""
+        """Stores a finished step's result, if the token still holds the key.
+
+        The first result stands: repeating it is APPLY, and another one is LOST.
+        """
 
     async def read(self, key: Key) -> StoredKey | None:
         """The record of a key with its steps and its audit."""
@@ -186,7 +189,11 @@ class Transaction(Protocol):
         """What became of a settlement that was applied here, seen from outside."""
 
     async def record_step(self, write: StepWrite) -> Decision:
-        """Records a step if the token holds the key, and locks the key: APPLY or LOST."""
+        """Records a step if the token holds the key, and locks the key: APPLY or LOST.
+
+        LOST also when the step is recorded, whatever its result: what was done for it in the user's
+        transaction has been done before.
+        """
 
     async def step_fate(self, write: StepWrite) -> Fate:
         """What became of a step that was recorded here, seen from outside."""

@@ -25,11 +25,13 @@ from retrysafe.core.model import (
     Condition,
     Decision,
     OperatorCommand,
+    Payload,
     Record,
     SettleAnswer,
     SettleKind,
     Settlement,
     State,
+    StepWrite,
 )
 from retrysafe.errors import DigestCollision
 
@@ -39,6 +41,9 @@ OPERATOR_RELEASE_KEPT_MS: Final = 24 * 60 * 60 * 1000
 
 # Looked up once: members of an enum are dear to look up on every call.
 _PENDING: Final = State.PENDING
+_ADMIT: Final = Decision.ADMIT
+_TAKE_OVER: Final = Decision.TAKE_OVER
+_REPLAY: Final = Decision.REPLAY
 _STATES: Final = {kind: State(kind) for kind in SettleKind}
 
 
@@ -58,7 +63,7 @@ def claim(
     condition = condition_of(record, now_ms)
     event = claim_event(record, request.fingerprints, request.operation, request.token)
     decision = decide(event, condition)
-    if decision is Decision.ADMIT:
+    if decision is _ADMIT:
         return _granted(request, None, condition, now_ms), _grant(
             decision, condition, 1, request, now_ms
         )
@@ -89,10 +94,10 @@ def _claimed(
     record: Record, request: ClaimRequest, decision: Decision, condition: Condition, now_ms: int
 ) -> tuple[Record | None, ClaimAnswer]:
     """What a claim does to a record that is there and not outlived."""
-    if decision is Decision.TAKE_OVER:
+    if decision is _TAKE_OVER:
         granted = _granted(request, record, condition, now_ms)
         return granted, _grant(decision, condition, granted.attempt, request, now_ms)
-    ends_at_ms = record.expires_at_ms if decision is Decision.REPLAY else record.lease_ends_at_ms
+    ends_at_ms = record.expires_at_ms if decision is _REPLAY else record.lease_ends_at_ms
     return None, ClaimAnswer(
         decision,
         condition,
@@ -113,7 +118,7 @@ def _grant(
         attempt,
         request.lease_ms,
         now_ms + request.lease_ms,
-        State.PENDING,
+        _PENDING,
     )
 
 
@@ -204,10 +209,20 @@ def _settled(record: Record, settlement: Settlement, now_ms: int) -> Record:
     )
 
 
-def record_step(record: Record | None, token: bytes, now_ms: int) -> Decision:
-    """Whether a step's result may be stored."""
-    event = held_event(record, Event.RECORD_STEP, token)
-    return decide(event, condition_of(record, now_ms))
+def record_step(
+    record: Record | None, write: StepWrite, stored: Payload | None, now_ms: int
+) -> Decision:
+    """Whether a step's result may be stored; `stored` is the result that stands already.
+
+    LOST when that is another one. An owner skips what is stored and writes each step once, so this
+    is a former owner whose token a late copy of its claim has brought back: it must not go on with
+    a result that nobody else will ever see.
+    """
+    event = held_event(record, Event.RECORD_STEP, write.token)
+    decision = decide(event, condition_of(record, now_ms))
+    if stored is not None and stored != write.step.payload:
+        return Decision.LOST
+    return decision
 
 
 def operate(

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
+from retrysafe.core.model import ClaimAnswer, ClaimRequest, Decision, SettleAnswer, Settlement
 from retrysafe.core.ports import Store
 from retrysafe.errors import StoreError, StoreUnavailable
 from retrysafe.runtime.drive import run_sync
@@ -25,6 +25,9 @@ _WAITING: Final = object()
 # While fewer rows than this are on their way, the next one leaves at once if the store allows it.
 # More of them wait for each other: small batches cost client and server as much as large ones.
 FEW_ROWS: Final = 3
+# Replays are not parted into smaller batches than this: what a batch costs by itself would show.
+REPLAYS_SHARE: Final = 32
+_REPLAY: Final = Decision.REPLAY
 
 
 class _Entry:
@@ -251,6 +254,8 @@ class TaskGroupCommit:
         self._rows_in_flight = 0
         # Whether a flight is about to leave, and takes along what comes until then.
         self._is_boarding = False
+        # Whether the last batch was one of replays, as far as its first row tells.
+        self._is_replaying = False
 
     def claim(self, request: ClaimRequest) -> asyncio.Future[ClaimAnswer]:
         """Claims a key in the next batch."""
@@ -269,15 +274,17 @@ class TaskGroupCommit:
         return future
 
     def _may_launch(self) -> bool:
-        """Whether the next batch leaves now: as the only one, or beside others when it is full."""
+        """Whether the next batch leaves now: as the only one, or beside others when it is full.
+
+        Replays share no flush that would be worth waiting for.
+        """
         flights = self._flights_count
         if not flights:
             return True
         if self._rows_in_flight < FEW_ROWS and flights < self._small_flights_limit:
             return True
-        return (
-            flights < self._flights_limit
-            and len(self._claims) + len(self._endings) >= self._batch_limit
+        return flights < self._flights_limit and (
+            self._is_replaying or len(self._claims) + len(self._endings) >= self._batch_limit
         )
 
     def _launch(self) -> None:
@@ -293,6 +300,9 @@ class TaskGroupCommit:
     def _board(self, flight: _Flight) -> None:
         """Takes along what fits in; endings first, because each of them ends somebody's wait."""
         left = self._batch_limit
+        if self._is_replaying and self._flights_count < self._flights_limit:
+            # Half of them are answered here while the store reads the others.
+            left = min(left, max(REPLAYS_SHARE, (len(self._claims) + 1) // 2))
         endings, settlements, settling = self._endings, flight.settlements, flight.settling
         while endings and left:
             settlement, future = endings.popleft()
@@ -323,6 +333,8 @@ class TaskGroupCommit:
     async def _commit(self, flight: _Flight) -> None:
         try:
             claimed, settled = await self._store.commit(flight.claims, flight.settlements)
+            first = None if settled else claimed[0]
+            self._is_replaying = isinstance(first, ClaimAnswer) and first.decision is _REPLAY
             answers: list[tuple[asyncio.Future[Any], Any]] = [
                 *zip(flight.settling, settled, strict=True),
                 *zip(flight.claiming, claimed, strict=True),

@@ -123,11 +123,15 @@ class MemoryStore:
         """Stores a step's result while the token holds the key."""
         with self._lock:
             digest = write.key.digest
+            stored = self._steps.get(digest, {}).get(write.step.name)
             decision = transitions.record_step(
-                self._records.find(digest), write.token, self._now_ms()
+                self._records.find(digest),
+                write,
+                None if stored is None else stored.payload,
+                self._now_ms(),
             )
-            if decision is Decision.APPLY:
-                self._steps.setdefault(digest, {}).setdefault(write.step.name, write.step)
+            if stored is None and decision is Decision.APPLY:
+                self._steps.setdefault(digest, {})[write.step.name] = write.step
             return decision
 
     def _record_of(self, key: Key) -> Record | None:

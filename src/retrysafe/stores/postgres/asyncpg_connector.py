@@ -181,7 +181,8 @@ class AsyncpgConnector:
             self._waiting -= 1
 
     async def _give_back(self, pool: Any, connection: Any, *, is_fine: bool) -> None:
-        if is_fine and not self._waiting and pool is self._pool and _is_open(connection):
+        # Whether it is still open is looked at when it is taken again.
+        if is_fine and not self._waiting and pool is self._pool:
             self._resting.append((connection, time.monotonic()))
         else:
             # The pool looks after what was cancelled or broken, and after those who wait for one.

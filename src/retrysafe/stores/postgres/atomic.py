@@ -157,7 +157,7 @@ class PostgresTransaction:
         return str(isolation) in ("read committed", "read uncommitted")
 
     async def _read(self, key: Key) -> tuple[Record, Payload | None, int] | None:
-        found = await self._fetch("read_records", [key.digest])
+        found = await self._fetch("read_records", [key.digest], *rows.EVERY_DAY)
         return rows.found_row(found[0]) if found else None
 
     # The outcome.

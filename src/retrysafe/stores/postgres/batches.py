@@ -28,7 +28,8 @@ from retrysafe.stores.postgres import packing
 from retrysafe.stores.postgres.connector import Locked
 from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.packing import split
-from retrysafe.stores.postgres.rows import admitted, found_row, replacement
+from retrysafe.stores.postgres.reading import Found, Reader
+from retrysafe.stores.postgres.rows import admitted, replacement
 from retrysafe.stores.postgres.schema import LOCK_WAIT
 from retrysafe.stores.postgres.sifting import Fetch, Sifter, Write, Written, in_flight
 
@@ -36,31 +37,83 @@ from retrysafe.stores.postgres.sifting import Fetch, Sifter, Write, Written, in_
 # means that somebody else made progress, so a bound only guards against a bug.
 ROUNDS_LIMIT: Final = 50
 
-# A record, the payload to replay, and the instant of the reading.
-Found = tuple[Record, Payload | None, int]
+# How long new keys are remembered against replays: a few retries among new keys must not make
+# those pay for a look first, and one full batch of retries is enough to look.
+BALANCE_LIMIT: Final = 32
+
 # For a row that was busy a moment ago: a look at its lock, and no wait.
 _NO_WAIT: Final = "1ms"
 
 # Looked up once: members of an enum are dear to look up per row.
 _EXTEND: Final = SettleKind.EXTEND
+_REPLAY: Final = Decision.REPLAY
 # Nobody changes an answer, so that all rows that were applied can share one.
 _APPLIED: Final = SettleAnswer(Decision.APPLY)
+# Nothing was read, and nobody asks when.
+_NO_RECORD: Final = (None, 0)
+
+
+def _unwritten(request: ClaimRequest, found: Found) -> ClaimResult | None:
+    """The answer of the table, where it writes nothing; else None."""
+    record, payload, now_ms = found
+    try:
+        changed, answer = transitions.claim(record, request, now_ms)
+    except DigestCollision as error:
+        return error
+    if changed is not None:
+        return None
+    if answer.decision is _REPLAY:
+        answer.payload = payload
+    return answer
 
 
 class Batches:
     """Claims and settlements over one statement port."""
 
-    __slots__ = ("_fetch", "_outbox", "_sifter")
+    __slots__ = ("_balance", "_fetch", "_outbox", "_reader", "_sifter")
 
-    def __init__(self, fetch: Fetch, outbox: PostgresOutbox, sifter: Sifter) -> None:
+    def __init__(
+        self, fetch: Fetch, reader: Reader, outbox: PostgresOutbox, sifter: Sifter
+    ) -> None:
         self._fetch = fetch
+        self._reader = reader
         self._outbox = outbox
         self._sifter = sifter
+        # By how much the last claims that met a row outnumber those of new keys, within the limit.
+        self._balance = -BALANCE_LIMIT
 
     async def commit(
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
         """Applies a batch; raises `StoreRejected` when a row of it cannot be taken."""
+        # An ending does not wait for a look that it does not need.
+        if self._balance > 0 and not settlements:
+            return await self._read_and_claim(claims), []
+        return await self._write(claims, settlements)
+
+    async def _read_and_claim(self, claims: Sequence[ClaimRequest]) -> list[ClaimResult]:
+        """Reads first, which is all that replays need, and then writes the new keys.
+
+        A key that gets its row in between is found out by the write, as ever.
+        """
+        found = await self._reader.read_payloads([request.key.digest for request in claims])
+        new = [request for request in claims if request.key.digest not in found]
+        self._weigh(len(found))
+        results: list[ClaimResult | None] = [None] * len(claims)
+        if new:
+            written, _ = await self._write(new, [])
+            answers = iter(written)
+            results = [None if request.key.digest in found else next(answers) for request in claims]
+        return await self._answer_rest(claims, results, found)
+
+    def _weigh(self, met: int) -> None:
+        """Counts claims that met a row, or those of new keys as a negative number."""
+        self._balance = max(-BALANCE_LIMIT, min(BALANCE_LIMIT, self._balance + met))
+
+    async def _write(
+        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
+    ) -> tuple[list[ClaimResult], list[SettleResult]]:
+        """Writes first, which is all that new keys and endings need."""
         digests = {request.key.digest for request in claims}
         digests.update([item.key.digest for item in settlements])
         if (
@@ -84,6 +137,7 @@ class Batches:
                 for item in settlements
             ]
         if len(claimed) == len(claims) * DIGEST_BYTES:
+            self._weigh(-len(claims))
             return [admitted(request, now_ms) for request in claims], endings
         admissions = dict.fromkeys(split(claimed), now_ms)
         return await self._answer_claims(claims, admissions), endings
@@ -219,8 +273,21 @@ class Batches:
             for request, result in zip(claims, results, strict=True)
             if result is None
         ]
-        found = await self.read_records(digests) if digests else {}
-        unseen = set(digests)
+        # Those that were read before have been counted already.
+        self._weigh(2 * len(digests) - len(claims))
+        found = await self._reader.read_payloads(digests) if digests else {}
+        return await self._answer_rest(claims, results, found)
+
+    async def _answer_rest(
+        self,
+        claims: Sequence[ClaimRequest],
+        results: Sequence[ClaimResult | None],
+        found: dict[bytes, Found],
+    ) -> list[ClaimResult]:
+        """Answers the claims that are not answered yet, by what was read of their keys.
+
+        Where an earlier claim of the same batch has changed that, the comparison finds out.
+        """
         lock_wait = LOCK_WAIT
         answers: list[ClaimResult] = []
         for request, result in zip(claims, results, strict=True):
@@ -228,13 +295,14 @@ class Batches:
                 answers.append(result)
                 continue
             digest = request.key.digest
-            # An earlier claim of the same batch may have changed what was read.
-            record = found.get(digest) if digest in unseen else await self.read_record(digest)
-            unseen.discard(digest)
-            answers.append(await self._claim_existing(request, record, lock_wait))
-            if self._sifter.is_busy(digest):
-                # The batch has waited once, and its other rows with it. That is enough.
-                lock_wait = _NO_WAIT
+            known = found.get(digest)
+            answer = None if known is None else _unwritten(request, known)
+            if answer is None:
+                answer = await self._claim_existing(request, known, lock_wait)
+                if self._sifter.is_busy(digest):
+                    # The batch has waited once, and its other rows with it. That is enough.
+                    lock_wait = _NO_WAIT
+            answers.append(answer)
         return answers
 
     async def _claim_existing(
@@ -271,7 +339,7 @@ class Batches:
                 return in_flight()  # Its owner, or another one, is writing it.
             except (StoreRejected, DigestCollision) as error:
                 return error
-            found = await self.read_record(digest)
+            found = await self._reader.read_payload(digest)
         raise StoreUnavailable("the record changed under us again and again", key=request.key.text)
 
     async def _settle(self, settlement: Settlement) -> SettleResult:
@@ -279,8 +347,7 @@ class Batches:
         digest = settlement.key.digest
         is_extend = settlement.kind is SettleKind.EXTEND
         for _ in range(ROUNDS_LIMIT):
-            found = await self.read_record(digest)
-            record, now_ms = (None, 0) if found is None else (found[0], found[2])
+            record, now_ms = await self._reader.read(digest) or _NO_RECORD
             _, answer = transitions.settle(record, settlement, now_ms)
             if answer.decision is not Decision.APPLY:
                 return answer
@@ -306,8 +373,7 @@ class Batches:
     async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
         """Claims a key that is abandoned by the owner of that token, by comparing as ever."""
         for _ in range(ROUNDS_LIMIT):
-            found = await self.read_record(request.key.digest)
-            record, now_ms = (None, 0) if found is None else (found[0], found[2])
+            record, now_ms = await self._reader.read(request.key.digest) or _NO_RECORD
             changed, answer = transitions.take_over(record, request, held, now_ms)
             if changed is None or record is None:
                 return answer
@@ -318,15 +384,6 @@ class Batches:
                 # Somebody is writing it, the owner who was given up perhaps.
                 return ClaimAnswer(Decision.LOST, Condition.RUNNING)
         raise StoreUnavailable("the record changed under us again and again", key=request.key.text)
-
-    async def read_record(self, digest: bytes) -> Found | None:
-        """The record of a digest, with the payload to replay and the instant of the reading."""
-        return (await self.read_records([digest])).get(digest)
-
-    async def read_records(self, digests: Sequence[bytes]) -> dict[bytes, Found]:
-        """The same for several at once."""
-        found = map(found_row, await self._fetch("read_records", digests))
-        return {item[0].digest: item for item in found}
 
     async def replace(
         self,

@@ -15,19 +15,25 @@ from retrysafe.core.model import (
     State,
 )
 
+# Between which instants an audit must end for its payload to be read: any, and none.
+EVERY_DAY: Final = (0, 2**62)
+NO_DAY: Final = (1, 0)
+
 # Looked up once: members of an enum are dear to look up per row.
 _ADMIT: Final = Decision.ADMIT
 _ABSENT: Final = Condition.ABSENT
 _PENDING: Final = State.PENDING
+_STATES: Final = {state.value: state for state in State}
 
 
 def record_of(row: Sequence[Any]) -> Record:
     """The record of a row."""
     made = Record(*row)
-    made.state = State(made.state)
-    # Drivers may give memory views for bytes; tokens are compared and used as dictionary keys.
-    made.digest, made.token = bytes(made.digest), bytes(made.token)
-    made.fingerprint = bytes(made.fingerprint)
+    made.state = _STATES[made.state]
+    if type(made.token) is not bytes:
+        # A user's driver may give memory views; digests and tokens are compared and looked up.
+        made.digest, made.token = bytes(made.digest), bytes(made.token)
+        made.fingerprint = bytes(made.fingerprint)
     return made
 
 
@@ -55,8 +61,8 @@ def claim_row(request: ClaimRequest) -> tuple[Any, ...]:
 
 def found_row(row: Sequence[Any]) -> tuple[Record, Payload | None, int]:
     """A row of `read_records`: the record, the payload to replay, and the instant of reading."""
-    row = tuple(row)
-    payload = None if row[16] is None else Payload(row[16], bytes(row[17]), bytes(row[18]))
+    form = row[17]
+    payload = None if form is None else Payload(form, bytes(row[18]), bytes(row[19]))
     return record_of(row[1:16]), payload, row[0]
 
 

@@ -41,6 +41,7 @@ from retrysafe.stores.postgres.connections import adapted
 from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
 from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.partitions import Partitions
+from retrysafe.stores.postgres.reading import Reader
 from retrysafe.stores.postgres.rows import payload_of, record_of
 from retrysafe.stores.postgres.sifting import Fetch, Sifter, Written
 
@@ -78,7 +79,8 @@ class PostgresStore:
         )
         self.outbox = PostgresOutbox(self._fetch)
         sifter = Sifter(self._transact, self.schema_name)
-        self._batches = Batches(self._fetch, self.outbox, sifter)
+        self._reader = Reader(self._fetch)
+        self._batches = Batches(self._fetch, self._reader, self.outbox, sifter)
         forks.register(self)
 
     @property
@@ -111,17 +113,13 @@ class PostgresStore:
     async def record_step(self, write: StepWrite) -> Decision:
         """Stores a step's result while the token holds the key."""
         step, payload = write.step, write.step.payload
-        ((count,),) = await self._fetch(
-            "record_step",
-            write.key.digest,
-            write.token,
-            step.name,
-            step.position,
-            payload.form,
-            payload.head,
-            payload.body,
+        result = (payload.form, payload.head, payload.body)
+        ((is_held, is_first),) = await self._fetch(
+            "record_step", write.key.digest, write.token, step.name, step.position, *result
         )
-        return Decision.APPLY if count else Decision.LOST
+        if is_held and not is_first:
+            ((is_held,),) = await self._fetch("has_step", write.key.digest, step.name, *result)
+        return Decision.APPLY if is_held else Decision.LOST
 
     def join(self, connection: object) -> PostgresTransaction:
         """The open transaction of a user's connection; raises `InvalidInput` for unknown kinds."""
@@ -137,10 +135,10 @@ class PostgresStore:
 
     async def read(self, key: Key) -> StoredKey | None:
         """The record of a key with its steps and its audit."""
-        found = await self._batches.read_record(key.digest)
+        found = await self._reader.read(key.digest)
         if found is None or found[0].text != key.text or found[0].caller != key.caller:
             return None
-        record, _, now_ms = found
+        record, now_ms = found
         steps = [
             Step(name, position, Payload(form, bytes(head), bytes(body)))
             for name, position, form, head, body in await self._fetch("read_steps", key.digest)
@@ -177,11 +175,9 @@ class PostgresStore:
     async def operate(self, key: Key, command: OperatorCommand) -> Decision:
         """Applies an operator's command."""
         for _ in range(ROUNDS_LIMIT):
-            found = await self._batches.read_record(key.digest)
-            record = None if found is None else found[0]
+            record, now_ms = await self._reader.read(key.digest) or (None, 0)
             if record is not None and (record.text != key.text or record.caller != key.caller):
                 record = None
-            now_ms = 0 if found is None else found[2]
             changed, decision = transitions.operate(record, command, now_ms)
             if changed is None or record is None or await self._batches.replace(record, changed):
                 return decision

@@ -200,6 +200,8 @@ class SqliteTransaction:
         """Records the step as the store does, on the user's connection."""
         with self._plain_rows():
             self._connection.execute(SQL["take_write_lock"])
+            if steps.is_there(self._connection, write):
+                return Decision.LOST
             return steps.record(self._connection, write, self._now_ms())
 
     async def step_fate(self, write: StepWrite) -> Fate:

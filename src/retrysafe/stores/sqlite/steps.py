@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 
 from retrysafe.core import transitions
-from retrysafe.core.model import Decision, StepWrite
+from retrysafe.core.model import Decision, Payload, StepWrite
 from retrysafe.stores.sqlite import rows
 from retrysafe.stores.sqlite.schema import SQL
 
@@ -13,8 +13,10 @@ from retrysafe.stores.sqlite.schema import SQL
 def record(connection: sqlite3.Connection, write: StepWrite, now_ms: int) -> Decision:
     """Stores a step's result while the token holds the key; runs under the file's write lock."""
     digest = write.key.digest
-    decision = transitions.record_step(rows.select(connection, digest), write.token, now_ms)
-    if decision is Decision.APPLY:
+    found = connection.execute(SQL["select_step"], (digest, write.step.name)).fetchone()
+    stored = None if found is None else Payload(*found)
+    decision = transitions.record_step(rows.select(connection, digest), write, stored, now_ms)
+    if stored is None and decision is Decision.APPLY:
         step, payload = write.step, write.step.payload
         row = (digest, step.name, step.position, payload.form, payload.head, payload.body)
         connection.execute(SQL["insert_step"], (*row, now_ms))

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from retrysafe.core.model import Condition, Decision, OperatorCommand, SettleKind
 from retrysafe.errors import StoreError
 from retrysafe.runtime.face import mint_token
 from retrysafe.testing.suite.base import SuiteBase
-from retrysafe.testing.suite.probe import ACTIVE_MS, FAILURE, KEY, LEASE_MS, RESULT, Probe, key_of
+from retrysafe.testing.suite.probe import (
+    ACTIVE_MS,
+    FAILURE,
+    KEY,
+    LEASE_MS,
+    RESULT,
+    Probe,
+    key_of,
+    request,
+)
 
 
 def _names(probe: Probe) -> list[str]:
@@ -27,10 +38,16 @@ class StepCases(SuiteBase):
         assert steps == [("mid", 1), ("zeta", 2), ("alpha", 3)]
 
     def test_the_first_result_of_a_step_stands(self, probe: Probe) -> None:
-        """A repeated write is accepted and changes neither the result nor the position."""
+        """Repeating it is accepted; another one is refused. Neither changes what is stored."""
         token = probe.hold()
         probe.record(token, "charge", 1, payload=RESULT)
-        assert probe.record(token, "charge", 9, payload=FAILURE) is Decision.APPLY
+        assert probe.record(token, "charge", 9, payload=RESULT) is Decision.APPLY
+        for other in (
+            replace(RESULT, form="bytes.1"),
+            replace(RESULT, head=b"other"),
+            replace(RESULT, body=b"other"),
+        ):
+            assert probe.record(token, "charge", 9, payload=other) is Decision.LOST
         (step,) = probe.read().steps
         assert (step.position, step.payload) == (1, RESULT)
 
@@ -38,7 +55,18 @@ class StepCases(SuiteBase):
         """A new owner that runs a finished step again does not change its result."""
         probe.record(probe.hold(), "charge", payload=RESULT)
         probe.advance(LEASE_MS)
-        assert probe.record(probe.hold(), "charge", payload=FAILURE) is Decision.APPLY
+        assert probe.record(probe.hold(), "charge", payload=FAILURE) is Decision.LOST
+        assert [step.payload for step in probe.read().steps] == [RESULT]
+
+    def test_a_token_that_comes_back_has_no_say_in_stored_steps(self, probe: Probe) -> None:
+        """A late copy of a claim takes the key back: what the owner in between did stands."""
+        wish = request()
+        assert probe.ask(wish).decision is Decision.ADMIT
+        probe.advance(LEASE_MS)
+        assert probe.record(probe.hold(), "charge", payload=RESULT) is Decision.APPLY
+        probe.advance(LEASE_MS)
+        assert probe.ask(wish).decision is Decision.TAKE_OVER
+        assert probe.record(wish.token, "charge", payload=FAILURE) is Decision.LOST
         assert [step.payload for step in probe.read().steps] == [RESULT]
 
     def test_a_lost_owner_records_no_step(self, probe: Probe) -> None:

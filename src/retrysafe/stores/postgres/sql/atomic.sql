@@ -71,7 +71,8 @@ SELECT pg_current_xact_id()::text FROM settled;
 
 -- name: record_step_joined
 -- Records a step while the token holds the key. The row stays locked until the transaction ends, so
--- nobody takes over in between; renewals pass over it. Comes back with the transaction's id.
+-- nobody takes over in between; renewals pass over it. Comes back with the transaction's id, and with
+-- nothing when the step is recorded already: then the user's transaction repeats what it stands for.
 WITH held AS (
     SELECT digest FROM {schema}.keys
     WHERE digest = $1::bytea AND token = $2::bytea AND state = 1
@@ -81,8 +82,9 @@ WITH held AS (
     SELECT digest, $3::text, $4::integer, $5::text, $6::bytea, $7::bytea, {now_ms}
     FROM held
     ON CONFLICT (digest, name) DO NOTHING
+    RETURNING digest
 )
-SELECT pg_current_xact_id()::text FROM held;
+SELECT pg_current_xact_id()::text FROM stored;
 
 -- name: transaction_status
 -- Runs on the store's own connection: whether a transaction is still open.

@@ -124,17 +124,19 @@ WHERE k.digest = h.digest
 RETURNING k.digest, k.lease_ends_at_ms, k.lease_ends_at_ms - c.now_ms;
 
 -- name: read_records
--- The records of several keys with the payload to replay, and the instant they were read at.
+-- The records of several keys, the instant they were read at, and the payloads to replay whose
+-- audits end between the two given instants. The bounds are constants for the planner: it opens the
+-- partitions of those days only, where it would otherwise open all of them before it reads a row.
 SELECT
-    {now_ms},
+    (SELECT {now_ms}),
     k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token, k.attempt,
     k.first_claimed_at_ms, k.claimed_at_ms, k.lease_ends_at_ms, k.settled_at_ms, k.expires_at_ms,
-    k.owner, o.form, o.head, o.body
+    k.owner, k.audit_ends_at_ms, o.form, o.head, o.body
 FROM {schema}.keys AS k
 LEFT JOIN {schema}.outcomes AS o
     ON k.state IN (2, 3)
     AND o.audit_ends_at_ms = k.audit_ends_at_ms AND o.digest = k.digest AND o.token = k.token
-    AND o.attempt = k.attempt
+    AND o.attempt = k.attempt AND o.audit_ends_at_ms BETWEEN $2::bigint AND $3::bigint
 WHERE k.digest = ANY ($1::bytea[]);
 
 -- name: replace_record
@@ -172,7 +174,7 @@ SELECT count(*) FROM replaced;
 
 -- name: record_step
 -- Stores a step's result while the token holds the key; the lock on the key's row makes a takeover
--- wait for it. The first result stands.
+-- wait for it. The first result stands: says whether the key is held, and whether this is the first.
 WITH held AS (
     SELECT digest FROM {schema}.keys
     WHERE digest = $1 AND token = $2 AND state = 1
@@ -182,8 +184,15 @@ WITH held AS (
     SELECT digest, $3, $4, $5, $6, $7, {now_ms}
     FROM held
     ON CONFLICT (digest, name) DO NOTHING
+    RETURNING name
 )
-SELECT count(*) FROM held;
+SELECT (SELECT count(*) FROM held), (SELECT count(*) FROM stored);
+
+-- name: has_step
+-- Whether a step stands with this very result. Asked in a statement of its own: the one that records
+-- it may have waited for the other result, which its snapshot does not show.
+SELECT count(*) FROM {schema}.steps
+WHERE digest = $1 AND name = $2 AND form = $3 AND head = $4 AND body = $5;
 
 -- name: read_steps
 -- The finished steps of a key in their order.

@@ -105,10 +105,13 @@ SELECT count(*) FROM retrysafe_keys AS k JOIN retrysafe_outcomes AS o ON o.id = 
 WHERE k.digest = ?1 AND o.token = ?2 AND k.token = ?2 AND k.state <> 1;
 
 -- name: insert_step
--- A step's first result stands; a repetition by the same owner changes nothing.
+-- A step's first result, which stands; under the write lock, nobody else records one meanwhile.
 INSERT INTO retrysafe_steps (digest, name, position, form, head, body, recorded_at_ms)
-VALUES (?, ?, ?, ?, ?, ?, ?)
-ON CONFLICT (digest, name) DO NOTHING;
+VALUES (?, ?, ?, ?, ?, ?, ?);
+
+-- name: select_step
+-- The result of one step.
+SELECT form, head, body FROM retrysafe_steps WHERE digest = ? AND name = ?;
 
 -- name: select_steps
 -- The finished steps of a key in their order.
