@@ -142,20 +142,6 @@ WHERE (:caller IS NULL OR caller = :caller)
 ORDER BY claimed_at_ms DESC, digest
 LIMIT :limit;
 
--- name: select_outlived
--- The next keys to remove. Pending records have no expiry, so they are never here.
-SELECT digest FROM retrysafe_keys WHERE expires_at_ms <= ? AND state <> 1 LIMIT ?;
-
--- name: delete_key
--- Removes a key; its steps go in the same transaction.
-DELETE FROM retrysafe_keys WHERE digest = ?;
-
--- name: delete_outcomes
--- Removes a bounded number of outcomes past their audit window.
-DELETE FROM retrysafe_outcomes WHERE id IN (
-    SELECT id FROM retrysafe_outcomes WHERE audit_ends_at_ms <= ? LIMIT ?
-);
-
 -- name: create_schema_table
 -- Remembers which migrations were applied; made by the first one under the write lock.
 CREATE TABLE IF NOT EXISTS retrysafe_schema (
