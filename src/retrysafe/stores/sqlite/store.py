@@ -114,8 +114,10 @@ class SqliteStore:
         """Applies a batch in one transaction, or row by row when one of them is refused."""
         try:
             answers = self._commit(claims, settlements)
-            if any(item.entries for item in settlements):
-                self.outbox.hints.tell()
+            for item in settlements:
+                if item.entries:
+                    self.outbox.hints.tell()
+                    break
             return answers
         except StoreRejected as rejected:
             if len(claims) + len(settlements) == 1:
@@ -134,7 +136,9 @@ class SqliteStore:
         # `_transaction` spelled out: two generators cost as much as a statement.
         try:
             with self._lock:
-                connection = self._connected()
+                connection = self._connection
+                if connection is None or connection.in_transaction:
+                    connection = self._connected()
                 try:
                     connection.execute("BEGIN IMMEDIATE")
                     # Read under the write lock: the wait for it must not count against a lease.
