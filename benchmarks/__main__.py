@@ -13,10 +13,12 @@ from benchmarks import (
     postgres_bench,
     postgres_drivers,
     sqlite_bench,
+    sqlite_sweep,
 )
 
 BENCHMARKS = {
     "sqlite": sqlite_bench.run,
+    "sweep": sqlite_sweep.run,
     "postgres": postgres_bench.run,
     "drivers": postgres_drivers.run,
     "http": http_bench.run,

@@ -19,6 +19,10 @@ from benchmarks.measuring import Report, Row, in_turn, median_ratio
 from retrysafe import GLOBAL, AsyncIdempotency, Idempotency
 
 BODY = "x" * 500
+# What people write by hand: insert to claim, update to complete, each its own commit.
+PLAIN_TABLE = "CREATE TABLE keys (key TEXT PRIMARY KEY, fingerprint BLOB, state INTEGER, body BLOB)"
+PLAIN_CLAIM = "INSERT INTO keys VALUES (?, ?, 1, NULL) ON CONFLICT DO NOTHING"
+PLAIN_COMPLETE = "UPDATE keys SET state = 2, body = ? WHERE key = ?"
 # Long enough to be past the growth of a fresh log file, whose flushes are dearer than later ones.
 SEQUENTIAL = 1_000
 CALLERS = 64
@@ -32,29 +36,23 @@ def fresh_file() -> Iterator[Path]:
         yield Path(folder) / "bench.db"
 
 
+def plain_connection(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute(PLAIN_TABLE)
+    return connection
+
+
 def plain_loop(_round: int) -> float:
-    """What people write by hand: insert to claim, update to complete, each its own commit."""
-    with fresh_file() as path:
-        connection = sqlite3.connect(path, isolation_level=None)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute(
-            "CREATE TABLE keys (key TEXT PRIMARY KEY, fingerprint BLOB, state INTEGER, body BLOB)"
-        )
+    with fresh_file() as path, contextlib.closing(plain_connection(path)) as connection:
         fingerprint = os.urandom(16)
         body = BODY.encode()
         started = time.perf_counter()
         for number in range(SEQUENTIAL):
-            connection.execute(
-                "INSERT INTO keys VALUES (?, ?, 1, NULL) ON CONFLICT DO NOTHING",
-                (f"key-{number}", fingerprint),
-            )
-            connection.execute(
-                "UPDATE keys SET state = 2, body = ? WHERE key = ?", (body, f"key-{number}")
-            )
-        elapsed = time.perf_counter() - started
-        connection.close()
-    return SEQUENTIAL / elapsed
+            connection.execute(PLAIN_CLAIM, (f"key-{number}", fingerprint))
+            connection.execute(PLAIN_COMPLETE, (body, f"key-{number}"))
+        return SEQUENTIAL / (time.perf_counter() - started)
 
 
 def operation() -> str:

@@ -269,13 +269,27 @@ GUARDS: tuple[Guard, ...] = (
             ),
             InStatement(
                 SQL,
-                "select_outlived",
+                "still_outlived",
                 " AND state <> 1",
                 "",
-                f"{_QUERIES}, `select_outlived`",
+                "`stores/sqlite/sql/sweeping.sql`, `still_outlived`",
             ),
         ),
         properties.test_a_running_retry_is_not_swept,
+    ),
+    Guard(
+        "SQLite's sweep decides under the write lock",
+        "a key that came back while the sweep looked vanishes, and a second run starts",
+        (
+            InStatement(
+                SQL,
+                "still_outlived",
+                " AND expires_at_ms <= ? AND state <> 1",
+                " AND ? IS NOT NULL",
+                "`stores/sqlite/sql/sweeping.sql`, `still_outlived`",
+            ),
+        ),
+        properties.test_a_key_that_came_back_is_not_swept,
     ),
     Guard(
         "a claim that is asked for again is confirmed by its token",

@@ -9,7 +9,7 @@ from retrysafe.core.settling import Settler
 from retrysafe.runtime.resumers import Resumable
 from retrysafe.stores.sqlite import batches
 from retrysafe.stores.sqlite.schema import SQL
-from retrysafe.stores.sqlite.store import SqliteStore
+from retrysafe.stores.sqlite.sweeping import Sweeping
 from tests.guards import test_recovery_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode, InStatement
@@ -77,7 +77,9 @@ RECOVERY_GUARDS: tuple[Guard, ...] = (
         "personal data outlives what it was needed for",
         (
             InCode(
-                SqliteStore.sweep, 'connection.execute(SQL["delete_arguments"], (digest,))', "pass"
+                Sweeping._remove,
+                'connection.execute(SQL["delete_arguments_of_keys"], (ids,))',
+                "pass",
             ),
             InStatement(
                 SQL,

@@ -456,6 +456,29 @@ def test_a_running_retry_is_not_swept():
         assert owner.run("k", runs_long, request=1, name="pay") == 0
 
 
+def test_a_key_that_came_back_is_not_swept():
+    """A claim between the sweep's look and its removal keeps its row."""
+    clock = Clock()
+    with sqlite_store(clock) as store:
+        run_sync(store.commit([claim_of(b"a" * 16)], []))
+        done = Settlement(SettleKind.COMPLETE, KEY, b"a" * 16, PAYLOAD, active_ms=1_000)
+        run_sync(store.commit([], [done]))
+        clock.now_ms += 1_000
+        writing = store._sweeping._writing
+
+        @contextmanager
+        def claimed_before() -> Iterator[sqlite3.Connection]:
+            run_sync(store.commit([claim_of(b"b" * 16)], []))
+            with writing() as connection:
+                yield connection
+
+        store._sweeping._writing = claimed_before
+        run_sync(store.sweep(10))
+        found = run_sync(store.read(KEY))
+    assert found is not None
+    assert found.record.token == b"b" * 16
+
+
 def test_a_claim_with_a_lost_answer_is_found_again():
     """A claim that happened although its answer was lost runs its operation now."""
     failures = [StoreUnavailable("the answer was lost")]

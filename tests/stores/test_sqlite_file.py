@@ -179,6 +179,8 @@ def test_a_locked_file_is_unavailable_without_effect(open_probe, rival):
 def test_every_write_gives_up_on_a_locked_file(open_probe, rival, name):
     """No write of the port hangs, and none leaves its transaction open."""
     hasty = open_probe(busy_timeout=timedelta(milliseconds=20))
+    over = key_of("over")
+    hasty.end(SettleKind.COMPLETE, hasty.hold(over), over, active_ms=0)
     token = hasty.hold()
     stored = hasty.stored()
     calls = {
@@ -246,8 +248,10 @@ def test_the_clock_is_read_under_the_write_lock(path, clock, rival, open_probe):
     watched.record(token)
     watched.extend(token)
     watched.operate(OperatorCommand.FORCE_RELEASE)
-    watched.sweep()
+    watched.operate(OperatorCommand.EXPIRE)
     assert checks == ["locked"] * 5
+    assert watched.sweep().keys == 1
+    assert checks[-1] == "locked"  # What was looked for without the lock is decided with it.
 
 
 def test_a_full_disk_is_unavailable_without_effect(probe):

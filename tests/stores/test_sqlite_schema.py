@@ -22,6 +22,14 @@ LIMIT_SECONDS = 60
 # The version that a release after this one would add.
 NEXT = len(schema.MIGRATIONS) + 1
 
+SWEEP_INDEXES = ("retrysafe_keys_expiry", "retrysafe_outcomes_audit")
+# As releases up to schema 3 have them.
+SWEEP_OF_BEFORE = (
+    "SELECT digest FROM retrysafe_keys WHERE expires_at_ms <= ? AND state <> 1 LIMIT ?",
+    "DELETE FROM retrysafe_outcomes WHERE id IN ("
+    "SELECT id FROM retrysafe_outcomes WHERE audit_ends_at_ms <= ? LIMIT ?)",
+)
+
 # Started, it says so and waits for a line: all of them then go for the fresh file together.
 STARTER = """
 import sys
@@ -181,6 +189,22 @@ def test_an_old_file_is_brought_up_to_date(migrated, execute, monkeypatch):
         NEXT,
         "later",
     )
+
+
+def test_a_file_with_indexes_for_the_sweep_loses_them(path, execute, monkeypatch):
+    """A file of an earlier release keeps its records, and its operations stop paying for them."""
+    with monkeypatch.context() as earlier:
+        earlier.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:3])
+        assert claim(SqliteStore(path)) is Decision.ADMIT
+    assert set(SWEEP_INDEXES) <= set(tables(execute))
+    assert claim(SqliteStore(path)) is Decision.IN_FLIGHT
+    assert not set(SWEEP_INDEXES) & set(tables(execute))
+
+
+@pytest.mark.parametrize("statement", SWEEP_OF_BEFORE)
+def test_a_release_of_before_sweeps_without_its_indexes(migrated, execute, statement):
+    """During a rolling deploy it meets a file that a newer one has migrated."""
+    assert execute(statement, 0, 10) == []
 
 
 # Checked always.

@@ -31,9 +31,12 @@ from retrysafe.stores.sql import repeated
 from retrysafe.stores.sqlite import outbox, recovery, rows
 from retrysafe.stores.sqlite.schema import SQL
 
-# A statement is prepared per number of rows, and filled up with rows of NULLs to the next of these
-# sizes. So few keep all of them in the connection's statement cache.
+# A statement is prepared per number of rows, and filled up with rows of zeros to the next of these
+# sizes: no digest is a number. So few keep all of them in the connection's statement cache.
 _SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128)
+# What the binding takes as it is. For every other type, bytes and None too, it first looks for an
+# adapter, and to find none takes it as long as binding three values.
+_blob: Final = bytearray
 
 
 class _Rows:
@@ -50,7 +53,7 @@ class _Rows:
         count = len(values) // self.columns
         # The next power of two.
         size = 1 << (count - 1).bit_length()
-        values += [None] * ((size - count) * self.columns)
+        values += [0] * ((size - count) * self.columns)
         return connection.execute(self.statements[size], values)
 
 
@@ -74,7 +77,7 @@ def claim(
     """Claims keys, as if one after the other."""
     if len(requests) == 1:
         return [_claim_one(connection, requests[0], now_ms)]
-    digests: list[Any] = [request.key.digest for request in requests]
+    digests: list[Any] = [_blob(request.key.digest) for request in requests]
     existing: set[bytes] = {row[0] for row in _SELECT_EXISTING.run(connection, digests)}
     fresh: list[Any] = []
     others: list[int] = []
@@ -102,13 +105,13 @@ def claim(
 def _key_row(request: ClaimRequest, now_ms: int) -> tuple[Any, ...]:
     key, fingerprint = request.key, request.fingerprints[0]
     return (
-        key.digest,
+        _blob(key.digest),
         key.caller,
         key.text,
         request.operation,
         fingerprint.rule,
-        fingerprint.digest,
-        request.token,
+        _blob(fingerprint.digest),
+        _blob(request.token),
         now_ms,
         now_ms,
         now_ms + request.lease_ms,
@@ -188,14 +191,15 @@ def _settle_all(
         return False  # Two endings of one key: the order matters, so one after the other.
     claims: list[Any] = []
     for item in settlements:
-        claims += (item.key.digest, item.token)
+        claims += (_blob(item.key.digest), _blob(item.token))
+    digests = claims[::2]
     held, outcome_id = _COUNT_HELD.run(connection, claims).fetchone()
     if held != len(settlements):
         return False
     wishes: list[Any] = []
     outcomes: list[Any] = []
-    for item in settlements:
-        number, digest, payload = int(item.kind), item.key.digest, item.payload
+    for digest, item in zip(digests, settlements, strict=True):
+        number, payload = int(item.kind), item.payload
         assert payload is not None  # Looked at above.
         wishes += (number, now_ms, now_ms + item.active_ms, outcome_id, digest)
         ending = (number, payload.form, payload.head, payload.body)
@@ -211,15 +215,14 @@ def _settle_one(
 ) -> SettleAnswer:
     kind, payload, digest = settlement.kind, settlement.payload, settlement.key.digest
     if kind is not SettleKind.EXTEND and payload is not None:
+        blob = _blob(digest)
         audit_ends_at_ms = now_ms + settlement.audit_ms
         number = int(kind)
         ending = (number, payload.form, payload.head, payload.body, now_ms, audit_ends_at_ms)
-        stored = connection.execute(_INSERT_OUTCOME, (*ending, digest, settlement.token))
+        stored = connection.execute(_INSERT_OUTCOME, (*ending, blob, _blob(settlement.token)))
         if stored.rowcount == 1:
             expires_at_ms = now_ms + settlement.active_ms
-            connection.execute(
-                _SETTLE_KEY, (number, now_ms, expires_at_ms, stored.lastrowid, digest)
-            )
+            connection.execute(_SETTLE_KEY, (number, now_ms, expires_at_ms, stored.lastrowid, blob))
             return SettleAnswer(Decision.APPLY)
     record = rows.select(connection, digest)
     changed, answer = transitions.settle(record, settlement, now_ms)

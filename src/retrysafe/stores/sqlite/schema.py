@@ -14,6 +14,7 @@ SQL: Final = {
     **load_blocks("retrysafe.stores.sqlite.sql", "queries.sql"),
     **load_blocks("retrysafe.stores.sqlite.sql", "outbox.sql"),
     **load_blocks("retrysafe.stores.sqlite.sql", "recovery.sql"),
+    **load_blocks("retrysafe.stores.sqlite.sql", "sweeping.sql"),
 }
 MIGRATIONS: Final = load_migrations("retrysafe.stores.sqlite.migrations")
 

@@ -44,6 +44,7 @@ from retrysafe.stores.sqlite import batches, connecting, diagnosis, recovery, ro
 from retrysafe.stores.sqlite.atomic import SqliteTransaction, plain_connection
 from retrysafe.stores.sqlite.outbox import SqliteOutbox
 from retrysafe.stores.sqlite.schema import SQL
+from retrysafe.stores.sqlite.sweeping import Sweeping
 
 # What SQLite and its binding raise for a row that cannot be stored, as opposed to a database that
 # cannot be reached. Such a row must fail alone, and its caller must see a `StoreError`.
@@ -92,6 +93,7 @@ class SqliteStore:
         self._reader: sqlite3.Connection | None = None
         self._is_resting = False
         self.outbox = SqliteOutbox(writing=self._transaction, reading=self._reading, now_ms=now_ms)
+        self._sweeping = self._new_sweeping()
         forks.guard(self)
 
     @property
@@ -112,8 +114,10 @@ class SqliteStore:
         """Applies a batch in one transaction, or row by row when one of them is refused."""
         try:
             answers = self._commit(claims, settlements)
-            if any(item.entries for item in settlements):
-                self.outbox.hints.tell()
+            for item in settlements:
+                if item.entries:
+                    self.outbox.hints.tell()
+                    break
             return answers
         except StoreRejected as rejected:
             if len(claims) + len(settlements) == 1:
@@ -132,7 +136,9 @@ class SqliteStore:
         # `_transaction` spelled out: two generators cost as much as a statement.
         try:
             with self._lock:
-                connection = self._connected()
+                connection = self._connection
+                if connection is None or connection.in_transaction:
+                    connection = self._connected()
                 try:
                     connection.execute("BEGIN IMMEDIATE")
                     # Read under the write lock: the wait for it must not count against a lease.
@@ -256,20 +262,12 @@ class SqliteStore:
             return decision
 
     async def sweep(self, limit: int) -> SweepReport:
-        """Removes a bounded number of outlived keys and of outcomes past their audit window."""
-        with self._transaction() as connection:
-            now_ms = self._now_ms()
-            # One more than the limit tells whether another round is needed.
-            found = connection.execute(SQL["select_outlived"], (now_ms, limit + 1)).fetchall()
-            for (digest,) in found[:limit]:
-                connection.execute(SQL["delete_steps"], (digest,))
-                connection.execute(SQL["delete_arguments"], (digest,))
-                connection.execute(SQL["delete_key"], (digest,))
-            removed = connection.execute(SQL["delete_outcomes"], (now_ms, limit)).rowcount
-            entries = connection.execute(SQL["delete_entries"], (now_ms, limit)).rowcount
-            needless = connection.execute(SQL["delete_needless_arguments"], (limit,)).rowcount
-            has_more = len(found) > limit or limit in (removed, entries, needless)
-            return SweepReport(min(limit, len(found)), removed, has_more, entries=entries)
+        """Removes a bounded number of outlived keys and of outcomes past their audit window.
+
+        One call looks at a bounded number of rows as well: `has_more` tells that the walk over the
+        file has not ended. The next call goes on where this one stopped.
+        """
+        return self._sweeping.sweep(limit)
 
     async def close(self) -> None:
         """Closes this process's connection; the next use opens a new one."""
@@ -329,7 +327,11 @@ class SqliteStore:
         forks.park((self._connection, self._reader))
         self._connection = self._reader = None
         self._lock, self._reading_lock = threading.Lock(), threading.Lock()
+        self._sweeping = self._new_sweeping()
         self._is_resting = False
+
+    def _new_sweeping(self) -> Sweeping:
+        return Sweeping(writing=self._transaction, reading=self._reading, now_ms=self._now_ms)
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

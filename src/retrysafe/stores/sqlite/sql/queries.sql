@@ -11,14 +11,14 @@ INSERT INTO retrysafe_keys (
 ON CONFLICT (digest) DO NOTHING;
 
 -- name: insert_keys
--- Claims several keys that were just seen to have no row. Rows of NULLs only fill up the statement.
+-- Claims several keys that were just seen to have no row. Rows of zeros only fill up the statement.
 INSERT INTO retrysafe_keys (
     digest, caller, key, operation, rule, fingerprint, state, token, attempt,
     first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, owner
 ) SELECT
     column1, column2, column3, column4, column5, column6, 1, column7, 1,
     column8, column9, column10, column11
-FROM (VALUES {rows:(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)}) WHERE column1 IS NOT NULL;
+FROM (VALUES {rows:(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)}) WHERE column1 <> 0;
 
 -- name: select_key
 -- One record, for a decision under the write lock or for an operator.
@@ -144,20 +144,6 @@ WHERE (:caller IS NULL OR caller = :caller)
     END IN (SELECT value FROM json_each(:conditions))))
 ORDER BY claimed_at_ms DESC, digest
 LIMIT :limit;
-
--- name: select_outlived
--- The next keys to remove. Pending records have no expiry, so they are never here.
-SELECT digest FROM retrysafe_keys WHERE expires_at_ms <= ? AND state <> 1 LIMIT ?;
-
--- name: delete_key
--- Removes a key; its steps go in the same transaction.
-DELETE FROM retrysafe_keys WHERE digest = ?;
-
--- name: delete_outcomes
--- Removes a bounded number of outcomes past their audit window.
-DELETE FROM retrysafe_outcomes WHERE id IN (
-    SELECT id FROM retrysafe_outcomes WHERE audit_ends_at_ms <= ? LIMIT ?
-);
 
 -- name: create_schema_table
 -- Remembers which migrations were applied; made by the first one under the write lock.
