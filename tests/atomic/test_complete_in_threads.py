@@ -276,11 +276,11 @@ def test_a_store_that_cannot_be_read_does_not_keep_a_later_attempt_from_running(
     class Away(SqliteStore):
         reads = 0
 
-        async def read(self, key):
+        async def read(self, key, *, with_audit=False):
             self.reads += 1
             if self.reads <= 3:
                 raise StoreUnavailable("away")
-            return await super().read(key)
+            return await super().read(key, with_audit=with_audit)
 
     store = Away(path)
     assert again_on_loop(store, lambda: "by the engine") == "by the engine"

@@ -218,8 +218,8 @@ def test_a_batch_of_endings_is_taken_back_when_one_is_refused():
     with sqlite_store(clock) as store:
         decisions = _settle_a_zombie_and_an_honest_owner(store, clock)
         assert decisions == [Decision.LOST, Decision.APPLY]
-        assert run_sync(store.read(KEY)).outcomes == []
-        (stored,) = run_sync(store.read(OTHER_KEY)).outcomes
+        assert run_sync(store.read(KEY, with_audit=True)).outcomes == []
+        (stored,) = run_sync(store.read(OTHER_KEY, with_audit=True)).outcomes
         assert stored.token == b"v" * 16
 
 

@@ -173,6 +173,23 @@ def test_the_status_shows_the_present_life_of_a_key(make_subject):
     assert subject.ask("GET", "/idempotency-status/k-1").body == b'{"run": 2}'
 
 
+def test_the_status_is_read_without_the_audit(make_subject):
+    """Clients poll it, and the audit may cost the store a scan."""
+
+    class Noting(MemoryStore):
+        reads = ()
+
+        async def read(self, key, *, with_audit=False):
+            self.reads = (*self.reads, with_audit)
+            return await super().read(key, with_audit=with_audit)
+
+    store = Noting()
+    subject = make_subject(store)
+    subject.ask()
+    assert subject.ask("GET", "/idempotency-status/k-1").is_replay
+    assert store.reads == (False,)
+
+
 @pytest.mark.parametrize(
     ("policy", "slug"),
     [

@@ -57,9 +57,9 @@ class ControlledStore:
             return claimed, [_outage() for _ in settlements]
         return await self._store.commit(claims, settlements)
 
-    async def read(self, key: Any) -> Any:
+    async def read(self, key: Any, *, with_audit: bool = False) -> Any:
         self._begin()
-        return await self._store.read(key)
+        return await self._store.read(key, with_audit=with_audit)
 
     async def record_step(self, write: Any) -> Any:
         self._begin()

@@ -71,7 +71,7 @@ def outcome_never_changes(store: PostgresStore) -> None:
     claimed(store, token, 60_000)
     assert ended(store, token) is Decision.APPLY
     assert ended(store, token, payload=Payload("json.1", b"", b"2")) is Decision.CONFIRM
-    assert len(run_sync(store.read(KEY)).outcomes) == 1
+    assert len(run_sync(store.read(KEY, with_audit=True)).outcomes) == 1
 
 
 def outcome_never_changes_in_a_batch(store: PostgresStore) -> None:
@@ -80,7 +80,7 @@ def outcome_never_changes_in_a_batch(store: PostgresStore) -> None:
     assert ended(store, token) is Decision.APPLY
     later = Payload("json.1", b"", b"2")
     assert ended_in_a_batch(store, token, payload=later) is Decision.CONFIRM
-    assert len(run_sync(store.read(KEY)).outcomes) == 1
+    assert len(run_sync(store.read(KEY, with_audit=True)).outcomes) == 1
 
 
 def only_one_takes_over(store: PostgresStore) -> None:

@@ -55,9 +55,16 @@ class Model:
         if changed is not None and shelf.arguments is None:
             shelf.arguments = request.arguments
         if answer.decision is Decision.REPLAY:
-            mine = [item for item in shelf.outcomes if item.token == shelf.record.token]
-            answer.payload = mine[-1].payload if mine else None
+            standing = self.standing(request.key)
+            answer.payload = standing[0].payload if standing else None
         return answer
+
+    def standing(self, key):
+        """The outcome that a replay gives, if there is one."""
+        shelf = self.shelf(key)
+        if shelf.record.state not in (State.SUCCEEDED, State.FAILED):
+            return []
+        return [item for item in shelf.outcomes if item.token == shelf.record.token][-1:]
 
     def take_over(self, request, held):
         shelf = self.shelf(request.key)

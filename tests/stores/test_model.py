@@ -233,7 +233,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     @invariant()
     def every_key_reads_as_in_the_model(self):
         for key in KEYS:
-            found = run_sync(self.store.read(key))
+            found = run_sync(self.store.read(key, with_audit=True))
             expected = self.model.record_of(key)
             if found is None:
                 assert expected is None
@@ -248,6 +248,10 @@ class StoreAgainstModel(RuleBasedStateMachine):
             positions = [step.position for step in found.steps]
             assert positions == sorted(positions)
             assert sorted(found.outcomes, key=repr) == sorted(shelf.outcomes, key=repr)
+            lean = run_sync(self.store.read(key))
+            assert lean.outcomes == self.model.standing(key)
+            lean.outcomes = found.outcomes
+            assert lean == found
 
 
 def plain(result):

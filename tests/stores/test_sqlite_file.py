@@ -270,6 +270,31 @@ def test_a_full_disk_is_unavailable_without_effect(probe):
     assert probe.claim().payload == large
 
 
+def plans_of_a_read(probe, *, with_audit):
+    """How SQLite finds what a read asks for, one line per table."""
+    probe.read(with_audit=with_audit)  # Opens the connection for reading.
+    statements = []
+    probe.store._reader.set_trace_callback(statements.append)
+    probe.read(with_audit=with_audit)
+    probe.store._reader.set_trace_callback(None)
+    return [
+        row[3]
+        for statement in statements
+        if statement.lstrip().startswith("SELECT")
+        for row in probe.store._reader.execute(f"EXPLAIN QUERY PLAN {statement}")
+    ]
+
+
+def test_only_a_read_with_the_audit_scans(probe):
+    """Operations and clients that poll must not pay for the outcomes of all other keys."""
+    probe.end(SettleKind.COMPLETE, probe.hold())
+    lean = plans_of_a_read(probe, with_audit=False)
+    assert any(line.startswith("SEARCH o USING INTEGER PRIMARY KEY") for line in lean)
+    assert not [line for line in lean if line.startswith("SCAN")]
+    whole = plans_of_a_read(probe, with_audit=True)
+    assert [line for line in whole if line.startswith("SCAN")] == ["SCAN retrysafe_outcomes"]
+
+
 # Files that cannot be used.
 
 

@@ -201,15 +201,15 @@ def show_key(
     """Show one key: its record, its finished steps, and every outcome in its audit."""
     wanted = options.chosen_key(key, caller, bearer, is_global)
     with options.opened_store(store, busy_timeout) as opened:
-        stored = _stored(opened, wanted)
+        stored = _stored(opened, wanted, with_audit=True)
     if options.is_json(context, as_json):
         output.write_json(shapes.detail_shape(stored))
     else:
         output.console().print(_detail(stored))
 
 
-def _stored(store: Store, key: Key) -> StoredKey:
-    stored = run_sync(store.read(key))
+def _stored(store: Store, key: Key, *, with_audit: bool = False) -> StoredKey:
+    stored = run_sync(store.read(key, with_audit=with_audit))
     if stored is None:
         raise Problem(
             "KeyUnknown",

@@ -85,8 +85,13 @@ class Store(Protocol):
         The first result stands: repeating it is APPLY, and another one is LOST.
         """
 
-    async def read(self, key: Key) -> StoredKey | None:
-        """The record of a key with its steps and its audit."""
+    async def read(self, key: Key, *, with_audit: bool = False) -> StoredKey | None:
+        """The record of a key with its steps, its arguments and the outcome that a replay gives.
+
+        Only a succeeded or failed record has that outcome. With the audit, the outcomes are instead
+        all that are stored of the key, oldest first. Finding those may cost a scan, and only people
+        look at them: an operation and a client that polls read without.
+        """
 
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
         """Records for an operator, newest claim first, without steps and audit."""

@@ -137,7 +137,7 @@ class IdempotencyMiddleware:
         if isinstance(page, Key):
             key = page
             try:
-                stored = await self.idempotency.read(key)
+                stored = await self.idempotency.read(key, with_audit=False)
                 page = protection.status(stored, key, request, prefix)
             except StoreError as error:
                 page = protection.status_refused(error, key, request, prefix)

@@ -87,7 +87,8 @@ def page(
     if isinstance(shown, Key):
         key = shown
         try:
-            shown = protection.status(idempotency.read(key), key, request, prefix)
+            stored = idempotency.read(key, with_audit=False)
+            shown = protection.status(stored, key, request, prefix)
         except StoreError as error:
             shown = protection.status_refused(error, key, request, prefix)
     if request.method == "HEAD":

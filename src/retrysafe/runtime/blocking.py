@@ -347,9 +347,15 @@ class BlockingIdempotency(AtomicThreads, Face):
 
     # Looking after the store.
 
-    def read(self, key: str | Key, *, caller: CallerSource | None = None) -> StoredKey | None:
-        """The stored record of a key with its steps and its audit."""
-        return run_sync(self._store.read(self._settings.key(key, caller)))
+    def read(
+        self, key: str | Key, *, caller: CallerSource | None = None, with_audit: bool = True
+    ) -> StoredKey | None:
+        """The stored record of a key with its steps and its audit.
+
+        Without the audit, its outcomes are only the one that a replay gives: for those who poll.
+        """
+        found = self._settings.key(key, caller)
+        return run_sync(self._store.read(found, with_audit=with_audit))
 
     def release(
         self, key: str | Key, *, caller: CallerSource | None = None, force: bool = False

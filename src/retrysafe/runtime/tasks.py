@@ -437,9 +437,15 @@ class AsyncFace(AtomicTasks, Face):
 
     # Looking after the store.
 
-    async def read(self, key: str | Key, *, caller: CallerSource | None = None) -> StoredKey | None:
-        """The stored record of a key with its steps and its audit."""
-        return await self._bound().store.read(self._settings.key(key, caller))
+    async def read(
+        self, key: str | Key, *, caller: CallerSource | None = None, with_audit: bool = True
+    ) -> StoredKey | None:
+        """The stored record of a key with its steps and its audit.
+
+        Without the audit, its outcomes are only the one that a replay gives: for those who poll.
+        """
+        found = self._settings.key(key, caller)
+        return await self._bound().store.read(found, with_audit=with_audit)
 
     async def release(
         self, key: str | Key, *, caller: CallerSource | None = None, force: bool = False

@@ -75,9 +75,9 @@ class ThreadedStore:
         """Stores a step's result."""
         return await self._hop(self._store.record_step, write)
 
-    async def read(self, key: Key) -> StoredKey | None:
+    async def read(self, key: Key, *, with_audit: bool = False) -> StoredKey | None:
         """The record of a key."""
-        return await self._hop(self._store.read, key)
+        return await self._hop(partial(self._store.read, with_audit=with_audit), key)
 
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
         """Records for an operator."""

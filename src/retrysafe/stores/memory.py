@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from retrysafe import forks
 from retrysafe.core import transitions
@@ -41,6 +42,9 @@ from retrysafe.stores.memory_records import (
     payload_of,
     stored_outcome,
 )
+
+# The states whose outcome is replayed.
+_REPLAYED: Final = (State.SUCCEEDED, State.FAILED)
 
 
 class MemoryStore:
@@ -98,7 +102,8 @@ class MemoryStore:
             if request.arguments is not None:
                 self._arguments.setdefault(digest, request.arguments)
         elif answer.decision is Decision.REPLAY:
-            answer.payload = self._payload(self._records[digest])
+            ending = self._ending(self._records[digest])
+            answer.payload = None if ending is None else payload_of(ending)
         return answer
 
     def _settle(self, settlement: Settlement, now_ms: int) -> SettleAnswer:
@@ -112,11 +117,11 @@ class MemoryStore:
                 self.outbox.insert(settlement.entries, settlement.key, now_ms)
         return answer
 
-    def _payload(self, record: Record) -> Payload | None:
+    def _ending(self, record: Record) -> Ending | None:
         """What the attempt that settled the record left behind."""
         for ending in reversed(self._outcomes.get(record.digest, ())):
             if ending[0] == record.token:
-                return payload_of(ending)
+                return ending
         return None
 
     async def record_step(self, write: StepWrite) -> Decision:
@@ -141,19 +146,24 @@ class MemoryStore:
             return None
         return record
 
-    async def read(self, key: Key) -> StoredKey | None:
-        """The record of a key with its steps and its audit."""
+    async def read(self, key: Key, *, with_audit: bool = False) -> StoredKey | None:
+        """The record of a key with its steps and the outcome to replay, or its whole audit."""
         with self._lock:
             record = self._record_of(key)
             if record is None:
                 return None
             now_ms = self._now_ms()
+            if with_audit:
+                endings = self._outcomes.get(key.digest, ())
+            else:
+                ending = self._ending(record) if record.state in _REPLAYED else None
+                endings = () if ending is None else (ending,)
             return StoredKey(
                 record,
                 condition_of(record, now_ms),
                 now_ms,
                 sorted(self._steps.get(key.digest, {}).values(), key=lambda step: step.position),
-                [stored_outcome(ending) for ending in self._outcomes.get(key.digest, ())],
+                [stored_outcome(ending) for ending in endings],
                 self._arguments.get(key.digest),
             )
 

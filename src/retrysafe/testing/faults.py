@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from retrysafe.core.keys import Key
@@ -172,9 +173,9 @@ class FaultyStore:
         """Stores a step's result."""
         return await self._call("record_step", self._store.record_step, write)
 
-    async def read(self, key: Key) -> StoredKey | None:
+    async def read(self, key: Key, *, with_audit: bool = False) -> StoredKey | None:
         """The record of a key."""
-        return await self._call("read", self._store.read, key)
+        return await self._call("read", partial(self._store.read, with_audit=with_audit), key)
 
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
         """Records for an operator."""

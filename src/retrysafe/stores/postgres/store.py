@@ -133,8 +133,8 @@ class PostgresStore:
 
     # For operators.
 
-    async def read(self, key: Key) -> StoredKey | None:
-        """The record of a key with its steps and its audit."""
+    async def read(self, key: Key, *, with_audit: bool = False) -> StoredKey | None:
+        """The record of a key with its steps and the outcome to replay, or its whole audit."""
         found = await self._reader.read(key.digest)
         if found is None or found[0].text != key.text or found[0].caller != key.caller:
             return None
@@ -143,6 +143,11 @@ class PostgresStore:
             Step(name, position, Payload(form, bytes(head), bytes(body)))
             for name, position, form, head, body in await self._fetch("read_steps", key.digest)
         ]
+        endings: Sequence[Sequence[Any]] = ()
+        if with_audit:
+            endings = await self._fetch("read_outcomes", key.digest)
+        elif record.state in (State.SUCCEEDED, State.FAILED):
+            endings = await self._fetch("read_standing", key.digest, record.token)
         outcomes = [
             StoredOutcome(
                 bytes(token),
@@ -152,9 +157,7 @@ class PostgresStore:
                 at,
                 ends,
             )
-            for token, attempt, state, form, head, body, at, ends in await self._fetch(
-                "read_outcomes", key.digest
-            )
+            for token, attempt, state, form, head, body, at, ends in endings
         ]
         kept = await self._fetch("read_arguments", key.digest, record.first_claimed_at_ms)
         arguments = payload_of(kept[0]) if kept else None

@@ -187,8 +187,8 @@ class SqliteStore:
 
     # For operators.
 
-    async def read(self, key: Key) -> StoredKey | None:
-        """The record of a key with its steps and its audit."""
+    async def read(self, key: Key, *, with_audit: bool = False) -> StoredKey | None:
+        """The record of a key with its steps and the outcome to replay, or its whole audit."""
         with self._reading() as connection:
             record = rows.select_of(connection, key)
             if record is None:
@@ -203,7 +203,7 @@ class SqliteStore:
             outcomes = [
                 StoredOutcome(token, attempt, State(state), Payload(form, head, body), at, ends)
                 for token, attempt, state, form, head, body, at, ends in connection.execute(
-                    SQL["select_outcomes"], (key.digest,)
+                    SQL["select_outcomes" if with_audit else "select_standing"], (key.digest,)
                 )
             ]
             return StoredKey(

@@ -213,14 +213,14 @@ class Probe:
         decision: Decision = self._run(self.store.operate(key, command))
         return decision
 
-    def find(self, key: Key = KEY) -> StoredKey | None:
+    def find(self, key: Key = KEY, *, with_audit: bool = True) -> StoredKey | None:
         """What is stored of a key, if anything."""
-        found: StoredKey | None = self._run(self.store.read(key))
+        found: StoredKey | None = self._run(self.store.read(key, with_audit=with_audit))
         return found
 
-    def read(self, key: Key = KEY) -> StoredKey:
+    def read(self, key: Key = KEY, *, with_audit: bool = True) -> StoredKey:
         """What is stored of a key that has a row."""
-        found = self.find(key)
+        found = self.find(key, with_audit=with_audit)
         assert found is not None, f"{key} has no record"
         return found
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from retrysafe.core.model import Condition, Decision, SettleKind, State
+from retrysafe.core.model import (
+    Condition,
+    Decision,
+    OperatorCommand,
+    Payload,
+    SettleKind,
+    State,
+)
 from retrysafe.testing.suite.base import SuiteBase
 from retrysafe.testing.suite.probe import (
     ACTIVE_MS,
@@ -63,6 +70,34 @@ class RetentionCases(SuiteBase):
         assert (answer.state, answer.payload, answer.attempt) == (State.FAILED, FAILURE, 1)
         payloads = [item.payload for item in probe.read().outcomes]
         assert payloads == [RESULT, FAILURE]
+
+    def test_a_read_without_the_audit_gives_the_standing_outcome_only(self, probe: Probe) -> None:
+        """What a replay gives, also in a second life; the rest is as with the whole audit."""
+
+        def standing() -> list[Payload]:
+            lean, whole = probe.read(with_audit=False), probe.read()
+            assert (lean.record, lean.condition) == (whole.record, whole.condition)
+            assert (lean.steps, lean.arguments) == (whole.steps, whole.arguments)
+            assert all(item in whole.outcomes for item in lean.outcomes)
+            return [item.payload for item in lean.outcomes]
+
+        assert probe.find(with_audit=False) is None
+        first = probe.hold(arguments=RESULT)
+        probe.end(SettleKind.RELEASE, first, payload=FAILURE)
+        assert standing() == []
+        second = probe.hold()
+        probe.record(second)
+        assert standing() == []
+        probe.end(SettleKind.COMPLETE, second, payload=RESULT)
+        assert standing() == [RESULT]
+        probe.advance(ACTIVE_MS)
+        third = probe.hold()
+        assert standing() == []
+        probe.end(SettleKind.FAIL, third, payload=FAILURE)
+        assert standing() == [FAILURE]
+        assert [item.token for item in probe.read(with_audit=False).outcomes] == [third]
+        probe.operate(OperatorCommand.RELEASE)
+        assert standing() == []
 
     def test_a_swept_key_keeps_its_audit(self, probe: Probe) -> None:
         """The outcome outlives the key's row, and is there when the key comes back."""

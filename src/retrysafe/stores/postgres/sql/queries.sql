@@ -198,6 +198,16 @@ WHERE digest = $1 AND name = $2 AND form = $3 AND head = $4 AND body = $5;
 -- The finished steps of a key in their order.
 SELECT name, position, form, head, body FROM {schema}.steps WHERE digest = $1 ORDER BY position;
 
+-- name: read_standing
+-- The whole outcome that a replay gives, if the record is still that of the token.
+SELECT
+    o.token, o.attempt, o.state, o.form, o.head, o.body, o.settled_at_ms, o.audit_ends_at_ms
+FROM {schema}.keys AS k
+JOIN {schema}.outcomes AS o
+    ON o.audit_ends_at_ms = k.audit_ends_at_ms AND o.digest = k.digest AND o.token = k.token
+    AND o.attempt = k.attempt
+WHERE k.digest = $1 AND k.token = $2 AND k.state IN (2, 3);
+
 -- name: read_outcomes
 -- The audit of a key, oldest first.
 SELECT token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms

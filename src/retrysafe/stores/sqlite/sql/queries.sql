@@ -90,8 +90,16 @@ FROM retrysafe_keys AS k
 JOIN retrysafe_outcomes AS o ON o.id = k.outcome_id AND o.token = k.token
 WHERE k.digest = ?;
 
+-- name: select_standing
+-- The whole outcome that a replay gives, found by its id.
+SELECT
+    o.token, o.attempt, o.state, o.form, o.head, o.body, o.settled_at_ms, o.audit_ends_at_ms
+FROM retrysafe_keys AS k
+JOIN retrysafe_outcomes AS o ON o.id = k.outcome_id AND o.token = k.token
+WHERE k.digest = ? AND k.state IN (2, 3);
+
 -- name: select_outcomes
--- The audit of a key, oldest first.
+-- The audit of a key, oldest first. A scan on purpose: an index for it would cost every operation.
 SELECT token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
 FROM retrysafe_outcomes WHERE digest = ? ORDER BY id;
 
