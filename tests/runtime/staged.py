@@ -110,9 +110,9 @@ class StagedStore:
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.inner, name)
 
-        async def call(*args: Any) -> Any:
+        async def call(*args: Any, **options: Any) -> Any:
             self.other_calls.append(name)
-            return await method(*args)
+            return await method(*args, **options)
 
         return call
 
