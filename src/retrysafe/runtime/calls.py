@@ -148,22 +148,6 @@ def require_no_positional(misplaced: tuple[object, ...]) -> None:
         )
 
 
-def returned_types(operation: Callable[..., Any]) -> tuple[type, ...]:
-    """The classes in an operation's return annotation, for rebuilding a stored result."""
-    if "return" not in getattr(operation, "__annotations__", {}):
-        return ()
-    return _resolved_types(operation)
-
-
-@lru_cache(maxsize=512)
-def _resolved_types(operation: Callable[..., Any]) -> tuple[type, ...]:
-    try:
-        annotation = typing.get_type_hints(operation).get("return")
-    except Exception:
-        return ()  # An annotation that cannot be resolved here is only a missing hint.
-    return tuple(classes_in(annotation))
-
-
 def classes_in(annotation: Any) -> Iterable[type]:
     """The classes that an annotation mentions."""
     arguments = typing.get_args(annotation)
@@ -177,7 +161,19 @@ def codec_for(operation: Callable[..., Any], returns: type | tuple[type, ...] | 
     """The codec that can rebuild what the operation returns."""
     if returns is not None:
         return codec_of(returns)
-    types = returned_types(operation)
+    if "return" not in getattr(operation, "__annotations__", {}):
+        return _NO_TYPES
+    return _annotated_codec(operation)
+
+
+@lru_cache(maxsize=512)
+def _annotated_codec(operation: Callable[..., Any]) -> ValueCodec:
+    """The codec of the classes in an operation's return annotation, made once."""
+    try:
+        annotation = typing.get_type_hints(operation).get("return")
+    except Exception:
+        return _NO_TYPES  # An annotation that cannot be resolved here is only a missing hint.
+    types = tuple(classes_in(annotation))
     return ValueCodec(types) if types else _NO_TYPES
 
 
