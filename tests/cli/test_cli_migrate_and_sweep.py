@@ -100,7 +100,7 @@ def test_sweep_stops_after_its_rounds_and_says_that_more_is_left(invoke, desk):
     )
     assert outcome.code == 0
     assert outcome.stdout == "removed 4 keys and 0 outcomes in 2 rounds\n"
-    assert "more is past its window" in outcome.stderr
+    assert "the walk over the store has not ended" in outcome.stderr
     rest = invoke("sweep", "--store", desk.url)
     assert (rest.stdout, rest.stderr) == ("removed 1 key and 0 outcomes in 1 round\n", "")
 

@@ -186,6 +186,13 @@ def test_damaged_bytes_are_told_and_nothing_else_is_raised(form, head, body):
         CODEC.decode(Payload(form, head, body))
 
 
+def test_blanks_that_somebody_put_around_a_value_do_not_count():
+    """A row that was mended by hand is still read."""
+    assert CODEC.decode(Payload(codec.JSON, b"", b' {"n": 1}\n')) == {"n": 1}
+    with pytest.raises(NotReadable, match="Extra data"):
+        CODEC.decode(Payload(codec.JSON, b"", b'{"n": 1} 2'))
+
+
 @given(st.sampled_from(codec.JSON_FORMS), st.binary(max_size=30), st.binary(max_size=30))
 def test_random_bytes_are_read_or_told(form, head, body):
     """No bytes in a database can make a replay raise anything but its own errors."""

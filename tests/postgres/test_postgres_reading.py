@@ -6,7 +6,14 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe.core.model import ClaimAnswer, Condition, Decision, Payload, SettleKind
+from retrysafe.core.model import (
+    ClaimAnswer,
+    Condition,
+    Decision,
+    OperatorCommand,
+    Payload,
+    SettleKind,
+)
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.postgres.batches import BALANCE_LIMIT
 from retrysafe.stores.postgres.partitions import DAY_MS
@@ -248,3 +255,18 @@ def test_a_key_that_goes_between_two_readings_is_free(desk, spied):
     spied.before["read_records"] = remove
     assert desk.claim(key).decision is Decision.ADMIT
     assert len(readings) == 2
+
+
+def test_a_record_that_changes_while_it_is_read_is_read_again(desk, spied):
+    """Else a life that was over would be shown without its outcome, as if that were gone."""
+    (key,) = desk.done()
+
+    def begin_anew():
+        assert run_sync(desk.store.operate(key, OperatorCommand.EXPIRE)) is Decision.APPLY
+        assert desk.claim(key).decision is Decision.ADMIT
+
+    spied.before["read_standing"] = begin_anew
+    found = run_sync(desk.store.read(key))
+    assert found.condition is Condition.RUNNING
+    assert found.outcomes == []
+    assert "read_standing" not in spied.before

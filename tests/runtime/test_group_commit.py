@@ -35,6 +35,7 @@ from retrysafe.runtime.group_commit import (
     ThreadGroupCommit,
 )
 from tests.runtime.staged import (
+    PATIENCE_SECONDS,
     Hold,
     StagedStore,
     TaskHold,
@@ -596,8 +597,32 @@ def test_a_few_rows_do_not_wait_for_each_other():
     drive(main())
 
 
-def test_a_second_batch_leaves_beside_the_first_only_when_it_is_full():
+def test_a_batch_that_is_held_up_does_not_hold_up_the_others(monkeypatch):
+    """One connection that hangs must not be what every other key waits for."""
+    monkeypatch.setattr(group_commit, "HELD_UP_SECONDS", 0)
+
+    async def main() -> None:
+        store = StagedStore(waits=Waits.SUSPENDING)
+        store.capabilities = Capabilities(Waits.SUSPENDING, batch_limit=8, batches_in_flight=2)
+        hold = TaskHold()
+        store.before = lambda commit: hold() if len(store.commits) == 1 else None
+        group = TaskGroupCommit(store, asyncio.get_running_loop())
+        first = [group.claim(_request(f"first {number}")) for number in range(FEW_ROWS)]
+        await hold.reached()
+        others = [group.claim(_request(f"other {number}")) for number in range(4)]
+        await asyncio.wait_for(asyncio.gather(*others), PATIENCE_SECONDS)
+        assert [len(commit.claims) for commit in store.commits] == [FEW_ROWS, 4]
+        assert not any(row.done() for row in first)
+        hold.open()
+        await asyncio.gather(*first)
+        await group.drain()
+
+    drive(main())
+
+
+def test_a_second_batch_leaves_beside_the_first_only_when_it_is_full(monkeypatch):
     """Rows that would make half a batch wait for the one under way, and merge meanwhile."""
+    monkeypatch.setattr(group_commit, "HELD_UP_SECONDS", 3600)
 
     async def main() -> None:
         store = StagedStore(waits=Waits.SUSPENDING)

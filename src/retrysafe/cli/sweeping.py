@@ -82,7 +82,7 @@ def sweep(
     if total.partitions:
         sys.stdout.write(f"dropped {_count(total.partitions, 'day')} of outcomes\n")
     if total.has_more and not forever:
-        output.note("more is past its window: sweep again, or raise --rounds")
+        output.note("the walk over the store has not ended: sweep again, or raise --rounds")
 
 
 def _swept(

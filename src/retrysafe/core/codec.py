@@ -113,8 +113,11 @@ def _parse(body: bytes) -> Any:
     Looking for other encodings and for blanks would take longer than reading them.
     """
     text = body.decode()
-    value, end = _DECODER.raw_decode(text)
-    # What is not as it was written is told as the library tells it.
+    try:
+        value, end = _DECODER.raw_decode(text)
+    except json.JSONDecodeError:
+        end = -1
+    # What is not as it was written is read, or told, as the library does it.
     return value if end == len(text) else _DECODER.decode(text)
 
 

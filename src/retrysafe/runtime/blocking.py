@@ -384,6 +384,7 @@ class BlockingIdempotency(AtomicThreads, Face):
     def sweep(self, *, limit: int = 1000) -> SweepReport:
         """Removes at most `limit` keys and outcomes that are past their windows.
 
+        A large store is walked over in several calls: call again while the report `has_more`.
         Raises `InvalidInput` for a limit below 1.
         """
         return run_sync(self._store.sweep(checked_limit(limit)))

@@ -25,6 +25,9 @@ _WAITING: Final = object()
 # While fewer rows than this are on their way, the next one leaves at once if the store allows it.
 # More of them wait for each other: small batches cost client and server as much as large ones.
 FEW_ROWS: Final = 3
+# A batch that takes longer than this is held up, by one connection perhaps, and others must not
+# wait for it. Long against any flush, and short against any lease.
+HELD_UP_SECONDS: Final = 0.05
 # Replays are not parted into smaller batches than this: what a batch costs by itself would show.
 REPLAYS_SHARE: Final = 32
 _REPLAY: Final = Decision.REPLAY
@@ -256,27 +259,47 @@ class TaskGroupCommit:
         self._is_boarding = False
         # Whether the last batch was one of replays, as far as its first row tells.
         self._is_replaying = False
+        # How many flights have left; and, while rows wait behind one, who sees whether it is stuck.
+        self._departures = 0
+        self._lookout: asyncio.TimerHandle | None = None
 
     def claim(self, request: ClaimRequest) -> asyncio.Future[ClaimAnswer]:
         """Claims a key in the next batch."""
         future = self._new_future()
         self._claims.append((request, future))
-        if not self._is_boarding and self._may_launch():
-            self._launch()
+        if not self._is_boarding:
+            self._launch_or_wait()
         return future
 
     def settle(self, settlement: Settlement) -> asyncio.Future[SettleAnswer]:
         """Ends or extends an attempt in the next batch; cancelling the wait does not stop it."""
         future = self._new_future()
         self._endings.append((settlement, future))
-        if not self._is_boarding and self._may_launch():
-            self._launch()
+        if not self._is_boarding:
+            self._launch_or_wait()
         return future
 
-    def _may_launch(self) -> bool:
-        """Whether the next batch leaves now: as the only one, or beside others when it is full.
+    def _launch_or_wait(self) -> None:
+        if self._may_launch():
+            self._launch()
+        elif self._lookout is None and self._flights_count < self._flights_limit:
+            self._lookout = self._loop.call_later(HELD_UP_SECONDS, self._look_out, self._departures)
 
-        Replays share no flush that would be worth waiting for.
+    def _look_out(self, departures: int) -> None:
+        """Lets those who wait leave beside a batch that is held up."""
+        self._lookout = None
+        if not (self._claims or self._endings) or self._is_boarding:
+            return
+        if self._departures == departures and self._flights_count < self._flights_limit:
+            self._launch()
+        else:
+            self._launch_or_wait()
+
+    def _may_launch(self) -> bool:
+        """Whether the next batch leaves now: as the only one, or beside others.
+
+        Beside others when they have few rows, or when it is full itself. Replays share no flush
+        that would be worth waiting for.
         """
         flights = self._flights_count
         if not flights:
@@ -323,10 +346,11 @@ class TaskGroupCommit:
         self._is_boarding = False
         self._board(flight)
         flight.has_left = True
+        self._departures += 1
         rows = flight.rows
         self._rows_in_flight += rows
-        if (self._endings or self._claims) and self._may_launch():
-            self._launch()
+        if self._endings or self._claims:
+            self._launch_or_wait()
         if rows:
             await self._commit(flight)
 
@@ -366,8 +390,8 @@ class TaskGroupCommit:
             self._is_boarding = False  # Cancelled before; its rows are still in the queue.
         if not task.cancelled():
             task.exception()  # Told to every row already.
-        if (self._endings or self._claims) and not self._is_boarding and self._may_launch():
-            self._launch()
+        if (self._endings or self._claims) and not self._is_boarding:
+            self._launch_or_wait()
 
     async def drain(self) -> None:
         """Waits until everything that was submitted is answered."""

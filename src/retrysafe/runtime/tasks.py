@@ -475,6 +475,7 @@ class AsyncFace(AtomicTasks, Face):
     async def sweep(self, *, limit: int = 1000) -> SweepReport:
         """Removes at most `limit` keys and outcomes that are past their windows.
 
+        A large store is walked over in several calls: call again while the report `has_more`.
         Raises `InvalidInput` for a limit below 1.
         """
         return await self._bound().store.sweep(checked_limit(limit))

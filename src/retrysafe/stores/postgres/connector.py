@@ -45,8 +45,8 @@ def planner_statement(server_pid: int) -> str:
 class PoolOptions:
     """How connections are made and kept."""
 
-    # Four small batches in flight, a renewal and an operator; more only adds contention. They are
-    # opened when they are needed.
+    # Three small batches in flight, a renewal, an operator and one to spare; more only adds
+    # contention. They are opened when they are needed.
     size_limit: int = 6
     # How long a call waits for a free connection, and for the server to accept a new one.
     connect_timeout: timedelta = timedelta(seconds=5)

@@ -20,6 +20,7 @@ from retrysafe.core.model import (
     Decision,
     OperatorCommand,
     Payload,
+    Record,
     RecordQuery,
     Settlement,
     State,
@@ -74,7 +75,7 @@ class PostgresStore:
             connector.waits,
             batch_limit=128,
             batches_in_flight=2,
-            small_batches_in_flight=4,
+            small_batches_in_flight=3,
             has_outbox=True,
         )
         self.outbox = PostgresOutbox(self._fetch)
@@ -148,6 +149,9 @@ class PostgresStore:
             endings = await self._fetch("read_outcomes", key.digest)
         elif record.state in (State.SUCCEEDED, State.FAILED):
             endings = await self._fetch("read_standing", key.digest, record.token)
+            if not endings and await self._has_changed(record):
+                # Freed or claimed anew in between: what was read is of a life that is over.
+                return await self.read(key)
         outcomes = [
             StoredOutcome(
                 bytes(token),
@@ -162,6 +166,10 @@ class PostgresStore:
         kept = await self._fetch("read_arguments", key.digest, record.first_claimed_at_ms)
         arguments = payload_of(kept[0]) if kept else None
         return StoredKey(record, condition_of(record, now_ms), now_ms, steps, outcomes, arguments)
+
+    async def _has_changed(self, record: Record) -> bool:
+        found = await self._reader.read(record.digest)
+        return found is None or found[0] != record
 
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
         """Records for an operator, newest claim first."""

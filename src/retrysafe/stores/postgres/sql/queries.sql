@@ -125,8 +125,8 @@ RETURNING k.digest, k.lease_ends_at_ms, k.lease_ends_at_ms - c.now_ms;
 
 -- name: read_records
 -- The records of several keys, the instant they were read at, and the payloads to replay whose
--- audits end between the two given instants. The bounds are constants for the planner: it opens the
--- partitions of those days only, where it would otherwise open all of them before it reads a row.
+-- audits end between the two given instants. By these bounds the server knows when the statement
+-- starts which partitions it needs not read, where it would otherwise look into all of them.
 SELECT
     (SELECT {now_ms}),
     k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token, k.attempt,
