@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sqlite3
 import threading
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +27,7 @@ from retrysafe import (
 )
 from retrysafe.core.events import Reporter
 from retrysafe.core.lease import Lease
+from retrysafe.runtime import blocking
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
@@ -223,3 +226,20 @@ def _quietly(idem: Idempotency, operation):
             idem.run("key", operation, request=1, name="pay")
 
     return call
+
+
+def test_a_signal_before_the_first_step_leaves_no_flow_that_was_never_begun(monkeypatch):
+    """It may raise in the driver's first line; nothing has run then, and nothing is complained of."""
+
+    def interrupted(flow):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(blocking, "run_sync", interrupted)
+    with warnings.catch_warnings(record=True) as caught, Idempotency("memory://") as idem:
+        warnings.simplefilter("always")
+        with pytest.raises(KeyboardInterrupt):
+            idem.run("k", lambda: None, caller="tester")
+        gc.collect()
+        assert [str(item.message) for item in caught] == []
+        monkeypatch.undo()
+        assert idem.run("k", lambda: "ran", caller="tester") == "ran"

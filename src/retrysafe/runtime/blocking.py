@@ -332,7 +332,13 @@ class BlockingIdempotency(AtomicThreads, Face):
         invocation = ThreadInvocation(operation, args, kwargs)
         try:
             gate.enter(invocation)
-            return run_sync(self._engine.answer(call, invocation.invoke, was_recalled=True))
+            flow = self._engine.answer(call, invocation.invoke, was_recalled=True)
+            try:
+                return run_sync(flow)
+            finally:
+                # A signal may raise before its first step, and Python warns of a flow that was
+                # never begun. One that has ended takes no notice.
+                flow.close()
         finally:
             gate.leave(invocation)
 
