@@ -229,7 +229,7 @@ def _quietly(idem: Idempotency, operation):
 
 
 def test_a_signal_before_the_first_step_leaves_no_flow_that_was_never_begun(monkeypatch):
-    """It may raise in the driver's first line; nothing has run then, and nothing is complained of."""
+    """It may raise in the driver's first line; nothing has run then, and nobody complains."""
 
     def interrupted(flow):
         raise KeyboardInterrupt
@@ -239,7 +239,7 @@ def test_a_signal_before_the_first_step_leaves_no_flow_that_was_never_begun(monk
         warnings.simplefilter("always")
         with pytest.raises(KeyboardInterrupt):
             idem.run("k", lambda: None, caller="tester")
+        monkeypatch.undo()
         gc.collect()
         assert [str(item.message) for item in caught] == []
-        monkeypatch.undo()
         assert idem.run("k", lambda: "ran", caller="tester") == "ran"
