@@ -1,9 +1,10 @@
 """Group commit: rows that arrive while a commit is under way leave together in the next one.
 
-Owns the queue between callers and a store. There is no timer: a row that arrives when nothing is
-under way leaves at once, so an idle system waits for nothing, and a busy one pays one disk flush
-for many rows. A failed commit is told to every row in it; nobody knows whether it happened, and
-asking again with the same token is safe.
+Owns the queue between callers and a store. No row waits for a timer to be merged: one that arrives
+when nothing is under way leaves at once, so an idle system waits for nothing, and a busy one pays
+one disk flush for many rows. Among tasks a timer only sees to it that none waits behind a commit
+that hangs. A failed commit is told to every row in it; nobody knows whether it happened, and asking
+again with the same token is safe.
 """
 
 from __future__ import annotations

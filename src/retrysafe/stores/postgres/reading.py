@@ -1,7 +1,7 @@
 """How records are read: many by one statement, and with the payloads to replay if need be.
 
-Owns the guess in which partitions the payloads are. A statement over all of them takes twice as
-long as one over a few days, and the keys of one service mostly have theirs in the same few.
+Owns the guess in which partitions the payloads are. A statement over all of them sets each of them
+up, and the keys of one service mostly have theirs in the same few.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from retrysafe.stores.sqlite.schema import SQL
 # sizes: no digest is a number. So few keep all of them in the connection's statement cache.
 _SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 # What the binding takes as it is. For every other type, bytes and None too, it first looks for an
-# adapter, and to find none takes it as long as binding three values.
+# adapter, and finding none takes longer than binding the value.
 _blob: Final = bytearray
 
 
