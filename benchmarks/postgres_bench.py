@@ -29,6 +29,14 @@ MERGED = f"B: pgbench, batches of {pgbench.BATCH}, 4 clients"
 ONE_PROCESS = f"AsyncIdempotency.run, {IN_FLIGHT} in flight"
 TWO_PROCESSES = f"the same, two processes of {IN_FLIGHT}"
 MANY_THREADS = f"Idempotency.run, {THREADS} threads"
+# What Python reaches without retrysafe, to tell its share from that of the language.
+BARE = f"merged by hand in Python, {IN_FLIGHT} in flight"
+BARE_TWICE = "the same by hand, two processes"
+BARE_THREADS = f"merged by hand, {THREADS} threads"
+PLAIN_THREADS = f"psycopg, {THREADS} threads, one row a transaction"
+TARGETS = {ONE_PROCESS: 4.0, TWO_PROCESSES: 6.0, MANY_THREADS: 2.0}
+# Gets the round's number and returns its operations per second.
+Way = Callable[[int], float]
 
 
 class Server:
@@ -76,27 +84,21 @@ class Throughput:
         return batches * pgbench.BATCH
 
     def _processes(self, name: str, kind: str, in_flight: int, count: int) -> float:
-        loads = [
-            Load(kind, url=self._server.url, in_flight=in_flight, seconds=self._seconds)
-            for _ in range(count)
-        ]
+        task = {"url": self._server.url, "schema": SCHEMA, "seconds": self._seconds}
+        loads = [Load(kind, in_flight=in_flight, **task) for _ in range(count)]
         before = self._server.wal_bytes()
         for load in loads:
             load.go()
         found = [load.result() for load in loads]
         written = self._server.wal_bytes() - before
         self.loads.setdefault(name, []).extend(found)
-        self.wal_per_operation.append(written / sum(item["count"] for item in found))
+        if name in TARGETS:
+            self.wal_per_operation.append(written / sum(item["count"] for item in found))
         return sum(item["per_second"] for item in found)
 
-    def one_process(self, _round: int) -> float:
-        return self._processes(ONE_PROCESS, "tasks", IN_FLIGHT, 1)
-
-    def two_processes(self, _round: int) -> float:
-        return self._processes(TWO_PROCESSES, "tasks", IN_FLIGHT, 2)
-
-    def threads(self, _round: int) -> float:
-        return self._processes(MANY_THREADS, "threads", THREADS, 1)
+    def processes(self, name: str, kind: str, in_flight: int, count: int) -> Way:
+        """The way of one kind of load, in that many processes."""
+        return lambda _round: self._processes(name, kind, in_flight, count)
 
     def python_note(self, name: str) -> str:
         cpu = statistics.median(found["cpu_us"] for found in self.loads[name])
@@ -107,20 +109,26 @@ def throughput(server: Server, *, rounds: int, seconds: float) -> tuple[list[Row
     """The rows of the writing ways, and the most that one process reached."""
     updates_before, hot_before = server.updates()
     way = Throughput(server, seconds)
-    ways: dict[str, Callable[[int], float]] = {
+    loads = {
+        ONE_PROCESS: ("tasks", IN_FLIGHT, 1),
+        BARE: ("bare tasks", IN_FLIGHT, 1),
+        TWO_PROCESSES: ("tasks", IN_FLIGHT, 2),
+        BARE_TWICE: ("bare tasks", IN_FLIGHT, 2),
+        MANY_THREADS: ("threads", THREADS, 1),
+        BARE_THREADS: ("bare threads", THREADS, 1),
+        PLAIN_THREADS: ("plain threads", THREADS, 1),
+    }
+    ways: dict[str, Way] = {
         ONE_ROW: way.one_row,
         MERGED: way.merged,
-        ONE_PROCESS: way.one_process,
-        TWO_PROCESSES: way.two_processes,
-        MANY_THREADS: way.threads,
+        **{name: way.processes(name, *load) for name, load in loads.items()},
     }
     found = in_turn(ways, rounds)
-    targets = {ONE_PROCESS: 4.0, TWO_PROCESSES: 6.0, MANY_THREADS: 2.0}
     rows = []
     for name, rates in found.items():
-        note = way.python_note(name) if name in targets else ""
+        note = way.python_note(name) if name in loads else ""
         ratio = median_ratio(rates, found[ONE_ROW])
-        rows.append(Row(name, statistics.median(rates), ratio, targets.get(name), note))
+        rows.append(Row(name, statistics.median(rates), ratio, TARGETS.get(name), note))
     half = median_ratio(found[TWO_PROCESSES], found[MERGED])
     rows.append(Row("two processes to B", statistics.median(found[TWO_PROCESSES]), half, 0.5))
     updates, hot = server.updates()
@@ -150,7 +158,7 @@ def replays(server: Server, *, rounds: int, seconds: float, keys: int) -> list[R
     """Replays from the store and from the process, against a SELECT by primary key."""
     script = pgbench.select(SCHEMA, keys)
     task = {"url": server.url, "seconds": seconds}
-    ways: dict[str, Callable[[int], float]] = {
+    ways: dict[str, Way] = {
         f"pgbench SELECT by primary key, {READERS} clients": lambda _: pgbench.run(
             server.url, script, clients=READERS, seconds=seconds
         ),

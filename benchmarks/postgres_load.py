@@ -20,9 +20,10 @@ from typing import Any
 import asyncpg
 import uvloop
 
+from benchmarks import postgres_bare
+from benchmarks.postgres_statements import BODY, CLAIM, COMPLETE
 from retrysafe import GLOBAL, AsyncIdempotency, Idempotency
 
-BODY = "x" * 500
 Task = dict[str, Any]
 Found = dict[str, float]
 
@@ -167,29 +168,6 @@ async def paced(task: Task) -> Found:
     }
 
 
-CLAIM = """
-INSERT INTO {schema}.keys AS k (
-    digest, caller, key, operation, rule, fingerprint, state, token, attempt,
-    first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, owner
-) SELECT $1, '', $2, 'benchmarks.operation', 1, $1, 1, $3, 1, c.now_ms, c.now_ms,
-    c.now_ms + 30000, 'host:1'
-FROM (SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint AS now_ms) AS c
-ON CONFLICT (digest) DO NOTHING RETURNING k.token"""
-COMPLETE = """
-WITH settled AS (
-    UPDATE {schema}.keys AS k SET state = 2, settled_at_ms = c.now_ms,
-        expires_at_ms = c.now_ms + 86400000, audit_ends_at_ms = c.now_ms + 2592000000::bigint
-    FROM (SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint AS now_ms) AS c
-    WHERE k.digest = $1 AND k.token = $2 AND k.state = 1
-    RETURNING k.digest, k.token, attempt, state, settled_at_ms, audit_ends_at_ms
-), stored AS (
-    INSERT INTO {schema}.outcomes (
-        digest, token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
-    ) SELECT digest, token, attempt, state, 'json.1', '', $3::bytea, settled_at_ms, audit_ends_at_ms
-    FROM settled
-) SELECT token FROM settled"""
-
-
 async def plain(task: Task) -> Found:
     """What people write by hand with asyncpg: two statements, one row each, on a schedule."""
     whole: list[float] = []
@@ -240,6 +218,9 @@ async def replays(task: Task) -> Found:
 
 
 KINDS: dict[str, Callable[[Task], Any]] = {
+    "bare tasks": lambda task: postgres_bare.tasks(task, _start),
+    "bare threads": lambda task: postgres_bare.threads(task, _start),
+    "plain threads": lambda task: postgres_bare.plain_threads(task, _start),
     "tasks": tasks,
     "threads": threads,
     "paced": paced,
