@@ -71,6 +71,10 @@ def made(framework: str, layer: str, store: str) -> Any:
                 yield
 
         return IdempotencyMiddleware(factory(lifespan), idempotency, caller=bearer_token)
+    if layer == "by hand":
+        from benchmarks.http_by_hand import ByHand, Memory, Postgres
+
+        return ByHand(factory(None), Memory() if store == "memory://" else Postgres(store))
     if layer == "idemkit":
         from idemkit import IdempotencyMiddleware as Idemkit
         from idemkit import InMemoryBackend

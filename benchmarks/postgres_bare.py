@@ -25,7 +25,7 @@ CONNECTIONS = 4
 Row = tuple[bytes, ...]
 
 
-class _Merged:
+class Merged:
     """Rows of tasks, sent in batches over a few connections."""
 
     def __init__(self, pool: asyncpg.Pool, sql: str, connections: int) -> None:
@@ -70,9 +70,9 @@ async def tasks(task: dict[str, Any], start: Callable[[], None]) -> dict[str, fl
     """Claim and complete with a fixed number in flight, merged by hand."""
     options = {"min_size": CONNECTIONS, "max_size": CONNECTIONS}
     body = BODY.encode()
-    async with asyncpg.create_pool(task["url"], **options, reset=_keep) as pool:
+    async with asyncpg.create_pool(task["url"], **options, reset=keep) as pool:
         claims, completes = (
-            _Merged(pool, sql.format(schema=task["schema"]), CONNECTIONS // 2)
+            Merged(pool, sql.format(schema=task["schema"]), CONNECTIONS // 2)
             for sql in (CLAIMS, COMPLETES)
         )
 
@@ -96,7 +96,7 @@ async def tasks(task: dict[str, Any], start: Callable[[], None]) -> dict[str, fl
         return _found(count, started, cpu)
 
 
-async def _keep(_connection: object) -> None:
+async def keep(_connection: object) -> None:
     """Nothing to reset: the pool's own statements are not part of the work."""
 
 
