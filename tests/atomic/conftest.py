@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,19 @@ from retrysafe.runtime.drive import run_sync
 from tests.atomic.drivers import DRIVERS, Blocking
 from tests.servers.fixtures import schema_on
 from tests.servers.postgres import PostgresServer
+
+# Closing an object waits for these. The thread of a transaction ends by itself, a moment after it.
+ENDED_BY_CLOSING = ("retrysafe-heartbeat", "retrysafe-store")
+
+
+@pytest.fixture(autouse=True)
+def _all_closed() -> Iterator[None]:
+    """After each test no object that it made and used is left open."""
+    before = set(threading.enumerate())
+    yield
+    started = set(threading.enumerate()) - before
+    left = [thread.name for thread in started if thread.name.startswith(ENDED_BY_CLOSING)]
+    assert not left, f"threads left behind: {left}"
 
 
 @dataclass

@@ -206,11 +206,11 @@ def test_faces_refuse_what_they_cannot_stage_in(connection):
 
             return replace(super().capabilities, has_outbox=False)
 
-    plain = Idempotency(Plain(), caller="shop")
-    with pytest.raises(InvalidInput, match="Plain has no outbox"):
-        plain.stage(connection, "t", 1)
-    with pytest.raises(InvalidInput, match="no outbox"):
-        plain.run("k", lambda: current_attempt().outbox.stage("t", 1), name="n")
+    with Idempotency(Plain(), caller="shop") as plain:
+        with pytest.raises(InvalidInput, match="Plain has no outbox"):
+            plain.stage(connection, "t", 1)
+        with pytest.raises(InvalidInput, match="no outbox"):
+            plain.run("k", lambda: current_attempt().outbox.stage("t", 1), name="n")
 
 
 def test_an_event_loop_needs_a_connection_for_any_thread(path, connection):

@@ -21,57 +21,17 @@ from retrysafe.core.model import (
     SettleKind,
 )
 from retrysafe.runtime.drive import run_sync
-from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import (
     ACTIVE_MS,
     KEY,
     LEASE_MS,
     RESULT,
-    Probe,
     key_of,
     request,
     settlement,
 )
 
 NOBODY = 65_534
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "records.db"
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
-
-
-@pytest.fixture
-def open_probe(path, clock):
-    """Makes probes over stores on the same file, and closes the stores."""
-    stores = []
-
-    def open_one(**options):
-        store = SqliteStore(path, **{"now_ms": clock, **options})
-        stores.append(store)
-        return Probe(store, clock, run_sync)
-
-    yield open_one
-    for store in stores:
-        run_sync(store.close())
-
-
-@pytest.fixture
-def probe(open_probe):
-    return open_probe()
-
-
-@pytest.fixture
-def rival(path, probe):
-    """Another program's connection to the same file."""
-    probe.find()
-    with closing(sqlite3.connect(path, isolation_level=None, timeout=0)) as connection:
-        yield connection
 
 
 def is_open(path):

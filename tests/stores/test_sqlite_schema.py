@@ -43,11 +43,6 @@ print(len(run_sync(store.migrate())))
 
 
 @pytest.fixture
-def path(tmp_path):
-    return tmp_path / "records.db"
-
-
-@pytest.fixture
 def execute(path):
     """Runs one statement on the file as another program would."""
 

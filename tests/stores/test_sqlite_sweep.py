@@ -8,54 +8,13 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import SqliteStore
 from retrysafe.core.model import Decision, SettleKind
-from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.sqlite import sweeping
-from retrysafe.testing import ManualClock
-from retrysafe.testing.suite.probe import ACTIVE_MS, AUDIT_MS, Probe, key_of
+from retrysafe.testing.suite.probe import ACTIVE_MS, AUDIT_MS, key_of
 
 LIMIT_SECONDS = 30
 ROUNDS_LIMIT = 1_000
 SEEDS = range(20)
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "records.db"
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
-
-
-@pytest.fixture
-def open_probe(path, clock):
-    """Makes probes over stores on the same file, and closes the stores."""
-    stores = []
-
-    def open_one():
-        store = SqliteStore(path, now_ms=clock)
-        stores.append(store)
-        return Probe(store, clock, run_sync)
-
-    yield open_one
-    for store in stores:
-        run_sync(store.close())
-
-
-@pytest.fixture
-def probe(open_probe):
-    return open_probe()
-
-
-@pytest.fixture
-def rival(path, probe):
-    """Another program's connection to the file, which never waits."""
-    probe.find()
-    with closing(sqlite3.connect(path, isolation_level=None, timeout=0)) as connection:
-        yield connection
 
 
 @pytest.fixture

@@ -19,15 +19,12 @@ from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.cache import CachedOutcome
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.engine import Engine
 from retrysafe.core.events import Emit
 from retrysafe.core.fingerprint import FingerprintRule
-from retrysafe.core.joining import Joiner
 from retrysafe.core.keys import Key
 from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
-from retrysafe.core.ports import Store, Transaction, Waits
-from retrysafe.core.stepping import Stepper
+from retrysafe.core.ports import Store
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.atomic_tasks import AtomicTasks, TaskTransacting
 from retrysafe.runtime.calls import (
@@ -37,69 +34,20 @@ from retrysafe.runtime.calls import (
     KeySource,
     Unset,
     once_of,
-    owner_name,
     require_no_positional,
     shown_name,
 )
 from retrysafe.runtime.crews import TaskCrew
-from retrysafe.runtime.current import current
 from retrysafe.runtime.duties import WorkerPolicy, duties_of
-from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_outcome, require_name
+from retrysafe.runtime.face import Face, checked_limit, operator_outcome, require_name
 from retrysafe.runtime.gate import TaskGate
-from retrysafe.runtime.group_commit import DirectWriter, TaskGroupCommit
-from retrysafe.runtime.heartbeat import TaskHeartbeat
 from retrysafe.runtime.invocations import TaskInvocation
-from retrysafe.runtime.joining import ThreadRenewals, drive_either
-from retrysafe.runtime.steps import codec_of_step, perform_suspending
-from retrysafe.runtime.threaded import ThreadedStore
+from retrysafe.runtime.loop_parts import LoopParts
 from retrysafe.runtime.waiting import TaskWaiting
 from retrysafe.runtime.workers import AsyncDuty, AsyncWorker, TaskDuty
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def _as_it_is(flow: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-    """A flow for an event loop: whoever asked for it awaits it."""
-    return flow
-
-
-class _Orphans:
-    """Finishes the last writes of cancelled tasks in tasks of their own."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def adopt(self, flow: Coroutine[Any, Any, None]) -> None:
-        """Runs the flow in the background; closing the face waits for it."""
-        task = asyncio.get_running_loop().create_task(flow)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def settle(self) -> None:
-        """Waits until every orphan is done."""
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
-
-
-class _LoopParts:
-    """Everything of a face that belongs to one event loop."""
-
-    def __init__(self, face: AsyncFace, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.thread_id = get_ident()
-        store = face._store  # noqa: SLF001 — the parts are the face's own.
-        self.threaded: ThreadedStore | None = None
-        if store.capabilities.waits is Waits.BLOCKING:
-            store = self.threaded = ThreadedStore(store)
-        self.store: Store = store
-        self.group_commit: TaskGroupCommit | None = None
-        if store.capabilities.waits is not Waits.NEVER:
-            self.group_commit = TaskGroupCommit(store, loop)
-        self.gate = TaskGate()
-        self.heartbeat = TaskHeartbeat(store, face._report)  # noqa: SLF001 — as above.
-        self.orphans = _Orphans()
-        self.engine = face._new_engine(self)  # noqa: SLF001 — as above.
 
 
 class AsyncFace(AtomicTasks, Face):
@@ -127,7 +75,7 @@ class AsyncFace(AtomicTasks, Face):
             observers=observers,
             owns_store=owns_store,
         )
-        self._parts: _LoopParts | None = None
+        self._parts: LoopParts | None = None
         self._is_closed = False
         forks.register(self)
 
@@ -138,52 +86,7 @@ class AsyncFace(AtomicTasks, Face):
             forks.park(self._parts)
             self._parts = None
 
-    def _new_engine(self, parts: _LoopParts) -> Engine:
-        waiting = TaskWaiting()
-        # Never contended within one loop, and cheaper than any lock written in Python.
-        lock = threading.Lock()
-        return Engine(
-            writer=parts.group_commit or DirectWriter(parts.store),
-            waiting=waiting,
-            lock=lock,
-            renewals=parts.heartbeat,
-            orphanage=parts.orphans,
-            mint_token=mint_token,
-            cache=self._new_cache(),
-            report=self._report,
-            owner=owner_name(),
-            secret=self._settings.secret,
-            joiner=Joiner(
-                join=lambda connection: self._join_in(parts, connection),
-                drive=drive_either,
-                renewals=ThreadRenewals(parts.heartbeat, parts.loop),
-                has_outbox=parts.store.capabilities.has_outbox,
-            ),
-            stepper=Stepper(
-                store=parts.store,
-                waiting=waiting,
-                lock=lock,
-                orphanage=parts.orphans,
-                report=self._report,
-                drive=_as_it_is,
-                perform=perform_suspending,
-                codec_for=codec_of_step,
-                current=current.get,
-                join=self._join_suspending,
-            ),
-            recovers=parts.store,
-        )
-
-    def _join_suspending(self, connection: object) -> Transaction:
-        return self._join(connection, Waits.SUSPENDING)
-
-    def _join_in(self, parts: _LoopParts, connection: object) -> Transaction:
-        transaction = self._join(connection, None)
-        if parts.threaded is None:
-            return transaction
-        return parts.threaded.asking_elsewhere(transaction)
-
-    def _bound(self) -> _LoopParts:
+    def _bound(self) -> LoopParts:
         """The parts for the running loop; a loop that has ended is replaced by the next one."""
         parts = self._parts
         # Asking for the running loop is a system call before Python 3.12. A loop that has a task
@@ -203,7 +106,14 @@ class AsyncFace(AtomicTasks, Face):
             )
         if parts is not None and parts.threaded is not None:
             parts.threaded.end_workers()
-        self._parts = parts = _LoopParts(self, loop)
+        self._parts = parts = LoopParts(
+            loop,
+            self._store,
+            report=self._report,
+            cache=self._new_cache(),
+            secret=self._settings.secret,
+            join=self._join,
+        )
         parts.gate.is_closed = self._is_closed
         return parts
 

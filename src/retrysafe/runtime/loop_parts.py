@@ -1,0 +1,115 @@
+"""The parts of an async face that belong to one event loop, put together.
+
+Owns which part is made of which. When they are made, for which loop, and when they end, the face
+says; nothing here asks which loop is running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from threading import get_ident
+from typing import Any, TypeVar
+
+from retrysafe.core.cache import ReplayCache
+from retrysafe.core.engine import Engine
+from retrysafe.core.events import Reporter
+from retrysafe.core.joining import Joiner
+from retrysafe.core.ports import Store, Transaction, Waits
+from retrysafe.core.stepping import Stepper
+from retrysafe.runtime.calls import owner_name
+from retrysafe.runtime.current import current
+from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.gate import TaskGate
+from retrysafe.runtime.group_commit import DirectWriter, TaskGroupCommit
+from retrysafe.runtime.heartbeat import TaskHeartbeat
+from retrysafe.runtime.joining import ThreadRenewals, drive_either
+from retrysafe.runtime.orphanage import TaskOrphanage
+from retrysafe.runtime.steps import codec_of_step, perform_suspending
+from retrysafe.runtime.threaded import ThreadedStore
+from retrysafe.runtime.waiting import TaskWaiting
+
+T = TypeVar("T")
+
+
+def _as_it_is(flow: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+    """A flow for an event loop: whoever asked for it awaits it."""
+    return flow
+
+
+class LoopParts:
+    """Everything of a face that belongs to one event loop; made in the thread that runs it."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        store: Store,
+        *,
+        report: Reporter,
+        cache: ReplayCache | None,
+        secret: bytes | None,
+        join: Callable[[object, Waits | None], Transaction],
+    ) -> None:
+        self.loop = loop
+        self.thread_id = get_ident()
+        self.threaded: ThreadedStore | None = None
+        if store.capabilities.waits is Waits.BLOCKING:
+            store = self.threaded = ThreadedStore(store)
+        self.store: Store = store
+        self.group_commit: TaskGroupCommit | None = None
+        if store.capabilities.waits is not Waits.NEVER:
+            self.group_commit = TaskGroupCommit(store, loop)
+        self.gate = TaskGate()
+        self.heartbeat = TaskHeartbeat(store, report)
+        self.orphans = TaskOrphanage()
+        self._join = join
+        self.engine = self._new_engine(report, cache, secret)
+
+    def _new_engine(
+        self, report: Reporter, cache: ReplayCache | None, secret: bytes | None
+    ) -> Engine:
+        store = self.store
+        waiting = TaskWaiting()
+        # Never contended within one loop, and cheaper than any lock written in Python.
+        lock = threading.Lock()
+        return Engine(
+            writer=self.group_commit or DirectWriter(store),
+            waiting=waiting,
+            lock=lock,
+            renewals=self.heartbeat,
+            orphanage=self.orphans,
+            mint_token=mint_token,
+            cache=cache,
+            report=report,
+            owner=owner_name(),
+            secret=secret,
+            joiner=Joiner(
+                join=self._join_either,
+                drive=drive_either,
+                renewals=ThreadRenewals(self.heartbeat, self.loop),
+                has_outbox=store.capabilities.has_outbox,
+            ),
+            stepper=Stepper(
+                store=store,
+                waiting=waiting,
+                lock=lock,
+                orphanage=self.orphans,
+                report=report,
+                drive=_as_it_is,
+                perform=perform_suspending,
+                codec_for=codec_of_step,
+                current=current.get,
+                join=self._join_suspending,
+            ),
+            recovers=store,
+        )
+
+    def _join_suspending(self, connection: object) -> Transaction:
+        return self._join(connection, Waits.SUSPENDING)
+
+    def _join_either(self, connection: object) -> Transaction:
+        transaction = self._join(connection, None)
+        if self.threaded is None:
+            return transaction
+        return self.threaded.asking_elsewhere(transaction)
