@@ -119,6 +119,32 @@ def test_a_loop_that_goes_on_in_another_thread_is_found_there():
         loop.close()
 
 
+def test_a_loop_that_went_on_elsewhere_is_not_taken_for_the_next_one_here():
+    """Its first thread runs another loop while it is in the middle of a step in the second one."""
+    idem = AsyncIdempotency(StagedStore(waits=Waits.SUSPENDING))
+    hold = Hold()
+
+    async def run() -> str:
+        return await idem.run(KEY, _first, name="")
+
+    async def run_and_stand_still() -> None:
+        assert await run() == "first"
+        hold()
+
+    loop = asyncio.new_event_loop()
+    try:
+        assert loop.run_until_complete(run()) == "first"
+        worker = Worker(lambda: loop.run_until_complete(run_and_stand_still()))
+        hold.reached()
+        with pytest.raises(InvalidInput, match="make one per loop"):
+            drive(run())
+        hold.open()
+        worker.result()
+        loop.run_until_complete(idem.close())
+    finally:
+        loop.close()
+
+
 def test_two_live_loops_are_refused_clearly():
     """Two loops at once would share what belongs to one; the error says what to do."""
     idem = AsyncIdempotency(StagedStore(waits=Waits.SUSPENDING))

@@ -99,6 +99,7 @@ class AsyncFace(AtomicTasks, Face):
             return parts
         loop = asyncio.get_running_loop()
         if parts is not None and parts.loop is loop:
+            parts.thread_id = get_ident()  # It may have gone on in another thread.
             return parts
         if parts is not None and not parts.loop.is_closed():
             raise InvalidInput(
