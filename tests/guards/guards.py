@@ -18,6 +18,7 @@ from retrysafe.stores.memory import MemoryStore
 from retrysafe.stores.sqlite import batches, connecting
 from retrysafe.stores.sqlite import store as sqlite_store
 from retrysafe.stores.sqlite.schema import SQL
+from tests.core import test_interrupted as interrupted
 from tests.guards import test_properties as properties
 from tests.guards.atomic_guards import ATOMIC_GUARDS
 from tests.guards.guard import Guard
@@ -350,12 +351,48 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Flights.land,
-                "for waiter in waiters or ():\n        waiter.set()",
+                "_tell(flight.waiters)",
                 "pass",
             ),
         ),
         properties.test_a_landing_wakes_everybody,
         (Invariant.NO_HANG,),
+    ),
+    Guard(
+        "a waiter stays on the list until it was told",
+        "a signal among the wake-ups leaves a follower asleep for ever",
+        (
+            InCode(
+                flights._tell,
+                "waiters[0].set()\n        del waiters[0]",
+                "waiters.pop(0).set()",
+            ),
+        ),
+        interrupted.test_a_signal_among_the_wake_ups_leaves_nobody_asleep,
+    ),
+    Guard(
+        "an interrupted landing is made again",
+        "a signal leaves a flight without a leader: its key is refused until the process ends",
+        (
+            InCode(
+                Engine.answer,
+                "self._flights.land(digest, mine)\n                raise",
+                "raise",
+            ),
+        ),
+        interrupted.test_a_signal_before_the_landing_leaves_no_flight,
+    ),
+    Guard(
+        "an interrupted end of the renewals is made again",
+        "a signal leaves a lease that is renewed for as long as the process lives",
+        (
+            InCode(
+                Runner.run,
+                "self._stop_renewing(lease)\n            raise",
+                "raise",
+            ),
+        ),
+        interrupted.test_a_signal_before_the_end_of_the_renewals_leaves_no_lease,
     ),
     Guard(
         "a new life drops the old steps (memory)",

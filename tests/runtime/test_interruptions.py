@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sqlite3
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from retrysafe.runtime import blocking
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
+from tests.interrupting import at_every_place
 
 LIMIT_SECONDS = 30
 
@@ -243,3 +245,43 @@ def test_a_signal_before_the_first_step_leaves_no_flow_that_was_never_begun(monk
         gc.collect()
         assert [str(item.message) for item in caught] == []
         assert idem.run("k", lambda: "ran", caller="tester") == "ran"
+
+
+def test_a_signal_anywhere_in_the_closing_leaves_the_gate_usable():
+    """Whoever is inside must be able to leave, and somebody else to close it to the end."""
+    gate_module = sys.modules[ThreadGate.__module__]
+    gates = [ThreadGate()]
+    gates[0].enter("call")
+    places = 0
+    for places in at_every_place(lambda: gates[0].close(0.001), gate_module):
+        closed: list[bool] = []
+        closer = threading.Thread(
+            target=lambda gate=gates[0], found=closed: found.append(gate.close(LIMIT_SECONDS)),
+            daemon=True,
+        )
+        closer.start()
+        leaver = threading.Thread(target=gates[0].leave, args=("call",), daemon=True)
+        leaver.start()
+        leaver.join(LIMIT_SECONDS)
+        closer.join(LIMIT_SECONDS)
+        assert closed == [True], f"nobody can close it after a signal at place {places}"
+        gates[0] = ThreadGate()
+        gates[0].enter("call")
+    assert places > 5
+
+
+def test_two_closers_both_hear_of_the_end():
+    gate = ThreadGate()
+    gate.enter("call")
+    closed: list[bool] = []
+    closers = [
+        threading.Thread(target=lambda: closed.append(gate.close(LIMIT_SECONDS))) for _ in range(2)
+    ]
+    for closer in closers:
+        closer.start()
+    while len(gate._closers) < len(closers):
+        pass
+    gate.leave("call")
+    for closer in closers:
+        closer.join(LIMIT_SECONDS)
+    assert closed == [True, True]

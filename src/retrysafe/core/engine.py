@@ -155,7 +155,13 @@ class Engine:
                         return await self._atomic_lead.lead(flight, call, invoke, transacting)
                     return await self._lead(flight, call, invoke, wait_until)
             finally:
-                self._flights.land(digest, mine)
+                try:
+                    self._flights.land(digest, mine)
+                except BaseException:
+                    # A signal may raise before its first line. A flight that nobody lands would
+                    # refuse every later caller of the key, or let them wait for ever.
+                    self._flights.land(digest, mine)
+                    raise
             answer = await self._follow(flight, call, wait_until)
             if answer is not None:
                 return answer

@@ -108,6 +108,17 @@ def is_same_request(first: Request, second: Request) -> bool:
     return first.operation == second.operation
 
 
+def _tell(waiters: list[Signal]) -> None:
+    """Wakes all who wait, in the order in which they came.
+
+    Each stays on the list until it was told, so that after a signal in between the leader, who
+    lands its flight in any case, goes on with those who were not.
+    """
+    while waiters:
+        waiters[0].set()
+        del waiters[0]
+
+
 class Flights:
     """All flights of one engine, under one lock."""
 
@@ -120,9 +131,10 @@ class Flights:
     def join(self, digest: bytes, mine: Flight, monotonic: float) -> Flight:
         """The key's flight: the caller's own when it leads.
 
-        The caller brings the flight and lands it in any case, so that a signal that raises
-        anywhere in between leaves no flight without a leader. A flight whose claim is given up is
-        replaced: this process must be as free to take the key over as any other.
+        The caller brings the flight and lands it in any case, and again if that is interrupted, so
+        that a signal that raises anywhere in between leaves no flight without a leader. A flight
+        whose claim is given up is replaced: this process must be as free to take the key over as
+        any other.
         """
         with self._lock:
             flight = self._by_digest.get(digest)
@@ -137,19 +149,20 @@ class Flights:
         """Moves a flight on and wakes everybody who waits for news of it."""
         with self._lock:
             flight.phase = phase
-            waiters, flight.waiters = flight.waiters, None
-        for waiter in waiters or ():
-            waiter.set()
+            if flight.waiters:
+                _tell(flight.waiters)
 
     def land(self, digest: bytes, flight: Flight) -> None:
-        """Ends a flight; whoever comes next starts a new one. One that never flew is ignored."""
+        """Ends a flight; whoever comes next starts a new one. One that never flew is ignored.
+
+        It is called again when it was interrupted, so every step is harmless to repeat.
+        """
         with self._lock:
             if self._by_digest.get(digest) is flight:
                 del self._by_digest[digest]
             flight.phase = _LANDED
-            waiters, flight.waiters = flight.waiters, None
-        for waiter in waiters or ():
-            waiter.set()
+            if flight.waiters:
+                _tell(flight.waiters)
 
     def enlist(self, flight: Flight, phase: Phase, signal: Signal) -> bool:
         """Signs up for the next news, unless the flight has left that phase already."""

@@ -30,6 +30,7 @@ from retrysafe.errors import ClaimLost, StoreError
 _ABANDONED: Final = Condition.ABANDONED
 _ADMIT: Final = Decision.ADMIT
 _CLAIMED: Final = EventKind.CLAIMED
+_TAKEN_OVER: Final = EventKind.TAKEN_OVER
 _RELEASED: Final = Ending.RELEASED
 _RUNNING: Final = Phase.RUNNING
 
@@ -94,10 +95,8 @@ class Runner:
         Raises what the operation raises, or why its ending does not stand.
         """
         policy = call.policy
-        if answer.condition is _ABANDONED:
-            self._report(EventKind.TAKEN_OVER, call.key, call.operation, answer.attempt)
-        else:
-            self._report(_CLAIMED, call.key, call.operation, answer.attempt)
+        event_kind = _TAKEN_OVER if answer.condition is _ABANDONED else _CLAIMED
+        self._report(event_kind, call.key, call.operation, answer.attempt)
         lease = Lease(
             call.key,
             request.token,
@@ -172,7 +171,13 @@ class Runner:
             )
             self._remember_ending(call, flight, ending, payload, number, asked)
         finally:
-            self._stop_renewing(lease)
+            try:
+                self._stop_renewing(lease)
+            except BaseException:
+                # A signal may raise before its first line. A lease that is renewed for ever would
+                # block the key for as long as the process lives.
+                self._stop_renewing(lease)
+                raise
         return Answer(value, False, number)
 
     async def _end_by(

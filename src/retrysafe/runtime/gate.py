@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import suppress
 
 from retrysafe.errors import Closed
 
@@ -22,7 +23,9 @@ class ThreadGate:
 
     def __init__(self) -> None:
         self._inside: dict[object, None] = {}
-        self._left = threading.Event()
+        # Where those wait who close it: plain locks, because an event's own lock is taken in Python
+        # code, and a thread that a signal interrupts in there would leave it taken.
+        self._closers: dict[threading.Lock, None] = {}
         self.is_closed = False
 
     def require_open(self) -> None:
@@ -41,19 +44,26 @@ class ThreadGate:
         """Lets a call out; one that never came in is ignored."""
         self._inside.pop(token, None)
         if self.is_closed:
-            self._left.set()
+            for closer in self._closers.copy():
+                with suppress(RuntimeError):  # Told before, and not looked at yet.
+                    closer.release()
 
     def close(self, wait_seconds: float) -> bool:
         """Lets nobody in any more, and waits for those inside; False when the time ran out."""
         until = time.monotonic() + wait_seconds
         self.is_closed = True
-        while self._inside:
-            left = until - time.monotonic()
-            if left <= 0:
-                return False
-            self._left.wait(left)
-            self._left.clear()
-        return True
+        closer = threading.Lock()
+        closer.acquire()
+        try:
+            self._closers[closer] = None
+            while self._inside:
+                left = until - time.monotonic()
+                if left <= 0:
+                    return False
+                closer.acquire(timeout=min(left, threading.TIMEOUT_MAX))
+            return True
+        finally:
+            self._closers.pop(closer, None)
 
 
 class TaskGate:

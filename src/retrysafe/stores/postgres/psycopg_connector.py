@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from itertools import islice
 from typing import Any, TypeVar
 
 import psycopg
@@ -51,6 +52,41 @@ def _limited(gen: Generator[Any, Any, T], seconds: float) -> Generator[Any, Any,
         return result
 
 
+class _Slots:
+    """Lets so many threads in at a time, and the others in the order in which they came.
+
+    Plain locks, not a semaphore: its own lock is taken in Python code, and a thread that a signal
+    interrupts in there would leave it taken for everybody else.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        # Those behind the limit wait at their gates.
+        self._gates: dict[object, threading.Lock] = {}
+
+    def enter(self, token: object, wait_seconds: float) -> bool:
+        """Waits for a slot; False when the time ran out. `leave` is called in any case."""
+        gate = threading.Lock()
+        gate.acquire()
+        with self._lock:
+            self._gates[token] = gate
+            if len(self._gates) <= self._limit:
+                return True
+        return gate.acquire(timeout=min(wait_seconds, threading.TIMEOUT_MAX))
+
+    def leave(self, token: object) -> None:
+        """Gives the slot to the next in line.
+
+        It is called again when it was interrupted, so every step is harmless to repeat.
+        """
+        with self._lock:
+            self._gates.pop(token, None)
+            last = next(islice(self._gates.values(), self._limit - 1, None), None)
+            if last is not None and last.locked():
+                last.release()
+
+
 class _Pool:
     """Idle connections, used again last in first out, and a limit on all of them together.
 
@@ -62,25 +98,31 @@ class _Pool:
         self._connect = connect
         self._wait_seconds = options.connect_timeout.total_seconds()
         self._size_limit = options.size_limit
-        self._slots = threading.Semaphore(options.size_limit)
+        self._slots = _Slots(options.size_limit)
         self._idle: list[_Connection] = []
         self._is_closed = False
 
     @contextmanager
     def connection(self) -> Iterator[_Connection]:
         """One connection for one statement or transaction; raises what psycopg raises."""
-        if not self._slots.acquire(timeout=self._wait_seconds):
-            raise psycopg.OperationalError(
-                f"all {self._size_limit} connections were busy for {self._wait_seconds:g} s"
-            )
+        token = object()
         try:
+            if not self._slots.enter(token, self._wait_seconds):
+                raise psycopg.OperationalError(
+                    f"all {self._size_limit} connections were busy for {self._wait_seconds:g} s"
+                )
             connection = self._quiet_one() or self._connect()
             try:
                 yield connection
             finally:
                 self._give_back(connection)
         finally:
-            self._slots.release()
+            try:
+                self._slots.leave(token)
+            except BaseException:
+                # A signal may raise before its first line; the slot must not be lost for that.
+                self._slots.leave(token)
+                raise
 
     def discard_idle(self) -> None:
         """Closes the idle connections: a restarted server has killed all of them."""

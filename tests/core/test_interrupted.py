@@ -1,0 +1,135 @@
+"""A signal that raises inside the engine leaves no flight, no waiter and no lease behind.
+
+Python looks for signals when it enters a function, so one may raise before the first line of what a
+`finally` calls.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import pytest
+
+from retrysafe.core.flights import Flight, Flights, Phase
+from retrysafe.core.lease import Lease
+from tests.core.building import MARK, call
+from tests.core.driving import RecordedRenewals, World
+
+
+class Interrupted(BaseException):
+    """What the signal raises."""
+
+
+class AlarmedLock:
+    """A lock during whose taking a signal comes, when it is armed."""
+
+    def __init__(self) -> None:
+        self.is_armed = False
+
+    def __enter__(self) -> None:
+        if self.is_armed:
+            self.is_armed = False
+            raise Interrupted
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+
+class AlarmedBell:
+    """A waiter's signal; a process signal comes before its first setting takes effect."""
+
+    def __init__(self, *, is_armed: bool = False) -> None:
+        self._is_armed = is_armed
+        self.rung = 0
+
+    def set(self) -> None:
+        if self._is_armed:
+            self._is_armed = False
+            raise Interrupted
+        self.rung += 1
+
+
+def test_a_signal_before_the_landing_leaves_no_flight():
+    """The outcome stands; later callers get it, instead of being told that it still runs."""
+    world = World()
+    process = world.first
+    lock = AlarmedLock()
+    process.engine._flights._lock = lock
+    leader = process.start(call(), process.pausing("first"))
+    settle = process.writer.settle
+
+    async def settle_and_arm(settlement: object) -> object:
+        answer = await settle(settlement)
+        lock.is_armed = True
+        return answer
+
+    process.writer.settle = settle_and_arm
+    leader.step()
+    assert isinstance(leader.error, Interrupted)
+    assert process.engine.flights_count == 0
+    assert process.answer(call()).replayed
+    assert world.ran == [1]
+
+
+def test_a_signal_among_the_wake_ups_leaves_nobody_asleep():
+    """Landing, or landing again, goes on with those who were not told."""
+    for armed in range(3):
+        for is_entering in (True, False):
+            sky = Flights(AlarmedLock())
+            flight = sky.join(b"a", Flight((MARK,), "charge"), 0.0)
+            bells = [AlarmedBell(is_armed=number == armed) for number in range(3)]
+            for bell in bells:
+                assert sky.enlist(flight, Phase.CLAIMING, bell)
+            with pytest.raises(Interrupted):
+                if is_entering:
+                    sky.enter(flight, Phase.RUNNING)
+                else:
+                    sky.land(b"a", flight)
+            sky.land(b"a", flight)
+            assert [bell.rung for bell in bells] == [1, 1, 1]
+            assert len(sky) == 0
+
+
+def test_waiters_are_told_in_the_order_in_which_they_came():
+    """Where each must ask for itself, whoever waited longest asks first."""
+    sky = Flights(AlarmedLock())
+    flight = sky.join(b"a", Flight((MARK,), "charge"), 0.0)
+    told: list[str] = []
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def set(self) -> None:
+            told.append(self._name)
+
+    for name in ("first", "second", "third"):
+        sky.enlist(flight, Phase.CLAIMING, Named(name))
+    sky.land(b"a", flight)
+    assert told == ["first", "second", "third"]
+
+
+def test_a_signal_before_the_end_of_the_renewals_leaves_no_lease():
+    """Renewed for ever, it would block the key for as long as the process lives."""
+
+    class AlarmedRenewals(RecordedRenewals):
+        is_armed = True
+
+        def remove(self, lease: Lease) -> None:
+            if self.is_armed:
+                self.is_armed = False
+                raise Interrupted
+            super().remove(lease)
+
+    world = World()
+    process = world.first
+    process.engine._runner._renewals = renewals = AlarmedRenewals()
+    with pytest.raises(Interrupted):
+        process.answer(call())
+    assert (renewals.count, renewals.running) == (1, [])
+    assert process.engine.flights_count == 0

@@ -1,0 +1,123 @@
+"""The pool of blocking connections: a limit that nothing wears down."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from datetime import timedelta
+from types import SimpleNamespace
+
+import psycopg
+import pytest
+from psycopg.pq import TransactionStatus
+
+from retrysafe.stores.postgres import psycopg_connector
+from retrysafe.stores.postgres.connector import PoolOptions
+from retrysafe.stores.postgres.psycopg_connector import _Pool, _Slots
+from tests.interrupting import at_every_place
+
+LIMIT_SECONDS = 30
+
+
+class Connection:
+    """As much of a connection as a pool looks at."""
+
+    def __init__(self) -> None:
+        self.pgconn = SimpleNamespace(transaction_status=TransactionStatus.IDLE, socket=0)
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class QuietPool(_Pool):
+    """A pool whose idle connections have no server to look for."""
+
+    def _quiet_one(self) -> Connection | None:
+        return self._idle.pop() if self._idle else None
+
+
+def pool_of(size: int, *, wait: float) -> _Pool:
+    options = PoolOptions(size_limit=size, connect_timeout=timedelta(seconds=wait))
+    return QuietPool(Connection, options)
+
+
+def test_a_signal_anywhere_costs_no_slot_and_leaves_no_lock():
+    """A slot that is lost is lost for ever, and a lock that stays taken stops everybody."""
+    pool = pool_of(1, wait=0.5)
+
+    def use() -> None:
+        with pool.connection():
+            pass
+
+    places = 0
+    for places in at_every_place(use, psycopg_connector):
+        done: list[bool] = []
+        user = threading.Thread(target=lambda found=done: (use(), found.append(True)), daemon=True)
+        user.start()
+        user.join(LIMIT_SECONDS)
+        assert done, f"nobody gets a connection after a signal at place {places}"
+    assert places > 10
+
+
+def test_a_thread_that_finds_no_slot_in_time_is_told():
+    pool = pool_of(2, wait=0.01)
+    with ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(pool.connection())
+        with pytest.raises(psycopg.OperationalError, match="all 2 connections were busy"):
+            stack.enter_context(pool.connection())
+    with pool.connection(), pool.connection():
+        pass
+
+
+@pytest.fixture
+def slots() -> _Slots:
+    slots = _Slots(1)
+    assert slots.enter("first", 0)
+    return slots
+
+
+def _waiter(slots: _Slots, token: str, told: list[str]) -> threading.Thread:
+    def wait() -> None:
+        if slots.enter(token, LIMIT_SECONDS):
+            told.append(token)
+            slots.leave(token)
+
+    before = len(slots._gates)
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while len(slots._gates) == before:
+        pass  # It is in line as soon as it is counted.
+    return thread
+
+
+def test_those_who_wait_are_let_in_in_their_order(slots):
+    told: list[str] = []
+    threads = [_waiter(slots, token, told) for token in ("second", "third", "fourth")]
+    slots.leave("first")
+    for thread in threads:
+        thread.join(LIMIT_SECONDS)
+    assert told == ["second", "third", "fourth"]
+
+
+def test_who_gives_up_in_line_lets_nobody_in(slots):
+    """A waiter that leaves has had no slot to give."""
+    assert not slots.enter("second", 0)
+    slots.leave("second")
+    assert not slots.enter("third", 0)
+    slots.leave("third")
+    slots.leave("first")
+    assert slots.enter("fourth", 0)
+
+
+def test_leaving_twice_lets_one_in(slots):
+    """A `leave` that was interrupted is made again."""
+    told: list[str] = []
+    second = _waiter(slots, "second", told)
+    slots.leave("first")
+    slots.leave("first")
+    second.join(LIMIT_SECONDS)
+    assert told == ["second"]
+    assert slots.enter("third", 0)
+    assert not slots.enter("fourth", 0)
