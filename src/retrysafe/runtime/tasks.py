@@ -151,6 +151,7 @@ class AsyncFace(AtomicTasks, Face):
             mint_token=mint_token,
             cache=self._new_cache(),
             report=self._report,
+            endings=parts.store,
             owner=owner_name(),
             secret=self._settings.secret,
             joiner=Joiner(

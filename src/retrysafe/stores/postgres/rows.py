@@ -13,6 +13,7 @@ from retrysafe.core.model import (
     Payload,
     Record,
     State,
+    StoredOutcome,
 )
 
 # Between which instants an audit must end for its payload to be read: any, and none.
@@ -41,6 +42,19 @@ def payload_of(row: Sequence[Any]) -> Payload:
     """The payload of a row's last three columns."""
     form, head, body = row
     return Payload(form, bytes(head), bytes(body))
+
+
+def outcome_of(row: Sequence[Any]) -> StoredOutcome:
+    """An ending in the audit of a key."""
+    token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms = row
+    return StoredOutcome(
+        bytes(token),
+        attempt,
+        _STATES[state],
+        Payload(form, bytes(head), bytes(body)),
+        settled_at_ms,
+        audit_ends_at_ms,
+    )
 
 
 def claim_row(request: ClaimRequest) -> tuple[Any, ...]:
