@@ -20,6 +20,9 @@ from retrysafe.core.model import (
 EVERY_DAY: Final = (0, 2**62)
 NO_DAY: Final = (1, 0)
 
+# Nobody knows when a user's transaction ends. Most are shorter than this.
+RETRY_AFTER_MS: Final = 1000
+
 # Looked up once: members of an enum are dear to look up per row.
 _ADMIT: Final = Decision.ADMIT
 _ABSENT: Final = Condition.ABSENT
@@ -126,3 +129,10 @@ def admitted(request: ClaimRequest, now_ms: int) -> ClaimAnswer:
     """The answer to the claim of a key that had no row."""
     lease_ms = request.lease_ms
     return ClaimAnswer(_ADMIT, _ABSENT, 1, lease_ms, now_ms + lease_ms, _PENDING)
+
+
+def in_flight() -> ClaimAnswer:
+    """The answer to the claim of a key that an open transaction holds."""
+    return ClaimAnswer(
+        Decision.IN_FLIGHT, Condition.RUNNING, 1, RETRY_AFTER_MS, state=State.PENDING
+    )
