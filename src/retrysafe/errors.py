@@ -145,7 +145,10 @@ class OperationFailed(RetrysafeError):
 
 
 class AttemptsExhausted(OperationFailed):
-    """Every allowed attempt crashed or failed, so the operation is not run again."""
+    """Every allowed attempt crashed or failed, so the operation is not run again.
+
+    The message names the last failure that an attempt has left in the store, if one has.
+    """
 
 
 class OutcomeUnavailable(RetrysafeError):

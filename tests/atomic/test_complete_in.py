@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
+import psycopg
 import pytest
 
-from retrysafe import ClaimLost, InvalidInput, OperationInFlight, Policy, current_attempt
-from tests.atomic.drivers import Rollback
-from tests.atomic.test_drivers import in_thread
+from retrysafe import (
+    ClaimLost,
+    Idempotency,
+    InFlight,
+    InvalidInput,
+    KeyReused,
+    OperationInFlight,
+    Policy,
+    current_attempt,
+    is_conflict,
+)
+from tests.atomic.drivers import Psycopg, Rollback
+from tests.atomic.test_drivers import enter, in_thread
+
+FAILING = Policy()
+IMPATIENT = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(milliseconds=20))
 
 
 def leased(driver, key, body, **options):
@@ -95,9 +111,89 @@ def test_a_rollback_after_completing_leaves_the_usual_path(driver, shop):
     assert shop.orders() == ["pen"]
 
 
-def psycopg_connection(shop):
-    import psycopg
+def outlive(shop):
+    """Ends the lease of every record, as a long pause of its owner would."""
+    shop.connection.execute(f"UPDATE {shop.schema}.keys SET lease_ends_at_ms = 0")
 
+
+def refuses(rival, policy, isolation=None):
+    """A rival's transaction in which a block is refused, and the rest goes on."""
+
+    def compete():
+        with rival.connected(isolation=isolation) as connection, rival.transaction(connection):
+            with pytest.raises(OperationInFlight) as caught:
+                enter(rival, connection, "order-1", name="place", request=None, policy=policy)
+            assert caught.value.retry_after >= timedelta(seconds=1)
+            with pytest.raises(KeyReused):
+                enter(rival, connection, "order-1", name="place", request="other", policy=FAILING)
+            rival.write(connection, "kept")
+
+    return lambda: in_thread(compete)
+
+
+@pytest.mark.parametrize("is_over", [False, True], ids=["leased", "lease over"])
+@pytest.mark.parametrize("policy", [FAILING, IMPATIENT], ids=["fail", "wait"])
+def test_an_atomic_rival_of_a_completing_attempt_is_refused(driver, shop, rival, policy, is_over):
+    """At once, or after its wait, and never by waiting for a transaction that is not its own; its
+    own transaction goes on."""
+    placing = Placing(
+        driver,
+        "pen",
+        before=lambda: outlive(shop) if is_over else None,
+        after=refuses(rival, policy),
+    )
+    assert leased(driver, "order-1", placing) == {"order": "pen"}
+    with rival.connected() as connection, rival.transaction(connection):
+        run = enter(rival, connection, "order-1", name="place", request=None)
+        assert (run.replayed, run.value) == (True, {"order": "pen"})
+    assert sorted(shop.orders()) == ["kept", "pen"]
+
+
+@pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
+@pytest.mark.parametrize("is_over", [False, True], ids=["leased", "lease over"])
+@pytest.mark.parametrize("driver", [Psycopg], indirect=True)
+def test_a_completing_attempt_is_in_flight_at_every_isolation_level(
+    driver, shop, rival, isolation, is_over
+):
+    """Its rivals work on a snapshot, and are told all the same."""
+    placing = Placing(
+        driver,
+        "pen",
+        before=lambda: outlive(shop) if is_over else None,
+        after=refuses(rival, FAILING, isolation),
+    )
+    assert leased(driver, "order-1", placing) == {"order": "pen"}
+    assert sorted(shop.orders()) == ["kept", "pen"]
+
+
+@pytest.mark.parametrize("isolation", ["REPEATABLE_READ", "SERIALIZABLE"])
+@pytest.mark.parametrize("is_over", [False, True], ids=["leased", "lease over"])
+def test_an_attempt_that_completed_after_the_snapshot_is_a_conflict(shop, idem, isolation, is_over):
+    """The snapshot shows it running; its outcome is there, so a new transaction replays it."""
+    with psycopg_connection(shop) as connection:
+        connection.isolation_level = psycopg.IsolationLevel[isolation]
+
+        def operation():
+            if is_over:
+                outlive(shop)
+            assert connection.execute(f"SELECT state FROM {shop.schema}.keys").fetchone() == (1,)
+            return "leased"
+
+        assert idem.run("order-1", operation, name="place", request=None) == "leased"
+        with Idempotency(shop.store_url, caller="shop") as other:
+
+            def replayed():
+                with other.atomic(connection, "order-1", name="place", request=None) as run:
+                    return run.value
+
+            with pytest.raises(psycopg.errors.SerializationFailure) as caught:
+                replayed()
+            assert is_conflict(caught.value)
+            connection.rollback()
+            assert replayed() == "leased"
+
+
+def psycopg_connection(shop):
     return psycopg.connect(shop.server_url)
 
 

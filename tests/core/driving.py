@@ -29,6 +29,7 @@ from retrysafe.core.model import (
     Settlement,
     StepWrite,
     StoredKey,
+    StoredOutcome,
 )
 from retrysafe.core.stepping import Stepper
 from retrysafe.stores.memory import MemoryStore
@@ -163,6 +164,10 @@ class ScriptedWriter:
         self.claim_faults: deque[Fault | None] = deque()
         self.settle_faults: deque[Fault | None] = deque()
         self.take_over_faults: deque[Fault | None] = deque()
+        self.ending_faults: deque[Fault | None] = deque()
+
+    async def last_outcome(self, key: Key) -> StoredOutcome | None:
+        return await _faulty(self.ending_faults, lambda: self._store.last_outcome(key))
 
     async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
         return await _faulty(self.take_over_faults, lambda: self._store.take_over(request, held))
@@ -300,6 +305,7 @@ class Process:
             mint_token=world.mint_token,
             cache=ReplayCache() if world._cache else None,
             report=Reporter(world.heard.append),
+            endings=self.writer,
             owner="host:1",
             secret=world._secret,
             joiner=None

@@ -409,6 +409,36 @@ def test_a_damaged_failure_is_still_a_failure_that_does_not_run_again(form, body
     assert error.key == "k-1"
 
 
+@pytest.mark.parametrize(
+    ("payload", "told"),
+    [
+        (
+            codec.encode_failure(TimeoutError("read timed out"), 10_000),
+            "TimeoutError: read timed out",
+        ),
+        (codec.encode_failure(KeyError(), 10_000), "KeyError: "),
+        (Payload(codec.FAILURE, b"builtins:KeyError", b"{}"), "its failure cannot be read"),
+        (codec.withheld("too large"), "not kept: too large"),
+        (Payload("http.1", b"503", b"busy"), "a result in the form 'http.1'"),
+    ],
+)
+def test_what_freed_a_key_is_told_in_words(payload, told):
+    """Whatever form it is stored in, somebody who reads of it learns what is known."""
+    assert told in codec.freed_by(payload)
+
+
+def test_how_the_attempts_ended_is_part_of_the_stored_failure():
+    """Bounded like every message, however long the last failure was."""
+    payload = codec.exhausted(5, "the last failure: OSError: no")
+    message = str(codec.decode_failure(payload, (), "k-1"))
+    assert message.startswith("all 5 attempts")
+    assert message.endswith("; the last failure: OSError: no")
+    endless = codec.exhausted(5, "x" * 1_000_000)
+    message = str(codec.decode_failure(endless, (), "k-1"))
+    assert len(message) == codec.MESSAGE_LIMIT_CHARACTERS
+    assert message.startswith("all 5 attempts")
+
+
 def test_exhausted_operations_say_how_often_they_were_tried():
     error = codec.decode_failure(codec.exhausted(5), (), "k-1")
     assert type(error) is AttemptsExhausted

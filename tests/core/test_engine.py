@@ -445,6 +445,67 @@ def test_failed_attempts_count_as_well():
     assert world.ran == [1]
 
 
+def exhausted(world, policy):
+    """What the caller of a key without attempts is told, and what was reported of it."""
+    with pytest.raises(AttemptsExhausted) as caught:
+        world.first.answer(call(policy=policy))
+    (event,) = [item for item in world.heard if item.kind is EventKind.EXHAUSTED]
+    assert str(caught.value).endswith(f"; {event.detail}")
+    with pytest.raises(AttemptsExhausted) as replayed:
+        world.process().answer(call(policy=policy))
+    assert str(replayed.value) == str(caught.value)
+    return event.detail
+
+
+def test_giving_up_tells_the_last_failure_that_was_stored():
+    """Also when a later attempt died without a word: its number shows that."""
+    world = World()
+    thrice = Policy(attempt_limit=3)
+    for error in (ConnectionError("refused"), TimeoutError("read timed out")):
+        with pytest.raises(type(error)):
+            world.first.answer(call(policy=thrice), world.first.raising(error))
+    die(world, policy=thrice)
+    world.clock.advance(30)
+    assert exhausted(world, thrice) == (
+        "the last failure that was stored, of attempt 2: TimeoutError: read timed out"
+    )
+
+
+def test_giving_up_tells_that_no_attempt_left_an_error():
+    """All died: what is known is that nothing is known, and the logs of the workers are next."""
+    world = World()
+    twice = Policy(attempt_limit=2)
+    for _ in range(2):
+        die(world, policy=twice)
+        world.clock.advance(30)
+    assert exhausted(world, twice) == "none of them left an error in the store"
+
+
+def test_a_failure_that_an_operator_took_back_is_not_that_of_the_attempts_after_it():
+    """They are counted anew, and the failure for good was not one of them."""
+    world = World()
+    once = Policy(attempt_limit=1, terminal=(ValueError,))
+    with pytest.raises(ValueError, match="declined"):
+        world.first.answer(call(policy=once), world.first.raising(ValueError("declined")))
+    drive(world.store.operate(call().key, OperatorCommand.RELEASE))
+    die(world, policy=once)
+    world.clock.advance(30)
+    assert exhausted(world, once) == "none of them left an error in the store"
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("no answer"), RuntimeError("a broken driver")])
+def test_a_key_is_given_up_also_when_its_last_failure_cannot_be_read(error):
+    """The words are missing then; the operation still never runs again."""
+    world = World()
+    once = Policy(attempt_limit=1)
+    die(world, policy=once)
+    world.clock.advance(30)
+    world.first.writer.ending_faults.append(Fault(error))
+    assert exhausted(world, once) == f"the last failure could not be read: {error}"
+    assert state(world) is State.FAILED
+    assert world.ran == [1]
+
+
 def test_an_exhausted_operation_that_the_store_refuses_is_still_given_up():
     world = World()
     process = world.first

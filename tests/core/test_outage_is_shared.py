@@ -48,6 +48,7 @@ def test_followers_of_a_claim_that_got_no_answer_are_told(in_flight):
         mint_token=lambda: b"t" * 16,
         cache=None,
         report=Reporter(None),
+        endings=None,
     )
 
     def call(fingerprint: bytes) -> Call:

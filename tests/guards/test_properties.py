@@ -155,6 +155,7 @@ def engine_over(writer: Writer, waiting: Waiting) -> Engine:
         mint_token=lambda: os.urandom(16),
         cache=None,
         report=Reporter(None),
+        endings=None,
     )
 
 

@@ -292,6 +292,23 @@ def test_attempts_end_at_the_limit(make_subject):
     assert len(subject.shop.runs) == 1
 
 
+def test_the_last_failure_of_an_operation_that_was_given_up_is_not_for_clients(make_subject):
+    """It is in the log and in the store; the problem's words stay those of the policy page."""
+    events = []
+    rules = [Rule(policy=Policy(attempt_limit=1))]
+    subject = make_subject(rules=rules, face={"observers": [events.append]})
+    subject.shop.error = LookupError("ledger.internal refused user pay_rw")
+    with pytest.raises(LookupError):
+        subject.ask()
+    for _ in range(2):
+        reply = subject.ask()
+        assert (reply.status, reply.problem) == (500, "attempts-exhausted")
+        assert b"LookupError" not in reply.body
+        assert b"pay_rw" not in reply.body
+    (given_up,) = [event for event in events if event.kind is EventKind.EXHAUSTED]
+    assert given_up.detail.endswith("LookupError: ledger.internal refused user pay_rw")
+
+
 def test_a_response_over_the_limit_is_sent_once_and_never_run_again(make_subject):
     """The retry hears that it is done."""
     subject = make_subject(rules=[Rule(policy=Policy(outcome_limit_bytes=5))])

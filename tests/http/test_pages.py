@@ -211,6 +211,8 @@ def test_the_status_of_an_operation_without_a_response(make_subject, policy, slu
     reply = subject.ask("GET", "/idempotency-status/k-1")
     assert reply.problem == slug
     assert reply.json["key"] == "k-1"
+    # What went wrong inside is not for clients.
+    assert b"ledger" not in reply.body
 
 
 def test_the_status_page_tells_of_a_store_that_is_down(make_subject):

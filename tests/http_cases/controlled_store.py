@@ -61,6 +61,10 @@ class ControlledStore:
         self._begin()
         return await self._store.read(key, with_audit=with_audit)
 
+    async def last_outcome(self, key: Any) -> Any:
+        self._begin()
+        return await self._store.last_outcome(key)
+
     async def record_step(self, write: Any) -> Any:
         self._begin()
         return await self._store.record_step(write)

@@ -22,7 +22,7 @@ from retrysafe.core.model import (
 from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import mint_token
-from retrysafe.stores.postgres import sifting
+from retrysafe.stores.postgres import rows, sifting
 from retrysafe.stores.postgres.batches import BALANCE_LIMIT
 from retrysafe.stores.postgres.connector import Locked
 from retrysafe.stores.postgres.schema import LOCK_WAIT
@@ -132,7 +132,7 @@ def test_other_claims_do_not_wait_for_an_atomic_run(scene):
     scene.start_atomic_run()
     (busy, *answers), _ = scene.commit([request(KEY), *others()])
     assert busy.decision is Decision.IN_FLIGHT
-    assert busy.remaining_ms == sifting.RETRY_AFTER_MS
+    assert busy.remaining_ms == rows.RETRY_AFTER_MS
     assert decisions(answers) == {Decision.ADMIT}
     scene.user.commit()
     ((answer,), _) = scene.commit([request(KEY)])
@@ -264,6 +264,85 @@ def test_a_rollback_leaves_the_abandoned_key_to_the_next(scene):
     assert scene.claim() is Decision.IN_FLIGHT
     scene.user.rollback()
     assert scene.claim() is Decision.TAKE_OVER
+
+
+class Rival:
+    """An atomic run that has the key's lock and has not claimed it yet."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.connection = psycopg.connect(scene.url)
+        # A wait for the user's transaction is a failure, and not the end of the test run.
+        self.connection.execute("SET LOCAL lock_timeout = '5s'")
+        self.transaction = scene.store.join(self.connection)
+        run_sync(self.transaction.begin())
+        assert run_sync(self.transaction.lock(KEY, None))
+
+    def claim(self) -> Decision:
+        return run_sync(self.transaction.claim(request(KEY))).decision
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+@pytest.fixture
+def rival(scene):
+    made = []
+
+    def make() -> Rival:
+        made.append(Rival(scene))
+        return made[-1]
+
+    yield make
+    for item in made:
+        item.close()
+
+
+@pytest.mark.parametrize("has_ended", [False, True], ids=["leased", "lease over"])
+@pytest.mark.parametrize("writes", ["complete_in", "record_step_in"])
+def test_an_atomic_run_does_not_wait_for_a_leased_attempt(scene, rival, writes, has_ended):
+    """Also when the attempt comes to its row in between the lock and the claim of the run, which
+    goes on asking and goes on by itself as soon as the row is free."""
+    token = mint_token()
+    scene.claim(token=token, lease_ms=0 if has_ended else 60_000)
+    run = rival()
+    getattr(scene, writes)(token)
+    for _ in range(2):
+        assert run.claim() is Decision.IN_FLIGHT
+    scene.user.commit()
+    if writes == "complete_in":
+        assert run.claim() is Decision.REPLAY
+    else:
+        assert run.claim() is (Decision.TAKE_OVER if has_ended else Decision.IN_FLIGHT)
+
+
+@pytest.mark.parametrize("ending", ["commit", "rollback"])
+@pytest.mark.parametrize("writes", ["complete_in", "record_step_in"])
+def test_a_leased_attempt_shares_the_lock_of_atomic_runs(scene, writes, ending):
+    """They find out by that lock, at every isolation level, until its transaction ends."""
+    token = mint_token()
+    scene.claim(token=token)
+    getattr(scene, writes)(token)
+    with psycopg.connect(scene.url) as connection:
+        connection.isolation_level = psycopg.IsolationLevel.SERIALIZABLE
+        transaction = scene.store.join(connection)
+        connection.execute("SELECT 1")
+        run_sync(transaction.begin())
+        assert not run_sync(transaction.lock(KEY, None))
+        assert run_sync(transaction.look(request(KEY))).decision is Decision.IN_FLIGHT
+        getattr(scene.user, ending)()
+        assert run_sync(transaction.lock(KEY, None))
+
+
+def test_the_claim_of_a_new_key_reads_nothing_under_serializable(scene):
+    """What it read would be a page of the index, and a conflict with every key that comes there."""
+    with psycopg.connect(scene.url) as connection:
+        connection.isolation_level = psycopg.IsolationLevel.SERIALIZABLE
+        connection.execute("SELECT 1")
+        answer = run_sync(scene.store.join(connection).claim(request(KEY)))
+        assert answer.decision is Decision.ADMIT
+        index = f"{scene.store.schema_name}.keys_pkey"
+        held = "SELECT count(*) FROM pg_locks WHERE mode = 'SIReadLock' AND relation = %s::regclass"
+        assert connection.execute(held, (index,)).fetchone() == (0,)
 
 
 @pytest.mark.parametrize("kind", [SettleKind.RELEASE, SettleKind.COMPLETE])

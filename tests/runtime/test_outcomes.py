@@ -265,6 +265,7 @@ def test_attempts_run_out(subject, url):
     for _ in range(2):
         with pytest.raises(AttemptsExhausted, match="all 3 attempts") as caught:
             face.run(KEY, operation, request="r")
+        assert str(caught.value).endswith("stored, of attempt 3: ConnectionError: 2")
         assert caught.value.key == KEY.text
     assert operation.count == 3
     assert [event.kind for event in events].count(EventKind.EXHAUSTED) == 1

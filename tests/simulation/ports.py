@@ -21,6 +21,7 @@ from retrysafe.core.model import (
     Settlement,
     StepWrite,
     StoredKey,
+    StoredOutcome,
 )
 from retrysafe.core.ports import Capabilities, Waits
 from retrysafe.core.renewing import due_leases, next_renewal, renew
@@ -84,16 +85,24 @@ class SimulatedWriter:
         return await self._transmit(write)
 
     async def read(self, key: Key) -> StoredKey | None:
-        """The record of a key, or no answer; a read that is lost has no effect anywhere."""
-        world = self._world
+        """The record of a key, or no answer."""
+        await self._ask()
+        return await self._world.read(key)
+
+    async def last_outcome(self, key: Key) -> StoredOutcome | None:
+        """The last ending of a key, or no answer."""
+        await self._ask()
+        return await self._world.last_outcome(key)
+
+    async def _ask(self) -> None:
+        """The way of a read to the store; one that is lost has no effect anywhere."""
         self._process.check_alive()
-        fault = world.draw_fault()
+        fault = self._world.draw_fault()
         await suspend(READY)
         if fault is Fault.BROKEN:
             raise StoreMissing("simulated: the database is gone")
         if fault is not None:
             raise StoreUnavailable("simulated: no answer")
-        return await world.read(key)
 
     async def _transmit(self, row: Any) -> Any:
         world = self._world

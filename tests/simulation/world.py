@@ -31,6 +31,7 @@ from retrysafe.core.model import (
     Settlement,
     StepWrite,
     StoredKey,
+    StoredOutcome,
 )
 from retrysafe.core.policy import InFlight
 from retrysafe.core.stepping import Stepper
@@ -126,6 +127,7 @@ class Host:
             mint_token=world.mint_token,
             cache=ReplayCache() if has_cache else None,
             report=world.report,
+            endings=writer,
             owner=process.name,
             stepper=Stepper(
                 store=writer,
@@ -225,6 +227,11 @@ class World:
             self.ledger.learned_of_loss(attempt.token)
         await suspend(READY)
         return stored
+
+    async def last_outcome(self, key: Key) -> StoredOutcome | None:
+        """The last ending, for whoever gives the key up."""
+        self.saw("last ending read")
+        return await self.store.last_outcome(key)
 
     def _maybe_refuse(self, row: Settlement) -> None:
         """Some outcomes the store cannot hold; it refuses them however often they are sent."""

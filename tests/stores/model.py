@@ -66,6 +66,12 @@ class Model:
             return []
         return [item for item in shelf.outcomes if item.token == shelf.record.token][-1:]
 
+    def present(self, key):
+        """What the present life of the key has left behind, as far as it is stored."""
+        shelf = self.shelf(key)
+        born = shelf.record.first_claimed_at_ms
+        return [item for item in shelf.outcomes if item.settled_at_ms >= born]
+
     def take_over(self, request, held):
         shelf = self.shelf(request.key)
         changed, answer = transitions.take_over(shelf.record, request, held, self._now_ms())

@@ -7,6 +7,7 @@ import tempfile
 import threading
 from contextlib import closing
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -230,12 +231,12 @@ def test_a_full_disk_is_unavailable_without_effect(probe):
     assert probe.claim().payload == large
 
 
-def plans_of_a_read(probe, *, with_audit):
+def plans_of_a_read(probe, read):
     """How SQLite finds what a read asks for, one line per table."""
-    probe.read(with_audit=with_audit)  # Opens the connection for reading.
+    read()  # Opens the connection for reading.
     statements = []
     probe.store._reader.set_trace_callback(statements.append)
-    probe.read(with_audit=with_audit)
+    read()
     probe.store._reader.set_trace_callback(None)
     return [
         row[3]
@@ -248,10 +249,11 @@ def plans_of_a_read(probe, *, with_audit):
 def test_only_a_read_with_the_audit_scans(probe):
     """Operations and clients that poll must not pay for the outcomes of all other keys."""
     probe.end(SettleKind.COMPLETE, probe.hold())
-    lean = plans_of_a_read(probe, with_audit=False)
-    assert any(line.startswith("SEARCH o USING INTEGER PRIMARY KEY") for line in lean)
-    assert not [line for line in lean if line.startswith("SCAN")]
-    whole = plans_of_a_read(probe, with_audit=True)
+    for read in (partial(probe.read, with_audit=False), probe.last):
+        lean = plans_of_a_read(probe, read)
+        assert any(line.startswith("SEARCH o USING INTEGER PRIMARY KEY") for line in lean)
+        assert not [line for line in lean if line.startswith("SCAN")]
+    whole = plans_of_a_read(probe, probe.read)
     assert [line for line in whole if line.startswith("SCAN")] == ["SCAN retrysafe_outcomes"]
 
 

@@ -152,10 +152,23 @@ def bounded(payload: Payload, limit_bytes: int) -> Payload:
     )
 
 
-def exhausted(attempt_limit: int) -> Payload:
-    """The failure of an operation that used up its attempts."""
+def exhausted(attempt_limit: int, ending: str = "") -> Payload:
+    """The failure of an operation that used up its attempts, and how they ended if it is known."""
     message = f"all {attempt_limit} attempts crashed or failed; the operation is not run again"
+    if ending:
+        message = f"{message}; {ending}"[:MESSAGE_LIMIT_CHARACTERS]
     return Payload(EXHAUSTED, b"", values.json_bytes({"message": message}))
+
+
+def freed_by(payload: Payload) -> str:
+    """What is stored of an ending that freed its key, in words."""
+    if payload.form == FAILURE:
+        return str(decode_failure(payload, (), ""))
+    if payload.form == WITHHELD:
+        return f"not kept: {withheld_reason(payload)}"
+    # A value that was judged to free the key. What it says, its own codec knows; people find it
+    # in the audit.
+    return f"a result in the form {payload.form!r}"
 
 
 def encode_failure(error: BaseException, limit_bytes: int) -> Payload:

@@ -23,7 +23,7 @@ from retrysafe.core.model import ClaimAnswer, ClaimRequest, Decision, Payload
 from retrysafe.core.policy import InFlight
 from retrysafe.core.ports import Lock, Orphanage, Renewals, Waiting, Writer
 from retrysafe.core.replaying import gone, in_flight, replayed_value, reused
-from retrysafe.core.running import Invoke, Runner
+from retrysafe.core.running import Endings, Invoke, Runner
 from retrysafe.core.settling import RETRY_PAUSE_SECONDS, Settler
 from retrysafe.core.stepping import Stepper
 from retrysafe.core.undoing import Concluder
@@ -77,6 +77,7 @@ class Engine:
         mint_token: Callable[[], bytes],
         cache: ReplayCache | None,
         report: Reporter,
+        endings: Endings,
         owner: str = "",
         secret: bytes | None = None,
         joiner: Joiner | None = None,
@@ -112,6 +113,7 @@ class Engine:
             secret=secret,
             joiner=joiner,
             stepper=stepper,
+            endings=endings,
         )
         self._atomic_lead = AtomicLead(
             flights=self._flights,

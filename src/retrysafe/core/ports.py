@@ -26,6 +26,7 @@ from retrysafe.core.model import (
     StagedEntry,
     StepWrite,
     StoredKey,
+    StoredOutcome,
     SweepReport,
 )
 from retrysafe.errors import StoreError
@@ -91,6 +92,12 @@ class Store(Protocol):
         Only a succeeded or failed record has that outcome. With the audit, the outcomes are instead
         all that are stored of the key, oldest first. Finding those may cost a scan, and only people
         look at them: an operation and a client that polls read without.
+        """
+
+    async def last_outcome(self, key: Key) -> StoredOutcome | None:
+        """The newest ending that is stored of the key's present life; none of earlier lives.
+
+        An operation asks for it, so it is found without a scan.
         """
 
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:

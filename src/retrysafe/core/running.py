@@ -8,7 +8,7 @@ told afterwards is remembered here. Who may run at all is decided before.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from retrysafe.core import codec
 from retrysafe.core.attempt import Attempt
@@ -17,9 +17,19 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind, Reporter
 from retrysafe.core.flights import Flight, Flights, Phase
 from retrysafe.core.joining import JoinedOutcome, Joiner
+from retrysafe.core.keys import Key
 from retrysafe.core.lease import Lease
 from retrysafe.core.machine import is_exhausted
-from retrysafe.core.model import ClaimAnswer, ClaimRequest, Condition, Decision, Ending, Payload
+from retrysafe.core.model import (
+    ClaimAnswer,
+    ClaimRequest,
+    Condition,
+    Decision,
+    Ending,
+    Payload,
+    State,
+    StoredOutcome,
+)
 from retrysafe.core.ports import Fate, Lock, Renewals
 from retrysafe.core.settling import Settler
 from retrysafe.core.stepping import Stepper
@@ -37,12 +47,20 @@ _RUNNING: Final = Phase.RUNNING
 Invoke = Callable[[Attempt], Awaitable[Any]]
 
 
+class Endings(Protocol):
+    """As much of a store as giving up needs."""
+
+    async def last_outcome(self, key: Key) -> StoredOutcome | None:
+        """The newest ending that is stored of the key's present life."""
+
+
 class Runner:
     """Runs operations whose claims were granted."""
 
     __slots__ = (
         "_cache",
         "_concluder",
+        "_endings",
         "_flights",
         "_joiner",
         "_lock",
@@ -68,6 +86,7 @@ class Runner:
         secret: bytes | None,
         joiner: Joiner | None,
         stepper: Stepper | None,
+        endings: Endings,
     ) -> None:
         self._flights = flights
         self._settler = settler
@@ -80,6 +99,7 @@ class Runner:
         self._secret = secret
         self._joiner = joiner
         self._stepper = stepper
+        self._endings = endings
 
     async def run(
         self,
@@ -229,16 +249,31 @@ class Runner:
     async def _exhaust(self, flight: Flight, call: Call, lease: Lease, attempt: int) -> Answer[Any]:
         """Settles the record as failed for good, and raises that failure."""
         asked = self._monotonic()
+        ending = await self._last_failure(call.key)
         payload = await self._settler.settle(
             call,
             lease,
             Ending.FAILED,
-            codec.exhausted(call.policy.attempt_limit),
+            codec.exhausted(call.policy.attempt_limit, ending),
             attempt,
         )
-        self._report(EventKind.EXHAUSTED, call.key, call.operation, attempt)
+        self._report(EventKind.EXHAUSTED, call.key, call.operation, attempt, ending)
         self._remember_ending(call, flight, Ending.FAILED, payload, attempt, asked)
         raise codec.decode_failure(payload, (), call.key.text)
+
+    async def _last_failure(self, key: Key) -> str:
+        """The last failure that an attempt has left in the store, in words."""
+        try:
+            last = await self._endings.last_outcome(key)
+        except Exception as error:
+            # Only words are at stake. The key must be given up whatever the store says here, else
+            # its next claim would come for one more attempt.
+            return f"the last failure could not be read: {codec.message_of(error)}"
+        # A failure for good that an operator has taken back is none of these attempts.
+        if last is None or last.state is not State.RELEASED:
+            return "none of them left an error in the store"
+        told = codec.freed_by(last.payload)
+        return f"the last failure that was stored, of attempt {last.attempt}: {told}"
 
     # What duplicates may be told.
 

@@ -111,6 +111,7 @@ class BlockingIdempotency(AtomicThreads, Face):
             mint_token=mint_token,
             cache=self._new_cache(),
             report=self._report,
+            endings=store,
             owner=owner_name(),
             secret=self._settings.secret,
             joiner=Joiner(

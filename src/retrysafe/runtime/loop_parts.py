@@ -82,6 +82,7 @@ class LoopParts:
             mint_token=mint_token,
             cache=cache,
             report=report,
+            endings=store,
             owner=owner_name(),
             secret=secret,
             joiner=Joiner(

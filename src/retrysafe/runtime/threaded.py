@@ -19,6 +19,7 @@ from retrysafe.core.model import (
     Settlement,
     StepWrite,
     StoredKey,
+    StoredOutcome,
     SweepReport,
 )
 from retrysafe.core.outbox_ports import outbox_of
@@ -78,6 +79,10 @@ class ThreadedStore:
     async def read(self, key: Key, *, with_audit: bool = False) -> StoredKey | None:
         """The record of a key."""
         return await self._hop(partial(self._store.read, with_audit=with_audit), key)
+
+    async def last_outcome(self, key: Key) -> StoredOutcome | None:
+        """The newest ending of a key."""
+        return await self._hop(self._store.last_outcome, key)
 
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
         """Records for an operator."""

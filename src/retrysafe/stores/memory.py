@@ -29,6 +29,7 @@ from retrysafe.core.model import (
     Step,
     StepWrite,
     StoredKey,
+    StoredOutcome,
     SweepReport,
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Waits
@@ -166,6 +167,16 @@ class MemoryStore:
                 [stored_outcome(ending) for ending in endings],
                 self._arguments.get(key.digest),
             )
+
+    async def last_outcome(self, key: Key) -> StoredOutcome | None:
+        """The newest ending of the key's present life."""
+        with self._lock:
+            record = self._record_of(key)
+            endings = self._outcomes.get(key.digest, ())
+            if record is None or not endings:
+                return None
+            last = stored_outcome(endings[-1])
+            return last if last.settled_at_ms >= record.first_claimed_at_ms else None
 
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
         """Records for an operator, newest claim first."""

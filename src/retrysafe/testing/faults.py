@@ -24,6 +24,7 @@ from retrysafe.core.model import (
     Settlement,
     StepWrite,
     StoredKey,
+    StoredOutcome,
     SweepReport,
 )
 from retrysafe.core.outbox import (
@@ -177,6 +178,10 @@ class FaultyStore:
         """The record of a key."""
         return await self._call("read", partial(self._store.read, with_audit=with_audit), key)
 
+    async def last_outcome(self, key: Key) -> StoredOutcome | None:
+        """The newest ending of a key."""
+        return await self._call("last_outcome", self._store.last_outcome, key)
+
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
         """Records for an operator."""
         return await self._call("list_records", self._store.list_records, query)
@@ -295,6 +300,7 @@ METHODS: Final = (
     "commit",
     "record_step",
     "read",
+    "last_outcome",
     "list_records",
     "list_abandoned",
     "list_resumable",

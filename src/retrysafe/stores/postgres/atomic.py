@@ -23,6 +23,7 @@ from retrysafe.core.model import (
     Record,
     Settlement,
     StagedEntry,
+    State,
     StepWrite,
 )
 from retrysafe.core.ports import Fate, Waits
@@ -105,7 +106,7 @@ class PostgresTransaction:
 
     async def lock(self, key: Key, wait_seconds: float | None) -> bool:
         """Takes the key's lock, at once or within the time."""
-        number = lock_number(self._schema_name, key.digest)
+        number = self._lock_number(key)
         if wait_seconds is None:
             ((is_ours,),) = await self._fetch("try_lock", number)
             return bool(is_ours)
@@ -122,6 +123,9 @@ class PostgresTransaction:
             raise
         await self._fetch("restore_lock_wait", earlier)
         return True
+
+    def _lock_number(self, key: Key) -> int:
+        return lock_number(self._schema_name, key.digest)
 
     async def look(self, request: ClaimRequest) -> ClaimAnswer:
         """The table's answer to a claim, without making it."""
@@ -143,6 +147,9 @@ class PostgresTransaction:
             changed, answer = _decided(record, payload, request, now_ms)
             if changed is None:
                 return answer
+            if record.state is State.PENDING and not await self._fetch("lock_record", key.digest):
+                # Its owner may be completing it in an open transaction, whatever its lease says.
+                return rows.in_flight()
             is_new_life = answer.decision is Decision.ADMIT
             ((count,),) = await self._fetch(
                 "replace_record", *rows.replacement(record, changed, is_new_life=is_new_life)
@@ -176,6 +183,7 @@ class PostgresTransaction:
             payload.form,
             payload.head,
             payload.body,
+            self._lock_number(settlement.key),
         )
         if settled:
             self._transaction_id = str(settled[0][0])
@@ -215,6 +223,7 @@ class PostgresTransaction:
             payload.form,
             payload.head,
             payload.body,
+            self._lock_number(write.key),
         )
         if not held:
             return Decision.LOST

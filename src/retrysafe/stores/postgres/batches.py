@@ -29,9 +29,9 @@ from retrysafe.stores.postgres.connector import Locked
 from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.packing import split
 from retrysafe.stores.postgres.reading import Found, Reader
-from retrysafe.stores.postgres.rows import admitted, replacement
+from retrysafe.stores.postgres.rows import admitted, in_flight, replacement
 from retrysafe.stores.postgres.schema import LOCK_WAIT
-from retrysafe.stores.postgres.sifting import Fetch, Sifter, Write, Written, in_flight
+from retrysafe.stores.postgres.sifting import Fetch, Sifter, Write, Written
 
 # Rivals that keep changing a row between our read and our write make us read again. Each round
 # means that somebody else made progress, so a bound only guards against a bug.

@@ -13,11 +13,15 @@ from retrysafe.core.model import (
     Payload,
     Record,
     State,
+    StoredOutcome,
 )
 
 # Between which instants an audit must end for its payload to be read: any, and none.
 EVERY_DAY: Final = (0, 2**62)
 NO_DAY: Final = (1, 0)
+
+# Nobody knows when a user's transaction ends. Most are shorter than this.
+RETRY_AFTER_MS: Final = 1000
 
 # Looked up once: members of an enum are dear to look up per row.
 _ADMIT: Final = Decision.ADMIT
@@ -41,6 +45,19 @@ def payload_of(row: Sequence[Any]) -> Payload:
     """The payload of a row's last three columns."""
     form, head, body = row
     return Payload(form, bytes(head), bytes(body))
+
+
+def outcome_of(row: Sequence[Any]) -> StoredOutcome:
+    """An ending in the audit of a key."""
+    token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms = row
+    return StoredOutcome(
+        bytes(token),
+        attempt,
+        _STATES[state],
+        Payload(form, bytes(head), bytes(body)),
+        settled_at_ms,
+        audit_ends_at_ms,
+    )
 
 
 def claim_row(request: ClaimRequest) -> tuple[Any, ...]:
@@ -112,3 +129,10 @@ def admitted(request: ClaimRequest, now_ms: int) -> ClaimAnswer:
     """The answer to the claim of a key that had no row."""
     lease_ms = request.lease_ms
     return ClaimAnswer(_ADMIT, _ABSENT, 1, lease_ms, now_ms + lease_ms, _PENDING)
+
+
+def in_flight() -> ClaimAnswer:
+    """The answer to the claim of a key that an open transaction holds."""
+    return ClaimAnswer(
+        Decision.IN_FLIGHT, Condition.RUNNING, 1, RETRY_AFTER_MS, state=State.PENDING
+    )

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Any, Final
 
-from retrysafe.core.model import ClaimAnswer, ClaimRequest, Condition, Decision, Settlement, State
+from retrysafe.core.model import ClaimRequest, Settlement
 from retrysafe.stores.postgres.atomic import lock_number
 
 # Runs a statement by its name.
@@ -26,8 +26,6 @@ Write = Callable[[Fetch, Collection[ClaimRequest], Collection[Settlement]], Awai
 # Runs several statements in one transaction, again after a conflict; they wait for any lock.
 Transact = Callable[[Callable[[Fetch], Awaitable[Written]]], Awaitable[Written]]
 
-# Nobody knows when a user's transaction ends. Most are shorter than this.
-RETRY_AFTER_MS: Final = 1000
 # For so long a busy key is sifted at once, instead of holding up the batch that it comes in. Who
 # waits for it asks twice a second.
 BUSY_SECONDS: Final = 5.0
@@ -37,13 +35,6 @@ BUSY_LIMIT: Final = 1000
 _NEW: Final = 1
 _ENDED: Final = 2
 _HELD: Final = 3
-
-
-def in_flight() -> ClaimAnswer:
-    """The answer to the claim of a key that an open transaction holds."""
-    return ClaimAnswer(
-        Decision.IN_FLIGHT, Condition.RUNNING, 1, RETRY_AFTER_MS, state=State.PENDING
-    )
 
 
 class Sifter:

@@ -1,4 +1,4 @@
-"""Rows of the key table as records, and back."""
+"""Rows of the key table as records, and back; rows of the outcomes as the audit shows them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sqlite3
 from typing import Any, Final
 
 from retrysafe.core.keys import Key
-from retrysafe.core.model import Record, State
+from retrysafe.core.model import Payload, Record, State, StoredOutcome
 from retrysafe.stores.sqlite.schema import SQL
 
 _SELECT_KEY: Final = SQL["select_key"]
@@ -18,6 +18,13 @@ def record(row: tuple[Any, ...]) -> Record:
     made = Record(*row)
     made.state = State(made.state)
     return made
+
+
+def outcome(row: tuple[Any, ...]) -> StoredOutcome:
+    """An ending in the audit of a key."""
+    token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms = row
+    payload = Payload(form, head, body)
+    return StoredOutcome(token, attempt, State(state), payload, settled_at_ms, audit_ends_at_ms)
 
 
 def select(connection: sqlite3.Connection, digest: bytes) -> Record | None:

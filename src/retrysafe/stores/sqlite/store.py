@@ -28,7 +28,6 @@ from retrysafe.core.model import (
     Payload,
     RecordQuery,
     Settlement,
-    State,
     Step,
     StepWrite,
     StoredKey,
@@ -200,12 +199,8 @@ class SqliteStore:
                     SQL["select_steps"], (key.digest,)
                 )
             ]
-            outcomes = [
-                StoredOutcome(token, attempt, State(state), Payload(form, head, body), at, ends)
-                for token, attempt, state, form, head, body, at, ends in connection.execute(
-                    SQL["select_outcomes" if with_audit else "select_standing"], (key.digest,)
-                )
-            ]
+            statement = SQL["select_outcomes" if with_audit else "select_standing"]
+            outcomes = [rows.outcome(row) for row in connection.execute(statement, (key.digest,))]
             return StoredKey(
                 record,
                 condition_of(record, now_ms),
@@ -214,6 +209,14 @@ class SqliteStore:
                 outcomes,
                 recovery.arguments_of(connection, record),
             )
+
+    async def last_outcome(self, key: Key) -> StoredOutcome | None:
+        """The newest ending of the key's present life."""
+        with self._reading() as connection:
+            found = connection.execute(
+                SQL["select_last_outcome"], (key.digest, key.caller, key.text)
+            ).fetchone()
+            return None if found is None else rows.outcome(found)
 
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
         """Records for an operator, newest claim first."""

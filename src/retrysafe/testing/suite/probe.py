@@ -23,6 +23,7 @@ from retrysafe.core.model import (
     Step,
     StepWrite,
     StoredKey,
+    StoredOutcome,
     SweepReport,
 )
 from retrysafe.core.ports import ClaimResult, SettleResult, Store
@@ -222,6 +223,11 @@ class Probe:
         """What is stored of a key that has a row."""
         found = self.find(key, with_audit=with_audit)
         assert found is not None, f"{key} has no record"
+        return found
+
+    def last(self, key: Key = KEY) -> StoredOutcome | None:
+        """The newest ending of a key's present life."""
+        found: StoredOutcome | None = self._run(self.store.last_outcome(key))
         return found
 
     def stored(self, key: Key = KEY) -> tuple[Any, ...] | None:

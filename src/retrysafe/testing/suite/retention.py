@@ -22,6 +22,7 @@ from retrysafe.testing.suite.probe import (
     LEASE_MS,
     RESULT,
     Probe,
+    colliding,
     key_of,
     kind_name,
 )
@@ -98,6 +99,41 @@ class RetentionCases(SuiteBase):
         assert [item.token for item in probe.read(with_audit=False).outcomes] == [third]
         probe.operate(OperatorCommand.RELEASE)
         assert standing() == []
+
+    def test_the_last_outcome_is_of_the_present_life(self, probe: Probe) -> None:
+        """The newest ending counts, also under later claims; what an earlier life left does not."""
+        assert probe.last() is None
+        first = probe.hold()
+        assert probe.last() is None
+        probe.end(SettleKind.RELEASE, first, payload=RESULT)
+        probe.advance(1)
+        second = probe.hold()
+        probe.end(SettleKind.RELEASE, second, payload=FAILURE)
+        for _ in range(2):
+            probe.hold()
+            probe.advance(LEASE_MS)
+            assert probe.last() == probe.read().outcomes[-1]
+        last = probe.last()
+        assert last is not None
+        assert (last.token, last.attempt, last.payload) == (second, 2, FAILURE)
+        assert last.state is State.RELEASED
+        assert probe.last(colliding(KEY, "another key")) is None
+        assert probe.last(colliding(KEY, KEY.text, caller="another caller")) is None
+        probe.end(SettleKind.COMPLETE, probe.hold())
+        probe.advance(ACTIVE_MS)
+        probe.hold()
+        assert probe.last() is None
+
+    def test_a_swept_outcome_is_not_the_last_one(self, probe: Probe) -> None:
+        """It is gone, and what another key stored since is not taken for it."""
+        probe.end(SettleKind.RELEASE, probe.hold(), audit_ms=1_000)
+        probe.hold()
+        probe.advance(1_000)
+        assert probe.sweep().outcomes == 1
+        other = key_of("other")
+        probe.end(SettleKind.RELEASE, probe.hold(other), other)
+        assert probe.last() is None
+        assert probe.last(other) is not None
 
     def test_a_swept_key_keeps_its_audit(self, probe: Probe) -> None:
         """The outcome outlives the key's row, and is there when the key comes back."""

@@ -25,7 +25,11 @@ SELECT set_config('lock_timeout', $1::text, true);
 
 -- name: insert_record
 -- Claims a key that has no row; nothing comes back when there is one. The lock keeps rivals in other
--- transactions off, so this waits for no longer than a leased claim takes.
+-- transactions off, so this waits for no longer than a leased claim takes. A row that can be seen is
+-- not run into: an INSERT waits for whoever is writing it, and that may be a leased attempt that
+-- completes in a user's open transaction. Only under READ COMMITTED, though. On a snapshot it is the
+-- INSERT that notices what others have committed since; and under SERIALIZABLE a look for a row that
+-- is not there makes rivals of all keys on the same page of the index.
 WITH clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms
 )
@@ -37,8 +41,17 @@ SELECT
     $1::bytea, $2::text, $3::text, $4::text, $5::smallint, $6::bytea, 1, $7::bytea, 1,
     c.now_ms, c.now_ms, c.now_ms + $8::bigint, $9::text
 FROM clock AS c
+WHERE CASE
+    WHEN current_setting('transaction_isolation') LIKE 'read %'
+    THEN NOT EXISTS (SELECT 1 FROM {schema}.keys AS seen WHERE seen.digest = $1::bytea)
+    ELSE true
+END
 ON CONFLICT (digest) DO NOTHING
 RETURNING k.claimed_at_ms;
+
+-- name: lock_record
+-- Locks a key's row for the write that follows; nothing comes back while somebody else writes it.
+SELECT 1 FROM {schema}.keys WHERE digest = $1::bytea FOR NO KEY UPDATE SKIP LOCKED;
 
 -- name: isolation
 -- Whether later statements see what others commit meanwhile.
@@ -46,8 +59,9 @@ SELECT current_setting('transaction_isolation');
 
 -- name: settle_record
 -- Ends the attempt if the token still holds the key, and stores its outcome. The row stays locked
--- until the transaction ends, so nobody takes over in between. Comes back with the transaction's id,
--- by which its fate is found out later.
+-- until the transaction ends, so nobody takes over in between. Atomic runs find the key's lock shared
+-- until then, and wait or give up as for each other; who has that lock at this moment is not waited
+-- for. Comes back with the transaction's id, by which its fate is found out later.
 WITH clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms
 ), settled AS (
@@ -67,12 +81,13 @@ WITH clock AS MATERIALIZED (
         digest, token, attempt, state, $6::text, $7::bytea, $8::bytea, settled_at_ms, audit_ends_at_ms
     FROM settled
 )
-SELECT pg_current_xact_id()::text FROM settled;
+SELECT pg_current_xact_id()::text, pg_try_advisory_xact_lock_shared($9::bigint) FROM settled;
 
 -- name: record_step_joined
 -- Records a step while the token holds the key. The row stays locked until the transaction ends, so
--- nobody takes over in between; renewals pass over it. Comes back with the transaction's id, and with
--- nothing when the step is recorded already: then the user's transaction repeats what it stands for.
+-- nobody takes over in between; renewals pass over it, and atomic runs find the key's lock shared.
+-- Comes back with the transaction's id, and with nothing when the step is recorded already: then the
+-- user's transaction repeats what it stands for.
 WITH held AS (
     SELECT digest FROM {schema}.keys
     WHERE digest = $1::bytea AND token = $2::bytea AND state = 1
@@ -84,7 +99,7 @@ WITH held AS (
     ON CONFLICT (digest, name) DO NOTHING
     RETURNING digest
 )
-SELECT pg_current_xact_id()::text FROM stored;
+SELECT pg_current_xact_id()::text, pg_try_advisory_xact_lock_shared($8::bigint) FROM stored;
 
 -- name: transaction_status
 -- Runs on the store's own connection: whether a transaction is still open.

@@ -213,6 +213,16 @@ WHERE k.digest = $1 AND k.token = $2 AND k.state IN (2, 3);
 SELECT token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
 FROM {schema}.outcomes WHERE digest = $1 ORDER BY settled_at_ms, attempt;
 
+-- name: read_last_outcome
+-- The newest ending of a key's present life, by the index of each partition.
+SELECT
+    o.token, o.attempt, o.state, o.form, o.head, o.body, o.settled_at_ms, o.audit_ends_at_ms
+FROM {schema}.keys AS k
+JOIN {schema}.outcomes AS o ON o.digest = k.digest AND o.settled_at_ms >= k.first_claimed_at_ms
+WHERE k.digest = $1 AND k.caller = $2 AND k.key = $3
+ORDER BY o.settled_at_ms DESC, o.attempt DESC
+LIMIT 1;
+
 -- name: list_records
 -- Records for an operator. A scan on purpose: an index for it would cost every claim.
 WITH clock AS MATERIALIZED (

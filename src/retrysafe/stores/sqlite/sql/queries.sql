@@ -103,6 +103,15 @@ WHERE k.digest = ? AND k.state IN (2, 3);
 SELECT token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
 FROM retrysafe_outcomes WHERE digest = ? ORDER BY id;
 
+-- name: select_last_outcome
+-- The newest ending of a key's present life. A claim leaves the id of the last one where it was, so
+-- nothing is scanned; the sweep may have removed it, and its id may be of another key since.
+SELECT
+    o.token, o.attempt, o.state, o.form, o.head, o.body, o.settled_at_ms, o.audit_ends_at_ms
+FROM retrysafe_keys AS k
+JOIN retrysafe_outcomes AS o ON o.id = k.outcome_id AND o.digest = k.digest
+WHERE k.digest = ? AND k.caller = ? AND k.key = ? AND o.settled_at_ms >= k.first_claimed_at_ms;
+
 -- name: take_write_lock
 -- Changes nothing, and makes a transaction that has only read so far the file's one writer.
 UPDATE retrysafe_keys SET owner = owner WHERE 0;
