@@ -43,7 +43,9 @@ This module owns the words for what can go wrong. It must not know how any of it
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound="RetrysafeError")
 
 
 class RetrysafeError(Exception):
@@ -61,12 +63,16 @@ class RetrysafeError(Exception):
         return _unpickled, (type(self), self.args, vars(self))
 
 
-def _unpickled(
-    kind: type[RetrysafeError], args: tuple[Any, ...], state: dict[str, Any]
-) -> RetrysafeError:
-    error = kind.__new__(kind, *args)
+def _unpickled(kind: type[E], args: tuple[Any, ...], state: dict[str, Any]) -> E:
+    # Not through `kind.__new__`, which a subclass may have changed along with its constructor.
+    error: E = Exception.__new__(kind, *args)
     vars(error).update(state)
     return error
+
+
+def error_like(error: E) -> E:
+    """A fresh error that says the same, for somebody else to raise."""
+    return _unpickled(type(error), error.args, vars(error))
 
 
 class InvalidInput(RetrysafeError, ValueError):

@@ -189,7 +189,17 @@ def test_poisoned_row_fails_alone(tmp_path):
         assert stage.still_works()
 
 
-@pytest.mark.parametrize("error", [StoreUnavailable("the disk is gone", key="k"), OSError("odd")])
+class Odd(StoreUnavailable):
+    """The error of somebody else's store, with a constructor of its own."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+@pytest.mark.parametrize(
+    "error", [StoreUnavailable("the disk is gone", key="k"), OSError("odd"), Odd(7)]
+)
 def test_failed_commit_is_told_to_every_row(error):
     """Everybody in the batch hears of it, each by an error of its own."""
     stage = Stage()
@@ -533,9 +543,10 @@ def test_rows_of_tasks_that_wait_leave_together():
     drive(main())
 
 
-@pytest.mark.parametrize("error", [StoreUnavailable("down"), OSError("odd")])
+@pytest.mark.parametrize("error", [StoreUnavailable("down"), OSError("odd"), Odd(7)])
 def test_failed_commit_is_told_to_every_task(error):
     """Each task gets its own StoreUnavailable, and the next commit works."""
+    kind = type(error) if isinstance(error, StoreUnavailable) else StoreUnavailable
 
     async def main() -> None:
         stage = TaskStage()
@@ -548,8 +559,10 @@ def test_failed_commit_is_told_to_every_task(error):
         stage.then = fail
         stage.hold.open()
         errors = [await raised(task) for task in tasks]
-        assert [type(item) for item in errors] == [StoreUnavailable] * 4
+        assert [type(item) for item in errors] == [kind] * 4
         assert len({id(item) for item in errors}) == 4
+        if isinstance(error, Odd):
+            assert [(item.code, str(item)) for item in errors] == [(7, "code 7")] * 4
         assert (await first).decision is Decision.ADMIT
         stage.then = None
         assert (await stage.claim("later")).decision is Decision.ADMIT

@@ -3,7 +3,7 @@
 Owns the queue between callers and a store. No row waits for a timer to be merged: one that arrives
 when nothing is under way leaves at once, so an idle system waits for nothing, and a busy one pays
 one disk flush for many rows. Among tasks a timer only sees to it that none waits behind a commit
-that hangs. A failed commit is told to every row in it; nobody knows whether it happened, and asking
+that hangs, where the store takes a second one beside it. A failed commit is told to every row in it; nobody knows whether it happened, and asking
 again with the same token is safe.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, Decision, SettleAnswer, Settlement
 from retrysafe.core.ports import Store
-from retrysafe.errors import StoreError, StoreUnavailable
+from retrysafe.errors import StoreError, StoreUnavailable, error_like
 from retrysafe.runtime.drive import run_sync
 
 Row = ClaimRequest | Settlement
@@ -77,8 +77,9 @@ def _as_store_error(error: BaseException) -> StoreError:
         fresh.__cause__ = error
         return fresh
     # It stands in for the original, with where that was raised and why. Chained to it instead,
-    # one problem would be told twice in every traceback.
-    copied = type(error)(str(error), key=error.key).with_traceback(error.__traceback__)
+    # one problem would be told twice in every traceback. Not through its constructor, which may
+    # take anything in the class of somebody else's store.
+    copied = error_like(error).with_traceback(error.__traceback__)
     copied.__cause__ = error.__cause__
     return copied
 
