@@ -79,4 +79,10 @@ def translated(error: sqlite3.OperationalError, location: str) -> StoreError:
         return StoreMissing(f"{location} cannot be opened: check the path and its permissions")
     if code == sqlite3.SQLITE_READONLY:
         return StoreMissing(f"{location} is read-only: check the permissions of file and folder")
+    if error.sqlite_errorcode == sqlite3.SQLITE_IOERR_SHORT_READ:
+        return StoreMissing(
+            f"{location} and the -wal and -shm beside it do not belong together: one of them was "
+            "removed or replaced while a process had it open. Stop all processes that use it; then "
+            "bring back a backup, or remove all three, and start again"
+        )
     return StoreUnavailable(f"{location} does not answer: {error}")
