@@ -19,9 +19,9 @@ def pasted(path):
     pairs = []
     for block, below in zip(found, [*found[1:], None], strict=True):
         if block.info == "sh" and any(line.startswith("curl ") for line in block.lines):
-            assert below is not None and below.info == "text", (
-                f"{name_of(path)}:{block.first_line}: there are no answers below these lines"
-            )
+            where = f"{name_of(path)}:{block.first_line}"
+            assert below is not None, f"{where}: there are no answers below these lines"
+            assert below.info == "text", f"{where}: what is below these lines are no answers"
             pairs += zip(block.lines, below.lines, strict=True)
     return pairs
 
