@@ -140,6 +140,36 @@ def test_a_commit_inside_the_block_is_told(idem, connection):
         connection.execute("COMMIT")
 
 
+@pytest.mark.parametrize("when", ["before the outcome", "after the outcome"])
+def test_a_transaction_that_the_binding_began_in_the_block_is_told(
+    idem, connection, open_connection, when
+):
+    """The block is in one transaction; another one that stands open at its end is not taken for it.
+
+    A claim that was committed alone looks like that of a crashed run: the lease frees it.
+    """
+    plain = open_connection(isolation_level="")
+    with (
+        pytest.raises(TransactionMissing, match="inside the block"),
+        plain,
+        idem.atomic(plain, "order-1") as run,
+    ):
+        if when == "before the outcome":
+            plain.commit()
+            run.complete(1)
+        else:
+            run.complete(1)
+            plain.commit()
+            plain.execute("INSERT INTO orders VALUES ('later')")
+    assert not plain.in_transaction
+    assert orders(connection) == []
+    if when == "before the outcome":
+        with pytest.raises(OperationInFlight):
+            idem.run("order-1", lambda: 2, name="", request=None)
+    else:
+        assert idem.run("order-1", lambda: 2, name="", request=None) == 1
+
+
 def test_rows_and_texts_keep_the_shape_that_the_user_asked_for(idem, connection):
     """The user's factories neither disturb the store nor are lost."""
     connection.row_factory, connection.text_factory = sqlite3.Row, bytes

@@ -31,6 +31,7 @@ from retrysafe.stores.sqlite import batches, outbox, rows, steps
 from retrysafe.stores.sqlite.schema import SQL
 
 _PRIMARY_MASK: Final = 0xFF
+_ENDED: Final = "the transaction ended inside the block: commit or roll back after it"
 
 
 def plain_connection(connection: object) -> sqlite3.Connection:
@@ -97,12 +98,17 @@ class SqliteTransaction:
             connection.execute("SAVEPOINT retrysafe")
 
     async def keep(self) -> None:
-        """Releases the savepoint."""
+        """Releases the savepoint; raises `TransactionMissing` when it is gone."""
         if not self._connection.in_transaction:
-            raise TransactionMissing(
-                "the transaction ended inside the block: commit or roll back after it"
-            )
-        self._connection.execute("RELEASE retrysafe")
+            raise TransactionMissing(_ENDED)
+        try:
+            self._connection.execute("RELEASE retrysafe")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_ERROR:
+                raise
+            # There is no such savepoint: this transaction is another one, which the binding began
+            # by itself at the first write after the end of the one that the claim was made in.
+            raise TransactionMissing(_ENDED) from error
 
     async def undo(self) -> None:
         """Rolls back to the savepoint and ends it."""
