@@ -28,6 +28,7 @@ from retrysafe.core.model import (
 from retrysafe.core.ports import Fate, Waits
 from retrysafe.errors import InvalidInput, SchemaMissing, StoreError, TransactionMissing
 from retrysafe.stores.sqlite import batches, outbox, rows, steps
+from retrysafe.stores.sqlite.own_lock import Block
 from retrysafe.stores.sqlite.schema import SQL
 
 _PRIMARY_MASK: Final = 0xFF
@@ -77,6 +78,7 @@ class SqliteTransaction:
         self._prepare = prepare
         self._has_outcome = has_outcome
         self._has_step = has_step
+        self._block: Block | None = None
 
     # The frame around everything that is written.
 
@@ -99,6 +101,7 @@ class SqliteTransaction:
 
     async def keep(self) -> None:
         """Releases the savepoint; raises `TransactionMissing` when it is gone."""
+        self._leave_block()
         if not self._connection.in_transaction:
             raise TransactionMissing(_ENDED)
         try:
@@ -112,6 +115,7 @@ class SqliteTransaction:
 
     async def undo(self) -> None:
         """Rolls back to the savepoint and ends it."""
+        self._leave_block()
         if self._connection.in_transaction:
             self._connection.execute("ROLLBACK TO retrysafe")
             self._connection.execute("RELEASE retrysafe")
@@ -127,6 +131,7 @@ class SqliteTransaction:
                 self._connection.execute(f"PRAGMA busy_timeout = {limit_ms}")
             try:
                 self._connection.execute(SQL["take_write_lock"])
+                self._block = Block(self._path)
                 return True
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode == sqlite3.SQLITE_ERROR:
@@ -227,6 +232,11 @@ class SqliteTransaction:
             return self._connection.in_transaction
         except sqlite3.ProgrammingError:
             return False  # Closed, so whatever was open was rolled back.
+
+    def _leave_block(self) -> None:
+        if self._block is not None:
+            self._block.leave()
+            self._block = None
 
     # The user's connection.
 

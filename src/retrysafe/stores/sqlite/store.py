@@ -43,6 +43,7 @@ from retrysafe.stores.migrations import Migration
 from retrysafe.stores.sqlite import batches, connecting, diagnosis, recovery, rows, schema, steps
 from retrysafe.stores.sqlite.atomic import SqliteTransaction, plain_connection
 from retrysafe.stores.sqlite.outbox import SqliteOutbox
+from retrysafe.stores.sqlite.own_lock import require_outside
 from retrysafe.stores.sqlite.place import Place
 from retrysafe.stores.sqlite.schema import SQL
 from retrysafe.stores.sqlite.sweeping import Sweeping
@@ -136,6 +137,7 @@ class SqliteStore:
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
         # `_transaction` spelled out: two generators cost as much as a statement.
+        require_outside(self.path)
         try:
             with self._lock:
                 connection = self._connection
@@ -342,6 +344,7 @@ class SqliteStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
+        require_outside(self.path)
         with self._translated_errors(), self._lock:
             connection = self._connected()
             try:
