@@ -27,7 +27,7 @@
     ├── StoreError
     │   ├── StoreUnavailable       the store did not answer
     │   ├── StoreRejected          the store refuses this one row
-    │   ├── StoreMissing           there is no database where the URL points
+    │   ├── StoreMissing           the database is not there, or cannot be opened or written
     │   ├── SchemaMissing          the database has no retrysafe schema, or an old one
     │   ├── SchemaTooNew           the database was migrated by a newer release
     │   ├── SchemaChanged          an applied migration is not the one that this release has
@@ -232,7 +232,10 @@ class StoreRejected(StoreError):
 
 
 class StoreMissing(StoreError):
-    """There is no database where the URL points."""
+    """There is no database where the URL points, or it cannot be opened or written.
+
+    So is a SQLite file that was removed or replaced while it was in use.
+    """
 
 
 class SchemaMissing(StoreError):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
 import sqlite3
 import threading
-from contextlib import closing
+from contextlib import closing, nullcontext
 from datetime import timedelta
 
 import pytest
@@ -21,6 +23,7 @@ from retrysafe import (
     OutcomeMissing,
     Policy,
     SchemaMissing,
+    StoreUnavailable,
     TransactionMissing,
     current_attempt,
     is_conflict,
@@ -138,6 +141,89 @@ def test_a_commit_inside_the_block_is_told(idem, connection):
     ):
         run.complete(1)
         connection.execute("COMMIT")
+
+
+@pytest.mark.parametrize("when", ["before the outcome", "after the outcome"])
+def test_a_transaction_that_the_binding_began_in_the_block_is_told(
+    idem, connection, open_connection, when
+):
+    """The block is in one transaction; another one that stands open at its end is not taken for it.
+
+    A claim that was committed alone looks like that of a crashed run: the lease frees it.
+    """
+    plain = open_connection(isolation_level="")
+    with (
+        pytest.raises(TransactionMissing, match="inside the block"),
+        plain,
+        idem.atomic(plain, "order-1") as run,
+    ):
+        if when == "before the outcome":
+            plain.commit()
+            run.complete(1)
+        else:
+            run.complete(1)
+            plain.commit()
+            plain.execute("INSERT INTO orders VALUES ('later')")
+    assert not plain.in_transaction
+    assert orders(connection) == []
+    if when == "before the outcome":
+        with pytest.raises(OperationInFlight):
+            idem.run("order-1", lambda: 2, name="", request=None)
+    else:
+        assert idem.run("order-1", lambda: 2, name="", request=None) == 1
+
+
+def test_a_leased_call_inside_a_block_does_not_wait_for_itself(path, idem, connection):
+    """It is refused at once, whichever object on the file it goes by; the block goes on."""
+    ran = []
+    connection.execute("BEGIN IMMEDIATE")
+    with (
+        Idempotency(f"sqlite:///{path}", caller="shop") as other,
+        idem.atomic(connection, "order-1") as run,
+    ):
+        for object_ in (idem, other):
+            # The refusal names the block, and not a rival's lock, which is found out by a wait.
+            with pytest.raises(StoreUnavailable, match="inside of an atomic block"):
+                object_.run("order-2", ran.append, 1)
+        run.complete(1)
+    connection.execute("COMMIT")
+    assert ran == []
+    assert idem.run("order-2", lambda: "later", name="", request=None) == "later"
+    assert idem.run("order-1", lambda: 2, name="", request=None) == 1
+
+
+@pytest.mark.parametrize("way", ["kept", "undone", "replayed"])
+def test_after_a_block_leased_calls_run(idem, connection, open_connection, way):
+    """Also in what was started inside it, and has a copy of its context."""
+    if way == "replayed":
+        idem.run("order-1", lambda: 1, name="", request=None)
+    connection.execute("BEGIN IMMEDIATE")
+    with (
+        pytest.raises(OutcomeMissing) if way == "undone" else nullcontext(),
+        idem.atomic(connection, "order-1") as run,
+    ):
+        inside = contextvars.copy_context()
+        if way == "kept":
+            run.complete(1)
+    connection.execute("COMMIT")
+    leased = functools.partial(idem.run, "order-2", lambda: 2, name="", request=None)
+    assert inside.run(leased) == 2
+    assert leased() == 2
+
+
+def test_a_block_that_another_thread_is_in_is_waited_for(idem, connection):
+    """Others are rivals like any other: they get the file's lock when the block's owner commits."""
+    connection.execute("BEGIN IMMEDIATE")
+    answers = []
+    with idem.atomic(connection, "order-1") as run:
+        thread = threading.Thread(
+            target=lambda: answers.append(idem.run("order-2", lambda: 2, name="", request=None))
+        )
+        thread.start()
+        run.complete(1)
+    connection.execute("COMMIT")
+    thread.join(PATIENCE_SECONDS)
+    assert answers == [2]
 
 
 def test_rows_and_texts_keep_the_shape_that_the_user_asked_for(idem, connection):

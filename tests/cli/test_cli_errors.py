@@ -73,9 +73,11 @@ def test_a_missing_file_is_told_and_not_made(invoke, tmp_path, command):
 
 @pytest.mark.parametrize("command", ALL, ids=name_of)
 def test_a_missing_folder_is_told(invoke, tmp_path, command):
+    """It is what is missing first; nobody is sent to `migrate`, which does not make it either."""
     outcome = invoke(*command, "--store", f"sqlite:///{tmp_path}/nowhere/app.db")
     assert outcome.code == ExitCode.STORE
-    assert "there is no" in outcome.line
+    assert f"there is no folder {tmp_path}/nowhere" in outcome.line
+    assert "retrysafe migrate" not in outcome.line
     assert list(tmp_path.iterdir()) == []
 
 

@@ -53,3 +53,12 @@ def test_every_command_has_help_and_examples(reference, invoke, command):
     assert shown.code == 0
     assert f"retrysafe {command}" in shown.stdout
     assert "For example:" in shown.stdout
+
+
+@pytest.mark.parametrize("command", ["", "keys list", "keys release", "migrate", "demo"])
+def test_flags_are_shown_without_a_value(invoke, command):
+    """They take none: whoever reads `--json <bool>` tries `--json true`, which is refused."""
+    shown = invoke(*command.split(), "--help")
+    assert shown.code == 0
+    assert "--json" in shown.stdout
+    assert "<bool>" not in shown.stdout

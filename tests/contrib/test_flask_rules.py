@@ -12,9 +12,10 @@ from contextlib import closing
 
 import httpx
 import pytest
-from flask import request
+from flask import Flask, request
 
-from retrysafe import Idempotency, MemoryStore
+from retrysafe import GLOBAL, Idempotency, MemoryStore, PolicyInvalid
+from retrysafe.contrib.flask import Retrysafe
 from retrysafe.http import KeyUse, Rule
 from tests.contrib.flask_shop import Declined
 from tests.contrib.test_flask_views import Shop, Till, is_replay, problem
@@ -46,6 +47,13 @@ def test_rules_protect_views_without_a_decorator(make_shop):
     assert (first.status_code, second.status_code) == (402, 402)
     assert is_replay(second)
     assert shop.till.order == ["before", "after", "teardown"] * 3
+
+
+def test_a_rule_that_is_not_in_a_list_is_refused():
+    """The refusal names the way that Flask's extension has: it takes no single rule."""
+    with closing(Idempotency(MemoryStore())) as idem, pytest.raises(PolicyInvalid) as refused:
+        Retrysafe(Flask("shop"), idem, caller=GLOBAL, rules=Rule(path="/plain"))
+    assert str(refused.value) == "rules takes a list: rules=[Rule(…)]"
 
 
 def test_a_decorator_counts_more_than_a_rule(make_shop):

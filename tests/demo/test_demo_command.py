@@ -134,8 +134,8 @@ def test_a_port_in_use_is_told_in_one_line(tmp_path):
         ended = run("--port", str(port), cwd=tmp_path)
     assert ended.returncode == 1
     assert ended.stderr == (
-        f"retrysafe: port {port} is in use: choose another with --port, or stop what listens "
-        "there\n"
+        f"retrysafe: port {port} is in use: choose another with --port (make run PORT=8001), or "
+        "stop what listens there\n"
     )
     assert not (tmp_path / "var" / "demo.db").exists()
 

@@ -74,6 +74,19 @@ def _commands():
                         yield name_of(path), words
 
 
+def test_lines_for_a_shell_can_be_pasted_into_any():
+    """No comments: in zsh, `#` at the prompt is a word like any other."""
+    commented = [
+        f"{name_of(path)}: {line}"
+        for path in DOCUMENTS
+        for block in blocks(path)
+        if block.info == "sh"
+        for line in block.lines
+        if shlex.split(line) != shlex.split(line, comments=True)
+    ]
+    assert commented == []
+
+
 def _make_targets():
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     return set(re.findall(r"^([a-z]+):", text, re.MULTILINE))

@@ -17,6 +17,7 @@ from retrysafe.runtime.group_commit import TaskGroupCommit, ThreadGroupCommit
 from retrysafe.stores.memory import MemoryStore
 from retrysafe.stores.sqlite import batches, connecting
 from retrysafe.stores.sqlite import store as sqlite_store
+from retrysafe.stores.sqlite.place import Place
 from retrysafe.stores.sqlite.schema import SQL
 from tests.core import test_interrupted as interrupted
 from tests.guards import test_properties as properties
@@ -434,6 +435,18 @@ GUARDS: tuple[Guard, ...] = (
             ),
         ),
         properties.test_sqlite_commits_reach_the_disk,
+    ),
+    Guard(
+        "SQLite writes only to the file that its path leads to",
+        "a file that is deleted while it is in use lets a key run in the old and in the new one",
+        (InCode(sqlite_store.SqliteStore._commit, "self._place.require()", "pass"),),
+        properties.test_a_deleted_sqlite_file_grants_no_claim,
+    ),
+    Guard(
+        "SQLite writes only under the locks that others see",
+        "the same, when only the files beside it are deleted",
+        (InCode(Place.remember, "known.append((shared, found.st_ino, found.st_dev))", "pass"),),
+        properties.test_sqlite_without_its_shared_locks_grants_no_claim,
     ),
     Guard(
         "an interrupted carrier hands its duty over (threads)",

@@ -36,6 +36,7 @@ from retrysafe import (
     OutcomeUnavailable,
     Policy,
     SqliteStore,
+    StoreMissing,
     StoreUnavailable,
     current_attempt,
 )
@@ -616,6 +617,32 @@ def test_sqlite_commits_reach_the_disk():
     with sqlite_store(Clock()) as store:
         run_sync(store.commit([claim_of(b"t" * 16)], []))
         assert store._connection.execute("PRAGMA synchronous").fetchone() == (2,)
+
+
+def test_a_deleted_sqlite_file_grants_no_claim():
+    """Who has the old file open does not grant a key that somebody may have in the new one."""
+    with sqlite_store(Clock()) as store:
+        run_sync(store.commit([claim_of(b"t" * 16, OTHER_KEY)], []))
+        for ending in ("", "-wal", "-shm"):
+            Path(f"{store.path}{ending}").unlink()
+        later = SqliteStore(store.path, now_ms=Clock())  # As a process that starts now has it.
+        try:
+            claimed, _ = run_sync(later.commit([claim_of(b"u" * 16)], []))
+            assert [answer.decision for answer in claimed] == [Decision.ADMIT]
+            with pytest.raises(StoreMissing):
+                run_sync(store.commit([claim_of(b"v" * 16)], []))
+        finally:
+            run_sync(later.close())
+
+
+def test_sqlite_without_its_shared_locks_grants_no_claim():
+    """Who holds locks that a process that starts now cannot see grants nothing."""
+    with sqlite_store(Clock()) as store:
+        run_sync(store.commit([claim_of(b"t" * 16, OTHER_KEY)], []))
+        for ending in ("-wal", "-shm"):
+            Path(f"{store.path}{ending}").unlink()
+        with pytest.raises(StoreMissing):
+            run_sync(store.commit([claim_of(b"v" * 16)], []))
 
 
 class InterruptedStore:

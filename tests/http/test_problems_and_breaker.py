@@ -65,10 +65,14 @@ def test_every_error_has_its_problem(error, status, slug, retryable, is_spoken):
 
 
 def test_a_running_operation_says_when_to_come_back():
-    """In whole seconds, rounded up."""
-    error = errors.OperationInFlight("busy", key="k", retry_after=timedelta(seconds=6.1))
+    """In whole seconds, rounded up, and in words for clients, who know nothing of leases."""
+    error = errors.OperationInFlight(SECRET_TEXT, key="k", retry_after=timedelta(seconds=6.1))
     reply = reply_of(error)
     assert (reply.problem, reply.headers["retry-after"]) == ("in-flight", "7")
+    assert reply.json["detail"] == (
+        "The first request with this key has not ended. Nothing was run; send the same request "
+        "with the same key again after the time in Retry-After."
+    )
 
 
 def test_a_failure_that_freed_the_key_may_be_tried_again():

@@ -49,6 +49,7 @@ class OneLineErrors(TyperGroup):
         # Looked up in the raw arguments: errors in the others must be JSON as well.
         as_json = "--json" in arguments
         logging.getLogger("psycopg").addHandler(_SILENCE)
+        _show_flags_alone(self)
         try:
             result = super().main(
                 args=arguments,
@@ -75,6 +76,15 @@ class OneLineErrors(TyperGroup):
         if standalone_mode:
             sys.exit(int(code))
         return int(code)
+
+
+def _show_flags_alone(command: Any) -> None:
+    """Flags without a value in every help: recent releases of Typer show `<bool>` behind them."""
+    for parameter in command.get_params(typer.Context(command)):
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for child in getattr(command, "commands", {}).values():
+        _show_flags_alone(child)
 
 
 app = typer.Typer(

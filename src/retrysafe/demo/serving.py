@@ -68,7 +68,10 @@ def _listening(port: int) -> Iterator[socket.socket]:
 
 def _reason(port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} is in use: choose another with --port, or stop what listens there"
+        return (
+            f"port {port} is in use: choose another with --port (make run PORT=8001), or stop what "
+            "listens there"
+        )
     if error.errno == errno.EACCES:
         return f"port {port} is for the system's own services: choose one from 1024 up with --port"
     return f"port {port} cannot be used: {error.strerror}"

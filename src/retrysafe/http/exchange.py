@@ -103,7 +103,7 @@ class Protection:
         if rules is not None and rule is not None:
             raise PolicyInvalid("pass rules for many routes or rule for one, not both")
         if isinstance(rules, Rule):
-            raise PolicyInvalid("rules takes a list of rules: pass rule=… for a single one")
+            raise PolicyInvalid("rules takes a list: rules=[Rule(…)]")
         for name, path in (("policy_path", policy_path), ("status_path", status_path)):
             if not (isinstance(path, str) and path.startswith("/")):
                 raise PolicyInvalid(f"{name} starts with a slash, got {path!r}")

@@ -74,8 +74,8 @@ IN_FLIGHT: Final = ProblemKind(
     "in-flight",
     409,
     "A request with this Idempotency-Key is outstanding",
-    "The first request with this key has not ended. Send the same request with the same key again "
-    "after the time in Retry-After.",
+    "The first request with this key has not ended. Nothing was run; send the same request with "
+    "the same key again after the time in Retry-After.",
     retryable=True,
 )
 OUTCOME_UNAVAILABLE: Final = ProblemKind(
@@ -196,7 +196,7 @@ _KINDS_OF_ERRORS: Final[tuple[tuple[type[RetrysafeError], ProblemKind], ...]] = 
     (Closed, CLOSING),
 )
 # Errors whose own words are made for the client and tell no more than it has sent.
-_SPOKEN: Final = frozenset({IN_FLIGHT, KEY_INVALID})
+_SPOKEN: Final = frozenset({KEY_INVALID})
 # A client that is told nothing comes back at once.
 RETRY_AFTER: Final = timedelta(seconds=1)
 

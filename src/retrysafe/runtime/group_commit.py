@@ -3,8 +3,8 @@
 Owns the queue between callers and a store. No row waits for a timer to be merged: one that arrives
 when nothing is under way leaves at once, so an idle system waits for nothing, and a busy one pays
 one disk flush for many rows. Among tasks a timer only sees to it that none waits behind a commit
-that hangs, where the store takes a second one beside it. A failed commit is told to every row in it; nobody knows whether it happened, and asking
-again with the same token is safe.
+that hangs, where the store takes a second one beside it. A failed commit is told to every row in
+it; nobody knows whether it happened, and asking again with the same token is safe.
 """
 
 from __future__ import annotations

@@ -28,9 +28,11 @@ from retrysafe.core.model import (
 from retrysafe.core.ports import Fate, Waits
 from retrysafe.errors import InvalidInput, SchemaMissing, StoreError, TransactionMissing
 from retrysafe.stores.sqlite import batches, outbox, rows, steps
+from retrysafe.stores.sqlite.own_lock import Block
 from retrysafe.stores.sqlite.schema import SQL
 
 _PRIMARY_MASK: Final = 0xFF
+_ENDED: Final = "the transaction ended inside the block: commit or roll back after it"
 
 
 def plain_connection(connection: object) -> sqlite3.Connection:
@@ -76,6 +78,7 @@ class SqliteTransaction:
         self._prepare = prepare
         self._has_outcome = has_outcome
         self._has_step = has_step
+        self._block: Block | None = None
 
     # The frame around everything that is written.
 
@@ -97,15 +100,22 @@ class SqliteTransaction:
             connection.execute("SAVEPOINT retrysafe")
 
     async def keep(self) -> None:
-        """Releases the savepoint."""
+        """Releases the savepoint; raises `TransactionMissing` when it is gone."""
+        self._leave_block()
         if not self._connection.in_transaction:
-            raise TransactionMissing(
-                "the transaction ended inside the block: commit or roll back after it"
-            )
-        self._connection.execute("RELEASE retrysafe")
+            raise TransactionMissing(_ENDED)
+        try:
+            self._connection.execute("RELEASE retrysafe")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_ERROR:
+                raise
+            # There is no such savepoint: this transaction is another one, which the binding began
+            # by itself at the first write after the end of the one that the claim was made in.
+            raise TransactionMissing(_ENDED) from error
 
     async def undo(self) -> None:
         """Rolls back to the savepoint and ends it."""
+        self._leave_block()
         if self._connection.in_transaction:
             self._connection.execute("ROLLBACK TO retrysafe")
             self._connection.execute("RELEASE retrysafe")
@@ -121,6 +131,7 @@ class SqliteTransaction:
                 self._connection.execute(f"PRAGMA busy_timeout = {limit_ms}")
             try:
                 self._connection.execute(SQL["take_write_lock"])
+                self._block = Block(self._path)
                 return True
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode == sqlite3.SQLITE_ERROR:
@@ -221,6 +232,11 @@ class SqliteTransaction:
             return self._connection.in_transaction
         except sqlite3.ProgrammingError:
             return False  # Closed, so whatever was open was rolled back.
+
+    def _leave_block(self) -> None:
+        if self._block is not None:
+            self._block.leave()
+            self._block = None
 
     # The user's connection.
 

@@ -25,13 +25,17 @@ def connect(path: Path, create: bool, busy_seconds: float) -> sqlite3.Connection
     It changes nothing in an existing file: whose file it is shows only when it is read.
     """
     try:
+        if not path.parent.is_dir():
+            # First: nobody can be told to create a database in it.
+            raise StoreMissing(
+                f"there is no folder {path.parent} to hold the database: check the path, or make "
+                "the folder"
+            )
         if not create and not path.exists():
             raise StoreMissing(
                 f"there is no database at {path}: check the path, or create it with "
                 f"'retrysafe migrate --store sqlite:///{path}'"
             )
-        if not path.parent.is_dir():
-            raise StoreMissing(f"there is no folder {path.parent} to hold the database")
     except OSError as error:
         # A name that is too long, or a folder that may not be searched.
         raise StoreMissing(f"{path} cannot be opened: {error.strerror}") from error
@@ -79,4 +83,10 @@ def translated(error: sqlite3.OperationalError, location: str) -> StoreError:
         return StoreMissing(f"{location} cannot be opened: check the path and its permissions")
     if code == sqlite3.SQLITE_READONLY:
         return StoreMissing(f"{location} is read-only: check the permissions of file and folder")
+    if error.sqlite_errorcode == sqlite3.SQLITE_IOERR_SHORT_READ:
+        return StoreMissing(
+            f"{location} and the -wal and -shm beside it do not belong together: one of them was "
+            "removed or replaced while a process had it open. Stop all processes that use it; then "
+            "bring back a backup, or remove all three, and start again"
+        )
     return StoreUnavailable(f"{location} does not answer: {error}")

@@ -42,6 +42,8 @@ from retrysafe.stores.migrations import Migration
 from retrysafe.stores.sqlite import batches, connecting, diagnosis, recovery, rows, schema, steps
 from retrysafe.stores.sqlite.atomic import SqliteTransaction, plain_connection
 from retrysafe.stores.sqlite.outbox import SqliteOutbox
+from retrysafe.stores.sqlite.own_lock import require_outside
+from retrysafe.stores.sqlite.place import Place
 from retrysafe.stores.sqlite.schema import SQL
 from retrysafe.stores.sqlite.sweeping import Sweeping
 
@@ -86,6 +88,7 @@ class SqliteStore:
         self._migrate = migrate
         self._busy_seconds = busy_timeout.total_seconds()
         self._now_ms = now_ms
+        self._place = Place(self.path, self.location)
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
         self._reading_lock = threading.Lock()
@@ -133,6 +136,7 @@ class SqliteStore:
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
         # `_transaction` spelled out: two generators cost as much as a statement.
+        require_outside(self.path)
         try:
             with self._lock:
                 connection = self._connection
@@ -140,6 +144,7 @@ class SqliteStore:
                     connection = self._connected()
                 try:
                     connection.execute("BEGIN IMMEDIATE")
+                    self._place.require()
                     # Read under the write lock: the wait for it must not count against a lease.
                     now_ms = self._now_ms()
                     # Endings first: an outcome that is there must not lose to a claim beside it.
@@ -279,13 +284,14 @@ class SqliteStore:
                 if connection is not None:
                     connection.close()
             self._connection = self._reader = None
+            self._place.forget()
 
     # The schema.
 
     async def migrate(self) -> list[Migration]:
         """Applies what is missing and says what it was."""
         with self._translated_errors(), self._lock:
-            connection = connecting.connect(self.path, self._create, self._busy_seconds)
+            connection, _ = self._place.connect(self._create, self._busy_seconds)
             try:
                 return self._migrated(connection)
             finally:
@@ -294,7 +300,7 @@ class SqliteStore:
     async def pending_migrations(self) -> list[Migration]:
         """What `migrate` would apply."""
         with self._translated_errors(), self._lock:
-            connection = connecting.connect(self.path, self._create, self._busy_seconds)
+            connection, _ = self._place.connect(self._create, self._busy_seconds)
             try:
                 return schema.pending_migrations(connection)
             finally:
@@ -326,7 +332,10 @@ class SqliteStore:
             self._lock.release()
 
     def after_fork_in_child(self) -> None:
-        """Leaves the parent's connections alone and opens own ones at the next use."""
+        """Leaves the parent's connections alone and opens own ones at the next use.
+
+        They must be to the parent's file: a child is one of the processes that have it in use.
+        """
         forks.park((self._connection, self._reader))
         self._connection = self._reader = None
         self._lock, self._reading_lock = threading.Lock(), threading.Lock()
@@ -338,12 +347,14 @@ class SqliteStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
+        require_outside(self.path)
         with self._translated_errors(), self._lock:
             connection = self._connected()
             try:
                 # Inside the try: a signal that raises while this waits for the write lock is
                 # noticed only after it was got, and the lock would stay taken for everybody.
                 connection.execute("BEGIN IMMEDIATE")
+                self._place.require()
                 yield connection
                 connection.execute("COMMIT")
             except BaseException:
@@ -357,18 +368,20 @@ class SqliteStore:
             with self._lock:
                 self._connected()  # The schema is there, or this raises.
             if self._reader is None:
-                self._reader = connecting.connect(self.path, False, self._busy_seconds)
+                self._reader, _ = self._place.connect(False, self._busy_seconds)
             connection = self._reader
             try:
                 connecting.roll_back(connection)
                 connection.execute("BEGIN")
+                # An operator must not be shown for ever what nobody else can see.
+                self._place.require()
                 yield connection
             finally:
                 connecting.roll_back(connection)
 
     def _connected(self) -> sqlite3.Connection:
         if self._connection is None:
-            connection = connecting.connect(self.path, self._create, self._busy_seconds)
+            connection, file = self._place.connect(self._create, self._busy_seconds)
             try:
                 if self._migrate:
                     self._migrated(connection)
@@ -376,6 +389,7 @@ class SqliteStore:
                     # Before anything is changed: somebody else's database must stay as it is.
                     schema.require_current(connection, self.location)
                     connecting.make_durable(connection, self._busy_seconds)
+                self._place.remember(connection, file)
             except BaseException:
                 connection.close()
                 raise
@@ -398,6 +412,9 @@ class SqliteStore:
 
     def _told(self, error: Exception) -> StoreError:
         """The error in retrysafe's words."""
+        lost = self._place.loss()
+        if lost is not None:
+            return lost  # SQLite's own words for files that do not belong together are of no help.
         if isinstance(error, sqlite3.OperationalError):
             return connecting.translated(error, self.location)
         if isinstance(error, _ROW_ERRORS):
