@@ -41,8 +41,8 @@ from retrysafe.runtime.calls import (
     fingerprints_of,
     operation_name,
     request_tree,
-    require_runnable,
 )
+from retrysafe.runtime.refusals import require_call, require_runnable
 from retrysafe.runtime.resumers import Resumable, Resumables, Run
 from retrysafe.runtime.threaded_transaction import in_thread
 
@@ -166,7 +166,7 @@ class Face:
         rule: FingerprintRule | None,
         returns: type | tuple[type, ...] | None,
     ) -> Call:
-        require_runnable(operation)
+        require_call(operation, args)
         settings = self._settings
         if request is UNSET:
             request = asked_for(operation, args)
@@ -224,6 +224,7 @@ class Face:
         run: Run,
     ) -> Resumable:
         """Makes a function resumable by its name; raises `InvalidInput`."""
+        require_runnable(function)
         resumable = Resumable(
             operation_name(function) if name is None else name,
             function,

@@ -1,0 +1,129 @@
+"""What is refused before anything is claimed: operations that could not be run as they were given.
+
+Owns the likely slips of those who write calls, and what they are told. Refused later, a slip would
+cost an attempt of its key, and the corrected call would be another request than the first one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, Final
+
+from retrysafe.core.given import require_function
+from retrysafe.errors import InvalidInput
+from retrysafe.runtime.calls import shown_name
+
+_PASS_THE_FUNCTION: Final = (
+    'pass the function and its arguments, run(key, charge, "c1", 500), not its result'
+)
+_GENERATOR_FLAGS: Final = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+
+
+def require_runnable(operation: Callable[..., Any]) -> None:
+    """Raises `InvalidInput` for what is no function, and for generator functions.
+
+    Calling one runs none of its body, so its key would be settled as done before any work.
+    """
+    if type(operation) is FunctionType and not operation.__code__.co_flags & _GENERATOR_FLAGS:
+        return  # The usual case, without the long way that sees through partials and methods.
+    require_function(operation, _PASS_THE_FUNCTION)
+    if inspect.isgeneratorfunction(operation) or inspect.isasyncgenfunction(operation):
+        raise InvalidInput(
+            f"{shown_name(operation)} is a generator, and calling it runs nothing: wrap it in a "
+            "function that consumes it and returns the result"
+        )
+
+
+def require_plain(operation: Callable[..., Any]) -> None:
+    """Raises `InvalidInput` for an async function where nobody could await it."""
+    if type(operation) is FunctionType and not operation.__code__.co_flags & inspect.CO_COROUTINE:
+        return  # The usual case, without the long way that sees through partials and methods.
+    if inspect.iscoroutinefunction(operation):
+        raise InvalidInput(f"{shown_name(operation)} is async: use AsyncIdempotency for it")
+
+
+def require_async(function: Callable[..., Any]) -> None:
+    """Raises `InvalidInput` for a function whose decoration would be awaited without need."""
+    if not inspect.iscoroutinefunction(function):
+        require_function(function, _PASS_THE_FUNCTION)
+        raise InvalidInput(f"{shown_name(function)} is not async: use Idempotency for it")
+
+
+def require_call(operation: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Raises `InvalidInput` for what cannot be called with these arguments."""
+    if type(operation) is FunctionType:
+        code = operation.__code__
+        # The usual case: a plain function with as many arguments as it has parameters.
+        if (
+            len(args) == code.co_argcount
+            and not code.co_kwonlyargcount
+            and not code.co_flags & _GENERATOR_FLAGS
+        ):
+            return
+    require_runnable(operation)
+    keywords: Collection[str] = ()
+    function, count = operation, len(args)
+    if isinstance(operation, partial):
+        keywords = operation.keywords
+        function, count = operation.func, count + len(operation.args)
+    if isinstance(function, MethodType):
+        function, count = function.__func__, count + 1
+    # What a class or an object with __call__ takes, nobody can say as cheaply.
+    if isinstance(function, FunctionType) and not _fits(function, count, keywords):
+        misfit = _misfit(operation, args)
+        if misfit is not None:
+            raise InvalidInput(
+                f"{shown_name(operation)} cannot be called with these arguments: {misfit}"
+            )
+
+
+def _fits(function: FunctionType, count: int, keywords: Collection[str]) -> bool:
+    """Whether so many positional arguments and these keywords reach the function's first line.
+
+    Read off the code: binding a signature takes longer than all the rest of a call.
+    """
+    code = function.__code__
+    flags = code.co_flags
+    limit = code.co_argcount
+    if count > limit and not flags & inspect.CO_VARARGS:
+        return False
+    named = code.co_varnames[: limit + code.co_kwonlyargcount]
+    if keywords and not flags & inspect.CO_VARKEYWORDS:
+        takes = named[code.co_posonlyargcount :]
+        if any(keyword not in takes for keyword in keywords):
+            return False
+    if any(name in keywords for name in named[code.co_posonlyargcount : min(count, limit)]):
+        return False  # Given twice.
+    required = limit - len(function.__defaults__ or ())
+    if any(name not in keywords for name in named[count:required]):
+        return False
+    if any(name in keywords for name in named[count : min(required, code.co_posonlyargcount)]):
+        return False  # Swallowed by **keywords, so that the parameter itself is missing.
+    defaults = function.__kwdefaults__ or {}
+    return all(name in keywords or name in defaults for name in named[limit:])
+
+
+def _misfit(operation: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
+    """Why the arguments do not fit, in Python's own words; None when they do."""
+    try:
+        inspect.signature(operation, follow_wrapped=False).bind(*args)
+    except (TypeError, ValueError) as error:
+        # What a partial holds may not fit by itself, which its signature says in a roundabout way.
+        return str(error.__cause__ or error)
+    return None
+
+
+def require_no_positional(misplaced: tuple[object, ...]) -> None:
+    """Raises `InvalidInput` for `once(something, key=…)`.
+
+    Positional arguments are taken only to be refused: Python's own words for a bare `@once` would
+    be about their number, and not about the key that is missing.
+    """
+    if misplaced:
+        raise InvalidInput(
+            "once takes no positional arguments: write @idem.once(key=…) above the function, with "
+            "the names of the parameters that identify the operation"
+        )
