@@ -23,7 +23,7 @@ def test_a_function_passes():
 
 def test_a_value_is_named_by_its_type():
     """Its contents stay out of messages."""
-    with pytest.raises(InvalidInput, match="^pass the function; got a value of type 'dict'$"):
+    with pytest.raises(InvalidInput, match=r"^pass the function; got a value of type 'dict'$"):
         require_function({"card": "4111"}, "pass the function")
 
 

@@ -1,4 +1,4 @@
-"""What is refused before anything is claimed: operations that could not be run as they were given.
+"""What is refused of operations: mostly before anything is claimed, since they could not be run.
 
 Owns the likely slips of those who write calls, and what they are told. Refused later, a slip would
 cost an attempt of its key, and the corrected call would be another request than the first one.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from functools import partial
-from types import FunctionType, MethodType
+from types import CoroutineType, FunctionType, MethodType
 from typing import Any, Final
 
 from retrysafe.core.given import require_function
@@ -114,6 +114,18 @@ def _misfit(operation: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
         # What a partial holds may not fit by itself, which its signature says in a roundabout way.
         return str(error.__cause__ or error)
     return None
+
+
+def not_awaited(what: str, coroutine: CoroutineType[Any, Any, Any]) -> InvalidInput:
+    """The refusal of a coroutine as a result: it was only made, and what it stands for has not run.
+
+    It is closed, so that it never will.
+    """
+    coroutine.close()
+    return InvalidInput(
+        f"{what} returned a coroutine that was not awaited, so {coroutine.__qualname__} has not "
+        "run: write return await"
+    )
 
 
 def require_no_positional(misplaced: tuple[object, ...]) -> None:

@@ -20,7 +20,7 @@ from retrysafe.core.steps import (
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.calls import codec_for
 from retrysafe.runtime.current import current_attempt
-from retrysafe.runtime.refusals import require_runnable
+from retrysafe.runtime.refusals import not_awaited, require_runnable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,11 +41,16 @@ async def perform_blocking(call: Callable[..., Any], args: tuple[Any, ...]) -> A
 
 
 async def perform_suspending(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """The call of a step in a task: awaited when there is something to await."""
+    """The call of a step in a task: awaited when there is something to await.
+
+    Raises `InvalidInput` for one that returns a coroutine.
+    """
     require_runnable(call)
     value = call(*args)
     if type(value) is CoroutineType or inspect.isawaitable(value):
-        return await value
+        value = await value
+        if type(value) is CoroutineType:
+            raise not_awaited("the step", value)
     return value
 
 
