@@ -5,10 +5,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import uuid
 
 import pytest
 
-from retrysafe import AsyncIdempotency, Idempotency, InvalidInput, current_attempt, step
+from retrysafe import (
+    AsyncIdempotency,
+    CallerMissing,
+    Idempotency,
+    InvalidInput,
+    current_attempt,
+    step,
+)
 from retrysafe.runtime.refusals import require_call
 
 
@@ -236,3 +244,41 @@ def test_a_compensation_is_checked_where_the_step_is_declared():
     """A compensation that cannot be called would be found out when it is needed."""
     with pytest.raises(InvalidInput, match="compensate takes the function that undoes the step"):
         step("charge", compensate=charge("c1", 500))
+
+
+# Settings.
+
+
+async def later():
+    """Never called: nobody would await it."""
+
+
+@pytest.mark.parametrize(
+    ("place", "caller"),
+    [
+        *itertools.product(["constructor", "call", "once", "read"], [7, uuid.UUID(int=7)]),
+        ("constructor", later),
+        ("once", later),
+    ],
+)
+def test_what_is_no_caller_is_refused_where_it_is_given(subject, caller, place):
+    """A user's id is the likely one, and the message says what to write around it."""
+    words = r"caller is a text, a plain function .*: write str\(…\) around a number such as the use"
+    with pytest.raises(InvalidInput, match=words):
+        if place == "constructor":
+            subject("memory://", caller=caller)
+        elif place == "once":
+            subject("memory://").once(charge, key="customer", caller=caller)
+        elif place == "read":
+            subject("memory://", caller="c").call("read", "k", caller=caller)
+        else:
+            subject("memory://", caller="c").run("k", charge, "c1", 500, caller=caller)
+
+
+def test_a_caller_that_a_function_tells_wrongly_is_told_the_same(subject):
+    """It is seen with the first call, before anything is claimed."""
+    shop = subject("memory://", caller=lambda: 7)
+    with pytest.raises(CallerMissing, match=r"got 7: .* str\(…\) around a number"):
+        shop.run("k", charge, "c1", 500)
+    assert shop.call("read", "k", caller="7") is None
+    assert shop.run("k", charge, "c1", 500, caller=lambda: "7")["amount"] == 500

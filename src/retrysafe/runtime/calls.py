@@ -64,6 +64,25 @@ class BodyKey:
 KeySource = str | tuple[str, ...] | BodyKey | Callable[..., str | Key | tuple[Part, ...]]
 
 
+def _no_caller(given: object) -> InvalidInput:
+    return InvalidInput(
+        f"caller is a text, a plain function that returns it, or GLOBAL, got {given!r}: write "
+        "str(…) around a number such as the user's id"
+    )
+
+
+def checked_caller(caller: CallerSource | None) -> CallerSource | None:
+    """Whose keys they are, for many calls to come; raises `InvalidInput`.
+
+    Also for an async function: nobody would await it.
+    """
+    if caller is None or isinstance(caller, str | GlobalCaller):
+        return caller
+    if not callable(caller) or inspect.iscoroutinefunction(caller):
+        raise _no_caller(caller)
+    return caller
+
+
 @dataclass(slots=True)
 class Settings:
     """What a face was made with."""
@@ -86,8 +105,14 @@ class Settings:
                 "function that returns it), or caller=GLOBAL for one namespace shared by everybody"
             )
         # Spelled out: the type `str | GlobalCaller` would be made anew for every call.
-        if type(source) is not str and not isinstance(source, GlobalCaller):
-            source = source if isinstance(source, str) else source()
+        if (
+            type(source) is not str
+            and not isinstance(source, GlobalCaller)
+            and not isinstance(source, str)
+        ):
+            if not callable(source):
+                raise _no_caller(source)
+            source = source()
         return Key(key, caller=source)
 
 

@@ -36,6 +36,7 @@ from retrysafe.runtime.calls import (
     Settings,
     Unset,
     asked_for,
+    checked_caller,
     codec_for,
     codec_of,
     fingerprints_of,
@@ -119,7 +120,7 @@ class Face:
             checked_secret(secret_bytes)
         self._store = store
         self._settings = Settings(
-            caller, policy or Policy(), rule or FingerprintRule(), secret_bytes
+            checked_caller(caller), policy or Policy(), rule or FingerprintRule(), secret_bytes
         )
         self._has_cache = cache
         self._report = reporter(observers)
@@ -315,7 +316,7 @@ class Face:
             self._settings,
             key,
             operation_name(function) if name is None else name,
-            caller,
+            checked_caller(caller),
             policy or self._settings.policy,
             rule,
             codec_for(function, returns),
