@@ -20,6 +20,7 @@ from retrysafe.errors import StoreUrlInvalid
 from retrysafe.observe.logs import EventLog
 from retrysafe.runtime.blocking import BlockingIdempotency
 from retrysafe.runtime.calls import CallerSource
+from retrysafe.runtime.refusals import checked_observers
 from retrysafe.runtime.tasks import AsyncFace
 from retrysafe.stores.memory import MemoryStore
 from retrysafe.stores.postgres import PostgresStore
@@ -174,7 +175,7 @@ class Idempotency(BlockingIdempotency):
             rule=rule,
             secret=secret or _environment_secret(),
             cache=cache,
-            observers=(EventLog(), *observers),
+            observers=(EventLog(), *checked_observers(observers)),
             owns_store=isinstance(store, str),
         )
 
@@ -202,6 +203,6 @@ class AsyncIdempotency(AsyncFace):
             rule=rule,
             secret=secret or _environment_secret(),
             cache=cache,
-            observers=(EventLog(), *observers),
+            observers=(EventLog(), *checked_observers(observers)),
             owns_store=isinstance(store, str),
         )

@@ -14,6 +14,7 @@ from retrysafe import (
     CallerMissing,
     Idempotency,
     InvalidInput,
+    PolicyInvalid,
     current_attempt,
     step,
 )
@@ -282,3 +283,66 @@ def test_a_caller_that_a_function_tells_wrongly_is_told_the_same(subject):
         shop.run("k", charge, "c1", 500)
     assert shop.call("read", "k", caller="7") is None
     assert shop.run("k", charge, "c1", 500, caller=lambda: "7")["amount"] == 500
+
+
+@pytest.mark.parametrize("place", ["constructor", "call", "once", "resumable"])
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("policy", {"lease": 5}, r"policy takes a Policy, .* got \{'lease': 5\}"),
+        ("policy", {}, r"policy takes a Policy"),
+        ("rule", ["/sent_at"], r"rule takes a FingerprintRule, .* got \['/sent_at'\]"),
+    ],
+)
+def test_what_is_no_policy_or_rule_is_refused_where_it_is_given(
+    subject, place, field, value, words
+):
+    """An empty one too: it does not stand for the defaults."""
+    options = {field: value}
+    if place == "constructor":
+        with pytest.raises(PolicyInvalid, match=words):
+            subject("memory://", **options)
+        return
+    shop = subject("memory://", caller="c")
+    if place == "resumable":
+        shop.idem.resumable("charge")(shop.plain_or_async(charge, charge_later))
+        with pytest.raises(PolicyInvalid, match=words):
+            shop.call("run", "k", shop.plain_or_async(charge, charge_later), "c1", 500, **options)
+    elif place == "once":
+        with pytest.raises(PolicyInvalid, match=words):
+            shop.once(charge, key="customer", **options)
+    else:
+        with pytest.raises(PolicyInvalid, match=words):
+            shop.run("k", charge, "c1", 500, **options)
+    assert shop.call("read", "k") is None
+
+
+@pytest.mark.parametrize("kind", [Idempotency, AsyncIdempotency])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"observers": print}, r"write observers=\[…\], got <built-in function print>"),
+        ({"observers": [print, 5]}, "and 5 is none"),
+        ({"secret": 4711}, "secret takes text or bytes, got a value of type 'int'"),
+        ({"secret": "short"}, "at least 16 bytes"),
+    ],
+)
+def test_the_constructor_refuses_what_would_fail_later(kind, options, words):
+    """With the first event, the first child key; and no secret is shown."""
+    with pytest.raises(InvalidInput, match=words):
+        kind("memory://", caller="c", **options)
+
+
+@pytest.mark.parametrize("method", ["run", "answer"])
+def test_keyword_arguments_of_the_operation_are_told_where_they_belong(subject, method):
+    """Before anything is claimed."""
+    shop = subject("memory://", caller="c")
+    operation = shop.plain_or_async(charge, charge_later)
+    words = (
+        rf"^{method}\(\) has no option amount, currency: .* "
+        rf"functools.partial\({operation.__name__}, amount=…, currency=…\)$"
+    )
+    with pytest.raises(TypeError, match=words):
+        shop.call(method, "k", operation, "c1", amount=500, currency="eur")
+    assert shop.call("read", "k") is None
+    assert shop.run("k", functools.partial(charge, amount=500), "c1")["amount"] == 500

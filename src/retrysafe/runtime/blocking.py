@@ -43,7 +43,7 @@ from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.group_commit import DirectWriter, ThreadGroupCommit
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
 from retrysafe.runtime.invocations import ThreadInvocation
-from retrysafe.runtime.refusals import require_no_positional, require_plain
+from retrysafe.runtime.refusals import misplaced_keywords, require_no_positional, require_plain
 from retrysafe.runtime.steps import codec_of_step, perform_blocking
 from retrysafe.runtime.waiting import ThreadWaiting
 from retrysafe.runtime.workers import Duty, ThreadDuty, Worker
@@ -155,6 +155,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         policy: Policy | None = None,
         rule: FingerprintRule | None = None,
         returns: type | tuple[type, ...] | None = None,
+        **misplaced: Never,
     ) -> T:
         """Runs `operation(*args)` once for this key, and returns the first run's outcome.
 
@@ -164,6 +165,8 @@ class BlockingIdempotency(AtomicThreads, Face):
         operation raises.
         """
         require_plain(operation)
+        if misplaced:
+            raise misplaced_keywords("run", operation, misplaced)
         call = self._call(
             key,
             operation,
@@ -190,9 +193,12 @@ class BlockingIdempotency(AtomicThreads, Face):
         policy: Policy | None = None,
         rule: FingerprintRule | None = None,
         returns: type | tuple[type, ...] | None = None,
+        **misplaced: Never,
     ) -> Answer[T]:
         """As `run`, and also tells whether the outcome is a replay."""
         require_plain(operation)
+        if misplaced:
+            raise misplaced_keywords("answer", operation, misplaced)
         call = self._call(
             key,
             operation,

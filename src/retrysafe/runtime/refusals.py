@@ -7,13 +7,17 @@ cost an attempt of its key, and the corrected call would be another request than
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from types import CoroutineType, FunctionType, MethodType
 from typing import Any, Final
 
-from retrysafe.core.given import require_function
-from retrysafe.errors import InvalidInput
+from retrysafe.core.events import Emit
+from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.core.given import require_function, shown_in_place
+from retrysafe.core.keys import checked_secret
+from retrysafe.core.policy import Policy
+from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.runtime.calls import shown_name
 
 _PASS_THE_FUNCTION: Final = (
@@ -128,6 +132,19 @@ def not_awaited(what: str, coroutine: CoroutineType[Any, Any, Any]) -> InvalidIn
     )
 
 
+def misplaced_keywords(method: str, operation: object, misplaced: Collection[str]) -> TypeError:
+    """The refusal of keyword arguments that neither `run` nor `answer` has.
+
+    They are taken only to be refused: Python's own words would not say where they belong.
+    """
+    name = getattr(operation, "__name__", "charge")
+    named = ", ".join(f"{keyword}=…" for keyword in misplaced)
+    return TypeError(
+        f"{method}() has no option {', '.join(misplaced)}: keyword arguments of the operation go "
+        f"along with functools.partial({name}, {named})"
+    )
+
+
 def require_no_positional(misplaced: tuple[object, ...]) -> None:
     """Raises `InvalidInput` for `once(something, key=…)`.
 
@@ -139,3 +156,55 @@ def require_no_positional(misplaced: tuple[object, ...]) -> None:
             "once takes no positional arguments: write @idem.once(key=…) above the function, with "
             "the names of the parameters that identify the operation"
         )
+
+
+# Settings.
+
+
+def checked_policy(policy: object) -> Policy:
+    """The policy itself; raises `PolicyInvalid` for anything else, such as its settings alone."""
+    if not isinstance(policy, Policy):
+        raise PolicyInvalid(
+            f"policy takes a Policy, such as Policy(lease=timedelta(seconds=5)), got {policy!r}"
+        )
+    return policy
+
+
+def checked_rule(rule: object) -> FingerprintRule:
+    """The rule itself; raises `PolicyInvalid` for anything else."""
+    if not isinstance(rule, FingerprintRule):
+        raise PolicyInvalid(
+            "rule takes a FingerprintRule, such as FingerprintRule(exclude=['/0/sent_at']), got "
+            f"{rule!r}"
+        )
+    return rule
+
+
+def checked_observers(observers: object) -> tuple[Emit, ...]:
+    """The observers; raises `InvalidInput` for one that stands alone, and for what is none."""
+    if not isinstance(observers, Iterable):
+        raise InvalidInput(
+            "observers takes a list of functions of an Event: write observers=[…], got "
+            f"{observers!r}"
+        )
+    found = tuple(observers)
+    for observer in found:
+        if not callable(observer):
+            raise InvalidInput(
+                f"observers takes a list of functions of an Event, and {observer!r} is none"
+            )
+    return found
+
+
+def secret_bytes(secret: object) -> bytes | None:
+    """The secret as bytes; raises `InvalidInput` for what is neither text nor bytes.
+
+    And `SecretMissing` for a short one. The secret itself is never shown.
+    """
+    if secret is None:
+        return None
+    if isinstance(secret, str):
+        secret = secret.encode()
+    if not isinstance(secret, bytes):
+        raise InvalidInput(f"secret takes text or bytes, got {shown_in_place(secret)}")
+    return checked_secret(secret)

@@ -40,7 +40,7 @@ from retrysafe.runtime.face import Face, checked_limit, operator_outcome, requir
 from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.invocations import TaskInvocation
 from retrysafe.runtime.loop_parts import LoopParts
-from retrysafe.runtime.refusals import require_async, require_no_positional
+from retrysafe.runtime.refusals import misplaced_keywords, require_async, require_no_positional
 from retrysafe.runtime.waiting import TaskWaiting
 from retrysafe.runtime.workers import AsyncDuty, AsyncWorker, TaskDuty
 
@@ -133,6 +133,7 @@ class AsyncFace(AtomicTasks, Face):
         policy: Policy | None = None,
         rule: FingerprintRule | None = None,
         returns: type | tuple[type, ...] | None = None,
+        **misplaced: Never,
     ) -> T:
         """Awaits `operation(*args)` once for this key, and returns the first run's outcome.
 
@@ -141,6 +142,8 @@ class AsyncFace(AtomicTasks, Face):
         key to its lease; after that the outcome is stored all the same. Raises as the blocking
         face does.
         """
+        if misplaced:
+            raise misplaced_keywords("run", operation, misplaced)
         call = self._call(
             key,
             operation,
@@ -170,8 +173,11 @@ class AsyncFace(AtomicTasks, Face):
         policy: Policy | None = None,
         rule: FingerprintRule | None = None,
         returns: type | tuple[type, ...] | None = None,
+        **misplaced: Never,
     ) -> Answer[T]:
         """As `run`, and also tells whether the outcome is a replay."""
+        if misplaced:
+            raise misplaced_keywords("answer", operation, misplaced)
         call = self._call(
             key,
             operation,
