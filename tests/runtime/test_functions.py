@@ -416,7 +416,7 @@ def test_blocking_function_on_the_async_face():
 
     async def main() -> None:
         async with AsyncIdempotency(MemoryStore(), caller="tester") as idem:
-            with pytest.raises(InvalidInput, match="use Idempotency"):
+            with pytest.raises(InvalidInput, match="write async def"):
                 idem.once(key="order")(lambda order: order)
             assert await idem.run("key", lambda: "plain") == "plain"
             assert (await idem.answer("key", lambda: "again")).replayed

@@ -53,7 +53,9 @@ def require_async(function: Callable[..., Any]) -> None:
     """Raises `InvalidInput` for a function whose decoration would be awaited without need."""
     if not inspect.iscoroutinefunction(function):
         require_function(function, _PASS_THE_FUNCTION)
-        raise InvalidInput(f"{shown_name(function)} is not async: use Idempotency for it")
+        raise InvalidInput(
+            f"{shown_name(function)} is not async: write async def, or call it with run"
+        )
 
 
 def require_call(operation: Callable[..., Any], args: tuple[Any, ...]) -> None:
