@@ -58,6 +58,8 @@ def open_store(
     for threads or, with `is_async`, for an event loop; `memory://` is this process.
     `busy_timeout` is how long a locked SQLite file is waited for.
     """
+    if not isinstance(url, str):
+        raise StoreUrlInvalid(f"open_store takes a URL such as 'sqlite:///app.db', got {url!r}")
     if url.startswith(_POSTGRES_PREFIXES):
         return postgres_store(url, is_async=is_async)
     if url.startswith(_SQLITE_PREFIX):
