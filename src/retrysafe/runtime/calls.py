@@ -268,7 +268,12 @@ class Once:
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """The call for these arguments; raises TypeError as the function itself would."""
-        bound = self.signature.bind(*args, **kwargs)
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            # The signature does not know whose it is; and a partial has no name.
+            name = getattr(self.function, "__qualname__", self.name or UNNAMED)
+            raise TypeError(f"{name}() {error}") from None
         bound.apply_defaults()
         request = {
             name: value for name, value in bound.arguments.items() if name not in self.ignore
