@@ -79,22 +79,21 @@ def test_operations_are_named_and_never_shown_by_their_address():
 
 
 def test_a_plain_function_under_async_decorators_is_told_what_takes_it():
-    """By its name, and with both ways out: the same object runs it as it is."""
+    """By its name, and with the way out: the same object runs it as it is."""
 
     def charge(amount):
         return amount
 
     async def scenario():
         async with AsyncIdempotency("memory://", caller="c") as idem:
+            words = r"the operation .*\.charge is not async: write async def"
+            with pytest.raises(InvalidInput, match=f"{words}, or call it with run$"):
+                idem.once(key="amount")(charge)
             for decorate in (
-                idem.once(key="amount"),
                 idem.resumable(),
                 idem.atomic_once(key="amount", connection="amount"),
             ):
-                words = (
-                    r"the operation .*\.charge is not async: write async def, or call it with run$"
-                )
-                with pytest.raises(InvalidInput, match=words):
+                with pytest.raises(InvalidInput, match=f"{words}$"):
                     decorate(charge)
             return await idem.run("k", charge, 5)
 

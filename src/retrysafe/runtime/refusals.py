@@ -49,13 +49,11 @@ def require_plain(operation: Callable[..., Any]) -> None:
         raise InvalidInput(f"{shown_name(operation)} is async: use AsyncIdempotency for it")
 
 
-def require_async(function: Callable[..., Any]) -> None:
+def require_async(function: Callable[..., Any], otherwise: str = "") -> None:
     """Raises `InvalidInput` for a function whose decoration would be awaited without need."""
     if not inspect.iscoroutinefunction(function):
         require_function(function, _PASS_THE_FUNCTION)
-        raise InvalidInput(
-            f"{shown_name(function)} is not async: write async def, or call it with run"
-        )
+        raise InvalidInput(f"{shown_name(function)} is not async: write async def{otherwise}")
 
 
 def require_call(operation: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -215,7 +215,7 @@ class AsyncFace(AtomicTasks, Face):
         require_no_positional(misplaced)
 
         def decorate(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-            require_async(function)
+            require_async(function, ", or call it with run")
             decoration = self._once(
                 function,
                 key=key,
