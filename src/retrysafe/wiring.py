@@ -20,6 +20,7 @@ from retrysafe.errors import StoreUrlInvalid
 from retrysafe.observe.logs import EventLog
 from retrysafe.runtime.blocking import BlockingIdempotency
 from retrysafe.runtime.calls import CallerSource
+from retrysafe.runtime.refusals import checked_observers
 from retrysafe.runtime.tasks import AsyncFace
 from retrysafe.stores.memory import MemoryStore
 from retrysafe.stores.postgres import PostgresStore
@@ -57,6 +58,8 @@ def open_store(
     for threads or, with `is_async`, for an event loop; `memory://` is this process.
     `busy_timeout` is how long a locked SQLite file is waited for.
     """
+    if not isinstance(url, str):
+        raise StoreUrlInvalid(f"open_store takes a URL such as 'sqlite:///app.db', got {url!r}")
     if url.startswith(_POSTGRES_PREFIXES):
         return postgres_store(url, is_async=is_async)
     if url.startswith(_SQLITE_PREFIX):
@@ -174,7 +177,7 @@ class Idempotency(BlockingIdempotency):
             rule=rule,
             secret=secret or _environment_secret(),
             cache=cache,
-            observers=(EventLog(), *observers),
+            observers=(EventLog(), *checked_observers(observers)),
             owns_store=isinstance(store, str),
         )
 
@@ -202,6 +205,6 @@ class AsyncIdempotency(AsyncFace):
             rule=rule,
             secret=secret or _environment_secret(),
             cache=cache,
-            observers=(EventLog(), *observers),
+            observers=(EventLog(), *checked_observers(observers)),
             owns_store=isinstance(store, str),
         )

@@ -310,5 +310,7 @@ def test_a_missing_library_says_which_extra_has_it(module, extra):
     ended = python(f"import retrysafe.client.{module}")
     assert ended.returncode == 1
     last = ended.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"ModuleNotFoundError: retrysafe.client.{module} needs ")
+    assert last.startswith(
+        f"ModuleNotFoundError: retrysafe.client.{module} needs {module}: install"
+    )
     assert f"its extra {extra}," in last

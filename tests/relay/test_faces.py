@@ -341,3 +341,14 @@ def test_any_callable_is_a_target_in_a_loop(store, kind):
     }[kind]
     assert asyncio.run(AsyncRelay(store, target).drain()).delivered == 1
     assert received == [b"a"]
+
+
+@pytest.mark.parametrize("kind", [Relay, AsyncRelay])
+def test_a_relay_is_told_to_take_a_store_and_not_what_leads_to_one(kind):
+    """A URL, an Idempotency and an unset variable; a password in a URL is not shown."""
+    with Idempotency("memory://", caller=GLOBAL) as idem:
+        for given in ("postgresql://shop:geheim@db/shop", idem, None):
+            words = r"a relay takes a store object, such as open_store\(.*; got a value of type"
+            with pytest.raises(InvalidInput, match=words) as caught:
+                kind(given, print)
+            assert "geheim" not in str(caught.value)

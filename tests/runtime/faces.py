@@ -30,6 +30,10 @@ class BlockingSubject:
     def answer_of(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Answer:
         return self.idem.answer_of(function, *args, **kwargs)
 
+    def plain_or_async(self, plain: Callable[..., Any], _: Callable[..., Any]) -> Any:
+        """The function that this face takes as it is."""
+        return plain
+
     def call(self, name: str, *args: Any, **options: Any) -> Any:
         """Calls any other method."""
         return getattr(self.idem, name)(*args, **options)
@@ -75,6 +79,9 @@ class AsyncSubject:
     def answer_of(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Answer:
         decorated = getattr(function, "decorated", function)
         return self._runner.run(self.idem.answer_of(decorated, *args, **kwargs))
+
+    def plain_or_async(self, _: Callable[..., Any], suspending: Callable[..., Any]) -> Any:
+        return suspending
 
     def call(self, name: str, *args: Any, **options: Any) -> Any:
         return self._runner.run(getattr(self.idem, name)(*args, **options))

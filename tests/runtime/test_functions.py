@@ -28,6 +28,7 @@ from retrysafe import (
     StoreUrlInvalid,
     current_attempt,
     natural_key,
+    open_store,
 )
 from tests.runtime.staged import Clock, StagedStore, drive
 
@@ -78,6 +79,8 @@ def test_what_is_no_store_is_refused(face, store):
     """A variable that is not set in the environment gives None: say what a store is."""
     with pytest.raises(StoreUrlInvalid, match=r"sqlite:///app\.db"):
         face(store, caller="tester")
+    with pytest.raises(StoreUrlInvalid, match=rf"open_store takes a URL .*, got {store}$"):
+        open_store(store)
 
 
 def test_values_in_a_partial_are_part_of_the_request():
@@ -416,12 +419,37 @@ def test_blocking_function_on_the_async_face():
 
     async def main() -> None:
         async with AsyncIdempotency(MemoryStore(), caller="tester") as idem:
-            with pytest.raises(InvalidInput, match="use Idempotency"):
+            with pytest.raises(InvalidInput, match="write async def"):
                 idem.once(key="order")(lambda order: order)
             assert await idem.run("key", lambda: "plain") == "plain"
             assert (await idem.answer("key", lambda: "again")).replayed
 
     drive(main())
+
+
+def test_arguments_that_do_not_fit_a_decorated_function_name_it(subject, ledger):
+    """As Python does for a plain function: the reader of a traceback knows which one it was."""
+    face = subject(MemoryStore(), caller="tester")
+
+    def charge(customer, amount):
+        """Never called."""
+
+    charge.__qualname__ = "Shop.charge"
+    decorated = face.once(charge, key="customer")
+    with pytest.raises(
+        TypeError, match=r"^Shop\.charge\(\) missing a required argument: 'amount'$"
+    ):
+        decorated("c1")
+    with pytest.raises(TypeError, match=r"^Shop\.charge\(\) got an unexpected keyword argument"):
+        decorated("c1", 500, currency="eur")
+
+
+def test_a_decorated_partial_is_named_by_its_operation():
+    """A partial has no name of its own."""
+    with Idempotency(MemoryStore(), caller="tester") as face:
+        decorated = face.once(key="invoice", name="pay")(partial(Ledger().pay, amount=10))
+        with pytest.raises(TypeError, match=r"^pay\(\) missing a required argument: 'invoice'$"):
+            decorated()
 
 
 def test_unknown_parameters_of_run_are_refused(subject, ledger):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import traceback
 from datetime import timedelta
 
@@ -77,10 +78,26 @@ def test_operations_are_named_and_never_shown_by_their_address():
             assert " at 0x" not in str(caught.value)
 
 
-def test_a_plain_function_under_async_once_is_named():
-    idem = AsyncIdempotency("memory://", caller="c")
-    with pytest.raises(InvalidInput, match=r"the operation .*\.stream is not async"):
-        idem.once(key="k")(stream)
+def test_a_plain_function_under_async_decorators_is_told_what_takes_it():
+    """By its name, and with the way out: the same object runs it as it is."""
+
+    def charge(amount):
+        return amount
+
+    async def scenario():
+        async with AsyncIdempotency("memory://", caller="c") as idem:
+            words = r"the operation .*\.charge is not async: write async def"
+            with pytest.raises(InvalidInput, match=f"{words}, or call it with run$"):
+                idem.once(key="amount")(charge)
+            for decorate in (
+                idem.resumable(),
+                idem.atomic_once(key="amount", connection="amount"),
+            ):
+                with pytest.raises(InvalidInput, match=f"{words}$"):
+                    decorate(charge)
+            return await idem.run("k", charge, 5)
+
+    assert asyncio.run(scenario()) == 5
 
 
 @pytest.mark.parametrize("kind", [Idempotency, AsyncIdempotency])

@@ -397,7 +397,7 @@ def test_generators_and_functions_of_the_other_face_are_refused():
             idem.resumable("g")(generator)
         with pytest.raises(InvalidInput, match="use AsyncIdempotency"):
             idem.resumable("s")(suspending)
-    with pytest.raises(InvalidInput, match="use Idempotency"):
+    with pytest.raises(InvalidInput, match="write async def"):
         AsyncIdempotency(MemoryStore(), caller="shop").resumable("p")(lambda: None)
 
 

@@ -79,7 +79,7 @@ class Shop:
 
             async def operation():
                 for item in made():
-                    assert inspect.iscoroutine(item)
+                    assert inspect.isawaitable(item)
                     self.values.append(await item)
                 return ended()
 

@@ -39,9 +39,10 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in {"anyio", "httpx"}:
         raise
+    # Whichever of the two is looked for first: httpx is what the reader knows, and it brings both.
     raise ModuleNotFoundError(
-        f"retrysafe.client.httpx needs {error.name}: install retrysafe with its extra client, from "
-        "a clone with pip install '/path/to/clone[client]'",
+        "retrysafe.client.httpx needs httpx: install retrysafe with its extra client, from a clone "
+        "with pip install '/path/to/clone[client]'",
         name=error.name,
     ) from error
 

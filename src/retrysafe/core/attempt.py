@@ -8,6 +8,7 @@ from typing import Any
 
 from retrysafe.core.call import Call
 from retrysafe.core.framing import Part
+from retrysafe.core.given import require_function
 from retrysafe.core.joining import JoinedOutcome, Joiner
 from retrysafe.core.keys import Key, checked_secret, child_key
 from retrysafe.core.lease import Lease
@@ -158,6 +159,9 @@ class Attempt:
         Raises what the call raises; `StepReused`, `StepsChanged`, `StepUnavailable`,
         `StepNotStored`, `ClaimLost`, `OperationUndone`, `StoreUnavailable`, and `InvalidInput`.
         """
+        require_function(
+            call, 'pass the function and its arguments, step("charge", charge, 500), not its result'
+        )
         options = StepOptions(
             retry, checked_exceptions("terminal", terminal), returns, compensate, in_transaction
         )

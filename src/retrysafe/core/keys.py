@@ -92,7 +92,8 @@ def _checked_caller(caller: object) -> str:
     if not isinstance(caller, str) or not caller:
         raise CallerMissing(
             f"a caller must be text of at least one character, got {caller!r}: pass the "
-            "authenticated account or tenant, or GLOBAL for one namespace shared by everybody"
+            "authenticated account or tenant, with str(…) around a number such as the user's id, "
+            "or GLOBAL for one namespace shared by everybody"
         )
     if len(caller) > CALLER_LIMIT_CHARACTERS:
         raise CallerMissing(

@@ -8,9 +8,11 @@ close from here; child keys let the other side close it. It must not know stores
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from retrysafe.core import codec
+from retrysafe.core.asking import AskedStep
 from retrysafe.core.atomic import storable_payload
 from retrysafe.core.call import Call
 from retrysafe.core.codec import OutcomeCodec
@@ -93,6 +95,7 @@ class StepRun:
         "_attempt",
         "_joined",
         "_loaders",
+        "_not_begun",
         "_ports",
         "_quiet",
         "_terminal_errors",
@@ -121,12 +124,15 @@ class StepRun:
         self._quiet: Signal | None = None
         self._joined: list[_JoinedStep] = []
         self._terminal_errors: list[Exception] = []
+        # The steps that were asked for and that nobody has awaited yet, in order.
+        self._not_begun: dict[AskedStep, None] = {}
 
     def step(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], options: StepOptions
     ) -> Any:
         """Runs the step or gives its stored result; to be awaited where flows suspend."""
-        return self._ports.drive(self._step(checked_name(name), call, args, options))
+        make = partial(self._step, checked_name(name), call, args, options)
+        return self._ports.drive(AskedStep(name, make, self._not_begun))
 
     async def _step(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], options: StepOptions
@@ -258,8 +264,24 @@ class StepRun:
                 for waiter in waiters:
                     waiter.set()
 
+    def require_begun(self) -> None:
+        """Raises `InvalidInput` for steps that were asked for and never awaited: they have not run.
+
+        An operation that ends so has not done what its code says, whatever it returned.
+        """
+        if not self._not_begun:
+            return
+        names = ", ".join(repr(asked.name) for asked in self._not_begun)
+        text = self.call.key.text
+        raise InvalidInput(
+            f"the operation of {text!r} asked for {names} and did not await it, so it has not run: "
+            "write await before every step",
+            key=text,
+        )
+
     async def check_complete(self) -> None:
-        """Raises when completing now would leave recorded steps out, or a failure behind."""
+        """Raises when completing now would leave steps out, or a failure behind."""
+        self.require_begun()
         await self.load()
         if self.book.failure is not None:
             raise self.book.undone("the operation")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
+from retrysafe.core.given import require_function
 from retrysafe.core.model import Payload, Step
 from retrysafe.errors import InvalidInput, OperationUndone, PolicyInvalid, StepReused, StepsChanged
 
@@ -108,6 +109,14 @@ class StepRetry:
 ONE_TRY: Final = StepRetry(tries=1)
 
 
+def require_undo(compensate: object) -> None:
+    """Raises `InvalidInput` for what could not take a step back, before the step has run."""
+    if compensate is not None:
+        require_function(
+            compensate, "compensate takes the function that undoes the step, not its result"
+        )
+
+
 @dataclass(slots=True)
 class StepOptions:
     """How one step is run, as it was asked for."""
@@ -121,6 +130,7 @@ class StepOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.retry, StepRetry):
             raise PolicyInvalid(f"retry takes a StepRetry, got {self.retry!r}")
+        require_undo(self.compensate)
 
 
 @dataclass(slots=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import cast
 
+from retrysafe.core.given import shown_in_place
 from retrysafe.core.outbox_ports import Outbox, outbox_of
 from retrysafe.core.ports import Store, Waits
 from retrysafe.errors import InvalidInput
@@ -27,6 +29,19 @@ def _checked_size(concurrency: int) -> int:
     return concurrency
 
 
+def _checked_store(store: object, opened: str) -> Store:
+    """The store itself; raises `InvalidInput` for its URL, and for what only uses a store.
+
+    A relay opens nothing: it would have to be closed, and by nobody but its owner.
+    """
+    if not hasattr(store, "capabilities"):
+        raise InvalidInput(
+            f"a relay takes a store object, such as {opened}, which stays yours to close; got "
+            f"{shown_in_place(store)}"
+        )
+    return cast("Store", store)
+
+
 class Relay(Aside):
     """Delivers outbox entries from threads; any number of relays may work on one store."""
 
@@ -44,9 +59,10 @@ class Relay(Aside):
         """`target` is a function of a `Delivery`, or an object such as `Webhook`.
 
         `concurrency` is how many deliveries may be under way at once. `on_report` hears the counts
-        after every commit. Raises `InvalidInput` for a store without an outbox, and for what needs
-        an event loop. Store and target stay yours.
+        after every commit. Raises `InvalidInput` for a store without an outbox, for the URL of one,
+        and for what needs an event loop. Store and target stay yours.
         """
+        store = _checked_store(store, "open_store('sqlite:///app.db')")
         if store.capabilities.waits is Waits.SUSPENDING:
             raise InvalidInput("this store needs an event loop: use AsyncRelay with it")
         self._outbox = outbox_of(store)
@@ -105,8 +121,8 @@ class AsyncRelay:
         on_report: OnReport | None = None,
     ) -> None:
         """Takes what `Relay` takes; a plain function as target is called in worker threads."""
+        self._store = _checked_store(store, "open_store('sqlite:///app.db', is_async=True)")
         outbox_of(store)
-        self._store = store
         self._target = target_for(target, Waits.SUSPENDING)
         self._policy = policy or RelayPolicy()
         self._size = _checked_size(concurrency)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
@@ -21,11 +20,11 @@ from retrysafe.core.keys import Key
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Waits
 from retrysafe.core.staging import Staging
-from retrysafe.errors import InvalidInput
 from retrysafe.runtime.atomic_threads import with_connection
 from retrysafe.runtime.calls import CallerSource, KeySource, owner_name
 from retrysafe.runtime.face import Face, mint_token
 from retrysafe.runtime.gate import TaskGate
+from retrysafe.runtime.refusals import require_async
 from retrysafe.runtime.waiting import TaskWaiting
 
 P = ParamSpec("P")
@@ -215,8 +214,7 @@ class AtomicTasks(Face, ABC):
         """
 
         def decorate(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-            if not inspect.iscoroutinefunction(function):
-                raise InvalidInput(f"{function!r} is not async: use Idempotency for it")
+            require_async(function)
             decoration = self._once(
                 function,
                 key=key,

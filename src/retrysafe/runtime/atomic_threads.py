@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from datetime import datetime
@@ -20,11 +19,11 @@ from retrysafe.core.keys import Key
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Waits
 from retrysafe.core.staging import Staging
-from retrysafe.errors import InvalidInput
 from retrysafe.runtime.calls import CallerSource, KeySource, owner_name
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import Face, mint_token
 from retrysafe.runtime.gate import ThreadGate
+from retrysafe.runtime.refusals import require_plain
 from retrysafe.runtime.waiting import ThreadWaiting
 
 P = ParamSpec("P")
@@ -242,8 +241,7 @@ class AtomicThreads(Face):
         """
 
         def decorate(function: Callable[P, T]) -> Callable[P, T]:
-            if inspect.iscoroutinefunction(function):
-                raise InvalidInput(f"{function!r} is async: use AsyncIdempotency for it")
+            require_plain(function)
             decoration = self._once(
                 function,
                 key=key,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from types import FunctionType, TracebackType
+from types import TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
@@ -34,8 +33,6 @@ from retrysafe.runtime.calls import (
     Unset,
     once_of,
     owner_name,
-    require_no_positional,
-    shown_name,
 )
 from retrysafe.runtime.crews import ThreadCrew
 from retrysafe.runtime.current import current
@@ -46,6 +43,7 @@ from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.group_commit import DirectWriter, ThreadGroupCommit
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
 from retrysafe.runtime.invocations import ThreadInvocation
+from retrysafe.runtime.refusals import misplaced_keywords, require_no_positional, require_plain
 from retrysafe.runtime.steps import codec_of_step, perform_blocking
 from retrysafe.runtime.waiting import ThreadWaiting
 from retrysafe.runtime.workers import Duty, ThreadDuty, Worker
@@ -158,6 +156,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         policy: Policy | None = None,
         rule: FingerprintRule | None = None,
         returns: type | tuple[type, ...] | None = None,
+        **misplaced: Never,
     ) -> T:
         """Runs `operation(*args)` once for this key, and returns the first run's outcome.
 
@@ -166,7 +165,9 @@ class BlockingIdempotency(AtomicThreads, Face):
         `OutcomeUnavailable`, `ClaimLost`, `OutcomeNotStored`, `StoreUnavailable`, and what the
         operation raises.
         """
-        _require_plain(operation)
+        require_plain(operation)
+        if misplaced:
+            raise misplaced_keywords("run", operation, misplaced)
         call = self._call(
             key,
             operation,
@@ -193,9 +194,12 @@ class BlockingIdempotency(AtomicThreads, Face):
         policy: Policy | None = None,
         rule: FingerprintRule | None = None,
         returns: type | tuple[type, ...] | None = None,
+        **misplaced: Never,
     ) -> Answer[T]:
         """As `run`, and also tells whether the outcome is a replay."""
-        _require_plain(operation)
+        require_plain(operation)
+        if misplaced:
+            raise misplaced_keywords("answer", operation, misplaced)
         call = self._call(
             key,
             operation,
@@ -230,7 +234,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         require_no_positional(misplaced)
 
         def decorate(function: Callable[P, T]) -> Callable[P, T]:
-            _require_plain(function)
+            require_plain(function)
             decoration = self._once(
                 function,
                 key=key,
@@ -269,7 +273,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         require_name(name)
 
         def declare(function: Callable[P, T]) -> Callable[P, T]:
-            _require_plain(function)
+            require_plain(function)
             self._register(function, name, policy, returns, self._resume)
             return function
 
@@ -439,10 +443,3 @@ class BlockingIdempotency(AtomicThreads, Face):
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _require_plain(operation: Callable[..., Any]) -> None:
-    if type(operation) is FunctionType and not operation.__code__.co_flags & inspect.CO_COROUTINE:
-        return  # The usual case, without the long way that sees through partials and methods.
-    if inspect.iscoroutinefunction(operation):
-        raise InvalidInput(f"{shown_name(operation)} is async: use AsyncIdempotency for it")

@@ -22,6 +22,7 @@ from retrysafe.core.codec import ValueCodec
 from retrysafe.core.events import UNNAMED
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.framing import Part
+from retrysafe.core.given import require_function
 from retrysafe.core.keys import Caller, GlobalCaller, Key, body_key, checked_secret, natural_key
 from retrysafe.core.model import Fingerprint, Payload
 from retrysafe.core.policy import Policy
@@ -48,7 +49,6 @@ UNSET: Final = Unset()
 
 CallerSource = Caller | Callable[[], Caller]
 _NO_TYPES = ValueCodec()
-_GENERATOR_FLAGS: Final = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,25 @@ class BodyKey:
 
 
 KeySource = str | tuple[str, ...] | BodyKey | Callable[..., str | Key | tuple[Part, ...]]
+
+
+def _no_caller(given: object) -> InvalidInput:
+    return InvalidInput(
+        f"caller is a text, a plain function that returns it, or GLOBAL, got {given!r}: write "
+        "str(…) around a number such as the user's id"
+    )
+
+
+def checked_caller(caller: CallerSource | None) -> CallerSource | None:
+    """Whose keys they are, for many calls to come; raises `InvalidInput`.
+
+    Also for an async function: nobody would await it.
+    """
+    if caller is None or isinstance(caller, str | GlobalCaller):
+        return caller
+    if not callable(caller) or inspect.iscoroutinefunction(caller):
+        raise _no_caller(caller)
+    return caller
 
 
 @dataclass(slots=True)
@@ -86,8 +105,14 @@ class Settings:
                 "function that returns it), or caller=GLOBAL for one namespace shared by everybody"
             )
         # Spelled out: the type `str | GlobalCaller` would be made anew for every call.
-        if type(source) is not str and not isinstance(source, GlobalCaller):
-            source = source if isinstance(source, str) else source()
+        if (
+            type(source) is not str
+            and not isinstance(source, GlobalCaller)
+            and not isinstance(source, str)
+        ):
+            if not callable(source):
+                raise _no_caller(source)
+            source = source()
         return Key(key, caller=source)
 
 
@@ -119,33 +144,6 @@ def shown_name(operation: Callable[..., Any]) -> str:
     if not name and not isinstance(operation, FunctionType | partial):
         name = type(operation).__qualname__
     return f"the operation {name or UNNAMED}"
-
-
-def require_runnable(operation: Callable[..., Any]) -> None:
-    """Raises `InvalidInput` for generator functions.
-
-    Calling one runs none of its body, so its key would be settled as done before any work.
-    """
-    if type(operation) is FunctionType and not operation.__code__.co_flags & _GENERATOR_FLAGS:
-        return  # The usual case, without the long way that sees through partials and methods.
-    if inspect.isgeneratorfunction(operation) or inspect.isasyncgenfunction(operation):
-        raise InvalidInput(
-            f"{shown_name(operation)} is a generator, and calling it runs nothing: wrap it in a "
-            "function that consumes it and returns the result"
-        )
-
-
-def require_no_positional(misplaced: tuple[object, ...]) -> None:
-    """Raises `InvalidInput` for `once(something, key=…)`.
-
-    Positional arguments are taken only to be refused: Python's own words for a bare `@once` would
-    be about their number, and not about the key that is missing.
-    """
-    if misplaced:
-        raise InvalidInput(
-            "once takes no positional arguments: write @idem.once(key=…) above the function, with "
-            "the names of the parameters that identify the operation"
-        )
 
 
 def classes_in(annotation: Any) -> Iterable[type]:
@@ -270,7 +268,12 @@ class Once:
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """The call for these arguments; raises TypeError as the function itself would."""
-        bound = self.signature.bind(*args, **kwargs)
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            # The signature does not know whose it is; and a partial has no name.
+            name = getattr(self.function, "__qualname__", self.name or UNNAMED)
+            raise TypeError(f"{name}() {error}") from None
         bound.apply_defaults()
         request = {
             name: value for name, value in bound.arguments.items() if name not in self.ignore
@@ -315,6 +318,7 @@ def once_of(function: Callable[..., Any]) -> tuple[Once, tuple[Any, ...]]:
     """The decoration of a function or bound method, and the arguments that it is bound to."""
     once = getattr(function, ONCE_ATTRIBUTE, None)
     if not isinstance(once, Once):
+        require_function(function, "pass the function and its arguments, not its result")
         raise InvalidInput(f"{shown_name(function)} is not decorated with once()")
     owner = getattr(function, "__self__", None)
     return once, () if owner is None else (owner,)

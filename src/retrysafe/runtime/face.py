@@ -15,7 +15,7 @@ from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Call
 from retrysafe.core.events import ALL_KINDS, Emit, Event, EventKind, Reporter
 from retrysafe.core.fingerprint import FingerprintRule
-from retrysafe.core.keys import Key, checked_secret
+from retrysafe.core.keys import Key
 from retrysafe.core.model import (
     TOKEN_BYTES,
     Condition,
@@ -36,12 +36,20 @@ from retrysafe.runtime.calls import (
     Settings,
     Unset,
     asked_for,
+    checked_caller,
     codec_for,
     codec_of,
     fingerprints_of,
     operation_name,
     request_tree,
+)
+from retrysafe.runtime.refusals import (
+    checked_observers,
+    checked_policy,
+    checked_rule,
+    require_call,
     require_runnable,
+    secret_bytes,
 )
 from retrysafe.runtime.resumers import Resumable, Resumables, Run
 from retrysafe.runtime.threaded_transaction import in_thread
@@ -114,15 +122,15 @@ class Face:
         observers: Iterable[Emit] = (),
         owns_store: bool = False,
     ) -> None:
-        secret_bytes = secret.encode() if isinstance(secret, str) else secret
-        if secret_bytes is not None:
-            checked_secret(secret_bytes)
         self._store = store
         self._settings = Settings(
-            caller, policy or Policy(), rule or FingerprintRule(), secret_bytes
+            checked_caller(caller),
+            Policy() if policy is None else checked_policy(policy),
+            FingerprintRule() if rule is None else checked_rule(rule),
+            secret_bytes(secret),
         )
         self._has_cache = cache
-        self._report = reporter(observers)
+        self._report = reporter(checked_observers(observers))
         self._owns_store = owns_store
         self._resumables = Resumables()
 
@@ -166,7 +174,7 @@ class Face:
         rule: FingerprintRule | None,
         returns: type | tuple[type, ...] | None,
     ) -> Call:
-        require_runnable(operation)
+        require_call(operation, args)
         settings = self._settings
         if request is UNSET:
             request = asked_for(operation, args)
@@ -181,8 +189,8 @@ class Face:
             name = operation_name(operation)
         return Call(
             settings.key(key, caller),
-            fingerprints_of(rule or settings.rule, name, request),
-            policy or settings.policy,
+            fingerprints_of(settings.rule if rule is None else checked_rule(rule), name, request),
+            settings.policy if policy is None else checked_policy(policy),
             name,
             codec_for(operation, returns),
         )
@@ -205,10 +213,11 @@ class Face:
                 f"this operation is resumable as {resumable.name!r}, and a worker would not find "
                 f"it as {name!r}: leave name= out"
             )
-        policy = policy or resumable.policy
+        policy = resumable.policy if policy is None else checked_policy(policy)
+        rule = self._settings.rule if rule is None else checked_rule(rule)
         return Call(
             key,
-            fingerprints_of(rule or self._settings.rule, resumable.name, request),
+            fingerprints_of(rule, resumable.name, request),
             policy,
             resumable.name,
             resumable.codec if returns is None else codec_of(returns),
@@ -224,10 +233,11 @@ class Face:
         run: Run,
     ) -> Resumable:
         """Makes a function resumable by its name; raises `InvalidInput`."""
+        require_runnable(function)
         resumable = Resumable(
             operation_name(function) if name is None else name,
             function,
-            policy or self._settings.policy,
+            self._settings.policy if policy is None else checked_policy(policy),
             codec_for(function, returns),
             run,
         )
@@ -283,11 +293,11 @@ class Face:
         rule: FingerprintRule | None,
         returns: type | tuple[type, ...] | None,
     ) -> Call:
-        rule = rule or self._settings.rule
+        rule = self._settings.rule if rule is None else checked_rule(rule)
         return Call(
             self._settings.key(key, caller),
             rule.fingerprints_of_value(name.encode(), tree=request_tree(request)),
-            policy or self._settings.policy,
+            self._settings.policy if policy is None else checked_policy(policy),
             name,
             codec_of(returns),
         )
@@ -314,9 +324,9 @@ class Face:
             self._settings,
             key,
             operation_name(function) if name is None else name,
-            caller,
-            policy or self._settings.policy,
-            rule,
+            checked_caller(caller),
+            self._settings.policy if policy is None else checked_policy(policy),
+            None if rule is None else checked_rule(rule),
             codec_for(function, returns),
             frozenset(ignore),
         )

@@ -14,6 +14,7 @@ from typing import Any
 from retrysafe.core.attempt import Attempt
 from retrysafe.errors import InvalidInput, StoreError
 from retrysafe.runtime.current import current
+from retrysafe.runtime.refusals import not_awaited
 
 
 class ThreadInvocation:
@@ -68,9 +69,14 @@ class TaskInvocation:
             value: Any = (
                 self.operation(attempt) if args is None else self.operation(*args, **self.kwargs)
             )
-            if type(value) is CoroutineType or inspect.isawaitable(value):
-                return await value
             # A plain function has done its work by now, so what it returned is the outcome.
-            return value
+            if type(value) is CoroutineType or inspect.isawaitable(value):
+                value = await value
+                if type(value) is CoroutineType:
+                    raise not_awaited("the operation", value)
         finally:
             current.reset(token)
+        steps = attempt.steps
+        if steps is not None:
+            steps.require_begun()
+        return value

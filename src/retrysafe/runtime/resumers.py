@@ -19,7 +19,7 @@ from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.recovery import key_of
 from retrysafe.core.values import NotReadable, NotStorable
 from retrysafe.errors import ArgumentsNotStorable, InvalidInput
-from retrysafe.runtime.calls import classes_in, require_runnable, shown_name
+from retrysafe.runtime.calls import classes_in, shown_name
 
 # Answers a call by running the function with these arguments.
 Run = Callable[[Call, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Awaitable[Any]]
@@ -106,7 +106,6 @@ class Resumables:
     def register(self, resumable: Resumable) -> None:
         """Adds an operation; raises `InvalidInput` for one that no worker could find or call."""
         function, name = resumable.function, resumable.name
-        require_runnable(function)
         if not name:
             raise InvalidInput(
                 "a resumable operation is found by its name, and this one has none: pass name=…"

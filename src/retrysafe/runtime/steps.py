@@ -9,10 +9,18 @@ from types import CoroutineType
 from typing import Any, Final, ParamSpec, TypeVar
 
 from retrysafe.core.codec import ValueCodec
-from retrysafe.core.steps import ONE_TRY, Exceptions, StepRetry, checked_exceptions, checked_name
+from retrysafe.core.steps import (
+    ONE_TRY,
+    Exceptions,
+    StepRetry,
+    checked_exceptions,
+    checked_name,
+    require_undo,
+)
 from retrysafe.errors import InvalidInput
-from retrysafe.runtime.calls import codec_for, require_runnable
+from retrysafe.runtime.calls import codec_for
 from retrysafe.runtime.current import current_attempt
+from retrysafe.runtime.refusals import not_awaited, require_runnable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,11 +41,16 @@ async def perform_blocking(call: Callable[..., Any], args: tuple[Any, ...]) -> A
 
 
 async def perform_suspending(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """The call of a step in a task: awaited when there is something to await."""
+    """The call of a step in a task: awaited when there is something to await.
+
+    Raises `InvalidInput` for one that returns a coroutine.
+    """
     require_runnable(call)
     value = call(*args)
     if type(value) is CoroutineType or inspect.isawaitable(value):
-        return await value
+        value = await value
+        if type(value) is CoroutineType:
+            raise not_awaited("the step", value)
     return value
 
 
@@ -66,6 +79,7 @@ def step(
     elif not _can_name(name):
         raise _without_brackets(name)
     terminal_types = checked_exceptions("terminal", terminal)
+    require_undo(compensate)
 
     def decorate(*functions: Callable[P, T], **misplaced: object) -> Callable[P, T]:
         if misplaced or len(functions) != 1 or not callable(functions[0]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import threading
 from asyncio import current_task
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
@@ -34,8 +33,6 @@ from retrysafe.runtime.calls import (
     KeySource,
     Unset,
     once_of,
-    require_no_positional,
-    shown_name,
 )
 from retrysafe.runtime.crews import TaskCrew
 from retrysafe.runtime.duties import WorkerPolicy, duties_of
@@ -43,6 +40,7 @@ from retrysafe.runtime.face import Face, checked_limit, operator_outcome, requir
 from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.invocations import TaskInvocation
 from retrysafe.runtime.loop_parts import LoopParts
+from retrysafe.runtime.refusals import misplaced_keywords, require_async, require_no_positional
 from retrysafe.runtime.waiting import TaskWaiting
 from retrysafe.runtime.workers import AsyncDuty, AsyncWorker, TaskDuty
 
@@ -135,6 +133,7 @@ class AsyncFace(AtomicTasks, Face):
         policy: Policy | None = None,
         rule: FingerprintRule | None = None,
         returns: type | tuple[type, ...] | None = None,
+        **misplaced: Never,
     ) -> T:
         """Awaits `operation(*args)` once for this key, and returns the first run's outcome.
 
@@ -143,6 +142,8 @@ class AsyncFace(AtomicTasks, Face):
         key to its lease; after that the outcome is stored all the same. Raises as the blocking
         face does.
         """
+        if misplaced:
+            raise misplaced_keywords("run", operation, misplaced)
         call = self._call(
             key,
             operation,
@@ -172,8 +173,11 @@ class AsyncFace(AtomicTasks, Face):
         policy: Policy | None = None,
         rule: FingerprintRule | None = None,
         returns: type | tuple[type, ...] | None = None,
+        **misplaced: Never,
     ) -> Answer[T]:
         """As `run`, and also tells whether the outcome is a replay."""
+        if misplaced:
+            raise misplaced_keywords("answer", operation, misplaced)
         call = self._call(
             key,
             operation,
@@ -211,8 +215,7 @@ class AsyncFace(AtomicTasks, Face):
         require_no_positional(misplaced)
 
         def decorate(function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-            if not inspect.iscoroutinefunction(function):
-                raise InvalidInput(f"{shown_name(function)} is not async: use Idempotency for it")
+            require_async(function, ", or call it with run")
             decoration = self._once(
                 function,
                 key=key,
@@ -255,8 +258,7 @@ class AsyncFace(AtomicTasks, Face):
         require_name(name)
 
         def declare(function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-            if not inspect.iscoroutinefunction(function):
-                raise InvalidInput(f"{shown_name(function)} is not async: use Idempotency for it")
+            require_async(function)
             self._register(function, name, policy, returns, self._resume)
             return function
 
