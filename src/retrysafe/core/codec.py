@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import is_dataclass
 from enum import Enum
 from typing import Any, Final, Protocol
 
 from retrysafe.core import values
 from retrysafe.core.model import Payload
+from retrysafe.core.models import is_dataclass, is_msgspec, is_pydantic
 from retrysafe.core.values import NotReadable, NotStorable, Types
 from retrysafe.errors import AttemptsExhausted, OperationFailed, OutcomeUnavailable
 
@@ -61,12 +61,12 @@ class ValueCodec:
         try:
             if values.is_plain(value):
                 return Payload(JSON, b"", values.json_bytes(value))
-            if values.is_pydantic(value):
+            if is_pydantic(value):
                 return Payload(PYDANTIC, _head(value), _pydantic_body(value))
-            if values.is_msgspec(value):
+            if is_msgspec(value):
                 body = sys.modules["msgspec"].json.encode(value)
                 return Payload(MSGSPEC, _head(value), body)
-            if is_dataclass(value) and not isinstance(value, type | Enum):
+            if is_dataclass(value) and not isinstance(value, Enum):
                 body = values.json_bytes(values.dataclass_tree(value))
                 return Payload(DATACLASS, _head(value), body)
             return Payload(TAGGED, b"", values.json_bytes(values.to_tree(value)))

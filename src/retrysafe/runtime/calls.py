@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any, Final
 
+from retrysafe.core.asking import asked_tree
 from retrysafe.core.call import Call
 from retrysafe.core.canonical import canonical_bytes, of_tree
 from retrysafe.core.codec import ValueCodec
@@ -25,7 +26,7 @@ from retrysafe.core.framing import Part
 from retrysafe.core.keys import Caller, GlobalCaller, Key, body_key, checked_secret, natural_key
 from retrysafe.core.model import Fingerprint, Payload
 from retrysafe.core.policy import Policy
-from retrysafe.core.values import NotStorable, to_tree
+from retrysafe.core.values import NotStorable
 from retrysafe.errors import (
     CallerMissing,
     FingerprintImpossible,
@@ -187,7 +188,7 @@ def codec_of(returns: type | tuple[type, ...] | None) -> ValueCodec:
 def request_tree(request: object) -> Any:
     """What is asked for as a JSON tree; raises `FingerprintImpossible`."""
     try:
-        return to_tree(request, "the request")
+        return asked_tree(request)
     except (NotStorable, RecursionError) as error:
         raise FingerprintImpossible(
             f"two requests can only be told apart by values with a stable form: {error}. Leave it "
