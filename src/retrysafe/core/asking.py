@@ -51,8 +51,8 @@ def _model(value: Any, path: str, depth: int, walk: Walk) -> Any:
     fields = fields_of(value) or []
     if getattr(value, "__pydantic_root_model__", False):
         # It stands for its one value, which has no name for clients either.
-        return typed("pydantic", value, to_tree(fields[0][1], path, depth, walk))
-    return typed("pydantic", value, _named(fields, path, depth, walk))
+        return typed("pydantic", value, to_tree(fields[0][1], path, depth, walk), walk)
+    return typed("pydantic", value, _named(fields, path, depth, walk), walk)
 
 
 def _struct(value: Any, path: str, depth: int, walk: Walk) -> Any:
@@ -63,11 +63,10 @@ def _struct(value: Any, path: str, depth: int, walk: Walk) -> Any:
     # The tag tells the structs of a union apart that have the same fields.
     tag: Fields = [] if config.tag is None else [(config.tag_field, config.tag)]
     if config.array_like:
-        return typed(
-            "msgspec", value, to_tree([*(tag and [config.tag]), *items], path, depth, walk)
-        )
+        row = [*(tag and [config.tag]), *items]
+        return typed("msgspec", value, to_tree(row, path, depth, walk), walk)
     held = [(name, item) for name, item in zip(names, items, strict=True) if item is not unset]
-    return typed("msgspec", value, _named([*tag, *held], path, depth, walk))
+    return typed("msgspec", value, _named([*tag, *held], path, depth, walk), walk)
 
 
 def _named(fields: Fields, path: str, depth: int, walk: Walk) -> Any:

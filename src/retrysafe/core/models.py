@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any
+from typing import Any, Final
 
 Fields = list[tuple[str, Any]]
+
+# Asked first: three libraries need not be asked about each list.
+_WITHOUT_FIELDS: Final = frozenset({list, tuple, dict, set, frozenset})
 
 
 def is_pydantic(value: Any) -> bool:
@@ -36,6 +39,8 @@ def fields_of(value: Any) -> Fields | None:
 
     A list, because an extra of a pydantic model may have the name of an aliased field.
     """
+    if type(value) in _WITHOUT_FIELDS:
+        return None
     if is_pydantic(value):
         held = vars(value)
         # Not all of `held`: cached properties are kept there as well. And a model that was made

@@ -84,9 +84,15 @@ def type_name(kind: type) -> str:
 
 
 class Walk:
-    """How values of classes become trees: here, so that they can be read back."""
+    """How values of classes become trees: here, so that they can be read back.
 
-    __slots__ = ()
+    `met`, if given, is filled with these classes.
+    """
+
+    __slots__ = ("met",)
+
+    def __init__(self, met: set[type] | None = None) -> None:
+        self.met = met
 
     def encoder(self, value: Any) -> Encoder | None:
         """What makes a tree of the value; None when nothing does."""
@@ -179,48 +185,50 @@ _ENCODERS: Final[dict[type, Encoder]] = {
 }
 
 
-def typed(tag: str, value: Any, tree: Any) -> Any:
+def typed(tag: str, value: Any, tree: Any, walk: Walk) -> Any:
     """The tree of a value of a class, with the name of that class."""
-    return {"$": tag, "t": type_name(type(value)), "v": tree}
+    kind = type(value)
+    if walk.met is not None:
+        walk.met.add(kind)
+    return {"$": tag, "t": type_name(kind), "v": tree}
 
 
 def _encode_flag(value: Flag, path: str, depth: int, walk: Walk) -> Any:
     # A combination of flags is no member, so it has no name to be found by.
-    return typed("flag", value, value.value)
+    return typed("flag", value, value.value, walk)
 
 
 def _encode_enum(value: Enum, path: str, depth: int, walk: Walk) -> Any:
-    return typed("enum", value, value.name)
+    return typed("enum", value, value.name, walk)
 
 
 def _encode_pydantic(value: Any, path: str, depth: int, walk: Walk) -> Any:
-    return typed("pydantic", value, value.model_dump(mode="json", **PYDANTIC_OPTIONS))
+    return typed("pydantic", value, value.model_dump(mode="json", **PYDANTIC_OPTIONS), walk)
 
 
 def _encode_msgspec(value: Any, path: str, depth: int, walk: Walk) -> Any:
-    return typed("msgspec", value, sys.modules["msgspec"].to_builtins(value))
+    return typed("msgspec", value, sys.modules["msgspec"].to_builtins(value), walk)
 
 
 def _encode_dataclass(value: Any, path: str, depth: int, walk: Walk) -> Any:
-    return typed("dataclass", value, dataclass_tree(value, path, depth, walk))
-
-
-def _encode_namedtuple(value: Any, path: str, depth: int, walk: Walk) -> Any:
-    return typed("namedtuple", value, _items(value, path, depth, walk))
-
-
-def dataclass_tree(
-    value: Any, path: str = "the value", depth: int = 0, walk: Walk = _STORED
-) -> dict[str, Any]:
-    """The fields of a dataclass by name."""
-    return {
+    tree = {
         item.name: to_tree(getattr(value, item.name), f"{path}.{item.name}", depth, walk)
         for item in dataclasses.fields(value)
     }
+    return typed("dataclass", value, tree, walk)
 
 
-# Fields under their own names and no computed ones: aliases need not read what they write.
-PYDANTIC_OPTIONS: Final[dict[str, Any]] = {"by_alias": False, "round_trip": True}
+def _encode_namedtuple(value: Any, path: str, depth: int, walk: Walk) -> Any:
+    return typed("namedtuple", value, _items(value, path, depth, walk), walk)
+
+
+# Fields under their own names and no computed ones: aliases need not read what they write. Without
+# warnings of values that do not fit their fields: whether they come back is looked at.
+PYDANTIC_OPTIONS: Final[dict[str, Any]] = {
+    "by_alias": False,
+    "round_trip": True,
+    "warnings": False,
+}
 
 
 class Types:
@@ -308,7 +316,18 @@ def read_pydantic(kind: Any, body: bytes) -> Any:
         except TypeError:
             return kind.model_validate_json(body)  # Before 2.11 a model itself chose the names.
     except (ValueError, AttributeError) as error:
-        raise NotReadable(f"{type_name(kind)} no longer fits what was stored: {error}") from None
+        raise NotReadable(
+            f"{type_name(kind)} no longer fits what was stored: {_without_values(error)}"
+        ) from None
+
+
+def _without_values(error: Exception) -> str:
+    """What pydantic says, without the values that it says it about: this is logged."""
+    found = getattr(error, "errors", None)
+    if found is None:
+        return str(error)
+    told = found(include_url=False, include_context=False, include_input=False)
+    return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in told)
 
 
 def read_msgspec(kind: Any, body: bytes) -> Any:
