@@ -233,6 +233,36 @@ def test_once_by_body(subject, ledger):
     assert pay("42") == 3
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [FingerprintRule(exclude=("/order/sent_at",)), FingerprintRule(include=("/order/id",))],
+)
+@pytest.mark.parametrize("is_of_the_object", [True, False])
+def test_what_a_rule_leaves_out_is_left_out_of_a_body_key(subject, rule, is_of_the_object):
+    """A retry that was sent at another time is a retry, and does not run again."""
+    ran = []
+
+    def place(order):
+        ran.append(order)
+        return len(ran)
+
+    options = {"rule": rule} if is_of_the_object else {}
+    face = subject(MemoryStore(), caller="tester", secret=SECRET, **options)
+    options = {} if is_of_the_object else {"rule": rule}
+    once = face.once(place, key=BodyKey(), name="place", **options)
+    sent = [{"id": 1, "sent_at": 1}, {"sent_at": 2, "id": 1}, {"id": 2, "sent_at": 1}]
+    assert [once(order) for order in sent] == [1, 1, 2]
+    assert len(ran) == 2
+
+
+def test_a_rule_of_the_call_goes_before_the_object_s_in_a_body_key(subject, ledger):
+    """As it does in the fingerprint: what counts is said in one place."""
+    rule = FingerprintRule(exclude=("/amount",))
+    face = subject(MemoryStore(), caller="tester", secret=SECRET, rule=rule)
+    pay = face.once(_pay(ledger), key=BodyKey(), rule=FingerprintRule(exclude=("/note",)))
+    assert [pay("42", 1, note="a"), pay("42", 1, note="b"), pay("42", 2, note="a")] == [1, 1, 2]
+
+
 def test_secret_from_the_environment(subject, ledger, monkeypatch):
     """RETRYSAFE_SECRET is the secret of objects that were given none."""
     monkeypatch.setenv("RETRYSAFE_SECRET", SECRET)

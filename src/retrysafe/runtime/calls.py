@@ -18,7 +18,6 @@ from typing import Any, Final
 
 from retrysafe.core.asking import asked_tree
 from retrysafe.core.call import Call
-from retrysafe.core.canonical import canonical_bytes, of_tree
 from retrysafe.core.codec import ValueCodec
 from retrysafe.core.events import UNNAMED
 from retrysafe.core.fingerprint import FingerprintRule
@@ -56,7 +55,9 @@ _GENERATOR_FLAGS: Final = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 class BodyKey:
     """A key made from the arguments themselves, for calls that have none.
 
-    Equal calls within the window count as one; the window starts when the first one ends.
+    Equal calls within the window count as one; the window starts when the first one ends. Fields
+    that the fingerprint's rule leaves out do not count here, either, so a change of that rule is a
+    change of the keys.
     """
 
     window: timedelta = timedelta(minutes=5)
@@ -276,10 +277,11 @@ class Once:
         request = {
             name: value for name, value in bound.arguments.items() if name not in self.ignore
         }
-        key = self._key(bound, args, kwargs, request)
+        fingerprints = fingerprints_of(self.rule or self.settings.rule, self.name, request)
+        key = self._key(bound, args, kwargs, fingerprints[0])
         return Call(
             self.settings.key(key, None if isinstance(key, Key) else self.caller),
-            fingerprints_of(self.rule or self.settings.rule, self.name, request),
+            fingerprints,
             self.policy,
             self.name,
             self.codec,
@@ -295,7 +297,7 @@ class Once:
         bound: inspect.BoundArguments,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        request: dict[str, Any],
+        fingerprint: Fingerprint,
     ) -> str | Key:
         source = self.key_source
         if isinstance(source, str):
@@ -303,8 +305,10 @@ class Once:
         if isinstance(source, tuple):
             return natural_key(self.name, **{name: bound.arguments[name] for name in source})
         if isinstance(source, BodyKey):
+            # What the rule leaves out does not count here either: a retry that differs in nothing
+            # else would get a key of its own, and run again.
             secret = checked_secret(self.settings.secret)
-            return body_key(secret, self.name, canonical_bytes(of_tree(request_tree(request))))
+            return body_key(secret, self.name, fingerprint.digest)
         made = source(*args, **kwargs)
         return natural_key(self.name, *made) if isinstance(made, tuple) else made
 
