@@ -59,6 +59,7 @@ def test_equal_values_give_one_natural_key(first, second):
     [
         (Decimal("10.0"), Decimal("10.00")),
         (5, 5.0),
+        (5, Decimal("5.00")),
         (NOON, NOON_ELSEWHERE),
         ({1: "a", 2: "b"}, {2: "b", 1: "a"}),
         ({"a": 1, "b": (2, 3)}, {"b": (2, 3), "a": 1}),
