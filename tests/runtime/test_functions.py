@@ -90,6 +90,29 @@ def test_values_in_a_partial_are_part_of_the_request():
             face.run("key", partial(ledger.pay, "42", amount=11))
 
 
+class Account:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def pay(self, amount: int) -> tuple[int, int]:
+        return self.number, amount
+
+    def __call__(self, amount: int) -> tuple[int, int]:
+        return self.number, amount
+
+
+@pytest.mark.parametrize("operation_of", [lambda account: account.pay, lambda account: account])
+def test_the_object_behind_an_operation_is_not_part_of_the_request(subject, operation_of):
+    """As the guide says: only `request=` tells that another object is asked."""
+    face = subject(MemoryStore(), caller="tester")
+    first, second = operation_of(Account(1)), operation_of(Account(2))
+    assert face.run("key", first, 5) == (1, 5)
+    assert face.run("key", second, 5) == (1, 5)
+    assert face.run("told", first, 5, request=[1, 5]) == (1, 5)
+    with pytest.raises(KeyReused):
+        face.run("told", second, 5, request=[2, 5])
+
+
 def test_request_can_be_given(subject, ledger):
     """`request=` says what is compared, instead of the arguments; None is a request too."""
     face = subject(MemoryStore(), caller="tester")
