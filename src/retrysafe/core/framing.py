@@ -41,7 +41,13 @@ def part_bytes(part: Part) -> bytes:
     if isinstance(part, str):
         return b"s" + part.encode("utf-8", "surrogatepass")
     if isinstance(part, int):
-        return b"i%d" % part
+        try:
+            return b"i%d" % part
+        except ValueError:
+            raise FingerprintImpossible(
+                "an integer with thousands of digits cannot be part of a key: pass its bytes, or a "
+                "hash of them"
+            ) from None
     if isinstance(part, bytes):
         return b"b" + part
     if part is None:

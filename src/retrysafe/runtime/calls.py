@@ -217,7 +217,10 @@ def fingerprints_of(rule: FingerprintRule, name: str, request: object) -> tuple[
     try:
         return rule.fingerprints_of_value(name.encode(), tree=tree)
     except ValueError as error:
-        raise FingerprintImpossible(f"the request has no canonical form: {error}") from None
+        raise FingerprintImpossible(
+            f"the request has no canonical form: {error}. Leave it out with ignore=…, or pass "
+            "request=… with what identifies the request"
+        ) from None
 
 
 @dataclass(slots=True)
@@ -254,6 +257,11 @@ class Once:
         if isinstance(self.key_source, BodyKey):
             checked_secret(self.settings.secret)
             window = self.key_source.window
+            if not isinstance(window, timedelta):
+                raise PolicyInvalid(
+                    "the window of a BodyKey must be a timedelta, such as timedelta(minutes=5), "
+                    f"got {window!r}"
+                )
             if window < self.policy.lease:
                 raise PolicyInvalid(
                     f"the window of a BodyKey ({window}) must not be shorter than the lease "

@@ -40,7 +40,6 @@ from retrysafe.runtime.calls import (
     codec_of,
     fingerprints_of,
     operation_name,
-    request_tree,
     require_runnable,
 )
 from retrysafe.runtime.resumers import Resumable, Resumables, Run
@@ -283,10 +282,9 @@ class Face:
         rule: FingerprintRule | None,
         returns: type | tuple[type, ...] | None,
     ) -> Call:
-        rule = rule or self._settings.rule
         return Call(
             self._settings.key(key, caller),
-            rule.fingerprints_of_value(name.encode(), tree=request_tree(request)),
+            fingerprints_of(rule or self._settings.rule, name, request),
             policy or self._settings.policy,
             name,
             codec_of(returns),
