@@ -87,6 +87,22 @@ def test_different_values_are_different_requests(first, second):
     assert mark([first]) != mark([second])
 
 
+@pytest.mark.parametrize(
+    "edge",
+    [
+        datetime.min.replace(tzinfo=timezone(timedelta(hours=2))),
+        datetime.max.replace(tzinfo=timezone(timedelta(hours=-2))),
+    ],
+)
+def test_instants_at_the_ends_of_the_calendar_count(edge):
+    """`datetime.min` is a usual mark for "never"; in UTC it would be before year 1."""
+    other = edge.replace(tzinfo=UTC)
+    assert mark([edge]) == mark([edge]) != mark([other])
+    assert (
+        natural_key("pay", at=edge) == natural_key("pay", at=edge) != natural_key("pay", at=other)
+    )
+
+
 def test_pointers_reach_the_fields_of_typed_values():
     """A field that does not count does not count in a dataclass either."""
     rule = FingerprintRule(exclude=("/order/sent_at",))

@@ -71,7 +71,12 @@ def part_bytes(part: Part) -> bytes:
 
 def utc_text(moment: datetime) -> str:
     """An instant is the same instant in every time zone; a naive one is what it says."""
-    return (moment.astimezone(UTC) if moment.tzinfo is not None else moment).isoformat()
+    if moment.tzinfo is not None:
+        try:
+            moment = moment.astimezone(UTC)
+        except OverflowError:
+            pass  # In UTC it lies before year 1 or after 9999; its own offset tells it apart.
+    return moment.isoformat()
 
 
 def frame_parts(*parts: Part) -> bytes:
