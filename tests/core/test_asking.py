@@ -162,6 +162,7 @@ def mark(value: object, rule: FingerprintRule = PLAIN_RULE) -> bytes:
         (Masked(number="4111"), Masked(number="4222")),
         (Open(A=1, z=NOON), Open(A=1, z=NOON.isoformat())),
         (Open(A=1, a=2), Open(A=1, a=3)),
+        (Open(A=1, a=2), Open(A=5, a=2)),
         (Open(A=1, a=2), Open(A=1)),
         (Open(**{"A": 1, "$": 2}), Open(**{"A": 1, "$": 3})),
         (Root([1, 2]), Root([2, 1])),

@@ -326,8 +326,7 @@ def _without_values(error: Exception) -> str:
     found = getattr(error, "errors", None)
     if found is None:
         return str(error)
-    told = found(include_url=False, include_context=False, include_input=False)
-    return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in told)
+    return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in found())
 
 
 def read_msgspec(kind: Any, body: bytes) -> Any:
