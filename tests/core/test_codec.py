@@ -5,8 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from decimal import Decimal
+from typing import Any
 
+import msgspec
+import pydantic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +19,7 @@ from hypothesis import strategies as st
 from retrysafe.core import codec
 from retrysafe.core.codec import ValueCodec
 from retrysafe.core.model import Payload
+from retrysafe.core.sameness import difference
 from retrysafe.core.values import NotReadable, NotStorable, type_name
 from retrysafe.errors import AttemptsExhausted, OperationFailed, OutcomeUnavailable
 from tests.core import sample_types
@@ -36,6 +42,7 @@ from tests.core.sample_types import (
     Slotted,
     Struct,
     Text,
+    WithInitVar,
 )
 
 CODEC = ValueCodec()
@@ -138,7 +145,6 @@ class Hostile:
         Model.model_construct(a="\ud800"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_what_cannot_be_stored_is_told_as_such(value):
     """Whatever goes wrong while encoding, there is one exception for it, and it has a message."""
     with pytest.raises(NotStorable) as caught:
@@ -237,6 +243,165 @@ def test_structs_and_models_need_their_package(monkeypatch):
     monkeypatch.delitem(sys.modules, "msgspec")
     with pytest.raises(NotStorable, match="no stored form"):
         CODEC.encode(Struct(1))
+
+
+# Models that would come back as something else.
+
+
+class Secretive(pydantic.BaseModel):
+    token: pydantic.SecretStr = pydantic.SecretStr("abc")
+
+
+class Revealing(Secretive):
+    """Says itself that its secret is written out."""
+
+    @pydantic.field_serializer("token")
+    def reveal(self, token: pydantic.SecretStr) -> str:
+        return token.get_secret_value()
+
+
+class Excluding(pydantic.BaseModel):
+    a: int
+    b: int = pydantic.Field(default=0, exclude=True)
+
+
+class Demanding(pydantic.BaseModel):
+    a: int = pydantic.Field(exclude=True)
+
+
+class Loose(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="allow")
+    x: Any = None
+
+
+class Engraved(Model):
+    words: str
+
+
+class Box(pydantic.BaseModel):
+    inner: Model
+
+
+class Measured(pydantic.BaseModel):
+    x: float
+
+
+class LooseStruct(msgspec.Struct):
+    x: Any
+
+
+class SubStruct(Struct):
+    c: int = 0
+
+
+class StructBox(msgspec.Struct):
+    inner: Struct
+
+
+class Doubling(msgspec.Struct):
+    """Changes a field whenever it is made."""
+
+    a: int
+
+    def __post_init__(self) -> None:
+        self.a *= 2
+
+
+class ByIdentity(msgspec.Struct, eq=False, omit_defaults=True, rename="camel", tag=True):
+    long_name: int = 1
+    raw: msgspec.Raw = msgspec.Raw(b'{"a": 1}')
+
+
+@dataclass
+class Growing:
+    """Changes what it was given as soon as it is made."""
+
+    items: list
+
+    def __post_init__(self) -> None:
+        self.items.append(len(self.items))
+
+
+NOON = datetime(2024, 2, 29, 12, 0, tzinfo=UTC)
+CHANGING = [
+    (Secretive(), r"\.token would come back as another value"),
+    (Excluding(a=1, b=5), r"\.b would come back as another value"),
+    (Demanding(a=1), "could not be made again.* a: Field required"),
+    (Loose(x={"at": NOON}), r"\.x\['at'\] is a datetime:datetime and .* a builtins:str"),
+    (Loose(x=[Decimal("1.5")]), r"\.x\[0\] is a decimal:Decimal and .* a builtins:str"),
+    (Loose(x=(1, 2)), r"\.x is a builtins:tuple and .* a builtins:list"),
+    (Loose(y=NOON), r"\.y is a datetime:datetime"),
+    (Box(inner=Engraved(a=1, words="w")), r"\.inner is a .*:Engraved and .* a .*:Model"),
+    (Measured(x=float("nan")), "x: Input should be a valid number|not JSON compliant"),
+    (Measured(x=float("inf")), "x: Input should be a valid number|not JSON compliant"),
+    (LooseStruct((1, NOON)), r"\.x is a builtins:tuple"),
+    (LooseStruct([NOON]), r"\.x\[0\] is a datetime:datetime and .* a builtins:str"),
+    (StructBox(SubStruct(1)), r"\.inner is a .*:SubStruct and .* a .*:Struct"),
+    (Doubling(1), r"\.a would come back as another value"),
+    (WithInitVar(1, 2), "missing 1 required positional argument: 'seed'"),
+    (Plain(Secretive()), r"\.a\.token would come back as another value"),
+]
+
+
+@pytest.mark.parametrize(("value", "words"), CHANGING)
+@pytest.mark.parametrize(
+    ("wrap", "where"), [(lambda item: item, ""), (lambda item: {"in": (item,)}, r"\['in'\]\[0\]")]
+)
+def test_what_would_come_back_changed_is_not_stored(value, words, wrap, where):
+    """A replay that differs from the first answer is worse than none; the field is named."""
+    words = f"the value{where}{words}" if words.startswith(r"\.") else words
+    with pytest.raises(NotStorable, match=words):
+        CODEC.encode(wrap(value))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Revealing(),
+        Excluding(a=1),
+        Loose(x={"n": [1, 2.5, None, "t", True]}, y="extra"),
+        Box(inner=Model(a=1)),
+        Measured(x=-0.0),
+        LooseStruct({"n": [1, 2.5, None, "t", True]}),
+        SubStruct(1, c=2),
+        Plain(float("nan"), {float("inf")}),
+        [Plain(Box(inner=Model(a=1))), StructBox(Struct(1))],
+        ByIdentity(),
+        ByIdentity(2, msgspec.Raw(b"[1,  2]")),
+    ],
+)
+def test_what_comes_back_the_same_is_stored(value):
+    assert difference(value, CODEC.decode(CODEC.encode(value))) is None
+
+
+def test_trying_a_value_leaves_it_as_it_is():
+    """Code of the class that runs again while the value is tried gets parts of its own."""
+    value = Growing([3])
+    with pytest.raises(NotStorable, match=r"\.items would come back with other parts"):
+        CODEC.encode(value)
+    assert value.items == [3, 1]
+
+
+def test_a_reason_holds_nothing_of_the_values():
+    """It is logged, and shown to operators; what a model holds is for neither."""
+    with pytest.raises(NotStorable) as caught:
+        CODEC.encode(Talkative(a=1, note="4111"))
+    assert "a: Field required" in str(caught.value)
+    assert "4111" not in str(caught.value)
+
+
+class Talkative(Demanding):
+    note: str
+
+
+def test_a_failure_never_comes_back_with_a_mask():
+    """What would change is left out: name and message remain."""
+    back = replayed(Declined("no", Secretive()), Declined)
+    assert type(back) is OperationFailed
+    assert str(back).startswith("Declined: ")
+    back = replayed(Declined("no", Model(a=1)), Declined)
+    assert type(back) is Declined
+    assert back.args == ("no", Model(a=1))
 
 
 # Limits.

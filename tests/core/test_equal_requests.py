@@ -14,7 +14,7 @@ import pytest
 
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.keys import natural_key
-from retrysafe.core.values import to_tree
+from retrysafe.core.request_tree import asked_tree
 
 NOON = datetime(2024, 2, 29, 12, 0, tzinfo=UTC)
 NOON_ELSEWHERE = NOON.astimezone(timezone(timedelta(hours=2)))
@@ -38,7 +38,9 @@ class Model(pydantic.BaseModel):
 
 
 def mark(value: object, rule: FingerprintRule | None = None) -> bytes:
-    return (rule or FingerprintRule()).fingerprints_of_value(b"pay", tree=to_tree(value))[0].digest
+    return (
+        (rule or FingerprintRule()).fingerprints_of_value(b"pay", tree=asked_tree(value))[0].digest
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,7 @@ def test_equal_values_give_one_natural_key(first, second):
     [
         (Decimal("10.0"), Decimal("10.00")),
         (5, 5.0),
+        (5, Decimal("5.00")),
         (NOON, NOON_ELSEWHERE),
         ({1: "a", 2: "b"}, {2: "b", 1: "a"}),
         ({"a": 1, "b": (2, 3)}, {"b": (2, 3), "a": 1}),
@@ -82,6 +85,22 @@ def test_equal_values_are_one_request(first, second):
 )
 def test_different_values_are_different_requests(first, second):
     assert mark([first]) != mark([second])
+
+
+@pytest.mark.parametrize(
+    "edge",
+    [
+        datetime.min.replace(tzinfo=timezone(timedelta(hours=2))),
+        datetime.max.replace(tzinfo=timezone(timedelta(hours=-2))),
+    ],
+)
+def test_instants_at_the_ends_of_the_calendar_count(edge):
+    """`datetime.min` is a usual mark for "never"; in UTC it would be before year 1."""
+    other = edge.replace(tzinfo=UTC)
+    assert mark([edge]) == mark([edge]) != mark([other])
+    assert (
+        natural_key("pay", at=edge) == natural_key("pay", at=edge) != natural_key("pay", at=other)
+    )
 
 
 def test_pointers_reach_the_fields_of_typed_values():
@@ -122,4 +141,4 @@ def test_fields_of_models_may_hold_anything_that_their_library_writes(kind):
     marks = [mark(kind(x=value)) for value in values]
     assert len(set(marks)) == len(values)
     assert mark(kind(x={2: "b", 1: "a"})) == mark(kind(x={1: "a", 2: "b"}))
-    assert mark(kind(x=[1, 2.0])) == mark(kind(x=(1, 2)))
+    assert mark(kind(x=[1, 2.0])) == mark(kind(x=[1, 2]))

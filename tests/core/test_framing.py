@@ -105,6 +105,12 @@ def test_values_without_a_stable_form_are_refused_by_type_name(part):
         frame_parts("ok", part)
 
 
+def test_integers_too_long_to_be_written_are_refused_with_what_to_do():
+    """Python would raise an error about its own settings."""
+    with pytest.raises(FingerprintImpossible, match="pass its bytes"):
+        frame_parts(10**5000)
+
+
 @given(st.binary(), st.binary())
 def test_digests_have_one_length_and_follow_their_input(first, second):
     assert len(digest(first)) == DIGEST_BYTES == 16

@@ -203,6 +203,13 @@ def test_natural_keys_refuse_floats():
         natural_key("pay", amount=1.5)
 
 
+@pytest.mark.parametrize("operation", [5, None, b"pay", ("pay",)])
+def test_natural_keys_refuse_operations_that_are_no_text(operation):
+    """A forgotten name is told as such."""
+    with pytest.raises(KeyInvalid, match=r"the name of its operation, a text, got .*natural_key\("):
+        natural_key(operation, 1)
+
+
 def test_body_keys_depend_on_secret_operation_and_body():
     made = {
         body_key(SECRET, "pay", b"x"),

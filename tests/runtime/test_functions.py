@@ -93,6 +93,29 @@ def test_values_in_a_partial_are_part_of_the_request():
             face.run("key", partial(ledger.pay, "42", amount=11))
 
 
+class Account:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def pay(self, amount: int) -> tuple[int, int]:
+        return self.number, amount
+
+    def __call__(self, amount: int) -> tuple[int, int]:
+        return self.number, amount
+
+
+@pytest.mark.parametrize("operation_of", [lambda account: account.pay, lambda account: account])
+def test_the_object_behind_an_operation_is_not_part_of_the_request(subject, operation_of):
+    """As the guide says: only `request=` tells that another object is asked."""
+    face = subject(MemoryStore(), caller="tester")
+    first, second = operation_of(Account(1)), operation_of(Account(2))
+    assert face.run("key", first, 5) == (1, 5)
+    assert face.run("key", second, 5) == (1, 5)
+    assert face.run("told", first, 5, request=[1, 5]) == (1, 5)
+    with pytest.raises(KeyReused):
+        face.run("told", second, 5, request=[2, 5])
+
+
 def test_request_can_be_given(subject, ledger):
     """`request=` says what is compared, instead of the arguments; None is a request too."""
     face = subject(MemoryStore(), caller="tester")
@@ -234,6 +257,36 @@ def test_once_by_body(subject, ledger):
     assert pay("42") == 1
     clock.advance(60)
     assert pay("42") == 3
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [FingerprintRule(exclude=("/order/sent_at",)), FingerprintRule(include=("/order/id",))],
+)
+@pytest.mark.parametrize("is_of_the_object", [True, False])
+def test_what_a_rule_leaves_out_is_left_out_of_a_body_key(subject, rule, is_of_the_object):
+    """A retry that was sent at another time is a retry, and does not run again."""
+    ran = []
+
+    def place(order):
+        ran.append(order)
+        return len(ran)
+
+    options = {"rule": rule} if is_of_the_object else {}
+    face = subject(MemoryStore(), caller="tester", secret=SECRET, **options)
+    options = {} if is_of_the_object else {"rule": rule}
+    once = face.once(place, key=BodyKey(), name="place", **options)
+    sent = [{"id": 1, "sent_at": 1}, {"sent_at": 2, "id": 1}, {"id": 2, "sent_at": 1}]
+    assert [once(order) for order in sent] == [1, 1, 2]
+    assert len(ran) == 2
+
+
+def test_a_rule_of_the_call_goes_before_the_object_s_in_a_body_key(subject, ledger):
+    """As it does in the fingerprint: what counts is said in one place."""
+    rule = FingerprintRule(exclude=("/amount",))
+    face = subject(MemoryStore(), caller="tester", secret=SECRET, rule=rule)
+    pay = face.once(_pay(ledger), key=BodyKey(), rule=FingerprintRule(exclude=("/note",)))
+    assert [pay("42", 1, note="a"), pay("42", 1, note="b"), pay("42", 2, note="a")] == [1, 1, 2]
 
 
 def test_secret_from_the_environment(subject, ledger, monkeypatch):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import traceback
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
@@ -31,6 +33,40 @@ def test_a_short_window_is_refused_by_the_name_that_the_user_gave_it():
         with pytest.raises(PolicyInvalid, match=r"the window of a BodyKey .* the lease"):
             idem.once(key=BodyKey(window=timedelta(seconds=5)))(lambda text: text)
         idem.once(key=BodyKey(window=idem.policy.lease))(lambda text: text)
+
+
+@pytest.mark.parametrize("window", [5, None, "5m"])
+def test_a_window_that_is_no_time_is_refused(window):
+    with (
+        Idempotency("memory://", caller="c", secret=SECRET) as idem,
+        pytest.raises(PolicyInvalid, match=r"window of a BodyKey .*timedelta\(minutes=5\), got"),
+    ):
+        idem.once(key=BodyKey(window=window))(lambda text: text)
+
+
+@pytest.mark.parametrize("source", [BodyKey(), "amount"])
+def test_numbers_too_long_for_a_key_are_told_as_such(source):
+    """As in `run`, and not in words about a setting of Python alone."""
+    with Idempotency("memory://", caller="c", secret=SECRET) as idem:
+
+        @idem.once(key=source, name="pay")
+        def pay(amount):
+            return amount
+
+        for call in (pay, lambda amount: idem.run("k", len, amount)):
+            with pytest.raises(FingerprintImpossible, match=r"pass|request="):
+                call(10**5000)
+
+
+def test_numbers_too_long_for_an_atomic_run_are_told_as_such():
+    connection = sqlite3.connect(":memory:")
+    with (
+        closing(connection),
+        Idempotency("memory://", caller="c") as idem,
+        pytest.raises(FingerprintImpossible, match="request="),
+        idem.atomic(connection, "k", request=10**5000),
+    ):
+        pytest.fail("it must not begin")
 
 
 def test_a_withheld_outcome_is_reported_by_its_reason():

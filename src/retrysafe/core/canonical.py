@@ -98,8 +98,6 @@ def of_tree(tree: Any) -> Any:
 
 
 def _of_tagged(tag: str, value: Any) -> Any:
-    if tag in _MODEL_TAGS:
-        return _of_model(value)
     if tag in _TYPED_TAGS:
         return of_tree(value)
     if tag == "decimal" and Decimal(value).is_finite():
@@ -110,24 +108,8 @@ def _of_tagged(tag: str, value: Any) -> Any:
     return {"$": tag, "v": sorted(inner, key=canonical_bytes) if tag in _UNORDERED_TAGS else inner}
 
 
-def _of_model(value: Any) -> Any:
-    """The fields of a model as its library wrote them out: nothing in there is a tag of ours."""
-    kind = type(value)
-    if kind is float:
-        return Number(repr(value))
-    if kind is list or kind is tuple:
-        return [_of_model(item) for item in value]
-    if kind is not dict:
-        return value
-    if "$" not in value and all(type(name) is str for name in value):
-        return {name: _of_model(item) for name, item in value.items()}
-    pairs = [[_of_model(name), _of_model(item)] for name, item in value.items()]
-    return {"$": "dict", "v": sorted(pairs, key=canonical_bytes)}
-
-
 # Values of classes count by their fields, so that pointers reach them and a class may be renamed.
-_TYPED_TAGS: Final = frozenset({"dataclass", "namedtuple"})
-_MODEL_TAGS: Final = frozenset({"pydantic", "msgspec"})
+_TYPED_TAGS: Final = frozenset({"dataclass", "namedtuple", "pydantic", "msgspec"})
 _UNORDERED_TAGS: Final = frozenset({"dict", "set", "frozenset"})
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import is_dataclass
 from enum import Enum
 from typing import Any, Final, Protocol
 
 from retrysafe.core import values
 from retrysafe.core.model import Payload
-from retrysafe.core.values import NotReadable, NotStorable, Types
+from retrysafe.core.models import is_dataclass, is_msgspec, is_pydantic
+from retrysafe.core.sameness import difference
+from retrysafe.core.values import NotReadable, NotStorable, Types, Walk
 from retrysafe.errors import AttemptsExhausted, OperationFailed, OutcomeUnavailable
 
 JSON: Final = "json.1"
@@ -61,17 +62,13 @@ class ValueCodec:
         try:
             if values.is_plain(value):
                 return Payload(JSON, b"", values.json_bytes(value))
-            if values.is_pydantic(value):
-                return Payload(PYDANTIC, _head(value), _pydantic_body(value))
-            if values.is_msgspec(value):
-                body = sys.modules["msgspec"].json.encode(value)
-                return Payload(MSGSPEC, _head(value), body)
-            if is_dataclass(value) and not isinstance(value, type | Enum):
-                body = values.json_bytes(values.dataclass_tree(value))
-                return Payload(DATACLASS, _head(value), body)
-            return Payload(TAGGED, b"", values.json_bytes(values.to_tree(value)))
+            return _written(value)
         except NotStorable:
             raise
+        except NotReadable as error:
+            raise NotStorable(
+                f"the value could not be made again from what would be stored of it: {error}"
+            ) from error
         except Exception as error:
             raise NotStorable(f"the result could not be encoded: {message_of(error)}") from error
 
@@ -95,13 +92,56 @@ class ValueCodec:
             ) from error
 
 
-def _pydantic_body(value: Any) -> bytes:
-    text: str = value.model_dump_json(**values.PYDANTIC_OPTIONS)
-    return text.encode()
+def _written(value: Any) -> Payload:
+    """The payload of a value that is no plain JSON; raises `NotStorable` if it would change."""
+    if is_pydantic(value):
+        text: str = value.model_dump_json(**values.PYDANTIC_OPTIONS)
+        return _comes_back(value, Payload(PYDANTIC, _head(value), text.encode()))
+    if is_msgspec(value):
+        body = sys.modules["msgspec"].json.encode(value)
+        return _comes_back(value, Payload(MSGSPEC, _head(value), body))
+    tree = _tree_that_comes_back(value)
+    if is_dataclass(value) and not isinstance(value, Enum):
+        return Payload(DATACLASS, _head(value), values.json_bytes(tree["v"]))
+    return Payload(TAGGED, b"", values.json_bytes(tree))
 
 
 def _head(value: Any) -> bytes:
     return values.type_name(type(value)).encode()
+
+
+def _comes_back(model: Any, payload: Payload) -> Payload:
+    """The payload of a model, once it has been read; raises `NotStorable` for another model."""
+    _require_same(model, _READERS[payload.form](payload, Types((type(model),))))
+    return payload
+
+
+# These are found by name or made of their items alone: they need not be tried.
+_MADE_OF_WHAT_IS_STORED: Final = (Enum, tuple)
+
+
+def _tree_that_comes_back(value: Any) -> Any:
+    """The tree of a value; raises `NotStorable` when a model or dataclass in it would change."""
+    met: set[type] = set()
+    tree = values.to_tree(value, walk=Walk(met))
+    if not all(issubclass(kind, _MADE_OF_WHAT_IS_STORED) for kind in met):
+        _require_same(value, values.from_tree(tree, Types(met)))
+    return tree
+
+
+def _require_same(value: Any, back: Any) -> None:
+    """Raises `NotStorable` when what was read back is not the value.
+
+    A class writes what it likes: a mask, some of its fields, texts where there were dates. Better
+    no replay than one that differs from the first answer, so each is tried when it is written.
+    """
+    found = difference(value, back)
+    if found is not None:
+        where, what = found
+        raise NotStorable(
+            f"the value{where} {what}: declare the type that the field really holds, leave secrets "
+            "and excluded fields out, or use a plain value instead"
+        )
 
 
 _DECODER: Final = json.JSONDecoder()
@@ -176,10 +216,7 @@ def encode_failure(error: BaseException, limit_bytes: int) -> Payload:
     head = values.type_name(type(error)).encode()
     message = {"message": message_of(error)}
     try:
-        rebuild = {
-            "args": values.to_tree(list(error.args)),
-            "state": values.to_tree(_state(error)),
-        }
+        rebuild = _tree_that_comes_back({"args": list(error.args), "state": _state(error)})
         payload = Payload(FAILURE, head, values.json_bytes(message | rebuild))
         if payload.size_bytes <= limit_bytes:
             return payload

@@ -41,7 +41,13 @@ def part_bytes(part: Part) -> bytes:
     if isinstance(part, str):
         return b"s" + part.encode("utf-8", "surrogatepass")
     if isinstance(part, int):
-        return b"i%d" % part
+        try:
+            return b"i%d" % part
+        except ValueError:
+            raise FingerprintImpossible(
+                "an integer with thousands of digits cannot be part of a key: pass its bytes, or a "
+                "hash of them"
+            ) from None
     if isinstance(part, bytes):
         return b"b" + part
     if part is None:
@@ -65,7 +71,12 @@ def part_bytes(part: Part) -> bytes:
 
 def utc_text(moment: datetime) -> str:
     """An instant is the same instant in every time zone; a naive one is what it says."""
-    return (moment.astimezone(UTC) if moment.tzinfo is not None else moment).isoformat()
+    if moment.tzinfo is not None:
+        try:
+            moment = moment.astimezone(UTC)
+        except OverflowError:
+            pass  # In UTC it lies before year 1 or after 9999; its own offset tells it apart.
+    return moment.isoformat()
 
 
 def frame_parts(*parts: Part) -> bytes:

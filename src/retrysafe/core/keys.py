@@ -106,8 +106,14 @@ def natural_key(operation: str, /, *parts: Part, **fields: Part) -> str:
     """The key of a domain event that happens once, such as the payment of invoice 42.
 
     Equal operation and values give an equal key, in any process and any release. The operation's
-    name stays readable in front. Raises `FingerprintImpossible` for values without a stable form.
+    name stays readable in front. Raises `FingerprintImpossible` for values without a stable form,
+    and `KeyInvalid` when the operation is no text.
     """
+    if not isinstance(operation, str):
+        raise KeyInvalid(
+            f"a natural key starts with the name of its operation, a text, got {operation!r}: "
+            'write natural_key("payment", …)'
+        )
     named = [item for name in sorted(fields) for item in (name, fields[name])]
     framed = frame(frame_parts(operation), frame_parts(*parts), frame_parts(*named))
     return f"{operation[:150]}:{_text_of(hashlib.sha256(framed).digest()[:DIGEST_TEXT_BYTES])}"

@@ -19,6 +19,8 @@ from enum import Enum, Flag
 from typing import Any, Final
 from uuid import UUID
 
+from retrysafe.core.models import is_dataclass, is_msgspec, is_pydantic
+
 # Deeper values are almost always cycles; the limit is well below the interpreter's own.
 DEPTH_LIMIT: Final = 100
 
@@ -81,54 +83,92 @@ def type_name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def to_tree(value: Any, path: str = "the value", depth: int = 0) -> Any:
+class Walk:
+    """How values of classes become trees: here, so that they can be read back.
+
+    `met`, if given, is filled with these classes.
+    """
+
+    __slots__ = ("met",)
+
+    def __init__(self, met: set[type] | None = None) -> None:
+        self.met = met
+
+    def encoder(self, value: Any) -> Encoder | None:
+        """What makes a tree of the value; None when nothing does."""
+        if isinstance(value, Flag):
+            return _encode_flag
+        if isinstance(value, Enum):
+            return _encode_enum
+        if is_pydantic(value):
+            return _encode_pydantic
+        if is_msgspec(value):
+            return _encode_msgspec
+        if is_dataclass(value):
+            return _encode_dataclass
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return _encode_namedtuple
+        return None
+
+
+# Takes the value, where it is, how deep that is, and the walk for what is inside.
+Encoder = Callable[[Any, str, int, Walk], Any]
+_STORED: Final = Walk()
+
+
+def to_tree(value: Any, path: str = "the value", depth: int = 0, walk: Walk = _STORED) -> Any:
     """The JSON tree of a value; raises `NotStorable` naming the part that has none."""
     if is_plain(value, depth):
         return value
     kind = type(value)
-    encode = _ENCODERS.get(kind) or _encoder_of_family(value)
+    encode = _ENCODERS.get(kind) or walk.encoder(value)
     if encode is None:
         raise NotStorable(
             f"{path} is a {type_name(kind)}, which has no stored form: use JSON values, bytes, "
             "dates, Decimals, UUIDs, enums, dataclasses, msgspec structs or pydantic models"
         )
-    return encode(value, path, depth + 1)
+    return encode(value, path, depth + 1, walk)
 
 
-def _items(values: Iterable[Any], path: str, depth: int) -> list[Any]:
-    return [to_tree(item, f"{path}[{index}]", depth) for index, item in enumerate(values)]
+def _items(values: Iterable[Any], path: str, depth: int, walk: Walk) -> list[Any]:
+    return [to_tree(item, f"{path}[{index}]", depth, walk) for index, item in enumerate(values)]
 
 
-def _tagged(tag: str) -> Callable[[Callable[[Any], Any]], Callable[[Any, str, int], Any]]:
-    def wrap(text_of: Callable[[Any], Any]) -> Callable[[Any, str, int], Any]:
-        return lambda value, path, depth: {"$": tag, "v": text_of(value)}
+def _tagged(tag: str) -> Callable[[Callable[[Any], Any]], Encoder]:
+    def wrap(text_of: Callable[[Any], Any]) -> Encoder:
+        return lambda value, path, depth, walk: {"$": tag, "v": text_of(value)}
 
     return wrap
 
 
-def _encode_dict(value: dict[Any, Any], path: str, depth: int) -> Any:
+def _encode_dict(value: dict[Any, Any], path: str, depth: int, walk: Walk) -> Any:
     if "$" not in value and all(type(name) is str for name in value):
-        return {name: to_tree(item, f"{path}[{name!r}]", depth) for name, item in value.items()}
+        return {
+            name: to_tree(item, f"{path}[{name!r}]", depth, walk) for name, item in value.items()
+        }
     pairs = [
-        [to_tree(name, f"a key of {path}", depth), to_tree(item, f"{path}[{name!r}]", depth)]
+        [
+            to_tree(name, f"a key of {path}", depth, walk),
+            to_tree(item, f"{path}[{name!r}]", depth, walk),
+        ]
         for name, item in value.items()
     ]
     return {"$": "dict", "v": pairs}
 
 
-def _encode_sequence(tag: str) -> Callable[[Any, str, int], Any]:
-    return lambda value, path, depth: {"$": tag, "v": _items(value, path, depth)}
+def _encode_sequence(tag: str) -> Encoder:
+    return lambda value, path, depth, walk: {"$": tag, "v": _items(value, path, depth, walk)}
 
 
-def _encode_set(tag: str) -> Callable[[Any, str, int], Any]:
+def _encode_set(tag: str) -> Encoder:
     # Sets have no order of their own; sorting their stored items makes equal sets equal texts.
-    return lambda value, path, depth: {
+    return lambda value, path, depth, walk: {
         "$": tag,
-        "v": sorted(_items(value, path, depth), key=sorted_json_bytes),
+        "v": sorted(_items(value, path, depth, walk), key=sorted_json_bytes),
     }
 
 
-_ENCODERS: Final[dict[type, Callable[[Any, str, int], Any]]] = {
+_ENCODERS: Final[dict[type, Encoder]] = {
     dict: _encode_dict,
     list: _items,
     tuple: _encode_sequence("tuple"),
@@ -145,56 +185,50 @@ _ENCODERS: Final[dict[type, Callable[[Any, str, int], Any]]] = {
 }
 
 
-def _encoder_of_family(value: Any) -> Callable[[Any, str, int], Any] | None:
-    if isinstance(value, Flag):
-        # A combination of flags is no member, so it has no name to be found by.
-        return lambda item, path, depth: _typed("flag", item, item.value)
-    if isinstance(value, Enum):
-        return lambda item, path, depth: _typed("enum", item, item.name)
-    if is_pydantic(value):
-        return lambda item, path, depth: _typed(
-            "pydantic", item, item.model_dump(mode="json", **PYDANTIC_OPTIONS)
-        )
-    if is_msgspec(value):
-        to_builtins = sys.modules["msgspec"].to_builtins
-        return lambda item, path, depth: _typed("msgspec", item, to_builtins(item))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _encode_dataclass
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return lambda item, path, depth: _typed("namedtuple", item, _items(item, path, depth))
-    return None
+def typed(tag: str, value: Any, tree: Any, walk: Walk) -> Any:
+    """The tree of a value of a class, with the name of that class."""
+    kind = type(value)
+    if walk.met is not None:
+        walk.met.add(kind)
+    return {"$": tag, "t": type_name(kind), "v": tree}
 
 
-def _typed(tag: str, value: Any, tree: Any) -> Any:
-    return {"$": tag, "t": type_name(type(value)), "v": tree}
+def _encode_flag(value: Flag, path: str, depth: int, walk: Walk) -> Any:
+    # A combination of flags is no member, so it has no name to be found by.
+    return typed("flag", value, value.value, walk)
 
 
-def _encode_dataclass(value: Any, path: str, depth: int) -> Any:
-    return _typed("dataclass", value, dataclass_tree(value, path, depth))
+def _encode_enum(value: Enum, path: str, depth: int, walk: Walk) -> Any:
+    return typed("enum", value, value.name, walk)
 
 
-def dataclass_tree(value: Any, path: str = "the value", depth: int = 0) -> dict[str, Any]:
-    """The fields of a dataclass by name."""
-    return {
-        item.name: to_tree(getattr(value, item.name), f"{path}.{item.name}", depth)
+def _encode_pydantic(value: Any, path: str, depth: int, walk: Walk) -> Any:
+    return typed("pydantic", value, value.model_dump(mode="json", **PYDANTIC_OPTIONS), walk)
+
+
+def _encode_msgspec(value: Any, path: str, depth: int, walk: Walk) -> Any:
+    return typed("msgspec", value, sys.modules["msgspec"].to_builtins(value), walk)
+
+
+def _encode_dataclass(value: Any, path: str, depth: int, walk: Walk) -> Any:
+    tree = {
+        item.name: to_tree(getattr(value, item.name), f"{path}.{item.name}", depth, walk)
         for item in dataclasses.fields(value)
     }
+    return typed("dataclass", value, tree, walk)
 
 
-def is_pydantic(value: Any) -> bool:
-    """Whether the value is a pydantic model, without importing pydantic."""
-    pydantic = sys.modules.get("pydantic")
-    return pydantic is not None and isinstance(value, pydantic.BaseModel)
+def _encode_namedtuple(value: Any, path: str, depth: int, walk: Walk) -> Any:
+    return typed("namedtuple", value, _items(value, path, depth, walk), walk)
 
 
-def is_msgspec(value: Any) -> bool:
-    """Whether the value is a msgspec struct, without importing msgspec."""
-    msgspec = sys.modules.get("msgspec")
-    return msgspec is not None and isinstance(value, msgspec.Struct)
-
-
-# Fields under their own names and no computed ones: aliases need not read what they write.
-PYDANTIC_OPTIONS: Final[dict[str, Any]] = {"by_alias": False, "round_trip": True}
+# Fields under their own names and no computed ones: aliases need not read what they write. Without
+# warnings of values that do not fit their fields: whether they come back is looked at.
+PYDANTIC_OPTIONS: Final[dict[str, Any]] = {
+    "by_alias": False,
+    "round_trip": True,
+    "warnings": False,
+}
 
 
 class Types:
@@ -282,7 +316,17 @@ def read_pydantic(kind: Any, body: bytes) -> Any:
         except TypeError:
             return kind.model_validate_json(body)  # Before 2.11 a model itself chose the names.
     except (ValueError, AttributeError) as error:
-        raise NotReadable(f"{type_name(kind)} no longer fits what was stored: {error}") from None
+        raise NotReadable(
+            f"{type_name(kind)} no longer fits what was stored: {_without_values(error)}"
+        ) from None
+
+
+def _without_values(error: Exception) -> str:
+    """What pydantic says, without the values that it says it about: this is logged."""
+    found = getattr(error, "errors", None)
+    if found is None:
+        return str(error)
+    return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in found())
 
 
 def read_msgspec(kind: Any, body: bytes) -> Any:

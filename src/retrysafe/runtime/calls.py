@@ -17,7 +17,6 @@ from types import FunctionType
 from typing import Any, Final
 
 from retrysafe.core.call import Call
-from retrysafe.core.canonical import canonical_bytes, of_tree
 from retrysafe.core.codec import ValueCodec
 from retrysafe.core.events import UNNAMED
 from retrysafe.core.fingerprint import FingerprintRule
@@ -26,7 +25,8 @@ from retrysafe.core.given import require_function
 from retrysafe.core.keys import Caller, GlobalCaller, Key, body_key, checked_secret, natural_key
 from retrysafe.core.model import Fingerprint, Payload
 from retrysafe.core.policy import Policy
-from retrysafe.core.values import NotStorable, to_tree
+from retrysafe.core.request_tree import asked_tree
+from retrysafe.core.values import NotStorable
 from retrysafe.errors import (
     CallerMissing,
     FingerprintImpossible,
@@ -55,7 +55,9 @@ _NO_TYPES = ValueCodec()
 class BodyKey:
     """A key made from the arguments themselves, for calls that have none.
 
-    Equal calls within the window count as one; the window starts when the first one ends.
+    Equal calls within the window count as one; the window starts when the first one ends. Fields
+    that the fingerprint's rule leaves out do not count here, either, so a change of that rule is a
+    change of the keys.
     """
 
     window: timedelta = timedelta(minutes=5)
@@ -185,7 +187,7 @@ def codec_of(returns: type | tuple[type, ...] | None) -> ValueCodec:
 def request_tree(request: object) -> Any:
     """What is asked for as a JSON tree; raises `FingerprintImpossible`."""
     try:
-        return to_tree(request, "the request")
+        return asked_tree(request)
     except (NotStorable, RecursionError) as error:
         raise FingerprintImpossible(
             f"two requests can only be told apart by values with a stable form: {error}. Leave it "
@@ -213,7 +215,10 @@ def fingerprints_of(rule: FingerprintRule, name: str, request: object) -> tuple[
     try:
         return rule.fingerprints_of_value(name.encode(), tree=tree)
     except ValueError as error:
-        raise FingerprintImpossible(f"the request has no canonical form: {error}") from None
+        raise FingerprintImpossible(
+            f"the request has no canonical form: {error}. Leave it out with ignore=…, or pass "
+            "request=… with what identifies the request"
+        ) from None
 
 
 @dataclass(slots=True)
@@ -250,6 +255,11 @@ class Once:
         if isinstance(self.key_source, BodyKey):
             checked_secret(self.settings.secret)
             window = self.key_source.window
+            if not isinstance(window, timedelta):
+                raise PolicyInvalid(
+                    "the window of a BodyKey must be a timedelta, such as timedelta(minutes=5), "
+                    f"got {window!r}"
+                )
             if window < self.policy.lease:
                 raise PolicyInvalid(
                     f"the window of a BodyKey ({window}) must not be shorter than the lease "
@@ -278,10 +288,11 @@ class Once:
         request = {
             name: value for name, value in bound.arguments.items() if name not in self.ignore
         }
-        key = self._key(bound, args, kwargs, request)
+        fingerprints = fingerprints_of(self.rule or self.settings.rule, self.name, request)
+        key = self._key(bound, args, kwargs, fingerprints[0])
         return Call(
             self.settings.key(key, None if isinstance(key, Key) else self.caller),
-            fingerprints_of(self.rule or self.settings.rule, self.name, request),
+            fingerprints,
             self.policy,
             self.name,
             self.codec,
@@ -297,7 +308,7 @@ class Once:
         bound: inspect.BoundArguments,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        request: dict[str, Any],
+        fingerprint: Fingerprint,
     ) -> str | Key:
         source = self.key_source
         if isinstance(source, str):
@@ -305,8 +316,10 @@ class Once:
         if isinstance(source, tuple):
             return natural_key(self.name, **{name: bound.arguments[name] for name in source})
         if isinstance(source, BodyKey):
+            # What the rule leaves out does not count here either: a retry that differs in nothing
+            # else would get a key of its own, and run again.
             secret = checked_secret(self.settings.secret)
-            return body_key(secret, self.name, canonical_bytes(of_tree(request_tree(request))))
+            return body_key(secret, self.name, fingerprint.digest)
         made = source(*args, **kwargs)
         return natural_key(self.name, *made) if isinstance(made, tuple) else made
 

@@ -41,7 +41,6 @@ from retrysafe.runtime.calls import (
     codec_of,
     fingerprints_of,
     operation_name,
-    request_tree,
 )
 from retrysafe.runtime.refusals import (
     checked_observers,
@@ -296,7 +295,7 @@ class Face:
         rule = self._settings.rule if rule is None else checked_rule(rule)
         return Call(
             self._settings.key(key, caller),
-            rule.fingerprints_of_value(name.encode(), tree=request_tree(request)),
+            fingerprints_of(rule, name, request),
             self._settings.policy if policy is None else checked_policy(policy),
             name,
             codec_of(returns),
