@@ -99,19 +99,6 @@ def test_a_cut_during_commit_is_found_out_by_the_token(
     assert len(runs) == 1
 
 
-@pytest.fixture(scope="module")
-def mortal_server():
-    """A server with full durability that a test may kill.
-
-    Nothing but a commit makes it write its log down, so that a crash forgets what is uncommitted.
-    """
-    server = PostgresServer(settings={"wal_writer_delay": "10s"})
-    try:
-        yield server.start()
-    finally:
-        server.remove()
-
-
 @FACES
 def test_a_server_killed_between_claim_and_settle_changes_nothing(mortal_server, face):
     """kill -9 of the whole server while the operation runs: the ending is stored after the restart.
@@ -203,6 +190,10 @@ def test_a_server_that_stays_away_is_reported_and_the_operation_is_not_repeated(
     assert stored_in(url).condition is Condition.RUNNING
 
 
+# What the drivers say when the connection is gone.
+LOST = (psycopg.OperationalError, asyncpg.PostgresConnectionError, asyncpg.InterfaceError)
+
+
 class Book:
     """A user's table, and a connection to it that is lost with the server at its first commit."""
 
@@ -280,10 +271,6 @@ def run_written(book: Book, blocking, suspending) -> str:
             return await idem.run("the key", suspending, name="op", request="r")
 
     return asyncio.run(call())
-
-
-# What the drivers say when the connection is gone.
-LOST = (psycopg.OperationalError, asyncpg.PostgresConnectionError, asyncpg.InterfaceError)
 
 
 @FACES
