@@ -78,6 +78,28 @@ class Desk(Probe):
         return run_sync(Partitions(store._connector, self.schema, store._statement).tend())
 
 
+class Spied:
+    """The statements that a store runs, and what is done just before one of them."""
+
+    def __init__(self, store):
+        self.names = []
+        self.before = {}
+        statement = store._statement
+
+        def told(name):
+            self.names.append(name)
+            act = self.before.pop(name, None)
+            if act is not None:
+                act()
+            return statement(name)
+
+        store._statement = told
+
+    def taken(self):
+        names, self.names = self.names, []
+        return names
+
+
 @pytest.fixture
 def connection(postgres_server):
     with psycopg.connect(postgres_server.url(), autocommit=True) as made:
@@ -90,3 +112,8 @@ def desk(postgres_url, connection):
     yield made
     for store in made.stores:
         run_sync(store.close())
+
+
+@pytest.fixture
+def spied(desk):
+    return Spied(desk.store)

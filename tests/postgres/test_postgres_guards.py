@@ -11,12 +11,14 @@ import psycopg
 import pytest
 
 from retrysafe.core import transitions
+from retrysafe.core.keys import Key
 from retrysafe.core.model import Decision, Payload, SettleKind, Step, StepWrite
 from retrysafe.errors import OperationInFlight, StoreUnavailable
 from retrysafe.runtime.blocking import BlockingIdempotency
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import mint_token
-from retrysafe.stores.postgres import PostgresStore
+from retrysafe.stores.postgres import PostgresStore, takeovers
+from retrysafe.stores.postgres.takeovers import Takeover
 from retrysafe.testing.suite.probe import KEY, key_of, request, settlement
 from retrysafe.wiring import postgres_store
 from tests.servers.fixtures import migrated
@@ -24,6 +26,7 @@ from tests.servers.fixtures import migrated
 # The shortest lease there is: on the server's clock it is over when the next statement begins.
 INSTANT_MS = 0
 ARGUMENTS = Payload("json.1", b"", b"[[1],{}]")
+PAIR = (KEY, key_of("key-2"))
 
 
 def claimed(store: PostgresStore, token: bytes, lease_ms: int = INSTANT_MS) -> Decision:
@@ -217,6 +220,58 @@ def ending_does_not_wait_for_its_step(store: PostgresStore) -> None:
     assert isinstance(answer, StoreUnavailable)
 
 
+def judged(store: PostgresStore, *keys: Key) -> list[Takeover]:
+    """Takeovers of keys that nobody holds, up to their writing."""
+    made = []
+    for place, key in enumerate(keys):
+        found = run_sync(store.read(key))
+        new, answer = transitions.claim(found.record, request(key), found.now_ms)
+        made.append(Takeover(found.record, new, answer, place))
+    return made
+
+
+def only_one_of_a_batch_takes_over(store: PostgresStore) -> None:
+    run_sync(store.commit([request(key, lease_ms=INSTANT_MS) for key in PAIR], []))
+    rivals = [judged(store, *PAIR) for _ in range(2)]
+    won = [run_sync(takeovers.write(store._fetch, rival))[0] for rival in rivals]
+    assert won == [{key.digest for key in PAIR}, set()]
+
+
+def takeovers_do_not_wait_for_the_owner(store: PostgresStore) -> None:
+    tokens = [mint_token() for _ in PAIR]
+    wishes = zip(PAIR, tokens, strict=True)
+    run_sync(store.commit([request(*wish, lease_ms=INSTANT_MS) for wish in wishes], []))
+    make_impatient(store)
+    together = judged(store, *PAIR)
+    with closing(psycopg.connect(store.url)) as user:
+        user.execute("SELECT 1")
+        ending = settlement(SettleKind.COMPLETE, PAIR[0], tokens[0])
+        assert run_sync(store.join(user).settle(ending)) is Decision.APPLY
+        try:
+            taken, _ = run_sync(takeovers.write(store._fetch, together))
+        except StoreUnavailable as error:
+            pytest.fail(str(error))
+    assert taken == {PAIR[1].digest}
+
+
+def new_lives_start_without_steps(store: PostgresStore) -> None:
+    claims = [request(key, arguments=ARGUMENTS) for key in PAIR]
+    run_sync(store.commit(claims, []))
+    step = Step("charge", 1, Payload("json.1", b"", b"1"))
+    for item in claims:
+        write = StepWrite(item.key, item.token, step)
+        assert run_sync(store.record_step(write)) is Decision.APPLY
+    endings = [
+        settlement(SettleKind.COMPLETE, item.key, item.token, active_ms=INSTANT_MS)
+        for item in claims
+    ]
+    run_sync(store.commit([], endings))
+    answers, _ = run_sync(store.commit([request(key) for key in PAIR], []))
+    assert [answer.decision for answer in answers] == [Decision.ADMIT] * 2
+    assert [run_sync(store.read(key)).steps for key in PAIR] == [[], []]
+    assert rows_of_arguments(store) == 0
+
+
 def new_life_has_no_old_arguments(store: PostgresStore) -> None:
     token = mint_token()
     run_sync(store.commit([request(KEY, token, arguments=ARGUMENTS)], []))
@@ -285,6 +340,33 @@ GUARDS = [
         "token = $14 AND state = $15 AND attempt = $16 AND lease_ends_at_ms = $17",
         "(token <> $14 OR state = $15 OR attempt = $16 OR lease_ends_at_ms = $17)",
         only_one_takes_over,
+    ),
+    Guard(
+        "replace_records",
+        " AND k.token = w.old_token AND k.state = w.old_state\n"
+        "        AND k.attempt = w.old_attempt AND k.lease_ends_at_ms = w.old_lease_ends_at_ms",
+        "",
+        only_one_of_a_batch_takes_over,
+    ),
+    Guard(
+        "replace_records",
+        "set_config('lock_timeout', '50ms', true)",
+        "''::text",
+        takeovers_do_not_wait_for_the_owner,
+    ),
+    Guard(
+        "replace_records",
+        "DELETE FROM {schema}.steps\n"
+        "    WHERE digest IN (SELECT digest FROM replaced WHERE is_new_life)",
+        "SELECT 1",
+        new_lives_start_without_steps,
+    ),
+    Guard(
+        "replace_records",
+        "DELETE FROM {schema}.arguments\n"
+        "    WHERE digest IN (SELECT digest FROM replaced WHERE is_new_life)",
+        "SELECT 1",
+        new_lives_start_without_steps,
     ),
     Guard("extend", " AND k.token = w.token", "", zombie_cannot_extend),
     Guard("record_step", "AND token = $2", "AND $2::bytea <> ''", zombie_cannot_record_a_step),

@@ -24,33 +24,6 @@ ARGUMENTS = Payload("json.1", b"", b"[[1],{}]")
 YEAR_MS = 365 * DAY_MS
 
 
-class Spied:
-    """The statements that a store runs, and what is done just before one of them."""
-
-    def __init__(self, store):
-        self.names = []
-        self.before = {}
-        statement = store._statement
-
-        def told(name):
-            self.names.append(name)
-            act = self.before.pop(name, None)
-            if act is not None:
-                act()
-            return statement(name)
-
-        store._statement = told
-
-    def taken(self):
-        names, self.names = self.names, []
-        return names
-
-
-@pytest.fixture
-def spied(desk):
-    return Spied(desk.store)
-
-
 def expect_rows(desk):
     """Brings the store to expect rows, by the replays that it takes."""
     keys = desk.done(BALANCE_LIMIT + 1)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.processes.children import Child
 from tests.servers.fixtures import migrated
+from tests.servers.postgres import PostgresServer
 
 
 @pytest.fixture
@@ -48,3 +49,16 @@ def url(request) -> str:
 def ledger(tmp_path) -> str:
     """A path for the ledger."""
     return str(tmp_path / "ledger")
+
+
+@pytest.fixture(scope="module")
+def mortal_server():
+    """A server with full durability that a test may kill.
+
+    Nothing but a commit makes it write its log down, so that a crash forgets what is uncommitted.
+    """
+    server = PostgresServer(settings={"wal_writer_delay": "10s"})
+    try:
+        yield server.start()
+    finally:
+        server.remove()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 import asyncpg
@@ -19,6 +19,16 @@ from retrysafe.stores.postgres.connector import (
     Rows,
     planner_statement,
     translated,
+)
+
+# What asyncpg raises when the server, or only a connection to it, is gone. A connection that ends
+# while it is given back to the pool is an internal error to it.
+_GONE: Final = (
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+    OSError,
+    TimeoutError,
 )
 
 # A connection that rested longer goes through the pool, which closes what nobody uses.
@@ -58,6 +68,15 @@ def _is_open(connection: Any) -> bool:
         return not connection.is_closed()
     except asyncpg.InterfaceError:
         return False
+
+
+async def _release(pool: Any, connection: Any) -> None:
+    """Gives a connection back to its pool, which also has it back when this fails.
+
+    A restarted server ends all connections at once, each of them perhaps at this very moment.
+    """
+    with suppress(*_GONE):
+        await pool.release(connection)
 
 
 class AsyncpgConnector:
@@ -118,7 +137,7 @@ class AsyncpgConnector:
                 return bool(pid != connection.get_server_pid())
             finally:
                 await connection.close()
-        except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as error:
+        except _GONE as error:
             raise StoreUnavailable(f"{self._location} does not answer: {error!r}") from error
 
     async def close(self) -> None:
@@ -127,7 +146,7 @@ class AsyncpgConnector:
         resting, self._resting = self._resting, []
         if pool is not None and self._loop is asyncio.get_running_loop():
             for connection, _ in resting:
-                await pool.release(connection)
+                await _release(pool, connection)
             await pool.close()
 
     def after_fork_in_child(self) -> None:
@@ -162,7 +181,7 @@ class AsyncpgConnector:
             if (error.sqlstate or "")[:2] in ("08", "57"):
                 await self._expire(pool)
             return translated(error.sqlstate, str(error), self._location)
-        if isinstance(error, asyncpg.InterfaceError | OSError | TimeoutError):
+        if isinstance(error, _GONE):
             # A restarted server has killed the others too.
             await self._expire(pool)
             return StoreUnavailable(f"{self._location} does not answer: {error!r}")
@@ -173,7 +192,7 @@ class AsyncpgConnector:
             connection, rested_since = self._resting.pop()
             if time.monotonic() - rested_since < REST_SECONDS and _is_open(connection):
                 return connection
-            await pool.release(connection)
+            await _release(pool, connection)
         self._waiting += 1
         try:
             return await pool.acquire(timeout=self._options.connect_timeout.total_seconds())
@@ -186,15 +205,15 @@ class AsyncpgConnector:
             self._resting.append((connection, time.monotonic()))
         else:
             # The pool looks after what was cancelled or broken, and after those who wait for one.
-            await pool.release(connection)
+            await _release(pool, connection)
 
     async def _expire(self, pool: Any) -> None:
-        await pool.expire_connections()
         if pool is not self._pool:
             return  # It was closed meanwhile, and those at hand are another one's.
+        await pool.expire_connections()
         resting, self._resting = self._resting, []
         for connection, _ in resting:
-            await pool.release(connection)
+            await _release(pool, connection)
 
     async def _opened(self) -> Any:
         loop = asyncio.get_running_loop()
@@ -224,5 +243,5 @@ class AsyncpgConnector:
                 server_settings={"application_name": "retrysafe"},
                 init=_set_planner if options.has_prepared_statements else None,
             )
-        except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as error:
+        except _GONE as error:
             raise StoreUnavailable(f"{self._location} does not answer: {error!r}") from error

@@ -30,11 +30,18 @@ from retrysafe.core.ports import Fate, Waits
 from retrysafe.errors import SchemaMissing, StoreUnavailable, TransactionMissing
 from retrysafe.stores.postgres import rows
 from retrysafe.stores.postgres.connections import UserConnection
-from retrysafe.stores.postgres.connector import MISSING_CODES, Connector
+from retrysafe.stores.postgres.connector import (
+    MISSING_CODES,
+    Conflict,
+    Connector,
+    RowRefused,
+)
 from retrysafe.stores.postgres.outbox import stage_parameters
 
 _LOCK_NOT_AVAILABLE: Final = "55P03"
 _NO_TRANSACTION_CODES: Final = ("25P01", "3B001")
+# What `pg_xact_status` says to the id of a transaction that is yet to come.
+_UNKNOWN_TRANSACTION: Final = "22023"
 # Only a leased claim or an operator can change a record under our lock, so a few rounds suffice.
 _ROUNDS_LIMIT: Final = 20
 
@@ -235,15 +242,29 @@ class PostgresTransaction:
         return await self._fate("count_steps", write.key.digest, write.step.name)
 
     async def _fate(self, counting: str, *params: Any) -> Fate:
-        # In this order: what has ended before the rows are counted is seen by that count.
-        ((status,),) = await self._connector.fetch(
-            self._sql["transaction_status"], (self._transaction_id,)
-        )
-        if status == "in progress":
-            return Fate.OPEN
-        ((count,),) = await self._connector.fetch(self._sql[counting], params)
+        try:
+            # In this order: what has ended before the rows are counted is seen by that count.
+            if await self._is_open():
+                return Fate.OPEN
+            ((count,),) = await self._connector.fetch(self._sql[counting], params)
+        except (RowRefused, Conflict) as error:
+            raise StoreUnavailable(
+                f"{self._location} does not tell what became of the transaction: {error}"
+            ) from error
         # A committed transaction may still have rolled back the savepoint that it was written in.
         return Fate.STANDS if count else Fate.UNDONE
+
+    async def _is_open(self) -> bool:
+        try:
+            ((status,),) = await self._connector.fetch(
+                self._sql["transaction_status"], (self._transaction_id,)
+            )
+        except RowRefused as error:
+            if sqlstate_of(error) != _UNKNOWN_TRANSACTION:
+                raise
+            # The server crashed before it wrote anything down of it. A commit would have been.
+            return False
+        return bool(status == "in progress")
 
     async def _fetch(self, name: str, *params: Any) -> Sequence[Sequence[Any]]:
         try:

@@ -24,7 +24,7 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import ClaimResult, SettleResult
 from retrysafe.errors import DigestCollision, StoreRejected, StoreUnavailable
-from retrysafe.stores.postgres import packing
+from retrysafe.stores.postgres import packing, takeovers
 from retrysafe.stores.postgres.connector import Locked
 from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.packing import split
@@ -32,6 +32,7 @@ from retrysafe.stores.postgres.reading import Found, Reader
 from retrysafe.stores.postgres.rows import admitted, in_flight, replacement
 from retrysafe.stores.postgres.schema import LOCK_WAIT
 from retrysafe.stores.postgres.sifting import Fetch, Sifter, Write, Written
+from retrysafe.stores.postgres.takeovers import Takeover
 
 # Rivals that keep changing a row between our read and our write make us read again. Each round
 # means that somebody else made progress, so a bound only guards against a bug.
@@ -46,25 +47,10 @@ _NO_WAIT: Final = "1ms"
 
 # Looked up once: members of an enum are dear to look up per row.
 _EXTEND: Final = SettleKind.EXTEND
-_REPLAY: Final = Decision.REPLAY
 # Nobody changes an answer, so that all rows that were applied can share one.
 _APPLIED: Final = SettleAnswer(Decision.APPLY)
 # Nothing was read, and nobody asks when.
 _NO_RECORD: Final = (None, 0)
-
-
-def _unwritten(request: ClaimRequest, found: Found) -> ClaimResult | None:
-    """The answer of the table, where it writes nothing; else None."""
-    record, payload, now_ms = found
-    try:
-        changed, answer = transitions.claim(record, request, now_ms)
-    except DigestCollision as error:
-        return error
-    if changed is not None:
-        return None
-    if answer.decision is _REPLAY:
-        answer.payload = payload
-    return answer
 
 
 class Batches:
@@ -288,22 +274,61 @@ class Batches:
 
         Where an earlier claim of the same batch has changed that, the comparison finds out.
         """
+        told = list(results)
+        wishes: dict[bytes, Takeover | None] = {}
+        for place, request in enumerate(claims):
+            digest = request.key.digest
+            known = found.get(digest) if told[place] is None else None
+            if known is None:
+                continue
+            judged = takeovers.judged(request, known, place)
+            if not isinstance(judged, Takeover):
+                told[place] = judged
+            elif digest not in wishes:
+                # What is busy or brings arguments goes alone, and later claims of its key after it.
+                is_plain = request.arguments is None and not self._sifter.is_busy(digest)
+                wishes[digest] = judged if is_plain else None
+        together = {digest: item for digest, item in wishes.items() if item is not None}
         lock_wait = LOCK_WAIT
+        if len(together) > 1 and await self._take_over(together, claims, told, found):
+            lock_wait = _NO_WAIT
         answers: list[ClaimResult] = []
-        for request, result in zip(claims, results, strict=True):
+        for request, result in zip(claims, told, strict=True):
             if result is not None:
                 answers.append(result)
                 continue
             digest = request.key.digest
-            known = found.get(digest)
-            answer = None if known is None else _unwritten(request, known)
-            if answer is None:
-                answer = await self._claim_existing(request, known, lock_wait)
-                if self._sifter.is_busy(digest):
-                    # The batch has waited once, and its other rows with it. That is enough.
-                    lock_wait = _NO_WAIT
-            answers.append(answer)
+            answers.append(await self._claim_existing(request, found.get(digest), lock_wait))
+            if self._sifter.is_busy(digest):
+                # The batch has waited once, and its other rows with it. That is enough.
+                lock_wait = _NO_WAIT
         return answers
+
+    async def _take_over(
+        self,
+        wishes: dict[bytes, Takeover],
+        claims: Sequence[ClaimRequest],
+        told: list[ClaimResult | None],
+        found: dict[bytes, Found],
+    ) -> bool:
+        """Takes keys over together, and answers those claims; says whether it has waited in vain.
+
+        The other claims of these keys come after a rival, or after the one that was answered, so
+        what was found for them is read again.
+        """
+        taken, has_waited = await takeovers.write(self._fetch, wishes.values())
+        if taken is None:
+            return has_waited
+        for digest in taken:
+            told[wishes[digest].place] = wishes[digest].answer
+        late = {
+            request.key.digest
+            for request, result in zip(claims, told, strict=True)
+            if result is None and request.key.digest in wishes
+        }
+        if late:
+            found |= await self._reader.read_payloads(list(late))
+        return has_waited
 
     async def _claim_existing(
         self, request: ClaimRequest, found: Found | None, lock_wait: str

@@ -52,7 +52,10 @@ def checked_schema_name(name: str) -> str:
 
 
 def statements(schema: str, now_ms: str = NOW_MS) -> dict[str, str]:
-    """The store's statements for one schema; those of a batch also as `…_patiently`."""
+    """The store's statements for one schema; those of a batch also in other manners.
+
+    `…_patiently` waits for any lock, and `…_unlocked` leaves the rows out that somebody has.
+    """
     made = {
         name: block.replace("{schema}", schema)
         .replace("{now_ms}", now_ms)
@@ -63,6 +66,10 @@ def statements(schema: str, now_ms: str = NOW_MS) -> dict[str, str]:
     for name, text in limited.items():
         made[name] = text.replace("{lock_wait}", LOCK_WAIT)
         made[f"{name}_patiently"] = text.replace("{lock_wait}", _NO_LIMIT)
+    waiting = {name: text for name, text in made.items() if "{skip_locked}" in text}
+    for name, text in waiting.items():
+        made[name] = text.replace("{skip_locked}", "")
+        made[f"{name}_unlocked"] = text.replace("{skip_locked}", " SKIP LOCKED")
     return made
 
 

@@ -172,6 +172,49 @@ WITH bound AS MATERIALIZED (
 )
 SELECT count(*) FROM replaced;
 
+-- name: replace_records
+-- `replace_record` for the claims of a batch: whatever becomes pending again, compared and replaced in
+-- one round trip and one flush of the WAL. Rivals want the same rows, so each statement first locks
+-- its own in the order of the digests, whatever the plan: they wait for each other and cannot
+-- deadlock. A row that is no longer the one that the decision was made from is left out, also when it
+-- changed during the wait. Claims that bring arguments are replaced one by one.
+WITH bound AS MATERIALIZED (
+    SELECT set_config('lock_timeout', '{lock_wait}', true)
+), held AS MATERIALIZED (
+    SELECT w.*
+    FROM bound, unnest(
+        $1::bytea[], $2::text[], $3::smallint[], $4::bytea[], $5::bytea[], $6::integer[], $7::bigint[],
+        $8::bigint[], $9::bigint[], $10::text[], $11::boolean[],
+        $12::bytea[], $13::smallint[], $14::integer[], $15::bigint[], $16::bigint[]
+    ) AS w (
+        digest, operation, rule, fingerprint, token, attempt, first_claimed_at_ms,
+        claimed_at_ms, lease_ends_at_ms, owner, is_new_life,
+        old_token, old_state, old_attempt, old_lease_ends_at_ms, old_expires_at_ms
+    )
+    JOIN {schema}.keys AS k
+        ON k.digest = w.digest AND k.token = w.old_token AND k.state = w.old_state
+        AND k.attempt = w.old_attempt AND k.lease_ends_at_ms = w.old_lease_ends_at_ms
+        AND k.expires_at_ms IS NOT DISTINCT FROM w.old_expires_at_ms
+    ORDER BY k.digest
+    FOR NO KEY UPDATE OF k{skip_locked}
+), replaced AS (
+    UPDATE {schema}.keys AS k SET
+        operation = h.operation, rule = h.rule, fingerprint = h.fingerprint, state = 1,
+        token = h.token, attempt = h.attempt, first_claimed_at_ms = h.first_claimed_at_ms,
+        claimed_at_ms = h.claimed_at_ms, lease_ends_at_ms = h.lease_ends_at_ms,
+        settled_at_ms = NULL, expires_at_ms = NULL, audit_ends_at_ms = NULL, owner = h.owner
+    FROM held AS h
+    WHERE k.digest = h.digest
+    RETURNING k.digest, h.is_new_life
+), forgotten AS (
+    DELETE FROM {schema}.steps
+    WHERE digest IN (SELECT digest FROM replaced WHERE is_new_life)
+), dropped AS (
+    DELETE FROM {schema}.arguments
+    WHERE digest IN (SELECT digest FROM replaced WHERE is_new_life)
+)
+SELECT coalesce(string_agg(digest, ''), '') FROM replaced;
+
 -- name: record_step
 -- Stores a step's result while the token holds the key; the lock on the key's row makes a takeover
 -- wait for it. The first result stands: says whether the key is held, and whether this is the first.
