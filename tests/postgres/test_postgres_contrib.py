@@ -63,10 +63,19 @@ MANAGE = """
 import sys
 import django
 from django.conf import settings
+
+def database(name):
+    return {"ENGINE": sys.argv[1], "NAME": name, "HOST": "127.0.0.1", "PORT": sys.argv[3],
+            "USER": "retrysafe"}
+
+class Router:
+    def allow_migrate(self, db, app_label, **hints):
+        return db == "default" if app_label == "retrysafe" else None
+
 settings.configure(
     INSTALLED_APPS=["retrysafe.contrib.django"],
-    DATABASES={"default": {"ENGINE": sys.argv[1], "NAME": sys.argv[2], "HOST": "127.0.0.1",
-                           "PORT": sys.argv[3], "USER": "retrysafe"}},
+    DATABASES={"default": database(sys.argv[2]), "analytics": database(sys.argv[2] + "_2")},
+    DATABASE_ROUTERS=["__main__.Router"],
     RETRYSAFE_SCHEMA=sys.argv[4],
     USE_TZ=True,
 )
@@ -293,6 +302,31 @@ def test_django_leaves_other_databases_alone(manage, tmp_path):
         "migrate", "retrysafe", engine="django.db.backends.sqlite3", database_name=path
     )
     assert "OK" in printed
+
+
+@pytest.fixture
+def second_database(postgres_server, database):
+    """What the project's router keeps for other applications."""
+    made = f"{database}_2"
+    with psycopg.connect(postgres_server.url(), autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {made}")
+        yield made
+        connection.execute(f"DROP DATABASE {made}")
+
+
+def test_django_leaves_databases_alone_that_a_router_keeps_for_others(
+    manage, postgres_server, second_database, name, url
+):
+    """The router decides, whether the migration is applied or printed."""
+    assert "OK" in manage("migrate", "retrysafe", "--database", "analytics")
+    printed = manage("sqlmigrate", "retrysafe", "0001", "--database", "analytics")
+    assert "CREATE TABLE" not in printed
+    with psycopg.connect(postgres_server.url(second_database)) as connection:
+        found = connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (name,))
+        assert found.fetchall() == []
+    assert len(pending(url)) == len(schema.MIGRATIONS)
+    assert "OK" in manage("migrate", "retrysafe")
+    assert pending(url) == []
 
 
 def test_there_is_a_django_migration_for_every_migration():
