@@ -115,6 +115,18 @@ def test_sweep_removes_what_is_outlived(invoke, migrated, execute):
     assert execute("SELECT count(*) FROM {schema}.outcomes") == [(5,)]
 
 
+def test_the_audit_of_a_key_that_a_sweep_removed_is_shown(invoke, migrated, execute):
+    """People ask by the key; the rows that are left know only its digest."""
+    fill(migrated, execute, 2)
+    assert invoke("sweep", "--json", "--store", migrated).json["keys"] == 2
+    shown = invoke("keys", "show", "k1", "--caller", "acme", "--json", "--store", migrated)
+    assert (shown.code, shown.json["record"]) == (0, None)
+    assert [(item["ending"], item["body"]) for item in shown.json["outcomes"]] == [("succeeded", 1)]
+    digest = shown.json["digest"]
+    found = "SELECT state, body_json FROM {schema}.audit WHERE encode(digest, 'hex') = "
+    assert execute(f"{found}'{digest}'") == [("succeeded", 1)]
+
+
 def test_sweep_says_which_days_it_dropped(invoke, migrated, execute):
     """A day whose audit is over goes as a whole."""
     execute(

@@ -13,6 +13,7 @@ from retrysafe.core.model import (
     Payload,
     Record,
     State,
+    StoredOutcome,
 )
 
 # Between which instants an audit must end for its payload to be read: any, and none.
@@ -41,6 +42,13 @@ def payload_of(row: Sequence[Any]) -> Payload:
     """The payload of a row's last three columns."""
     form, head, body = row
     return Payload(form, bytes(head), bytes(body))
+
+
+def outcome_of(row: Sequence[Any]) -> StoredOutcome:
+    """One ending of the audit."""
+    token, attempt, state, form, head, body, at_ms, ends_at_ms = row
+    payload = Payload(form, bytes(head), bytes(body))
+    return StoredOutcome(bytes(token), attempt, _STATES[state], payload, at_ms, ends_at_ms)
 
 
 def claim_row(request: ClaimRequest) -> tuple[Any, ...]:

@@ -43,7 +43,7 @@ from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
 from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.partitions import Partitions
 from retrysafe.stores.postgres.reading import Reader
-from retrysafe.stores.postgres.rows import payload_of, record_of
+from retrysafe.stores.postgres.rows import outcome_of, payload_of, record_of
 from retrysafe.stores.postgres.sifting import Fetch, Sifter, Written
 
 _logger = logging.getLogger("retrysafe")
@@ -152,20 +152,14 @@ class PostgresStore:
             if not endings and await self._has_changed(record):
                 # Freed or claimed anew in between: what was read is of a life that is over.
                 return await self.read(key)
-        outcomes = [
-            StoredOutcome(
-                bytes(token),
-                attempt,
-                State(state),
-                Payload(form, bytes(head), bytes(body)),
-                at,
-                ends,
-            )
-            for token, attempt, state, form, head, body, at, ends in endings
-        ]
+        outcomes = [outcome_of(row) for row in endings]
         kept = await self._fetch("read_arguments", key.digest, record.first_claimed_at_ms)
         arguments = payload_of(kept[0]) if kept else None
         return StoredKey(record, condition_of(record, now_ms), now_ms, steps, outcomes, arguments)
+
+    async def read_audit(self, key: Key) -> list[StoredOutcome]:
+        """Every stored outcome of a key, also when a sweep has removed its record."""
+        return [outcome_of(row) for row in await self._fetch("read_outcomes", key.digest)]
 
     async def _has_changed(self, record: Record) -> bool:
         found = await self._reader.read(record.digest)

@@ -200,12 +200,9 @@ class SqliteStore:
                     SQL["select_steps"], (key.digest,)
                 )
             ]
-            outcomes = [
-                StoredOutcome(token, attempt, State(state), Payload(form, head, body), at, ends)
-                for token, attempt, state, form, head, body, at, ends in connection.execute(
-                    SQL["select_outcomes" if with_audit else "select_standing"], (key.digest,)
-                )
-            ]
+            outcomes = self._outcomes(
+                connection, "select_outcomes" if with_audit else "select_standing", key
+            )
             return StoredKey(
                 record,
                 condition_of(record, now_ms),
@@ -214,6 +211,20 @@ class SqliteStore:
                 outcomes,
                 recovery.arguments_of(connection, record),
             )
+
+    async def read_audit(self, key: Key) -> list[StoredOutcome]:
+        """Every stored outcome of a key, also when a sweep has removed its record."""
+        with self._reading() as connection:
+            return self._outcomes(connection, "select_outcomes", key)
+
+    @staticmethod
+    def _outcomes(connection: sqlite3.Connection, block: str, key: Key) -> list[StoredOutcome]:
+        return [
+            StoredOutcome(token, attempt, State(state), Payload(form, head, body), at, ends)
+            for token, attempt, state, form, head, body, at, ends in connection.execute(
+                SQL[block], (key.digest,)
+            )
+        ]
 
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
         """Records for an operator, newest claim first."""
