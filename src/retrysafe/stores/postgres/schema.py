@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Final
 
 from retrysafe.errors import InvalidInput, SchemaMissing, StoreUnavailable
 from retrysafe.stores.migrations import Applied, Migration, load_migrations, pending
 from retrysafe.stores.postgres.connector import Connector, Locked, Rows, Session
+from retrysafe.stores.postgres.naming import checked_schema_name
 from retrysafe.stores.postgres.partitions import HORIZON_DAYS
 from retrysafe.stores.sql import load_blocks
 
@@ -41,16 +41,6 @@ _TABLE_TIMEOUT: Final = "SET LOCAL lock_timeout = '5s'"
 # The lock is worth nothing to a transaction that took its snapshot before it got the lock.
 _READ_COMMITTED: Final = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
 _BEGIN: Final = "BEGIN ISOLATION LEVEL READ COMMITTED"
-_SCHEMA_NAME: Final = re.compile(r"^[a-z_][a-z0-9_]{0,47}\Z")
-
-
-def checked_schema_name(name: str) -> str:
-    """The name itself; raises `InvalidInput`, because it becomes part of statements."""
-    if not _SCHEMA_NAME.match(name):
-        raise InvalidInput(
-            f"{name!r} cannot be a schema name: use up to 48 lower-case letters, digits and _"
-        )
-    return name
 
 
 def statements(schema: str, now_ms: str = NOW_MS) -> dict[str, str]:

@@ -40,6 +40,7 @@ from retrysafe.stores.postgres.atomic import PostgresTransaction
 from retrysafe.stores.postgres.batches import ROUNDS_LIMIT, Batches
 from retrysafe.stores.postgres.connections import adapted
 from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
+from retrysafe.stores.postgres.naming import checked_schema_name
 from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.partitions import Partitions
 from retrysafe.stores.postgres.reading import Reader
@@ -67,7 +68,7 @@ class PostgresStore:
     ) -> None:
         self._connector = connector
         self.location = location
-        self.schema_name = schema.checked_schema_name(schema_name)
+        self.schema_name = checked_schema_name(schema_name)
         self._sql = schema.statements(self.schema_name)
         self._is_current = False
         self._sweep_page = 0
