@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Final, cast
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 from retrysafe.core.events import Emit
 from retrysafe.core.fingerprint import FingerprintRule
@@ -24,7 +21,7 @@ from retrysafe.runtime.refusals import checked_observers
 from retrysafe.runtime.tasks import AsyncFace
 from retrysafe.stores.memory import MemoryStore
 from retrysafe.stores.postgres import PostgresStore
-from retrysafe.stores.postgres.connector import PoolOptions
+from retrysafe.stores.postgres.urls import PostgresUrl, postgres_url, without_password
 from retrysafe.stores.sqlite import SqliteStore
 
 SECRET_VARIABLE: Final = "RETRYSAFE_SECRET"
@@ -85,42 +82,9 @@ def sqlite_path(url: str) -> Path:
         )
     if "?" in path:
         raise StoreUrlInvalid(f"{url!r}: a SQLite URL takes no options after '?'")
+    if "\x00" in path:
+        raise StoreUrlInvalid(f"{url!r}: the name of a file has no NUL character")
     return Path(path)
-
-
-@dataclass(frozen=True, slots=True)
-class PostgresUrl:
-    """What a PostgreSQL URL says, apart: the driver's part, and retrysafe's own options."""
-
-    # For the driver, with everything that is not retrysafe's.
-    plain: str
-    # For messages and logs, without the password.
-    location: str
-    schema_name: str
-    pool: PoolOptions
-
-
-def postgres_url(url: str) -> PostgresUrl:
-    """The parts of a URL; `?schema=…&prepared=off&pool=8` are retrysafe's options.
-
-    Raises `StoreUrlInvalid`.
-    """
-    parts = urlsplit(url)
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    schema_name = options.pop("schema", "retrysafe")
-    prepared = options.pop("prepared", "on")
-    pool = options.pop("pool", str(PoolOptions().size_limit))
-    if prepared not in ("on", "off") or not pool.isdigit() or not int(pool):
-        raise StoreUrlInvalid(
-            f"{without_password(url)!r}: prepared is on or off, pool is a number from 1 up"
-        )
-    return PostgresUrl(
-        # libpq takes a plus for a plus, so a space must stay %20.
-        plain=urlunsplit(parts._replace(query=urlencode(options, quote_via=quote))),
-        location=without_password(urlunsplit(parts._replace(query=""))),
-        schema_name=schema_name,
-        pool=PoolOptions(size_limit=int(pool), has_prepared_statements=prepared == "on"),
-    )
 
 
 def postgres_store(url: str, *, is_async: bool) -> PostgresStore:
@@ -135,15 +99,28 @@ def postgres_store(url: str, *, is_async: bool) -> PostgresStore:
             f"{location} needs a driver that is not installed ({error.name}): "
             f"install its extra, from a clone with pip install '/path/to/clone[{extra}]'"
         ) from error
-    made = (connector.AsyncpgConnector if is_async else connector.PsycopgConnector)(
-        parts.plain, location, parts.pool
+    made = (
+        connector.AsyncpgConnector(parts.for_asyncpg, location, parts.pool)
+        if is_async
+        else connector.PsycopgConnector(_checked_by_libpq(parts), location, parts.pool)
     )
     return PostgresStore(made, location=location, schema_name=parts.schema_name)
 
 
-def without_password(url: str) -> str:
-    """The URL as it may be shown in messages and logs."""
-    return re.sub(r"://([^:/@]*):[^@/]*@", r"://\1:***@", url)
+def _checked_by_libpq(url: PostgresUrl) -> str:
+    """The URL itself; raises `StoreUrlInvalid` for what every try to connect would fail with."""
+    conninfo = import_module("psycopg.conninfo")
+    errors = import_module("psycopg.errors")
+    try:
+        conninfo.conninfo_to_dict(url.for_libpq)
+    except errors.ProgrammingError:
+        # Its words may quote the password.
+        names = ", ".join(sorted(url.options)) or "none"
+        raise StoreUrlInvalid(
+            f"{url.location}: libpq does not understand this URL; check the names of its options "
+            f"({names})"
+        ) from None
+    return url.for_libpq
 
 
 def _environment_secret() -> str | None:

@@ -53,6 +53,35 @@ def test_a_wrong_url_is_a_usage_error(invoke, command, url):
     assert "use sqlite:///path/to/file.db" in outcome.line
 
 
+MALFORMED = [
+    ("postgresql://[bad", "cannot be read"),
+    ("postgresql://h:notaport/x", "a port is a number from 1 to 65535"),
+    ("postgresql://h:99999/x", "a port is a number from 1 to 65535"),
+    ("postgresql://u:50%@h/x", "write a % in a name or password as %25"),
+    ("postgresql://h/x?pool=²", "pool is a number from 1 up"),
+    ("postgresql://h/x?connect_timeout=never", "connect_timeout is a number of seconds"),
+    ("postgresql://h/x?sslmode=on", "sslmode is one of disable"),
+    ("postgresql://h/x?ssl_mode=require", "check the names of its options (ssl_mode)"),
+    ("postgresql://h/x?schema=order", "PostgreSQL reserves it: use another one"),
+    ("sqlite:///app\x00.db", "has no NUL character"),
+]
+
+
+@pytest.mark.parametrize(("url", "words"), MALFORMED, ids=lambda item: ascii(item)[:40])
+@pytest.mark.parametrize("command", [*READERS, ("migrate",), ("doctor",)], ids=name_of)
+def test_a_malformed_url_is_a_usage_error_and_not_an_outage(invoke, command, url, words):
+    """One line for people and one object for programs, which must not try again."""
+    outcome = invoke(*command, "--store", url)
+    assert outcome.code == ExitCode.USAGE
+    assert words in outcome.line
+    as_json = invoke(*command, "--store", url, "--json")
+    assert as_json.code == ExitCode.USAGE
+    problem = json.loads(as_json.line)
+    assert problem["error"] == "StoreUrlInvalid"
+    assert words in problem["message"]
+    assert (problem["exit_code"], problem["retryable"]) == (2, False)
+
+
 @pytest.mark.parametrize("command", ALL, ids=name_of)
 def test_a_store_that_ends_with_the_process_is_refused(invoke, command):
     outcome = invoke(*command, "--store", "memory://")

@@ -207,7 +207,8 @@ def test_show_tells_record_steps_and_audit(invoke, desk):
     desk.now_ms += 1_000
     desk.settle(SettleKind.COMPLETE, "k", token, Payload("json.1", b"", b'{"paid":[1,2]}'))
     shape = invoke("keys", "show", "k", "--caller", "acme", "--store", desk.url, "--json").json
-    assert list(shape) == ["record", "arguments", "steps", "outcomes"]
+    assert list(shape) == ["digest", "record", "arguments", "steps", "outcomes"]
+    assert shape["digest"] == Key("k", caller="acme").digest.hex()
     assert shape["record"]["condition"] == "succeeded"
     assert shape["record"]["fingerprint"] == "66" * 16
     assert shape["record"]["fingerprint_rule"] == 1
@@ -392,6 +393,51 @@ def test_a_token_is_the_only_word_about_the_caller(invoke, desk, command, wrong)
     outcome = invoke("keys", *command, *wrong, "--store", desk.url)
     assert outcome.code == ExitCode.USAGE
     assert "--bearer" in outcome.line
+
+
+@pytest.mark.parametrize("caller", ["acme", GLOBAL], ids=str)
+def test_show_tells_the_audit_of_a_key_that_a_sweep_removed(invoke, desk, caller):
+    """The record is gone; what its attempts ended with is not, until the audit window ends."""
+    desk.put("k", SettleKind.RELEASE, caller=caller)
+    desk.put("k", payload=Payload("json.1", b"", b'{"paid":5}'), caller=caller)
+    desk.put("other", caller=caller)
+    desk.now_ms += desk.ACTIVE_MS
+    assert run_sync(desk.store.sweep(100)).keys == 2
+    whose = ("--global",) if caller is GLOBAL else ("--caller", caller)
+    arguments = ("keys", "show", "k", *whose, "--store", desk.url)
+    outcome = invoke(*arguments, "--json")
+    assert outcome.code == 0
+    digest = Key("k", caller=caller).digest.hex()
+    shape = outcome.json
+    audit = shape.pop("outcomes")
+    assert shape == {"digest": digest, "record": None, "arguments": None, "steps": []}
+    assert [(item["ending"], item["is_replayed"]) for item in audit] == [
+        ("released", False),
+        ("succeeded", False),
+    ]
+    assert audit[1]["body"] == {"paid": 5}
+    people = invoke(*arguments).stdout
+    assert re.search(rf"^caller +{caller} *$", people, re.MULTILINE)
+    assert re.search(rf"^digest +{digest} *$", people, re.MULTILINE)
+    assert "removed by a sweep" in people
+    assert "outcome of attempt 2: succeeded at" in people
+    assert "replayed to retries" not in people
+    desk.now_ms += desk.AUDIT_MS
+    run_sync(desk.store.sweep(100))
+    gone = invoke(*arguments)
+    assert gone.code == ExitCode.REFUSED
+    assert "there is no record of key 'k'" in gone.line
+
+
+def test_what_only_the_audit_knows_cannot_be_operated_on(invoke, desk):
+    """There is nothing to free or to end: the next use of the key is a first one anyway."""
+    desk.put("k")
+    desk.now_ms += desk.ACTIVE_MS
+    run_sync(desk.store.sweep(100))
+    for command in ("release", "expire"):
+        outcome = invoke("keys", command, "k", "--caller", "acme", "--yes", "--store", desk.url)
+        assert outcome.code == ExitCode.REFUSED
+        assert "there is no record of key 'k'" in outcome.line
 
 
 def test_a_long_body_is_cut_for_people_only(invoke, desk):

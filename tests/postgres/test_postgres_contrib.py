@@ -19,21 +19,35 @@ from retrysafe.stores.postgres import schema
 from retrysafe.wiring import postgres_store
 from tests.docs.documents import ROOT
 
+# As Alembic's own templates do it: `generic` for blocking drivers, `async` for the others.
 ENV = """
+import asyncio
 from alembic import context
 from sqlalchemy import create_engine, pool
+from sqlalchemy.ext.asyncio import create_async_engine
 
 url = context.config.get_main_option("sqlalchemy.url")
+
+def run(connection):
+    context.configure(connection=connection)
+    with context.begin_transaction():
+        context.run_migrations()
+
+async def run_async():
+    engine = create_async_engine(url, poolclass=pool.NullPool)
+    async with engine.connect() as connection:
+        await connection.run_sync(run)
+    await engine.dispose()
+
 if context.is_offline_mode():
     context.configure(url=url, literal_binds=True)
     with context.begin_transaction():
         context.run_migrations()
+elif context.config.get_main_option("template") == "async":
+    asyncio.run(run_async())
 else:
-    engine = create_engine(url, poolclass=pool.NullPool)
-    with engine.connect() as connection:
-        context.configure(connection=connection)
-        with context.begin_transaction():
-            context.run_migrations()
+    with create_engine(url, poolclass=pool.NullPool).connect() as connection:
+        run(connection)
 """
 REVISION = """
 from alembic import op
@@ -49,10 +63,19 @@ MANAGE = """
 import sys
 import django
 from django.conf import settings
+
+def database(name):
+    return {"ENGINE": sys.argv[1], "NAME": name, "HOST": "127.0.0.1", "PORT": sys.argv[3],
+            "USER": "retrysafe"}
+
+class Router:
+    def allow_migrate(self, db, app_label, **hints):
+        return db == "default" if app_label == "retrysafe" else None
+
 settings.configure(
     INSTALLED_APPS=["retrysafe.contrib.django"],
-    DATABASES={"default": {"ENGINE": sys.argv[1], "NAME": sys.argv[2], "HOST": "127.0.0.1",
-                           "PORT": sys.argv[3], "USER": "retrysafe"}},
+    DATABASES={"default": database(sys.argv[2]), "analytics": database(sys.argv[2] + "_2")},
+    DATABASE_ROUTERS=["__main__.Router"],
     RETRYSAFE_SCHEMA=sys.argv[4],
     USE_TZ=True,
 )
@@ -91,6 +114,13 @@ def url(postgres_server, database, name):
 
 
 @pytest.fixture
+def connection_to(postgres_server, database):
+    """A plain connection to the tools' database."""
+    with psycopg.connect(postgres_server.url(database), autocommit=True) as made:
+        yield made
+
+
+@pytest.fixture
 def dump(postgres_server):
     def run(database, schema_name):
         done = subprocess.run(
@@ -122,9 +152,12 @@ def expected(postgres_url, name, dump):
 # Alembic.
 
 
-@pytest.fixture
-def project(tmp_path, name, postgres_server, database):
+@pytest.fixture(
+    params=[("generic", "psycopg"), ("async", "psycopg"), ("async", "asyncpg")], ids="-".join
+)
+def project(request, tmp_path, name, postgres_server, database):
     """A project with one revision per migration of retrysafe."""
+    template, driver = request.param
     (tmp_path / "versions").mkdir()
     (tmp_path / "env.py").write_text(ENV)
     for version in range(1, len(schema.MIGRATIONS) + 1):
@@ -136,7 +169,8 @@ def project(tmp_path, name, postgres_server, database):
     config = Config()
     config.set_main_option("script_location", str(tmp_path))
     config.set_main_option("path_separator", "os")
-    engine = postgres_server.url(database).replace("postgresql:", "postgresql+psycopg:")
+    config.set_main_option("template", template)
+    engine = postgres_server.url(database).replace("postgresql:", f"postgresql+{driver}:")
     config.set_main_option("sqlalchemy.url", engine)
     return config
 
@@ -176,6 +210,16 @@ def test_alembic_takes_over_a_schema_that_is_there(project, url):
     run_sync(store.close())
     command.upgrade(project, "head")
     assert pending(url) == []
+
+
+def test_alembic_takes_back_a_revision_that_fails(project, url, name, connection_to):
+    """A migration is part of the revision's transaction, whatever the driver sends it by."""
+    with connection_to.transaction():
+        connection_to.execute(f"CREATE SCHEMA {name}; CREATE TABLE {name}.outbox (mine integer)")
+    with pytest.raises(Exception, match="already exists"):
+        command.upgrade(project, "head")
+    assert connection_to.execute(f"SELECT to_regclass('{name}.keys')").fetchone() == (None,)
+    assert len(pending(url)) == len(schema.MIGRATIONS)
 
 
 def test_alembic_refuses_a_version_that_does_not_exist():
@@ -258,6 +302,31 @@ def test_django_leaves_other_databases_alone(manage, tmp_path):
         "migrate", "retrysafe", engine="django.db.backends.sqlite3", database_name=path
     )
     assert "OK" in printed
+
+
+@pytest.fixture
+def second_database(postgres_server, database):
+    """What the project's router keeps for other applications."""
+    made = f"{database}_2"
+    with psycopg.connect(postgres_server.url(), autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {made}")
+        yield made
+        connection.execute(f"DROP DATABASE {made}")
+
+
+def test_django_leaves_databases_alone_that_a_router_keeps_for_others(
+    manage, postgres_server, second_database, name, url
+):
+    """The router decides, whether the migration is applied or printed."""
+    assert "OK" in manage("migrate", "retrysafe", "--database", "analytics")
+    printed = manage("sqlmigrate", "retrysafe", "0001", "--database", "analytics")
+    assert "CREATE TABLE" not in printed
+    with psycopg.connect(postgres_server.url(second_database)) as connection:
+        found = connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (name,))
+        assert found.fetchall() == []
+    assert len(pending(url)) == len(schema.MIGRATIONS)
+    assert "OK" in manage("migrate", "retrysafe")
+    assert pending(url) == []
 
 
 def test_there_is_a_django_migration_for_every_migration():

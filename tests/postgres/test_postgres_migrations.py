@@ -366,6 +366,7 @@ def test_the_documented_grants_are_enough_to_run_operations(store, postgres_url,
         run_sync(worker.close())
     with psycopg.connect(url.partition("?")[0]) as plain:
         assert len(plain.execute(f"SELECT body_json FROM {name}.records").fetchall()) == 3
+        assert len(plain.execute(f"SELECT body_json FROM {name}.audit").fetchall()) == 4
         for refused in (f"DROP TABLE {name}.keys", f"TRUNCATE {name}.outcomes"):
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 plain.execute(refused)

@@ -156,9 +156,10 @@ def test_prepared_statements_behind_pgbouncer_are_found(
 
 
 def test_an_old_server_is_found():
-    """Judged by the number that the server gives."""
-    (found,) = diagnosis.settings_findings((130_012, "on", "on", "on", "on"))
-    assert found.text.startswith("PostgreSQL 13 is too old")
+    """Judged by the number that the server gives; the tests run from 15 up."""
+    (found,) = diagnosis.settings_findings((140_022, "on", "on", "on", "on"))
+    assert found.text.startswith("PostgreSQL 14 is too old")
+    assert diagnosis.settings_findings((150_000, "on", "on", "on", "on")) == []
 
 
 def test_doctor_exits_with_the_verdict(sound_url, sound_server):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
@@ -26,10 +26,12 @@ from retrysafe.core.model import (
     Record,
     RecordQuery,
     StoredKey,
+    StoredOutcome,
 )
 from retrysafe.core.ports import Store
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import operator_outcome
+from retrysafe.stores.audit import Audited
 
 # What fits a screen of scrolling; the whole body is in --json.
 BODY_LIMIT_CHARACTERS: Final = 10_000
@@ -198,29 +200,55 @@ def show_key(
     busy_timeout: options.BusyTimeout = options.BUSY_SECONDS,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show one key: its record, its finished steps, and every outcome in its audit."""
+    """Show one key: its record, its finished steps, and every outcome in its audit.
+
+    Of a key that a sweep has removed, the outcomes are shown until their audit window ends.
+    """
     wanted = options.chosen_key(key, caller, bearer, is_global)
     with options.opened_store(store, busy_timeout) as opened:
-        stored = _stored(opened, wanted, with_audit=True)
+        stored = run_sync(opened.read(wanted, with_audit=True))
+        past: list[StoredOutcome] = []
+        if stored is None and isinstance(opened, Audited):
+            past = run_sync(opened.read_audit(wanted))
+    if stored is None and not past:
+        raise _unknown(wanted)
+    shape = shapes.past_shape(wanted, past) if stored is None else shapes.detail_shape(stored)
     if options.is_json(context, as_json):
-        output.write_json(shapes.detail_shape(stored))
-    else:
-        output.console().print(_detail(stored))
+        output.write_json(shape)
+        return
+    shown = _past(wanted, shape) if stored is None else _detail(stored, shape)
+    outcomes = past if stored is None else stored.outcomes
+    output.console().print(Group(*shown, *_endings(shape, outcomes)))
 
 
-def _stored(store: Store, key: Key, *, with_audit: bool = False) -> StoredKey:
-    stored = run_sync(store.read(key, with_audit=with_audit))
+def _unknown(key: Key) -> Problem:
+    return Problem(
+        "KeyUnknown",
+        f"there is no record of {key}: check the key and the caller",
+        ExitCode.REFUSED,
+    )
+
+
+def _stored(store: Store, key: Key) -> StoredKey:
+    stored = run_sync(store.read(key))
     if stored is None:
-        raise Problem(
-            "KeyUnknown",
-            f"there is no record of {key}: check the key and the caller",
-            ExitCode.REFUSED,
-        )
+        raise _unknown(key)
     return stored
 
 
-def _detail(stored: StoredKey) -> Group:
-    shape = shapes.detail_shape(stored)
+def _past(key: Key, shape: dict[str, Any]) -> list[Any]:
+    """A key whose record is gone."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row("key", output.cell(key.text))
+    grid.add_row("caller", output.cell(key.caller or "GLOBAL"))
+    grid.add_row("condition", "removed by a sweep: the next use is the first of a new life")
+    grid.add_row("digest", shape["digest"])
+    return [grid]
+
+
+def _detail(stored: StoredKey, shape: dict[str, Any]) -> list[Any]:
     record = shape["record"]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
@@ -239,13 +267,20 @@ def _detail(stored: StoredKey) -> Group:
         if record[name] is not None:
             grid.add_row(name.replace("_", " "), record[name])
     grid.add_row("fingerprint", f"{record['fingerprint']} (rule {record['fingerprint_rule']})")
+    grid.add_row("digest", shape["digest"])
     parts: list[Any] = [grid]
     if stored.arguments is not None:
         parts += [Text("\narguments", style="bold"), _body(stored.arguments)]
     for step in stored.steps:
         title = f"\nstep {step.position}: {output.safe(step.name)}"
         parts += [Text(title, style="bold"), _body(step.payload)]
-    for outcome, kept in zip(shape["outcomes"], stored.outcomes, strict=True):
+    return parts
+
+
+def _endings(shape: dict[str, Any], outcomes: Sequence[StoredOutcome]) -> list[Any]:
+    """The audit, oldest first."""
+    parts: list[Any] = []
+    for outcome, kept in zip(shape["outcomes"], outcomes, strict=True):
         mark = ""
         if outcome["is_withheld"]:
             mark = ", withheld"
@@ -260,7 +295,7 @@ def _detail(stored: StoredKey) -> Group:
         parts += [Text(title, style="bold"), _body(kept.payload)]
     if not shape["outcomes"]:
         parts.append(Text("\nno outcome is stored", style="dim"))
-    return Group(*parts)
+    return parts
 
 
 def _body(payload: Payload) -> Padding:
@@ -335,7 +370,7 @@ def expire_key(
     """End a settled key's active window now: its next use runs the operation again.
 
     The stored outcome stays in the audit. A pending key is refused: release it instead. Once a
-    sweep has removed the key, its outcomes are reached by SQL only, until their audit window ends.
+    sweep has removed the key, only show and SQL reach its outcomes, until their audit window ends.
     """
     wanted = options.chosen_key(key, caller, bearer, is_global)
     with options.opened_store(store, busy_timeout) as opened:

@@ -10,7 +10,7 @@ import typer
 
 from retrysafe.cli import options, output
 from retrysafe.cli.problems import ExitCode, Problem, usage
-from retrysafe.wiring import without_password
+from retrysafe.stores.postgres.urls import without_password
 
 DEFAULT_STORE: Final = "sqlite:///var/demo.db"
 # What the extra brings; anything else that is missing is a fault that must show.

@@ -9,12 +9,14 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from typing import Any, Final
 
 from retrysafe.core.codec import BYTES, WITHHELD
 from retrysafe.core.events import UNNAMED
+from retrysafe.core.keys import Key
 from retrysafe.core.model import Condition, Payload, Record, State, Step, StoredKey, StoredOutcome
 from retrysafe.core.recovery import back_off_ms
 from retrysafe.core.values import NotReadable
@@ -129,6 +131,8 @@ def detail_shape(stored: StoredKey) -> dict[str, Any]:
     """One record with its steps and its audit as JSON."""
     record = stored.record
     return {
+        # By which the rows of every table are found in SQL.
+        "digest": record.digest.hex(),
         "record": record_shape(stored)
         | {
             "fingerprint": record.fingerprint.hex(),
@@ -140,6 +144,17 @@ def detail_shape(stored: StoredKey) -> dict[str, Any]:
         "arguments": None if stored.arguments is None else payload_shape(stored.arguments),
         "steps": [_step_shape(step) for step in stored.steps],
         "outcomes": [_outcome_shape(outcome, stored) for outcome in stored.outcomes],
+    }
+
+
+def past_shape(key: Key, outcomes: Sequence[StoredOutcome]) -> dict[str, Any]:
+    """The same of a key whose record is gone, and its audit not yet."""
+    return {
+        "digest": key.digest.hex(),
+        "record": None,
+        "arguments": None,
+        "steps": [],
+        "outcomes": [_outcome_shape(outcome, None) for outcome in outcomes],
     }
 
 
@@ -155,12 +170,14 @@ def is_withheld(stored: StoredKey) -> bool:
     )
 
 
-def _is_current(outcome: StoredOutcome, stored: StoredKey) -> bool:
+def _is_current(outcome: StoredOutcome, stored: StoredKey | None) -> bool:
+    if stored is None:
+        return False
     is_settled = stored.condition in (Condition.SUCCEEDED, Condition.FAILED)
     return is_settled and outcome.token == stored.record.token
 
 
-def _outcome_shape(outcome: StoredOutcome, stored: StoredKey) -> dict[str, Any]:
+def _outcome_shape(outcome: StoredOutcome, stored: StoredKey | None) -> dict[str, Any]:
     return {
         "attempt": outcome.attempt,
         "ending": outcome.state.name.lower(),

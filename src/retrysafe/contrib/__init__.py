@@ -1,1 +1,1 @@
-"""For applications that keep their migrations in another tool."""
+"""For applications of one framework, and for those that keep their migrations in another tool."""

@@ -26,7 +26,8 @@ def upgrade(op: Any, *, version: int, schema: str = "retrysafe") -> None:
         # Not through `op.execute`, which would look for parameters in it.
         context.impl.static_output(script)
         return
-    # Without parameters the driver sends the text as it is: several statements, and no escapes.
+    # Without parameters the driver sends the text as it is, with no escapes; one statement, because
+    # asyncpg takes no more at a time.
     connection = op.get_bind().execution_options(no_parameters=True)
     if postgres_schema.is_due(version, schema, lambda sql: connection.exec_driver_sql(sql).all()):
         connection.exec_driver_sql(script)

@@ -28,8 +28,8 @@ from retrysafe.demo.sqlite_ledger import SqliteLedger
 from retrysafe.http import IdempotencyMiddleware, Rule, bearer_token
 from retrysafe.relay import AsyncRelay, RelayPolicy
 from retrysafe.stores.postgres import PostgresStore
+from retrysafe.stores.postgres.urls import postgres_url
 from retrysafe.stores.sqlite import SqliteStore
-from retrysafe.wiring import postgres_url
 
 # Short enough to wait for after a crash; a slow charge is renewed long before it ends.
 POLICY: Final = Policy(lease=timedelta(seconds=10), wait_limit=timedelta(seconds=60))

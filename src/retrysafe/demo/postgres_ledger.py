@@ -11,8 +11,8 @@ import asyncpg
 from retrysafe.demo import ledger
 from retrysafe.demo.ledger import Entry, entry_of
 from retrysafe.errors import StoreUnavailable
-from retrysafe.stores.postgres.schema import checked_schema_name
-from retrysafe.wiring import PostgresUrl
+from retrysafe.stores.postgres.naming import checked_schema_name
+from retrysafe.stores.postgres.urls import PostgresUrl
 
 _SCHEMA: Final = """
 CREATE SCHEMA IF NOT EXISTS {schema};
@@ -56,7 +56,7 @@ class PostgresLedger:
     async def open(self) -> None:
         """Makes the pool; it connects when a connection is needed."""
         self._pool = await asyncpg.create_pool(
-            self._url.plain,
+            self._url.for_asyncpg,
             min_size=0,
             max_size=_POOL_SIZE,
             timeout=_CONNECT_SECONDS,

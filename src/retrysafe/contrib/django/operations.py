@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from django.conf import settings
+from django.db import router
 from django.db.migrations.operations.base import Operation
 
 from retrysafe.stores.postgres import schema as postgres_schema
@@ -28,10 +29,12 @@ class ApplyMigration(Operation):
         """Runs it in the migration's transaction; `sqlmigrate` prints it.
 
         A migration that is noted as applied is left alone, and so is a database that is not
-        PostgreSQL.
+        PostgreSQL or that the project's routers keep for others.
         """
         connection = schema_editor.connection
         if connection.vendor != "postgresql":
+            return
+        if not router.allow_migrate(connection.alias, app_label):
             return
         schema = getattr(settings, "RETRYSAFE_SCHEMA", "retrysafe")
         script = postgres_schema.migration_script(self.version, schema)

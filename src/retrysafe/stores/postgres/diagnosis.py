@@ -14,8 +14,8 @@ from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
 from retrysafe.stores.postgres.partitions import DAY_MS, partition_name
 
-# Older servers get no fixes any more, and the tests do not run on them.
-OLDEST_VERSION: Final = 14
+# The tests do not run on older servers.
+OLDEST_VERSION: Final = 15
 # Outcomes of the default audit window and a little more; later days are made by the next sweep.
 _DAYS_AHEAD: Final = 31
 # Network and rounding; nothing is decided by the difference.

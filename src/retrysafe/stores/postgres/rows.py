@@ -48,16 +48,10 @@ def payload_of(row: Sequence[Any]) -> Payload:
 
 
 def outcome_of(row: Sequence[Any]) -> StoredOutcome:
-    """An ending in the audit of a key."""
-    token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms = row
-    return StoredOutcome(
-        bytes(token),
-        attempt,
-        _STATES[state],
-        Payload(form, bytes(head), bytes(body)),
-        settled_at_ms,
-        audit_ends_at_ms,
-    )
+    """One ending of the audit."""
+    token, attempt, state, form, head, body, at_ms, ends_at_ms = row
+    payload = Payload(form, bytes(head), bytes(body))
+    return StoredOutcome(bytes(token), attempt, _STATES[state], payload, at_ms, ends_at_ms)
 
 
 def claim_row(request: ClaimRequest) -> tuple[Any, ...]:

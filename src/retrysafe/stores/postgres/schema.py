@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Final
 
 from retrysafe.errors import InvalidInput, SchemaMissing, StoreUnavailable
 from retrysafe.stores.migrations import Applied, Migration, load_migrations, pending
 from retrysafe.stores.postgres.connector import Connector, Locked, Rows, Session
+from retrysafe.stores.postgres.naming import checked_schema_name
 from retrysafe.stores.postgres.partitions import HORIZON_DAYS
 from retrysafe.stores.sql import load_blocks
 
@@ -18,6 +18,7 @@ BLOCKS: Final = {
     **load_blocks("retrysafe.stores.postgres.sql", "outbox.sql"),
     **load_blocks("retrysafe.stores.postgres.sql", "recovery.sql"),
     **load_blocks("retrysafe.stores.postgres.sql", "sifting.sql"),
+    **load_blocks("retrysafe.stores.postgres.sql", "migrating.sql"),
 }
 MIGRATIONS: Final = load_migrations("retrysafe.stores.postgres.migrations")
 NOW_MS: Final = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
@@ -39,16 +40,7 @@ _RIVAL_TIMEOUT: Final = "SET LOCAL lock_timeout = '60s'"
 _TABLE_TIMEOUT: Final = "SET LOCAL lock_timeout = '5s'"
 # The lock is worth nothing to a transaction that took its snapshot before it got the lock.
 _READ_COMMITTED: Final = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
-_SCHEMA_NAME: Final = re.compile(r"^[a-z_][a-z0-9_]{0,47}\Z")
-
-
-def checked_schema_name(name: str) -> str:
-    """The name itself; raises `InvalidInput`, because it becomes part of statements."""
-    if not _SCHEMA_NAME.match(name):
-        raise InvalidInput(
-            f"{name!r} cannot be a schema name: use up to 48 lower-case letters, digits and _"
-        )
-    return name
+_BEGIN: Final = "BEGIN ISOLATION LEVEL READ COMMITTED"
 
 
 def statements(schema: str, now_ms: str = NOW_MS) -> dict[str, str]:
@@ -74,8 +66,9 @@ def statements(schema: str, now_ms: str = NOW_MS) -> dict[str, str]:
 
 
 def migration_script(version: int, schema: str) -> str:
-    """One migration with its note in `schema_versions`, to be run in one transaction.
+    """One migration with its note in `schema_versions`, as one statement.
 
+    It leaves a database alone that has it already, and stops where an earlier one is missing.
     Raises `InvalidInput` for a version that this release does not have.
     """
     schema = checked_schema_name(schema)
@@ -85,18 +78,24 @@ def migration_script(version: int, schema: str) -> str:
         )
     migration = MIGRATIONS[version - 1]
     sql = statements(schema)
-    parts = [f"-- Migration {version}: {migration.name}", f"{LOCK_SQL};"]
+    values = {
+        "lock": str(_MIGRATION_LOCK),
+        "version": str(version),
+        "name": migration.name,
+        "checksum": migration.checksum,
+        "oldest_schema": str(migration.oldest_schema),
+        "preparation": "",
+        "conclusion": "",
+        "statements": _migration_sql(migration, schema).strip(),
+    }
     if version == 1:
-        parts += [f"CREATE SCHEMA IF NOT EXISTS {schema};", f"{sql['create_schema_table']};"]
-    parts += [
-        _migration_sql(migration, schema).strip(),
-        f"INSERT INTO {schema}.schema_versions "  # noqa: S608 — the name was checked.
-        f"(version, name, checksum, oldest_schema) VALUES "
-        f"({version}, '{migration.name}', '{migration.checksum}', {migration.oldest_schema});",
-    ]
-    if version == 1:
-        parts.append(f"{sql['first_partitions']};")
-    return "\n\n".join(parts) + "\n"
+        create = sql["create_schema_table"]
+        values["preparation"] = sql["preparation"].replace("{create_schema_table}", create) + ";"
+        values["conclusion"] = f"{sql['first_partitions']};"
+    made = sql["migration"]
+    for name, value in values.items():
+        made = made.replace(f"{{{name}}}", value)
+    return f"-- Migration {version}: {migration.name}\n{made};\n"
 
 
 def is_due(version: int, schema: str, query: Callable[[str], Rows]) -> bool:
@@ -116,9 +115,13 @@ def is_due(version: int, schema: str, query: Callable[[str], Rows]) -> bool:
 
 
 def script(schema: str) -> str:
-    """Everything that `migrate` would do to an empty database, for people who run their own SQL."""
+    """Everything that `migrate` would do, for people who run their own SQL.
+
+    One transaction per migration. Each leaves a database alone that has it, so the same script
+    serves an empty database and one of an earlier release.
+    """
     parts = [migration_script(migration.version, schema) for migration in MIGRATIONS]
-    return "\n".join(f"BEGIN;\n\n{part}\nCOMMIT;\n" for part in parts)
+    return "\n".join(f"{_BEGIN};\n\n{part}\nCOMMIT;\n" for part in parts)
 
 
 def _migration_sql(migration: Migration, schema: str) -> str:

@@ -40,6 +40,7 @@ from retrysafe.stores.postgres.atomic import PostgresTransaction
 from retrysafe.stores.postgres.batches import ROUNDS_LIMIT, Batches
 from retrysafe.stores.postgres.connections import adapted
 from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
+from retrysafe.stores.postgres.naming import checked_schema_name
 from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.partitions import Partitions
 from retrysafe.stores.postgres.reading import Reader
@@ -67,7 +68,7 @@ class PostgresStore:
     ) -> None:
         self._connector = connector
         self.location = location
-        self.schema_name = schema.checked_schema_name(schema_name)
+        self.schema_name = checked_schema_name(schema_name)
         self._sql = schema.statements(self.schema_name)
         self._is_current = False
         self._sweep_page = 0
@@ -156,6 +157,10 @@ class PostgresStore:
         kept = await self._fetch("read_arguments", key.digest, record.first_claimed_at_ms)
         arguments = payload_of(kept[0]) if kept else None
         return StoredKey(record, condition_of(record, now_ms), now_ms, steps, outcomes, arguments)
+
+    async def read_audit(self, key: Key) -> list[StoredOutcome]:
+        """Every stored outcome of a key, also when a sweep has removed its record."""
+        return [outcome_of(row) for row in await self._fetch("read_outcomes", key.digest)]
 
     async def _has_changed(self, record: Record) -> bool:
         found = await self._reader.read(record.digest)

@@ -204,8 +204,9 @@ class SqliteStore:
                     SQL["select_steps"], (key.digest,)
                 )
             ]
-            statement = SQL["select_outcomes" if with_audit else "select_standing"]
-            outcomes = [rows.outcome(row) for row in connection.execute(statement, (key.digest,))]
+            outcomes = self._outcomes(
+                connection, "select_outcomes" if with_audit else "select_standing", key
+            )
             return StoredKey(
                 record,
                 condition_of(record, now_ms),
@@ -222,6 +223,15 @@ class SqliteStore:
                 SQL["select_last_outcome"], (key.digest, key.caller, key.text)
             ).fetchone()
             return None if found is None else rows.outcome(found)
+
+    async def read_audit(self, key: Key) -> list[StoredOutcome]:
+        """Every stored outcome of a key, also when a sweep has removed its record."""
+        with self._reading() as connection:
+            return self._outcomes(connection, "select_outcomes", key)
+
+    @staticmethod
+    def _outcomes(connection: sqlite3.Connection, block: str, key: Key) -> list[StoredOutcome]:
+        return [rows.outcome(row) for row in connection.execute(SQL[block], (key.digest,))]
 
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
         """Records for an operator, newest claim first."""

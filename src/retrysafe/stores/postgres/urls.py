@@ -1,0 +1,203 @@
+"""URLs of PostgreSQL: retrysafe's own options apart from the driver's, and mistakes told at once.
+
+A URL is libpq's. psycopg takes it as it is; asyncpg knows most of it, and would send the rest to
+the server as settings, which refuses them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
+
+from retrysafe.errors import InvalidInput, StoreUrlInvalid
+from retrysafe.stores.postgres.connector import PoolOptions
+from retrysafe.stores.postgres.naming import checked_schema_name
+
+_SSL_MODES: Final = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
+_LONE_PERCENT: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
+_PORT_LIMIT: Final = 65_535
+# More connections than this, or more seconds, are a mistake.
+_NUMBER_LIMIT: Final = 100_000
+
+# What libpq knows and asyncpg does not, and may be left out: how a silent peer is noticed (every
+# statement has a limit of its own), names and encodings that retrysafe decides, and wishes.
+_LEFT_OUT: Final = frozenset(
+    {
+        "keepalives",
+        "keepalives_idle",
+        "keepalives_interval",
+        "keepalives_count",
+        "tcp_user_timeout",
+        "application_name",
+        "fallback_application_name",
+        "client_encoding",
+        "sslcompression",
+        "load_balance_hosts",
+    }
+)
+# What may be left out with these values only: they ask for what asyncpg does anyway. With any other
+# it is a promise about who may listen or answer, and leaving it out would break that in silence.
+_KEPT_ANYWAY: Final[dict[str, frozenset[str]]] = {
+    "channel_binding": frozenset({"disable", "prefer"}),
+    "gssencmode": frozenset({"disable", "prefer"}),
+    "gssdelegation": frozenset({"0"}),
+    "sslcertmode": frozenset({"allow"}),
+    "sslsni": frozenset({"1"}),
+    "hostaddr": frozenset(),
+    "max_protocol_version": frozenset(),
+    "min_protocol_version": frozenset(),
+    "oauth_client_id": frozenset(),
+    "oauth_client_secret": frozenset(),
+    "oauth_issuer": frozenset(),
+    "oauth_scope": frozenset(),
+    "replication": frozenset(),
+    "require_auth": frozenset(),
+    "requirepeer": frozenset(),
+    "scram_client_key": frozenset(),
+    "scram_server_key": frozenset(),
+    "servicefile": frozenset(),
+    "sslcrldir": frozenset(),
+    "sslkeylogfile": frozenset(),
+}
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown in messages and logs.
+
+    Up to the last @: a password that is not escaped may hold any character, an @ among them.
+    """
+    shown = re.sub(r"://([^:/@]*):.*@", r"://\1:***@", url, flags=re.DOTALL)
+    return re.sub(r"([?&](?:ssl)?password=)[^&]*", r"\1***", shown)
+
+
+@dataclass(frozen=True, slots=True)
+class PostgresUrl:
+    """What a PostgreSQL URL says, apart: the driver's part, and retrysafe's own options."""
+
+    # For messages and logs, without the password.
+    location: str
+    schema_name: str
+    pool: PoolOptions
+    # The driver's.
+    _parts: SplitResult
+    options: dict[str, str]
+
+    @property
+    def for_libpq(self) -> str:
+        """The URL without retrysafe's own options."""
+        return self._with(self.options)
+
+    @property
+    def for_asyncpg(self) -> str:
+        """The same with what asyncpg knows; raises `StoreUrlInvalid` for what it cannot keep to."""
+        options = {}
+        for name, value in self.options.items():
+            if name in _LEFT_OUT or value in _KEPT_ANYWAY.get(name, ()):
+                continue
+            if name in _KEPT_ANYWAY:
+                # Some values are secrets; the others help to find the place.
+                what = f"{name}={value}" if _KEPT_ANYWAY[name] else name
+                raise StoreUrlInvalid(
+                    f"{self.location}: AsyncIdempotency connects through asyncpg, which cannot do "
+                    f"{what}; take it out of the URL if you can do without, or use Idempotency, "
+                    "whose driver can"
+                )
+            options[name] = value
+        return self._with(options)
+
+    def _with(self, options: dict[str, str]) -> str:
+        # libpq takes a plus for a plus, so a space must stay %20.
+        query = urlencode(options, quote_via=quote)
+        return f"{_place(self._parts)}?{query}" if query else _place(self._parts)
+
+
+def postgres_url(url: str) -> PostgresUrl:
+    """The parts of a URL; `?schema=…&prepared=off&pool=8` are retrysafe's options.
+
+    Raises `StoreUrlInvalid` for what no driver could connect with: trying again would not help.
+    """
+    parts = _split(url)
+    options = _options(parts)
+    location = without_password(_place(parts))
+    schema_name = options.pop("schema", "retrysafe")
+    prepared = options.pop("prepared", "on")
+    default = PoolOptions()
+    pool = _number(options.pop("pool", str(default.size_limit)))
+    seconds = _number(options.pop("connect_timeout", str(default.connect_timeout.seconds)))
+    if prepared not in ("on", "off") or pool is None:
+        raise StoreUrlInvalid(f"{location}: prepared is on or off, pool is a number from 1 up")
+    if seconds is None:
+        raise StoreUrlInvalid(f"{location}: connect_timeout is a number of seconds from 1 up")
+    if options.get("sslmode", "prefer") not in _SSL_MODES:
+        raise StoreUrlInvalid(f"{location}: sslmode is one of {', '.join(_SSL_MODES)}")
+    try:
+        checked_schema_name(schema_name)
+    except InvalidInput as error:
+        raise StoreUrlInvalid(f"{location}: {error}") from None
+    return PostgresUrl(
+        location=location,
+        schema_name=schema_name,
+        pool=PoolOptions(
+            size_limit=pool,
+            connect_timeout=timedelta(seconds=seconds),
+            has_prepared_statements=prepared == "on",
+        ),
+        _parts=parts,
+        options=options,
+    )
+
+
+def _split(url: str) -> SplitResult:
+    """The URL apart; raises `StoreUrlInvalid` where a driver would misread or refuse it."""
+    shown = ascii(without_password(url).partition("?")[0])
+    try:
+        url.encode()
+        # To libpq it is a letter like others.
+        parts = urlsplit(url.replace("#", "%23"))
+    except ValueError:
+        # Its words may quote the password.
+        raise StoreUrlInvalid(
+            f"{shown} cannot be read: write postgresql://user@host/database, an IPv6 address in "
+            "brackets, and other than letters and digits in a name or password as %XX"
+        ) from None
+    if _LONE_PERCENT.search(url) or "%00" in url or "\x00" in url:
+        raise StoreUrlInvalid(
+            f"{shown} has a % that begins no escape, or a NUL character: write a % in a name or "
+            "password as %25"
+        )
+    hosts = parts.netloc.rpartition("@")[2].split(",")
+    ports = [_port_of(host) for host in hosts]
+    ports += _options(parts).get("port", "").split(",")
+    for port in ports:
+        number = _number(port) if port else 1
+        if number is None or number > _PORT_LIMIT:
+            raise StoreUrlInvalid(
+                f"{shown}: a port is a number from 1 to {_PORT_LIMIT}; write an IPv6 address in "
+                "brackets, and other than letters and digits in a password as %XX"
+            )
+    return parts
+
+
+def _place(parts: SplitResult) -> str:
+    # Not by `urlunsplit`: without a host it leaves out the slashes, which libpq looks for.
+    return f"{parts.scheme}://{parts.netloc}{parts.path}"
+
+
+def _options(parts: SplitResult) -> dict[str, str]:
+    return dict(parse_qsl(parts.query.replace("+", "%2B"), keep_blank_values=True))
+
+
+def _port_of(host: str) -> str:
+    if host.startswith("["):
+        return host.partition("]")[2].removeprefix(":")
+    return unquote(host.partition(":")[2])
+
+
+def _number(text: str) -> int | None:
+    """A whole number from 1 up; None for anything else, and for what nobody can mean."""
+    if not text.isascii() or not text.isdigit() or len(text) > len(str(_NUMBER_LIMIT)):
+        return None
+    return int(text) or None
