@@ -26,6 +26,9 @@ class UserConnection(Protocol):
     def waits(self) -> Waits:
         """Whether its methods block or suspend."""
 
+    async def lasting(self) -> object:
+        """The driver's own connection, which outlives what a pool or a session wraps around it."""
+
     async def fetch(self, sql: str, params: Sequence[Any]) -> Rows:
         """Runs a statement with `$1`-style parameters in the open transaction."""
 

@@ -28,6 +28,9 @@ class _Blocking:
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
         self._connection = connection
 
+    async def lasting(self) -> object:
+        return self._connection
+
     async def fetch(self, sql: str, params: Sequence[Any]) -> Rows:
         # A cursor of our own: the user's may give rows of any shape and take other placeholders.
         with psycopg.RawCursor(self._connection, row_factory=tuple_row) as cursor:
@@ -50,6 +53,9 @@ class _Suspending:
 
     def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
         self._connection = connection
+
+    async def lasting(self) -> object:
+        return self._connection
 
     async def fetch(self, sql: str, params: Sequence[Any]) -> Rows:
         async with psycopg.AsyncRawCursor(self._connection, row_factory=tuple_row) as cursor:
