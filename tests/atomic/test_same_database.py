@@ -12,11 +12,12 @@ import pytest
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from retrysafe import AsyncIdempotency, Condition, InvalidInput, current_attempt
+from retrysafe import AsyncIdempotency, Condition, Idempotency, InvalidInput, current_attempt
 from retrysafe.stores.postgres.same_database import SameDatabase
 from tests.atomic.drivers import DRIVERS
 from tests.atomic.test_drivers import enter
 from tests.servers.fixtures import migrated
+from tests.servers.postgres import free_port
 
 REFUSED = "must be in one database"
 
@@ -173,6 +174,20 @@ def test_a_store_whose_server_was_replaced_is_asked_again(shop, idem):
     with psycopg.connect(shop.server_url) as connection, idem.atomic(connection, "order-2") as run:
         run.complete(2)
     assert run.value == 2
+
+
+def test_a_store_that_does_not_answer_refuses_nobody(shop, asked):
+    """A block needs the user's connection only; the store is asked in passing, and once."""
+    nowhere = shop.store_url.replace(f":{shop.connection.info.port}/", f":{free_port()}/")
+    with Idempotency(nowhere, caller="shop") as idem:
+        for number in range(2):
+            with (
+                psycopg.connect(shop.server_url) as connection,
+                idem.atomic(connection, f"order-{number}") as run,
+            ):
+                run.complete(number)
+    assert shop.states() == [2, 2]
+    assert asked == []
 
 
 def test_a_database_of_the_same_name_on_another_server_is_refused(shop, idem, postgres_15):

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
-from retrysafe.errors import InvalidInput
+from retrysafe.errors import InvalidInput, StoreError
 from retrysafe.stores.postgres.connections import UserConnection
-from retrysafe.stores.postgres.connector import Connector, Rows
+from retrysafe.stores.postgres.connector import Conflict, Connector, Rows
 
 # The database's name, and the identifier of its server where the role may ask for it.
 Identity = tuple[str, int | None]
@@ -37,6 +37,7 @@ class SameDatabase:
         # Has the store call `learn` at its next use.
         self._doubt = doubt
         self._identity: Identity | None = None
+        self._has_asked = False
         # Weakly: these are the users' connections, and it is not for us to keep them.
         self._known: WeakSet[Any] = WeakSet()
 
@@ -45,17 +46,14 @@ class SameDatabase:
         self._identity = await self._asked(self._connector.fetch)
 
     async def require(self, connection: UserConnection) -> None:
-        """Raises `InvalidInput` for another database, and `StoreUnavailable`."""
+        """Raises `InvalidInput` for another database, as soon as the store's is known."""
         lasting = await connection.lasting()
         if lasting in self._known:
             return
+        # A store of the other kind would stop this flow, or the event loop that it runs in.
         can_ask = connection.waits is self._connector.waits
-        if self._identity is None:
-            if not can_ask:
-                # Only a store of the other kind that nobody has used yet: asking it would stop
-                # this flow, or the event loop that it runs in.
-                return
-            await self.learn()
+        if self._identity is None and not (can_ask and await self._has_learned()):
+            return
         theirs = await self._asked(connection.fetch)
         if not self._is_ours(theirs):
             # The store's address may lead to another server since it was asked.
@@ -70,6 +68,21 @@ class SameDatabase:
         except TypeError:
             # No weak reference to such a connection: it is asked every time.
             return
+
+    async def _has_learned(self) -> bool:
+        """Asks the store inside a user's transaction: one does, the others go on without.
+
+        Behind a pooler each of them holds a session that the store's own statement may be waiting
+        for. A store that does not answer refuses nobody; its first use tells where it is.
+        """
+        if self._has_asked:
+            return False
+        self._has_asked = True
+        try:
+            await self.learn()
+        except (StoreError, Conflict):
+            return False
+        return True
 
     def _is_ours(self, theirs: Identity) -> bool:
         assert self._identity is not None  # Asked for before anything is compared.
