@@ -83,6 +83,7 @@ class PostgresTransaction:
 
         Raises `InvalidInput` on a connection to another database, and leaves it as it was.
         """
+        await self._connection.catch_up()
         try:
             await self._connection.begin_savepoint()
         except Exception as error:
@@ -100,6 +101,7 @@ class PostgresTransaction:
 
     async def keep(self) -> None:
         """Releases the savepoint."""
+        await self._connection.catch_up()
         try:
             await self._connection.release_savepoint()
         except Exception as error:
@@ -249,6 +251,8 @@ class PostgresTransaction:
         return Fate.STANDS if count else Fate.UNDONE
 
     async def _fetch(self, name: str, *params: Any) -> Sequence[Sequence[Any]]:
+        # Apart: the failure of a statement that the user has queued is the user's to know.
+        await self._connection.catch_up()
         try:
             return await self._connection.fetch(self._sql[name], params)
         except Exception as error:

@@ -28,6 +28,9 @@ class _Asyncpg:
         # A pool lends the same connection in a new wrapper each time.
         return getattr(self._connection, "_con", self._connection)
 
+    async def catch_up(self) -> None:
+        return
+
     async def fetch(self, sql: str, params: Sequence[Any]) -> Rows:
         rows: Rows = await self._connection.fetch(sql, *params)
         return rows

@@ -39,6 +39,9 @@ class _Django:
         # Django's own stays when it connects anew.
         return self._connection.connection
 
+    async def catch_up(self) -> None:
+        return
+
     async def fetch(self, sql: str, params: Sequence[Any]) -> Rows:
         with self._connection.cursor() as cursor:
             cursor.execute(*with_percent_signs(sql, params))

@@ -63,6 +63,9 @@ class _Blocking:
     async def lasting(self) -> object:
         return self._connection().connection.driver_connection
 
+    async def catch_up(self) -> None:
+        return
+
     async def fetch(self, sql: str, params: Sequence[Any]) -> Rows:
         connection = self._connection()
         result = connection.exec_driver_sql(*_arguments(connection.dialect, sql, params))
@@ -103,6 +106,9 @@ class _Suspending:
 
     async def lasting(self) -> object:
         return (await self._connection()).sync_connection.connection.driver_connection
+
+    async def catch_up(self) -> None:
+        return
 
     async def fetch(self, sql: str, params: Sequence[Any]) -> Rows:
         connection = await self._connection()
