@@ -14,6 +14,7 @@ from typing import Any, Never, ParamSpec, Self, TypeVar
 from retrysafe import forks
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
+from retrysafe.core.cache import CachedOutcome
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Emit
@@ -289,6 +290,14 @@ class BlockingIdempotency(AtomicThreads, Face):
         None when it does not. Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
         """
         return self._engine.recall(call)
+
+    def remembered(self, call: Call) -> CachedOutcome | None:
+        """For adapters: what this process remembers of the outcome; raises `KeyReused`."""
+        return self._engine.remembered(call)
+
+    def repeats(self, call: Call, outcome: CachedOutcome) -> bool:
+        """For adapters: whether that is still what is remembered; counts as a replay then."""
+        return self._engine.repeats(call, outcome)
 
     def answer_call(self, call: Call, operation: Callable[[Attempt], Any]) -> Answer[Any]:
         """For adapters: answers a call that they have put together; the operation gets its attempt.
