@@ -201,3 +201,17 @@ def test_errors_survive_pickling_and_copying(name, through):
     assert type(twin) is type(error)
     assert str(twin) == "what happened"
     assert vars(twin) == vars(error)
+
+
+def _members(face):
+    """The public methods and properties of a face, with the names of their parameters."""
+    return {
+        name: list(inspect.signature(member).parameters) if callable(member) else "property"
+        for name, member in inspect.getmembers(face)
+        if not name.startswith("_")
+    }
+
+
+def test_both_faces_have_the_same_methods():
+    """What is learned on one face is known on the other: names, parameters and their order."""
+    assert _members(retrysafe.Idempotency) == _members(retrysafe.AsyncIdempotency)

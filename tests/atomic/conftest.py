@@ -2,16 +2,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import psycopg
 import pytest
 
-from retrysafe import Idempotency, open_store
-from retrysafe.runtime.drive import run_sync
+from retrysafe import Idempotency
 from tests.atomic.drivers import DRIVERS, Blocking
-from tests.servers.fixtures import schema_on
+from tests.servers.fixtures import migrated, schema_on
 from tests.servers.postgres import PostgresServer
 
 # Closing an object waits for these. The thread of a transaction ends by itself, a moment after it.
@@ -63,18 +63,23 @@ class Shop:
         return self.connection.execute(sql).fetchone()[0]
 
 
-@pytest.fixture(scope="package")
-def migrated_url(postgres_server: PostgresServer) -> Iterator[str]:
+@contextmanager
+def migrated_on(server: PostgresServer) -> Iterator[str]:
     """A migrated store with a table of orders beside it; making one takes most of a second."""
-    with schema_on(postgres_server.url()) as url:
-        store = open_store(url)
-        run_sync(store.migrate())
-        run_sync(store.close())
+    with schema_on(server.url()) as url:
+        migrated(url)
         server_url, _, schema = url.partition("?schema=")
         with psycopg.connect(server_url, autocommit=True) as connection:
             connection.execute(
                 f"CREATE TABLE {schema}.orders (id serial PRIMARY KEY, name text UNIQUE)"
             )
+        yield url
+
+
+@pytest.fixture(scope="package")
+def migrated_url(postgres_server: PostgresServer) -> Iterator[str]:
+    """One for all tests of the package; each empties it first."""
+    with migrated_on(postgres_server) as url:
         yield url
 
 

@@ -86,6 +86,12 @@ def test_adapters_recall_without_asking_the_store():
         assert blocking.recall(call) is None
         assert blocking.answer_call(call, lambda attempt: attempt.number).value == 1
         assert blocking.recall(call).value == 1
+        # And whether that is what was seen before, so that an adapter may repeat what it made.
+        seen = blocking.remembered(call)
+        assert blocking.repeats(call, seen)
+        blocking.expire(call.key)
+        assert blocking.remembered(call) is None
+        assert not blocking.repeats(call, seen)
         blocking.close()
         forgetful = Idempotency(MemoryStore(), cache=False)
         forgetful.answer_call(call, lambda attempt: 1)

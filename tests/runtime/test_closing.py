@@ -8,7 +8,14 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import AsyncIdempotency, Closed, Condition, Idempotency, SqliteStore
+from retrysafe import (
+    AsyncIdempotency,
+    Closed,
+    Condition,
+    Idempotency,
+    InvalidInput,
+    SqliteStore,
+)
 from retrysafe.core.ports import Waits
 from retrysafe.runtime.drive import run_sync
 from tests.runtime.staged import KEY, Hold, StagedStore, TaskHold, Worker, drive, raised, turns
@@ -250,3 +257,22 @@ def test_async_store_object_stays_its_owners(tmp_path):
     drive(main())
     assert store._connection is not None
     run_sync(store.close())
+
+
+def test_a_limit_that_is_no_timedelta_is_refused(url):
+    """Seconds or milliseconds: nobody has to guess. The object stays open."""
+    idem = Idempotency(url)
+    for wrong in (5, 0.5, None):
+        with pytest.raises(InvalidInput, match=r"close takes a timedelta, got .*seconds=5"):
+            idem.close(wrong)
+    assert idem.run(KEY, lambda: 1) == 1
+    assert idem.close() is True
+
+    async def main() -> None:
+        made = AsyncIdempotency(url)
+        with pytest.raises(InvalidInput, match="close takes a timedelta"):
+            await made.close(5)
+        assert await made.run("another", turns, caller="tester") is None
+        assert await made.close() is True
+
+    drive(main())

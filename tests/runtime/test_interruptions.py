@@ -160,7 +160,7 @@ def test_a_heartbeat_that_could_not_start_is_started_by_the_next_attempt(monkeyp
             heartbeat.add(Lease(key, b"a" * 16, 30_000, 30_000, 0, 0.0))
     heartbeat.add(Lease(key, b"b" * 16, 30_000, 30_000, 0, 0.0))
     names = [thread.name for thread in threading.enumerate()]
-    heartbeat.stop()
+    heartbeat.stop(30)
     assert "retrysafe-heartbeat" in names
 
 

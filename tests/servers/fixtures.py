@@ -9,11 +9,15 @@ from __future__ import annotations
 import os
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import psycopg
 import pytest
+from _pytest.fixtures import FixtureFunctionDefinition
 
 from retrysafe.runtime.drive import run_sync
 from retrysafe.wiring import postgres_store
@@ -53,13 +57,21 @@ def postgres_server() -> Iterator[PostgresServer]:
         server.remove()
 
 
-@pytest.fixture(scope="session")
-def postgres_15() -> Iterator[PostgresServer]:
-    """PostgreSQL 15 from Debian: the oldest that the tests run on."""
+def postgres_15_binaries() -> Path:
+    """Those of PostgreSQL 15; ends the test that asks where there are none."""
     binaries = debian_binaries()
     if binaries is None:
         _missing("PostgreSQL 15 (apt-get install postgresql-15)")
-    server = PostgresServer(binaries, settings={"fsync": "off"})
+    return binaries
+
+
+@pytest.fixture(scope="session")
+def postgres_15() -> Iterator[PostgresServer]:
+    """PostgreSQL 15 from Debian: the oldest that the tests run on."""
+    # Without just-in-time compilation, which the other server is built without: it takes longer
+    # than the queries over the catalog that it is meant to speed up.
+    settings = {"fsync": "off", "max_connections": "200", "jit": "off"}
+    server = PostgresServer(postgres_15_binaries(), settings=settings)
     try:
         yield server.start()
     finally:
@@ -100,6 +112,23 @@ def nats_server() -> Iterator[NatsServer]:
         yield server.start()
     finally:
         server.remove()
+
+
+def again(*modules: ModuleType, without: Sequence[str] = ()) -> dict[str, Any]:
+    """The tests and the fixtures of other modules, for a module that runs them on another server.
+
+    That module says where by giving its own fixture for the server. Names must not repeat: the
+    later test would silently take the place of the earlier.
+    """
+    found: dict[str, Any] = {}
+    for module in modules:
+        for name, item in vars(module).items():
+            if name.startswith("test_") or isinstance(item, FixtureFunctionDefinition):
+                assert name not in found, f"{name} is in two modules"
+                found[name] = item
+    for name in without:
+        del found[name]
+    return found
 
 
 @contextmanager

@@ -14,11 +14,12 @@ from retrysafe.core.model import (
     StepWrite,
 )
 from retrysafe.core.outbox_ports import Outbox
-from retrysafe.core.ports import Store
+from retrysafe.core.ports import Store, Transaction
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.threaded import ThreadedStore
 from retrysafe.testing import FaultyStore, ManualClock, Moment
 from retrysafe.testing.faults import METHODS, FaultyOutbox
+from retrysafe.testing.faulty_transaction import FaultyTransaction
 from retrysafe.testing.suite.probe import ACTIVE_MS, KEY, RESULT, Probe, key_of, request
 
 
@@ -43,9 +44,12 @@ def test_every_method_of_the_port_is_covered():
     """A method that the port gets later must get its faults as well."""
     port = {name for name, _ in inspect.getmembers(Store, inspect.iscoroutinefunction)}
     outbox = {name for name, _ in inspect.getmembers(Outbox, inspect.iscoroutinefunction)}
-    assert port | {f"outbox.{name}" for name in outbox} == set(METHODS)
+    joined = {name for name, _ in inspect.getmembers(Transaction, inspect.iscoroutinefunction)}
+    named = {f"outbox.{name}" for name in outbox} | {f"transaction.{name}" for name in joined}
+    assert port | named == set(METHODS)
     assert all(name in vars(FaultyStore) for name in port)
     assert all(name in vars(FaultyOutbox) for name in outbox)
+    assert all(name in vars(FaultyTransaction) for name in joined)
 
 
 def calls_of(probe, beneath):

@@ -13,6 +13,7 @@ from typing import Any, Never, ParamSpec, Self, TypeVar
 from retrysafe import forks
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
+from retrysafe.core.cache import CachedOutcome
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Emit
@@ -38,6 +39,7 @@ from retrysafe.runtime.crews import ThreadCrew
 from retrysafe.runtime.current import current
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.duties import WorkerPolicy, duties_of
+from retrysafe.runtime.ending import Limit, end_within
 from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_outcome, require_name
 from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.group_commit import DirectWriter, ThreadGroupCommit
@@ -294,6 +296,14 @@ class BlockingIdempotency(AtomicThreads, Face):
         """
         return self._engine.recall(call)
 
+    def remembered(self, call: Call) -> CachedOutcome | None:
+        """For adapters: what this process remembers of the outcome; raises `KeyReused`."""
+        return self._engine.remembered(call)
+
+    def repeats(self, call: Call, outcome: CachedOutcome) -> bool:
+        """For adapters: whether that is still what is remembered; counts as a replay then."""
+        return self._engine.repeats(call, outcome)
+
     def answer_call(self, call: Call, operation: Callable[[Attempt], Any]) -> Answer[Any]:
         """For adapters: answers a call that they have put together; the operation gets its attempt.
 
@@ -425,13 +435,19 @@ class BlockingIdempotency(AtomicThreads, Face):
         """Starts nothing new and waits for running operations; False when some still run.
 
         Those keep their claims until the leases end, since nothing renews them any more; they
-        still store their outcomes. Closing again waits for them again.
+        still store their outcomes. Closing again waits for them again. A store that is busy is
+        closed as soon as it can be; that, too, is waited for no longer than the limit.
         """
-        has_ended = self._gate.close(wait.total_seconds())
-        self._heartbeat.stop()
+        limit = Limit(wait)
+        has_ended = self._gate.close(limit.seconds)
+        limit.spare_the_ending()
+        self._heartbeat.stop(limit.left_seconds)
         if self._owns_store:
-            run_sync(self._store.close())
+            end_within(self._close_store, limit)
         return has_ended
+
+    def _close_store(self) -> None:
+        run_sync(self._store.close())
 
     def __enter__(self) -> Self:
         return self

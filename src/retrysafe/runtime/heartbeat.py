@@ -62,14 +62,17 @@ class ThreadHeartbeat:
         # One dictionary operation is atomic; the thread copies before it looks.
         self._leases.pop(lease.token, None)
 
-    def stop(self) -> None:
-        """Ends the thread and waits for it."""
+    def stop(self, wait_seconds: float) -> None:
+        """Ends the thread, and waits for it that long.
+
+        A renewal that is under way goes on and then ends the thread, which keeps nobody waiting.
+        """
         with self._lock:
             self._is_stopped = True
             thread = self._thread
         self._news.put(None)
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(wait_seconds)
 
     def _beat(self) -> None:
         self._is_beating = True
@@ -117,16 +120,15 @@ class TaskHeartbeat:
         """Stops renewing; the timer stays, and finds nothing to do."""
         self._leases.pop(lease.token, None)
 
-    async def stop(self) -> None:
-        """Ends the timer and the renewal that is under way."""
+    async def stop(self, wait_seconds: float) -> None:
+        """Ends the timer and the renewal that is under way, and waits that long for its end."""
         self._is_stopped = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._task is not None:
             self._task.cancel()
-            await asyncio.wait((self._task,))
-            self._task = None
+            await asyncio.wait((self._task,), timeout=wait_seconds)
 
     def _schedule(self) -> None:
         if self._timer is not None:

@@ -106,6 +106,12 @@ class LoopParts:
             recovers=store,
         )
 
+    async def settle(self) -> None:
+        """Waits until everything that was submitted is answered; cancelling stops none of it."""
+        await self.orphans.settle()
+        if self.group_commit is not None:
+            await self.group_commit.drain()
+
     def _join_suspending(self, connection: object) -> Transaction:
         return self._join(connection, Waits.SUSPENDING)
 

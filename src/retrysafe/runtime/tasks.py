@@ -7,7 +7,7 @@ import functools
 import threading
 from asyncio import current_task
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from datetime import timedelta
 from threading import get_ident
 from types import TracebackType
@@ -36,6 +36,7 @@ from retrysafe.runtime.calls import (
 )
 from retrysafe.runtime.crews import TaskCrew
 from retrysafe.runtime.duties import WorkerPolicy, duties_of
+from retrysafe.runtime.ending import Limit, end_aside_within
 from retrysafe.runtime.face import Face, checked_limit, operator_outcome, require_name
 from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.invocations import TaskInvocation
@@ -419,19 +420,24 @@ class AsyncFace(AtomicTasks, Face):
         """Starts nothing new and waits for running operations; False when some still run.
 
         Those keep their claims until the leases end, since nothing renews them any more; they
-        still store their outcomes. Closing again waits for them again.
+        still store their outcomes. Closing again waits for them again. A store that is busy is
+        closed as soon as it can be; that, too, is waited for no longer than the limit.
         """
+        limit = Limit(wait)
         self._is_closed = True
         parts = self._bound()
-        has_ended = await parts.gate.close(wait.total_seconds())
-        await parts.heartbeat.stop()
-        await parts.orphans.settle()
-        if parts.group_commit is not None:
-            await parts.group_commit.drain()
-        if self._owns_store:
-            await parts.store.close()
-        elif parts.threaded is not None:
-            parts.threaded.end_workers()
+        has_ended = await parts.gate.close(limit.seconds)
+        limit.spare_the_ending()
+        await parts.heartbeat.stop(limit.left_seconds)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit.left_seconds):
+                await parts.settle()
+        if parts.threaded is not None:
+            await end_aside_within(parts.threaded.ending(with_store=self._owns_store), limit)
+        elif self._owns_store:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limit.left_seconds):
+                    await parts.store.close()
         return has_ended
 
     async def __aenter__(self) -> Self:

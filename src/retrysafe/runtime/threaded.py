@@ -125,6 +125,21 @@ class ThreadedStore:
         if pool is not None:
             pool.shutdown(wait=True)
 
+    def ending(self, *, with_store: bool) -> Callable[[], None]:
+        """Takes the workers away at once; what comes back ends them, and may wait in doing so.
+
+        Whoever uses the store meanwhile gets new ones.
+        """
+        pool, self._pool = self._pool, None
+
+        def end() -> None:
+            if with_store:
+                run_sync(self._store.close())
+            if pool is not None:
+                pool.shutdown(wait=True)
+
+        return end
+
 
 class _AskedElsewhere:
     """A blocking transaction, used where its owner runs and looked at by the loop.

@@ -37,8 +37,9 @@ from retrysafe.core.outbox import (
     StoredEntry,
 )
 from retrysafe.core.outbox_ports import Outbox, outbox_of
-from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Store
+from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Store, Transaction
 from retrysafe.errors import StoreUnavailable
+from retrysafe.testing.faulty_transaction import FaultyTransaction
 
 T = TypeVar("T")
 
@@ -215,6 +216,16 @@ class FaultyStore:
         """The entries of the wrapped store, with the faults of its methods."""
         return FaultyOutbox(outbox_of(self._store), self._call)
 
+    @property
+    def join(self) -> Callable[[object], FaultyTransaction]:
+        """Joins a user's transaction, with the faults of its methods.
+
+        A store that cannot join any has no such method, and then this one has none either.
+        """
+        wrapped: Any = self._store
+        join: Callable[[object], Transaction] = wrapped.join
+        return lambda connection: FaultyTransaction(join(connection), self._call)
+
     async def close(self) -> None:
         """Closes the wrapped store."""
         await self._call("close", self._store.close)
@@ -314,6 +325,18 @@ METHODS: Final = (
     "outbox.read",
     "outbox.list_entries",
     "outbox.operate",
+    "transaction.begin",
+    "transaction.keep",
+    "transaction.undo",
+    "transaction.lock",
+    "transaction.look",
+    "transaction.claim",
+    "transaction.sees_changes",
+    "transaction.settle",
+    "transaction.stage",
+    "transaction.fate",
+    "transaction.record_step",
+    "transaction.step_fate",
 )
 
 if TYPE_CHECKING:

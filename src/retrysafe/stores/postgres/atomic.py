@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from retrysafe.conflicts import sqlstate_of
 from retrysafe.core import transitions
+from retrysafe.core.joining import undo_quietly
 from retrysafe.core.keys import Key
 from retrysafe.core.model import (
     ClaimAnswer,
@@ -37,6 +38,7 @@ from retrysafe.stores.postgres.connector import (
     RowRefused,
 )
 from retrysafe.stores.postgres.outbox import stage_parameters
+from retrysafe.stores.postgres.same_database import SameDatabase
 
 _LOCK_NOT_AVAILABLE: Final = "55P03"
 _NO_TRANSACTION_CODES: Final = ("25P01", "3B001")
@@ -64,12 +66,14 @@ class PostgresTransaction:
         connection: UserConnection,
         *,
         connector: Connector,
+        same_database: SameDatabase,
         statements: dict[str, str],
         schema_name: str,
         location: str,
     ) -> None:
         self._connection = connection
         self._connector = connector
+        self._same_database = same_database
         self._sql = statements
         self._schema_name = schema_name
         self._location = location
@@ -83,7 +87,11 @@ class PostgresTransaction:
     # The frame around everything that is written.
 
     async def begin(self) -> None:
-        """Sets a savepoint; without a transaction there can be none."""
+        """Sets a savepoint; without a transaction there can be none.
+
+        Raises `InvalidInput` on a connection to another database, and leaves it as it was.
+        """
+        await self._connection.catch_up()
         try:
             await self._connection.begin_savepoint()
         except Exception as error:
@@ -93,9 +101,15 @@ class PostgresTransaction:
                     "with your writes: open one around the block"
                 ) from error
             raise
+        try:
+            await self._same_database.require(self._connection)
+        except BaseException:
+            await undo_quietly(self)
+            raise
 
     async def keep(self) -> None:
         """Releases the savepoint."""
+        await self._connection.catch_up()
         try:
             await self._connection.release_savepoint()
         except Exception as error:
@@ -267,6 +281,8 @@ class PostgresTransaction:
         return bool(status == "in progress")
 
     async def _fetch(self, name: str, *params: Any) -> Sequence[Sequence[Any]]:
+        # Apart: the failure of a statement that the user has queued is the user's to know.
+        await self._connection.catch_up()
         try:
             return await self._connection.fetch(self._sql[name], params)
         except Exception as error:

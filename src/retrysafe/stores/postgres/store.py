@@ -45,6 +45,7 @@ from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.partitions import Partitions
 from retrysafe.stores.postgres.reading import Reader
 from retrysafe.stores.postgres.rows import outcome_of, payload_of, record_of
+from retrysafe.stores.postgres.same_database import SameDatabase
 from retrysafe.stores.postgres.sifting import Fetch, Sifter, Written
 
 _logger = logging.getLogger("retrysafe")
@@ -83,6 +84,9 @@ class PostgresStore:
         sifter = Sifter(self._transact, self.schema_name)
         self._reader = Reader(self._fetch)
         self._batches = Batches(self._fetch, self._reader, self.outbox, sifter)
+        self._same_database = SameDatabase(
+            connector, statements=self._sql, location=location, doubt=self._doubt
+        )
         forks.register(self)
 
     @property
@@ -128,6 +132,7 @@ class PostgresStore:
         return PostgresTransaction(
             adapted(connection),
             connector=self._connector,
+            same_database=self._same_database,
             statements=self._sql,
             schema_name=self.schema_name,
             location=self.location,
@@ -330,11 +335,16 @@ class PostgresStore:
             for finding in findings:
                 _logger.warning("%s: %s", self.location, finding.text)
             await schema.require_current(self._connector, self.schema_name, self.location)
+            await self._same_database.learn()
             if not findings:
                 settings = await self._connector.fetch(self._statement("read_settings"))
                 for finding in diagnosis.settings_findings(settings[0]):
                     _logger.warning("%s: %s", self.location, finding.text)
             self._is_current = True
+
+    def _doubt(self) -> None:
+        """Has the next use look again where the store is: its server may have been replaced."""
+        self._is_current = False
 
     async def _pooler_findings(self) -> list[Finding]:
         return [diagnosis.POOLER] if await self._connector.has_forgetful_pooler() else []

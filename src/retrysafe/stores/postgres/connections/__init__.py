@@ -26,6 +26,12 @@ class UserConnection(Protocol):
     def waits(self) -> Waits:
         """Whether its methods block or suspend."""
 
+    async def lasting(self) -> object:
+        """The driver's own connection, which outlives what a pool or a session wraps around it."""
+
+    async def catch_up(self) -> None:
+        """Raises what became of statements that the user has queued; most drivers queue none."""
+
     async def fetch(self, sql: str, params: Sequence[Any]) -> Rows:
         """Runs a statement with `$1`-style parameters in the open transaction."""
 

@@ -24,6 +24,13 @@ class _Asyncpg:
     def __init__(self, connection: Any) -> None:
         self._connection = connection
 
+    async def lasting(self) -> object:
+        # A pool lends the same connection in a new wrapper each time.
+        return getattr(self._connection, "_con", self._connection)
+
+    async def catch_up(self) -> None:
+        return
+
     async def fetch(self, sql: str, params: Sequence[Any]) -> Rows:
         rows: Rows = await self._connection.fetch(sql, *params)
         return rows

@@ -35,6 +35,13 @@ class _Django:
         self._connection = connection
         self._block: Any = None
 
+    async def lasting(self) -> object:
+        # Django's own stays when it connects anew.
+        return self._connection.connection
+
+    async def catch_up(self) -> None:
+        return
+
     async def fetch(self, sql: str, params: Sequence[Any]) -> Rows:
         with self._connection.cursor() as cursor:
             cursor.execute(*with_percent_signs(sql, params))

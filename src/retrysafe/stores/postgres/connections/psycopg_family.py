@@ -28,10 +28,24 @@ class _Blocking:
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
         self._connection = connection
 
+    async def lasting(self) -> object:
+        return self._connection
+
+    async def catch_up(self) -> None:
+        if self._connection.pgconn.pipeline_status:
+            # A block in the user's pipeline begins and ends with a sync.
+            with self._connection.pipeline():
+                return
+
     async def fetch(self, sql: str, params: Sequence[Any]) -> Rows:
         # A cursor of our own: the user's may give rows of any shape and take other placeholders.
         with psycopg.RawCursor(self._connection, row_factory=tuple_row) as cursor:
-            cursor.execute(sql.encode(), params)
+            if self._connection.pgconn.pipeline_status:
+                # Without the sync at its end there would be no answer yet.
+                with self._connection.pipeline():
+                    cursor.execute(sql.encode(), params)
+            else:
+                cursor.execute(sql.encode(), params)
             return cursor.fetchall() if cursor.description else []
 
     async def begin_savepoint(self) -> None:
@@ -51,9 +65,21 @@ class _Suspending:
     def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
         self._connection = connection
 
+    async def lasting(self) -> object:
+        return self._connection
+
+    async def catch_up(self) -> None:
+        if self._connection.pgconn.pipeline_status:
+            async with self._connection.pipeline():
+                return
+
     async def fetch(self, sql: str, params: Sequence[Any]) -> Rows:
         async with psycopg.AsyncRawCursor(self._connection, row_factory=tuple_row) as cursor:
-            await cursor.execute(sql.encode(), params)
+            if self._connection.pgconn.pipeline_status:
+                async with self._connection.pipeline():
+                    await cursor.execute(sql.encode(), params)
+            else:
+                await cursor.execute(sql.encode(), params)
             return await cursor.fetchall() if cursor.description else []
 
     async def begin_savepoint(self) -> None:

@@ -60,6 +60,12 @@ class _Blocking:
     def _connection(self) -> Any:
         return self._owner if isinstance(self._owner, Connection) else self._owner.connection()
 
+    async def lasting(self) -> object:
+        return self._connection().connection.driver_connection
+
+    async def catch_up(self) -> None:
+        return
+
     async def fetch(self, sql: str, params: Sequence[Any]) -> Rows:
         connection = self._connection()
         result = connection.exec_driver_sql(*_arguments(connection.dialect, sql, params))
@@ -97,6 +103,12 @@ class _Suspending:
         if hasattr(self._owner, "exec_driver_sql"):
             return self._owner
         return await self._owner.connection()
+
+    async def lasting(self) -> object:
+        return (await self._connection()).sync_connection.connection.driver_connection
+
+    async def catch_up(self) -> None:
+        return
 
     async def fetch(self, sql: str, params: Sequence[Any]) -> Rows:
         connection = await self._connection()

@@ -2,6 +2,17 @@
 -- under READ COMMITTED, REPEATABLE READ and SERIALIZABLE: under the last two a rival's commit shows
 -- as SQLSTATE 40001. They leave nothing in the session. Time is always the server's clock.
 
+-- name: database
+-- Which database this is, and whether this role may ask for the identifier of its server: everybody
+-- may unless that was revoked, and asking without the right would abort the transaction.
+SELECT
+    current_database(),
+    has_function_privilege(to_regprocedure('pg_catalog.pg_control_system()'), 'EXECUTE');
+
+-- name: system_identifier
+-- Tells servers apart, whatever address they are reached by; the copies of one server share it.
+SELECT system_identifier FROM pg_catalog.pg_control_system();
+
 -- name: try_lock
 -- Keeps other atomic runs off the key until the transaction, or the savepoint, is over. A lock of
 -- the transaction works behind PgBouncer, and a process that dies gives it back.

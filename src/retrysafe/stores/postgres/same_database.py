@@ -1,0 +1,107 @@
+"""Whether a user's connection leads to the database that the store is in.
+
+Owns the comparison. A claim that lands in another database is seen by nobody who looks into the
+store's, and the operation runs again there. Addresses and ports cannot be compared: a pooler, a
+proxy and a second network card all change them. A server's system identifier is made once, and
+every copy of it by replication has the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+from retrysafe.errors import InvalidInput, StoreError
+from retrysafe.stores.postgres.connections import UserConnection
+from retrysafe.stores.postgres.connector import Conflict, Connector, Rows
+
+# The database's name, and the identifier of its server where the role may ask for it.
+Identity = tuple[str, int | None]
+
+
+class SameDatabase:
+    """Compares every connection with the store's once, and remembers those that are right."""
+
+    def __init__(
+        self,
+        connector: Connector,
+        *,
+        statements: dict[str, str],
+        location: str,
+        doubt: Callable[[], None],
+    ) -> None:
+        self._connector = connector
+        self._sql = statements
+        self._location = location
+        # Has the store call `learn` at its next use.
+        self._doubt = doubt
+        self._identity: Identity | None = None
+        self._has_asked = False
+        # Weakly: these are the users' connections, and it is not for us to keep them.
+        self._known: WeakSet[Any] = WeakSet()
+
+    async def learn(self) -> None:
+        """Asks on the store's own connection where it is."""
+        self._identity = await self._asked(self._connector.fetch)
+
+    async def require(self, connection: UserConnection) -> None:
+        """Raises `InvalidInput` for another database, as soon as the store's is known."""
+        lasting = await connection.lasting()
+        if lasting in self._known:
+            return
+        # A store of the other kind would stop this flow, or the event loop that it runs in.
+        can_ask = connection.waits is self._connector.waits
+        if self._identity is None and not (can_ask and await self._has_learned()):
+            return
+        theirs = await self._asked(connection.fetch)
+        if not self._is_ours(theirs):
+            # The store's address may lead to another server since it was asked.
+            if not can_ask:
+                self._doubt()
+                raise self._refusal(theirs)
+            await self.learn()
+            if not self._is_ours(theirs):
+                raise self._refusal(theirs)
+        try:
+            self._known.add(lasting)
+        except TypeError:
+            # No weak reference to such a connection: it is asked every time.
+            return
+
+    async def _has_learned(self) -> bool:
+        """Asks the store inside a user's transaction: one does, the others go on without.
+
+        Behind a pooler each of them holds a session that the store's own statement may be waiting
+        for. A store that does not answer refuses nobody; its first use tells where it is.
+        """
+        if self._has_asked:
+            return False
+        self._has_asked = True
+        try:
+            await self.learn()
+        except (StoreError, Conflict):
+            return False
+        return True
+
+    def _is_ours(self, theirs: Identity) -> bool:
+        assert self._identity is not None  # Asked for before anything is compared.
+        ours = self._identity
+        # Without the right to ask for a server's identifier, its databases' names must do.
+        return ours[0] == theirs[0] and (None in (ours[1], theirs[1]) or ours[1] == theirs[1])
+
+    def _refusal(self, theirs: Identity) -> InvalidInput:
+        assert self._identity is not None
+        ours, (name, _) = self._identity[0], theirs
+        where = f"database {name!r}" if name != ours else f"database {name!r} of another server"
+        return InvalidInput(
+            f"this connection is to {where}, and the store is {self._location}: outcome and "
+            "business write must be in one database"
+        )
+
+    async def _asked(self, fetch: Callable[[str, Sequence[Any]], Awaitable[Rows]]) -> Identity:
+        ((name, may_ask),) = await fetch(self._sql["database"], ())
+        if not may_ask:
+            return str(name), None
+        ((identifier,),) = await fetch(self._sql["system_identifier"], ())
+        return str(name), int(identifier)

@@ -1,0 +1,223 @@
+"""close() keeps its limit when the store cannot be hurried, and what goes on then harms nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import threading
+import time
+from contextlib import closing
+from datetime import timedelta
+
+import pytest
+
+from retrysafe import AsyncIdempotency, Condition, Idempotency, Policy, SqliteStore
+from retrysafe.core.model import SettleKind
+from retrysafe.core.ports import Waits
+from retrysafe.runtime.ending import Limit, end_aside_within, end_within
+from tests.runtime.staged import KEY, Hold, StagedStore, TaskHold, Worker, drive, until
+
+BRIEFLY = timedelta(milliseconds=20)
+# Far above the limit, for a slow machine, and far below the ten seconds that SQLite waits.
+SOON_SECONDS = 5.0
+OFTEN = Policy(lease=timedelta(milliseconds=300))
+
+
+@pytest.fixture
+def renewing(monkeypatch):
+    """Set when a renewal has reached the store."""
+    reached = threading.Event()
+    commit = SqliteStore._commit
+
+    def noting(self, claims, settlements):
+        if any(item.kind is SettleKind.EXTEND for item in settlements):
+            reached.set()
+        return commit(self, claims, settlements)
+
+    monkeypatch.setattr(SqliteStore, "_commit", noting)
+    return reached
+
+
+@pytest.fixture
+def locked(tmp_path):
+    """Takes the write lock of the file, and gives it back."""
+    with closing(sqlite3.connect(tmp_path / "keys.db", isolation_level=None)) as connection:
+        yield connection
+        assert not connection.in_transaction
+
+
+def test_close_keeps_its_limit_while_a_renewal_waits_for_a_locked_file(url, locked, renewing):
+    """Neither the heartbeat nor the store is waited for longer; the outcome is stored after it."""
+    idem = Idempotency(url, policy=OFTEN)
+    hold = Hold()
+    runner = Worker(idem.run, KEY, hold)
+    hold.reached()
+    renewing.clear()
+    locked.execute("BEGIN IMMEDIATE")
+    assert renewing.wait(30)
+    began = time.monotonic()
+    assert idem.close(BRIEFLY) is False
+    assert time.monotonic() - began < SOON_SECONDS
+    locked.execute("ROLLBACK")
+    hold.open()
+    assert runner.ended() is None
+    assert idem.close() is True
+    until(_nobody_is_ending)
+    with Idempotency(url) as other:
+        assert other.read(KEY).condition is Condition.SUCCEEDED
+
+
+def test_async_close_keeps_its_limit_while_a_renewal_waits_for_a_locked_file(url, locked, renewing):
+    """The same in an event loop, which is not stopped meanwhile."""
+
+    async def main() -> None:
+        idem = AsyncIdempotency(url, policy=OFTEN)
+        hold = TaskHold()
+        runner = asyncio.create_task(idem.run(KEY, hold))
+        await hold.reached()
+        renewing.clear()
+        locked.execute("BEGIN IMMEDIATE")
+        assert await asyncio.to_thread(renewing.wait, 30)
+        began = time.monotonic()
+        assert await idem.close(BRIEFLY) is False
+        assert time.monotonic() - began < SOON_SECONDS
+        locked.execute("ROLLBACK")
+        hold.open()
+        await runner
+        assert await idem.close() is True
+
+    drive(main())
+    until(_nobody_is_ending)
+    with Idempotency(url) as other:
+        assert other.read(KEY).condition is Condition.SUCCEEDED
+
+
+def _nobody_is_ending() -> bool:
+    return not [item for item in threading.enumerate() if item.name.startswith("retrysafe")]
+
+
+def test_close_keeps_its_limit_while_an_operator_waits_for_a_locked_file(url, locked):
+    """Nothing runs and nothing is renewed: still a sweep may be inside the store."""
+    idem = Idempotency(url)
+    idem.run(KEY, lambda: 1)
+    store = idem.store
+    locked.execute("BEGIN IMMEDIATE")
+    sweeper = Worker(idem.release, KEY)
+    until(store._lock.locked)
+    began = time.monotonic()
+    assert idem.close(BRIEFLY) is True
+    assert time.monotonic() - began < SOON_SECONDS
+    locked.execute("ROLLBACK")
+    assert "the operation succeeded" in str(sweeper.ended())
+    assert idem.close() is True
+    until(_nobody_is_ending)
+
+
+def test_async_close_keeps_its_limit_while_a_commit_hangs():
+    """A commit under way and the last write of a cancelled task go on, and are stored."""
+    store = StagedStore(waits=Waits.SUSPENDING)
+
+    async def operation() -> int:
+        return 1
+
+    async def main() -> None:
+        idem = AsyncIdempotency(store)
+        hold = TaskHold()
+        store.before = lambda commit: hold() if commit.settlements else None
+        runner = asyncio.create_task(idem.run(KEY, operation))
+        await hold.reached()
+        runner.cancel()
+        await asyncio.wait((runner,))
+        began = time.monotonic()
+        assert await idem.close(BRIEFLY) is True
+        assert time.monotonic() - began < SOON_SECONDS
+        hold.open()
+        assert await idem.close() is True
+        assert (await store.inner.read(KEY)).condition is Condition.SUCCEEDED
+
+    drive(main())
+
+
+def test_async_close_keeps_its_limit_while_a_store_does_not_close():
+    """A store that suspends is given up, as a pool whose connections are in use."""
+    store = StagedStore(waits=Waits.SUSPENDING)
+
+    async def main() -> None:
+        idem = AsyncIdempotency(store)
+        idem._owns_store = True
+        hold = TaskHold()
+        store.close = hold
+        began = time.monotonic()
+        assert await idem.close(BRIEFLY) is True
+        assert time.monotonic() - began < SOON_SECONDS
+        await hold.reached()
+
+    drive(main())
+
+
+def test_async_close_keeps_its_limit_while_a_renewal_cannot_be_cancelled():
+    """As a driver that waits for its server to confirm that the statement was given up."""
+    store = StagedStore(waits=Waits.SUSPENDING)
+
+    async def main() -> None:
+        idem = AsyncIdempotency(store, policy=OFTEN)
+        hold, renewal = TaskHold(), TaskHold()
+
+        async def stubborn() -> None:
+            try:
+                await renewal()
+            except asyncio.CancelledError:
+                await renewal()
+
+        store.before = lambda commit: stubborn() if commit.is_renewal else None
+        runner = asyncio.create_task(idem.run(KEY, hold))
+        await renewal.reached()
+        began = time.monotonic()
+        assert await idem.close(BRIEFLY) is False
+        assert time.monotonic() - began < SOON_SECONDS
+        renewal.open()
+        hold.open()
+        await runner
+        assert await idem.close() is True
+
+    drive(main())
+
+
+# The thread that something ends in.
+
+
+def ended_in_thread(work, wait):
+    end_within(work, Limit(wait))
+
+
+def ended_beside_a_loop(work, wait):
+    drive(end_aside_within(work, Limit(wait)))
+
+
+ENDINGS = pytest.mark.parametrize("end", [ended_in_thread, ended_beside_a_loop])
+
+
+@ENDINGS
+def test_what_ends_in_time_tells_what_it_raised(end):
+    def work() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        end(work, timedelta(seconds=30))
+
+
+@ENDINGS
+def test_what_fails_after_the_limit_is_told_to_the_log(end, caplog):
+    """Nobody waits for it any more, and nobody else would hear of it."""
+    hold = Hold()
+
+    def work() -> None:
+        hold()
+        raise ZeroDivisionError
+
+    with caplog.at_level(logging.ERROR, "retrysafe"):
+        end(work, timedelta(0))
+        hold.open()
+        until(_nobody_is_ending)
+    assert [record.getMessage() for record in caplog.records] == ["closing failed after its limit"]
