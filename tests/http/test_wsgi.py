@@ -20,10 +20,17 @@ from retrysafe import (
     Policy,
     current_attempt,
 )
-from retrysafe.http import Response, Rule, Streaming, WSGIIdempotencyMiddleware, bearer_token
+from retrysafe.http import (
+    FromFields,
+    Response,
+    Rule,
+    Streaming,
+    WSGIIdempotencyMiddleware,
+    bearer_token,
+)
 from retrysafe.http.wsgi import ATTEMPT_NAME
 from retrysafe.testing import FaultyStore, Moment
-from tests.http.driving import BODY, ask_wsgi
+from tests.http.driving import BODY, Shop, ask_wsgi
 
 
 @pytest.fixture
@@ -441,3 +448,29 @@ def test_a_response_in_a_transaction_is_judged_by_its_status(tmp_path):
     assert idem.read("k-2", caller=GLOBAL).condition is Condition.RELEASED
     connection.close()
     idem.close()
+
+
+def _path(sent):
+    """A path of WSGI: its bytes in disguise."""
+    return {"PATH_INFO": sent.decode("latin-1")}
+
+
+def test_a_natural_key_tells_paths_apart_that_are_no_utf_8(protect):
+    """Replaced by one character, two resources would have one key, and the second never run."""
+    rule = Rule(path="/close/{name}", source=FromFields("{name}"))
+    shop = Shop()
+    app = protect(shop.wsgi, rules=[rule])
+    for sent, is_replay in ((b"caf\xe9", False), (b"caf\xe8", False), (b"caf\xe9", True)):
+        reply = ask_wsgi(app, key=None, environ=_path(b"/close/" + sent))
+        assert (reply.status, reply.is_replay) == (201, is_replay)
+    assert len(shop.runs) == 2
+
+
+def test_a_refusal_shows_the_bytes_of_a_path_that_is_no_utf_8(protect):
+    """Escaped as they were sent, also below a mount that is no text itself."""
+    app = protect(Shop().wsgi)
+    mount = {"SCRIPT_NAME": "/caf\xe9"}
+    reply = ask_wsgi(app, key=None, environ=_path(b"/\xff") | mount)
+    assert (reply.problem, reply.json["instance"]) == ("key-missing", "/caf%E9/%FF")
+    status = ask_wsgi(app, "GET", environ=_path(b"/idempotency-status/\xff"))
+    assert status.problem == "key-unknown"

@@ -17,7 +17,16 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.keys import GlobalCaller, Key
 from retrysafe.errors import InvalidInput, StoreError
-from retrysafe.http.asgi_run import App, AppRun, Message, Receive, Scope, Send, is_below
+from retrysafe.http.asgi_run import (
+    App,
+    AppRun,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    exact_path,
+    is_below,
+)
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
@@ -114,7 +123,7 @@ class IdempotencyMiddleware:
                 body = await self._repeat(repetition, receive, send)
                 if body is _REPEATED:
                     return
-        path: str = scope["path"]
+        path = exact_path(scope, scope["path"])
         root: str = scope.get("root_path", "")
         if root and is_below(path, root):
             path = path[len(root.rstrip("/")) :]
@@ -340,7 +349,7 @@ async def _is_prompt(
 
 
 def _request(scope: Scope) -> Request:
-    path: str = scope["path"]
+    path = exact_path(scope, scope["path"])
     root: str = scope.get("root_path", "")
     if root and not is_below(path, root):
         # Some frameworks leave the mount out of the path. Two mounts are two places all the same.

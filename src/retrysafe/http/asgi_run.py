@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
+from urllib.parse import unquote_to_bytes
 
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
@@ -40,6 +41,18 @@ def is_below(path: str, root: str) -> bool:
     """Whether the path has the mount in front; `/payments` does not lie below `/pay`."""
     root = root.rstrip("/")
     return path == root or path.startswith(f"{root}/")
+
+
+def exact_path(scope: Scope, path: str) -> str:
+    """The path with the bytes that a server has replaced because they are no UTF-8.
+
+    Replaced, two paths would count as one request. A server that does not give the raw path keeps
+    the two apart from nobody: the application sees one path as well.
+    """
+    raw: bytes | None = scope.get("raw_path")
+    if "\ufffd" not in path or not raw:
+        return path
+    return unquote_to_bytes(raw.partition(b"?")[0]).decode("utf-8", "surrogateescape")
 
 
 class AppRun:

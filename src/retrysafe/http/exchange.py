@@ -365,7 +365,7 @@ class Protection:
 
     def place(self, request: Request, prefix: str) -> Place:
         """Where the request was refused, and where the reason is explained."""
-        return Place(f"{prefix}{self.policy_path}", quote(request.path))
+        return Place(f"{prefix}{self.policy_path}", quote(request.path, errors="surrogateescape"))
 
     def problem(
         self, kind: ProblemKind, request: Request, prefix: str, key: str | None = None

@@ -20,7 +20,8 @@ class Request:
 
     # As sent, in upper case: methods are case-sensitive.
     method: str
-    # Decoded, with the prefix under which the application is mounted.
+    # Decoded, with the prefix under which the application is mounted. Bytes that are no UTF-8 are
+    # surrogates, so that two paths that differ in them stay two.
     path: str
     # The bytes after the question mark, without it, as sent.
     query: bytes

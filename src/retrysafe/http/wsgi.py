@@ -250,8 +250,10 @@ class _Run:
         self._write = self._start_response(self._status, self._headers)
 
 
-def request_of(environ: Environ) -> Request:
-    """The request of an environ, with its body unread."""
+def request_of(environ: Environ, path: str | None = None) -> Request:
+    """The request of an environ, with its body unread; `path` where a framework has its own."""
+    if path is None:
+        path = _decoded(environ.get("SCRIPT_NAME", "")) + _decoded(environ.get("PATH_INFO", ""))
     headers: list[Header] = [
         (name[5:].replace("_", "-").lower().encode("latin-1"), value.encode("latin-1"))
         for name, value in environ.items()
@@ -263,7 +265,7 @@ def request_of(environ: Environ) -> Request:
             headers.append((header, value.encode("latin-1")))
     return Request(
         environ["REQUEST_METHOD"],
-        _decoded(environ.get("SCRIPT_NAME", "")) + _decoded(environ.get("PATH_INFO", "")) or "/",
+        path or "/",
         environ.get("QUERY_STRING", "").encode("latin-1"),
         headers,
         b"",
@@ -277,13 +279,18 @@ _TOLD_TWICE: Final = frozenset({"HTTP_CONTENT_TYPE", "HTTP_CONTENT_LENGTH"})
 
 
 def _decoded(text: str) -> str:
-    """A path of WSGI is bytes in disguise; the bytes are UTF-8 in every URL of today."""
-    return text.encode("latin-1").decode("utf-8", "replace")
+    """A path of WSGI is bytes in disguise; the bytes are UTF-8 in nearly every URL of today.
+
+    Bytes that are not stay what they are: replaced, two paths would count as one request.
+    """
+    return text.encode("latin-1").decode("utf-8", "surrogateescape")
 
 
 def prefix_of(environ: Environ) -> str:
     """Where the application is mounted, without the slash at the end."""
-    return _decoded(environ.get("SCRIPT_NAME", "")).rstrip("/")
+    mount: str = environ.get("SCRIPT_NAME", "")
+    # It is written into links, where only text can be.
+    return mount.encode("latin-1").decode("utf-8", "replace").rstrip("/")
 
 
 class _BodyCutOff(Exception):

@@ -23,7 +23,7 @@ from retrysafe.core.values import NotStorable
 from retrysafe.errors import InvalidInput
 from retrysafe.http import blocking
 from retrysafe.http.asgi import IdempotencyMiddleware
-from retrysafe.http.asgi_run import Message, Receive, Scope, Send
+from retrysafe.http.asgi_run import Message, Receive, Scope, Send, exact_path
 from retrysafe.http.exchange import UNPROTECTED, Plan, Protection
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response, is_event_stream, response_of
@@ -68,10 +68,11 @@ def asked_of(request: Any) -> Request:
     plain = django_request(request)
     scope = getattr(plain, "scope", None)
     if scope is None:
-        asked = request_of(plain.META)
+        # Django has put the decoded path into the environ, which is no longer bytes in disguise.
+        asked = request_of(plain.META, plain.path)
     else:
-        asked = Request(plain.method, "", scope.get("query_string", b""), scope["headers"])
-    asked.path = plain.path
+        path = exact_path(scope, plain.path)
+        asked = Request(plain.method, path, scope.get("query_string", b""), scope["headers"])
     asked.host = request
     return asked
 
