@@ -19,6 +19,7 @@ from retrysafe.http import (
     Breaker,
     FromBody,
     FromFields,
+    IdempotencyMiddleware,
     KeyUse,
     Rule,
     StatusRule,
@@ -555,3 +556,40 @@ def test_what_clients_wait_for_takes_bounded_memory(make_subject):
     for seconds in range(1, 300):
         assert subject.ask(prefer=f"wait={seconds}").status == 201
     assert len(subject.app.protection._waits) == 256
+
+
+def test_a_protection_further_in_leaves_a_protected_request_alone(make_subject):
+    """Its own claim would find the key in flight, and that refusal would be kept for ever."""
+    store = MemoryStore()
+    inner, outer = make_subject(store), make_subject(store)
+    outer.app.app = inner.app
+    first, second = outer.ask(), outer.ask()
+    assert (first.status, second.status) == (201, 201)
+    assert (first.is_replay, second.is_replay) == (False, True)
+    assert len(inner.shop.runs) == 1
+    assert inner.ask().is_replay
+
+
+def test_another_request_that_an_application_makes_is_protected_by_itself(make_subject):
+    """A batch passes copies of its request on, with other paths, and only its own is protected."""
+    store = MemoryStore()
+    inner, outer = make_subject(store), make_subject(store)
+    outer.app.app = elsewhere(inner.app)
+    assert outer.ask(key='"batch"').status == 201
+    assert outer.ask(key='"other batch"').is_replay
+    assert len(inner.shop.runs) == 1
+
+
+def elsewhere(app):
+    """Passes every request on to another path, under a key of that request's own."""
+
+    async def asgi(scope, receive, send):
+        headers = [line for line in scope["headers"] if line[0] != b"idempotency-key"]
+        headers.append((b"idempotency-key", b'"part"'))
+        await app({**scope, "path": "/parts", "headers": headers}, receive, send)
+
+    def wsgi(environ, start_response):
+        part = {**environ, "PATH_INFO": "/parts", "HTTP_IDEMPOTENCY_KEY": '"part"'}
+        return app(part, start_response)
+
+    return asgi if isinstance(app, IdempotencyMiddleware) else wsgi

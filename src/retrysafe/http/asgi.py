@@ -31,7 +31,7 @@ from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
 from retrysafe.http.recent import Head, Recent, Repetition, head_of
-from retrysafe.http.request import Request
+from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
 from retrysafe.http.rules import Match, Rule, checked_rules
 from retrysafe.runtime.tasks import AsyncFace
@@ -109,8 +109,8 @@ class IdempotencyMiddleware:
         self._recent: Recent | None = Recent() if protection.is_told_by_headers else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; everything that is not HTTP passes untouched."""
-        if scope["type"] != "http":
+        """Answers one request; what is not HTTP, or is protected already, passes untouched."""
+        if scope["type"] != "http" or (PROTECTED_NAME in scope and _is_protected(scope)):
             await self.app(scope, receive, send)
             return
         head: Head | None = None
@@ -362,6 +362,13 @@ def _request(scope: Scope) -> Request:
         b"",
         scope,
     )
+
+
+def _is_protected(scope: Scope) -> bool:
+    """Whether somebody further out protects this very request."""
+    request = _request(scope)
+    protected: tuple[str, str] = scope[PROTECTED_NAME]
+    return protected == (request.method, request.path)
 
 
 def _prefix(scope: Scope) -> str:

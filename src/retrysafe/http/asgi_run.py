@@ -15,6 +15,7 @@ from urllib.parse import unquote_to_bytes
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.http.exchange import Plan
+from retrysafe.http.request import PROTECTED_NAME
 from retrysafe.http.responses import Response, is_event_stream
 from retrysafe.http.rules import Streaming
 
@@ -124,6 +125,8 @@ class AppRun:
         scope = self._scope
         # The same scope, not a copy: middlewares around us read what routers write into it.
         scope.setdefault("state", {})["idempotency"] = attempt
+        request = self.plan.request
+        scope[PROTECTED_NAME] = (request.method, request.path)
         extensions = scope.get("extensions")
         if extensions and not extensions.keys().isdisjoint(_HIDDEN_EXTENSIONS):
             scope["extensions"] = {

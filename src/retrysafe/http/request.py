@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
+
+# Where a scope or environ says which request an attempt runs for: its method and its path. A second
+# protection further in leaves that request alone, because its claim would find the key in flight.
+# Another request that an application makes from a copy is none of it.
+PROTECTED_NAME: Final = "retrysafe.protected"
 
 
 @dataclass(slots=True)

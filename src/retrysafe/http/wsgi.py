@@ -19,7 +19,7 @@ from retrysafe.http import blocking
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
-from retrysafe.http.request import Request
+from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Header, Response, is_event_stream
 from retrysafe.http.rules import Match, Rule, Streaming, checked_rules
 from retrysafe.runtime.blocking import BlockingIdempotency
@@ -82,6 +82,8 @@ class WSGIIdempotencyMiddleware:
         path = _decoded(environ.get("PATH_INFO", "")) or "/"
         match = self.protection.find(method, path)
         if match is not None:
+            if PROTECTED_NAME in environ and _is_protected(environ):
+                return self.app(environ, start_response)
             return self._protect(match, environ, start_response)
         if method in _PAGE_METHODS and self.protection.has_page(path):
             return self._show_page(path, environ, start_response)
@@ -175,7 +177,9 @@ class _Run:
 
     def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
         """Runs the application to the end of its response."""
-        self._environ[ATTEMPT_NAME] = attempt
+        environ, request = self._environ, self._plan.request
+        environ[ATTEMPT_NAME] = attempt
+        environ[PROTECTED_NAME] = (request.method, request.path)
         try:
             self._collect()
         except Exception as error:
@@ -291,6 +295,13 @@ def prefix_of(environ: Environ) -> str:
     mount: str = environ.get("SCRIPT_NAME", "")
     # It is written into links, where only text can be.
     return mount.encode("latin-1").decode("utf-8", "replace").rstrip("/")
+
+
+def _is_protected(environ: Environ) -> bool:
+    """Whether somebody further out protects this very request."""
+    request = request_of(environ)
+    protected: tuple[str, str] = environ[PROTECTED_NAME]
+    return protected == (request.method, request.path)
 
 
 class _BodyCutOff(Exception):

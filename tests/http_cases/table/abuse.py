@@ -336,6 +336,31 @@ CASES = (
             FRAMEWORK: "the reference application in plain ASGI has the route",
         },
     ),
+    # Two protections around one application.
+    case(
+        "nested",
+        "A request that is protected twice runs once, and is replayed",
+        *(post("/nested/charges"), Ran(), post("/nested/charges"), Replay()),
+        *(post("/nested/charges", body=b"{}"), Refused(problem="key-reused", key="k")),
+    ),
+    case(
+        "nested-in-flight",
+        "A duplicate of a request that is protected twice conflicts while that runs, not longer",
+        *(Begin("first", post("/nested/charges")), post("/nested/charges"), IN_FLIGHT),
+        *(Release("first"), Finish("first"), Ran(), post("/nested/charges"), Replay()),
+    ),
+    case(
+        "nested-failure-frees",
+        "What frees a key frees it for both",
+        *(post("/nested/charges", act=Act(status=500)), Ran(status=500)),
+        *(post("/nested/charges"), Ran(attempt=2), post("/nested/charges"), Replay(run=2)),
+    ),
+    case(
+        "nested-natural-key",
+        "The same for a key that is made from the request",
+        *(post("/nested/natural/7", key=None), Ran(), post("/nested/natural/7", key=None)),
+        Replay(),
+    ),
     # Stores.
     case(
         "store-down",

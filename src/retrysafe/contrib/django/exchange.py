@@ -28,7 +28,7 @@ from retrysafe.http.exchange import UNPROTECTED, Plan, Protection
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response, is_event_stream, response_of
 from retrysafe.http.rules import Route, Rule, Streaming
-from retrysafe.http.wsgi import request_of
+from retrysafe.http.wsgi import ATTEMPT_NAME, request_of
 from retrysafe.runtime.blocking import BlockingIdempotency
 
 View = Callable[[], Any]
@@ -61,6 +61,23 @@ def prefix_of(request: Any) -> str:
     """Where the project is mounted, without the slash at the end."""
     prefix: str = request.path.removesuffix(request.path_info)
     return prefix.rstrip("/")
+
+
+def attempt_around(plain: Any) -> Attempt | AtomicAttempt | None:
+    """The attempt that this very request runs as, if somebody further out protects it.
+
+    That is a decorator or the middleware of this project, or one around its WSGI or ASGI
+    application. A second claim of the key would find it in flight.
+    """
+    attempt = getattr(plain, "idempotency", None)
+    if attempt is None:
+        scope = getattr(plain, "scope", None)
+        if scope is None:
+            attempt = plain.META.get(ATTEMPT_NAME)
+        else:
+            attempt = scope.get("state", {}).get("idempotency")
+        plain.idempotency = attempt
+    return attempt if isinstance(attempt, Attempt | AtomicAttempt) else None
 
 
 def asked_of(request: Any) -> Request:
