@@ -288,6 +288,21 @@ class Protection:
         """
         return self.fail_open and plan.route.rule.transaction is None
 
+    def fails_open(self, plan: Plan, error: Exception) -> bool:
+        """Whether the application runs because its claim got no answer; tells the breaker.
+
+        For errors of a call whose application has not begun. Never for a key that is known to be
+        running somewhere.
+        """
+        if (
+            not isinstance(error, StoreUnavailable)
+            or error.is_in_flight
+            or not self.runs_unprotected(plan)
+        ):
+            return False
+        self.breaker.failed(self._monotonic())
+        return True
+
     # Answers.
 
     def answered(

@@ -154,6 +154,7 @@ class _Run:
         "_status",
         "_write",
         "error",
+        "has_begun",
         "is_passing",
         "response",
     )
@@ -171,12 +172,14 @@ class _Run:
         # The server's own way to write a stream, once there is one.
         self._write: Write | None = None
         self._is_gone = False
+        self.has_begun = False
         self.is_passing = False
         self.response: Response | None = None
         self.error: BaseException | None = None
 
     def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
         """Runs the application to the end of its response."""
+        self.has_begun = True
         environ, request = self._environ, self._plan.request
         environ[ATTEMPT_NAME] = attempt
         environ[PROTECTED_NAME] = (request.method, request.path)

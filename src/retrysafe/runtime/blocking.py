@@ -290,6 +290,10 @@ class BlockingIdempotency(AtomicThreads, Face):
         """
         return self._engine.recall(call)
 
+    def is_running(self, call: Call) -> bool:
+        """For adapters: whether this process runs the key's operation at the moment."""
+        return self._engine.is_running(call)
+
     def answer_call(self, call: Call, operation: Callable[[Attempt], Any]) -> Answer[Any]:
         """For adapters: answers a call that they have put together; the operation gets its attempt.
 

@@ -451,12 +451,31 @@ CASES = (
     case(
         "failing-open",
         "Where that is asked for, requests run unprotected while the store is down, and say so",
-        *(Break(DOWN), post("/failing-open/charges"), UNAVAILABLE),
+        *(Break(DOWN), post("/failing-open/charges"), UNPROTECTED),
         *(
             Quiet(post("/failing-open/charges"), UNPROTECTED),
             Quiet(post("/failing-open/charges"), UNPROTECTED),
         ),
         *(Heal(), Until("unprotected", post("/failing-open/charges")), Ran()),
         *(post("/failing-open/charges"), Replay(run=-1)),
+    ),
+    case(
+        "failing-open-while-running",
+        "A service that fails open does not run what it is running already",
+        *(Begin("first", post("/failing-open/charges")), Break(DOWN)),
+        *(post("/failing-open/charges", key='"other"'), UNPROTECTED),
+        *(post("/failing-open/charges"), IN_FLIGHT),
+        *(Heal(), Release("first"), Finish("first")),
+        Answered(status=201, json={"run": 1, "attempt": 1}),
+        *(post("/failing-open/charges"), KEPT),
+        without={PROCESSES: "the other process does not know what this one runs"},
+    ),
+    case(
+        "failing-open-outcome-lost",
+        "A run whose outcome is lost is told as such, and is not run again for its client",
+        *(Break(SETTLEMENTS), post("/failing-open/charges")),
+        Refused(problem="outcome-not-stored", has_run=True),
+        *(Heal(), Until("unprotected", post("/failing-open/charges", key='"other"')), Ran()),
+        *(post("/failing-open/charges"), Refused(problem="in-flight")),
     ),
 )
