@@ -566,8 +566,8 @@ async def test_a_stream_that_cannot_be_remembered_breaks_off():
 
 
 @scenario
-async def test_a_stream_that_fails_half_way_frees_the_key():
-    """Its error reaches the server, which cuts the connection."""
+async def test_a_stream_that_fails_half_way_is_done():
+    """Its error reaches the server, which cuts the connection; a retry runs nothing."""
     runs = []
 
     async def app(scope, receive, send):
@@ -577,10 +577,36 @@ async def test_a_stream_that_fails_half_way_frees_the_key():
         raise LookupError("feed")
 
     app = protected(app)
-    for _ in range(2):
-        with pytest.raises(LookupError, match="feed"):
-            await exchange(app, Connection())
-    assert len(runs) == 2
+    connection = Connection()
+    with pytest.raises(LookupError, match="feed"):
+        await exchange(app, connection)
+    # Nothing says that this was its end.
+    assert [message["type"] for message in connection.sent] == ["http.response.start"]
+    assert (await ask(app)).problem == "outcome-unavailable"
+    assert len(runs) == 1
+
+
+@scenario
+async def test_a_stream_that_fails_when_its_client_has_gone_is_done():
+    """There is no server to raise it to, and most such errors only say that nobody reads."""
+    started, go_on = asyncio.Event(), asyncio.Event()
+
+    async def app(scope, receive, send):
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        started.set()
+        await go_on.wait()
+        raise LookupError("feed")
+
+    app = protected(app)
+    task = exchange(app, Connection())
+    await started.wait()
+    task.cancel()
+    await asyncio.wait((task,))
+    go_on.set()
+    while (reply := await ask(app)).problem == "in-flight":
+        await asyncio.sleep(0)
+    assert reply.problem == "outcome-unavailable"
 
 
 @pytest.mark.parametrize("spec_version", ["2.3", "2.4"])

@@ -258,10 +258,13 @@ def test_a_stream_without_a_reader_is_done(protect):
     assert ask_wsgi(app, body=b"", environ={"CONTENT_TYPE": ""}).problem == "outcome-unavailable"
 
 
-def test_a_stream_that_fails_half_way_frees_the_key(protect):
-    """Its error reaches the server, also through start_response with exc_info."""
+def test_a_stream_that_fails_half_way_is_done(protect):
+    """Its error reaches the server, also through start_response with exc_info; a retry runs
+    nothing."""
+    runs = []
 
     def app(environ, start_response):
+        runs.append(1)
         start_response("200 OK", [("Content-Type", "text/event-stream")])
         yield b"1"
         try:
@@ -270,9 +273,26 @@ def test_a_stream_that_fails_half_way_frees_the_key(protect):
             start_response("500 Oops", [], (type(error), error, None))
 
     app = protect(app)
-    for _ in range(2):
-        with pytest.raises(LookupError, match="feed"):
-            ask_wsgi(app)
+    with pytest.raises(LookupError, match="feed"):
+        ask_wsgi(app)
+    assert ask_wsgi(app).problem == "outcome-unavailable"
+    assert len(runs) == 1
+
+
+def test_a_stream_that_the_server_does_not_begin_frees_the_key(protect):
+    """No byte was sent."""
+
+    def app(environ, start_response):
+        start_response("200 OK", [("Content-Type", "text/event-stream")])
+        return [b"1"]
+
+    def refusing(*_):
+        raise LookupError("headers")
+
+    app = protect(app)
+    with pytest.raises(LookupError, match="headers"):
+        ask_wsgi(lambda environ, _: app(environ, refusing))
+    assert ask_wsgi(app).status == 200
 
 
 def test_a_stream_is_followed_by_no_second_answer(protect):

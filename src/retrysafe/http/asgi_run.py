@@ -160,19 +160,20 @@ class AppRun:
             if self.settling is not None and self.settling.done():
                 self._runs.discard(self)
         if not complete.done():
-            # The stream had no reader any more. That says nothing against the operation.
+            # The stream had no reader any more, or broke off. It is done from its first byte: its
+            # client has seen that, and a second run would do the work again.
             self.response = Response(self._status, self._headers, b"", is_streamed=True)
             complete.set_result(None)
 
     def _fail(self, error: Exception, complete: asyncio.Future[None]) -> None:
-        if complete.done():
+        if not complete.done() and not self.is_passing:
+            self.error = error
+            complete.set_exception(error)
+        elif complete.done() or not self._is_gone:
             # The operation is done and stays done; this is the server's to report.
             self._late_error = error
             if self.is_left:
                 _logger.error("a protected request failed after its response", exc_info=error)
-        elif not (self.is_passing and self._is_gone):
-            self.error = error
-            complete.set_exception(error)
 
     # What the application calls.
 

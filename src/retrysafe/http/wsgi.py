@@ -128,6 +128,8 @@ class WSGIIdempotencyMiddleware:
         response = blocking.answered(self.protection, self.idempotency, plan, run)
         if response is None:
             return self._run_unprotected(environ, start_response)
+        if run.late_error is not None:
+            raise run.late_error  # The server breaks the stream off, now that it is stored.
         return () if response.is_streamed else _sent(start_response, response)
 
     def _run_unprotected(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
@@ -156,6 +158,7 @@ class _Run:
         "error",
         "has_begun",
         "is_passing",
+        "late_error",
         "response",
     )
 
@@ -175,7 +178,9 @@ class _Run:
         self.has_begun = False
         self.is_passing = False
         self.response: Response | None = None
+        # What the application raised: before its response began to be sent, and after.
         self.error: BaseException | None = None
+        self.late_error: Exception | None = None
 
     def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
         """Runs the application to the end of its response."""
@@ -186,10 +191,13 @@ class _Run:
         try:
             self._collect()
         except Exception as error:
-            if not self._is_gone:
+            if not self.is_passing:
                 self.error = error
                 raise
-            # The stream had no reader any more. That says nothing against the operation.
+            # It is done from its first byte: its client has seen that, and a second run would do
+            # the work again. That a stream had no reader any more is nobody's fault.
+            if not self._is_gone:
+                self.late_error = error
         except BaseException as error:
             self.error = error
             raise
@@ -252,9 +260,9 @@ class _Run:
 
     def _begin_passing(self) -> None:
         """From here on the server writes what comes; nothing is kept back any more."""
-        self.is_passing = True
         # The old way of PEP 3333: the only one that lets a stream out while its run goes on.
         self._write = self._start_response(self._status, self._headers)
+        self.is_passing = True
 
 
 def request_of(environ: Environ, path: str | None = None) -> Request:
