@@ -139,6 +139,7 @@ class Protection:
                 request.header(b"accept"),
                 policy_url=f"{prefix}{self.policy_path}",
                 status_url=f"{prefix}{self.status_path}",
+                has_callers=self._global is None,
             )
         caller = self.caller(request)
         if caller is None:
