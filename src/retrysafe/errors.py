@@ -225,6 +225,8 @@ class StoreUnavailable(StoreError):
     """The store did not answer; a write may or may not have happened."""
 
     retryable = True
+    # Whether the key had been found in flight before the store fell silent.
+    is_in_flight = False
 
 
 class StoreRejected(StoreError):

@@ -76,7 +76,7 @@ class Fated(httpx.BaseTransport, httpx.AsyncBaseTransport):
         self.asked.append(float(after or 0))
         is_worth_it = status in (408, 425, 429, 500, 502, 503, 504)
         if status == 409:
-            is_worth_it = told is True or (told is None and after is not None)
+            is_worth_it = True
         self.was_final.append(not is_worth_it or told is False or replayed)
         headers = {} if after is None else {"Retry-After": str(after)}
         if replayed:

@@ -166,6 +166,8 @@ def test_the_replay_mark_is_read_from_both_libraries(mark, is_replay):
         {"statuses": {200}},
         {"statuses": {600}},
         {"statuses": 503},
+        {"retries_silent_conflicts": None},
+        {"retries_safe_methods": 1},
         {"request_buffer_bytes": -1},
         {"response_buffer_bytes": None},
     ],

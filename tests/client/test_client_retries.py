@@ -98,17 +98,18 @@ def test_answers_that_time_does_not_change_are_final(server, client, status):
     ("cue", "is_retried"),
     [
         (Answer(409, {"Retry-After": "3"}), True),
-        (Answer(409), False),
+        (Answer(409), True),
+        (Answer(409, {"Content-Type": "text/plain"}, b"try again"), True),
         ("true", True),
         ("false", False),
         ("silent", True),
         ("true, no time", True),
-        ("silent, no time", False),
+        ("silent, no time", True),
     ],
     ids=str,
 )
 def test_a_conflict_is_judged_by_what_it_says(server, client, cue, is_retried, is_compressed):
-    """`retryable` in the problem decides; where it is silent, `Retry-After` does."""
+    """`retryable` in the problem decides; the draft's own 409 says nothing, and is retried."""
     if isinstance(cue, str):
         told = {"true": True, "false": False, "silent": None}[cue.partition(",")[0]]
         headers = {} if "no time" in cue else {"Retry_After": "3"}
@@ -120,6 +121,33 @@ def test_a_conflict_is_judged_by_what_it_says(server, client, cue, is_retried, i
     if not is_retried and cue.body:
         # The body was read to be judged, and the caller still gets it whole.
         assert answer.response.json()["status"] == 409
+
+
+@pytest.mark.parametrize(
+    ("cue", "is_retried"),
+    [
+        (Answer(409), False),
+        (problem(409, retryable=None), False),
+        (problem(409, retryable=True), True),
+        (Answer(409, {"Retry-After": "3"}), True),
+    ],
+    ids=["bare", "silent", "retryable", "time"],
+)
+def test_a_silent_conflict_can_be_final(server, make_client, cue, is_retried):
+    """For applications that mean a conflict which stays; one that says more still counts."""
+    client = make_client(policy=RetryPolicy(retries_silent_conflicts=False))
+    server.script(cue)
+    assert client.send("POST", "/charges").status == (201 if is_retried else 409)
+
+
+def test_a_silent_conflict_waits_for_the_first_request_within_the_limits(server, make_client):
+    """The same key each time, with back-off in between, and no more often than any other answer."""
+    client = make_client(policy=RetryPolicy(tries_limit=4))
+    server.always = problem(409, retryable=None)
+    answer = client.send("POST", "/charges")
+    assert (answer.status, answer.tries.stopped) == (409, Stopped.TRIES)
+    assert (len(server.keys), len(set(server.keys))) == (4, 1)
+    assert client.timing.slept == pytest.approx([0.2, 0.4, 0.8])
 
 
 def test_a_conflict_in_chunks_is_judged_too_and_given_whole(server, make_client):

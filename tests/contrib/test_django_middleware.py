@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 
+import httpx
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.core.handlers.asgi import ASGIHandler
 from django.test import override_settings
 from django.urls import include, path
 
-from retrysafe import GLOBAL, MemoryStore, Policy
+from retrysafe import GLOBAL, AsyncIdempotency, MemoryStore, Policy
 from retrysafe.contrib.django.configuration import current
-from retrysafe.http import Rule, bearer_token
+from retrysafe.http import IdempotencyMiddleware, Rule, bearer_token
 from tests.contrib import django_shop
 from tests.contrib.django_visits import CSRF, MIDDLEWARE, database, is_replay, open_shop, problem
 
@@ -47,6 +48,34 @@ def test_what_the_project_answers_is_judged_by_its_status(world, what, status):
         replies = [shop.post(f"/raising/{what}") for _ in range(2)]
         assert [reply.status_code for reply in replies] == [status, status]
         assert is_replay(replies[1]) is (status == 404)
+
+
+def test_the_middleware_twice_protects_once(world):
+    """The claim of the outer one covers what the inner one would claim."""
+    with open_shop(world, middleware=[*LIST, MIDDLEWARE], RULES=[Rule(path="/*")]) as shop:
+        for url in ("/plain", "/async-plain"):
+            assert (first := shop.post(url, key=url)).status_code == 200, first.content
+            assert is_replay(shop.post(url, key=url))
+
+
+@pytest.mark.parametrize("url", ["/charges", "/plain"])
+def test_a_middleware_around_an_asgi_project_protects_once(url):
+    """Neither a decorated view nor a rule of the project claims the key once more."""
+
+    async def visit(options):
+        async with AsyncIdempotency(options["STORE"]) as around:
+            app = IdempotencyMiddleware(ASGIHandler(), around, caller=bearer_token)
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
+                headers = {"Authorization": "Bearer alice", "Idempotency-Key": "k-1"}
+                return [await client.post(url, headers=headers, json={}) for _ in range(2)]
+
+    options = {"RULES": [Rule(path="/plain")], "CALLER": bearer_token}
+    with open_shop("asgi", middleware=LIST, **options) as shop:
+        first, second = shop.runner.run(visit(shop.options))
+        assert first.is_success
+        assert not is_replay(first)
+        assert is_replay(second)
 
 
 def test_a_decorated_view_below_a_rule_is_protected_once(world):

@@ -312,6 +312,21 @@ def test_claims_are_tried_a_few_times_and_then_the_store_is_reported_down():
     assert process.engine.flights_count == 0
 
 
+@pytest.mark.parametrize("is_owned", [False, True])
+def test_a_store_that_falls_silent_is_told_with_what_it_had_said(is_owned):
+    """Who would run the operation without a store must know that it is running."""
+    world = World()
+    process = world.first
+    if is_owned:
+        other = world.process()
+        other.start(call(), other.pausing("theirs"))
+        process.writer.claim_faults.append(None)
+    process.writer.claim_faults.extend([Fault(StoreUnavailable("down"))] * CLAIM_TRIES)
+    with pytest.raises(StoreUnavailable) as caught:
+        process.answer(call(policy=WAITING))
+    assert caught.value.is_in_flight is is_owned
+
+
 def test_a_refused_claim_is_not_tried_again():
     world = World()
     process = world.first

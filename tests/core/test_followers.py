@@ -323,7 +323,33 @@ def test_when_the_claim_fails_a_follower_is_told_of_the_outage(world, process):
     leader.throw(DOWN)  # The first of its three tries.
     assert isinstance(leader.error, StoreUnavailable)
     assert isinstance(follower.step().error, StoreUnavailable)
+    assert not follower.error.is_in_flight
     assert world.ran == []
+
+
+def test_when_the_polling_fails_a_follower_is_told_that_the_key_is_in_flight(world, process):
+    """The leader had heard of an owner before the store fell silent."""
+    owned_elsewhere(world)
+    process.waiting.pauses = True
+    leader = process.start(call(policy=WAITING))
+    follower = process.start(call(policy=WAITING))
+    process.writer.claim_faults.extend([Fault(StoreUnavailable("down"))] * 3)
+    while not leader.is_done:
+        leader.step()
+    assert isinstance(follower.step().error, StoreUnavailable)
+    assert (leader.error.is_in_flight, follower.error.is_in_flight) == (True, True)
+
+
+def test_a_process_knows_what_it_runs(world, process):
+    """Not while it claims, and not when somebody else runs it."""
+    running = call()
+    assert not process.engine.is_running(running)
+    leader = claiming(process)
+    assert not process.engine.is_running(running)
+    leader.step()
+    assert process.engine.is_running(running)
+    leader.step()
+    assert not process.engine.is_running(running)
 
 
 def test_a_follower_whose_wait_ends_during_the_claim_is_told(world, process):

@@ -313,9 +313,23 @@ def test_the_front_page_lists_the_routes_and_three_lines_to_paste(demo):
 def test_the_api_is_described_with_its_key_and_its_refusals(demo):
     """A client that reads the description knows what to send and what to expect."""
     described = demo.client.get("/openapi.json").json()["paths"]
-    for path in ("/charges", "/orders"):
+    for path in ("/charges", "/orders", "/checkouts"):
         post = described[path]["post"]
-        assert [item["name"] for item in post["parameters"]] == ["Idempotency-Key"]
-        assert post["parameters"][0]["required"] is True
-        assert set(post["responses"]) >= {"201", "400", "401", "402", "409", "422", "503"}
+        parameters = {item["name"]: item["required"] for item in post["parameters"]}
+        assert parameters == {"Idempotency-Key": True, "Prefer": False}
+        assert set(post["responses"]) >= {"201", "400", "401", "409", "422", "503"}
+        # Nobody could read a status before a transaction has ended.
+        assert ("202" in post["responses"]) is (path != "/orders")
+        assert ("402" in post["responses"]) is (path != "/checkouts")
         assert post["security"] == [{"HTTPBearer": []}]
+
+
+def test_a_client_that_prefers_so_is_answered_as_described(demo, customer, key):
+    """202 with the members of the description, and the status where it says."""
+    described = demo.client.get("/openapi.json").json()["paths"]["/charges"]["post"]
+    schema = described["responses"]["202"]["content"]["application/json"]["schema"]
+    wish = WISHES["charges"] | {"customer": customer, "delay_ms": SLOW_MS}
+    accepted = demo.post("charges", key, wish, Prefer="respond-async")
+    assert accepted.status_code == 202
+    assert set(accepted.json()) == set(schema["required"])
+    assert accepted.headers["Location"] == accepted.json()["status_url"]

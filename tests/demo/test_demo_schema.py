@@ -16,7 +16,7 @@ from schemathesis.checks import (
 
 from tests.demo.server import PATIENCE_SECONDS, headers_of, new_text
 
-EXAMPLES = 40
+EXAMPLES = 60
 CHECKS = [
     not_a_server_error,
     status_code_conformance,

@@ -29,7 +29,7 @@ from retrysafe import (
     Policy,
     current_attempt,
 )
-from retrysafe.http import IdempotencyMiddleware, Rule, Streaming, bearer_token
+from retrysafe.http import FromFields, IdempotencyMiddleware, Rule, Streaming, bearer_token
 from retrysafe.testing import FaultyStore, Moment
 from tests.http.driving import BODY, Connection, ask, headers_of, http_scope
 
@@ -566,8 +566,8 @@ async def test_a_stream_that_cannot_be_remembered_breaks_off():
 
 
 @scenario
-async def test_a_stream_that_fails_half_way_frees_the_key():
-    """Its error reaches the server, which cuts the connection."""
+async def test_a_stream_that_fails_half_way_is_done():
+    """Its error reaches the server, which cuts the connection; a retry runs nothing."""
     runs = []
 
     async def app(scope, receive, send):
@@ -577,10 +577,34 @@ async def test_a_stream_that_fails_half_way_frees_the_key():
         raise LookupError("feed")
 
     app = protected(app)
-    for _ in range(2):
-        with pytest.raises(LookupError, match="feed"):
-            await exchange(app, Connection())
-    assert len(runs) == 2
+    connection = Connection()
+    with pytest.raises(LookupError, match="feed"):
+        await exchange(app, connection)
+    # Nothing says that this was its end.
+    assert [message["type"] for message in connection.sent] == ["http.response.start"]
+    assert (await ask(app)).problem == "outcome-unavailable"
+    assert len(runs) == 1
+
+
+@scenario
+async def test_a_stream_that_fails_when_its_client_has_gone_is_done():
+    """There is no server to raise it to, and most such errors only say that nobody reads."""
+    started, go_on = asyncio.Event(), asyncio.Event()
+
+    async def app(scope, receive, send):
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        started.set()
+        await go_on.wait()
+        raise LookupError("feed")
+
+    app = protected(app)
+    task = exchange(app, Connection())
+    await started.wait()
+    task.cancel()
+    await asyncio.wait((task,))
+    go_on.set()
+    assert (await ask(app, prefer="wait=10")).problem == "outcome-unavailable"
 
 
 @pytest.mark.parametrize("spec_version", ["2.3", "2.4"])
@@ -1041,3 +1065,36 @@ async def test_a_stream_that_is_under_way_is_not_answered_with_202_as_well():
     go_on.set()
     await task
     assert (connection.reply.status, connection.reply.body) == (200, b"ab")
+
+
+@scenario
+async def test_a_natural_key_tells_paths_apart_that_are_no_utf_8():
+    """Servers replace such bytes in the path; what was sent is in the raw one."""
+    runs = []
+
+    async def app(scope, receive, send):
+        runs.append(scope["raw_path"])
+        await respond(send)
+
+    rule = Rule(path="/close/{name}", source=FromFields("{name}"))
+    app = protected(app, rules=[rule])
+    for raw_path in (b"/close/caf%E9", b"/close/caf%E8?a=1", b"/close/caf%E9"):
+        scope = {"path": "/close/caf\ufffd", "raw_path": raw_path}
+        assert (await ask(app, key=None, scope=scope)).status == 201
+    assert runs == [b"/close/caf%E9", b"/close/caf%E8?a=1"]
+
+
+@scenario
+async def test_a_server_that_gives_no_raw_path_is_taken_at_its_word():
+    """The application sees one path as well."""
+    runs = []
+
+    async def app(scope, receive, send):
+        runs.append(scope["path"])
+        await respond(send)
+
+    app = protected(app)
+    for _ in range(2):
+        reply = await ask(app, scope={"path": "/caf\ufffd", "raw_path": None})
+        assert reply.status == 201
+    assert runs == ["/caf\ufffd"]

@@ -274,11 +274,10 @@ def test_the_policy_page_says_what_a_crash_means(make_orders):
     protection = orders.app.protection
     from retrysafe.http.policy_page import policy_response
 
-    page = policy_response(protection.table.routes, b"", policy_url="/p", status_url="/s/")
+    urls = {"policy_url": "/p", "status_url": "/s/", "has_callers": True}
+    page = policy_response(protection.table.routes, b"", **urls)
     assert b"the key is free at once" in page.body
-    page = policy_response(
-        protection.table.routes, b"application/json", policy_url="/p", status_url="/s/"
-    )
+    page = policy_response(protection.table.routes, b"application/json", **urls)
     (route,) = json.loads(page.body)["routes"]
     assert (route["is_atomic"], route["lease_seconds"]) == (True, None)
 

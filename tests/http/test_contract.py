@@ -13,12 +13,14 @@ from retrysafe import (
     Policy,
     PolicyInvalid,
     SchemaMissing,
+    StoreUnavailable,
 )
 from retrysafe.core.events import EventKind
 from retrysafe.http import (
     Breaker,
     FromBody,
     FromFields,
+    IdempotencyMiddleware,
     KeyUse,
     Rule,
     StatusRule,
@@ -457,8 +459,8 @@ def test_a_store_that_is_not_set_up_is_told_to_the_operator(make_subject, caplog
     ]
 
 
-def test_failing_open_runs_only_while_the_store_is_left_alone(make_subject):
-    """A claim that may have been written is never followed by an unprotected run."""
+def test_failing_open_runs_at_once_when_the_claim_gets_no_answer(make_subject):
+    """Whether it was written is not known, and not waited for: the service has asked for it."""
     store = FaultyStore(MemoryStore())
     events = []
     subject = make_subject(
@@ -468,14 +470,62 @@ def test_failing_open_runs_only_while_the_store_is_left_alone(make_subject):
         breaker=Breaker(failures_limit=1, open_seconds=1000),
     )
     store.fail(Moment.AFTER, method="commit", times=None)
-    assert subject.ask().status == 503
-    assert subject.shop.runs == []
-    for run in (1, 2):
+    for run in (1, 2, 3):
         reply = subject.ask()
         assert (reply.status, reply.body) == (201, b'{"run": %d}' % run)
         assert reply.headers["idempotency-protected"] == "false"
         assert subject.shop.runs[-1] == b'{"amount":1000,"currency":"eur"}'
-    assert [event.kind for event in events].count(EventKind.UNPROTECTED) == 2
+        assert subject.app.protection.breaker.is_open
+    kinds = [event.kind for event in events]
+    # The first one asked, and thrice; the others left the store alone.
+    assert kinds == [EventKind.STORE_UNAVAILABLE] * 3 + [EventKind.UNPROTECTED] * 3
+
+
+def test_failing_open_never_runs_twice_for_one_request(make_subject):
+    """An error of the store after the run, or in it, is no reason to run again."""
+    store = FaultyStore(MemoryStore())
+    rules = [Rule(policy=Policy(settle_patience=timedelta(0)))]
+    subject = make_subject(store, rules=rules, fail_open=True)
+    fault = store.fail(
+        Moment.BEFORE, method="commit", times=None, when=lambda call: bool(call.arguments[1])
+    )
+    assert subject.ask().problem == "outcome-not-stored"
+    assert len(subject.shop.runs) == 1
+    store._faults.remove(fault)
+    subject.shop.error = StoreUnavailable("the application's own store")
+    with pytest.raises(StoreUnavailable, match="own store"):
+        subject.ask(key='"k-2"')
+    assert len(subject.shop.runs) == 2
+
+
+def test_failing_open_does_not_run_what_has_begun(make_subject, monkeypatch):
+    """Whatever the store's silence was about, the application is not called a second time."""
+    subject = make_subject(fail_open=True)
+    answer_call = subject.idem.answer_call
+
+    def silent(call, operation):
+        answer_call(call, operation)
+        raise StoreUnavailable("silent after the run")
+
+    async def silent_later(call, operation):
+        await answer_call(call, operation)
+        raise StoreUnavailable("silent after the run")
+
+    is_async = isinstance(subject.app, IdempotencyMiddleware)
+    monkeypatch.setattr(subject.idem, "answer_call", silent_later if is_async else silent)
+    assert subject.ask().problem == "store-unavailable"
+    assert len(subject.shop.runs) == 1
+
+
+def test_failing_open_does_not_run_what_is_known_to_run_elsewhere(make_subject):
+    """A store that falls silent while a request waits for the first one has said enough."""
+    store = FaultyStore(MemoryStore())
+    subject = make_subject(store, fail_open=True)
+    known = StoreUnavailable("silent")
+    known.is_in_flight = True
+    store.fail(Moment.BEFORE, method="commit", times=None, error=lambda call: known)
+    assert subject.ask().problem == "store-unavailable"
+    assert subject.shop.runs == []
 
 
 def test_an_outcome_that_could_not_be_stored_is_told_as_such(make_subject):
@@ -555,3 +605,40 @@ def test_what_clients_wait_for_takes_bounded_memory(make_subject):
     for seconds in range(1, 300):
         assert subject.ask(prefer=f"wait={seconds}").status == 201
     assert len(subject.app.protection._waits) == 256
+
+
+def test_a_protection_further_in_leaves_a_protected_request_alone(make_subject):
+    """Its own claim would find the key in flight, and that refusal would be kept for ever."""
+    store = MemoryStore()
+    inner, outer = make_subject(store), make_subject(store)
+    outer.app.app = inner.app
+    first, second = outer.ask(), outer.ask()
+    assert (first.status, second.status) == (201, 201)
+    assert (first.is_replay, second.is_replay) == (False, True)
+    assert len(inner.shop.runs) == 1
+    assert inner.ask().is_replay
+
+
+def test_another_request_that_an_application_makes_is_protected_by_itself(make_subject):
+    """A batch passes copies of its request on, with other paths, and only its own is protected."""
+    store = MemoryStore()
+    inner, outer = make_subject(store), make_subject(store)
+    outer.app.app = elsewhere(inner.app)
+    assert outer.ask(key='"batch"').status == 201
+    assert outer.ask(key='"other batch"').is_replay
+    assert len(inner.shop.runs) == 1
+
+
+def elsewhere(app):
+    """Passes every request on to another path, under a key of that request's own."""
+
+    async def asgi(scope, receive, send):
+        headers = [line for line in scope["headers"] if line[0] != b"idempotency-key"]
+        headers.append((b"idempotency-key", b'"part"'))
+        await app({**scope, "path": "/parts", "headers": headers}, receive, send)
+
+    def wsgi(environ, start_response):
+        part = {**environ, "PATH_INFO": "/parts", "HTTP_IDEMPOTENCY_KEY": '"part"'}
+        return app(part, start_response)
+
+    return asgi if isinstance(app, IdempotencyMiddleware) else wsgi

@@ -209,3 +209,24 @@ def test_a_replay_from_the_process_says_nothing_about_the_store():
         assert breaker.is_open
 
     asyncio.run(scenario())
+
+
+def test_a_path_that_the_server_has_mended_is_no_repetition_of_another_one():
+    """Servers replace bytes that are no UTF-8, and two paths look like one; the raw ones differ."""
+
+    async def scenario():
+        shop = Shop()
+        asked = []
+
+        async def ask(raw_path):
+            connection = Connection()
+            scope = http_scope("POST", "/caf\ufffd", headers_of('"k-1"'), raw_path=raw_path)
+            await shop.app(scope, connection.receive, connection.send)
+            asked.append(connection.reply.status)
+
+        for raw_path in (b"/caf%E9", b"/caf%E9", b"/caf%E9", b"/caf%E8", b"/caf%EF%BF%BD"):
+            await ask(raw_path)
+        assert (asked, shop.runs) == ([201, 201, 201, 422, 422], 1)
+        await shop.idem.close()
+
+    asyncio.run(scenario())

@@ -20,10 +20,17 @@ from retrysafe import (
     Policy,
     current_attempt,
 )
-from retrysafe.http import Response, Rule, Streaming, WSGIIdempotencyMiddleware, bearer_token
+from retrysafe.http import (
+    FromFields,
+    Response,
+    Rule,
+    Streaming,
+    WSGIIdempotencyMiddleware,
+    bearer_token,
+)
 from retrysafe.http.wsgi import ATTEMPT_NAME
 from retrysafe.testing import FaultyStore, Moment
-from tests.http.driving import BODY, ask_wsgi
+from tests.http.driving import BODY, Shop, ask_wsgi
 
 
 @pytest.fixture
@@ -251,10 +258,13 @@ def test_a_stream_without_a_reader_is_done(protect):
     assert ask_wsgi(app, body=b"", environ={"CONTENT_TYPE": ""}).problem == "outcome-unavailable"
 
 
-def test_a_stream_that_fails_half_way_frees_the_key(protect):
-    """Its error reaches the server, also through start_response with exc_info."""
+def test_a_stream_that_fails_half_way_is_done(protect):
+    """Its error reaches the server, also through start_response with exc_info; a retry runs
+    nothing."""
+    runs = []
 
     def app(environ, start_response):
+        runs.append(1)
         start_response("200 OK", [("Content-Type", "text/event-stream")])
         yield b"1"
         try:
@@ -263,9 +273,26 @@ def test_a_stream_that_fails_half_way_frees_the_key(protect):
             start_response("500 Oops", [], (type(error), error, None))
 
     app = protect(app)
-    for _ in range(2):
-        with pytest.raises(LookupError, match="feed"):
-            ask_wsgi(app)
+    with pytest.raises(LookupError, match="feed"):
+        ask_wsgi(app)
+    assert ask_wsgi(app).problem == "outcome-unavailable"
+    assert len(runs) == 1
+
+
+def test_a_stream_that_the_server_does_not_begin_frees_the_key(protect):
+    """No byte was sent."""
+
+    def app(environ, start_response):
+        start_response("200 OK", [("Content-Type", "text/event-stream")])
+        return [b"1"]
+
+    def refusing(*_):
+        raise LookupError("headers")
+
+    app = protect(app)
+    with pytest.raises(LookupError, match="headers"):
+        ask_wsgi(lambda environ, _: app(environ, refusing))
+    assert ask_wsgi(app).status == 200
 
 
 def test_a_stream_is_followed_by_no_second_answer(protect):
@@ -441,3 +468,29 @@ def test_a_response_in_a_transaction_is_judged_by_its_status(tmp_path):
     assert idem.read("k-2", caller=GLOBAL).condition is Condition.RELEASED
     connection.close()
     idem.close()
+
+
+def _path(sent):
+    """A path of WSGI: its bytes in disguise."""
+    return {"PATH_INFO": sent.decode("latin-1")}
+
+
+def test_a_natural_key_tells_paths_apart_that_are_no_utf_8(protect):
+    """Replaced by one character, two resources would have one key, and the second never run."""
+    rule = Rule(path="/close/{name}", source=FromFields("{name}"))
+    shop = Shop()
+    app = protect(shop.wsgi, rules=[rule])
+    for sent, is_replay in ((b"caf\xe9", False), (b"caf\xe8", False), (b"caf\xe9", True)):
+        reply = ask_wsgi(app, key=None, environ=_path(b"/close/" + sent))
+        assert (reply.status, reply.is_replay) == (201, is_replay)
+    assert len(shop.runs) == 2
+
+
+def test_a_refusal_shows_the_bytes_of_a_path_that_is_no_utf_8(protect):
+    """Escaped as they were sent, also below a mount that is no text itself."""
+    app = protect(Shop().wsgi)
+    mount = {"SCRIPT_NAME": "/caf\xe9"}
+    reply = ask_wsgi(app, key=None, environ=_path(b"/\xff") | mount)
+    assert (reply.problem, reply.json["instance"]) == ("key-missing", "/caf%E9/%FF")
+    status = ask_wsgi(app, "GET", environ=_path(b"/idempotency-status/\xff"))
+    assert status.problem == "key-unknown"

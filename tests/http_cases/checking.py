@@ -7,7 +7,7 @@ special about a case.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote_to_bytes
 
 from tests.http_cases import cases
 from tests.http_cases.acts import FIRST_ONLY, digest_of
@@ -121,7 +121,7 @@ def _check_refused(expectation: cases.Refused, ask: Ask, answer: Answer) -> None
     assert answer.status == content["status"] == status
     assert content["title"]
     assert expectation.says in content["detail"]
-    assert content["instance"] == quote(unquote(ask.path.partition("?")[0]))
+    assert content["instance"] == quote(unquote_to_bytes(ask.path.partition("?")[0]))
     assert content["retryable"] is retryable
     if expectation.key is not None:
         assert content["key"] == expectation.key

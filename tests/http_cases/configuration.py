@@ -96,6 +96,8 @@ class Mount:
     prefix: str
     options: Callable[[], dict[str, Any]]
     has_cache: bool = True
+    # Whether a second middleware with the same rules and the same store is around it.
+    is_nested: bool = False
 
     @property
     def name(self) -> str:
@@ -140,6 +142,7 @@ MOUNTS = (
     ),
     Mount("/uncached", lambda: {"caller": bearer_token}, has_cache=False),
     Mount("/counted", lambda: {"caller": bearer_token}),
+    Mount("/nested", lambda: {"caller": bearer_token}, is_nested=True),
     Mount("", lambda: {"caller": bearer_token}),
 )
 

@@ -17,7 +17,7 @@ _SECOND: Final = timedelta(seconds=1)
 # Whoever retries for longer wants a queue, and an unbounded number would overflow the timers.
 TIME_LIMIT_MAXIMUM: Final = timedelta(days=1)
 # Of the answers below 500 only these say "the same request, later"; the others would be the same
-# for ever. 409 is judged by what it says, never by its number alone.
+# for ever. 409 is judged by what it says, and by whether its request has a key.
 _RETRYABLE_BELOW_500: Final = frozenset({408, 425, 429})
 RETRYABLE_STATUSES: Final = _RETRYABLE_BELOW_500 | {500, 502, 503, 504}
 # They change nothing, so that sending one twice needs no key, and a key would mean nothing.
@@ -42,8 +42,12 @@ class RetryPolicy:
     wait: timedelta = _ZERO
     # Requests of these methods get a key when the caller sent none.
     methods: frozenset[str] = frozenset({"POST", "PATCH"})
-    # Answers that are worth another try, besides a 409 that says so itself.
+    # Answers that are worth another try, besides a 409 to a request with a key.
     statuses: frozenset[int] = RETRYABLE_STATUSES
+    # Whether a 409 that says neither `retryable` nor `Retry-After` is retried as well, if the
+    # request has a key. So the draft answers while the first request is at work; but an
+    # application may mean a conflict that stays, and is then asked a few times for nothing.
+    retries_silent_conflicts: bool = True
     # Whether GET, HEAD, OPTIONS and TRACE are retried as well; they need no key.
     retries_safe_methods: bool = True
     # A body that can be read only once is read into memory up to this size, so that it can be sent
@@ -78,6 +82,9 @@ class RetryPolicy:
         object.__setattr__(self, "prefer", f"wait={wait_seconds}" if wait_seconds else None)
 
     def _check_numbers(self) -> None:
+        for name in ("retries_silent_conflicts", "retries_safe_methods"):
+            if not isinstance(getattr(self, name), bool):
+                raise PolicyInvalid(f"{name} is True or False, got {getattr(self, name)!r}")
         for name, least in (
             ("tries_limit", 1),
             ("request_buffer_bytes", 0),
@@ -120,6 +127,6 @@ def _checked_statuses(value: object) -> frozenset[int]:
     if wrong:
         raise PolicyInvalid(
             f"{', '.join(map(str, wrong))} is never retried: below 500 only 408, 425 and 429 ask "
-            "for the same request again, and a 409 says itself whether it does"
+            "for the same request again; for a 409 there is retries_silent_conflicts"
         )
     return statuses

@@ -56,9 +56,11 @@ def is_retryable(
         return False
     told = problem_retryable(headers, body)
     if status == CONFLICT and told is None:
-        # Without a word from the server a conflict is one that stays. Retry-After is that word:
-        # the draft's answer to a duplicate of a running operation.
-        return headers.get("Retry-After") is not None
+        if headers.get("Retry-After") is not None:
+            return True
+        # The draft's answer to a duplicate of a running operation says nothing about a retry. A
+        # problem that was too long to be read may have said that it is final.
+        return policy.retries_silent_conflicts and not (body is None and has_json(headers))
     return told is not False
 
 

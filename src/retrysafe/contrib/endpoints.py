@@ -16,7 +16,7 @@ from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys import GlobalCaller
 from retrysafe.errors import InvalidInput
 from retrysafe.http.asgi import IdempotencyMiddleware
-from retrysafe.http.asgi_run import App, Receive, Scope, Send, is_below
+from retrysafe.http.asgi_run import App, Receive, Scope, Send, exact_path, is_below
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, Protection
@@ -83,6 +83,7 @@ class Served:
             path = scope["path"]
             if root and not is_below(path, root):
                 path = root.rstrip("/") + path
+        path = exact_path(scope, path)
         request = Request(
             scope["method"], path, scope.get("query_string", b""), scope["headers"], b"", scope
         )

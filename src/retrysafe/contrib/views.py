@@ -67,7 +67,7 @@ def located(
 class ViewRun:
     """One run of a view: what it answered, in the framework's words and in ours."""
 
-    __slots__ = ("_header_count", "_view", "error", "native", "response")
+    __slots__ = ("_header_count", "_view", "error", "has_begun", "native", "response")
 
     # A view returns its response; nothing is on its way before that.
     is_passing = False
@@ -75,12 +75,14 @@ class ViewRun:
     def __init__(self, view: Callable[[Attempt | AtomicAttempt], tuple[Any, Response]]) -> None:
         self._view = view
         self._header_count = 0
+        self.has_begun = False
         self.native: Any = None
         self.response: Response | None = None
         self.error: BaseException | None = None
 
     def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
         """Runs the view."""
+        self.has_begun = True
         try:
             self.native, response = self._view(attempt)
         except BaseException as error:

@@ -201,6 +201,10 @@ class Engine:
         self._report(_REPLAYED, call.key, call.operation, cached.attempt, source="process")
         return True
 
+    def is_running(self, call: Call) -> bool:
+        """Whether this process runs the key's operation, so that no store need be asked of it."""
+        return self._flights.phase(call.key.digest) is Phase.RUNNING
+
     def forget(self, key: Key) -> None:
         """Drops what the process remembers of a key, after an operator changed it."""
         self._flights.revoke(key.digest)
@@ -288,6 +292,9 @@ class Engine:
                 error = again
         self._report(EventKind.STORE_UNAVAILABLE, request.key, detail=str(error))
         flight.outage = str(error)
+        if flight.conflict_ends_monotonic is not None:
+            # Else a service that fails open would run what is known to be running.
+            error.is_in_flight = True
         raise error
 
     def _replay_stored(
@@ -341,7 +348,9 @@ class Engine:
         if flight.outage is not None:
             # Else the followers would try the silent store one after the other, and the last of
             # a thousand would hear of the outage minutes later.
-            raise StoreUnavailable(flight.outage, key=call.key.text)
+            error = StoreUnavailable(flight.outage, key=call.key.text)
+            error.is_in_flight = flight.conflict_ends_monotonic is not None
+            raise error
         is_same = is_same_request(call, flight)
         if flight.payload is not None and not (flight.is_released and wait_until is None):
             if not is_same:

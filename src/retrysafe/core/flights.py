@@ -174,6 +174,11 @@ class Flights:
             flight.waiters.append(signal)
             return True
 
+    def phase(self, digest: bytes) -> Phase | None:
+        """Where the leader of a key is; None without one."""
+        flight = self._by_digest.get(digest)
+        return None if flight is None else flight.phase
+
     def revoke(self, digest: bytes) -> None:
         """Ends the hold of the flight on its key, after an operator took the key away."""
         with self._lock:

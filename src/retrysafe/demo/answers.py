@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from retrysafe.contrib.openapi import ACCEPTED_SCHEMA, ACCEPTED_TEXT
 from retrysafe.demo.ledger import Entry
 from retrysafe.demo.wishes import Ending
 
@@ -25,6 +26,13 @@ PROTECTED: Final[dict[int | str, dict[str, Any]]] = {
     422: {"description": "The key was used for another request, or the body is invalid"} | _PROBLEM,
     500: {"description": "It failed; the key is free again"} | _PROBLEM,
     503: {"description": "The store does not answer; nothing was run"} | _PROBLEM,
+}
+# A transaction has no status that could be read before its end: only leased routes answer so.
+LEASED: Final = PROTECTED | {
+    202: {
+        "description": f"{ACCEPTED_TEXT} (`Prefer: respond-async`)",
+        "content": {"application/json": {"schema": ACCEPTED_SCHEMA}},
+    },
 }
 READ: Final[dict[int | str, dict[str, Any]]] = {
     404: {"description": "There is no such entry"} | _PROBLEM,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from retrysafe.demo.answers import PROTECTED, answer
+from retrysafe.demo.answers import LEASED, answer
 from retrysafe.demo.ledger import new_entry
 from retrysafe.demo.parts import LeasedAttempt, TheLedger
 from retrysafe.demo.staging import staged
@@ -17,7 +17,7 @@ from retrysafe.demo.wishes import ChargeWish
 router = APIRouter(tags=["charges"])
 
 
-@router.post("/charges", status_code=201, responses=PROTECTED)
+@router.post("/charges", status_code=201, responses=LEASED)
 async def charge(wish: ChargeWish, attempt: LeasedAttempt, ledger: TheLedger) -> Response:
     """Charge a customer once, however often the request is sent."""
     await staged(wish)

@@ -15,7 +15,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Response
 
 from retrysafe import Attempt
-from retrysafe.demo.answers import PROTECTED, answer
+from retrysafe.demo.answers import LEASED, answer
 from retrysafe.demo.ledger import Entry, Ledger, effect_entry, new_entry
 from retrysafe.demo.parts import LeasedAttempt, TheLedger
 from retrysafe.demo.staging import crash_point, delayed
@@ -28,7 +28,7 @@ RECEIPTS: Final = "receipts"
 # Nobody told the demo its prices.
 _PRICE: Final = 1000
 # Nothing declines a checkout.
-_ANSWERS: Final = {status: PROTECTED[status] for status in PROTECTED if status != 402}
+_ANSWERS: Final = {status: LEASED[status] for status in LEASED if status != 402}
 
 
 @router.post("/checkouts", status_code=201, responses=_ANSWERS)

@@ -11,7 +11,7 @@ from retrysafe import Attempt
 from retrysafe.demo.ledger import Ledger
 from retrysafe.http import AtomicAttempt
 
-# Both are checked by retrysafe before an endpoint is reached; here they are for the description.
+# All are checked by retrysafe before an endpoint is reached; here they are for the description.
 Token = Annotated[
     HTTPAuthorizationCredentials,
     Depends(HTTPBearer(description="Any token: whoever sends it is the caller.")),
@@ -26,17 +26,31 @@ IdempotencyKey = Annotated[
 ]
 
 
+Prefer = Annotated[
+    str | None,
+    Header(
+        alias="Prefer",
+        description="`wait=10`: a duplicate of a request that still runs waits for it up to ten "
+        "seconds. `respond-async`, where 202 is listed: 202 with a status URL, while the request "
+        "runs.",
+        examples=["wait=10"],
+    ),
+]
+
+
 def _ledger(request: Request) -> Ledger:
     ledger: Ledger = request.app.state.ledger
     return ledger
 
 
-def _leased(request: Request, key: IdempotencyKey, token: Token) -> Attempt:
+def _leased(request: Request, key: IdempotencyKey, token: Token, prefer: Prefer = None) -> Attempt:
     attempt: Attempt = request.state.idempotency
     return attempt
 
 
-def _atomic(request: Request, key: IdempotencyKey, token: Token) -> AtomicAttempt:
+def _atomic(
+    request: Request, key: IdempotencyKey, token: Token, prefer: Prefer = None
+) -> AtomicAttempt:
     attempt: AtomicAttempt = request.state.idempotency
     return attempt
 

@@ -17,12 +17,21 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.keys import GlobalCaller, Key
 from retrysafe.errors import InvalidInput, StoreError
-from retrysafe.http.asgi_run import App, AppRun, Message, Receive, Scope, Send, is_below
+from retrysafe.http.asgi_run import (
+    App,
+    AppRun,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    exact_path,
+    is_below,
+)
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
 from retrysafe.http.recent import Head, Recent, Repetition, head_of
-from retrysafe.http.request import Request
+from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
 from retrysafe.http.rules import Match, Rule, checked_rules
 from retrysafe.runtime.tasks import AsyncFace
@@ -100,8 +109,8 @@ class IdempotencyMiddleware:
         self._recent: Recent | None = Recent() if protection.is_told_by_headers else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; everything that is not HTTP passes untouched."""
-        if scope["type"] != "http":
+        """Answers one request; what is not HTTP, or is protected already, passes untouched."""
+        if scope["type"] != "http" or (PROTECTED_NAME in scope and _is_protected(scope)):
             await self.app(scope, receive, send)
             return
         head: Head | None = None
@@ -114,7 +123,7 @@ class IdempotencyMiddleware:
                 body = await self._repeat(repetition, receive, send)
                 if body is _REPEATED:
                     return
-        path: str = scope["path"]
+        path = exact_path(scope, scope["path"])
         root: str = scope.get("root_path", "")
         if root and is_below(path, root):
             path = path[len(root.rstrip("/")) :]
@@ -217,36 +226,50 @@ class IdempotencyMiddleware:
         """Answers a planned request whose body has been read; raises what the application does."""
         protection = self.protection
         run: AppRun | None = None
+        # None: the application runs unprotected, as was asked for.
+        response: Response | None
         try:
             call = protection.call(plan)
             answer = self.idempotency.recall(call)
-            if answer is None:
-                response = protection.closed_off(plan) if protection.breaker.is_open else None
-                if response is not None and protection.runs_unprotected(plan):
-                    await self._run_unprotected(call, plan, scope, receive, send)
-                    return
-                if response is None:
-                    run = AppRun(self.app, self._runs, plan, scope, receive, send)
-                    response = await self._run(run, call)
-            else:
+            if answer is not None:
                 response = protection.answered(plan, answer, is_news=False)
                 self._keep(head, plan, call, response)
-        except Exception as error:
-            if run is not None and error is run.error:
-                if run.response is None:
-                    raise  # The application's own: the server above us deals with it as ever.
-                response = run.response
             else:
-                refusal = protection.refused(plan, error, is_news=run is not None)
-                if refusal is None or (run is not None and run.is_passing):
-                    raise  # Another answer cannot follow the stream that was sent.
-                response = refusal
+                closed = self._closed_off(plan, call) if protection.breaker.is_open else None
+                if closed is None:
+                    run = AppRun(self.app, self._runs, plan, scope, receive, send)
+                    response = await self._run(run, call)
+                else:
+                    response = None if protection.runs_unprotected(plan) else closed
+        except Exception as error:
+            response = self._answer_to(error, run, plan)
+        if response is None:
+            await self._run_unprotected(call, plan, scope, receive, send)
+            return
         if not response.is_streamed:
             await _send(send, response)
         elif run is not None:
             await run.end_stream()
         if run is not None and not run.is_left:
             await run.finish()
+
+    def _answer_to(self, error: Exception, run: AppRun | None, plan: Plan) -> Response | None:
+        """The response to an error, or None to run unprotected; raises what is not for clients."""
+        if run is not None and error is run.error:
+            if run.response is None:
+                raise error  # The application's own: the server above us deals with it as ever.
+            return run.response
+        protection = self.protection
+        if run is not None and run.task is None and protection.fails_open(plan, error):
+            return None
+        refusal = protection.refused(plan, error, is_news=run is not None)
+        if refusal is None or (run is not None and run.is_passing):
+            raise error  # Another answer cannot follow the stream that was sent.
+        return refusal
+
+    def _closed_off(self, plan: Plan, call: Call) -> Response | None:
+        """The refusal while the store is left alone; what runs in this process needs no store."""
+        return None if self.idempotency.is_running(call) else self.protection.closed_off(plan)
 
     def _keep(self, head: Head | None, plan: Plan, call: Call, response: Response) -> None:
         """Remembers what this replay looks like, for the next request that is the same."""
@@ -340,7 +363,7 @@ async def _is_prompt(
 
 
 def _request(scope: Scope) -> Request:
-    path: str = scope["path"]
+    path = exact_path(scope, scope["path"])
     root: str = scope.get("root_path", "")
     if root and not is_below(path, root):
         # Some frameworks leave the mount out of the path. Two mounts are two places all the same.
@@ -353,6 +376,13 @@ def _request(scope: Scope) -> Request:
         b"",
         scope,
     )
+
+
+def _is_protected(scope: Scope) -> bool:
+    """Whether somebody further out protects this very request."""
+    request = _request(scope)
+    protected: tuple[str, str] = scope[PROTECTED_NAME]
+    return protected == (request.method, request.path)
 
 
 def _prefix(scope: Scope) -> str:

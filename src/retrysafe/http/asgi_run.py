@@ -10,10 +10,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
+from urllib.parse import unquote_to_bytes
 
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.http.exchange import Plan
+from retrysafe.http.request import PROTECTED_NAME
 from retrysafe.http.responses import Response, is_event_stream
 from retrysafe.http.rules import Streaming
 
@@ -40,6 +42,18 @@ def is_below(path: str, root: str) -> bool:
     """Whether the path has the mount in front; `/payments` does not lie below `/pay`."""
     root = root.rstrip("/")
     return path == root or path.startswith(f"{root}/")
+
+
+def exact_path(scope: Scope, path: str) -> str:
+    """The path with the bytes that a server has replaced because they are no UTF-8.
+
+    Replaced, two paths would count as one request. A server that does not give the raw path keeps
+    the two apart from nobody: the application sees one path as well.
+    """
+    raw: bytes | None = scope.get("raw_path")
+    if "\ufffd" not in path or not raw:
+        return path
+    return unquote_to_bytes(raw.partition(b"?")[0]).decode("utf-8", "surrogateescape")
 
 
 class AppRun:
@@ -111,6 +125,8 @@ class AppRun:
         scope = self._scope
         # The same scope, not a copy: middlewares around us read what routers write into it.
         scope.setdefault("state", {})["idempotency"] = attempt
+        request = self.plan.request
+        scope[PROTECTED_NAME] = (request.method, request.path)
         extensions = scope.get("extensions")
         if extensions and not extensions.keys().isdisjoint(_HIDDEN_EXTENSIONS):
             scope["extensions"] = {
@@ -144,19 +160,20 @@ class AppRun:
             if self.settling is not None and self.settling.done():
                 self._runs.discard(self)
         if not complete.done():
-            # The stream had no reader any more. That says nothing against the operation.
+            # The stream had no reader any more, or broke off. It is done from its first byte: its
+            # client has seen that, and a second run would do the work again.
             self.response = Response(self._status, self._headers, b"", is_streamed=True)
             complete.set_result(None)
 
     def _fail(self, error: Exception, complete: asyncio.Future[None]) -> None:
-        if complete.done():
+        if not complete.done() and not self.is_passing:
+            self.error = error
+            complete.set_exception(error)
+        elif complete.done() or not self._is_gone:
             # The operation is done and stays done; this is the server's to report.
             self._late_error = error
             if self.is_left:
                 _logger.error("a protected request failed after its response", exc_info=error)
-        elif not (self.is_passing and self._is_gone):
-            self.error = error
-            complete.set_exception(error)
 
     # What the application calls.
 

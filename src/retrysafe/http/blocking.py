@@ -31,6 +31,10 @@ class Run(Protocol):
         """What it raised."""
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the application was called."""
+
+    @property
     def is_passing(self) -> bool:
         """Whether the response is on its way already, so that nothing else can be sent."""
 
@@ -52,7 +56,8 @@ def answered(
         if answer is not None:
             return protection.answered(plan, answer, is_news=False)
         has_asked = True
-        if protection.breaker.is_open:
+        # What runs in this process needs no store.
+        if protection.breaker.is_open and not idempotency.is_running(call):
             refusal = protection.closed_off(plan)
             if refusal is not None and protection.runs_unprotected(plan):
                 # Nobody can tell whether it ran before; the service has asked for it.
@@ -69,6 +74,9 @@ def answered(
     except Exception as error:
         if error is run.error:
             raise  # The application's own: whoever serves it deals with it as ever.
+        if has_asked and not run.has_begun and protection.fails_open(plan, error):
+            idempotency.report(EventKind.UNPROTECTED, call.key, call.operation)
+            return None
         refusal = protection.refused(plan, error, is_news=has_asked)
         if refusal is None or run.is_passing:
             raise

@@ -139,6 +139,7 @@ class Protection:
                 request.header(b"accept"),
                 policy_url=f"{prefix}{self.policy_path}",
                 status_url=f"{prefix}{self.status_path}",
+                has_callers=self._global is None,
             )
         caller = self.caller(request)
         if caller is None:
@@ -288,6 +289,21 @@ class Protection:
         """
         return self.fail_open and plan.route.rule.transaction is None
 
+    def fails_open(self, plan: Plan, error: Exception) -> bool:
+        """Whether the application runs because its claim got no answer; tells the breaker.
+
+        For errors of a call whose application has not begun. Never for a key that is known to be
+        running somewhere.
+        """
+        if (
+            not isinstance(error, StoreUnavailable)
+            or error.is_in_flight
+            or not self.runs_unprotected(plan)
+        ):
+            return False
+        self.breaker.failed(self._monotonic())
+        return True
+
     # Answers.
 
     def answered(
@@ -365,7 +381,7 @@ class Protection:
 
     def place(self, request: Request, prefix: str) -> Place:
         """Where the request was refused, and where the reason is explained."""
-        return Place(f"{prefix}{self.policy_path}", quote(request.path))
+        return Place(f"{prefix}{self.policy_path}", quote(request.path, errors="surrogateescape"))
 
     def problem(
         self, kind: ProblemKind, request: Request, prefix: str, key: str | None = None

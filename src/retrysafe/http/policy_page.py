@@ -21,13 +21,28 @@ from retrysafe.http.responses import STORED_HEADERS, Response
 from retrysafe.http.rules import KeyUse, Route, Streaming, responds_async
 
 _HEADER: Final = str(FromHeader())
+_NAMESPACES: Final = {
+    "caller": "Keys of different callers never meet.",
+    "global": "All callers share one namespace of keys: send keys that nobody else comes upon, "
+    "such as random UUIDs.",
+}
 
 
 def policy_response(
-    routes: Iterable[Route], accept: bytes | None, *, policy_url: str, status_url: str
+    routes: Iterable[Route],
+    accept: bytes | None,
+    *,
+    policy_url: str,
+    status_url: str,
+    has_callers: bool,
 ) -> Response:
-    """The page as HTML, or as JSON for clients that ask for it and not for HTML."""
-    content = policy_content(routes, policy_url=policy_url, status_url=status_url)
+    """The page as HTML, or as JSON for clients that ask for it and not for HTML.
+
+    `has_callers` says that each caller has keys of its own.
+    """
+    content = policy_content(
+        routes, policy_url=policy_url, status_url=status_url, has_callers=has_callers
+    )
     wanted = (accept or b"").lower()
     if b"application/json" in wanted and b"text/html" not in wanted:
         body, kind = json.dumps(content).encode(), b"application/json"
@@ -45,13 +60,16 @@ def policy_response(
     )
 
 
-def policy_content(routes: Iterable[Route], *, policy_url: str, status_url: str) -> dict[str, Any]:
+def policy_content(
+    routes: Iterable[Route], *, policy_url: str, status_url: str, has_callers: bool
+) -> dict[str, Any]:
     """Everything on the page, as plain data."""
     return {
         "key": {
             "header": "Idempotency-Key",
             "syntax": "a string in double quotes, as in RFC 8941",
             "characters_limit": KEY_LIMIT_CHARACTERS,
+            "namespace": "caller" if has_callers else "global",
         },
         "replay_header": "Idempotent-Replayed",
         "status_url": f"{status_url}{{key}}",
@@ -143,7 +161,7 @@ dt {{ font-weight: 600 }} code {{ background: #8882; padding: 0 .25em }}
 <code>{escape(key["header"])}</code> header: {escape(key["syntax"])}, of 1 to
 {key["characters_limit"]} characters. Use a new key for every new operation, and the same key with
 the same request for a retry. A retry gets the first response again, marked with
-<code>{escape(content["replay_header"])}: true</code>. Keys of different callers never meet.</p>
+<code>{escape(content["replay_header"])}: true</code>. {_NAMESPACES[key["namespace"]]}</p>
 <p>While the first request runs, <code>Prefer: wait=N</code> waits up to N seconds for its
 response.{_html_async(content)}</p>
 <h2>Routes</h2>

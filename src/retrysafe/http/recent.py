@@ -61,6 +61,8 @@ def head_of(scope: MutableMapping[str, Any]) -> Head:
     return (
         scope["method"],
         scope["path"],
+        # Two paths that are no UTF-8 may be one in the line above.
+        scope.get("raw_path"),
         scope.get("query_string"),
         scope.get("root_path"),
         scope.get("app_root_path"),

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
+
+# Where a scope or environ says which request an attempt runs for: its method and its path. A second
+# protection further in leaves that request alone, because its claim would find the key in flight.
+# Another request that an application makes from a copy is none of it.
+PROTECTED_NAME: Final = "retrysafe.protected"
 
 
 @dataclass(slots=True)
@@ -20,7 +25,8 @@ class Request:
 
     # As sent, in upper case: methods are case-sensitive.
     method: str
-    # Decoded, with the prefix under which the application is mounted.
+    # Decoded, with the prefix under which the application is mounted. Bytes that are no UTF-8 are
+    # surrogates, so that two paths that differ in them stay two.
     path: str
     # The bytes after the question mark, without it, as sent.
     query: bytes

@@ -19,7 +19,7 @@ from retrysafe.http import blocking
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
-from retrysafe.http.request import Request
+from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Header, Response, is_event_stream
 from retrysafe.http.rules import Match, Rule, Streaming, checked_rules
 from retrysafe.runtime.blocking import BlockingIdempotency
@@ -82,6 +82,8 @@ class WSGIIdempotencyMiddleware:
         path = _decoded(environ.get("PATH_INFO", "")) or "/"
         match = self.protection.find(method, path)
         if match is not None:
+            if PROTECTED_NAME in environ and _is_protected(environ):
+                return self.app(environ, start_response)
             return self._protect(match, environ, start_response)
         if method in _PAGE_METHODS and self.protection.has_page(path):
             return self._show_page(path, environ, start_response)
@@ -126,6 +128,8 @@ class WSGIIdempotencyMiddleware:
         response = blocking.answered(self.protection, self.idempotency, plan, run)
         if response is None:
             return self._run_unprotected(environ, start_response)
+        if run.late_error is not None:
+            raise run.late_error  # The server breaks the stream off, now that it is stored.
         return () if response.is_streamed else _sent(start_response, response)
 
     def _run_unprotected(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
@@ -152,7 +156,9 @@ class _Run:
         "_status",
         "_write",
         "error",
+        "has_begun",
         "is_passing",
+        "late_error",
         "response",
     )
 
@@ -169,20 +175,29 @@ class _Run:
         # The server's own way to write a stream, once there is one.
         self._write: Write | None = None
         self._is_gone = False
+        self.has_begun = False
         self.is_passing = False
         self.response: Response | None = None
+        # What the application raised: before its response began to be sent, and after.
         self.error: BaseException | None = None
+        self.late_error: Exception | None = None
 
     def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
         """Runs the application to the end of its response."""
-        self._environ[ATTEMPT_NAME] = attempt
+        self.has_begun = True
+        environ, request = self._environ, self._plan.request
+        environ[ATTEMPT_NAME] = attempt
+        environ[PROTECTED_NAME] = (request.method, request.path)
         try:
             self._collect()
         except Exception as error:
-            if not self._is_gone:
+            if not self.is_passing:
                 self.error = error
                 raise
-            # The stream had no reader any more. That says nothing against the operation.
+            # It is done from its first byte: its client has seen that, and a second run would do
+            # the work again. That a stream had no reader any more is nobody's fault.
+            if not self._is_gone:
+                self.late_error = error
         except BaseException as error:
             self.error = error
             raise
@@ -245,13 +260,15 @@ class _Run:
 
     def _begin_passing(self) -> None:
         """From here on the server writes what comes; nothing is kept back any more."""
-        self.is_passing = True
         # The old way of PEP 3333: the only one that lets a stream out while its run goes on.
         self._write = self._start_response(self._status, self._headers)
+        self.is_passing = True
 
 
-def request_of(environ: Environ) -> Request:
-    """The request of an environ, with its body unread."""
+def request_of(environ: Environ, path: str | None = None) -> Request:
+    """The request of an environ, with its body unread; `path` where a framework has its own."""
+    if path is None:
+        path = _decoded(environ.get("SCRIPT_NAME", "")) + _decoded(environ.get("PATH_INFO", ""))
     headers: list[Header] = [
         (name[5:].replace("_", "-").lower().encode("latin-1"), value.encode("latin-1"))
         for name, value in environ.items()
@@ -263,7 +280,7 @@ def request_of(environ: Environ) -> Request:
             headers.append((header, value.encode("latin-1")))
     return Request(
         environ["REQUEST_METHOD"],
-        _decoded(environ.get("SCRIPT_NAME", "")) + _decoded(environ.get("PATH_INFO", "")) or "/",
+        path or "/",
         environ.get("QUERY_STRING", "").encode("latin-1"),
         headers,
         b"",
@@ -277,13 +294,25 @@ _TOLD_TWICE: Final = frozenset({"HTTP_CONTENT_TYPE", "HTTP_CONTENT_LENGTH"})
 
 
 def _decoded(text: str) -> str:
-    """A path of WSGI is bytes in disguise; the bytes are UTF-8 in every URL of today."""
-    return text.encode("latin-1").decode("utf-8", "replace")
+    """A path of WSGI is bytes in disguise; the bytes are UTF-8 in nearly every URL of today.
+
+    Bytes that are not stay what they are: replaced, two paths would count as one request.
+    """
+    return text.encode("latin-1").decode("utf-8", "surrogateescape")
 
 
 def prefix_of(environ: Environ) -> str:
     """Where the application is mounted, without the slash at the end."""
-    return _decoded(environ.get("SCRIPT_NAME", "")).rstrip("/")
+    mount: str = environ.get("SCRIPT_NAME", "")
+    # It is written into links, where only text can be.
+    return mount.encode("latin-1").decode("utf-8", "replace").rstrip("/")
+
+
+def _is_protected(environ: Environ) -> bool:
+    """Whether somebody further out protects this very request."""
+    request = request_of(environ)
+    protected: tuple[str, str] = environ[PROTECTED_NAME]
+    return protected == (request.method, request.path)
 
 
 class _BodyCutOff(Exception):

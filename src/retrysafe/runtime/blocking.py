@@ -304,6 +304,10 @@ class BlockingIdempotency(AtomicThreads, Face):
         """For adapters: whether that is still what is remembered; counts as a replay then."""
         return self._engine.repeats(call, outcome)
 
+    def is_running(self, call: Call) -> bool:
+        """For adapters: whether this process runs the key's operation at the moment."""
+        return self._engine.is_running(call)
+
     def answer_call(self, call: Call, operation: Callable[[Attempt], Any]) -> Answer[Any]:
         """For adapters: answers a call that they have put together; the operation gets its attempt.
 

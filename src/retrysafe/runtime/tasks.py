@@ -280,6 +280,10 @@ class AsyncFace(AtomicTasks, Face):
         """
         return self._bound().engine.recall(call)
 
+    def is_running(self, call: Call) -> bool:
+        """For adapters: whether this process runs the key's operation at the moment."""
+        return self._bound().engine.is_running(call)
+
     def remembered(self, call: Call) -> CachedOutcome | None:
         """For adapters: what this process remembers of the outcome; raises `KeyReused`."""
         return self._bound().engine.remembered(call)

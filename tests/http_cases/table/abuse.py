@@ -9,6 +9,7 @@ from tests.http_cases.cases import (
     FRAMEWORK,
     HTTP_2,
     PROCESSES,
+    RAW_APPLICATION,
     WSGI,
     Answered,
     Begin,
@@ -277,6 +278,30 @@ CASES = (
         without=_DONE_BEFORE_THE_STREAM,
     ),
     case(
+        "events-duplicate-of-a-view",
+        "Where a view has ended when its events begin, a duplicate is told that it is done",
+        Start(
+            "first",
+            post(
+                act=Act(
+                    status=200,
+                    body=b"data: 1\n\ndata: 2\n\n",
+                    chunks=2,
+                    pause="between",
+                    content_type=_EVENTS,
+                )
+            ),
+        ),
+        *(Reached("between"), Receives("first", b"data: 1\n\n"), post(), WITHHELD),
+        *(Release("between"), Finish("first"), Ran(status=200)),
+        without={
+            RAW_APPLICATION: "its run lasts as long as its stream",
+            **dict.fromkeys(
+                ("starlette", "fastapi", "litestar"), "its endpoints run as long as their stream"
+            ),
+        },
+    ),
+    case(
         "stream-by-rule",
         "A route that passes streams sends them as they come, and remembers them as done",
         Start(
@@ -301,15 +326,31 @@ CASES = (
     ),
     case(
         "stream-by-rule-fails-midway",
-        "A stream that fails on its way breaks off, and frees its key",
+        "A stream that fails on its way breaks off; it is done from its first byte",
         post(
             "/streams", act=Act(body=b"onetwo", chunks=2, fails="midway", content_type="text/plain")
         ),
+        *(Broken(), post("/streams"), WITHHELD, post("/streams"), WITHHELD),
+        without={HTTP_2: "the server of the tests leaves such a stream open without a word"},
+    ),
+    case(
+        "events-fail-midway",
+        "The same for server-sent events",
+        post(act=Act(body=b"onetwo", chunks=2, fails="midway", content_type=_EVENTS)),
+        *(Broken(), post(), WITHHELD),
+        without={HTTP_2: "the server of the tests leaves such a stream open without a word"},
+    ),
+    case(
+        "stream-by-rule-fails-midway-frees",
+        "A stream that fails on its way frees its key, if its status does",
+        post(
+            "/streams",
+            act=Act(
+                status=503, body=b"onetwo", chunks=2, fails="midway", content_type="text/plain"
+            ),
+        ),
         *(Broken(), post("/streams"), Ran(attempt=2)),
-        without={
-            HTTP_2: "the server of the tests leaves such a stream open without a word",
-            **_DONE_BEFORE_THE_STREAM,
-        },
+        without={HTTP_2: "the server of the tests leaves such a stream open without a word"},
     ),
     case(
         "stream-left",
@@ -335,6 +376,31 @@ CASES = (
             HTTP_2: "the tests open websockets over HTTP/1.1",
             FRAMEWORK: "the reference application in plain ASGI has the route",
         },
+    ),
+    # Two protections around one application.
+    case(
+        "nested",
+        "A request that is protected twice runs once, and is replayed",
+        *(post("/nested/charges"), Ran(), post("/nested/charges"), Replay()),
+        *(post("/nested/charges", body=b"{}"), Refused(problem="key-reused", key="k")),
+    ),
+    case(
+        "nested-in-flight",
+        "A duplicate of a request that is protected twice conflicts while that runs, not longer",
+        *(Begin("first", post("/nested/charges")), post("/nested/charges"), IN_FLIGHT),
+        *(Release("first"), Finish("first"), Ran(), post("/nested/charges"), Replay()),
+    ),
+    case(
+        "nested-failure-frees",
+        "What frees a key frees it for both",
+        *(post("/nested/charges", act=Act(status=500)), Ran(status=500)),
+        *(post("/nested/charges"), Ran(attempt=2), post("/nested/charges"), Replay(run=2)),
+    ),
+    case(
+        "nested-natural-key",
+        "The same for a key that is made from the request",
+        *(post("/nested/natural/7", key=None), Ran(), post("/nested/natural/7", key=None)),
+        Replay(),
     ),
     # Stores.
     case(
@@ -426,12 +492,31 @@ CASES = (
     case(
         "failing-open",
         "Where that is asked for, requests run unprotected while the store is down, and say so",
-        *(Break(DOWN), post("/failing-open/charges"), UNAVAILABLE),
+        *(Break(DOWN), post("/failing-open/charges"), UNPROTECTED),
         *(
             Quiet(post("/failing-open/charges"), UNPROTECTED),
             Quiet(post("/failing-open/charges"), UNPROTECTED),
         ),
         *(Heal(), Until("unprotected", post("/failing-open/charges")), Ran()),
         *(post("/failing-open/charges"), Replay(run=-1)),
+    ),
+    case(
+        "failing-open-while-running",
+        "A service that fails open does not run what it is running already",
+        *(Begin("first", post("/failing-open/charges")), Break(DOWN)),
+        *(post("/failing-open/charges", key='"other"'), UNPROTECTED),
+        *(post("/failing-open/charges"), IN_FLIGHT),
+        *(Heal(), Release("first"), Finish("first")),
+        Answered(status=201, json={"run": 1, "attempt": 1}),
+        *(post("/failing-open/charges"), KEPT),
+        without={PROCESSES: "the other process does not know what this one runs"},
+    ),
+    case(
+        "failing-open-outcome-lost",
+        "A run whose outcome is lost is told as such, and is not run again for its client",
+        *(Break(SETTLEMENTS), post("/failing-open/charges")),
+        Refused(problem="outcome-not-stored", has_run=True),
+        *(Heal(), Until("unprotected", post("/failing-open/charges", key='"other"')), Ran()),
+        *(post("/failing-open/charges"), Refused(problem="in-flight")),
     ),
 )

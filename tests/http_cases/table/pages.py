@@ -30,8 +30,25 @@ CASES = (
         Answered(
             status=200,
             headers={"Content-Type": HTML, "Vary": "accept"},
-            holds=("/charges/{id}", "/strict", *(f'id="{slug}"' for slug in PROBLEMS)),
+            holds=(
+                "/charges/{id}",
+                "/strict",
+                "Keys of different callers never meet.",
+                *(f'id="{slug}"' for slug in PROBLEMS),
+            ),
         ),
+    ),
+    case(
+        "policy-of-everybody",
+        "The policy says so when all callers share one namespace",
+        get(f"/everybody{POLICY}", caller=None),
+        Answered(
+            status=200,
+            holds=("All callers share one namespace of keys",),
+            lacks=("never meet",),
+        ),
+        get(f"/everybody{POLICY}", caller=None, headers=JSON),
+        Answered(status=200, holds=('"namespace": "global"',)),
     ),
     case(
         "policy-json",
@@ -40,7 +57,11 @@ CASES = (
         Answered(
             status=200,
             headers={"Content-Type": "application/json"},
-            holds=('"retention_seconds": 86400.0', f"{POLICY}#key-reused"),
+            holds=(
+                '"retention_seconds": 86400.0',
+                f"{POLICY}#key-reused",
+                '"namespace": "caller"',
+            ),
             json={"replay_header": "Idempotent-Replayed"},
         ),
     ),

@@ -7,6 +7,7 @@ import gzip
 from tests.http_cases.acts import Act
 from tests.http_cases.cases import (
     BODY,
+    DJANGO_WSGI,
     FORM,
     Begin,
     Finish,
@@ -263,6 +264,12 @@ CASES = (
         post(body=b"\x00\xff", content_type="application/octet-stream"),
         post(body=b"\x00\xfe", content_type="application/octet-stream"),
     ),
+    _other(
+        "unicode-path-beyond-latin-1",
+        "Two paths beyond Latin-1 are told apart",
+        post("/charges/%E2%82%AC"),
+        post("/charges/%E2%82%AD"),
+    ),
     _same(
         "unicode-path",
         "A path in UTF-8 is the same however it is escaped",
@@ -274,6 +281,21 @@ CASES = (
         "Two paths in UTF-8 are told apart",
         post("/charges/%C3%A9"),
         post("/charges/%C3%A8"),
+    ),
+    _other(
+        "path-in-no-utf-8",
+        "Two paths are told apart by bytes that are no UTF-8, too",
+        post("/charges/caf%E9"),
+        post("/charges/caf%E8"),
+        without=dict.fromkeys(
+            DJANGO_WSGI, "Django escapes such bytes once more, which `instance` shows"
+        ),
+    ),
+    _other(
+        "path-replaced",
+        "A replacement character in a path is not the byte that some servers replace by it",
+        post("/charges/caf%E9"),
+        post("/charges/caf%EF%BF%BD"),
     ),
     _same(
         "excluded",

@@ -17,6 +17,7 @@ from retrysafe.contrib.django.configuration import Configuration, current
 from retrysafe.contrib.django.exchange import (
     answer,
     answer_on_loop,
+    attempt_around,
     django_request,
     plan_on_loop,
     planned,
@@ -36,8 +37,6 @@ from retrysafe.contrib.views import (
     require_options,
     view_rule,
 )
-from retrysafe.core.atomic_lead import AtomicAttempt
-from retrysafe.core.attempt import Attempt
 from retrysafe.http.exchange import Plan
 from retrysafe.http.rules import KeyUse, Route, Rule
 
@@ -91,9 +90,7 @@ def _answered(
     # Whatever happens, the view is in the transactions that Django was told to leave out.
     called = with_transactions(view, match and match.func)
     run = functools.partial(called, request, *args, **kwargs)
-    if isinstance(getattr(plain, "idempotency", None), Attempt | AtomicAttempt):
-        # Somebody further out protects this very request; a second claim of its key would find
-        # it in flight.
+    if attempt_around(plain) is not None:
         return run()
     made = current()
     route = _route(made, rule, view, plain)
@@ -119,7 +116,7 @@ async def _answered_on_loop(rule: Rule, view: Any, request: Any, run: Callable[[
     plain = django_request(request)
     match = plain.resolver_match
     require_none_around(match and match.func)
-    if isinstance(getattr(plain, "idempotency", None), Attempt | AtomicAttempt):
+    if attempt_around(plain) is not None:
         return await run()
     made = current()
     route = _route(made, rule, view, plain)

@@ -23,12 +23,12 @@ from retrysafe.core.values import NotStorable
 from retrysafe.errors import InvalidInput
 from retrysafe.http import blocking
 from retrysafe.http.asgi import IdempotencyMiddleware
-from retrysafe.http.asgi_run import Message, Receive, Scope, Send
+from retrysafe.http.asgi_run import Message, Receive, Scope, Send, exact_path
 from retrysafe.http.exchange import UNPROTECTED, Plan, Protection
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response, is_event_stream, response_of
 from retrysafe.http.rules import Route, Rule, Streaming
-from retrysafe.http.wsgi import request_of
+from retrysafe.http.wsgi import ATTEMPT_NAME, request_of
 from retrysafe.runtime.blocking import BlockingIdempotency
 
 View = Callable[[], Any]
@@ -63,15 +63,33 @@ def prefix_of(request: Any) -> str:
     return prefix.rstrip("/")
 
 
+def attempt_around(plain: Any) -> Attempt | AtomicAttempt | None:
+    """The attempt that this very request runs as, if somebody further out protects it.
+
+    That is a decorator or the middleware of this project, or one around its WSGI or ASGI
+    application. A second claim of the key would find it in flight.
+    """
+    attempt = getattr(plain, "idempotency", None)
+    if attempt is None:
+        scope = getattr(plain, "scope", None)
+        if scope is None:
+            attempt = plain.META.get(ATTEMPT_NAME)
+        else:
+            attempt = scope.get("state", {}).get("idempotency")
+        plain.idempotency = attempt
+    return attempt if isinstance(attempt, Attempt | AtomicAttempt) else None
+
+
 def asked_of(request: Any) -> Request:
     """The request with its body unread; its host is what the view is called with."""
     plain = django_request(request)
     scope = getattr(plain, "scope", None)
     if scope is None:
-        asked = request_of(plain.META)
+        # Django has put the decoded path into the environ, which is no longer bytes in disguise.
+        asked = request_of(plain.META, plain.path)
     else:
-        asked = Request(plain.method, "", scope.get("query_string", b""), scope["headers"])
-    asked.path = plain.path
+        path = exact_path(scope, plain.path)
+        asked = Request(plain.method, path, scope.get("query_string", b""), scope["headers"])
     asked.host = request
     return asked
 

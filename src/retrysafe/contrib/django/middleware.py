@@ -14,7 +14,13 @@ from asgiref.sync import iscoroutinefunction, markcoroutinefunction, sync_to_asy
 from django.core.exceptions import RequestDataTooBig
 
 from retrysafe.contrib.django.configuration import current
-from retrysafe.contrib.django.exchange import answer, answer_on_loop, plan_on_loop, planned
+from retrysafe.contrib.django.exchange import (
+    answer,
+    answer_on_loop,
+    attempt_around,
+    plan_on_loop,
+    planned,
+)
 from retrysafe.contrib.django.pages import PAGE_METHODS, page
 from retrysafe.http.exchange import Plan
 from retrysafe.http.rules import REQUEST_LIMIT_BYTES
@@ -40,6 +46,8 @@ class RetrysafeMiddleware:
             return self._answer_on_loop(request)
         made = current()
         match = made.protection.find(request.method, request.path_info)
+        if match is not None and attempt_around(request) is not None:
+            return self.get_response(request)
         if match is None:
             return page(request) if _is_page(request) else self.get_response(_readable(request))
         plan = planned(made.protection, match[0], request, dict(match[1]))
@@ -51,6 +59,8 @@ class RetrysafeMiddleware:
     async def _answer_on_loop(self, request: Any) -> Any:
         made = current()
         match = made.protection.find(request.method, request.path_info)
+        if match is not None and attempt_around(request) is not None:
+            return await self.get_response(request)
         if match is None:
             if _is_page(request):
                 return await sync_to_async(page)(request)
