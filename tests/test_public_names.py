@@ -22,6 +22,7 @@ PUBLIC_NAMES = [
     "AtomicRun",
     "Attempt",
     "AttemptsExhausted",
+    "AwaitForgotten",
     "BodyKey",
     "CallerMissing",
     "ClaimLost",

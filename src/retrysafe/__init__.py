@@ -12,6 +12,7 @@ from retrysafe.core.steps import StepRetry
 from retrysafe.errors import (
     ArgumentsNotStorable,
     AttemptsExhausted,
+    AwaitForgotten,
     CallerMissing,
     ClaimLost,
     Closed,
@@ -70,6 +71,7 @@ __all__ = [
     "AtomicRun",
     "Attempt",
     "AttemptsExhausted",
+    "AwaitForgotten",
     "BodyKey",
     "CallerMissing",
     "ClaimLost",

@@ -15,6 +15,7 @@
     ├── OperationInFlight          the first run has not ended yet
     ├── OperationFailed            the first run failed for good; this is its failure
     │   └── AttemptsExhausted      every allowed attempt died or failed
+    ├── AwaitForgotten             the operation ran, and a part of it was never awaited
     ├── OutcomeUnavailable         the first run is done, and its outcome cannot be shown
     ├── OutcomeNotStored           the operation ran, and the store could not be told
     ├── StepsChanged               the code asks for other steps than an earlier attempt recorded
@@ -43,6 +44,7 @@ This module owns the words for what can go wrong. It must not know how any of it
 from __future__ import annotations
 
 from datetime import timedelta
+from types import BuiltinFunctionType
 from typing import Any, TypeVar
 
 E = TypeVar("E", bound="RetrysafeError")
@@ -64,8 +66,12 @@ class RetrysafeError(Exception):
 
 
 def _unpickled(kind: type[E], args: tuple[Any, ...], state: dict[str, Any]) -> E:
-    # Not through `kind.__new__`, which a subclass may have changed along with its constructor.
-    error: E = Exception.__new__(kind, *args)
+    # Not through a `__new__` in Python, which a subclass may have changed along with its
+    # constructor. A class that is an OSError too is only made by that one's own.
+    made = (vars(ancestor).get("__new__") for ancestor in kind.__mro__)
+    new: Any = next(item for item in made if isinstance(item, BuiltinFunctionType))
+    error: E = new(kind, *args)
+    error.args = args
     vars(error).update(state)
     return error
 
@@ -155,6 +161,20 @@ class AttemptsExhausted(OperationFailed):
 
     The message names the last failure that an attempt has left in the store, if one has.
     """
+
+
+class AwaitForgotten(RetrysafeError):
+    """The operation ran, and a part of it did not, because its coroutine was never awaited.
+
+    A forgotten step is judged by the policy as any other exception: by default the key is freed,
+    and the mended operation goes on behind its finished steps. A coroutine as the result
+    (`is_final`) is a failure for good: nobody knows what ran before it, and every further run would
+    do that again. Mend the code; an operator may release the key then.
+    """
+
+    def __init__(self, message: str, *, key: str | None = None, is_final: bool = False) -> None:
+        super().__init__(message, key=key)
+        self.is_final = is_final
 
 
 class OutcomeUnavailable(RetrysafeError):

@@ -8,7 +8,7 @@ import pytest
 
 from retrysafe.core.asking import AskedStep
 from retrysafe.core.attempt import Attempt
-from retrysafe.errors import InvalidInput
+from retrysafe.errors import AwaitForgotten
 from tests.core.driving import Flow, World
 from tests.core.stepped import Effects, run, stored_steps
 
@@ -76,7 +76,7 @@ def test_an_operation_is_told_which_steps_it_did_not_await():
         attempt.step("mail", effects.do, "mail")
         attempt.steps.require_begun()
 
-    with pytest.raises(InvalidInput, match="asked for 'reserve', 'mail' and did not await it"):
+    with pytest.raises(AwaitForgotten, match="asked for 'reserve', 'mail' and did not await it"):
         run(world.first, operation)
     gc.collect()  # A coroutine that was never awaited would be warned of now.
     assert effects.ran == ["charge"]
@@ -104,6 +104,6 @@ def test_an_operation_does_not_complete_without_a_step_that_it_asked_for():
         attempt.step("charge", effects.do, "charge")
         await attempt.steps.check_complete()
 
-    with pytest.raises(InvalidInput, match="asked for 'charge' and did not await it"):
+    with pytest.raises(AwaitForgotten, match="asked for 'charge' and did not await it"):
         run(world.first, operation)
     assert effects.ran == []

@@ -17,7 +17,7 @@ from retrysafe.core.policy import (
     InFlight,
     Policy,
 )
-from retrysafe.errors import PolicyInvalid
+from retrysafe.errors import AwaitForgotten, PolicyInvalid
 
 SECOND = timedelta(seconds=1)
 MOMENT = timedelta(microseconds=1)
@@ -188,3 +188,10 @@ def test_retryable_parent_and_terminal_child():
     policy = Policy(terminal=CardExpired, retryable=Exception, unlisted=Ending.FAILED)
     assert policy.judge(CardExpired()) is Ending.FAILED
     assert policy.judge(Declined()) is Ending.RELEASED
+
+
+def test_a_result_that_nobody_awaited_is_a_failure_for_good():
+    """What the operation did before would be done again; a forgotten step is as any exception."""
+    policy = Policy(retryable=(Exception,))
+    assert policy.judge(AwaitForgotten("the result", is_final=True)) is Ending.FAILED
+    assert policy.judge(AwaitForgotten("a step")) is Ending.RELEASED

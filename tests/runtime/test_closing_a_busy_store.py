@@ -115,7 +115,7 @@ def test_close_keeps_its_limit_while_an_operator_waits_for_a_locked_file(url, lo
 
 
 def test_async_close_keeps_its_limit_while_a_commit_hangs():
-    """A commit under way and the last write of a cancelled task go on, and are stored."""
+    """The last write of a cancelled task counts as running, goes on, and is stored."""
     store = StagedStore(waits=Waits.SUSPENDING)
 
     async def operation() -> int:
@@ -130,7 +130,7 @@ def test_async_close_keeps_its_limit_while_a_commit_hangs():
         runner.cancel()
         await asyncio.wait((runner,))
         began = time.monotonic()
-        assert await idem.close(BRIEFLY) is True
+        assert await idem.close(BRIEFLY) is False
         assert time.monotonic() - began < SOON_SECONDS
         hold.open()
         assert await idem.close() is True
@@ -221,3 +221,23 @@ def test_what_fails_after_the_limit_is_told_to_the_log(end, caplog):
         hold.open()
         until(_nobody_is_ending)
     assert [record.getMessage() for record in caplog.records] == ["closing failed after its limit"]
+
+
+@ENDINGS
+def test_where_no_thread_can_be_had_it_ends_in_place(end, monkeypatch):
+    """At the end of the process Python starts none, and `close` may be called just then."""
+    ended = []
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    end(lambda: ended.append(threading.current_thread()), timedelta(seconds=30))
+    assert ended == [threading.current_thread()]
+
+
+def test_any_time_may_be_waited():
+    """Longer than a thread can wait for is for ever."""
+    with Idempotency("memory://", caller="tester") as idem:
+        idem.run("k", lambda: 1)
+        assert idem.close(timedelta.max) is True

@@ -1,4 +1,4 @@
-"""A forgotten `await` is an error, never a success: what was not awaited has not run."""
+"""A forgotten `await` is a failure, never a success: what was not awaited has not run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import pytest
 
 from retrysafe import (
     AsyncIdempotency,
+    AwaitForgotten,
     Condition,
     Ending,
+    Idempotency,
     InvalidInput,
+    OperationFailed,
     Policy,
     current_attempt,
     step,
@@ -60,7 +63,7 @@ def test_an_operation_that_forgets_to_await_a_step_does_not_succeed(till):
         return await current_attempt().step("charge", till.charge)
 
     async def scenario(idem):
-        with pytest.raises(InvalidInput, match="of 'k' asked for 'charge' and did not await it"):
+        with pytest.raises(AwaitForgotten, match="of 'k' asked for 'charge' and did not await it"):
             await idem.run("k", forgetful, name="pay")
         stored = await idem.read("k")
         assert stored.condition is Condition.RELEASED
@@ -84,7 +87,7 @@ def test_a_decorated_step_and_one_that_is_returned_are_missed_too(till):
 
     async def scenario(idem):
         for operation in (calling, returning):
-            with pytest.raises(InvalidInput, match="asked for 'charge' and did not await it"):
+            with pytest.raises(AwaitForgotten, match="asked for 'charge' and did not await it"):
                 await idem.run(f"k {operation.__name__}", operation)
 
     played(scenario)
@@ -110,7 +113,7 @@ def test_a_step_left_to_a_task_that_has_not_begun_is_missed(till):
             tasks.append(asyncio.create_task(current_attempt().step("charge", till.charge)))
             return "ok"
 
-        with pytest.raises(InvalidInput, match="asked for 'charge' and did not await it"):
+        with pytest.raises(AwaitForgotten, match="asked for 'charge' and did not await it"):
             await idem.run("k", operation)
         with pytest.raises(InvalidInput, match="has ended: it takes no steps"):
             await tasks[0]
@@ -149,33 +152,50 @@ def test_what_the_operation_raises_is_told_and_not_what_it_forgot(till):
     played(scenario)
 
 
-def test_a_policy_that_fails_on_the_unknown_fails_on_this_too(till):
+def test_a_policy_that_fails_on_the_unknown_fails_on_a_forgotten_step_too(till):
     """It is judged as every other exception of the operation."""
 
     async def operation():
         current_attempt().step("charge", till.charge)
 
     async def scenario(idem):
-        with pytest.raises(InvalidInput, match="did not await it"):
+        with pytest.raises(AwaitForgotten, match="did not await it"):
             await idem.run("k", operation)
         return (await idem.read("k")).condition
 
     assert played(scenario, policy=Policy(unlisted=Ending.FAILED)) is Condition.FAILED
 
 
+def test_what_ran_before_a_returned_coroutine_does_not_run_again(till):
+    """Whatever the policy says of exceptions, a retry gets the failure and runs nothing."""
+
+    async def operation():
+        await till.charge()
+        return till.charge("receipt")
+
+    async def scenario(idem):
+        for _ in range(2):
+            with pytest.raises(AwaitForgotten, match="was not awaited"):
+                await idem.run("k", operation)
+
+    played(scenario, policy=Policy(retryable=(Exception,)))
+    assert till.ran == ["charge"]
+
+
 def test_a_coroutine_is_no_result(till):
-    """It was only made: the key is freed, and the corrected operation runs."""
+    """It was only made. What else the operation did nobody knows, so it fails for good."""
 
     async def forgetful():
         return till.charge()
 
     async def scenario(idem):
         with pytest.raises(
-            InvalidInput,
+            AwaitForgotten,
             match=r"the operation returned a coroutine that was not awaited, so Till.charge has",
         ):
             await idem.run("k", forgetful, name="pay")
-        assert (await idem.read("k")).condition is Condition.RELEASED
+        assert (await idem.read("k")).condition is Condition.FAILED
+        await idem.release("k")
         return await idem.run("k", till.charge, name="pay")
 
     assert played(scenario) == "charge done"
@@ -190,7 +210,7 @@ def test_a_coroutine_is_no_result_of_a_step(till):
 
     async def operation():
         attempt = current_attempt()
-        with pytest.raises(InvalidInput, match="the step returned a coroutine that was not awaite"):
+        with pytest.raises(AwaitForgotten, match="step returned a coroutine that was not awaited"):
             await attempt.step("charge", forgetful)
         assert till.ran == []
         return await attempt.step("charge", till.charge)
@@ -220,3 +240,31 @@ def test_steps_beside_a_wrong_one_leave_no_coroutine_behind():
     stored = asyncio.run(scenario())
     assert stored.condition.value == "released"
     assert stored.steps == []
+
+
+def test_a_plain_function_that_returns_a_coroutine_fails_for_good_in_a_thread(till):
+    """What it did before it made the coroutine must not be done again."""
+
+    def operation():
+        till.ran.append("charge")
+        return till.charge("receipt")
+
+    with Idempotency("memory://", caller="c") as idem:
+        with pytest.raises(AwaitForgotten, match="a coroutine that nobody awaits here"):
+            idem.run("k", operation)
+        with pytest.raises(OperationFailed, match="use AsyncIdempotency"):
+            idem.run("k", operation)
+    assert till.ran == ["charge"]
+
+
+def test_an_object_that_is_async_itself_has_done_nothing_in_a_thread():
+    """Calling it only makes a coroutine: the key is freed."""
+
+    class Charge:
+        async def __call__(self):
+            raise AssertionError("nobody awaits it")
+
+    with Idempotency("memory://", caller="c") as idem:
+        with pytest.raises(InvalidInput, match="the operation is async: use AsyncIdempotency"):
+            idem.run("k", Charge(), name="pay")
+        assert idem.read("k").condition is Condition.RELEASED

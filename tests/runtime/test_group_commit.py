@@ -197,8 +197,25 @@ class Odd(StoreUnavailable):
         self.code = code
 
 
+class Gone(StoreUnavailable, ConnectionError):
+    """One that is an error of the system too, whose making is written in C."""
+
+
+class Twisted(StoreUnavailable):
+    """One that cannot be copied at all."""
+
+    args = property(lambda self: 1 / 0)
+
+
 @pytest.mark.parametrize(
-    "error", [StoreUnavailable("the disk is gone", key="k"), OSError("odd"), Odd(7)]
+    "error",
+    [
+        StoreUnavailable("the disk is gone", key="k"),
+        OSError("odd"),
+        Odd(7),
+        Gone("cut off"),
+        Twisted("twisted"),
+    ],
 )
 def test_failed_commit_is_told_to_every_row(error):
     """Everybody in the batch hears of it, each by an error of its own."""
@@ -543,10 +560,12 @@ def test_rows_of_tasks_that_wait_leave_together():
     drive(main())
 
 
-@pytest.mark.parametrize("error", [StoreUnavailable("down"), OSError("odd"), Odd(7)])
+@pytest.mark.parametrize(
+    "error", [StoreUnavailable("down"), OSError("odd"), Odd(7), Gone("cut off"), Twisted("twisted")]
+)
 def test_failed_commit_is_told_to_every_task(error):
     """Each task gets its own StoreUnavailable, and the next commit works."""
-    kind = type(error) if isinstance(error, StoreUnavailable) else StoreUnavailable
+    kind = type(error) if isinstance(error, Odd | Gone) else StoreUnavailable
 
     async def main() -> None:
         stage = TaskStage()

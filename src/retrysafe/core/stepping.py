@@ -24,7 +24,7 @@ from retrysafe.core.ports import Fate, Lock, Orphanage, Signal, Transaction, Wai
 from retrysafe.core.step_writing import StepStore, StepWriter
 from retrysafe.core.steps import StepBook, StepOptions, StepRetry, Undo, checked_name
 from retrysafe.core.values import NotReadable
-from retrysafe.errors import ClaimLost, InvalidInput, StepUnavailable
+from retrysafe.errors import AwaitForgotten, ClaimLost, InvalidInput, StepUnavailable
 
 if TYPE_CHECKING:
     from retrysafe.core.attempt import Attempt
@@ -265,15 +265,16 @@ class StepRun:
                     waiter.set()
 
     def require_begun(self) -> None:
-        """Raises `InvalidInput` for steps that were asked for and never awaited: they have not run.
+        """Raises `AwaitForgotten` for steps that were asked for and never awaited.
 
-        An operation that ends so has not done what its code says, whatever it returned.
+        They have not run. An operation that ends so has not done what its code says, whatever it
+        returned.
         """
         if not self._not_begun:
             return
         names = ", ".join(repr(asked.name) for asked in self._not_begun)
         text = self.call.key.text
-        raise InvalidInput(
+        raise AwaitForgotten(
             f"the operation of {text!r} asked for {names} and did not await it, so it has not run: "
             "write await before every step",
             key=text,

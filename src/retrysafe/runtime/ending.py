@@ -45,8 +45,8 @@ class Limit:
 
     @property
     def left_seconds(self) -> float:
-        """Never below zero."""
-        return max(0.0, self._until - time.monotonic())
+        """Never below zero, nor more than a thread can wait for."""
+        return min(max(0.0, self._until - time.monotonic()), threading.TIMEOUT_MAX)
 
 
 class _Ending(threading.Thread):
@@ -84,10 +84,21 @@ class _Ending(threading.Thread):
             raise self._error
 
 
+def _is_started(ending: _Ending) -> bool:
+    """Whether there still are threads to be had: at the end of the process there are none."""
+    try:
+        ending.start()
+    except RuntimeError:
+        return False
+    return True
+
+
 def end_within(work: Callable[[], None], limit: Limit) -> None:
     """Returns when the work has ended, or the limit; the work goes on then."""
     ending = _Ending(work, lambda: None)
-    ending.start()
+    if not _is_started(ending):
+        work()
+        return
     ending.join(limit.left_seconds)
     ending.leave()
 
@@ -102,7 +113,9 @@ async def end_aside_within(work: Callable[[], None], limit: Limit) -> None:
             loop.call_soon_threadsafe(has_ended.set)
 
     ending = _Ending(work, tell)
-    ending.start()
+    if not _is_started(ending):
+        work()
+        return
     with suppress(TimeoutError):
         async with asyncio.timeout(limit.left_seconds):
             await has_ended.wait()

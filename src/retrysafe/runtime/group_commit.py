@@ -79,7 +79,12 @@ def _as_store_error(error: BaseException) -> StoreError:
     # It stands in for the original, with where that was raised and why. Chained to it instead,
     # one problem would be told twice in every traceback. Not through its constructor, which may
     # take anything in the class of somebody else's store.
-    copied = error_like(error).with_traceback(error.__traceback__)
+    try:
+        copied = error_like(error)
+    except Exception:
+        # Whatever is odd about its class, everybody who waits must be told.
+        copied = StoreUnavailable(str(error), key=error.key)
+    copied = copied.with_traceback(error.__traceback__)
     copied.__cause__ = error.__cause__
     return copied
 

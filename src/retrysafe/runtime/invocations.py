@@ -12,9 +12,9 @@ from types import CoroutineType
 from typing import Any
 
 from retrysafe.core.attempt import Attempt
-from retrysafe.errors import InvalidInput, StoreError
+from retrysafe.errors import StoreError
 from retrysafe.runtime.current import current
-from retrysafe.runtime.refusals import not_awaited
+from retrysafe.runtime.refusals import async_here, not_awaited
 
 
 class ThreadInvocation:
@@ -38,9 +38,7 @@ class ThreadInvocation:
         finally:
             current.reset(token)
         if type(value) is CoroutineType:
-            # Nothing has run yet: the coroutine was only made.
-            value.close()
-            raise InvalidInput("the operation is async: use AsyncIdempotency for it")
+            raise async_here("the operation", self.operation, value)
         return value
 
 

@@ -17,7 +17,7 @@ from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.given import require_function, shown_in_place
 from retrysafe.core.keys import checked_secret
 from retrysafe.core.policy import Policy
-from retrysafe.errors import InvalidInput, PolicyInvalid
+from retrysafe.errors import AwaitForgotten, InvalidInput, PolicyInvalid
 from retrysafe.runtime.calls import shown_name
 
 _PASS_THE_FUNCTION: Final = (
@@ -120,15 +120,34 @@ def _misfit(operation: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
     return None
 
 
-def not_awaited(what: str, coroutine: CoroutineType[Any, Any, Any]) -> InvalidInput:
+def not_awaited(what: str, coroutine: CoroutineType[Any, Any, Any]) -> AwaitForgotten:
     """The refusal of a coroutine as a result: it was only made, and what it stands for has not run.
 
     It is closed, so that it never will.
     """
     coroutine.close()
-    return InvalidInput(
+    return AwaitForgotten(
         f"{what} returned a coroutine that was not awaited, so {coroutine.__qualname__} has not "
-        "run: write return await"
+        "run: write return await",
+        is_final=True,
+    )
+
+
+def async_here(
+    what: str, call: Callable[..., Any], coroutine: CoroutineType[Any, Any, Any]
+) -> InvalidInput | AwaitForgotten:
+    """The refusal of a coroutine where nobody can await it.
+
+    A function that is async itself has done nothing yet; a plain one that returns a coroutine has.
+    """
+    coroutine.close()
+    # Seen through partials; an object may have an async __call__ of its class.
+    if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__):
+        return InvalidInput(f"{what} is async: use AsyncIdempotency for it")
+    return AwaitForgotten(
+        f"{what} returned a coroutine that nobody awaits here, so {coroutine.__qualname__} has not "
+        "run: use AsyncIdempotency for it",
+        is_final=True,
     )
 
 

@@ -20,7 +20,7 @@ from retrysafe.core.steps import (
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.calls import codec_for
 from retrysafe.runtime.current import current_attempt
-from retrysafe.runtime.refusals import not_awaited, require_runnable
+from retrysafe.runtime.refusals import async_here, not_awaited, require_runnable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,20 +30,18 @@ _NO_TEXTS: Final = frozenset({"None", "bool", "bytes", "dict", "float", "int", "
 
 
 async def perform_blocking(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """The call of a step in a thread; raises `InvalidInput` for an async one."""
+    """The call of a step in a thread; refuses one that would have to be awaited."""
     require_runnable(call)
     value = call(*args)
     if type(value) is CoroutineType:
-        # Nothing has run yet: the coroutine was only made.
-        value.close()
-        raise InvalidInput("the step is async: use AsyncIdempotency for it")
+        raise async_here("the step", call, value)
     return value
 
 
 async def perform_suspending(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """The call of a step in a task: awaited when there is something to await.
 
-    Raises `InvalidInput` for one that returns a coroutine.
+    Raises `AwaitForgotten` for one that returns a coroutine.
     """
     require_runnable(call)
     value = call(*args)

@@ -424,8 +424,9 @@ class AsyncFace(AtomicTasks, Face):
         """Starts nothing new and waits for running operations; False when some still run.
 
         Those keep their claims until the leases end, since nothing renews them any more; they
-        still store their outcomes. Closing again waits for them again. A store that is busy is
-        closed as soon as it can be; that, too, is waited for no longer than the limit.
+        still store their outcomes, for as long as the loop runs. So do operations whose callers
+        were cancelled: they count until their outcomes are stored. Closing again waits for them
+        again. A store that is busy is waited for no longer than the limit either.
         """
         limit = Limit(wait)
         self._is_closed = True
@@ -433,9 +434,11 @@ class AsyncFace(AtomicTasks, Face):
         has_ended = await parts.gate.close(limit.seconds)
         limit.spare_the_ending()
         await parts.heartbeat.stop(limit.left_seconds)
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(limit.left_seconds):
                 await parts.settle()
+        except TimeoutError:
+            has_ended = False
         if parts.threaded is not None:
             await end_aside_within(parts.threaded.ending(with_store=self._owns_store), limit)
         elif self._owns_store:
