@@ -100,6 +100,15 @@ async def test_a_claim_that_has_not_left_for_the_store_never_does(store, shop, i
 
 
 @in_a_loop
+async def test_a_request_that_has_ended_is_not_held_until_the_timer_rings(store, shop, idem):
+    """Thousands in a second would each keep a response alive."""
+    app = protected(shop, idem, store_timeout=timedelta(hours=1))
+    store.go_on.set()
+    assert (await ask(app)).status == 201
+    assert not app._lookout._waiting
+
+
+@in_a_loop
 async def test_duplicates_of_a_claim_without_an_answer_are_told_as_well(store, shop, idem):
     app = protected(shop, idem)
     replies = await asyncio.gather(*(ask(app) for _ in range(3)))
