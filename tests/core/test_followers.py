@@ -346,8 +346,10 @@ def test_a_process_knows_what_it_runs(world, process):
     assert not process.engine.is_running(running)
     leader = claiming(process)
     assert not process.engine.is_running(running)
+    assert process.engine.is_claiming(running)
     leader.step()
     assert process.engine.is_running(running)
+    assert not process.engine.is_claiming(running)
     leader.step()
     assert not process.engine.is_running(running)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, Final
 
 from retrysafe.core.atomic_lead import AtomicAttempt
@@ -19,7 +20,7 @@ from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.asgi_run import App, Receive, Scope, Send, exact_path, is_below
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
-from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, Protection
+from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, STORE_TIMEOUT, Protection
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response, response_of
 from retrysafe.http.rules import NO_PARAMETERS, KeyUse, Route, Rule
@@ -107,6 +108,7 @@ class Endpoints:
         *,
         caller: CallerOf | GlobalCaller,
         fail_open: bool = False,
+        store_timeout: timedelta | None = STORE_TIMEOUT,
         policy_path: str = POLICY_PATH,
         status_path: str = STATUS_PATH,
         challenge: str = "Bearer",
@@ -123,6 +125,7 @@ class Endpoints:
             caller=caller,
             rules=(),
             fail_open=fail_open,
+            store_timeout=store_timeout,
             policy_path=policy_path,
             status_path=status_path,
             challenge=challenge,

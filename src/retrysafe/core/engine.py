@@ -205,6 +205,10 @@ class Engine:
         """Whether this process runs the key's operation, so that no store need be asked of it."""
         return self._flights.phase(call.key.digest) is Phase.RUNNING
 
+    def is_claiming(self, call: Call) -> bool:
+        """Whether this process asks for the key, and the store has not said anything yet."""
+        return self._flights.phase(call.key.digest) is Phase.CLAIMING
+
     def forget(self, key: Key) -> None:
         """Drops what the process remembers of a key, after an operator changed it."""
         self._flights.revoke(key.digest)

@@ -11,12 +11,14 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from copy import copy
+from datetime import timedelta
 from typing import Any, Final, Self
 
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.keys import GlobalCaller, Key
 from retrysafe.errors import InvalidInput, StoreError
+from retrysafe.http.asgi_claims import ClaimLookout
 from retrysafe.http.asgi_run import (
     App,
     AppRun,
@@ -29,7 +31,14 @@ from retrysafe.http.asgi_run import (
 )
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
-from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
+from retrysafe.http.exchange import (
+    POLICY_PATH,
+    STATUS_PATH,
+    STORE_TIMEOUT,
+    UNPROTECTED,
+    Plan,
+    Protection,
+)
 from retrysafe.http.recent import Head, Recent, Repetition, head_of
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
@@ -59,6 +68,7 @@ class IdempotencyMiddleware:
         rules: Iterable[Rule] | None = None,
         rule: Rule | None = None,
         fail_open: bool = False,
+        store_timeout: timedelta | None = STORE_TIMEOUT,
         policy_path: str = POLICY_PATH,
         status_path: str = STATUS_PATH,
         challenge: str = "Bearer",
@@ -76,6 +86,7 @@ class IdempotencyMiddleware:
             rules=rules,
             rule=rule,
             fail_open=fail_open,
+            store_timeout=store_timeout,
             policy_path=policy_path,
             status_path=status_path,
             challenge=challenge,
@@ -107,6 +118,8 @@ class IdempotencyMiddleware:
         # The loop itself holds tasks weakly, so a run whose client has gone is held here.
         self._runs: set[AppRun] = set()
         self._recent: Recent | None = Recent() if protection.is_told_by_headers else None
+        seconds = protection.store_timeout_seconds
+        self._lookout = None if seconds is None else ClaimLookout(seconds, idempotency.is_claiming)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; what is not HTTP, or is protected already, passes untouched."""
@@ -307,6 +320,9 @@ class IdempotencyMiddleware:
         waiter: asyncio.Future[Answer[Any]] = loop.create_future()
         if plan.preference.respond_async:
             run.started = loop.create_future()
+        # A transaction of the application's own has the time-outs that its database was given.
+        if self._lookout is not None and plan.route.rule.transaction is None:
+            self._lookout.watch(run, call, waiter, loop)
         run.settling = loop.create_task(self._settle(run, call, waiter))
         try:
             if (
@@ -345,6 +361,8 @@ class IdempotencyMiddleware:
             if not waiter.done():
                 waiter.set_result(answer)
         finally:
+            if self._lookout is not None:
+                self._lookout.forget(run)
             if run.task is None or run.task.done():
                 self._runs.discard(run)
 

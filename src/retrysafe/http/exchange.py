@@ -52,6 +52,8 @@ from retrysafe.runtime.calls import Settings
 
 POLICY_PATH: Final = "/idempotency-policy"
 STATUS_PATH: Final = "/idempotency-status/"
+# Shorter than clients wait by default, and far longer than a store takes that is well.
+STORE_TIMEOUT: Final = timedelta(seconds=5)
 REPLAYED: Final[Header] = (b"idempotent-replayed", b"true")
 # Marks a response that was made while keys could not be looked up, by a service that fails open.
 UNPROTECTED: Final[Header] = (b"idempotency-protected", b"false")
@@ -93,6 +95,7 @@ class Protection:
         rules: Iterable[Rule] | None = None,
         rule: Rule | None = None,
         fail_open: bool = False,
+        store_timeout: timedelta | None = STORE_TIMEOUT,
         policy_path: str = POLICY_PATH,
         status_path: str = STATUS_PATH,
         challenge: str = "Bearer",
@@ -116,6 +119,8 @@ class Protection:
         # Routes whose rules stand next to their endpoints; the framework knows which ones.
         self.endpoints: tuple[Route, ...] = ()
         self.fail_open = fail_open
+        # How long a claim may take, on an event loop; None for as long as the store takes.
+        self.store_timeout_seconds = _checked_timeout(store_timeout)
         self.policy_path = policy_path
         self.status_path = status_path.rstrip("/") + "/"
         self.breaker = breaker or Breaker()
@@ -421,6 +426,14 @@ def _preference(route: Route, lines: list[bytes]) -> Preference:
 
 def _is_same(first: Response, second: Response) -> bool:
     return first.status == second.status and first.body == second.body
+
+
+def _checked_timeout(timeout: object) -> float | None:
+    if timeout is None:
+        return None
+    if not isinstance(timeout, timedelta) or timeout < timedelta(0):
+        raise PolicyInvalid(f"store_timeout is a timedelta, or None for no limit, got {timeout!r}")
+    return timeout.total_seconds() or None
 
 
 def _checked_caller_of(caller: object) -> CallerOf:

@@ -284,6 +284,10 @@ class AsyncFace(AtomicTasks, Face):
         """For adapters: whether this process runs the key's operation at the moment."""
         return self._bound().engine.is_running(call)
 
+    def is_claiming(self, call: Call) -> bool:
+        """For adapters: whether the key was asked for, and the store has not said anything yet."""
+        return self._bound().engine.is_claiming(call)
+
     def remembered(self, call: Call) -> CachedOutcome | None:
         """For adapters: what this process remembers of the outcome; raises `KeyReused`."""
         return self._bound().engine.remembered(call)

@@ -37,6 +37,7 @@ _FACE_NAMES: Final = {
 }
 _PROTECTION_NAMES: Final = {
     "FAIL_OPEN": "fail_open",
+    "STORE_TIMEOUT": "store_timeout",
     "POLICY_PATH": "policy_path",
     "STATUS_PATH": "status_path",
     "CHALLENGE": "challenge",
