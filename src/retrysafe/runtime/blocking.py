@@ -308,6 +308,10 @@ class BlockingIdempotency(AtomicThreads, Face):
         """For adapters: whether this process runs the key's operation at the moment."""
         return self._engine.is_running(call)
 
+    def is_claiming(self, call: Call) -> bool:
+        """For adapters: whether the store has not yet said what a key is that is asked for here."""
+        return self._engine.is_claiming(call)
+
     def answer_call(self, call: Call, operation: Callable[[Attempt], Any]) -> Answer[Any]:
         """For adapters: answers a call that they have put together; the operation gets its attempt.
 
