@@ -79,6 +79,10 @@ class TextStatus(StrEnum):
     NEW = "new"
 
 
+class OtherStatus(StrEnum):
+    NEW = "new"
+
+
 class Valued(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(use_enum_values=True)
     x: Any = None
@@ -242,11 +246,13 @@ def test_a_field_may_come_back_equal_in_the_type_that_it_is_declared_with(value,
         (1, Switch.ON),
         (Word.YES, TextStatus.NEW),
         (Status.NEW, TextStatus.NEW),
+        (OtherStatus.NEW, TextStatus.NEW),
         (Status.NEW, "new"),
         (Colour.BLUE, ["b", 2]),
         (Text("a"), "b"),
         ("a", Text("a")),
         (b"a", "a"),
+        (bytearray(b"a"), b"a"),
         ((1,), [1]),
         (Point(1), (1, None)),
         (UUID(ID), ID),
@@ -264,6 +270,13 @@ def test_a_field_that_comes_back_different_is_told(value, back):
         place, words = difference(model(x=value), model(x=back))
         assert place == ".x"
         assert "would come back" in words
+
+
+def test_members_of_sets_are_compared_with_those_that_they_equal():
+    """Whatever order their stored forms have."""
+    value, back = {2, Decimal("0.5")}, {Decimal(2), Decimal("0.5")}
+    assert difference(Model(x=value), Model(x=back)) is None
+    assert difference(Model(x={1, "a"}), Model(x={True, "a"})) is not None
 
 
 def test_enums_come_back_as_their_values_where_a_model_says_so():

@@ -14,7 +14,7 @@ from numbers import Number
 from typing import Any, Final
 from uuid import UUID
 
-from retrysafe.core.models import fields_of, is_dataclass, uses_enum_values
+from retrysafe.core.models import fields_of, is_msgspec, is_pydantic, uses_enum_values
 from retrysafe.core.request_tree import asked_tree
 from retrysafe.core.values import NotStorable, sorted_json_bytes, type_name
 
@@ -55,7 +55,7 @@ def difference(value: Any, back: Any, model: type | None = None) -> Difference |
         if names != [name for name, _ in others]:
             return _OTHER_PARTS
         # A dataclass is stored with the types of what it holds; outside a model none may change.
-        around = model if is_dataclass(value) else kind
+        around = kind if is_pydantic(value) or is_msgspec(value) else model
         items, other_items = [item for _, item in fields], [item for _, item in others]
         return _first(".{}", names, items, other_items, around)
     return _difference_of_items(value, back, model)
@@ -105,9 +105,11 @@ def _is_equal_field(value: Any, back: Any, model: type) -> bool:
         # Where a member is not declared, it is its text only for those who can compare it to one.
         is_text_alike = uses_enum_values(model) or _is_equal(value, back)
         return is_text_alike and difference(value.value, back, model) is None
-    if isinstance(value, Number) and isinstance(back, Number):
-        return not isinstance(value, bool) and not isinstance(back, bool) and _is_equal(value, back)
     kind = type(back)
+    if bool in (type(value), kind):
+        return False
+    if isinstance(value, Number) and isinstance(back, Number):
+        return _is_equal(value, back)
     return kind in _BASES and isinstance(value, kind) and _is_equal(value, back)
 
 
@@ -120,12 +122,12 @@ def _paired(value: Set[Any], back: Set[Any]) -> tuple[list[Any], list[Any]]:
     return sorted(value, key=_order), sorted(back, key=_order)
 
 
-def _order(member: Any) -> bytes:
+def _order(member: Any) -> str:
     """Brings sets that hold the same into one order; what a class prints may be its address."""
     try:
-        return sorted_json_bytes(asked_tree(member))
+        return sorted_json_bytes(asked_tree(member)).decode()
     except NotStorable:
-        return repr(member).encode("utf-8", "backslashreplace")
+        return repr(member)
 
 
 _minus = datetime.__sub__
