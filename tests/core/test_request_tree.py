@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import io
+import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
+from fractions import Fraction
 from functools import cached_property
 from ipaddress import IPv4Address, IPv6Network
 from pathlib import PurePosixPath
 from typing import Any
+from uuid import UUID
+from zoneinfo import ZoneInfo
 
 import msgspec
 import pydantic
 import pytest
+from asyncpg.pgproto import pgproto
 
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.request_tree import asked_tree
 from retrysafe.core.values import NotStorable
-from tests.core.sample_types import Colour, Frozen, Number, Plain, Text
+from tests.core.sample_types import Colour, Frozen, Number, Plain, Text, Word
 
 NOON = datetime(2024, 2, 29, 12, 0, tzinfo=UTC)
 PLAIN_RULE = FingerprintRule()
@@ -97,6 +103,42 @@ class Whispered(str):
 
     def __str__(self) -> str:
         return "***"
+
+
+def masked(base: type) -> type:
+    """A subclass that shows nothing of what it holds."""
+    hide = {
+        name: lambda self, *args, **kwargs: "***"
+        for name in ("__str__", "__repr__", "__format__", "isoformat", "items", "keys", "copy")
+    }
+    empty = {"__iter__": lambda self: iter(()), "__reversed__": lambda self: iter(())}
+    return type(f"Masked{base.__name__}", (base,), hide | empty)
+
+
+# The smallest file of a time zone: one kind of time, and no changes.
+ZONE = (
+    (b"TZif" + bytes(16) + bytes.fromhex("00000000 00000000 00000000 00000000 00000001 00000004"))
+    + bytes.fromhex("00000000 00 00")
+    + b"UTC\0"
+)
+ID = "12345678-1234-5678-1234-567812345678"
+TWO = timezone(timedelta(hours=2))
+SAMPLES = [
+    (str, ("a",), ("b",)),
+    (int, (1,), (2,)),
+    (float, (1.5,), (2.5,)),
+    (bytes, (b"a",), (b"b",)),
+    (dict, ({"a": [1]},), ({"a": [2]},)),
+    (list, ([1, 2],), ([2, 1],)),
+    (UUID, (ID,), (ID.replace("8", "9"),)),
+    (Decimal, ("1.50",), ("1.51",)),
+    (datetime, (2024, 1, 1, 2, 3, 4, 5, TWO), (2024, 1, 1, 2, 3, 4, 6, TWO)),
+    (datetime, (2024, 1, 1), (2024, 1, 2)),
+    (date, (2024, 1, 1), (2024, 1, 2)),
+    (time, (1, 2, 3, 4, TWO), (1, 2, 3, 5, TWO)),
+    (time, (1, 2), (1, 3)),
+    (timedelta, (1, 2, 3), (1, 2, 4)),
+]
 
 
 class StructBase(msgspec.Struct):
@@ -269,10 +311,62 @@ def test_pointers_reach_into_models():
         (IPv6Network("::/64"), "::/64"),
         (pydantic.SecretBytes(b"a"), b"a"),
         (pydantic.SecretStr("a"), "a"),
+        (pgproto.UUID(ID), UUID(ID)),
+        (ZoneInfo("Europe/Berlin"), "Europe/Berlin"),
+        (Fraction(1, 3), "1/3"),
+        (complex(1, 2.5), (1, 2.5)),
+        (re.compile("a", re.DOTALL), ("a", int(re.DOTALL | re.UNICODE))),
+        ({Text("a"): {Whispered("b"): 1}}, {"a": {"b": 1}}),
+        ({Whispered("$"): 1}, {"$": 1}),
+        ({Text("a"): 1, 2: 3}, {"a": 1, 2: 3}),
     ],
 )
 def test_what_only_models_hold_counts_as_what_it_is_made_of(value, plain):
     assert mark(Holder(x=value)) == mark(Holder(x=plain))
+
+
+@pytest.mark.parametrize(("base", "args", "others"), SAMPLES)
+def test_subclasses_count_as_what_they_are_made_of(base, args, others):
+    """Whatever they print, and whatever they show to those who walk through them."""
+    kind = masked(base)
+    for wrap in (
+        lambda value: Holder(x=value),
+        lambda value: Renamed([value]),
+        lambda value: value,
+    ):
+        assert mark(wrap(kind(*args))) == mark(wrap(base(*args)))
+        assert mark(wrap(kind(*args))) != mark(wrap(kind(*others)))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (re.compile("a"), re.compile("b")),
+        (re.compile("a"), re.compile("a", re.IGNORECASE)),
+        (re.compile("a"), re.compile(b"a")),
+        (ZoneInfo("Europe/Berlin"), ZoneInfo("Europe/Paris")),
+        (Fraction(1, 3), Fraction(2, 3)),
+        (complex(1, 2), complex(2, 1)),
+        ({Colour.RED: 1}, {"r": 1}),
+        ({Word.YES: 1}, {"yes": 1}),
+        ((1, 2), [1, 2]),
+    ],
+)
+def test_different_parts_are_different_requests(first, second):
+    assert mark(Holder(x=first)) != mark(Holder(x=second))
+
+
+def test_names_that_are_one_text_do_not_hide_each_other():
+    """A class may say that it is not equal to its text; then both names are there, and count."""
+    loner = type("Loner", (str,), {"__eq__": object.__eq__, "__hash__": object.__hash__})
+    marks = {
+        mark({loner("a"): 1, "a": 2}),
+        mark({loner("a"): 3, "a": 2}),
+        mark({loner("a"): 1, "a": 3}),
+        mark({"a": 2}),
+    }
+    assert len(marks) == 4
+    assert mark({loner("$"): 1}) == mark({"$": 1})
 
 
 @pytest.mark.parametrize(
@@ -285,6 +379,10 @@ def test_what_only_models_hold_counts_as_what_it_is_made_of(value, plain):
         (Row(1, object()), r"the request\[1\] is"),
         (Row(msgspec.UNSET), r"the request\[0\] is a msgspec.*:UnsetType"),
         (Plain(Holder(x=len)), r"the request\.a\.x is"),
+        (
+            Holder(x=ZoneInfo.from_file(io.BytesIO(ZONE))),
+            r"the request\.x is a zoneinfo:ZoneInfo",
+        ),
     ],
 )
 def test_what_has_no_stable_form_is_named(value, where):

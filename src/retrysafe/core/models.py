@@ -52,3 +52,9 @@ def fields_of(value: Any) -> Fields | None:
     if is_dataclass(value):
         return [(item.name, getattr(value, item.name)) for item in dataclasses.fields(value)]
     return None
+
+
+def uses_enum_values(model: type) -> bool:
+    """Whether fields of the model are declared to hold the values of enums, and not the members."""
+    config = getattr(model, "model_config", None)
+    return isinstance(config, dict) and bool(config.get("use_enum_values"))

@@ -7,9 +7,12 @@ requests. Nothing here has to come back, so a secret counts by its value.
 
 from __future__ import annotations
 
+import re
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from ipaddress import (
     IPv4Address,
     IPv4Interface,
@@ -20,9 +23,10 @@ from ipaddress import (
 )
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any, Final
+from uuid import UUID
 
 from retrysafe.core.models import Fields, fields_of, is_msgspec, is_pydantic
-from retrysafe.core.values import Encoder, Walk, to_tree, typed
+from retrysafe.core.values import Encoder, Walk, to_tree, type_name, typed
 
 
 def asked_tree(request: object, path: str = "the request") -> Any:
@@ -87,8 +91,11 @@ def _encoder_of_part(value: Any) -> Encoder | None:
         return _as(bytes)
     if kind in _EXACT:
         return _as(_EXACT[kind])
-    if kind.__module__ in _URL_MODULES:
+    if kind.__module__ in _URL_MODULES or type_name(kind) == "fractions:Fraction":
         return _as(str)
+    if type_name(kind) == "zoneinfo:ZoneInfo":
+        # One that was read from a file without a name prints as its address.
+        return _as(str) if value.key is not None else None
     for base, exact in _BASES:
         if isinstance(value, base):
             return _as(exact)
@@ -107,7 +114,6 @@ def _is_of(package: str, names: tuple[str, ...], value: Any) -> bool:
 
 # Exactly these: the text of a subclass could be a mask.
 _EXACT: Final[dict[type, Callable[[Any], Any]]] = {
-    **dict.fromkeys((OrderedDict, defaultdict, Counter), dict),
     **dict.fromkeys((bytearray, memoryview), bytes),
     **dict.fromkeys(
         (
@@ -118,13 +124,32 @@ _EXACT: Final[dict[type, Callable[[Any], Any]]] = {
         str,
     ),
     deque: list,
+    complex: lambda value: (value.real, value.imag),
+    re.Pattern: lambda value: (value.pattern, value.flags),
 }
 # Where pydantic, in this release or that, has the classes of its URLs.
 _URL_MODULES: Final = frozenset({"pydantic.networks", "pydantic_core._pydantic_core"})
+
+# Bound once: a test clock may put a class of its own in the place of `datetime`.
+_combine, _day_of, _clock_of = datetime.combine, datetime.date, datetime.timetz
+_day, _ordinal_of = date.fromordinal, date.toordinal
+_ANY_DAY: Final = date(2000, 1, 1)
+
 # Subclasses count as what they are made of, asked in a way that they cannot change.
 _BASES: Final[tuple[tuple[type, Callable[[Any], Any]], ...]] = (
     (str, str.__str__),
     (int, int.__int__),
     (float, float.__float__),
     (bytes, bytes.__bytes__),
+    (dict, lambda value: dict(dict.items(value))),
+    (list, list.copy),
+    # Its number as the subclass has it: that of asyncpg keeps none where UUID does, and to look
+    # there would crash the process.
+    (UUID, lambda value: UUID(int=value.int)),
+    (Decimal, Decimal),
+    # Before dates, since each is one.
+    (datetime, lambda value: _combine(_day_of(value), _clock_of(value))),
+    (date, lambda value: _day(_ordinal_of(value))),
+    (time, lambda value: _clock_of(_combine(_ANY_DAY, value))),
+    (timedelta, timedelta.__pos__),
 )

@@ -153,6 +153,11 @@ def _encode_dict(value: dict[Any, Any], path: str, depth: int, walk: Walk) -> An
         ]
         for name, item in value.items()
     ]
+    # A request takes the name of a subclass of `str` for the text that it is.
+    if all(type(name) is str for name, _ in pairs):
+        tree = dict(pairs)
+        if len(tree) == len(pairs) and "$" not in tree:
+            return tree
     return {"$": "dict", "v": pairs}
 
 
