@@ -22,7 +22,7 @@ LIMIT_SECONDS = 30
 class Connection:
     """As much of a connection as a pool looks at."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_seconds: float) -> None:
         self.pgconn = SimpleNamespace(transaction_status=TransactionStatus.IDLE, socket=0)
         self.is_closed = False
 

@@ -140,6 +140,20 @@ class AsyncpgConnector:
         except _GONE as error:
             raise StoreUnavailable(f"{self._location} does not answer: {error!r}") from error
 
+    async def fetch_within(self, seconds: float, sql: str) -> Rows:
+        """Runs a statement that must not take long, waiting for a connection included."""
+        try:
+            async with asyncio.timeout(seconds), self._connection() as connection:
+                try:
+                    rows: Rows = await connection.fetch(sql)
+                except asyncio.CancelledError:
+                    # To give it back would wait for the server to take note, as long again.
+                    connection.terminate()
+                    raise
+                return rows
+        except TimeoutError as error:
+            raise StoreUnavailable(f"{self._location} did not answer in time") from error
+
     async def close(self) -> None:
         """Closes the connections."""
         pool, self._pool = self._pool, None
