@@ -83,9 +83,10 @@ class _Slots:
         """
         with self._lock:
             self._gates.pop(token, None)
-            last = next(islice(self._gates.values(), self._limit - 1, None), None)
-            if last is not None and last.locked():
-                last.release()
+            # All of them: an interrupted `leave` may have let nobody in, and another one since.
+            for gate in islice(self._gates.values(), self._limit):
+                if gate.locked():
+                    gate.release()
 
 
 class _Pool:
