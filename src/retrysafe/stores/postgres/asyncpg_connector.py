@@ -59,7 +59,12 @@ class _Connection(asyncpg.Connection):  # type: ignore[misc]
 
 
 async def _set_planner(connection: Any) -> None:
-    await connection.execute(planner_statement(connection.get_server_pid()))
+    try:
+        await connection.execute(planner_statement(connection.get_server_pid()))
+    except asyncio.CancelledError:
+        # The pool would wait for a pooler that has no session for us to take note of that.
+        connection.terminate()
+        raise
 
 
 def _is_open(connection: Any) -> bool:
