@@ -269,6 +269,7 @@ def test_a_block_behind_a_full_pooler_does_not_wait_for_itself(shop, full_pooler
         with psycopg.connect(full_pooler, prepare_threshold=None) as connection:
             enter_block(idem, connection)
         assert time.monotonic() - began_at < SOON_SECONDS
+        assert idem.read("order-1") is None
         idem.store._same_database._identity = ("before", 1)
         began_at = time.monotonic()
         with (
@@ -304,6 +305,7 @@ def test_a_task_behind_a_full_pooler_does_not_wait_for_itself(shop, full_pooler,
         async with AsyncIdempotency(store_url, caller="shop") as idem:
             async with asyncio.timeout(SOON_SECONDS):
                 await block(idem, "order-1")
+            assert await idem.read("order-2") is None
             idem.store._same_database._identity = ("before", 1)
             async with asyncio.timeout(SOON_SECONDS):
                 with pytest.raises(StoreUnavailable):

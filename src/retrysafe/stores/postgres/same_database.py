@@ -87,9 +87,12 @@ class SameDatabase:
             if not can_ask:
                 self._doubt()
                 raise self._refusal(theirs)
-            # If it does not answer now, its next use finds out.
-            self._doubt()
-            await self._learn_soon()
+            try:
+                await self._learn_soon()
+            except StoreError:
+                # Its next use finds out.
+                self._doubt()
+                raise
             known = self._known
             if not self._is_ours(theirs):
                 raise self._refusal(theirs)
