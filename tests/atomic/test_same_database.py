@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 import uuid
 
 import asyncpg
@@ -12,11 +13,19 @@ import pytest
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from retrysafe import AsyncIdempotency, Condition, Idempotency, InvalidInput, current_attempt
+from retrysafe import (
+    AsyncIdempotency,
+    Condition,
+    Idempotency,
+    InvalidInput,
+    StoreUnavailable,
+    current_attempt,
+)
 from retrysafe.stores.postgres.same_database import SameDatabase
 from tests.atomic.drivers import DRIVERS
 from tests.atomic.test_drivers import enter
 from tests.servers.fixtures import migrated
+from tests.servers.pgbouncer import PgBouncer
 from tests.servers.postgres import free_port
 
 REFUSED = "must be in one database"
@@ -174,6 +183,138 @@ def test_a_store_whose_server_was_replaced_is_asked_again(shop, idem):
     with psycopg.connect(shop.server_url) as connection, idem.atomic(connection, "order-2") as run:
         run.complete(2)
     assert run.value == 2
+
+
+def test_a_connection_to_where_the_store_was_is_trusted_no_more(shop, idem, elsewhere):
+    """A known connection to the old server would run again what has run on the new one."""
+    there = Idempotency(f"{elsewhere}?schema={shop.schema}", caller="shop")
+    with (
+        there,
+        psycopg.connect(shop.server_url) as old,
+        psycopg.connect(elsewhere) as new,
+    ):
+        with idem.atomic(old, "order-1") as run:
+            run.complete(1)
+        old.commit()
+        # What a name server or a proxy does: from now on the address leads elsewhere.
+        idem.store._connector.fetch_within = there.store._connector.fetch_within
+        with idem.atomic(new, "order-2") as run:
+            run.complete(2)
+        new.rollback()
+        with pytest.raises(InvalidInput, match=REFUSED):
+            enter_block(idem, old)
+
+
+def enter_block(idem, connection):
+    with idem.atomic(connection, "order-2") as run:
+        run.complete("again")
+
+
+def test_a_thread_that_compared_with_the_old_server_makes_nothing_known(shop, idem):
+    """It was right when it looked; the connection is asked again all the same."""
+    same = idem.store._same_database
+    with psycopg.connect(shop.server_url) as connection:
+        with idem.atomic(connection, "order-1") as run:
+            run.complete(1)
+        before = same._known
+        same._remember(same._identity)
+        assert same._known is before
+        same._remember(("elsewhere", 1))
+        before.add(connection)
+        assert connection not in same._known
+
+
+def test_a_store_that_did_not_answer_is_asked_again_after_a_pause(shop, elsewhere):
+    """One failed question must not switch the comparison off for as long as the process lives."""
+    own_port = f":{shop.connection.info.port}/"
+    now = [1000.0]
+    with Idempotency(shop.store_url, caller="shop") as idem:
+        idem.store._same_database._monotonic = lambda: now[0]
+        connector = idem.store._connector
+        right = connector._url
+        connector._url = right.replace(own_port, f":{free_port()}/")
+        with psycopg.connect(shop.server_url) as connection:
+            enter_block(idem, connection)
+        connector._url = right
+        with psycopg.connect(elsewhere) as connection:
+            now[0] += 29
+            enter_block(idem, connection)
+            connection.rollback()
+            now[0] += 2
+            with pytest.raises(InvalidInput, match=REFUSED):
+                enter_block(idem, connection)
+
+
+@pytest.fixture
+def full_pooler(shop, pgbouncer):
+    """The shop through a PgBouncer with one session: a user's transaction holds it."""
+    own = PgBouncer(pgbouncer.binary, pgbouncer.server, pool_size=1)
+    try:
+        yield own.start().url()
+    finally:
+        own.remove()
+
+
+# The store's own limits are 30 s for a statement, and 5 s for a connection or to give it back.
+SOON_SECONDS = 5
+POOLED = pytest.mark.parametrize("options", ["&prepared=off", ""], ids=["unprepared", "prepared"])
+
+
+@POOLED
+def test_a_block_behind_a_full_pooler_does_not_wait_for_itself(shop, full_pooler, options):
+    """The store's question waits for the session that the block's own transaction holds."""
+    store_url = f"{full_pooler}?schema={shop.schema}{options}"
+    with Idempotency(store_url, caller="shop") as idem:
+        began_at = time.monotonic()
+        with psycopg.connect(full_pooler, prepare_threshold=None) as connection:
+            enter_block(idem, connection)
+        assert time.monotonic() - began_at < SOON_SECONDS
+        assert idem.read("order-1") is None
+        idem.store._same_database._identity = ("before", 1)
+        began_at = time.monotonic()
+        with (
+            psycopg.connect(full_pooler, prepare_threshold=None) as connection,
+            pytest.raises(StoreUnavailable),
+        ):
+            enter_block(idem, connection)
+        assert time.monotonic() - began_at < SOON_SECONDS
+        # Its next use finds out where it is.
+        assert idem.read("order-2").condition is Condition.SUCCEEDED
+        with psycopg.connect(full_pooler, prepare_threshold=None) as connection:
+            with idem.atomic(connection, "order-3") as run:
+                run.complete(3)
+            assert connection in idem.store._same_database._known
+        connector = idem.store._connector
+        assert {made.statement_seconds for made in connector._pool._idle} == {30}
+
+
+@POOLED
+def test_a_task_behind_a_full_pooler_does_not_wait_for_itself(shop, full_pooler, options):
+    """The same in an event loop."""
+    store_url = f"{full_pooler}?schema={shop.schema}{options}"
+
+    async def block(idem, key):
+        connection = await asyncpg.connect(full_pooler, statement_cache_size=0)
+        try:
+            async with connection.transaction(), idem.atomic(connection, key) as run:
+                await run.complete(1)
+        finally:
+            await connection.close()
+
+    async def scenario():
+        async with AsyncIdempotency(store_url, caller="shop") as idem:
+            async with asyncio.timeout(SOON_SECONDS):
+                await block(idem, "order-1")
+            assert await idem.read("order-2") is None
+            idem.store._same_database._identity = ("before", 1)
+            async with asyncio.timeout(SOON_SECONDS):
+                with pytest.raises(StoreUnavailable):
+                    await block(idem, "order-2")
+            # Its next use finds out where it is.
+            assert (await idem.read("order-1")).condition is Condition.SUCCEEDED
+            await block(idem, "order-2")
+
+    asyncio.run(scenario())
 
 
 def test_a_store_that_does_not_answer_refuses_nobody(shop, asked):

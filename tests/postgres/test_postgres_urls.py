@@ -148,8 +148,22 @@ BAD = [
     (f"postgresql://u:{SECRET}@[::1]x/x", "a port is a number"),
     (f"postgresql://u:{SECRET}@::1/x", "a port is a number"),
     (f"postgresql://u:{SECRET}/{SECRET}@h/x", "a password as %XX"),
-    (f"postgresql://u:{SECRET}?{SECRET}@h/x", "a password as %XX"),
-    (f"postgresql://u:{SECRET}@{SECRET}@h:no/x", "a password as %XX"),
+    (f"postgresql://u:{SECRET}?{SECRET}@h/x", "as %XX"),
+    (f"postgresql://u:12?{SECRET}@h/x", "a question mark"),
+    (f"postgresql://u:12?a/{SECRET}@h/x", "a question mark"),
+    (f"postgresql://u:{SECRET}@{SECRET}@h:no/x", "a name or password as %40"),
+    (f"postgresql://u:{SECRET}@{SECRET}@h/x", "a name or password as %40"),
+    (f"postgresql://me@corp:{SECRET}@h/x", "a name or password as %40"),
+    (f"postgresql://me@{SECRET}@h/x", "a name or password as %40"),
+    (f"postgresql://u:a@h:{SECRET}/x", "a port is a number"),
+    (f"postgresql://u:a@h:1,h2:{SECRET}/x", "a port is a number"),
+    (f"postgresql://u:a@[::1]:{SECRET}/x", "a port is a number"),
+    (f"postgresql://u:{SECRET}/x", "a port is a number"),
+    (f"postgresql://u:a@h:{SECRET}%/x", "write a % in a name or password as %25"),
+    (f"postgresql+psycopg://u:{SECRET}@h/x", "names no store"),
+    (f"postgresql:/u:{SECRET}@h/x", "names no store"),
+    (f"u:{SECRET}@h/x", "names no store"),
+    (f"host=h password = '{SECRET} {SECRET}' dbname=x", "names no store"),
     (f"postgresql://u:{SECRET}%@h/x", "write a % in a name or password as %25"),
     (f"postgresql://u:{SECRET}@h/x%00", "NUL"),
     (f"postgresql://u:{SECRET}@h/x\x00", "NUL"),
@@ -186,9 +200,17 @@ def test_an_option_that_libpq_does_not_know_is_told():
 def test_what_is_shown_of_a_url_has_no_password():
     """Also where the password is an option, or holds what it should have escaped."""
     assert without_password("postgresql://u:p@h:1/db?x=y") == "postgresql://u:***@h:1/db?x=y"
-    assert without_password("postgresql://u:p/a@s@h/db") == "postgresql://u:***@h/db"
+    assert without_password("postgresql://u@h:1/db") == "postgresql://u@h:1/db"
+    assert without_password("postgresql://u:p/a:s@h/db") == "postgresql://u:***@h/db"
+    assert without_password("postgresql://u:p/a@s@h/db") == "postgresql://***@h/db"
+    assert without_password("postgresql://u@c:p@h/db") == "postgresql://***@h/db"
+    assert without_password("postgresql://u%3Ap@h/db") == "postgresql://u:***@h/db"
+    assert without_password("postgresql:///u:p@h/db") == "postgresql://***@h/db"
+    assert without_password("postgresql://h:p,[::1]:5/d:b") == "postgresql://h:***,[::1]:5/d:b"
+    assert without_password("postgresql://[::1]:p?x=y") == "postgresql://[::1]:***?x=y"
     shown = without_password("postgresql://h/db?password=p&sslpassword=q&schema=s")
     assert shown == "postgresql://h/db?password=***&sslpassword=***&schema=s"
+    assert without_password("postgresql://h/db?PASSWORD=p&x=y").endswith("?PASSWORD=***&x=y")
     assert without_password("sqlite:///a:b@c.db") == "sqlite:///a:b@c.db"
 
 

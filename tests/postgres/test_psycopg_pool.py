@@ -22,7 +22,7 @@ LIMIT_SECONDS = 30
 class Connection:
     """As much of a connection as a pool looks at."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_seconds: float) -> None:
         self.pgconn = SimpleNamespace(transaction_status=TransactionStatus.IDLE, socket=0)
         self.is_closed = False
 
@@ -121,3 +121,33 @@ def test_leaving_twice_lets_one_in(slots):
     assert told == ["second"]
     assert slots.enter("third", 0)
     assert not slots.enter("fourth", 0)
+
+
+def test_an_interrupted_leave_that_is_made_again_lets_in_whoever_it_owes():
+    """Another thread may have left in between, and its own `leave` lets only one more in."""
+    slots = _Slots(2)
+    assert slots.enter("first", 0)
+    assert slots.enter("second", 0)
+    inside = threading.Semaphore(0)
+    may_leave = threading.Event()
+
+    def hold(token: str) -> None:
+        if slots.enter(token, LIMIT_SECONDS):
+            inside.release()
+            may_leave.wait(LIMIT_SECONDS)
+        slots.leave(token)
+
+    threads = [threading.Thread(target=hold, args=(token,)) for token in ("third", "fourth")]
+    for number, thread in enumerate(threads):
+        thread.start()
+        while len(slots._gates) < 3 + number:
+            pass  # It is in line as soon as it is counted.
+    del slots._gates["first"]  # As far as its `leave` came.
+    slots.leave("second")
+    slots.leave("first")
+    arrived = [inside.acquire(timeout=5) for _ in threads]
+    may_leave.set()
+    for thread in threads:
+        thread.join(LIMIT_SECONDS)
+    assert arrived == [True, True]
+    assert not slots._gates

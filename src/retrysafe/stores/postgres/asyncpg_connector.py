@@ -59,7 +59,12 @@ class _Connection(asyncpg.Connection):  # type: ignore[misc]
 
 
 async def _set_planner(connection: Any) -> None:
-    await connection.execute(planner_statement(connection.get_server_pid()))
+    try:
+        await connection.execute(planner_statement(connection.get_server_pid()))
+    except asyncio.CancelledError:
+        # The pool would wait for a pooler that has no session for us to take note of that.
+        connection.terminate()
+        raise
 
 
 def _is_open(connection: Any) -> bool:
@@ -139,6 +144,20 @@ class AsyncpgConnector:
                 await connection.close()
         except _GONE as error:
             raise StoreUnavailable(f"{self._location} does not answer: {error!r}") from error
+
+    async def fetch_within(self, seconds: float, sql: str) -> Rows:
+        """Runs a statement that must not take long, waiting for a connection included."""
+        try:
+            async with asyncio.timeout(seconds), self._connection() as connection:
+                try:
+                    rows: Rows = await connection.fetch(sql)
+                except asyncio.CancelledError:
+                    # To give it back would wait for the server to take note, as long again.
+                    connection.terminate()
+                    raise
+                return rows
+        except TimeoutError as error:
+            raise StoreUnavailable(f"{self._location} did not answer in time") from error
 
     async def close(self) -> None:
         """Closes the connections."""

@@ -92,6 +92,12 @@ class Connector(Protocol):
         `StoreError`.
         """
 
+    async def fetch_within(self, seconds: float, sql: str) -> Rows:
+        """Runs a statement that must not take long, waiting for a connection included.
+
+        Raises what `fetch` raises; `StoreUnavailable` when the time is over.
+        """
+
     def transaction(self) -> AbstractAsyncContextManager[Session]:
         """A transaction that commits at the end, or rolls back when something is raised."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import select
 import threading
 import time
@@ -82,9 +83,10 @@ class _Slots:
         """
         with self._lock:
             self._gates.pop(token, None)
-            last = next(islice(self._gates.values(), self._limit - 1, None), None)
-            if last is not None and last.locked():
-                last.release()
+            # All of them: an interrupted `leave` may have let nobody in, and another one since.
+            for gate in islice(self._gates.values(), self._limit):
+                if gate.locked():
+                    gate.release()
 
 
 class _Pool:
@@ -94,7 +96,7 @@ class _Pool:
     and one that is back is found at the next call; there is no thread and no back-off in between.
     """
 
-    def __init__(self, connect: Callable[[], _Connection], options: PoolOptions) -> None:
+    def __init__(self, connect: Callable[[float], _Connection], options: PoolOptions) -> None:
         self._connect = connect
         self._wait_seconds = options.connect_timeout.total_seconds()
         self._size_limit = options.size_limit
@@ -103,15 +105,19 @@ class _Pool:
         self._is_closed = False
 
     @contextmanager
-    def connection(self) -> Iterator[_Connection]:
-        """One connection for one statement or transaction; raises what psycopg raises."""
+    def connection(self, limit_seconds: float = math.inf) -> Iterator[_Connection]:
+        """One connection for one statement or transaction; raises what psycopg raises.
+
+        Waiting for it, and making it, take no longer than the limit and the pool's options say.
+        """
         token = object()
+        wait_seconds = min(limit_seconds, self._wait_seconds)
         try:
-            if not self._slots.enter(token, self._wait_seconds):
+            if not self._slots.enter(token, wait_seconds):
                 raise psycopg.OperationalError(
-                    f"all {self._size_limit} connections were busy for {self._wait_seconds:g} s"
+                    f"all {self._size_limit} connections were busy for {wait_seconds:g} s"
                 )
-            connection = self._quiet_one() or self._connect()
+            connection = self._quiet_one() or self._connect(limit_seconds)
             try:
                 yield connection
             finally:
@@ -196,6 +202,16 @@ class PsycopgConnector:
         with self._connection() as connection:
             return _fetch(connection, sql, params)
 
+    async def fetch_within(self, seconds: float, sql: str) -> Rows:
+        """Runs a statement that must not take long, waiting for a connection included."""
+        with self._connection(seconds) as connection:
+            usual = self._statement_seconds()
+            connection.statement_seconds = min(seconds, usual)
+            try:
+                return _fetch(connection, sql, ())
+            finally:
+                connection.statement_seconds = usual
+
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[_Session]:
         """A transaction that commits at the end."""
@@ -221,10 +237,10 @@ class PsycopgConnector:
         self._pool = _Pool(self._connect, self._options)
 
     @contextmanager
-    def _connection(self) -> Iterator[_Connection]:
+    def _connection(self, limit_seconds: float = math.inf) -> Iterator[_Connection]:
         pool = self._pool
         try:
-            with pool.connection() as connection:
+            with pool.connection(limit_seconds) as connection:
                 yield connection
         except (UnicodeError, psycopg.DataError) as error:
             raise RowRefused(str(error)) from error
@@ -235,19 +251,30 @@ class PsycopgConnector:
                 pool.discard_idle()
             raise translated(error.sqlstate, str(error).strip(), self._location) from error
 
-    def _connect(self) -> _Connection:
+    def _statement_seconds(self) -> float:
+        return self._options.statement_timeout.total_seconds()
+
+    def _connect(self, limit_seconds: float) -> _Connection:
         options = self._options
+        connect_seconds = min(limit_seconds, options.connect_timeout.total_seconds())
         connection = _Connection.connect(
             self._url,
             autocommit=True,
             cursor_factory=psycopg.RawCursor,
             prepare_threshold=0 if options.has_prepared_statements else None,
-            connect_timeout=max(1, int(options.connect_timeout.total_seconds())),
+            # To psycopg two seconds is the least.
+            connect_timeout=max(1, int(connect_seconds)),
             application_name="retrysafe",
         )
         connection.adapters.register_dumper(BytesArray, BytesArrayDumper)
-        connection.statement_seconds = options.statement_timeout.total_seconds()
+        connection.statement_seconds = min(limit_seconds, self._statement_seconds())
         if options.has_prepared_statements:
             statement = planner_statement(connection.info.backend_pid)
-            psycopg.ClientCursor(connection).execute(statement.encode())
+            try:
+                psycopg.ClientCursor(connection).execute(statement.encode())
+            except BaseException:
+                # Nobody else has it yet.
+                connection.close()
+                raise
+        connection.statement_seconds = self._statement_seconds()
         return connection

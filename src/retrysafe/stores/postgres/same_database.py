@@ -8,8 +8,9 @@ every copy of it by replication has the same.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Final
 from weakref import WeakSet
 
 from retrysafe.errors import InvalidInput, StoreError
@@ -18,6 +19,11 @@ from retrysafe.stores.postgres.connector import Conflict, Connector, Rows
 
 # The database's name, and the identifier of its server where the role may ask for it.
 Identity = tuple[str, int | None]
+# For an answer while a user's transaction is open: behind a full pooler the store's own statement
+# waits for the very session that the transaction holds, and nobody else would end that.
+_ASK_SECONDS: Final = 1.0
+# Between two such questions while there is no answer: each may cost a block the time above.
+_PAUSE_SECONDS: Final = 30.0
 
 
 class SameDatabase:
@@ -30,6 +36,7 @@ class SameDatabase:
         statements: dict[str, str],
         location: str,
         doubt: Callable[[], None],
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._connector = connector
         self._sql = statements
@@ -37,34 +44,60 @@ class SameDatabase:
         # Has the store call `learn` at its next use.
         self._doubt = doubt
         self._identity: Identity | None = None
-        self._has_asked = False
+        self._monotonic = monotonic
+        self._ask_again_at: float | None = None
         # Weakly: these are the users' connections, and it is not for us to keep them.
         self._known: WeakSet[Any] = WeakSet()
 
     async def learn(self) -> None:
         """Asks on the store's own connection where it is."""
-        self._identity = await self._asked(self._connector.fetch)
+        self._remember(await self._asked(self._connector.fetch))
+
+    async def _learn_soon(self) -> None:
+        """The same inside a user's transaction."""
+        until = self._monotonic() + _ASK_SECONDS
+
+        async def fetch(sql: str, _: Sequence[Any]) -> Rows:
+            return await self._connector.fetch_within(max(0.0, until - self._monotonic()), sql)
+
+        self._remember(await self._asked(fetch))
+
+    def _remember(self, identity: Identity) -> None:
+        if identity == self._identity:
+            return
+        # In this order, and a new set: a thread that has compared with what was before adds its
+        # connection to the set of before.
+        self._identity = identity
+        self._known = WeakSet()
 
     async def require(self, connection: UserConnection) -> None:
         """Raises `InvalidInput` for another database, as soon as the store's is known."""
         lasting = await connection.lasting()
-        if lasting in self._known:
+        known = self._known
+        if lasting in known:
             return
         # A store of the other kind would stop this flow, or the event loop that it runs in.
         can_ask = connection.waits is self._connector.waits
         if self._identity is None and not (can_ask and await self._has_learned()):
             return
         theirs = await self._asked(connection.fetch)
+        known = self._known
         if not self._is_ours(theirs):
             # The store's address may lead to another server since it was asked.
             if not can_ask:
                 self._doubt()
                 raise self._refusal(theirs)
-            await self.learn()
+            try:
+                await self._learn_soon()
+            except StoreError:
+                # Its next use finds out.
+                self._doubt()
+                raise
+            known = self._known
             if not self._is_ours(theirs):
                 raise self._refusal(theirs)
         try:
-            self._known.add(lasting)
+            known.add(lasting)
         except TypeError:
             # No weak reference to such a connection: it is asked every time.
             return
@@ -73,13 +106,15 @@ class SameDatabase:
         """Asks the store inside a user's transaction: one does, the others go on without.
 
         Behind a pooler each of them holds a session that the store's own statement may be waiting
-        for. A store that does not answer refuses nobody; its first use tells where it is.
+        for. A store that does not answer refuses nobody; it is asked again after a pause, and its
+        first use tells too where it is.
         """
-        if self._has_asked:
+        now = self._monotonic()
+        if self._ask_again_at is not None and now < self._ask_again_at:
             return False
-        self._has_asked = True
+        self._ask_again_at = now + _PAUSE_SECONDS
         try:
-            await self.learn()
+            await self._learn_soon()
         except (StoreError, Conflict):
             return False
         return True

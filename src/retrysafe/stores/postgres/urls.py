@@ -18,6 +18,10 @@ from retrysafe.stores.postgres.naming import checked_schema_name
 
 _SSL_MODES: Final = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
 _LONE_PERCENT: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
+_COLON_OR_AT: Final = re.compile(r":|%3a|@", re.IGNORECASE)
+_USER_AND_PASSWORD: Final = re.compile(r"([^:/@?]*?)(?::|%3a)[^@]*", re.IGNORECASE | re.DOTALL)
+# In a URL, and in the list of settings that libpq takes as well; there the rest is hidden with it.
+_PASSWORD_OPTION: Final = re.compile(r"(password\s*=)[^&]*", re.IGNORECASE)
 _PORT_LIMIT: Final = 65_535
 # More connections than this, or more seconds, are a mistake.
 _NUMBER_LIMIT: Final = 100_000
@@ -67,10 +71,37 @@ _KEPT_ANYWAY: Final[dict[str, frozenset[str]]] = {
 def without_password(url: str) -> str:
     """The URL as it may be shown in messages and logs.
 
-    Up to the last @: a password that is not escaped may hold any character, an @ among them.
+    What is written wrong is shown too, so a password may be where none belongs: up to the last @,
+    because it may hold any character that it should have escaped, and in the place of a port.
     """
-    shown = re.sub(r"://([^:/@]*):.*@", r"://\1:***@", url, flags=re.DOTALL)
-    return re.sub(r"([?&](?:ssl)?password=)[^&]*", r"\1***", shown)
+    if url.startswith("sqlite:"):
+        return url
+    scheme, slashes, rest = url.partition("://") if "://" in url else ("", "", url)
+    secret, at, place = rest.rpartition("@")
+    if slashes:
+        hosts, slash, path = place.partition("/")
+        hosts, question, query = hosts.partition("?")
+        shown_hosts = ",".join(map(_shown_host, hosts.split(",")))
+        place = f"{shown_hosts}{question}{query}{slash}{path}"
+    shown = f"{scheme}{slashes}{_shown_user(secret)}{at}{place}"
+    return _PASSWORD_OPTION.sub(r"\1***", shown)
+
+
+def _shown_user(secret: str) -> str:
+    """What may be shown of all that is before the last @."""
+    if not _COLON_OR_AT.search(secret):
+        return secret
+    named = _USER_AND_PASSWORD.fullmatch(secret)
+    # With a second @ nobody knows where the name ends.
+    return f"{named[1]}:***" if named else "***"
+
+
+def _shown_host(host: str) -> str:
+    port = _port_of(host)
+    if not port or port.isdigit():
+        return host
+    name, bracket, _ = host.partition("]" if host.startswith("[") else ":")
+    return f"{name}]:***" if bracket == "]" else f"{name}:***"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +198,14 @@ def _split(url: str) -> SplitResult:
         raise StoreUrlInvalid(
             f"{shown} has a % that begins no escape, or a NUL character: write a % in a name or "
             "password as %25"
+        )
+    # The drivers end the password at the first @, and libpq looks for it beyond a question mark.
+    authority = url.partition("://")[2].partition("/")[0]
+    beyond = authority.partition("?")[2]
+    if authority.count("@") > 1 or "@" in beyond or any("@" in name for name in _options(parts)):
+        raise StoreUrlInvalid(
+            f"{shown} has an @ too many, or a password with a question mark: write an @ in a name "
+            "or password as %40, and other than letters and digits as %XX"
         )
     hosts = parts.netloc.rpartition("@")[2].split(",")
     ports = [_port_of(host) for host in hosts]
