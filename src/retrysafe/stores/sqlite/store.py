@@ -168,6 +168,7 @@ class SqliteStore:
         return SqliteTransaction(
             plain_connection(connection),
             path=self.path,
+            require_place=self._place.require,
             now_ms=self._now_ms,
             prepare=self._prepare,
             has_outcome=self._has_outcome,
