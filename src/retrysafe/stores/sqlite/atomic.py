@@ -136,7 +136,7 @@ class SqliteTransaction:
                 self._connection.execute(f"PRAGMA busy_timeout = {limit_ms}")
             try:
                 self._take_write_lock()
-                self._block = Block(self._path)
+                self._block = Block(self._path, self._connection)
                 return True
             except sqlite3.OperationalError as error:
                 if full_code(error) == sqlite3.SQLITE_ERROR:
