@@ -164,6 +164,34 @@ def test_a_forked_child_makes_no_new_file(path):
     run_sync(store.close())
 
 
+@pytest.mark.parametrize("closes", ["after the fork", "before the fork"])
+def test_a_forked_child_does_not_use_locks_that_nobody_else_sees(path, closes):
+    """SQLite's library would go on with the `-shm` that the parent's `close` has deleted."""
+    store = SqliteStore(path)
+    run_sync(store.commit([request()], []))
+    if closes == "before the fork":
+        run_sync(store.close())
+    (waiting, telling), (reading, writing) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.read(waiting, 1)
+            run_sync(store.commit([request()], []))
+            os.write(writing, b"used")
+        except StoreMissing:
+            os.write(writing, b"refused")
+        finally:
+            os._exit(0)
+    os.close(writing)
+    run_sync(store.close())
+    os.write(telling, b"x")
+    os.waitpid(child, 0)
+    os.close(waiting)
+    os.close(telling)
+    with os.fdopen(reading) as answer:
+        assert answer.read() == ("refused" if closes == "after the fork" else "used")
+
+
 # Endings and steps.
 
 
