@@ -235,11 +235,14 @@ def test_a_block_that_an_interruption_kept_from_being_left_is_over_with_its_tran
 
 def test_a_thread_with_a_copy_of_the_blocks_context_waits_for_it(idem, connection, monkeypatch):
     """As `asyncio.to_thread` makes it: it is no part of the block, which goes on and commits."""
-    asked = threading.Event()
+    asked, refusals = threading.Event(), []
 
     def require_outside(path):
         try:
             own_lock.require_outside(path)
+        except StoreUnavailable as error:
+            refusals.append(error)
+            raise
         finally:
             asked.set()
 
@@ -256,6 +259,7 @@ def test_a_thread_with_a_copy_of_the_blocks_context_waits_for_it(idem, connectio
     connection.execute("COMMIT")
     thread.join(PATIENCE_SECONDS)
     assert answers == [2]
+    assert refusals == []  # One would be tried again, and come through after the commit.
 
 
 def test_a_block_that_another_thread_is_in_is_waited_for(idem, connection):
