@@ -28,6 +28,8 @@ from retrysafe import (
     current_attempt,
     is_conflict,
 )
+from retrysafe.stores.sqlite import own_lock
+from retrysafe.stores.sqlite import store as sqlite_store
 
 PATIENCE_SECONDS = 30
 WAITING = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=29))
@@ -209,6 +211,55 @@ def test_after_a_block_leased_calls_run(idem, connection, open_connection, way):
     leased = functools.partial(idem.run, "order-2", lambda: 2, name="", request=None)
     assert inside.run(leased) == 2
     assert leased() == 2
+
+
+@pytest.mark.parametrize("ending", ["rolled back", "closed"])
+def test_a_block_that_an_interruption_kept_from_being_left_is_over_with_its_transaction(
+    idem, open_connection, ending
+):
+    """A signal that raises just before the body: Python calls no `__exit__` then."""
+    assert idem.read("nothing") is None
+    own = open_connection()
+    own.execute("BEGIN IMMEDIATE")
+    entered = idem.atomic(own, "order-1")
+    entered.__enter__()
+    with pytest.raises(StoreUnavailable, match="inside of an atomic block"):
+        idem.run("order-2", lambda: 2)
+    if ending == "rolled back":
+        own.rollback()
+    else:
+        own.close()
+    assert idem.run("order-2", lambda: 2) == 2
+    entered.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+
+
+def test_a_thread_with_a_copy_of_the_blocks_context_waits_for_it(idem, connection, monkeypatch):
+    """As `asyncio.to_thread` makes it: it is no part of the block, which goes on and commits."""
+    asked, refusals = threading.Event(), []
+
+    def require_outside(path):
+        try:
+            own_lock.require_outside(path)
+        except StoreUnavailable as error:
+            refusals.append(error)
+            raise
+        finally:
+            asked.set()
+
+    monkeypatch.setattr(sqlite_store, "require_outside", require_outside)
+    connection.execute("BEGIN IMMEDIATE")
+    answers = []
+    with idem.atomic(connection, "order-1") as run:
+        inside = contextvars.copy_context()
+        leased = functools.partial(idem.run, "order-2", lambda: 2, name="", request=None)
+        thread = threading.Thread(target=lambda: answers.append(inside.run(leased)))
+        thread.start()
+        assert asked.wait(PATIENCE_SECONDS)  # Answered while the block is open.
+        run.complete(1)
+    connection.execute("COMMIT")
+    thread.join(PATIENCE_SECONDS)
+    assert answers == [2]
+    assert refusals == []  # One would be tried again, and come through after the commit.
 
 
 def test_a_block_that_another_thread_is_in_is_waited_for(idem, connection):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from retrysafe.core.atomic import AtomicBlock
 from retrysafe.core.atomic_lead import AtomicLead, _AtomicRun
+from retrysafe.stores.sqlite.atomic import SqliteTransaction
 from tests.guards import test_atomic_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode
@@ -26,6 +27,12 @@ ATOMIC_GUARDS: tuple[Guard, ...] = (
         "callers are replayed a run of which nothing is left",
         (InCode(AtomicLead.lead, "and run.ending is not Ending.RELEASED", ""),),
         properties.test_an_answer_that_freed_the_key_is_nobody_elses_outcome,
+    ),
+    Guard(
+        "SQLite's write lock is that of the file that the path leads to",
+        "a file that is deleted while it is in use lets a key run in the old and in the new one",
+        (InCode(SqliteTransaction._take_write_lock, "self._require_place()", "pass"),),
+        properties.test_a_deleted_file_grants_no_claim_in_a_transaction,
     ),
     Guard(
         "mismatch in the user's transaction",

@@ -445,7 +445,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "SQLite writes only under the locks that others see",
         "the same, when only the files beside it are deleted",
-        (InCode(Place.remember, "known.append((shared, found.st_ino, found.st_dev))", "pass"),),
+        (InCode(Place.remember, "self._shared = shared", "self._shared = None"),),
         properties.test_sqlite_without_its_shared_locks_grants_no_claim,
     ),
     Guard(

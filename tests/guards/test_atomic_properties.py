@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from retrysafe import ClaimLost, Idempotency, KeyReused, OperationInFlight
+from retrysafe import ClaimLost, Idempotency, KeyReused, OperationInFlight, StoreMissing
 from retrysafe.core.model import Ending
 from tests.core.building import OTHER_MARK, call
 from tests.core.test_atomic import Made, settled_transaction
@@ -24,11 +24,11 @@ class Shop:
 
     def __init__(self, idem: Idempotency, path: Path) -> None:
         self.idem = idem
-        self._path = path
+        self.path = path
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        with closing(sqlite3.connect(self._path, isolation_level=None)) as connection:
+        with closing(sqlite3.connect(self.path, isolation_level=None)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             yield connection
             connection.execute("COMMIT")
@@ -65,6 +65,20 @@ def test_an_answer_that_frees_the_key_takes_its_writes_back():
         assert made.orders == []
         assert not made.order(judged(Ending.SUCCEEDED)).replayed
         assert made.orders == ["pen"]
+
+
+def test_a_deleted_file_grants_no_claim_in_a_transaction():
+    """Also when it is deleted while the block waits for the file's write lock."""
+    with shop() as made, made.transaction() as connection:
+
+        def delete(statement: str) -> None:
+            if statement == "SAVEPOINT retrysafe":  # The last one before the lock.
+                for ending in ("", "-wal", "-shm"):
+                    Path(f"{made.path}{ending}").unlink()
+
+        connection.set_trace_callback(delete)
+        with pytest.raises(StoreMissing), made.idem.atomic(connection, "order-1"):
+            pass
 
 
 def test_an_answer_that_freed_the_key_is_nobody_elses_outcome():

@@ -1,6 +1,7 @@
 """A file that is removed or replaced while a process has it open: nothing runs in two files."""
 
 import asyncio
+import errno
 import os
 import shutil
 import sqlite3
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from contextlib import closing
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -19,11 +21,12 @@ from retrysafe import (
     SqliteStore,
     StepNotStored,
     StoreMissing,
+    StoreUnavailable,
     current_attempt,
 )
 from retrysafe.core.model import Decision, OperatorCommand, RecordQuery, SettleKind
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.sqlite import connecting
+from retrysafe.stores.sqlite import connecting, place
 from retrysafe.testing.suite.probe import KEY, request
 
 SAID = r"(?s)records\.db.* was removed or replaced while this process had it open.*Stop all proc"
@@ -159,6 +162,34 @@ def test_a_forked_child_makes_no_new_file(path):
         assert answer.read() == "refused"
     assert list(path.parent.iterdir()) == []
     run_sync(store.close())
+
+
+@pytest.mark.parametrize("closes", ["after the fork", "before the fork"])
+def test_a_forked_child_does_not_use_locks_that_nobody_else_sees(path, closes):
+    """SQLite's library would go on with the `-shm` that the parent's `close` has deleted."""
+    store = SqliteStore(path)
+    run_sync(store.commit([request()], []))
+    if closes == "before the fork":
+        run_sync(store.close())
+    (waiting, telling), (reading, writing) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.read(waiting, 1)
+            run_sync(store.commit([request()], []))
+            os.write(writing, b"used")
+        except StoreMissing:
+            os.write(writing, b"refused")
+        finally:
+            os._exit(0)
+    os.close(writing)
+    run_sync(store.close())
+    os.write(telling, b"x")
+    os.waitpid(child, 0)
+    os.close(waiting)
+    os.close(telling)
+    with os.fdopen(reading) as answer:
+        assert answer.read() == ("refused" if closes == "after the fork" else "used")
 
 
 # Endings and steps.
@@ -368,3 +399,84 @@ def test_files_that_do_not_belong_together_say_what_to_do(probe, path):
     assert "Stop all processes that use it; then bring back a backup, or remove all three" in said
     with pytest.raises(StoreMissing, match=SAID):
         probe.claim()
+
+
+# What cannot be seen is not gone.
+
+
+def test_a_file_that_cannot_be_seen_for_a_moment_is_asked_for_again(path, monkeypatch):
+    """An operation that ran keeps its outcome when the file system refuses to look once."""
+    refusals = [PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))]
+
+    def stat(name):
+        if armed and refusals:
+            raise refusals.pop()
+        return Path(name).stat()
+
+    armed = []
+    monkeypatch.setattr(place, "_stat", stat)
+    with Idempotency(SqliteStore(path), caller="caller-1", cache=False) as idem:
+        assert idem.run("key-1", lambda: armed.append(1) or "charged") == "charged"
+        assert refusals == []
+        assert idem.answer("key-1", lambda: "again").replayed
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ELOOP, errno.ENOMEM])
+def test_a_file_that_cannot_be_seen_is_out_of_reach(probe, monkeypatch, number):
+    """The error is one that a retry can help with, and names the reason."""
+    probe.hold()
+
+    def refuse(name):
+        raise OSError(number, os.strerror(number), name)
+
+    monkeypatch.setattr(place, "_stat", refuse)
+    with pytest.raises(StoreUnavailable, match=os.strerror(number)) as told:
+        probe.claim()
+    assert told.value.retryable
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.ESTALE])
+def test_a_file_that_is_not_there_is_lost(probe, monkeypatch, number):
+    """A folder that became a file, and a handle that a server forgot, lead nowhere as well."""
+    probe.hold()
+
+    def refuse(name):
+        raise OSError(number, os.strerror(number), name)
+
+    monkeypatch.setattr(place, "_stat", refuse)
+    with pytest.raises(StoreMissing, match=SAID):
+        probe.claim()
+
+
+def test_a_log_without_shared_locks_is_not_used(path):
+    """A connection that SQLite joined to locks which are deleted: others would not see its own."""
+    run_sync(_made(path).close())
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("SELECT * FROM retrysafe_keys").fetchall()
+        remove_what_is_beside(path)
+        store = SqliteStore(path)
+        with pytest.raises(StoreMissing, match=r"records\.db-shm was removed"):
+            run_sync(store.commit([request()], []))
+        run_sync(store.close())
+
+
+# Names.
+
+
+def test_a_file_whose_name_is_no_text(tmp_path):
+    """File systems take any bytes for a name; the two files beside it are watched as well."""
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.db"))
+    store = SqliteStore(path)
+    run_sync(store.commit([request()], []))
+    assert run_sync(store.read(KEY)) is not None
+    remove_what_is_beside(path)
+    with pytest.raises(StoreMissing, match="-shm was removed or replaced"):
+        run_sync(store.commit([request()], []))
+    run_sync(store.close())
+
+
+def test_an_error_of_the_binding_itself_is_told():
+    """It has no result code of SQLite."""
+    told = connecting.translated(sqlite3.OperationalError("Could not decode"), "sqlite:///a.db")
+    assert isinstance(told, StoreUnavailable)
+    assert "Could not decode" in str(told)

@@ -88,13 +88,16 @@ class AtomicContext:
         self._gate = gate
 
     def __enter__(self) -> AtomicRun:
+        # Made first: a signal that raises after the block is entered leaves it so, because then
+        # nobody calls `__exit__`.
+        run = AtomicRun(self._block)
         try:
             self._gate.enter(self)
             run_sync(self._block.enter())
         except BaseException:
             self._gate.leave(self)
             raise
-        return AtomicRun(self._block)
+        return run
 
     def __exit__(
         self,

@@ -8,6 +8,7 @@ the key would be waiting for ourselves.
 from __future__ import annotations
 
 import math
+import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,10 +29,10 @@ from retrysafe.core.model import (
 from retrysafe.core.ports import Fate, Waits
 from retrysafe.errors import InvalidInput, SchemaMissing, StoreError, TransactionMissing
 from retrysafe.stores.sqlite import batches, outbox, rows, steps
+from retrysafe.stores.sqlite.connecting import full_code, primary_code
 from retrysafe.stores.sqlite.own_lock import Block
 from retrysafe.stores.sqlite.schema import SQL
 
-_PRIMARY_MASK: Final = 0xFF
 _ENDED: Final = "the transaction ended inside the block: commit or roll back after it"
 
 
@@ -67,6 +68,7 @@ class SqliteTransaction:
         connection: sqlite3.Connection,
         *,
         path: Path,
+        require_place: Callable[[], None],
         now_ms: Callable[[], int],
         prepare: Callable[[], object],
         has_outcome: Callable[[Settlement], bool],
@@ -74,6 +76,8 @@ class SqliteTransaction:
     ) -> None:
         self._connection = connection
         self._path = path
+        # Raises when the path leads to other files by now than the store has opened there.
+        self._require_place = require_place
         self._now_ms = now_ms
         self._prepare = prepare
         self._has_outcome = has_outcome
@@ -86,6 +90,7 @@ class SqliteTransaction:
         """Sets a savepoint; a connection that begins by itself is made to do it now."""
         connection = self._connection
         with self._plain_rows():
+            self._require_place()
             self._require_same_file()
             if not connection.in_transaction:
                 if connection.isolation_level is None:
@@ -107,7 +112,7 @@ class SqliteTransaction:
         try:
             self._connection.execute("RELEASE retrysafe")
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_ERROR:
+            if full_code(error) != sqlite3.SQLITE_ERROR:
                 raise
             # There is no such savepoint: this transaction is another one, which the binding began
             # by itself at the first write after the end of the one that the claim was made in.
@@ -130,15 +135,15 @@ class SqliteTransaction:
                 limit_ms = math.ceil(wait_seconds * 1000)
                 self._connection.execute(f"PRAGMA busy_timeout = {limit_ms}")
             try:
-                self._connection.execute(SQL["take_write_lock"])
-                self._block = Block(self._path)
+                self._take_write_lock()
+                self._block = Block(self._path, self._connection)
                 return True
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode == sqlite3.SQLITE_ERROR:
+                if full_code(error) == sqlite3.SQLITE_ERROR:
                     raise self._schema_missing(error) from error
-                if error.sqlite_errorcode & _PRIMARY_MASK != sqlite3.SQLITE_BUSY:
+                if primary_code(error) != sqlite3.SQLITE_BUSY:
                     raise
-                if error.sqlite_errorcode == sqlite3.SQLITE_BUSY_SNAPSHOT:
+                if full_code(error) == sqlite3.SQLITE_BUSY_SNAPSHOT:
                     # This transaction has read what a rival has changed since; only a new one can
                     # go on, so the user must hear of it as it is.
                     raise
@@ -176,7 +181,7 @@ class SqliteTransaction:
         """Writes the ending, if the token holds the key."""
         with self._plain_rows():
             # Before the first read: a transaction that has read cannot always become the writer.
-            self._connection.execute(SQL["take_write_lock"])
+            self._take_write_lock()
             (answer,) = batches.settle(self._connection, [settlement], self._now_ms())
         if isinstance(answer, StoreError):
             raise answer
@@ -186,9 +191,10 @@ class SqliteTransaction:
         """Writes outbox entries; the user's commit makes them deliverable."""
         with self._plain_rows():
             try:
+                self._take_write_lock()
                 outbox.insert(self._connection, entries, None, self._now_ms())
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode == sqlite3.SQLITE_ERROR:
+                if full_code(error) == sqlite3.SQLITE_ERROR:
                     raise self._schema_missing(error) from error
                 raise
 
@@ -210,7 +216,7 @@ class SqliteTransaction:
     async def record_step(self, write: StepWrite) -> Decision:
         """Records the step as the store does, on the user's connection."""
         with self._plain_rows():
-            self._connection.execute(SQL["take_write_lock"])
+            self._take_write_lock()
             if steps.is_there(self._connection, write):
                 return Decision.LOST
             return steps.record(self._connection, write, self._now_ms())
@@ -232,6 +238,11 @@ class SqliteTransaction:
             return self._connection.in_transaction
         except sqlite3.ProgrammingError:
             return False  # Closed, so whatever was open was rolled back.
+
+    def _take_write_lock(self) -> None:
+        """Raises also when it is the lock of a file that others do not find any more."""
+        self._connection.execute(SQL["take_write_lock"])
+        self._require_place()
 
     def _leave_block(self) -> None:
         if self._block is not None:
@@ -258,13 +269,18 @@ class SqliteTransaction:
         )
 
     def _require_same_file(self) -> None:
+        connection = self._connection
+        # A name in the file system need not be UTF-8.
+        connection.text_factory = os.fsdecode
         try:
-            listed = self._connection.execute("PRAGMA database_list").fetchall()
+            listed = connection.execute("PRAGMA database_list").fetchall()
         except sqlite3.ProgrammingError as error:
             raise InvalidInput(
                 f"this connection cannot be used here ({error}): for an event loop, open it with "
                 "check_same_thread=False"
             ) from error
+        finally:
+            connection.text_factory = str
         files = {name: file for _, name, file in listed}
         file = files.get("main")
         if not file or not self._path.exists() or not Path(file).samefile(self._path):

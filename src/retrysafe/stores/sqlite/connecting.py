@@ -57,7 +57,7 @@ def _use_wal(connection: sqlite3.Connection, busy_seconds: float) -> None:
             connection.execute("PRAGMA journal_mode = WAL")
             return
         except sqlite3.OperationalError as error:
-            if _primary_code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+            if primary_code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
                 raise
         time.sleep(_WAL_PAUSE_SECONDS)
 
@@ -68,13 +68,20 @@ def roll_back(connection: sqlite3.Connection) -> None:
         connection.execute("ROLLBACK")
 
 
-def _primary_code(error: sqlite3.Error) -> int:
-    return getattr(error, "sqlite_errorcode", 0) & _PRIMARY_MASK
+def full_code(error: sqlite3.Error) -> int:
+    """SQLite's extended result code; 0 for an error of the binding itself, which has none."""
+    code: int = getattr(error, "sqlite_errorcode", 0)
+    return code
+
+
+def primary_code(error: sqlite3.Error) -> int:
+    """The kind of SQLite's result code; 0 for an error of the binding itself."""
+    return full_code(error) & _PRIMARY_MASK
 
 
 def translated(error: sqlite3.OperationalError, location: str) -> StoreError:
     """The error in retrysafe's words."""
-    code = _primary_code(error)
+    code = primary_code(error)
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return StoreUnavailable(
             f"{location} is locked by another writer for too long: look for a long transaction"
@@ -83,7 +90,7 @@ def translated(error: sqlite3.OperationalError, location: str) -> StoreError:
         return StoreMissing(f"{location} cannot be opened: check the path and its permissions")
     if code == sqlite3.SQLITE_READONLY:
         return StoreMissing(f"{location} is read-only: check the permissions of file and folder")
-    if error.sqlite_errorcode == sqlite3.SQLITE_IOERR_SHORT_READ:
+    if full_code(error) == sqlite3.SQLITE_IOERR_SHORT_READ:
         return StoreMissing(
             f"{location} and the -wal and -shm beside it do not belong together: one of them was "
             "removed or replaced while a process had it open. Stop all processes that use it; then "

@@ -6,8 +6,10 @@ way of the store's own connection, waits for the block's transaction, which wait
 
 from __future__ import annotations
 
+import sqlite3
 from contextvars import ContextVar
 from pathlib import Path
+from threading import get_ident
 from typing import Final
 
 from retrysafe.errors import StoreUnavailable
@@ -16,26 +18,47 @@ from retrysafe.errors import StoreUnavailable
 class Block:
     """An atomic block that holds the write lock of a file, until it is left."""
 
-    __slots__ = ("_path", "is_open")
+    __slots__ = ("_connection", "_path", "_thread")
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self._path = path
-        self.is_open = True
-        _BLOCKS.set((*_BLOCKS.get(), self))
+        # None once it is left, so that a copy of the marks does not keep it open.
+        self._connection: sqlite3.Connection | None = connection
+        self._thread = get_ident()
+        _BLOCKS.set((*_open_ones(), self))
 
     def leave(self) -> None:
         """The lock is the user's transaction's from now on."""
-        # The flag counts: a task or a thread that was started inside has a copy of the marks.
-        self.is_open = False
-        _BLOCKS.set(tuple(item for item in _BLOCKS.get() if item.is_open))
+        # This counts: a task or a thread that was started inside has a copy of the marks.
+        self._connection = None
+        _BLOCKS.set(_open_ones())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not left, and its transaction has not ended.
+
+        A signal that raises just before the body keeps the block from being left at all.
+        """
+        connection = self._connection
+        try:
+            return connection is not None and connection.in_transaction
+        except sqlite3.ProgrammingError:
+            return False  # Closed.
 
     def is_on(self, path: Path) -> bool:
-        """Whether the block is open and holds the lock of this file."""
-        return self.is_open and self._path == path
+        """Whether the block is this thread's, is open and holds the lock of this file.
+
+        Another thread may have the marks as well; it may wait, because the block goes on.
+        """
+        return self._thread == get_ident() and self._path == path and self.is_open
 
 
-# By context and not by thread: a block may be left in another thread than it was entered in.
+# By context, too: a block may be left in another thread than it was entered in.
 _BLOCKS: Final[ContextVar[tuple[Block, ...]]] = ContextVar("retrysafe_blocks", default=())
+
+
+def _open_ones() -> tuple[Block, ...]:
+    return tuple(item for item in _BLOCKS.get() if item.is_open)
 
 
 def require_outside(path: Path) -> None:

@@ -8,47 +8,66 @@ both. The same happens when the files beside it are deleted, because the locks a
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 from pathlib import Path
 from typing import Final
 
-from retrysafe.errors import StoreMissing
+from retrysafe.errors import StoreError, StoreMissing, StoreUnavailable
 from retrysafe.stores.sqlite import connecting
 
 FileId = tuple[int, int]
 
 # A file that is replaced again and again while it is being opened is not worth more.
 _OPENING_TRIES: Final = 5
+# What says that nothing is there; all else says that it could not be seen.
+_NOTHING_THERE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 _stat: Final = os.stat
 
 
 class Place:
     """The file at a path and its `-shm`, as they were when the store opened them."""
 
-    __slots__ = ("_known", "_location", "_path")
+    __slots__ = ("_file", "_location", "_name", "_path", "_shared", "_shared_name")
 
     def __init__(self, path: Path, location: str) -> None:
         self._path = path
         self._location = location
-        # Name, number and device of each file; nothing before the first use.
-        self._known: tuple[tuple[str, int, int], ...] = ()
+        self._name = str(path)
+        self._shared_name = ""
+        # The numbers of the two files; none before the first use.
+        self._file: FileId | None = None
+        self._shared: FileId | None = None
 
     def require(self) -> None:
-        """Raises `StoreMissing` when the path leads elsewhere by now, or nowhere."""
-        for name, number, device in self._known:
-            try:
-                found = _stat(name)
-            except OSError:
-                raise self._moved(name) from None
-            if found.st_ino != number or found.st_dev != device:
-                raise self._moved(name)
+        """Raises `StoreMissing` when the path leads elsewhere by now, or nowhere.
 
-    def loss(self) -> StoreMissing | None:
+        Raises `StoreUnavailable` when that cannot be seen, which is no reason to give up.
+        """
+        # Spelled out for two files: this is done for every claim and for every ending.
+        file = self._file
+        if file is None:
+            return
+        name = self._name
+        try:
+            found = _stat(name)
+            if (found.st_ino, found.st_dev) != file:
+                raise self._moved(name)
+            shared = self._shared
+            if shared is not None:
+                name = self._shared_name
+                found = _stat(name)
+                if (found.st_ino, found.st_dev) != shared:
+                    raise self._moved(name)
+        except OSError as error:
+            raise self._unseen(name, error) from error
+
+    def loss(self) -> StoreError | None:
         """What `require` would raise."""
         try:
             self.require()
-        except StoreMissing as error:
+        except StoreError as error:
             return error
         return None
 
@@ -70,21 +89,23 @@ class Place:
 
     def remember(self, connection: sqlite3.Connection, file: FileId) -> None:
         """From now on `require` asks for these files; the connection has opened all of them."""
-        known = [(str(self._path), *file)]
-        # SQLite keeps them beside the file itself, also when the path is a link to it.
-        ((_, _, real),) = connection.execute("PRAGMA database_list").fetchall()
-        shared = f"{real}-shm"
-        try:
-            found = _stat(shared)
-        except FileNotFoundError:
-            pass  # The file system has no shared memory, so the file is not in WAL mode.
-        else:
-            known.append((shared, found.st_ino, found.st_dev))
-        self._known = tuple(known)
+        shared: FileId | None = None
+        ((mode,),) = connection.execute("PRAGMA journal_mode").fetchall()
+        # Without shared memory in the file system, the file is not in WAL mode and has no `-shm`.
+        if mode == "wal":
+            # SQLite keeps it beside the file itself, also when the path is a link to it.
+            self._shared_name = os.path.realpath(self._path) + "-shm"
+            try:
+                found = _stat(self._shared_name)
+            except OSError as error:
+                raise self._unseen(self._shared_name, error) from error
+            shared = found.st_ino, found.st_dev
+        self._shared = shared
+        self._file = file
 
     def forget(self) -> None:
         """The files are closed; whatever is at the path next is as good."""
-        self._known = ()
+        self._file = self._shared = None
 
     def _found(self) -> FileId | None:
         try:
@@ -92,6 +113,11 @@ class Place:
         except OSError:
             return None
         return found.st_ino, found.st_dev
+
+    def _unseen(self, name: str, error: OSError) -> StoreError:
+        if error.errno in _NOTHING_THERE:
+            return self._moved(name)
+        return StoreUnavailable(f"{self._location} cannot be used: {name}: {error.strerror}")
 
     def _moved(self, name: str) -> StoreMissing:
         return StoreMissing(

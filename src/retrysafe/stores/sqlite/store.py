@@ -168,6 +168,7 @@ class SqliteStore:
         return SqliteTransaction(
             plain_connection(connection),
             path=self.path,
+            require_place=self._place.require,
             now_ms=self._now_ms,
             prepare=self._prepare,
             has_outcome=self._has_outcome,
@@ -344,7 +345,10 @@ class SqliteStore:
     def after_fork_in_child(self) -> None:
         """Leaves the parent's connections alone and opens own ones at the next use.
 
-        They must be to the parent's file: a child is one of the processes that have it in use.
+        They must be to the parent's files: a child is one of the processes that have them in use.
+        Its `-shm`, too, because SQLite's library in the child goes on with the one that it has open
+        for the parent's connections. Once that is deleted, as the parent's `close` does, nobody
+        else sees the locks that the child takes on it.
         """
         forks.park((self._connection, self._reader))
         self._connection = self._reader = None
