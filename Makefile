@@ -35,8 +35,9 @@ test: setup lint ## Run the whole test suite
 	$(BIN)/python -m coverage report
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=line tested-aside tested-rest
 
-# Beside the rest: they mostly wait, for leases to end and for processes to start and to die.
-ASIDE := tests/demo tests/story tests/processes tests/docs tests/client
+# Beside the rest, about half of the time: most of them wait, for leases to end and for processes to
+# start and to die.
+ASIDE := tests/demo tests/story tests/processes tests/docs tests/client tests/atomic
 
 tested-aside:
 	$(BIN)/python -m pytest $(ASIDE)

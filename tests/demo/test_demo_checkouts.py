@@ -164,7 +164,7 @@ def test_of_many_identical_checkouts_one_is_executed(demo, wish, key):
 def test_checkouts_are_described_and_in_the_policy(demo):
     """The key is required, the lease is 10 seconds, and 402 is never an answer."""
     described = demo.client.get("/openapi.json").json()["paths"]["/checkouts"]["post"]
-    assert [item["name"] for item in described["parameters"]] == ["Idempotency-Key"]
+    assert [item["name"] for item in described["parameters"]] == ["Idempotency-Key", "Prefer"]
     assert {"201", "400", "401", "409", "422", "503"} <= set(described["responses"])
     assert "402" not in described["responses"]
     content = demo.client.get("/idempotency-policy", headers={"Accept": "application/json"}).json()

@@ -145,7 +145,7 @@ BAD = [
     (f"postgresql://u:{SECRET}@h:99999/x", "a port is a number"),
     (f"postgresql://u:{SECRET}@h:0/x", "a port is a number"),
     (f"postgresql://u:{SECRET}@h:5432,h2:no/x", "a port is a number"),
-    (f"postgresql://u:{SECRET}@[::1]x/x", "a port is a number"),
+    (f"postgresql://u:{SECRET}@[::1]x/x", "an IPv6 address in brackets"),
     (f"postgresql://u:{SECRET}@::1/x", "a port is a number"),
     (f"postgresql://u:{SECRET}/{SECRET}@h/x", "a password as %XX"),
     (f"postgresql://u:{SECRET}?{SECRET}@h/x", "as %XX"),

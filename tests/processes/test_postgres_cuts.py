@@ -26,6 +26,7 @@ from retrysafe.core.model import Payload, SettleKind, Settlement, State, Step, S
 from retrysafe.stores.postgres.atomic import PostgresTransaction
 from retrysafe.stores.postgres.connections import adapted
 from retrysafe.stores.postgres.connector import Conflict, RowRefused
+from retrysafe.stores.postgres.same_database import SameDatabase
 from retrysafe.stores.postgres.schema import statements
 from retrysafe.wiring import open_store
 from tests.servers.cutting import Cut, CuttingProxy
@@ -341,13 +342,17 @@ def test_what_the_store_does_not_understand_is_an_error_of_the_store(mortal_serv
     payload = Payload("json.1", b"", b"1")
     ending = Settlement(SettleKind.COMPLETE, KEY, b"token", payload)
     write = StepWrite(KEY, b"token", Step("write", 1, payload))
+    connector, sql = Refusing(error, words), statements("retrysafe")
     with psycopg.connect(mortal_server.url()) as connection:
         transaction = PostgresTransaction(
             adapted(connection),
-            connector=Refusing(error, words),
-            statements=statements("retrysafe"),
+            connector=connector,
+            statements=sql,
             schema_name="retrysafe",
             location="the server",
+            same_database=SameDatabase(
+                connector, statements=sql, location="the server", doubt=lambda: None
+            ),
         )
         for fate in (transaction.fate(ending), transaction.step_fate(write)):
             with pytest.raises(StoreUnavailable, match="the server does not tell"):
