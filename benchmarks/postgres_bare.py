@@ -108,7 +108,7 @@ def _found(count: int, started: float, cpu: float) -> dict[str, float]:
     }
 
 
-def _in_threads(
+def in_threads(
     task: dict[str, Any], start: Callable[[], None], caller: Callable[[Callable[[], bool]], int]
 ) -> dict[str, float]:
     """All threads together; a caller runs for as long as it is told, and counts."""
@@ -152,7 +152,7 @@ def plain_threads(task: dict[str, Any], start: Callable[[], None]) -> dict[str, 
                 count += 1
         return count
 
-    return _in_threads(task, start, caller)
+    return in_threads(task, start, caller)
 
 
 def threads(task: dict[str, Any], start: Callable[[], None]) -> dict[str, float]:
@@ -171,7 +171,7 @@ def threads(task: dict[str, Any], start: Callable[[], None]) -> dict[str, float]
         return count
 
     try:
-        return _in_threads(task, start, caller)
+        return in_threads(task, start, caller)
     finally:
         for writer in queues:
             writer.end()

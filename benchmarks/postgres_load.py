@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -82,34 +82,18 @@ async def tasks(task: Task) -> Found:
 
 def threads(task: Task) -> Found:
     """The same with threads."""
-    name, count = os.urandom(6).hex(), task["in_flight"]
-    done = [0] * count
+    name, numbers = os.urandom(6).hex(), itertools.count()
     with Idempotency(task["url"], caller=GLOBAL) as idem:
         idem.run(f"{name} warm-up", plain_operation)
-        barrier = threading.Barrier(count + 1)
-        until = float("inf")
 
-        def caller(number: int) -> None:
-            barrier.wait()
-            while time.perf_counter() < until:
-                idem.run(f"{name}-{number}-{done[number]}", plain_operation)
-                done[number] += 1
+        def caller(goes_on: Callable[[], bool]) -> int:
+            number, count = next(numbers), 0
+            while goes_on():
+                idem.run(f"{name}-{number}-{count}", plain_operation)
+                count += 1
+            return count
 
-        workers = [threading.Thread(target=caller, args=(number,)) for number in range(count)]
-        for worker in workers:
-            worker.start()
-        _start()
-        until = time.perf_counter() + task["seconds"]
-        started, cpu = time.perf_counter(), time.process_time()
-        barrier.wait()
-        for worker in workers:
-            worker.join()
-        elapsed, cpu = time.perf_counter() - started, time.process_time() - cpu
-    return {
-        "per_second": sum(done) / elapsed,
-        "count": sum(done),
-        "cpu_us": cpu / sum(done) * 1e6,
-    }
+        return postgres_bare.in_threads(task, _start, caller)
 
 
 async def _open_loop(
