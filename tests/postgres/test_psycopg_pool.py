@@ -15,6 +15,7 @@ from retrysafe.stores.postgres import psycopg_connector
 from retrysafe.stores.postgres.connector import PoolOptions
 from retrysafe.stores.postgres.psycopg_connector import _Pool, _Slots
 from tests.interrupting import at_every_place
+from tests.runtime.staged import until
 
 LIMIT_SECONDS = 30
 
@@ -87,8 +88,7 @@ def _waiter(slots: _Slots, token: str, told: list[str]) -> threading.Thread:
     before = len(slots._gates)
     thread = threading.Thread(target=wait)
     thread.start()
-    while len(slots._gates) == before:
-        pass  # It is in line as soon as it is counted.
+    until(lambda: len(slots._gates) > before)  # It is in line as soon as it is counted.
     return thread
 
 
@@ -140,8 +140,9 @@ def test_an_interrupted_leave_that_is_made_again_lets_in_whoever_it_owes():
     threads = [threading.Thread(target=hold, args=(token,)) for token in ("third", "fourth")]
     for number, thread in enumerate(threads):
         thread.start()
-        while len(slots._gates) < 3 + number:
-            pass  # It is in line as soon as it is counted.
+        until(
+            lambda count=3 + number: len(slots._gates) >= count
+        )  # In line as soon as it is counted.
     del slots._gates["first"]  # As far as its `leave` came.
     slots.leave("second")
     slots.leave("first")

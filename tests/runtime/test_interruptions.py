@@ -33,6 +33,7 @@ from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
 from tests.interrupting import at_every_place
+from tests.runtime.staged import until
 
 LIMIT_SECONDS = 30
 
@@ -279,8 +280,7 @@ def test_two_closers_both_hear_of_the_end():
     ]
     for closer in closers:
         closer.start()
-    while len(gate._closers) < len(closers):
-        pass
+    until(lambda: len(gate._closers) == len(closers))
     gate.leave("call")
     for closer in closers:
         closer.join(LIMIT_SECONDS)
