@@ -74,7 +74,7 @@ class ReplayCache:
     `find` needs no lock; whoever calls the others holds one.
     """
 
-    __slots__ = ("_bytes", "_bytes_limit", "_entries", "_entries_limit", "_seconds")
+    __slots__ = ("_bytes", "_bytes_limit", "_entries_limit", "_seconds", "entries")
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class ReplayCache:
         self._entries_limit = entries_limit
         self._bytes_limit = bytes_limit
         # A plain dictionary looks for its first entry among the holes of all that were removed.
-        self._entries: OrderedDict[bytes, Kept] = OrderedDict()
+        self.entries: OrderedDict[bytes, Kept] = OrderedDict()
         self._bytes = 0
 
     def find(self, digest: bytes, monotonic: float) -> CachedOutcome | None:
         """The outcome, if it is still fresh."""
-        kept = self._entries.get(digest)
+        kept = self.entries.get(digest)
         if kept is None:
             return None
         # A stale entry stays until it is replaced or pushed out: only the writers hold the lock.
@@ -108,14 +108,18 @@ class ReplayCache:
         remaining_ms: int,
     ) -> None:
         """Remembers the outcome of a request, counted from the instant that the store was asked."""
-        seconds = min(self._seconds, remaining_ms / 1000)
+        seconds = self._seconds
+        if remaining_ms < seconds * 1000:
+            seconds = remaining_ms / 1000
         head, body = payload.head, payload.body
         size_bytes = len(head) + len(body)
         if seconds <= 0 or size_bytes > self._bytes_limit // 16:
             return  # One large outcome must not push out a thousand small ones.
-        entries = self._entries
+        entries = self.entries
         if digest in entries:
             self.forget(digest)
+        fingerprints = request.fingerprints
+        first = fingerprints[0]
         kept: Kept = (
             asked_monotonic + seconds,
             attempt,
@@ -123,9 +127,12 @@ class ReplayCache:
             payload.form,
             head,
             body,
+            first.rule,
+            first.digest,
         )
-        for fingerprint in request.fingerprints:
-            kept += (fingerprint.rule, fingerprint.digest)
+        if len(fingerprints) > 1:
+            for fingerprint in fingerprints[1:]:
+                kept += (fingerprint.rule, fingerprint.digest)
         entries[digest] = kept
         self._bytes += size_bytes
         while len(entries) > self._entries_limit or self._bytes > self._bytes_limit:
@@ -133,13 +140,13 @@ class ReplayCache:
 
     def forget(self, digest: bytes) -> None:
         """Drops one outcome."""
-        kept = self._entries.pop(digest, None)
+        kept = self.entries.pop(digest, None)
         if kept is not None:
             self._bytes -= _size_bytes(kept)
 
     def clear(self) -> None:
         """Drops everything."""
-        self._entries.clear()
+        self.entries.clear()
         self._bytes = 0
 
 

@@ -152,6 +152,8 @@ def _parse(body: bytes) -> Any:
 
     Looking for other encodings and for blanks would take longer than reading them.
     """
+    if body[:1] == b'"' and body.find(b'"', 1) == len(body) - 1 and b"\\" not in body:
+        return body[1:-1].decode()  # A text without escapes.
     text = body.decode()
     try:
         value, end = _DECODER.raw_decode(text)

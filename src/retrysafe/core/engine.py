@@ -49,6 +49,7 @@ RETRY_AFTER_MINIMUM_SECONDS: Final = 0.1
 
 _GRANTED: Final = frozenset({Decision.ADMIT, Decision.TAKE_OVER, Decision.CONFIRM})
 # Looked up once: members of an enum are dear to look up on every call.
+_ADMIT: Final = Decision.ADMIT
 _REPLAYED: Final = EventKind.REPLAYED
 _WAIT: Final = InFlight.WAIT
 
@@ -102,6 +103,7 @@ class Engine:
         self._recovers = recovers
         self._flights = Flights(lock)
         self._runner = Runner(
+            writer=writer,
             flights=self._flights,
             settler=settler,
             concluder=Concluder(settler=settler, orphanage=orphanage, renewals=renewals),
@@ -144,18 +146,19 @@ class Engine:
             remembered = self.recall(call)
             if remembered is not None:
                 return remembered
+        asked = self._monotonic()
         wait_until: float | None = None
         if call.policy.in_flight is _WAIT:
-            wait_until = self._monotonic() + call.policy.wait_seconds
+            wait_until = asked + call.policy.wait_seconds
         digest = call.key.digest
         while True:
             mine = Flight(call.fingerprints, call.operation)
             try:
-                flight = self._flights.join(digest, mine, self._monotonic())
+                flight = self._flights.join(digest, mine, asked)
                 if flight is mine:
                     if transacting is not None:
                         return await self._atomic_lead.lead(flight, call, invoke, transacting)
-                    return await self._lead(flight, call, invoke, wait_until)
+                    return await self._lead(flight, call, invoke, wait_until, asked)
             finally:
                 try:
                     self._flights.land(digest, mine)
@@ -167,12 +170,16 @@ class Engine:
             answer = await self._follow(flight, call, wait_until)
             if answer is not None:
                 return answer
+            asked = self._monotonic()
 
     def recall(self, call: Call) -> Answer[Any] | None:
         """The answer when this process remembers it; None when the store must be asked.
 
         Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
         """
+        # As in `remembered`, which is not called here because every new key would pay for it.
+        if self._cache is None or call.key.digest not in self._cache.entries:
+            return None
         cached = self.remembered(call)
         if cached is None:
             return None
@@ -224,7 +231,12 @@ class Engine:
     # Admission: the leader asks the store.
 
     async def _lead(
-        self, flight: Flight, call: Call, invoke: Invoke, wait_until: float | None
+        self,
+        flight: Flight,
+        call: Call,
+        invoke: Invoke,
+        wait_until: float | None,
+        asked: float,
     ) -> Answer[Any]:
         request = ClaimRequest(
             call.key,
@@ -242,13 +254,12 @@ class Engine:
         poll_seconds = POLL_SECONDS
         late_answers = 0
         while True:
-            asked = self._monotonic()
             try:
                 answer = await claim(request)
             except StoreUnavailable as error:
                 answer = await self._claim_again(flight, request, claim, error)
             decision = answer.decision
-            if decision in _GRANTED:
+            if decision is _ADMIT or decision in _GRANTED:
                 if self._monotonic() >= asked + answer.remaining_ms / 1000:
                     # The process stood still until the lease was over. Somebody else may run by
                     # now, so nothing starts on this claim; the store is asked anew.
@@ -259,6 +270,7 @@ class Engine:
                             f"{call.policy.lease} lasts: nothing was run",
                             key=call.key.text,
                         )
+                    asked = self._monotonic()
                     continue
                 return await self._runner.run(flight, call, invoke, request, answer, asked)
             if decision is Decision.REPLAY:
@@ -280,6 +292,7 @@ class Engine:
             lease_seconds = answer.remaining_ms / 1000 + 0.001
             await self._waiting.sleep(min(poll_seconds, lease_seconds, wait_until - now))
             poll_seconds = min(poll_seconds * POLL_GROWTH, POLL_MAXIMUM_SECONDS)
+            asked = self._monotonic()
 
     async def _claim_again(
         self, flight: Flight, request: ClaimRequest, claim: Claim, error: StoreUnavailable

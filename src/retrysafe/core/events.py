@@ -55,11 +55,12 @@ ALL_KINDS: Final = frozenset(EventKind)
 class Reporter:
     """Tells the listener what it wants to hear; what nobody wants costs one look-up."""
 
-    __slots__ = ("_emit", "_kinds")
+    __slots__ = ("_emit", "kinds")
 
     def __init__(self, emit: Emit | None, kinds: frozenset[EventKind] = ALL_KINDS) -> None:
         self._emit = emit
-        self._kinds = frozenset() if emit is None else kinds
+        # What somebody wants to hear of. For those who have no time for a call that does nothing.
+        self.kinds = frozenset() if emit is None else kinds
 
     def __call__(
         self,
@@ -71,5 +72,5 @@ class Reporter:
         source: str = "store",
     ) -> None:
         """Reports one event."""
-        if kind in self._kinds and self._emit is not None:
+        if kind in self.kinds and self._emit is not None:
             self._emit(Event(kind, key, operation, attempt, detail, source))

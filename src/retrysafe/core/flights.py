@@ -136,20 +136,22 @@ class Flights:
         whose claim is given up is replaced: this process must be as free to take the key over as
         any other.
         """
+        # One operation of a dictionary is atomic, so a leader takes no lock.
+        flight = self._by_digest.setdefault(digest, mine)
+        if flight is mine or flight.lease is None or not flight.lease.is_given_up(monotonic):
+            return flight
         with self._lock:
-            flight = self._by_digest.get(digest)
-            if flight is not None and not (
-                flight.lease is not None and flight.lease.is_given_up(monotonic)
-            ):
-                return flight
-            self._by_digest[digest] = mine
-            return mine
+            if self._by_digest.get(digest) is flight:
+                del self._by_digest[digest]
+        return self._by_digest.setdefault(digest, mine)
 
     def enter(self, flight: Flight, phase: Phase) -> None:
         """Moves a flight on and wakes everybody who waits for news of it."""
-        with self._lock:
-            flight.phase = phase
-            if flight.waiters:
+        # In this order: whoever signs up looks at the phase after that, so one of the two sees the
+        # other.
+        flight.phase = phase
+        if flight.waiters:
+            with self._lock:
                 _tell(flight.waiters)
 
     def land(self, digest: bytes, flight: Flight) -> None:
@@ -167,12 +169,14 @@ class Flights:
     def enlist(self, flight: Flight, phase: Phase, signal: Signal) -> bool:
         """Signs up for the next news, unless the flight has left that phase already."""
         with self._lock:
-            if flight.phase is not phase:
-                return False
             if flight.waiters is None:
                 flight.waiters = []
             flight.waiters.append(signal)
-            return True
+            if flight.phase is phase:
+                return True
+            # Moved on meanwhile. The leader may have looked for waiters before this one came.
+            flight.waiters.remove(signal)
+            return False
 
     def phase(self, digest: bytes) -> Phase | None:
         """Where the leader of a key is; None without one."""

@@ -51,7 +51,7 @@ class Lease:
         )
         self.ends_at_ms = ends_at_ms
         # As in `renewed`, which is not called here because every operation would pay for it.
-        remaining_seconds = min(remaining_ms, lease_ms) / 1000
+        remaining_seconds = (remaining_ms if remaining_ms < lease_ms else lease_ms) / 1000
         self.ends_monotonic = asked_monotonic + remaining_seconds
         self.renew_monotonic = asked_monotonic + remaining_seconds / RENEWALS_PER_LEASE
 

@@ -30,8 +30,8 @@ from retrysafe.core.model import (
     State,
     StoredOutcome,
 )
-from retrysafe.core.ports import Fate, Lock, Renewals
-from retrysafe.core.settling import Settler
+from retrysafe.core.ports import Fate, Lock, Renewals, Writer
+from retrysafe.core.settling import Settler, settlement_of
 from retrysafe.core.stepping import Stepper
 from retrysafe.core.undoing import Concluder, Verdict
 from retrysafe.errors import ClaimLost, StoreError
@@ -70,11 +70,13 @@ class Runner:
         "_secret",
         "_settler",
         "_stepper",
+        "_writer",
     )
 
     def __init__(
         self,
         *,
+        writer: Writer,
         flights: Flights,
         settler: Settler,
         concluder: Concluder,
@@ -88,6 +90,7 @@ class Runner:
         stepper: Stepper | None,
         endings: Endings,
     ) -> None:
+        self._writer = writer
         self._flights = flights
         self._settler = settler
         self._concluder = concluder
@@ -114,9 +117,10 @@ class Runner:
 
         Raises what the operation raises, or why its ending does not stand.
         """
-        policy = call.policy
+        policy, number = call.policy, answer.attempt
         event_kind = _TAKEN_OVER if answer.condition is _ABANDONED else _CLAIMED
-        self._report(event_kind, call.key, call.operation, answer.attempt)
+        if event_kind in self._report.kinds:
+            self._report(event_kind, call.key, call.operation, number)
         lease = Lease(
             call.key,
             request.token,
@@ -130,10 +134,9 @@ class Runner:
         # The owner that was in the way is gone: followers must not be told of it any more.
         flight.conflict_ends_monotonic = None
         self._flights.enter(flight, _RUNNING)
-        if is_exhausted(answer.attempt, policy.attempt_limit):
+        if number > 1 and is_exhausted(number, policy.attempt_limit):
             # The attempts so far may have died half-way; running again could kill the next worker.
-            return await self._exhaust(flight, call, lease, answer.attempt)
-        number = answer.attempt
+            return await self._exhaust(flight, call, lease, number)
         attempt = Attempt(
             call.key,
             call.operation,
@@ -155,24 +158,10 @@ class Runner:
             try:
                 value = await invoke(attempt)
             except Exception as error:
-                if isinstance(error, ClaimLost) and attempt.is_lost:
-                    # The operation stopped because it may no longer own the key, so it has no say
-                    # in how the key's run ended.
+                told = await self._failed(flight, call, lease, attempt, error)
+                if told is None:
                     raise
-                asked = self._monotonic()
-                joined = attempt.joined
-                if joined and await self._is_settled(flight, call, joined, number, asked, error):
-                    raise
-                steps = attempt.steps_to_conclude
-                if steps is not None:
-                    verdict = await self._concluder.conclude(
-                        steps, lease, *self._settler.judged(call, error), error=error
-                    )
-                    if verdict is not None:
-                        return await self._end_by(verdict, flight, call, lease, number, error)
-                ending, payload = await self._settler.settle_error(call, lease, error, number)
-                self._remember_ending(call, flight, ending, payload, number, asked)
-                raise
+                return told
             asked = self._monotonic()
             joined = attempt.joined
             if joined and await self._is_settled(flight, call, joined, number, asked, None):
@@ -186,10 +175,19 @@ class Runner:
                 )
                 if verdict is not None:
                     return await self._end_by(verdict, flight, call, lease, number, verdict.error)
-            payload = await self._settler.settle(
-                call, lease, ending, payload, number, value, entries
-            )
-            self._remember_ending(call, flight, ending, payload, number, asked)
+            # As in `Settler.settle`, which every operation would pay for.
+            settlement = settlement_of(call, lease, ending, payload, entries)
+            try:
+                stands = await self._writer.settle(settlement)
+            except BaseException as error:
+                stands = await self._settler.settle_despite(
+                    error, call, lease, settlement, number, value
+                )
+            payload = self._settler.settled(call, settlement, stands, ending, number)
+            if ending is _RELEASED:
+                flight.share(payload, number, is_released=True)
+            else:
+                self.remember(call, flight, payload, number, asked, policy.active_ms)
         finally:
             try:
                 self._stop_renewing(lease)
@@ -199,6 +197,29 @@ class Runner:
                 self._stop_renewing(lease)
                 raise
         return Answer(value, False, number)
+
+    async def _failed(
+        self, flight: Flight, call: Call, lease: Lease, attempt: Attempt, error: Exception
+    ) -> Answer[Any] | None:
+        """Settles an operation that raised; None when its caller is to hear of that very error."""
+        if isinstance(error, ClaimLost) and attempt.is_lost:
+            # The operation stopped because it may no longer own the key, so it has no say in how
+            # the key's run ended.
+            return None
+        asked, number = self._monotonic(), attempt.number
+        joined = attempt.joined
+        if joined and await self._is_settled(flight, call, joined, number, asked, error):
+            return None
+        steps = attempt.steps_to_conclude
+        if steps is not None:
+            verdict = await self._concluder.conclude(
+                steps, lease, *self._settler.judged(call, error), error=error
+            )
+            if verdict is not None:
+                return await self._end_by(verdict, flight, call, lease, number, error)
+        ending, payload = await self._settler.settle_error(call, lease, error, number)
+        self._remember_ending(call, flight, ending, payload, number, asked)
+        return None
 
     async def _end_by(
         self,
@@ -301,7 +322,7 @@ class Runner:
         remaining_ms: int,
     ) -> None:
         """Hands an outcome to those who wait for it, and keeps it for those who come soon."""
-        flight.share(payload, attempt)
+        flight.payload, flight.attempt = payload, attempt
         if self._cache is not None:
             with self._lock:
                 self._cache.keep(call.key.digest, call, payload, attempt, asked, remaining_ms)

@@ -47,6 +47,26 @@ _RELEASED: Final = Ending.RELEASED
 _LOST: Final = Decision.LOST
 
 
+def settlement_of(
+    call: Call,
+    lease: Lease,
+    ending: Ending,
+    payload: Payload,
+    entries: tuple[StagedEntry, ...] = (),
+) -> Settlement:
+    """The row that ends an attempt, with what it staged.
+
+    A released key will run again, so what this attempt staged goes with the one that settles it.
+    """
+    policy = call.policy
+    settlement = Settlement(
+        _KINDS[ending][0], call.key, lease.token, payload, 0, policy.active_ms, policy.audit_ms
+    )
+    if entries and ending is not _RELEASED:
+        settlement.entries = entries
+    return settlement
+
+
 class Settler:
     """Writes endings until they stand."""
 
@@ -148,21 +168,29 @@ class Settler:
         """Stores an ending; when it returns, the returned payload is durable.
 
         Raises `ClaimLost` when another owner has the key, `OutcomeNotStored` when the store could
-        not be told within the policy's patience. A released key will run again, so what this
-        attempt staged goes with the one that settles it.
+        not be told within the policy's patience.
         """
-        kind, event_kind = _KINDS[ending]
-        policy = call.policy
-        settlement = Settlement(
-            kind, call.key, lease.token, payload, 0, policy.active_ms, policy.audit_ms
-        )
-        if entries and ending is not _RELEASED:
-            settlement.entries = entries
+        settlement = settlement_of(call, lease, ending, payload, entries)
         try:
-            try:
-                answer = await self._writer.settle(settlement)
-            except StoreError as error:
-                answer = await self._insist(call, settlement, attempt, value, error)
+            answer = await self._writer.settle(settlement)
+        except BaseException as error:
+            answer = await self.settle_despite(error, call, lease, settlement, attempt, value)
+        return self.settled(call, settlement, answer, ending, attempt)
+
+    async def settle_despite(
+        self,
+        error: BaseException,
+        call: Call,
+        lease: Lease,
+        settlement: Settlement,
+        attempt: int,
+        value: Any,
+    ) -> SettleAnswer:
+        """The answer to an ending whose first write has raised this; raises as `settle` does."""
+        try:
+            if isinstance(error, StoreError):
+                return await self._insist(call, settlement, attempt, value, error)
+            raise error
         except RetrysafeError:
             raise
         except BaseException:
@@ -172,10 +200,19 @@ class Settler:
             lease.is_adopted = True
             self._orphanage.adopt(self._settle_orphan(call, lease, settlement, attempt))
             raise
+
+    def settled(
+        self, call: Call, settlement: Settlement, answer: SettleAnswer, ending: Ending, attempt: int
+    ) -> Payload:
+        """What is durable of an ending by this answer; raises `ClaimLost`."""
         if answer.decision is _LOST:
             raise self._lost(call, attempt)
-        self._report(event_kind, call.key, call.operation, attempt)
-        return settlement.payload or payload
+        event_kind = _KINDS[ending][1]
+        if event_kind in self._report.kinds:
+            self._report(event_kind, call.key, call.operation, attempt)
+        payload = settlement.payload
+        assert payload is not None  # Every ending has one.
+        return payload
 
     async def _insist(
         self,
