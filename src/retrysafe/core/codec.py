@@ -57,10 +57,11 @@ class ValueCodec:
 
     def encode(self, value: Any) -> Payload:
         """The payload in the plainest form that gives an equal value back."""
-        if type(value) is bytes:
+        kind = type(value)
+        if kind is bytes:
             return Payload(BYTES, b"", value)
         try:
-            if values.is_plain(value):
+            if kind is str or values.is_plain(value):
                 return Payload(JSON, b"", values.json_bytes(value))
             return _written(value)
         except NotStorable:

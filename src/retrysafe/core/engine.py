@@ -23,7 +23,7 @@ from retrysafe.core.model import ClaimAnswer, ClaimRequest, Decision, Payload
 from retrysafe.core.policy import InFlight
 from retrysafe.core.ports import Lock, Orphanage, Renewals, Waiting, Writer
 from retrysafe.core.replaying import gone, in_flight, replayed_value, reused
-from retrysafe.core.running import Endings, Invoke, Runner
+from retrysafe.core.running import Endings, Perform, Runner, perform_with_attempt
 from retrysafe.core.settling import RETRY_PAUSE_SECONDS, Settler
 from retrysafe.core.stepping import Stepper
 from retrysafe.core.undoing import Concluder
@@ -84,6 +84,7 @@ class Engine:
         joiner: Joiner | None = None,
         stepper: Stepper | None = None,
         recovers: Recovers | None = None,
+        perform: Perform = perform_with_attempt,
     ) -> None:
         self._writer = writer
         self._waiting = waiting
@@ -116,6 +117,7 @@ class Engine:
             joiner=joiner,
             stepper=stepper,
             endings=endings,
+            perform=perform,
         )
         self._atomic_lead = AtomicLead(
             flights=self._flights,
@@ -128,16 +130,19 @@ class Engine:
     async def answer(
         self,
         call: Call,
-        invoke: Callable[[Any], Awaitable[Any]],
-        transacting: Transacting | None = None,
+        operation: Callable[..., Any],
+        args: Any = None,
+        kwargs: Any = None,
         *,
+        transacting: Transacting | None = None,
         was_recalled: bool = False,
     ) -> Answer[Any]:
         """The outcome of the key's one run, from this call or from an earlier one.
 
-        The operation gets its `Attempt`; with `transacting` an `AtomicAttempt`, and its claim and
-        its outcome are written in the transaction that is opened for it. `was_recalled` says that
-        `recall` has just found nothing.
+        The operation is performed with its arguments as the port for that does it. With
+        `transacting` it gets an `AtomicAttempt` alone, and its claim and its outcome are written in
+        the transaction that is opened for it. `was_recalled` says that `recall` has just found
+        nothing.
 
         Raises `KeyReused`, `OperationInFlight`, the stored failure, `OutcomeUnavailable`,
         `ClaimLost`, `OutcomeNotStored` or `StoreUnavailable`, and what the operation raises.
@@ -157,8 +162,10 @@ class Engine:
                 flight = self._flights.join(digest, mine, asked)
                 if flight is mine:
                     if transacting is not None:
-                        return await self._atomic_lead.lead(flight, call, invoke, transacting)
-                    return await self._lead(flight, call, invoke, wait_until, asked)
+                        return await self._atomic_lead.lead(flight, call, operation, transacting)
+                    return await self._lead(
+                        flight, call, operation, args, kwargs, wait_until, asked
+                    )
             finally:
                 try:
                     self._flights.land(digest, mine)
@@ -234,7 +241,9 @@ class Engine:
         self,
         flight: Flight,
         call: Call,
-        invoke: Invoke,
+        operation: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
         wait_until: float | None,
         asked: float,
     ) -> Answer[Any]:
@@ -272,7 +281,9 @@ class Engine:
                         )
                     asked = self._monotonic()
                     continue
-                return await self._runner.run(flight, call, invoke, request, answer, asked)
+                return await self._runner.run(
+                    flight, call, operation, args, kwargs, request, answer, asked
+                )
             if decision is Decision.REPLAY:
                 return self._replay_stored(flight, call, answer, asked)
             if decision is Decision.MISMATCH:

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 from typing import Final
 
-from retrysafe.core.framing import Part, digest, frame, frame_parts
+from retrysafe.core.framing import Part, frame, frame_parts, new_hashing
 from retrysafe.errors import CallerMissing, KeyInvalid, SecretMissing
 
 # The limit of the HTTP contract; it also bounds the row that a client can make us store.
@@ -51,16 +51,25 @@ class Key:
                 key=text[:KEY_LIMIT_CHARACTERS],
             )
         self.text = text
-        # The stored form of GLOBAL is the empty text, which no real caller can have.
-        self.caller = "" if caller is GLOBAL else _checked_caller(caller)
         try:
-            framed = frame(self.caller.encode(), text.encode())
+            # As `frame` does it, which every call would pay for.
+            if caller is GLOBAL:
+                # The stored form of GLOBAL is the empty text, which no real caller can have.
+                self.caller = ""
+                data = text.encode()
+                framed = b"0:%d:%b" % (len(data), data)
+            else:
+                self.caller = _checked_caller(caller)
+                framed = frame(self.caller.encode(), text.encode())
         except UnicodeEncodeError:
             raise KeyInvalid(f"the key {text!r} or its caller is not valid Unicode text") from None
-        if b"\x00" in framed:
+        if "\x00" in text or "\x00" in self.caller:
             # PostgreSQL cannot store it, and a key must mean the same on every store.
             raise KeyInvalid("a key and its caller must not contain the NUL character")
-        self.digest = digest(framed)
+        # As `digest` does it, for the same reason.
+        hashing = new_hashing()
+        hashing.update(framed)
+        self.digest = hashing.digest()
 
     @property
     def is_global(self) -> bool:

@@ -44,7 +44,15 @@ _TAKEN_OVER: Final = EventKind.TAKEN_OVER
 _RELEASED: Final = Ending.RELEASED
 _RUNNING: Final = Phase.RUNNING
 
-Invoke = Callable[[Attempt], Awaitable[Any]]
+# Calls an operation with its arguments as the current attempt.
+Perform = Callable[[Attempt, Callable[..., Any], Any, Any], Awaitable[Any]]
+
+
+async def perform_with_attempt(
+    attempt: Attempt, operation: Callable[..., Any], _args: Any, _kwargs: Any
+) -> Any:
+    """Performs an operation that takes its attempt and nothing else."""
+    return await operation(attempt)
 
 
 class Endings(Protocol):
@@ -65,6 +73,7 @@ class Runner:
         "_joiner",
         "_lock",
         "_monotonic",
+        "_perform",
         "_renewals",
         "_report",
         "_secret",
@@ -89,6 +98,7 @@ class Runner:
         joiner: Joiner | None,
         stepper: Stepper | None,
         endings: Endings,
+        perform: Perform,
     ) -> None:
         self._writer = writer
         self._flights = flights
@@ -103,12 +113,15 @@ class Runner:
         self._joiner = joiner
         self._stepper = stepper
         self._endings = endings
+        self._perform = perform
 
     async def run(
         self,
         flight: Flight,
         call: Call,
-        invoke: Invoke,
+        operation: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
         request: ClaimRequest,
         answer: ClaimAnswer,
         asked: float,
@@ -156,7 +169,7 @@ class Runner:
             # Only a clean exception is an ending. Cancellation and process exit pass through:
             # nobody knows how far the operation got, so only the lease frees the key.
             try:
-                value = await invoke(attempt)
+                value = await self._perform(attempt, operation, args, kwargs)
             except Exception as error:
                 told = await self._failed(flight, call, lease, attempt, error)
                 if told is None:

@@ -44,7 +44,7 @@ from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_out
 from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.group_commit import DirectWriter, ThreadGroupCommit
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
-from retrysafe.runtime.invocations import ThreadInvocation
+from retrysafe.runtime.performing import perform_in_thread
 from retrysafe.runtime.refusals import misplaced_keywords, require_no_positional, require_plain
 from retrysafe.runtime.steps import codec_of_step, perform_blocking
 from retrysafe.runtime.waiting import ThreadWaiting
@@ -133,6 +133,7 @@ class BlockingIdempotency(AtomicThreads, Face):
                 join=self._join_blocking,
             ),
             recovers=store,
+            perform=perform_in_thread,
         )
 
     def _join_blocking(self, connection: object) -> Transaction:
@@ -339,7 +340,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         gate, inside = self._gate, object()
         try:
             gate.enter(inside)
-            return run_sync(self._engine.answer(call, invoke, transacting))
+            return run_sync(self._engine.answer(call, invoke, transacting=transacting))
         finally:
             gate.leave(inside)
 
@@ -352,18 +353,17 @@ class BlockingIdempotency(AtomicThreads, Face):
         if remembered is not None:
             return remembered
         # Also what the gate knows this call by.
-        invocation = ThreadInvocation(operation, args, kwargs)
+        flow = self._engine.answer(call, operation, args, kwargs, was_recalled=True)
         try:
-            gate.enter(invocation)
-            flow = self._engine.answer(call, invocation.invoke, was_recalled=True)
             try:
+                gate.enter(flow)
                 return run_sync(flow)
             finally:
-                # A signal may raise before its first step, and Python warns of a flow that was
-                # never begun. One that has ended takes no notice.
+                # The gate, or a signal before its first step, may have kept it from running, and
+                # Python warns of a flow that was never begun. One that has ended takes no notice.
                 flow.close()
         finally:
-            gate.leave(invocation)
+            gate.leave(flow)
 
     async def _resume(
         self,

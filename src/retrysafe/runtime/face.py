@@ -9,10 +9,12 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from typing import Any
+from types import FunctionType
+from typing import Any, Final
 
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Call
+from retrysafe.core.codec import OutcomeCodec
 from retrysafe.core.events import ALL_KINDS, Emit, Event, EventKind, Reporter
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.keys import Key
@@ -20,6 +22,7 @@ from retrysafe.core.model import (
     TOKEN_BYTES,
     Condition,
     Decision,
+    Fingerprint,
     OperatorCommand,
     StagedEntry,
     StoredKey,
@@ -54,6 +57,11 @@ from retrysafe.runtime.resumers import Resumable, Resumables, Run
 from retrysafe.runtime.threaded_transaction import in_thread
 
 _logger = logging.getLogger("retrysafe")
+
+# The functions of a large service; what comes after them is only put together anew each time.
+KNOWN_LIMIT: Final = 1_000
+# Fingerprints, policy, name and codec, as a call takes them.
+Known = tuple[tuple[Fingerprint, ...], Policy, str, OutcomeCodec]
 
 
 # The same bytes as `os.urandom`, which lets go of the interpreter lock to get them: with many
@@ -132,6 +140,8 @@ class Face:
         self._report = reporter(checked_observers(observers))
         self._owns_store = owns_store
         self._resumables = Resumables()
+        # What every call of a function has in common that brings nothing but its key.
+        self._known: dict[Callable[..., Any], Known] = {}
 
     @property
     def policy(self) -> Policy:
@@ -173,8 +183,20 @@ class Face:
         rule: FingerprintRule | None,
         returns: type | tuple[type, ...] | None,
     ) -> Call:
-        require_call(operation, args)
         settings = self._settings
+        is_usual = not args and (
+            request is UNSET
+            and name is None
+            and policy is None
+            and rule is None
+            and returns is None
+            and type(operation) is FunctionType
+        )
+        if is_usual:
+            known = self._known.get(operation)
+            if known is not None:
+                return Call(settings.key(key, caller), *known)
+        require_call(operation, args)
         if request is UNSET:
             request = asked_for(operation, args)
         found = None
@@ -186,13 +208,17 @@ class Face:
             )
         if name is None:
             name = operation_name(operation)
-        return Call(
+        call = Call(
             settings.key(key, caller),
             fingerprints_of(settings.rule if rule is None else checked_rule(rule), name, request),
             settings.policy if policy is None else checked_policy(policy),
             name,
             codec_for(operation, returns),
         )
+        # What a closure holds must not be kept alive for this.
+        if is_usual and operation.__closure__ is None and len(self._known) < KNOWN_LIMIT:
+            self._known[operation] = (call.fingerprints, call.policy, name, call.codec)
+        return call
 
     def _resumable_call(
         self,
@@ -241,6 +267,7 @@ class Face:
             run,
         )
         self._resumables.register(resumable)
+        self._known.clear()
         return resumable
 
     def _join(self, connection: object, waits: Waits | None) -> Transaction:

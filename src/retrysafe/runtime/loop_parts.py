@@ -26,6 +26,7 @@ from retrysafe.runtime.group_commit import DirectWriter, TaskGroupCommit
 from retrysafe.runtime.heartbeat import TaskHeartbeat
 from retrysafe.runtime.joining import ThreadRenewals, drive_either
 from retrysafe.runtime.orphanage import TaskOrphanage
+from retrysafe.runtime.performing import perform_in_task
 from retrysafe.runtime.steps import codec_of_step, perform_suspending
 from retrysafe.runtime.threaded import ThreadedStore
 from retrysafe.runtime.waiting import TaskWaiting
@@ -104,6 +105,7 @@ class LoopParts:
                 join=self._join_suspending,
             ),
             recovers=store,
+            perform=perform_in_task,
         )
 
     async def settle(self) -> None:

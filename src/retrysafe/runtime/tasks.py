@@ -39,7 +39,6 @@ from retrysafe.runtime.duties import WorkerPolicy, duties_of
 from retrysafe.runtime.ending import Limit, end_aside_within
 from retrysafe.runtime.face import Face, checked_limit, operator_outcome, require_name
 from retrysafe.runtime.gate import TaskGate
-from retrysafe.runtime.invocations import TaskInvocation
 from retrysafe.runtime.loop_parts import LoopParts
 from retrysafe.runtime.refusals import misplaced_keywords, require_async, require_no_positional
 from retrysafe.runtime.waiting import TaskWaiting
@@ -156,9 +155,16 @@ class AsyncFace(AtomicTasks, Face):
             rule=rule,
             returns=returns,
         )
-        answer = self._recalled(call)
+        # As in `_answer`, whose coroutine every call would pay for.
+        parts = self._bound()
+        parts.gate.require_open()
+        answer = parts.engine.recall(call)
         if answer is None:
-            answer = await self._answer(call, operation, args, {}, was_recalled=True)
+            parts.gate.enter()
+            try:
+                answer = await parts.engine.answer(call, operation, args, {}, was_recalled=True)
+            finally:
+                parts.gate.leave()
         value: T = answer.value
         return value
 
@@ -190,10 +196,7 @@ class AsyncFace(AtomicTasks, Face):
             rule=rule,
             returns=returns,
         )
-        answer = self._recalled(call)
-        if answer is None:
-            answer = await self._answer(call, operation, args, {}, was_recalled=True)
-        return answer
+        return await self._answer(call, operation, args, {})
 
     def once(
         self,
@@ -231,10 +234,7 @@ class AsyncFace(AtomicTasks, Face):
 
             @functools.wraps(function)
             async def run_once(*args: P.args, **kwargs: P.kwargs) -> T:
-                call = decoration.call(args, kwargs)
-                answer = self._recalled(call)
-                if answer is None:
-                    answer = await self._answer(call, function, args, kwargs, was_recalled=True)
+                answer = await self._answer(decoration.call(args, kwargs), function, args, kwargs)
                 value: T = answer.value
                 return value
 
@@ -321,30 +321,17 @@ class AsyncFace(AtomicTasks, Face):
         parts.gate.enter()
         try:
             transacting = TaskTransacting(transaction, self._atomic_block)
-            return await parts.engine.answer(call, operation, transacting)
+            return await parts.engine.answer(call, operation, transacting=transacting)
         finally:
             parts.gate.leave()
 
-    def _recalled(self, call: Call) -> Answer[Any] | None:
-        """What this process remembers: a replay that needs neither a coroutine nor the gate."""
-        parts = self._bound()
-        parts.gate.require_open()
-        return parts.engine.recall(call)
-
     async def _answer(
-        self,
-        call: Call,
-        operation: Callable[..., Awaitable[Any]],
-        args: Any,
-        kwargs: Any,
-        *,
-        was_recalled: bool = False,
+        self, call: Call, operation: Callable[..., Awaitable[Any]], args: Any, kwargs: Any
     ) -> Answer[Any]:
-        invocation = TaskInvocation(operation, args, kwargs)
         parts = self._bound()
         parts.gate.enter()
         try:
-            return await parts.engine.answer(call, invocation.invoke, was_recalled=was_recalled)
+            return await parts.engine.answer(call, operation, args, kwargs)
         finally:
             parts.gate.leave()
 

@@ -1,0 +1,58 @@
+"""How an operation is performed: called with its arguments, as the current attempt.
+
+With None for arguments it gets its attempt instead. Plain functions that the engine is given once,
+and not closures: what every operation in flight brings along, the garbage collector walks over.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import CoroutineType
+from typing import Any
+
+from retrysafe.core.attempt import Attempt
+from retrysafe.errors import StoreError
+from retrysafe.runtime.current import current
+from retrysafe.runtime.refusals import async_here, not_awaited
+
+
+async def perform_in_thread(
+    attempt: Attempt, operation: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Calls the operation in this thread."""
+    token = current.set(attempt)
+    try:
+        value = operation(attempt) if args is None else operation(*args, **kwargs)
+    finally:
+        current.reset(token)
+    if type(value) is CoroutineType:
+        raise async_here("the operation", operation, value)
+    return value
+
+
+async def perform_in_task(
+    attempt: Attempt, operation: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Calls the operation in this task, and awaits what it gives."""
+    if not attempt.is_first:
+        # Read at its end anyway; a thread that completes on a blocking connection needs it
+        # before that, and cannot wait for the loop.
+        try:
+            await attempt.load_steps()
+        except StoreError:
+            pass  # Asked again where it is needed, and raised there.
+    token = current.set(attempt)
+    try:
+        value: Any = operation(attempt) if args is None else operation(*args, **kwargs)
+        # A plain function has done its work by now, so what it returned is the outcome.
+        if type(value) is CoroutineType or inspect.isawaitable(value):
+            value = await value
+            if type(value) is CoroutineType:
+                raise not_awaited("the operation", value)
+    finally:
+        current.reset(token)
+    steps = attempt.steps
+    if steps is not None:
+        steps.require_begun()
+    return value
