@@ -68,6 +68,11 @@ def remove_what_is_beside(path):
         item.unlink()
 
 
+def remove_the_log(path):
+    """What somebody does who finds that it has grown: what was committed last is only there."""
+    beside(path)[1].unlink()
+
+
 def replace(path):
     """What a restored backup does."""
     backup = path.with_name("backup.db")
@@ -81,7 +86,7 @@ def move_the_folder(path):
     path.parent.rename(path.parent.with_name("elsewhere"))
 
 
-WAYS = [remove, remove_what_is_beside, replace, move_the_folder]
+WAYS = [remove, remove_what_is_beside, remove_the_log, replace, move_the_folder]
 losing = pytest.mark.parametrize("lose", WAYS, ids=lambda way: way.__name__)
 
 
