@@ -27,6 +27,9 @@ _NOTHING_THERE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 _stat: Final = os.stat
 # What SQLite keeps beside a file in WAL mode.
 _BESIDE: Final = ("-shm", "-wal")
+# The `-shm` of the files that a parent had open when it forked this process. SQLite's library takes
+# all locks on it here, also for new connections to such a file: it still has the parent's open.
+_inherited: dict[FileId, FileId] = {}
 
 
 class Place:
@@ -79,6 +82,8 @@ class Place:
         for _ in range(_OPENING_TRIES):
             self.require()
             before = self._found()
+            if before is not None:
+                self._require_inherited(before)
             connection = connecting.connect(self._path, create, busy_seconds)
             # The binding does not tell which file it has opened. If the same one was there before
             # and after, it is that one; a file that was made just now is opened a second time.
@@ -96,8 +101,23 @@ class Place:
             # SQLite keeps them beside the file itself, also when the path is a link to it.
             real = os.path.realpath(self._path)
             beside = [(real + ending, self._seen(real + ending)) for ending in _BESIDE]
+            self._require_inherited(file)
         self._beside = tuple(beside)
         self._file = file
+
+    def after_fork_in_child(self) -> None:
+        """Remembers for every store of this process what SQLite's library goes on with."""
+        if self._file is not None and self._beside:
+            _inherited[self._file] = self._beside[0][1]
+
+    def _require_inherited(self, file: FileId) -> None:
+        """Raises `StoreMissing` when nobody else would see the locks of this process."""
+        inherited = _inherited.get(file)
+        if inherited is None:
+            return
+        name = os.path.realpath(self._path) + _BESIDE[0]
+        if self._seen(name) != inherited:
+            raise self._moved(name)
 
     def forget(self) -> None:
         """The files are closed; whatever is at the path next is as good."""

@@ -348,9 +348,10 @@ class SqliteStore:
         They must be to the parent's files: a child is one of the processes that have them in use.
         Its `-shm`, too, because SQLite's library in the child goes on with the one that it has open
         for the parent's connections. Once that is deleted, as the parent's `close` does, nobody
-        else sees the locks that the child takes on it.
+        else sees the locks that the child takes on it, by way of this store or of another one.
         """
         forks.park((self._connection, self._reader))
+        self._place.after_fork_in_child()
         self._connection = self._reader = None
         self._lock, self._reading_lock = threading.Lock(), threading.Lock()
         self._sweeping = self._new_sweeping()
