@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from contextlib import suppress
 from datetime import timedelta
 
 import psycopg
@@ -109,6 +112,56 @@ def test_a_rollback_after_completing_leaves_the_usual_path(driver, shop):
     assert shop.states() == [4]
     assert leased(driver, "order-1", Placing(driver, "pen")) == {"order": "pen"}
     assert shop.orders() == ["pen"]
+
+
+def is_renewed_after(ends):
+    """Whether the running attempt's lease ends later than at first; notes its end."""
+    ends.append(current_attempt().deadline)
+    return ends[-1] > ends[0]
+
+
+def test_an_attempt_that_goes_on_after_a_rollback_keeps_its_lease(driver, shop):
+    """A transaction that is tried again may take long; nobody else may start meanwhile."""
+    ends = []
+    options = {"name": "place", "request": None, "policy": Policy(lease=timedelta(seconds=1))}
+    placing = Placing(driver, "pen", after=lambda: is_renewed_after(ends))
+    if hasattr(driver, "runner"):
+
+        async def operation():
+            connection = await driver.open_async()
+            try:
+                with suppress(Rollback):
+                    async with driver.transaction_async(connection):
+                        await placing.on_loop(connection)
+                        raise Rollback
+            finally:
+                await driver.close_async(connection)
+            for _ in range(200):
+                if is_renewed_after(ends):
+                    return "in time"
+                await asyncio.sleep(0.05)
+            return "never"
+
+        value = driver.run(driver.idem.run("order-1", operation, **options))
+    else:
+
+        def operation():
+            with (
+                suppress(Rollback),
+                driver.connected() as connection,
+                driver.transaction(connection),
+            ):
+                placing.in_thread(connection)
+                raise Rollback
+            for _ in range(200):
+                if is_renewed_after(ends):
+                    return "in time"
+                time.sleep(0.05)
+            return "never"
+
+        value = driver.idem.run("order-1", operation, **options)
+    assert value == "in time"
+    assert shop.orders() == []
 
 
 def outlive(shop):

@@ -313,7 +313,6 @@ class Process:
             else Joiner(
                 join=world.join,
                 drive=lambda waits, flow: drive(flow),
-                renewals=self.renewals,
                 has_outbox=world.store.capabilities.has_outbox,
             ),
             stepper=Stepper(

@@ -216,6 +216,26 @@ def test_a_lost_lease_is_revoked_and_its_neighbour_renewed():
     assert kept.seconds_left(15.0) == 30.0
 
 
+def test_a_lease_is_not_revoked_by_the_commit_that_ended_its_attempt():
+    """The operation may still be at work after its own commit; it is asked for no more."""
+    joined = lease(b"a")
+    joined.join()
+    assert renewed(Extends({b"a": SettleAnswer(Decision.LOST)}), [joined]) == []
+    assert not joined.is_lost(15.0)
+    assert joined.seconds_left(15.0) == 15.0
+    assert next_renewal([joined], 15.0) is None
+
+
+def test_a_record_that_is_locked_by_its_own_ending_is_no_news():
+    """It is asked for again, because the user's transaction may be rolled back."""
+    joined = lease(b"a")
+    joined.join()
+    assert joined.renew_monotonic == 25.0
+    assert renewed(Extends({b"a": StoreUnavailable("locked")}), [joined]) == []
+    assert joined.renew_monotonic == 17.5
+    assert not joined.is_revoked
+
+
 def test_a_refused_row_is_tried_again_soon_and_its_neighbour_renewed():
     refused, kept = lease(b"a"), lease(b"b")
     (event,) = renewed(Extends({b"a": StoreRejected("no")}), [refused, kept])

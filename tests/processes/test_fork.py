@@ -25,6 +25,7 @@ from retrysafe import (
     MemoryStore,
     OperationInFlight,
     Policy,
+    SqliteStore,
     current_attempt,
 )
 from tests.processes.ledger import note, noted
@@ -104,8 +105,8 @@ def _fork_while_locked(pipe, database: str, ledger: str, kind: str) -> int:
     idem.run("before", lambda: "done", request="r")
     locks = [idem._heartbeat._lock, idem._engine._lock]
     if kind == "sqlite":
-        # A fork waits for the lock around a commit, so that one is not held for long.
-        locks += [idem._engine._writer._lock, idem._store._reading_lock]
+        # A fork waits for the locks around a commit and a reading, so those are not held for long.
+        locks.append(idem._engine._writer._lock)
     else:
         locks.append(idem._store._lock)
     held = [threading.Event() for _ in locks]
@@ -142,6 +143,41 @@ def test_fork_while_other_threads_hold_every_lock(start, database, ledger, kind)
     """Locks that nobody in the child will ever release are replaced there."""
     assert start(_fork_while_locked, database, ledger, kind).result() == 0
     assert noted(ledger) == [["child"], ["parent"]]
+
+
+def _fork_while_reading(pipe, database: str) -> int:
+    """Forks while another thread reads, which ends as soon as the fork is about to happen."""
+    store = SqliteStore(database)
+    idem = Idempotency(store, caller="owner", policy=POLICY)
+    idem.run("before", lambda: "done", request="r")
+    is_reading, is_forking = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with store._reading() as connection:
+            connection.execute("SELECT count(*) FROM retrysafe_keys").fetchall()
+            is_reading.set()
+            assert is_forking.wait(30)
+
+    def work() -> None:
+        idem.run("in child", lambda: "done", request="r")
+        cut_back = store._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        assert cut_back == (0, 0, 0)
+
+    # Asked before the store's own, which was there first.
+    os.register_at_fork(before=is_forking.set)
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert is_reading.wait(30)
+    pid = _fork(work)
+    code = _exit_code(pid)
+    reader.join()
+    idem.run("after", lambda: "done", request="r")
+    return code
+
+
+def test_fork_while_another_thread_reads(start, database):
+    """The child can cut the log back: its library knows of no reader that never ends."""
+    assert start(_fork_while_reading, database).result() == 0
 
 
 def _fork_inside_operation(pipe, database: str, ledger: str) -> list[object]:

@@ -244,6 +244,29 @@ def test_timer_survives_a_store_that_fails(error):
     drive(main())
 
 
+def test_timer_survives_a_renewal_that_somebody_cancels():
+    """Whoever cancels all tasks of a loop leaves operations that run on; they keep their keys."""
+    store = StagedStore(waits=Waits.NEVER)
+
+    async def cancel(commit) -> None:
+        if commit.is_renewal and len(store.renewals) == 1:
+            asyncio.current_task().cancel()
+            await asyncio.sleep(0)
+
+    store.before = cancel
+    policy = POLICY.with_changes(lease=timedelta(seconds=1))
+
+    async def operation() -> bool:
+        await asyncio.to_thread(store.wait_until, lambda: len(store.renewals) >= 3)
+        return current_attempt().is_lost
+
+    async def main() -> None:
+        async with AsyncIdempotency(store, caller="tester", policy=policy) as idem:
+            assert await idem.run("the key", operation) is False
+
+    drive(main())
+
+
 def test_lease_that_could_not_be_renewed_is_told_to_the_operation():
     """The store is gone for a whole lease: the operation sees that its claim may be lost."""
     store = StagedStore()

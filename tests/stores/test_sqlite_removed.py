@@ -68,6 +68,11 @@ def remove_what_is_beside(path):
         item.unlink()
 
 
+def remove_the_log(path):
+    """What somebody does who finds that it has grown: what was committed last is only there."""
+    beside(path)[1].unlink()
+
+
 def replace(path):
     """What a restored backup does."""
     backup = path.with_name("backup.db")
@@ -81,7 +86,7 @@ def move_the_folder(path):
     path.parent.rename(path.parent.with_name("elsewhere"))
 
 
-WAYS = [remove, remove_what_is_beside, replace, move_the_folder]
+WAYS = [remove, remove_what_is_beside, remove_the_log, replace, move_the_folder]
 losing = pytest.mark.parametrize("lose", WAYS, ids=lambda way: way.__name__)
 
 
@@ -190,6 +195,50 @@ def test_a_forked_child_does_not_use_locks_that_nobody_else_sees(path, closes):
     os.close(telling)
     with os.fdopen(reading) as answer:
         assert answer.read() == ("refused" if closes == "after the fork" else "used")
+
+
+def use_a_new_object(store, path):
+    return SqliteStore(path)
+
+
+def use_it_closed_and_opened(store, path):
+    run_sync(store.commit([request()], []))
+    run_sync(store.close())
+    return store
+
+
+@pytest.mark.parametrize("use", [use_a_new_object, use_it_closed_and_opened])
+def test_a_forked_child_uses_no_locks_of_its_own_by_any_store(path, use):
+    """Its library goes on with the deleted `-shm` of the parent, whoever asks it to."""
+    store = SqliteStore(path)
+    run_sync(store.commit([request()], []))
+    (waiting, telling), (reading, writing) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            used = use(store, path)
+            os.write(writing, b"ready")
+            os.read(waiting, 1)
+            run_sync(used.commit([request()], []))
+            os.write(writing, b" used")
+        except StoreMissing:
+            os.write(writing, b" refused")
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        assert answer.read(5) == "ready"
+        run_sync(store.close())
+        assert not beside(path)[2].exists()
+        # Another process makes a new one.
+        with closing(sqlite3.connect(path)) as other:
+            other.execute("SELECT * FROM retrysafe_keys").fetchall()
+            assert beside(path)[2].exists()
+            os.write(telling, b"x")
+            os.waitpid(child, 0)
+        assert answer.read() == " refused"
+    os.close(waiting)
+    os.close(telling)
 
 
 # Endings and steps.

@@ -15,7 +15,7 @@ from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Decision, Ending, Payload, SettleKind, Settlement, StagedEntry
-from retrysafe.core.ports import Fate, Renewals, Transaction, Waits
+from retrysafe.core.ports import Fate, Transaction, Waits
 from retrysafe.errors import ClaimLost, InvalidInput
 
 Join = Callable[[object], Transaction]
@@ -50,14 +50,11 @@ class JoinedOutcome:
 class Joiner:
     """Completes attempts in users' transactions; the face says how its flows are driven."""
 
-    __slots__ = ("_drive", "_join", "_renewals", "has_outbox")
+    __slots__ = ("_drive", "_join", "has_outbox")
 
-    def __init__(
-        self, *, join: Join, drive: Drive, renewals: Renewals, has_outbox: bool = False
-    ) -> None:
+    def __init__(self, *, join: Join, drive: Drive, has_outbox: bool = False) -> None:
         self._join = join
         self._drive = drive
-        self._renewals = renewals
         # Whether the store writes the entries of a settlement; others would drop them.
         self.has_outbox = has_outbox
 
@@ -96,9 +93,8 @@ class Joiner:
     ) -> None:
         await check()
         await transaction.begin()
-        # The user's transaction is about to lock the record. A renewal would wait for it, and with
-        # it the renewals of every other operation. Nobody can take over a locked record.
-        self._renewals.remove(lease)
+        # Nobody can take over a locked record, so a renewal need not meet the lock.
+        lease.join()
         try:
             decision = await transaction.settle(settlement)
             if decision is Decision.LOST:
@@ -110,9 +106,7 @@ class Joiner:
                 )
             if decision is Decision.CONFIRM:
                 raise InvalidInput(f"{call.key.text!r} is completed already", key=call.key.text)
-        except BaseException as error:
-            if not lease.is_revoked and not isinstance(error, InvalidInput):
-                self._renewals.add(lease)
+        except BaseException:
             await undo_quietly(transaction)
             raise
         await transaction.keep()

@@ -19,7 +19,7 @@ class Lease:
         "ends_at_ms",
         "ends_monotonic",
         "is_adopted",
-        "is_over",
+        "is_joined",
         "is_revoked",
         "key",
         "lease_ms",
@@ -44,8 +44,8 @@ class Lease:
         self.is_revoked = False
         # Whether a background flow renews and gives it up, because its caller was cancelled.
         self.is_adopted = False
-        # Whether its run has ended: a thread that the run left behind must not renew it again.
-        self.is_over = False
+        # Whether a user's transaction has written, or tried to write, the ending of its run.
+        self.is_joined = False
         self.renew_until_monotonic = (
             None if run_limit_seconds is None else asked_monotonic + run_limit_seconds
         )
@@ -67,6 +67,20 @@ class Lease:
     def put_off(self, monotonic: float) -> None:
         """Sets the next try after a renewal that the store did not answer."""
         self.renew_monotonic = monotonic + self.lease_ms / 1000 / RENEWALS_PER_LEASE / 4
+
+    def join(self) -> None:
+        """Puts the next renewal off: a user's transaction is about to lock the record.
+
+        Only for as long as the lease allows. Nobody here hears of a rollback, and after one the
+        operation may go on for long.
+        """
+        self.is_joined = True
+        latest = self.ends_monotonic - self.lease_ms / 1000 / RENEWALS_PER_LEASE / 2
+        self.renew_monotonic = max(self.renew_monotonic, latest)
+
+    def end_renewals(self, monotonic: float) -> None:
+        """Asks for no more of them; what is left of the lease stays the owner's."""
+        self.renew_until_monotonic = monotonic
 
     def is_nearly_due(self, monotonic: float) -> bool:
         """Whether at least half of the time until the next renewal has passed."""

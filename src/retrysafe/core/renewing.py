@@ -65,7 +65,12 @@ async def _renew_batch(
         if isinstance(answer, StoreError):
             # The lease may still be renewed before it ends, so try again soon.
             lease.put_off(monotonic())
-            report(EventKind.RENEWAL_FAILED, lease.key, detail=str(answer))
+            # The record may be locked by the transaction that ends the attempt, as it should be.
+            if not lease.is_joined:
+                report(EventKind.RENEWAL_FAILED, lease.key, detail=str(answer))
+        elif answer.decision is Decision.LOST and lease.is_joined:
+            # By the user's commit, most likely, after which the operation may still be at work.
+            lease.end_renewals(monotonic())
         elif answer.decision is Decision.LOST:
             # Also when the attempt settled meanwhile; then nobody looks at the lease any more.
             lease.revoke()

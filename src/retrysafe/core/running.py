@@ -252,7 +252,6 @@ class Runner:
         return Answer(verdict.told(call), False, attempt)
 
     def _stop_renewing(self, lease: Lease) -> None:
-        lease.is_over = True
         # The ending of a cancelled caller keeps its lease until it is written.
         if not lease.is_adopted:
             self._renewals.remove(lease)

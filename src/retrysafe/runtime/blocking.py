@@ -117,7 +117,6 @@ class BlockingIdempotency(AtomicThreads, Face):
             joiner=Joiner(
                 join=self._join_blocking,
                 drive=lambda waits, flow: run_sync(flow),
-                renewals=self._heartbeat,
                 has_outbox=store.capabilities.has_outbox,
             ),
             stepper=Stepper(

@@ -153,5 +153,9 @@ class TaskHeartbeat:
 
     def _renewed(self, task: asyncio.Task[None]) -> None:
         self._task = None
-        if not task.cancelled():
-            self._schedule()
+        if task.cancelled():
+            # Perhaps by somebody who cancels all tasks: what runs on all the same needs its lease.
+            now = time.monotonic()
+            for lease in due_leases(list(self._leases.values()), now):
+                lease.put_off(now)
+        self._schedule()

@@ -24,7 +24,7 @@ from retrysafe.runtime.face import mint_token
 from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.group_commit import DirectWriter, TaskGroupCommit
 from retrysafe.runtime.heartbeat import TaskHeartbeat
-from retrysafe.runtime.joining import ThreadRenewals, drive_either
+from retrysafe.runtime.joining import drive_either
 from retrysafe.runtime.orphanage import TaskOrphanage
 from retrysafe.runtime.performing import perform_in_task
 from retrysafe.runtime.steps import codec_of_step, perform_suspending
@@ -89,7 +89,6 @@ class LoopParts:
             joiner=Joiner(
                 join=self._join_either,
                 drive=drive_either,
-                renewals=ThreadRenewals(self.heartbeat, self.loop),
                 has_outbox=store.capabilities.has_outbox,
             ),
             stepper=Stepper(

@@ -60,7 +60,7 @@ _ROW_ERRORS: Final = (
 _SQLITE_ERRORS: Final = (*_ROW_ERRORS, sqlite3.DatabaseError)
 
 
-# How long a fork waits for the commit under way; a process that is stuck must be able to fork.
+# How long a fork waits for each of what is under way; a process that is stuck must be able to fork.
 _FORK_WAIT_SECONDS: Final = 5.0
 
 
@@ -93,7 +93,8 @@ class SqliteStore:
         self._connection: sqlite3.Connection | None = None
         self._reading_lock = threading.Lock()
         self._reader: sqlite3.Connection | None = None
-        self._is_resting = False
+        # What is held while this process forks.
+        self._resting: list[threading.Lock] = []
         self.outbox = SqliteOutbox(writing=self._transaction, reading=self._reading, now_ms=now_ms)
         self._sweeping = self._new_sweeping()
         forks.guard(self)
@@ -329,18 +330,22 @@ class SqliteStore:
     # The connection.
 
     def before_fork(self) -> None:
-        """Waits for the commit under way.
+        """Waits for the commit and for the reading under way.
 
-        Else SQLite's library would believe for ever in the child that the write lock of the file
-        is taken, by a connection that is not its own.
+        Else SQLite's library would believe for ever in the child that their locks are taken, by a
+        connection that is not its own: nobody could write there, or the log could not be cut back.
         """
-        self._is_resting = self._lock.acquire(timeout=_FORK_WAIT_SECONDS)
+        # In the order in which a reading takes them.
+        for lock in (self._reading_lock, self._lock):
+            if lock.acquire(timeout=_FORK_WAIT_SECONDS):
+                self._resting.append(lock)
 
     def after_fork_in_parent(self) -> None:
-        """Lets the next commit in."""
-        if self._is_resting:
-            self._is_resting = False
-            self._lock.release()
+        """Lets the next ones in."""
+        # Taken away first: another thread that forks holds the locks as soon as they are free.
+        resting, self._resting = self._resting, []
+        for lock in resting:
+            lock.release()
 
     def after_fork_in_child(self) -> None:
         """Leaves the parent's connections alone and opens own ones at the next use.
@@ -348,13 +353,14 @@ class SqliteStore:
         They must be to the parent's files: a child is one of the processes that have them in use.
         Its `-shm`, too, because SQLite's library in the child goes on with the one that it has open
         for the parent's connections. Once that is deleted, as the parent's `close` does, nobody
-        else sees the locks that the child takes on it.
+        else sees the locks that the child takes on it, by way of this store or of another one.
         """
         forks.park((self._connection, self._reader))
+        self._place.after_fork_in_child()
         self._connection = self._reader = None
         self._lock, self._reading_lock = threading.Lock(), threading.Lock()
         self._sweeping = self._new_sweeping()
-        self._is_resting = False
+        self._resting = []
 
     def _new_sweeping(self) -> Sweeping:
         return Sweeping(writing=self._transaction, reading=self._reading, now_ms=self._now_ms)
