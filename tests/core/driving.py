@@ -6,7 +6,7 @@ Every wait is a pause that the test ends, so a race is an order of calls and not
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from retrysafe.core.attempt import Attempt
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.codec import ValueCodec
-from retrysafe.core.engine import Engine, Invoke
+from retrysafe.core.engine import Engine
 from retrysafe.core.events import Event, Reporter
 from retrysafe.core.joining import Join, Joiner
 from retrysafe.core.keys import Key
@@ -33,6 +33,8 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.stepping import Stepper
 from retrysafe.stores.memory import MemoryStore
+
+Invoke = Callable[[Attempt], Awaitable[Any]]
 
 
 class Pause:

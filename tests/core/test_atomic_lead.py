@@ -97,10 +97,10 @@ class Desk:
     # What tests do.
 
     def answer(self, operation, made_call=None):
-        return drive(self.engine.answer(made_call or call(), operation, self))
+        return drive(self.engine.answer(made_call or call(), operation, transacting=self))
 
     def start(self, operation, made_call=None):
-        return Flow(self.engine.answer(made_call or call(), operation, self)).step()
+        return Flow(self.engine.answer(made_call or call(), operation, transacting=self)).step()
 
     @property
     def state(self):

@@ -163,8 +163,32 @@ class Engine:
                 if flight is mine:
                     if transacting is not None:
                         return await self._atomic_lead.lead(flight, call, operation, transacting)
-                    return await self._lead(
-                        flight, call, operation, args, kwargs, wait_until, asked
+                    request = ClaimRequest(
+                        call.key,
+                        call.fingerprints,
+                        self._mint_token(),
+                        call.policy.lease_ms,
+                        call.operation,
+                        self._owner,
+                        call.arguments,
+                    )
+                    claim: Claim = self._writer.claim
+                    if call.recovers is not None:
+                        claim = self._takeover(call.recovers)
+                    try:
+                        told = await claim(request)
+                    except StoreUnavailable as error:
+                        told = await self._claim_again(flight, request, claim, error)
+                    # Nothing starts on a claim whose lease has run out, see `_contend`.
+                    if told.decision is not _ADMIT or self._is_late(told, asked):
+                        granted = await self._contend(
+                            flight, call, request, claim, told, asked, wait_until
+                        )
+                        if isinstance(granted, Answer):
+                            return granted
+                        told, asked = granted
+                    return await self._runner.run(
+                        flight, call, operation, args, kwargs, request, told, asked
                     )
             finally:
                 try:
@@ -237,73 +261,66 @@ class Engine:
 
     # Admission: the leader asks the store.
 
-    async def _lead(
+    def _takeover(self, held: bytes) -> Claim:
+        """How a worker claims: from the owner of that token and from nobody else."""
+        assert self._recovers is not None  # Whoever makes such a call has given the port.
+        return partial(self._recovers.take_over, held=held)
+
+    def _is_late(self, granted: ClaimAnswer, asked: float) -> bool:
+        return self._monotonic() >= asked + granted.remaining_ms / 1000
+
+    async def _contend(
         self,
         flight: Flight,
         call: Call,
-        operation: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        wait_until: float | None,
+        request: ClaimRequest,
+        claim: Claim,
+        answer: ClaimAnswer,
         asked: float,
-    ) -> Answer[Any]:
-        request = ClaimRequest(
-            call.key,
-            call.fingerprints,
-            self._mint_token(),
-            call.policy.lease_ms,
-            call.operation,
-            self._owner,
-            call.arguments,
-        )
-        claim: Claim = self._writer.claim
-        if call.recovers is not None:
-            assert self._recovers is not None  # Whoever makes such a call has given the port.
-            claim = partial(self._recovers.take_over, held=call.recovers)
+        wait_until: float | None,
+    ) -> Answer[Any] | tuple[ClaimAnswer, float]:
+        """Goes on from a first answer that let nothing start: a replay, or a grant in the end."""
         poll_seconds = POLL_SECONDS
         late_answers = 0
         while True:
-            try:
-                answer = await claim(request)
-            except StoreUnavailable as error:
-                answer = await self._claim_again(flight, request, claim, error)
             decision = answer.decision
-            if decision is _ADMIT or decision in _GRANTED:
-                if self._monotonic() >= asked + answer.remaining_ms / 1000:
-                    # The process stood still until the lease was over. Somebody else may run by
-                    # now, so nothing starts on this claim; the store is asked anew.
-                    late_answers += 1
-                    if late_answers == LATE_ANSWERS_LIMIT:
-                        raise StoreUnavailable(
-                            f"the store grants claims later than their lease of "
-                            f"{call.policy.lease} lasts: nothing was run",
-                            key=call.key.text,
-                        )
-                    asked = self._monotonic()
-                    continue
-                return await self._runner.run(
-                    flight, call, operation, args, kwargs, request, answer, asked
-                )
-            if decision is Decision.REPLAY:
+            if decision in _GRANTED:
+                if not self._is_late(answer, asked):
+                    return answer, asked
+                # The process stood still until the lease was over. Somebody else may run by now,
+                # so nothing starts on this claim; the store is asked anew.
+                late_answers += 1
+                if late_answers == LATE_ANSWERS_LIMIT:
+                    raise StoreUnavailable(
+                        f"the store grants claims later than their lease of {call.policy.lease} "
+                        "lasts: nothing was run",
+                        key=call.key.text,
+                    )
+            elif decision is Decision.REPLAY:
                 return self._replay_stored(flight, call, answer, asked)
-            if decision is Decision.MISMATCH:
+            elif decision is Decision.MISMATCH:
                 flight.first_operation = answer.operation
                 raise self._reused(call, answer.operation, "store")
-            if decision is Decision.LOST:
+            elif decision is Decision.LOST:
                 raise ClaimLost(
                     f"somebody else went on with {call.key.text!r}, or stopped it: nothing was run",
                     key=call.key.text,
                 )
-            flight.conflict_ends_monotonic = asked + answer.remaining_ms / 1000
-            now = self._monotonic()
-            if wait_until is None or now >= wait_until:
-                raise self._in_flight(call, flight, "store", has_waited=wait_until is not None)
-            self._flights.enter(flight, Phase.AWAITING)
-            # The lease may end before the next poll is due; asking just after it is soonest.
-            lease_seconds = answer.remaining_ms / 1000 + 0.001
-            await self._waiting.sleep(min(poll_seconds, lease_seconds, wait_until - now))
-            poll_seconds = min(poll_seconds * POLL_GROWTH, POLL_MAXIMUM_SECONDS)
+            else:
+                flight.conflict_ends_monotonic = asked + answer.remaining_ms / 1000
+                now = self._monotonic()
+                if wait_until is None or now >= wait_until:
+                    raise self._in_flight(call, flight, "store", has_waited=wait_until is not None)
+                self._flights.enter(flight, Phase.AWAITING)
+                # The lease may end before the next poll is due; asking just after it is soonest.
+                lease_seconds = answer.remaining_ms / 1000 + 0.001
+                await self._waiting.sleep(min(poll_seconds, lease_seconds, wait_until - now))
+                poll_seconds = min(poll_seconds * POLL_GROWTH, POLL_MAXIMUM_SECONDS)
             asked = self._monotonic()
+            try:
+                answer = await claim(request)
+            except StoreUnavailable as error:
+                answer = await self._claim_again(flight, request, claim, error)
 
     async def _claim_again(
         self, flight: Flight, request: ClaimRequest, claim: Claim, error: StoreUnavailable

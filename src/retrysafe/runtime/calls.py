@@ -203,7 +203,7 @@ _empty: dict[tuple[int, str], tuple[FingerprintRule, tuple[Fingerprint, ...]]] =
 
 def fingerprints_of(rule: FingerprintRule, name: str, request: object) -> tuple[Fingerprint, ...]:
     """What tells this request from others under its key; raises `FingerprintImpossible`."""
-    if request == [] and type(request) is list:
+    if type(request) is list and not request:
         known = _empty.get((id(rule), name))
         # The rule is held with it, so that its id is nobody else's.
         if known is None:

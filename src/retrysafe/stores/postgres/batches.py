@@ -47,10 +47,22 @@ _NO_WAIT: Final = "1ms"
 
 # Looked up once: members of an enum are dear to look up per row.
 _EXTEND: Final = SettleKind.EXTEND
-# Nobody changes an answer, so that all rows that were applied can share one.
+# Nobody changes such an answer, so that all rows that were applied can share one.
 _APPLIED: Final = SettleAnswer(Decision.APPLY)
 # Nothing was read, and nobody asks when.
 _NO_RECORD: Final = (None, 0)
+
+
+def _all_admitted(claims: Sequence[ClaimRequest], now_ms: int) -> list[ClaimResult]:
+    """The answers to claims that all met no row; those with equal leases share one."""
+    answers: dict[int, ClaimResult] = {}
+    told: list[ClaimResult] = []
+    for request in claims:
+        answer = answers.get(request.lease_ms)
+        if answer is None:
+            answer = answers[request.lease_ms] = admitted(request, now_ms)
+        told.append(answer)
+    return told
 
 
 class Batches:
@@ -124,7 +136,7 @@ class Batches:
             ]
         if len(claimed) == len(claims) * DIGEST_BYTES:
             self._weigh(-len(claims))
-            return [admitted(request, now_ms) for request in claims], endings
+            return _all_admitted(claims, now_ms), endings
         admissions = dict.fromkeys(split(claimed), now_ms)
         return await self._answer_claims(claims, admissions), endings
 
