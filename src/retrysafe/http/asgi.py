@@ -128,7 +128,10 @@ class IdempotencyMiddleware:
         self._runs: set[AppRun] = set()
         self._recent: Recent | None = Recent() if protection.is_told_by_headers else None
         seconds = protection.store_timeout_seconds
-        self._lookout = None if seconds is None else ClaimLookout(seconds, idempotency.is_claiming)
+        self._lookout: ClaimLookout | None = None
+        if seconds is not None:
+            let_go = None if protection.fail_open else idempotency.let_go
+            self._lookout = ClaimLookout(seconds, idempotency.is_claiming, let_go)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; what is not HTTP, or is protected already, passes untouched."""
