@@ -41,7 +41,7 @@ from django.views.decorators.http import require_POST
 
 from retrysafe import Policy, current_attempt
 from retrysafe.contrib.django.decorators import idempotent
-from retrysafe.http import FromFields, KeyUse, Streaming
+from retrysafe.http import ACCEPT, FromFields, KeyUse, Streaming
 
 SETTINGS = {
     "ROOT_URLCONF": __name__,
@@ -144,6 +144,16 @@ async def async_charge(request):
     assert request.idempotency is current_attempt()
     run = await asyncio.to_thread(till.note, "async")
     return JsonResponse({"run": run}, status=201, headers={"Location": "/charges/1"})
+
+
+@idempotent(in_flight=ACCEPT)
+def job(request):
+    return JsonResponse({"run": till.note("job")}, status=201)
+
+
+@idempotent(in_flight=ACCEPT)
+async def async_job(request):
+    return JsonResponse({"run": await asyncio.to_thread(till.note, "job")}, status=201)
 
 
 @idempotent(key=KeyUse.OPTIONAL)
@@ -411,6 +421,8 @@ nested = [
 urlpatterns = [
     path("charges", charge),
     path("async-charges", async_charge),
+    path("jobs", job),
+    path("async-jobs", async_job),
     path("notes", note),
     path("async-notes", async_note),
     path("open", open_to_all),

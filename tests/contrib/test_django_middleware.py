@@ -186,6 +186,29 @@ def test_the_status_page_shows_the_callers_own_key(world, middleware):
                 django_shop.urlpatterns.pop()
 
 
+@pytest.mark.parametrize("place", ["/jobs", "/async-jobs"])
+@pytest.mark.parametrize("pages", ["middleware", "urls", "elsewhere", None])
+def test_a_view_that_accepts_duplicates_needs_the_status_page(world, pages, place, caplog):
+    """Else its 202 would lead nowhere: told by the first request, which runs nothing."""
+    added = {
+        "urls": path("", include("retrysafe.contrib.django.urls")),
+        "elsewhere": path("<path:rest>", django_shop.plain),
+    }.get(pages)
+    with open_shop(world, middleware=LIST if pages == "middleware" else LIST[:-1]) as shop:
+        if added is not None:
+            django_shop.urlpatterns.append(added)
+        try:
+            reply = shop.post(place)
+        finally:
+            if added is not None:
+                django_shop.urlpatterns.pop()
+        if pages in ("middleware", "urls"):
+            assert (reply.status_code, shop.till.runs) == (201, ["job"])
+        else:
+            assert (reply.status_code, shop.till.runs) == (500, [])
+            assert "tells its clients a status URL, and nothing serves it" in caplog.text
+
+
 # A server whose client goes away.
 
 

@@ -20,13 +20,14 @@ from retrysafe import (
     GLOBAL,
     AsyncIdempotency,
     Attempt,
+    InFlight,
     InvalidInput,
     MemoryStore,
     Policy,
     PolicyInvalid,
 )
 from retrysafe.contrib.fastapi import IdempotentRoute, Retrysafe, idempotent
-from retrysafe.http import FromFields, KeyUse, StatusRule, Streaming, bearer_token
+from retrysafe.http import ACCEPT, FromFields, KeyUse, StatusRule, Streaming, bearer_token
 from tests.contrib.conftest import is_replay, made, problem
 from tests.contrib.shops import Till
 from tests.servers.fixtures import migrated
@@ -494,6 +495,25 @@ def test_the_document_shows_what_clients_may_prefer():
     assert "202" not in streams["responses"]
     (preference,) = (item for item in streams["parameters"] if item["name"] == "Prefer")
     assert "respond-async" not in preference["description"]
+
+
+def test_the_document_tells_what_a_duplicate_gets():
+    """202 in the place of 409 where the route accepts; its wait otherwise."""
+    app = shop()
+
+    @app.post("/jobs", dependencies=[idempotent(in_flight=ACCEPT)])
+    async def job(): ...
+
+    @app.post("/orders", dependencies=[idempotent(in_flight=InFlight.WAIT)])
+    async def order(): ...
+
+    paths = app.openapi()["paths"]
+    jobs, orders = (paths[path]["post"] for path in ("/jobs", "/orders"))
+    assert "runs gets 202 with the URL where its outcome can be read" in jobs["description"]
+    assert "status URL" in jobs["responses"]["202"]["description"]
+    assert "outstanding" not in jobs["responses"]["409"]["description"]
+    assert "runs waits for its response up to 10 seconds, then gets 409" in orders["description"]
+    assert "outstanding" in orders["responses"]["409"]["description"]
 
 
 def test_the_document_follows_the_configuration():

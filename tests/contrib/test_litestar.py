@@ -25,7 +25,7 @@ from retrysafe import (
     SecretMissing,
 )
 from retrysafe.contrib.litestar import RetrysafePlugin, rendered
-from retrysafe.http import FromBody, FromFields, KeyUse, Rule, Streaming
+from retrysafe.http import ACCEPT, FromBody, FromFields, KeyUse, Rule, Streaming
 from tests.contrib.conftest import is_replay, made, problem
 from tests.contrib.shops import Till
 from tests.servers.fixtures import migrated
@@ -378,6 +378,18 @@ def test_the_document_shows_what_clients_may_prefer():
     assert "; or The request runs" in jobs["responses"]["202"]["description"]
     assert "202" not in streams["responses"]
     assert "respond-async" not in preferences(streams)[0]["description"]
+
+
+def test_the_document_tells_of_a_handler_that_accepts_duplicates():
+    """202 in the place of 409 for what is still running."""
+
+    @post("/jobs", idempotency=Rule(in_flight=ACCEPT))
+    async def job() -> None: ...
+
+    jobs = shop(job).openapi_schema.to_schema()["paths"]["/jobs"]["post"]
+    assert "runs gets 202 with the URL where its outcome can be read" in jobs["description"]
+    assert "status URL" in jobs["responses"]["202"]["description"]
+    assert "outstanding" not in jobs["responses"]["409"]["description"]
 
 
 def test_an_operation_class_of_the_users_own_is_kept():

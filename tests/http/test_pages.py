@@ -13,7 +13,7 @@ from retrysafe import (
     MemoryStore,
     Policy,
 )
-from retrysafe.http import FromFields, KeyUse, Rule, StatusRule, Streaming
+from retrysafe.http import ACCEPT, FromFields, KeyUse, Rule, StatusRule, Streaming
 from retrysafe.http.problems import KINDS
 from retrysafe.testing import FaultyStore, ManualClock, Moment
 
@@ -106,6 +106,20 @@ def test_nothing_is_said_of_202_where_no_route_answers_with_it(make_subject):
     one = make_subject(rules=[*rules, Rule(path="/charges")]).ask("GET", "/idempotency-policy").body
     assert one.count(b"respond-async") == 2
     assert b"202" in one
+
+
+def test_a_route_that_accepts_duplicates_says_so(make_subject):
+    """To people and to programs, and no longer of 409."""
+    rules = [Rule(path="/jobs", in_flight=ACCEPT), Rule(path="/orders", in_flight=InFlight.WAIT)]
+    subject = make_subject(rules=rules)
+    shown = subject.ask("GET", "/idempotency-policy", accept="application/json").json["routes"]
+    assert [route["in_flight"] for route in shown] == ["accept", "wait"]
+    page = subject.ask("GET", "/idempotency-policy").body.decode()
+    jobs, orders = page.split("<h3><code>")[1:3]
+    assert "<dd>202 with the URL where its outcome can be read, unless it prefers to wait" in jobs
+    assert "409" not in jobs
+    assert "<dd>waits up to 10 s for the first response, then 409" in orders
+    assert "/idempotency-status/{key}" in page
 
 
 def test_the_pages_can_live_elsewhere_and_leave_the_old_paths_alone(make_subject):

@@ -10,19 +10,22 @@ from retrysafe import (
     Ending,
     FingerprintRule,
     Idempotency,
+    InFlight,
     InvalidInput,
     MemoryStore,
     Policy,
     PolicyInvalid,
 )
 from retrysafe.http import (
+    ACCEPT,
     IdempotencyMiddleware,
     KeyUse,
     Rule,
     StatusRule,
+    Streaming,
     WSGIIdempotencyMiddleware,
 )
-from retrysafe.http.rules import RouteTable, checked_rules
+from retrysafe.http.rules import Route, RouteTable, checked_rules
 from retrysafe.runtime.calls import Settings
 
 SETTINGS = Settings(None, Policy(), FingerprintRule(), None)
@@ -93,6 +96,30 @@ def test_records_are_listed_under_the_route_or_the_rules_name():
 
 
 @pytest.mark.parametrize(
+    ("in_flight", "of_policy", "expected"),
+    [
+        (None, InFlight.WAIT, (InFlight.WAIT, False)),
+        (None, InFlight.FAIL, (InFlight.FAIL, False)),
+        (InFlight.WAIT, InFlight.FAIL, (InFlight.WAIT, False)),
+        (InFlight.FAIL, InFlight.WAIT, (InFlight.FAIL, False)),
+        (ACCEPT, InFlight.WAIT, (InFlight.FAIL, True)),
+    ],
+)
+def test_what_a_rule_says_of_duplicates_comes_before_its_policy(in_flight, of_policy, expected):
+    """The rest of the policy stays; one that is accepted is not waited for."""
+    policy = Policy(in_flight=of_policy, attempt_limit=3)
+    route = Route(Rule(policy=policy, in_flight=in_flight), SETTINGS)
+    assert (route.policy.in_flight, route.accepts_duplicates) == expected
+    assert route.policy.attempt_limit == 3
+
+
+def test_a_policy_does_not_take_what_only_http_can_answer():
+    """And the word that it is shown by is the one that people write."""
+    with pytest.raises(PolicyInvalid, match="got ACCEPT"):
+        Policy(in_flight=ACCEPT)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"path": "charges"}, "slash"),
@@ -111,6 +138,9 @@ def test_records_are_listed_under_the_route_or_the_rules_name():
         ({"source": "header"}, "FromHeader"),
         ({"request_limit_bytes": -1}, "request_limit_bytes"),
         ({"request_limit_bytes": True}, "request_limit_bytes"),
+        ({"in_flight": "wait"}, "InFlight.FAIL, InFlight.WAIT or ACCEPT, got 'wait'"),
+        ({"in_flight": ACCEPT, "streaming": Streaming.PASS}, "ACCEPT promises a status URL"),
+        ({"in_flight": ACCEPT, "transaction": lambda: None}, "ACCEPT promises a status URL"),
     ],
 )
 def test_a_rule_that_cannot_work_is_refused(options, message):

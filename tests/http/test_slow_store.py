@@ -11,7 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from retrysafe import AsyncIdempotency, InFlight, MemoryStore, Policy, PolicyInvalid, SqliteStore
+from retrysafe import (
+    AsyncIdempotency,
+    Condition,
+    InFlight,
+    MemoryStore,
+    Policy,
+    PolicyInvalid,
+    SqliteStore,
+)
+from retrysafe.core.model import RecordQuery
 from retrysafe.core.ports import Waits
 from retrysafe.errors import StoreUnavailable
 from retrysafe.http import Breaker, IdempotencyMiddleware, Rule, bearer_token
@@ -69,20 +78,40 @@ def protected(shop, idem, **options):
     return IdempotencyMiddleware(shop.asgi, idem, **options)
 
 
+def patient(shop, idem):
+    """The same without a limit: a busy machine may take longer than a store that is well."""
+    return protected(shop, idem, store_timeout=None)
+
+
 @in_a_loop
 async def test_a_claim_without_an_answer_is_refused_in_time(store, shop, idem):
-    """503 with Retry-After, and the breaker hears of it; what the claim comes to runs nothing."""
+    """503 with Retry-After, and the breaker hears of it. A claim that is granted after that runs
+    nothing and is given back: the retry need not wait for its lease, and is the first attempt."""
     breaker = Breaker(failures_limit=1)
     app = protected(shop, idem, breaker=breaker)
     reply = await ask(app)
     assert (reply.status, reply.problem) == (503, "store-unavailable")
     assert reply.headers["retry-after"] == "1"
     assert breaker.is_open
-    store.go_on.set()
-    breaker.succeeded()
-    # Granted after all: its lease frees it.
-    assert (await ask(app)).problem == "in-flight"
     assert shop.runs == []
+    store.go_on.set()
+    assert (await ask(patient(shop, idem))).status == 201
+    assert len(shop.runs) == 1
+    stored = (await store.list_records(RecordQuery()))[0]
+    assert (stored.condition, stored.record.attempt) == (Condition.SUCCEEDED, 1)
+
+
+@in_a_loop
+async def test_a_takeover_that_is_granted_too_late_is_left_to_its_lease(store, shop, idem):
+    """It counts as an attempt; given back, every retry against a slow store would use one up."""
+    store.go_on.set()
+    shop.status = 500
+    assert (await ask(patient(shop, idem))).status == 500
+    store.go_on.clear()
+    assert (await ask(protected(shop, idem))).problem == "store-unavailable"
+    store.go_on.set()
+    assert (await ask(patient(shop, idem))).problem == "in-flight"
+    assert len(shop.runs) == 1
 
 
 @in_a_loop
@@ -95,7 +124,7 @@ async def test_a_claim_that_has_not_left_for_the_store_never_does(store, shop, i
     assert (await first).status == 503
     assert store.commits == 1
     store.go_on.set()
-    assert (await ask(app, key='"second"')).status == 201
+    assert (await ask(patient(shop, idem), key='"second"')).status == 201
     assert len(shop.runs) == 1
 
 
@@ -120,7 +149,10 @@ async def test_duplicates_of_a_claim_without_an_answer_are_told_as_well(store, s
 async def test_a_service_that_fails_open_runs_when_the_claim_takes_too_long(store, shop, idem):
     reply = await ask(protected(shop, idem, fail_open=True))
     assert (reply.status, reply.headers["idempotency-protected"]) == (201, "false")
+    # Its claim is granted after all, and keeps duplicates away: the application has run.
     store.go_on.set()
+    assert (await ask(patient(shop, idem))).problem == "in-flight"
+    assert len(shop.runs) == 1
 
 
 @pytest.mark.parametrize("timeout", [None, timedelta(0)])
@@ -275,6 +307,19 @@ def test_a_request_that_would_wait_is_given_up_when_the_store_says_nothing():
     run, waiter = watched(lookout, clock, WAITING)
     clock.pass_to(105)
     assert (run.cancelled, waiter.done()) == (1, True)
+
+
+def test_only_what_is_given_up_is_let_go_of():
+    """What has begun, or still has time, keeps its claim."""
+    clock, left = Clock(), []
+    lookout = ClaimLookout(5, lambda call: True, lambda call: left.append(call.key.text))
+    watched(lookout, clock, key="late")
+    begun, _ = watched(lookout, clock, key="begun")
+    begun.task = object()
+    clock.pass_to(102)
+    watched(lookout, clock, key="in time")
+    clock.pass_to(105)
+    assert left == ["late"]
 
 
 def test_a_client_that_has_gone_is_not_told():

@@ -16,6 +16,7 @@ from typing import Any
 
 from retrysafe import GLOBAL, Ending, FingerprintRule, InFlight, Policy, SqliteStore
 from retrysafe.http import (
+    ACCEPT,
     Breaker,
     FromBody,
     FromFields,
@@ -61,6 +62,12 @@ RULES = (
     Rule(
         path="/impatient",
         policy=POLICY.with_changes(in_flight=InFlight.WAIT, wait_limit=timedelta(milliseconds=100)),
+    ),
+    Rule(path="/accepting", in_flight=ACCEPT),
+    Rule(
+        path="/accepting-soon",
+        policy=POLICY.with_changes(in_flight=InFlight.WAIT, wait_limit=timedelta(milliseconds=100)),
+        in_flight=ACCEPT,
     ),
     Rule(path="/twice", policy=POLICY.with_changes(attempt_limit=2)),
     Rule(path="/final", policy=POLICY.with_changes(unlisted=Ending.FAILED)),

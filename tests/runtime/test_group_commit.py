@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import linecache
 import os
 import signal
@@ -605,6 +606,141 @@ def test_cancelled_task_does_not_disturb_its_batch():
         await stage.group.drain()
 
     drive(main())
+
+
+class Unwanted(TaskStage):
+    """A held commit with a claim in it that is let go of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.request = _request("unwanted")
+
+    async def leave(self) -> None:
+        """Its caller goes while it is on its way."""
+        waiting = self.group.claim(self.request)
+        await self.hold.reached()
+        self.group.let_go(self.request.key)
+        waiting.cancel()
+
+    @property
+    def released(self) -> list[bytes]:
+        return [
+            item.token
+            for commit in self.store.commits
+            for item in commit.settlements
+            if item.kind is SettleKind.RELEASE
+        ]
+
+
+def test_a_claim_that_was_let_go_is_given_back_before_the_next_one_leaves():
+    """The key is as new to whoever waits for it; the others in its batch keep their claims."""
+
+    async def main() -> None:
+        stage = Unwanted()
+        beside = stage.group.claim(_request("beside"))
+        await stage.leave()
+        # An equal key, and another call.
+        again = stage.group.claim(_request("unwanted"))
+        stage.hold.open()
+        assert (await beside).decision is Decision.ADMIT
+        answer = await again
+        assert (answer.decision, answer.attempt) == (Decision.ADMIT, 1)
+        assert stage.released == [stage.request.token]
+        await stage.group.drain()
+
+    drive(main())
+
+
+def test_a_claim_of_an_equal_key_is_not_given_back_with_it():
+    """Two calls of one key are on their way: the one that was granted is wanted."""
+
+    async def main() -> None:
+        stage = Unwanted()
+        wanted = stage.group.claim(_request("unwanted"))
+        await stage.leave()
+        stage.hold.open()
+        assert (await wanted).decision is Decision.ADMIT
+        await stage.group.drain()
+        assert stage.released == []
+
+    drive(main())
+
+
+def test_draining_waits_for_what_is_given_back():
+    """A process that ends leaves no key behind that nobody runs."""
+
+    async def main() -> None:
+        stage = Unwanted()
+        await stage.leave()
+        stage.hold.open()
+        await stage.group.drain()
+        assert stage.released == [stage.request.token]
+
+    drive(main())
+
+
+def test_a_claim_is_given_back_that_was_granted_just_before():
+    """Its caller is cancelled between the answer and its own next turn, and never sees it."""
+
+    async def main() -> None:
+        stage = Unwanted()
+        waiting = stage.group.claim(stage.request)
+        waiting.add_done_callback(lambda _: stage.group.let_go(stage.request.key))
+        await stage.hold.reached()
+        stage.hold.open()
+        await stage.group.drain()
+        assert waiting.result().decision is Decision.ADMIT
+        assert stage.released == [stage.request.token]
+
+    drive(main())
+
+
+def test_nothing_is_given_back_that_was_not_newly_granted():
+    """Neither somebody else's claim, nor one that goes on with earlier attempts: releasing those
+    one after the other would use up the attempts."""
+
+    async def main() -> None:
+        for kind, condition in (
+            (None, Condition.RUNNING),
+            (SettleKind.RELEASE, Condition.RUNNING),
+            (SettleKind.COMPLETE, Condition.SUCCEEDED),
+        ):
+            stage = Unwanted()
+            earlier = _request("unwanted")
+            await stage.store.inner.commit([earlier], [])
+            if kind is not None:
+                ending = Settlement(kind, earlier.key, earlier.token, active_ms=60_000)
+                await stage.store.inner.commit([], [ending])
+            await stage.leave()
+            stage.hold.open()
+            await stage.group.drain()
+            assert stage.released == []
+            assert (await stage.store.inner.read(earlier.key)).condition is condition
+
+    drive(main())
+
+
+@pytest.mark.parametrize("fails", ["claim", "release"])
+def test_a_store_that_fails_leaves_an_unwanted_claim_to_its_lease(fails, caplog):
+    """Nobody is asked twice, and nobody is told of an error that is nobody's."""
+
+    async def main() -> None:
+        stage = Unwanted()
+
+        def fail(commit) -> None:
+            raise StoreUnavailable("down")
+
+        if fails == "claim":
+            stage.store.after = fail
+        stage.then = fail
+        await stage.leave()
+        stage.hold.open()
+        await stage.group.drain()
+        assert len(stage.store.commits) == (1 if fails == "claim" else 2)
+        gc.collect()
+
+    drive(main())
+    assert caplog.records == []
 
 
 def test_a_few_rows_do_not_wait_for_each_other():

@@ -41,7 +41,7 @@ ACCEPTED_TEXT: Final = "The request runs; its outcome will be at the status URL"
 ACCEPTED_SCHEMA: Final[dict[str, Any]] = {
     "title": "IdempotencyAccepted",
     "type": "object",
-    "description": "The answer to `Prefer: respond-async` while the request runs.",
+    "description": "Where the outcome of a request can be read that still runs.",
     "required": ["state", "key", "status_url"],
     "properties": {
         "state": {"type": "string"},
@@ -61,7 +61,7 @@ class Description:
     parameters: tuple[dict[str, Any], ...]
     # The text for every status that retrysafe itself may refuse with.
     responses: dict[int, str]
-    # Whether a client may ask for 202 and a place to look, instead of waiting.
+    # Whether 202 and a place to look may be the answer, asked for or not.
     may_accept: bool
     # A paragraph for the description of the operation.
     text: str
@@ -85,15 +85,16 @@ def description_of(route: Route, protection: Protection, *, has_callers: bool) -
         )
     else:
         text = f"Repeated requests are recognised by {route.source}. "
-    wait = (
-        f"waits for its response up to {spoken(route.policy.wait_limit)}, then gets 409"
-        if route.policy.in_flight is InFlight.WAIT
-        else "gets 409"
-    )
+    if route.accepts_duplicates:
+        duplicate = "gets 202 with the URL where its outcome can be read"
+    elif route.policy.in_flight is InFlight.WAIT:
+        duplicate = f"waits for its response up to {spoken(route.policy.wait_limit)}, then gets 409"
+    else:
+        duplicate = "gets 409"
     text += (
         "A retry gets the first response again, marked with `Idempotent-Replayed: true`, for "
-        f"{retention} after the first one. A duplicate of a request that still runs {wait}. See "
-        f"[the idempotency policy]({protection.policy_path})."
+        f"{retention} after the first one. A duplicate of a request that still runs {duplicate}. "
+        f"See [the idempotency policy]({protection.policy_path})."
     )
     parameters = []
     if has_header:
@@ -137,7 +138,8 @@ def _kinds(route: Route, *, is_required: bool, has_callers: bool) -> Iterator[Pr
         yield problems.KEY_INVALID
     if has_callers:
         yield problems.CALLER_UNKNOWN
-    yield problems.IN_FLIGHT
+    if not route.accepts_duplicates:
+        yield problems.IN_FLIGHT
     yield problems.OUTCOME_UNAVAILABLE
     yield problems.BODY_TOO_LARGE
     yield problems.KEY_REUSED

@@ -8,10 +8,11 @@ from retrysafe.http.exchange import Plan, Protection
 from retrysafe.http.keys_of import FromBody, FromFields, FromHeader
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response
-from retrysafe.http.rules import KeyUse, Rule, StatusRule, Streaming
+from retrysafe.http.rules import ACCEPT, KeyUse, Rule, StatusRule, Streaming
 from retrysafe.http.wsgi import WSGIIdempotencyMiddleware
 
 __all__ = [
+    "ACCEPT",
     "AtomicAttempt",
     "Breaker",
     "CallerOf",

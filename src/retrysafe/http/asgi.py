@@ -1,8 +1,8 @@
 """The middleware for ASGI applications, whatever framework made them.
 
-Owns the reading of bodies, the running of the application and the sending of answers. A request
-that no rule protects passes untouched. A protected one runs apart from its connection: neither a
-client that goes away nor a server that cancels ends it, and nothing is sent before it is stored.
+Owns the order in which a request is matched, read, run and answered. One that no rule protects
+passes untouched. A protected one runs apart from its connection: neither a client that goes away
+nor a server that cancels ends it, and nothing is sent before it is stored.
 """
 
 from __future__ import annotations
@@ -19,6 +19,15 @@ from retrysafe.core.events import EventKind
 from retrysafe.core.keys import GlobalCaller, Key
 from retrysafe.errors import InvalidInput, StoreError
 from retrysafe.http.asgi_claims import ClaimLookout
+from retrysafe.http.asgi_io import (
+    TOO_LARGE,
+    is_protected,
+    prefix_of,
+    read_body,
+    request_of,
+    send_early,
+    send_response,
+)
 from retrysafe.http.asgi_run import (
     App,
     AppRun,
@@ -119,11 +128,14 @@ class IdempotencyMiddleware:
         self._runs: set[AppRun] = set()
         self._recent: Recent | None = Recent() if protection.is_told_by_headers else None
         seconds = protection.store_timeout_seconds
-        self._lookout = None if seconds is None else ClaimLookout(seconds, idempotency.is_claiming)
+        self._lookout: ClaimLookout | None = None
+        if seconds is not None:
+            let_go = None if protection.fail_open else idempotency.let_go
+            self._lookout = ClaimLookout(seconds, idempotency.is_claiming, let_go)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; what is not HTTP, or is protected already, passes untouched."""
-        if scope["type"] != "http" or (PROTECTED_NAME in scope and _is_protected(scope)):
+        if scope["type"] != "http" or (PROTECTED_NAME in scope and is_protected(scope)):
             await self.app(scope, receive, send)
             return
         head: Head | None = None
@@ -142,10 +154,10 @@ class IdempotencyMiddleware:
             path = path[len(root.rstrip("/")) :]
         match = self._find(scope["method"], path)
         if match is not None:
-            request, prefix = _request(scope), _prefix(scope)
+            request, prefix = request_of(scope), prefix_of(scope)
             await self._protect(match, request, prefix, receive, send, head, body)
         elif scope["method"] in _PAGE_METHODS and self.protection.has_page(path):
-            await self.show_page(path, _request(scope), _prefix(scope), send)
+            await self.show_page(path, request_of(scope), prefix_of(scope), send)
         else:
             await self.app(scope, receive, send)
 
@@ -165,7 +177,7 @@ class IdempotencyMiddleware:
                 page = protection.status_refused(error, key, request, prefix)
         if request.method == "HEAD":
             page.body = b""
-        await _send(send, page)
+        await send_response(send, page)
 
     async def protect(
         self, match: Match, request: Request, prefix: str, receive: Receive, send: Send
@@ -186,7 +198,7 @@ class IdempotencyMiddleware:
         self, repetition: Repetition, receive: Receive, send: Send
     ) -> bytes | object | None:
         """Replays what the same request came to, if it still is the same; else its body."""
-        body = await _read_body(receive, repetition.limit_bytes)
+        body = await read_body(receive, repetition.limit_bytes)
         if body != repetition.body or not self.idempotency.repeats(
             repetition.call, repetition.outcome
         ):
@@ -214,7 +226,7 @@ class IdempotencyMiddleware:
         plan = protection.begin(match[0], request, prefix)
         if type(plan) is Plan:
             if body is _UNREAD:
-                body = await _read_body(receive, plan.route.rule.request_limit_bytes)
+                body = await read_body(receive, plan.route.rule.request_limit_bytes)
             if body is None:
                 return  # The client went away before it had asked for anything.
             if type(body) is bytes:
@@ -222,9 +234,9 @@ class IdempotencyMiddleware:
                 await self.answer(plan, scope, receive, send, head)
             else:
                 refusal = protection.too_large(plan.route, request, prefix, plan.key)
-                await _send_early(send, receive, refusal, request, is_body_read=body is _TOO_LARGE)
+                await send_early(send, receive, refusal, request, is_body_read=body is TOO_LARGE)
         elif isinstance(plan, Response):
-            await _send_early(send, receive, plan, request)
+            await send_early(send, receive, plan, request)
         else:
             await self.app(scope, receive, send)
 
@@ -260,7 +272,7 @@ class IdempotencyMiddleware:
             await self._run_unprotected(call, plan, scope, receive, send)
             return
         if not response.is_streamed:
-            await _send(send, response)
+            await send_response(send, response)
         elif run is not None:
             await run.end_stream()
         if run is not None and not run.is_left:
@@ -378,102 +390,3 @@ async def _is_prompt(
     if not waiter.done():
         await asyncio.wait((waiter,), timeout=seconds)
     return waiter.done()
-
-
-def _request(scope: Scope) -> Request:
-    path = exact_path(scope, scope["path"])
-    root: str = scope.get("root_path", "")
-    if root and not is_below(path, root):
-        # Some frameworks leave the mount out of the path. Two mounts are two places all the same.
-        path = root.rstrip("/") + path
-    return Request(
-        scope["method"],
-        path,
-        scope.get("query_string", b""),
-        scope["headers"],
-        b"",
-        scope,
-    )
-
-
-def _is_protected(scope: Scope) -> bool:
-    """Whether somebody further out protects this very request."""
-    request = _request(scope)
-    protected: tuple[str, str] = scope[PROTECTED_NAME]
-    return protected == (request.method, request.path)
-
-
-def _prefix(scope: Scope) -> str:
-    """Where the whole application is mounted; routers move `root_path` further down."""
-    prefix: str = scope["app_root_path"] if "app_root_path" in scope else scope.get("root_path", "")
-    return prefix
-
-
-# Bodies past the limit: read to their end, or with more of them to come.
-_TOO_LARGE: Final = object()
-_TOO_LARGE_ALREADY: Final = object()
-
-
-async def _read_body(receive: Receive, limit_bytes: int) -> bytes | object | None:
-    """The whole body; None when the client left, one of two marks past the limit."""
-    message = await receive()
-    if message["type"] != "http.request":
-        return None
-    body: bytes = message.get("body", b"")
-    if not message.get("more_body", False):
-        return body if len(body) <= limit_bytes else _TOO_LARGE
-    chunks = [body]
-    size = len(body)
-    while size <= limit_bytes:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        chunks.append(chunk)
-        if not message.get("more_body", False):
-            return b"".join(chunks) if size <= limit_bytes else _TOO_LARGE
-    return _TOO_LARGE_ALREADY
-
-
-async def _send(send: Send, response: Response) -> None:
-    await send(
-        {"type": "http.response.start", "status": response.status, "headers": response.headers}
-    )
-    await send({"type": "http.response.body", "body": response.body})
-
-
-# What is on its way when a client is refused by its head; a longer body is not waited for.
-_DROPPED_LIMIT_BYTES: Final = 64 * 1024
-
-
-async def _send_early(
-    send: Send,
-    receive: Receive,
-    response: Response,
-    request: Request,
-    *,
-    is_body_read: bool = False,
-) -> None:
-    """Answers at once, and ends the answer when the body has arrived.
-
-    An answer that ends before its request makes servers close the connection, and with HTTP/2 all
-    other requests on it; a client may then not even get the answer.
-    """
-    if is_body_read or request.header(b"expect") is not None:
-        # Who waits for leave to send the body is never going to.
-        await _send(send, response)
-        return
-    await send(
-        {"type": "http.response.start", "status": response.status, "headers": response.headers}
-    )
-    await send({"type": "http.response.body", "body": response.body, "more_body": True})
-    left = _DROPPED_LIMIT_BYTES
-    while left > 0:
-        message = await receive()
-        if message["type"] != "http.request":
-            return
-        if not message.get("more_body", False):
-            break
-        left -= len(message.get("body", b""))
-    await send({"type": "http.response.body", "body": b""})

@@ -39,10 +39,18 @@ class _Waiting:
 class ClaimLookout:
     """Gives up the claims that take longer than the limit; for the requests of one loop."""
 
-    __slots__ = ("_is_claiming", "_loop", "_seconds", "_timer", "_waiting")
+    __slots__ = ("_is_claiming", "_let_go", "_loop", "_seconds", "_timer", "_waiting")
 
-    def __init__(self, seconds: float, is_claiming: Callable[[Call], bool]) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        is_claiming: Callable[[Call], bool],
+        let_go: Callable[[Call], None] | None = None,
+    ) -> None:
         self._seconds = seconds
+        # Has a claim given back that is granted too late. None where the application runs all the
+        # same, and the claim keeps duplicates away from it as long as its lease lasts.
+        self._let_go = let_go
         # Whether the store has not even said yet what the key is.
         self._is_claiming = is_claiming
         self._waiting: dict[AppRun, _Waiting] = {}
@@ -89,8 +97,8 @@ class ClaimLookout:
     def _give_up(self, waiting: _Waiting) -> None:
         """Tells the client, and lets go of the claim.
 
-        One that has not left for the store yet never does. One that has may still be granted: then
-        nobody runs, and the lease frees the key.
+        One that has not left for the store yet never does. One that has may still be granted, and
+        is then given back: nothing runs on it, and a retry must not have to wait for its lease.
         """
         del self._waiting[waiting.run]
         error = StoreUnavailable(
@@ -100,6 +108,8 @@ class ClaimLookout:
         error.is_in_flight = not self._is_claiming(waiting.call)
         if not waiting.waiter.done():
             waiting.waiter.set_exception(error)
+        if self._let_go is not None:
+            self._let_go(waiting.call)
         settling = waiting.run.settling
         if settling is not None:
             settling.cancel()

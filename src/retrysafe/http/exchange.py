@@ -342,7 +342,9 @@ class Protection:
             self.breaker.succeeded()
         if isinstance(error, StoreError) and not isinstance(error, StoreUnavailable):
             _logger.error("a protected request was refused", exc_info=error)
-        if isinstance(error, OperationInFlight) and plan.preference.respond_async:
+        if isinstance(error, OperationInFlight) and (
+            plan.preference.respond_async or plan.route.accepts_duplicates
+        ):
             return self.accepted(plan)
         detail: str | None = None
         if isinstance(error, KeyReused) and not isinstance(plan.caller, GlobalCaller):
@@ -361,7 +363,7 @@ class Protection:
         assert plan.key is not None  # Only a call that was made can be running.
         url = f"{plan.prefix}{self.status_path}{quote(plan.key, safe='')}"
         body = json.dumps({"state": "running", "key": plan.key, "status_url": url}).encode()
-        return Response(
+        response = Response(
             202,
             [
                 (b"content-type", b"application/json"),
@@ -369,10 +371,14 @@ class Protection:
                 (b"location", url.encode()),
                 (b"retry-after", retry_after_text(_POLL_AFTER)),
                 (b"cache-control", b"no-store"),
-                (b"preference-applied", b"respond-async"),
             ],
             body,
         )
+        if not plan.preference.respond_async:
+            # The route answers so unasked, at once or after the wait that was asked for.
+            return self.preferred(plan, response)
+        response.headers.append((b"preference-applied", b"respond-async"))
+        return response
 
     def preferred(self, plan: Plan, response: Response) -> Response:
         """The response with the mark of the preference that was followed."""

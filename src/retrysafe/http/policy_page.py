@@ -18,7 +18,7 @@ from retrysafe.http.durations import spoken
 from retrysafe.http.keys_of import FromHeader
 from retrysafe.http.problems import KINDS
 from retrysafe.http.responses import STORED_HEADERS, Response
-from retrysafe.http.rules import KeyUse, Route, Streaming, responds_async
+from retrysafe.http.rules import ACCEPT, KeyUse, Route, Streaming, responds_async
 
 _HEADER: Final = str(FromHeader())
 _NAMESPACES: Final = {
@@ -108,7 +108,7 @@ def _route(route: Route) -> dict[str, Any]:
         "key_source": str(route.source),
         "bare_keys": not rule.strict,
         "retention_seconds": policy.active_window.total_seconds(),
-        "in_flight": policy.in_flight.value,
+        "in_flight": (ACCEPT if route.accepts_duplicates else policy.in_flight).value,
         "wait_limit_seconds": policy.wait_seconds,
         "responds_async": responds_async(rule),
         "same_request": counted,
@@ -190,13 +190,16 @@ def _html_route(route: dict[str, Any]) -> str:
     title = f"<h3><code>{escape(' '.join(route['methods']))} {escape(route['path'])}</code></h3>"
     if route["key"] == KeyUse.OFF.value:
         return f"<section>{title}<p>Not protected; keys are ignored.</p></section>"
-    in_flight = (
-        f"waits up to {route['wait_limit_seconds']:g} s for the first response, then 409"
-        if route["in_flight"] == InFlight.WAIT.value
-        else "409 with Retry-After"
-    )
-    if route["responds_async"]:
-        in_flight += ", or 202 for those who prefer respond-async"
+    if route["in_flight"] == ACCEPT.value:
+        in_flight = "202 with the URL where its outcome can be read, unless it prefers to wait"
+    else:
+        in_flight = (
+            f"waits up to {route['wait_limit_seconds']:g} s for the first response, then 409"
+            if route["in_flight"] == InFlight.WAIT.value
+            else "409 with Retry-After"
+        )
+        if route["responds_async"]:
+            in_flight += ", or 202 for those who prefer respond-async"
     kept = (
         "every response except the statuses " + ", ".join(route["freed_statuses"])
         if route["response_is_kept"]

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.model import Ending
-from retrysafe.core.policy import Policy
+from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import PolicyInvalid
 from retrysafe.http.keys_of import FromBody, FromFields, FromHeader, KeySource
 from retrysafe.http.responses import ResponseCodec
@@ -65,6 +65,20 @@ class Streaming(Enum):
     BUFFER = "buffer"
     # It is sent as it comes, and remembered as done without its body.
     PASS = "pass"
+
+
+class Accept(Enum):
+    """The type of `ACCEPT`."""
+
+    ACCEPT = "accept"
+
+    def __repr__(self) -> str:
+        return "ACCEPT"
+
+
+# What a duplicate of a running request gets, beside what `InFlight` names: 202 with the URL of its
+# status. Only HTTP has such an answer, so a `Policy` does not take it.
+ACCEPT: Final = Accept.ACCEPT
 
 
 class StatusRule:
@@ -130,6 +144,9 @@ class Rule:
     # None: those of the Idempotency object.
     policy: Policy | None = None
     fingerprint: FingerprintRule | None = None
+    # What a duplicate of a running request gets: InFlight.FAIL, InFlight.WAIT or ACCEPT. None: what
+    # the policy says.
+    in_flight: InFlight | Accept | None = None
     stored: StatusRule = KEPT_BELOW_500
     # Headers that are stored beside the usual ones, such as "X-Total-Count".
     headers: tuple[str, ...] = ()
@@ -163,7 +180,17 @@ class Rule:
             raise PolicyInvalid(
                 f"request_limit_bytes is a whole number of bytes, got {self.request_limit_bytes!r}"
             )
+        if not isinstance(self.in_flight, InFlight | Accept | None):
+            raise PolicyInvalid(
+                f"a rule's in_flight is InFlight.FAIL, InFlight.WAIT or ACCEPT, "
+                f"got {self.in_flight!r}"
+            )
         self._check_transaction()
+        if self.in_flight is ACCEPT and not responds_async(self):
+            raise PolicyInvalid(
+                "in_flight=ACCEPT promises a status URL, where nobody could read a transaction "
+                "before its end or the bytes of a stream: use InFlight.WAIT or InFlight.FAIL"
+            )
 
     def _check_transaction(self) -> None:
         if self.transaction is None:
@@ -238,6 +265,7 @@ class Route:
     """A rule made ready: everything about it that a request would else work out again."""
 
     __slots__ = (
+        "accepts_duplicates",
         "codec",
         "fingerprint",
         "is_required",
@@ -250,7 +278,13 @@ class Route:
 
     def __init__(self, rule: Rule, settings: Settings) -> None:
         self.rule = rule
-        self.policy = rule.source.checked(rule.policy or settings.policy, settings.secret)
+        # Whether a duplicate of a running request is told 202; the engine just has it fail.
+        self.accepts_duplicates = rule.in_flight is ACCEPT
+        policy = rule.policy or settings.policy
+        if rule.in_flight is not None:
+            in_flight = InFlight.FAIL if isinstance(rule.in_flight, Accept) else rule.in_flight
+            policy = policy.with_changes(in_flight=in_flight)
+        self.policy = rule.source.checked(policy, settings.secret)
         self.fingerprint = rule.fingerprint or settings.rule
         self.codec = ResponseCodec(rule.headers)
         self.judge = rule.stored.ending_of

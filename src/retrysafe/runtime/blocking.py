@@ -312,6 +312,12 @@ class BlockingIdempotency(AtomicThreads, Face):
         """For adapters: whether the store has not yet said what a key is that is asked for here."""
         return self._engine.is_claiming(call)
 
+    def let_go(self, call: Call) -> None:
+        """For adapters: nobody is going to run this call, so its claim is not to stay.
+
+        In threads there is nothing to do: who asks for a key waits there until it has an answer.
+        """
+
     def answer_call(self, call: Call, operation: Callable[[Attempt], Any]) -> Answer[Any]:
         """For adapters: answers a call that they have put together; the operation gets its attempt.
 

@@ -16,8 +16,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from retrysafe.core.model import ClaimAnswer, ClaimRequest, Decision, SettleAnswer, Settlement
-from retrysafe.core.ports import Store
+from retrysafe.core.keys import Key
+from retrysafe.core.model import (
+    ClaimAnswer,
+    ClaimRequest,
+    Decision,
+    SettleAnswer,
+    SettleKind,
+    Settlement,
+)
+from retrysafe.core.ports import ClaimResult, Store
 from retrysafe.errors import StoreError, StoreUnavailable, error_like
 from retrysafe.runtime.drive import run_sync
 
@@ -31,6 +39,7 @@ FEW_ROWS: Final = 3
 HELD_UP_SECONDS: Final = 0.05
 # Replays are not parted into smaller batches than this: what a batch costs by itself would show.
 REPLAYS_SHARE: Final = 32
+_ADMIT: Final = Decision.ADMIT
 _REPLAY: Final = Decision.REPLAY
 
 
@@ -231,12 +240,24 @@ class ThreadGroupCommit:
 class _Flight:
     """One batch of tasks on its way: its rows, and who waits for them."""
 
-    __slots__ = ("claiming", "claims", "has_left", "settlements", "settling")
+    __slots__ = (
+        "claimed",
+        "claiming",
+        "claims",
+        "has_left",
+        "settlements",
+        "settling",
+        "unwanted",
+    )
 
     def __init__(self) -> None:
         self.has_left = False
         self.claims: list[ClaimRequest] = []
         self.claiming: list[asyncio.Future[Any]] = []
+        # What became of the claims; empty while nobody knows.
+        self.claimed: list[ClaimResult] = []
+        # The keys of claims that nobody is going to run.
+        self.unwanted: list[Key] = []
         self.settlements: list[Settlement] = []
         self.settling: list[asyncio.Future[Any]] = []
 
@@ -285,6 +306,16 @@ class TaskGroupCommit:
         if not self._is_boarding:
             self._launch_or_wait()
         return future
+
+    def let_go(self, key: Key) -> None:
+        """Has a claim given back when it is granted: whoever waited for it is leaving.
+
+        It is told by this very object, because others may claim an equal key. One that is still
+        here needs nothing: it does not leave without its caller.
+        """
+        for flight in self._flights.values():
+            if any(request.key is key for request in flight.claims):
+                flight.unwanted.append(key)
 
     def _launch_or_wait(self) -> None:
         if self._may_launch():
@@ -364,6 +395,7 @@ class TaskGroupCommit:
     async def _commit(self, flight: _Flight) -> None:
         try:
             claimed, settled = await self._store.commit(flight.claims, flight.settlements)
+            flight.claimed = claimed
             first = None if settled else claimed[0]
             self._is_replaying = isinstance(first, ClaimAnswer) and first.decision is _REPLAY
             answers: list[tuple[asyncio.Future[Any], Any]] = [
@@ -397,8 +429,29 @@ class TaskGroupCommit:
             self._is_boarding = False  # Cancelled before; its rows are still in the queue.
         if not task.cancelled():
             task.exception()  # Told to every row already.
+        if flight.unwanted and flight.claimed:
+            self._give_back(flight)
         if (self._endings or self._claims) and not self._is_boarding:
             self._launch_or_wait()
+
+    def _give_back(self, flight: _Flight) -> None:
+        """Releases what was granted to nobody, before anybody else's claim leaves.
+
+        Without a window, so that the key is as it was: no attempt counts that ran nothing. Where
+        that would wipe out what earlier attempts have left, the lease frees the key instead. Were
+        each of those released, the retries against a slow store would soon be all that are allowed.
+        """
+        for request, answer in zip(flight.claims, flight.claimed, strict=True):
+            if (
+                isinstance(answer, ClaimAnswer)
+                and answer.decision is _ADMIT
+                and any(request.key is key for key in flight.unwanted)
+            ):
+                future = self._new_future()
+                # Nobody waits for it; when it fails there is still the lease.
+                future.add_done_callback(_look_at)
+                release = Settlement(SettleKind.RELEASE, request.key, request.token)
+                self._endings.append((release, future))
 
     async def drain(self) -> None:
         """Waits until everything that was submitted is answered."""
@@ -407,6 +460,12 @@ class TaskGroupCommit:
                 await asyncio.wait(set(self._flights))
             else:
                 await asyncio.sleep(0)
+
+
+def _look_at(future: asyncio.Future[Any]) -> None:
+    """An error that nobody has looked at is told by the loop as a mistake."""
+    if not future.cancelled():
+        future.exception()
 
 
 class DirectWriter:

@@ -288,6 +288,17 @@ class AsyncFace(AtomicTasks, Face):
         """For adapters: whether the key was asked for, and the store has not said anything yet."""
         return self._bound().engine.is_claiming(call)
 
+    def let_go(self, call: Call) -> None:
+        """For adapters: nobody is going to run this call, so its claim is not to stay.
+
+        Whoever awaits the call is cancelled next. If its claim is on its way to the store, and the
+        key turns out to be new, it is given back at once.
+        """
+        group_commit = self._bound().group_commit
+        # A store that never waits has answered every claim before anybody can lose patience.
+        if group_commit is not None:
+            group_commit.let_go(call.key)
+
     def remembered(self, call: Call) -> CachedOutcome | None:
         """For adapters: what this process remembers of the outcome; raises `KeyReused`."""
         return self._bound().engine.remembered(call)

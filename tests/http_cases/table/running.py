@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.http_cases.acts import Act
 from tests.http_cases.cases import (
     ASGI,
@@ -49,6 +51,7 @@ RUNNING = Answered(
     headers={"Retry-After": "1", "Cache-Control": "no-store", "Idempotent-Replayed": None},
     json={"state": "running", "key": "k", "attempt": 1},
 )
+ACCEPTED_BY_RULE = replace(ACCEPTED, headers={**ACCEPTED.headers, "Preference-Applied": None})
 _NEEDS_A_LOOP = {
     WSGI: "a WSGI server's thread has nobody else to run the application: it answers at the end"
 }
@@ -227,6 +230,68 @@ CASES = (
         Answered(status=202, headers={"Location": "/uncached/idempotency-status/k"}),
         *(get("/uncached/idempotency-status/k"), RUNNING, *_ended()),
         *(get("/uncached/idempotency-status/k"), Replay()),
+    ),
+    case(
+        "accept-duplicate",
+        "On a route that accepts, a duplicate gets 202 without asking for it, and then the replay",
+        *(Begin("first", post("/accepting")), post("/accepting"), ACCEPTED_BY_RULE),
+        *(get(STATUS), RUNNING, post("/accepting"), ACCEPTED_BY_RULE, *_ended()),
+        *(get(STATUS), Replay(), post("/accepting"), Replay()),
+    ),
+    case(
+        "accept-first",
+        "On a route that accepts, a first request is answered when it has ended",
+        *(post("/accepting"), Ran(), post("/accepting"), Replay(), get(STATUS), Replay()),
+    ),
+    case(
+        "accept-mismatch",
+        "On a route that accepts, another request is refused all the same",
+        *(Begin("first", post("/accepting")), post("/accepting", body=b"{}")),
+        *(Refused(problem="key-reused"), *_ended()),
+        *(post("/accepting", body=b"{}"), Refused(problem="key-reused")),
+    ),
+    case(
+        "accept-other-caller",
+        "What a route accepts is told to its own caller only",
+        *(Begin("first", post("/accepting")), post("/accepting"), ACCEPTED_BY_RULE),
+        *(get(STATUS, caller="bob"), Refused(problem="key-unknown"), get(STATUS), RUNNING),
+        *(get(STATUS, caller=None), Refused(problem="caller-unknown"), *_ended()),
+        *(get(STATUS, caller="bob"), Refused(problem="key-unknown")),
+    ),
+    case(
+        "accept-wait",
+        "On a route that accepts, a duplicate that prefers to wait gets the first response",
+        *(Begin("first", post("/accepting")), Start("second", post("/accepting", headers=WAIT))),
+        *(*_ended(), Finish("second"), Replay(headers={"Preference-Applied": "wait=10"})),
+    ),
+    case(
+        "accept-wait-runs-out",
+        "On a route that accepts, a wait that runs out ends with 202",
+        *(Begin("first", post("/accepting-soon")), post("/accepting-soon"), ACCEPTED_BY_RULE),
+        post("/accepting-soon", headers=WAIT),
+        replace(ACCEPTED, headers={**ACCEPTED.headers, "Preference-Applied": "wait=0"}),
+        *_ended(),
+    ),
+    case(
+        "accept-preferred",
+        "On a route that accepts, a preference for 202 is followed and said to be",
+        *(Begin("first", post("/accepting")), post("/accepting", headers=ASYNC), ACCEPTED),
+        *(*_ended(), post("/accepting", headers=ASYNC), Replay()),
+    ),
+    case(
+        "accept-freed",
+        "What was accepted and failed may be sent again; the status says so",
+        *(Begin("first", post("/accepting", act=Act(status=500))), post("/accepting")),
+        *(ACCEPTED_BY_RULE, *_ended(with_status=500), get(STATUS)),
+        *(Answered(status=200, json={"state": "released"}), post("/accepting"), Ran(attempt=2)),
+    ),
+    case(
+        "accept-elsewhere",
+        "A route accepts what another process runs, as well",
+        *(ClaimElsewhere(post("/uncached/accepting")), post("/uncached/accepting")),
+        Answered(status=202, headers={"Location": "/uncached/idempotency-status/k"}),
+        *(get("/uncached/idempotency-status/k"), Answered(status=200, json={"state": "running"})),
+        *(Operate("force release"), post("/uncached/accepting"), Ran()),
     ),
     case(
         "crowd-of-100",

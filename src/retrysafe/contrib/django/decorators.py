@@ -22,6 +22,7 @@ from retrysafe.contrib.django.exchange import (
     plan_on_loop,
     planned,
 )
+from retrysafe.contrib.django.pages import require_status_page
 from retrysafe.contrib.django.places import place_of
 from retrysafe.contrib.django.transactions import (
     EXEMPTION_NAME,
@@ -38,7 +39,7 @@ from retrysafe.contrib.views import (
     view_rule,
 )
 from retrysafe.http.exchange import Plan
-from retrysafe.http.rules import KeyUse, Route, Rule
+from retrysafe.http.rules import ACCEPT, KeyUse, Route, Rule
 
 View = TypeVar("View", bound=Callable[..., Any])
 # What Django answers with 400, 403 or 404; anything else is a failure of the server.
@@ -146,10 +147,16 @@ def _route(made: Configuration, rule: Rule, view: Any, plain: Any) -> Route | No
     match = plain.resolver_match
     place = None if match is None else place_of(match.route)
     name = getattr(view, "__qualname__", "") if match is None else match.view_name or match.route
-    route = made.route(rule, place, functools.partial(located, rule, place, name=name))
+    route = made.route(rule, place, functools.partial(_located, rule, place, name))
     if route is None or route.rule.key is KeyUse.OFF or plain.method not in route.operations:
         return None
     return route
+
+
+def _located(rule: Rule, place: str | None, name: str) -> Rule | None:
+    if rule.in_flight is ACCEPT:
+        require_status_page()
+    return located(rule, place, name=name)
 
 
 def _parameters(plain: Any) -> dict[str, str]:

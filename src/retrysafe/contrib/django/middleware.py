@@ -31,6 +31,7 @@ class RetrysafeMiddleware:
 
     sync_capable = True
     async_capable = True
+    serves_retrysafe_pages = True
 
     def __init__(self, get_response: Callable[[Any], Any]) -> None:
         """Raises `ImproperlyConfigured` for a setting that contradicts itself."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
 from django.http import HttpResponseNotAllowed
 from django.http.response import HttpResponseBase
-from django.urls import get_resolver
+from django.urls import Resolver404, get_resolver, resolve
+from django.utils.module_loading import import_string
 
 from retrysafe.contrib.django.configuration import current
 from retrysafe.contrib.django.exchange import asked_of, native_of, prefix_of
@@ -17,6 +20,8 @@ from retrysafe.http import blocking
 from retrysafe.http.rules import STATE_CHANGING, Rule
 
 PAGE_METHODS: Final = ("GET", "HEAD")
+# Set on middlewares that serve the pages.
+SERVING_NAME: Final = "serves_retrysafe_pages"
 
 
 def page(request: Any, key: str | None = None) -> HttpResponseBase:
@@ -31,6 +36,22 @@ def page(request: Any, key: str | None = None) -> HttpResponseBase:
     return native_of(
         blocking.page(protection, made.idempotency, path, asked_of(request), prefix_of(request))
     )
+
+
+def require_status_page() -> None:
+    """Raises `ImproperlyConfigured` when the URLs that 202 tells would lead nowhere."""
+    if any(hasattr(import_string(name), SERVING_NAME) for name in settings.MIDDLEWARE):
+        return
+    try:
+        is_served = resolve(f"{current().protection.status_path}k").func is page
+    except Resolver404:
+        is_served = False
+    if not is_served:
+        raise ImproperlyConfigured(
+            "a view with in_flight=ACCEPT tells its clients a status URL, and nothing serves it: "
+            "add retrysafe.contrib.django.middleware.RetrysafeMiddleware to MIDDLEWARE, or "
+            'path("", include("retrysafe.contrib.django.urls")) to the root of the URLs'
+        )
 
 
 def _located_rules() -> Iterator[Rule]:

@@ -188,6 +188,15 @@ class ClaimCases(SuiteBase):
         answer = probe.claim()
         assert (answer.decision, answer.attempt) == (Decision.ADMIT, 1)
 
+    def test_a_release_without_a_window_leaves_the_key_as_it_was(self, probe: Probe) -> None:
+        """So a claim is given back that nobody ran: the next one is the first, of any request."""
+        for fingerprint in (ASKED, OTHER):
+            token = probe.hold(KEY, fingerprint)
+            given_back = probe.end(SettleKind.RELEASE, token, payload=None, active_ms=0, audit_ms=0)
+            assert given_back is Decision.APPLY
+        answer = probe.claim()
+        assert (answer.decision, answer.attempt) == (Decision.ADMIT, 1)
+
     def test_callers_do_not_share_keys(self, probe: Probe) -> None:
         """The same text of two callers, or of nobody in particular, names three records."""
         keys = [KEY, key_of(KEY.text, caller="caller-2"), key_of(KEY.text, caller=GLOBAL)]
