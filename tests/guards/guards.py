@@ -86,9 +86,9 @@ GUARDS: tuple[Guard, ...] = (
         "a process that stood still between its claim and its operation runs next to its successor",
         (
             InCode(
-                Engine._lead,
-                "if self._monotonic() >= asked + answer.remaining_ms / 1000:",
-                "if False:",
+                Engine._is_late,
+                "return self._monotonic() >= asked + granted.remaining_ms / 1000",
+                "return False",
             ),
         ),
         properties.test_nothing_starts_on_a_lease_that_has_run_out,
@@ -98,7 +98,7 @@ GUARDS: tuple[Guard, ...] = (
         "a zombie's ClaimLost becomes the stored failure of its successor's key",
         (
             InCode(
-                Runner.run,
+                Runner._failed,
                 "if isinstance(error, ClaimLost) and attempt.is_lost:",
                 "if False:",
             ),
@@ -239,8 +239,8 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Runner.run,
-                "value = await invoke(attempt)\n        except Exception as error:",
-                "value = await invoke(attempt)\n        except BaseException as error:",
+                "        except Exception as error:",
+                "        except BaseException as error:",
             ),
         ),
         properties.test_a_cancelled_operation_keeps_its_key,
@@ -305,10 +305,11 @@ GUARDS: tuple[Guard, ...] = (
         "a caller acts on a result that a crash then forgets",
         (
             InCode(
-                Settler.settle,
-                "answer = await self._writer.settle(settlement)",
-                "self._orphanage.adopt(self._settle_orphan(call, lease, settlement, attempt)); "
-                "answer = SettleAnswer(Decision.APPLY)",
+                Runner.run,
+                "stands = await self._writer.settle(settlement)",
+                "self._settler._orphanage.adopt("
+                "self._settler._settle_orphan(call, lease, settlement, number)); "
+                "stands = type('Stands', (), {'decision': Decision.APPLY})()",
             ),
         ),
         properties.test_an_outcome_is_stored_before_it_is_shown,
@@ -332,7 +333,7 @@ GUARDS: tuple[Guard, ...] = (
         "a client that disconnects makes the operation run again",
         (
             InCode(
-                Settler.settle,
+                Settler.settle_despite,
                 "self._orphanage.adopt(self._settle_orphan(call, lease, settlement, attempt))",
                 "pass",
             ),
@@ -343,7 +344,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "a cached outcome ends with its active window",
         "a key that is free again still replays its past",
-        (InCode(ReplayCache.keep, "min(self._seconds, remaining_ms / 1000)", "self._seconds"),),
+        (InCode(ReplayCache.keep, "if remaining_ms < seconds * 1000:", "if False:"),),
         properties.test_a_cached_outcome_ends_with_its_window,
     ),
     Guard(
@@ -358,6 +359,31 @@ GUARDS: tuple[Guard, ...] = (
         ),
         properties.test_a_landing_wakes_everybody,
         (Invariant.NO_HANG,),
+    ),
+    Guard(
+        "whoever signs up for news looks at the phase afterwards",
+        "a duplicate signs up just after its leader has told everybody, and waits for ever",
+        (
+            InCode(
+                Flights.enlist,
+                "if flight.phase is phase:",
+                "if True:",
+            ),
+        ),
+        properties.test_nobody_signs_up_for_news_that_are_over,
+    ),
+    Guard(
+        "one operation of the dictionary decides who leads",
+        "two threads lead one key at the same time, and wait for each other's lease",
+        (
+            InCode(
+                Flights.join,
+                "flight = self._by_digest.setdefault(digest, mine)\n    if",
+                "flight = self._by_digest.get(digest) or mine\n"
+                "    self._by_digest[digest] = flight\n    if",
+            ),
+        ),
+        properties.test_one_of_two_leads_a_key,
     ),
     Guard(
         "a waiter stays on the list until it was told",
@@ -376,7 +402,7 @@ GUARDS: tuple[Guard, ...] = (
         "a signal leaves a flight without a leader: its key is refused until the process ends",
         (
             InCode(
-                Engine.answer,
+                Engine.ask,
                 "self._flights.land(digest, mine)\n                raise",
                 "raise",
             ),
@@ -445,7 +471,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "SQLite writes only under the locks that others see",
         "the same, when only the files beside it are deleted",
-        (InCode(Place.remember, "self._shared = shared", "self._shared = None"),),
+        (InCode(Place.remember, "self._beside = tuple(beside)", "self._beside = ()"),),
         properties.test_sqlite_without_its_shared_locks_grants_no_claim,
     ),
     Guard(
@@ -466,7 +492,7 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 TaskGroupCommit._commit,
-                "self._answer([(future, _as_store_error(error)) for future in waiting])",
+                "future.set_exception(_as_store_error(error))",
                 "pass",
             ),
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from retrysafe.core import outbox
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.settling import Settler
+from retrysafe.core.settling import settlement_of
 from retrysafe.core.staging import Staging
 from retrysafe.core.undoing import Concluder
 from retrysafe.relay.engine import RelayEngine
@@ -94,7 +94,7 @@ OUTBOX_GUARDS: tuple[Guard, ...] = (
         "every attempt of an operation that is tried again sends its messages",
         (
             InCode(
-                Settler.settle,
+                settlement_of,
                 "if entries and ending is not _RELEASED:",
                 "if entries:",
             ),

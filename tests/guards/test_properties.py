@@ -554,6 +554,50 @@ def test_a_landing_wakes_everybody():
     assert run_sync(signal.wait(0))
 
 
+class _MovingOn(list[ThreadSignal]):
+    """Waiters whose leader has looked at them and moved on just before somebody signs up."""
+
+    def __init__(self, flight: Flight) -> None:
+        super().__init__()
+        self._flight = flight
+
+    def append(self, signal: ThreadSignal) -> None:
+        self._flight.phase = Phase.RUNNING
+        super().append(signal)
+
+
+def test_nobody_signs_up_for_news_that_are_over():
+    """Who signs up while the leader moves on is told so, and does not wait for what has been."""
+    flights = Flights(threading.Lock())
+    flight = flights.join(KEY.digest, Flight((), "pay"), 0.0)
+    flight.waiters = _MovingOn(flight)
+    assert not flights.enlist(flight, Phase.CLAIMING, ThreadSignal())
+    assert not flight.waiters
+
+
+class _Raced(dict[bytes, Flight]):
+    """A dictionary in which a rival joins right after every look that is not a join itself."""
+
+    rivals: list[Flight]
+
+    def get(self, digest: bytes, default: Any = None) -> Any:
+        found = super().get(digest, default)
+        rival = Flight((), "rival")
+        self.rivals.append(rival)
+        self.setdefault(digest, rival)
+        return found
+
+
+def test_one_of_two_leads_a_key():
+    """However two threads come for a key, one leads and the other follows that one."""
+    flights = Flights(threading.Lock())
+    flights._by_digest = raced = _Raced()
+    raced.rivals = []
+    flight = flights.join(KEY.digest, Flight((), "pay"), 0.0)
+    first = raced.rivals[0] if raced.rivals else flight
+    assert flight is first
+
+
 # Steps.
 
 

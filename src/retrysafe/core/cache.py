@@ -118,8 +118,6 @@ class ReplayCache:
         entries = self.entries
         if digest in entries:
             self.forget(digest)
-        fingerprints = request.fingerprints
-        first = fingerprints[0]
         kept: Kept = (
             asked_monotonic + seconds,
             attempt,
@@ -127,12 +125,9 @@ class ReplayCache:
             payload.form,
             head,
             body,
-            first.rule,
-            first.digest,
         )
-        if len(fingerprints) > 1:
-            for fingerprint in fingerprints[1:]:
-                kept += (fingerprint.rule, fingerprint.digest)
+        for fingerprint in request.fingerprints:
+            kept += (fingerprint.rule, fingerprint.digest)
         entries[digest] = kept
         self._bytes += size_bytes
         while len(entries) > self._entries_limit or self._bytes > self._bytes_limit:

@@ -133,24 +133,31 @@ class Engine:
         operation: Callable[..., Any],
         args: Any = None,
         kwargs: Any = None,
-        *,
         transacting: Transacting | None = None,
-        was_recalled: bool = False,
     ) -> Answer[Any]:
         """The outcome of the key's one run, from this call or from an earlier one.
 
         The operation is performed with its arguments as the port for that does it. With
         `transacting` it gets an `AtomicAttempt` alone, and its claim and its outcome are written in
-        the transaction that is opened for it. `was_recalled` says that `recall` has just found
-        nothing.
+        the transaction that is opened for it.
 
         Raises `KeyReused`, `OperationInFlight`, the stored failure, `OutcomeUnavailable`,
         `ClaimLost`, `OutcomeNotStored` or `StoreUnavailable`, and what the operation raises.
         """
-        if not was_recalled:
-            remembered = self.recall(call)
-            if remembered is not None:
-                return remembered
+        remembered = self.recall(call)
+        if remembered is not None:
+            return remembered
+        return await self.ask(call, operation, args, kwargs, transacting)
+
+    async def ask(
+        self,
+        call: Call,
+        operation: Callable[..., Any],
+        args: Any = None,
+        kwargs: Any = None,
+        transacting: Transacting | None = None,
+    ) -> Answer[Any]:
+        """As `answer`, where `recall` has just found nothing."""
         asked = self._monotonic()
         wait_until: float | None = None
         if call.policy.in_flight is _WAIT:

@@ -334,7 +334,7 @@ class Runner:
         remaining_ms: int,
     ) -> None:
         """Hands an outcome to those who wait for it, and keeps it for those who come soon."""
-        flight.payload, flight.attempt = payload, attempt
+        flight.payload, flight.attempt, flight.is_released = payload, attempt, False
         if self._cache is not None:
             with self._lock:
                 self._cache.keep(call.key.digest, call, payload, attempt, asked, remaining_ms)

@@ -170,17 +170,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         require_plain(operation)
         if misplaced:
             raise misplaced_keywords("run", operation, misplaced)
-        call = self._call(
-            key,
-            operation,
-            args,
-            caller=caller,
-            name=name,
-            request=request,
-            policy=policy,
-            rule=rule,
-            returns=returns,
-        )
+        call = self._call(key, operation, args, caller, name, request, policy, rule, returns)
         value: T = self._answer(call, operation, args, {}).value
         return value
 
@@ -202,17 +192,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         require_plain(operation)
         if misplaced:
             raise misplaced_keywords("answer", operation, misplaced)
-        call = self._call(
-            key,
-            operation,
-            args,
-            caller=caller,
-            name=name,
-            request=request,
-            policy=policy,
-            rule=rule,
-            returns=returns,
-        )
+        call = self._call(key, operation, args, caller, name, request, policy, rule, returns)
         return self._answer(call, operation, args, {})
 
     def once(
@@ -358,7 +338,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         if remembered is not None:
             return remembered
         # Also what the gate knows this call by.
-        flow = self._engine.answer(call, operation, args, kwargs, was_recalled=True)
+        flow = self._engine.ask(call, operation, args, kwargs)
         try:
             try:
                 gate.enter(flow)

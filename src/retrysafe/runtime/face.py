@@ -175,7 +175,6 @@ class Face:
         key: str | Key,
         operation: Callable[..., Any],
         args: tuple[Any, ...],
-        *,
         caller: CallerSource | None,
         name: str | None,
         request: object | Unset,

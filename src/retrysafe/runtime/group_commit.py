@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any, Final
 
 from retrysafe.core.keys import Key
@@ -398,27 +398,17 @@ class TaskGroupCommit:
             flight.claimed = claimed
             first = None if settled else claimed[0]
             self._is_replaying = isinstance(first, ClaimAnswer) and first.decision is _REPLAY
-            answers: list[tuple[asyncio.Future[Any], Any]] = [
-                *zip(flight.settling, settled, strict=True),
-                *zip(flight.claiming, claimed, strict=True),
-            ]
+            _require_as_many(settled, flight.settling)
+            _require_as_many(claimed, flight.claiming)
         except BaseException as error:
-            waiting = (*flight.settling, *flight.claiming)
-            self._answer([(future, _as_store_error(error)) for future in waiting])
+            for future in (*flight.settling, *flight.claiming):
+                if not future.done():
+                    future.set_exception(_as_store_error(error))
             if not isinstance(error, StoreError):
                 raise
             return
-        self._answer(answers)
-
-    @staticmethod
-    def _answer(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
-        for future, answer in answers:
-            if future.done():
-                continue  # Its caller was cancelled; the row stands all the same.
-            if isinstance(answer, StoreError):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
+        _answer(flight.settling, settled)
+        _answer(flight.claiming, claimed)
 
     def _landed(self, task: asyncio.Task[None]) -> None:
         flight = self._flights.pop(task)
@@ -460,6 +450,21 @@ class TaskGroupCommit:
                 await asyncio.wait(set(self._flights))
             else:
                 await asyncio.sleep(0)
+
+
+def _require_as_many(answers: Sized, waiting: Sized) -> None:
+    if len(answers) != len(waiting):
+        raise ValueError(f"the store gave {len(answers)} answers to {len(waiting)} rows")
+
+
+def _answer(waiting: Sequence[asyncio.Future[Any]], answers: Sequence[Any]) -> None:
+    for future, answer in zip(waiting, answers, strict=True):
+        if future.done():
+            continue  # Its caller was cancelled; the row stands all the same.
+        if isinstance(answer, StoreError):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
 
 
 def _look_at(future: asyncio.Future[Any]) -> None:

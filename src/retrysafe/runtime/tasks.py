@@ -144,27 +144,17 @@ class AsyncFace(AtomicTasks, Face):
         """
         if misplaced:
             raise misplaced_keywords("run", operation, misplaced)
-        call = self._call(
-            key,
-            operation,
-            args,
-            caller=caller,
-            name=name,
-            request=request,
-            policy=policy,
-            rule=rule,
-            returns=returns,
-        )
+        call = self._call(key, operation, args, caller, name, request, policy, rule, returns)
         # As in `_answer`, whose coroutine every call would pay for.
         parts = self._bound()
-        parts.gate.require_open()
-        answer = parts.engine.recall(call)
-        if answer is None:
-            parts.gate.enter()
-            try:
-                answer = await parts.engine.answer(call, operation, args, {}, was_recalled=True)
-            finally:
-                parts.gate.leave()
+        gate, engine = parts.gate, parts.engine
+        gate.enter()
+        try:
+            answer = engine.recall(call)
+            if answer is None:
+                answer = await engine.ask(call, operation, args, {})
+        finally:
+            gate.leave()
         value: T = answer.value
         return value
 
@@ -185,17 +175,7 @@ class AsyncFace(AtomicTasks, Face):
         """As `run`, and also tells whether the outcome is a replay."""
         if misplaced:
             raise misplaced_keywords("answer", operation, misplaced)
-        call = self._call(
-            key,
-            operation,
-            args,
-            caller=caller,
-            name=name,
-            request=request,
-            policy=policy,
-            rule=rule,
-            returns=returns,
-        )
+        call = self._call(key, operation, args, caller, name, request, policy, rule, returns)
         return await self._answer(call, operation, args, {})
 
     def once(

@@ -53,6 +53,14 @@ _APPLIED: Final = SettleAnswer(Decision.APPLY)
 _NO_RECORD: Final = (None, 0)
 
 
+def _is_plain_ending(item: Settlement) -> bool:
+    return item.kind is not _EXTEND and not item.entries
+
+
+def _is_plain_claim(request: ClaimRequest) -> bool:
+    return request.arguments is None
+
+
 def _all_admitted(claims: Sequence[ClaimRequest], now_ms: int) -> list[ClaimResult]:
     """The answers to claims that all met no row; those with equal leases share one."""
     answers: dict[int, ClaimResult] = {}
@@ -116,8 +124,8 @@ class Batches:
         digests.update([item.key.digest for item in settlements])
         if (
             len(digests) < len(claims) + len(settlements)
-            or any(item.kind is _EXTEND or item.entries for item in settlements)
-            or any(request.arguments is not None for request in claims)
+            or not all(map(_is_plain_ending, settlements))
+            or not all(map(_is_plain_claim, claims))
             or self._sifter.knows_any(digests)
         ):
             return await self._commit_mixed(claims, settlements)

@@ -72,31 +72,37 @@ def _packed(claims: Iterable[ClaimRequest], endings: Iterable[Settlement]) -> Se
     callers: list[str] = []
     keys: list[str] = []
     manners: dict[tuple[str, int, int, str], int] = {}
+    manner: tuple[str, int, int, str] | None = None
+    mark = b""
     # In the order of the digests: two batches over the same keys cannot deadlock.
     for request in sorted(claims, key=_digest_of):
         key, fingerprint = request.key, request.fingerprints[0]
-        manner = (request.operation, fingerprint.rule, request.lease_ms, request.owner)
-        number = manners.setdefault(manner, len(manners))
-        identities.append(key.digest + fingerprint.digest + request.token + _BYTES[number])
+        # Mostly that of the row before; comparing takes less time than looking it up.
+        if manner != (
+            new := (request.operation, fingerprint.rule, request.lease_ms, request.owner)
+        ):
+            manner, mark = new, _BYTES[manners.setdefault(new, len(manners))]
+        identities.append(key.digest + fingerprint.digest + request.token + mark)
         callers.append(key.caller)
         keys.append(key.text)
     ended: list[bytes] = []
     heads: list[bytes | None] = []
     bodies: list[bytes | None] = []
     ways: dict[tuple[int, int, int, str | None], int] = {}
+    way: tuple[int, int, int, str | None] | None = None
     for item in sorted(endings, key=_digest_of):
         payload = item.payload
         if payload is None:
             form = head = body = None
         else:
             form, head, body = payload.form, payload.head, payload.body
-        way = (int(item.kind), item.active_ms, item.audit_ms, form)
-        number = ways.setdefault(way, len(ways))
-        ended.append(item.key.digest + item.token + _BYTES[number])
+        if way != (another := (item.kind, item.active_ms, item.audit_ms, form)):
+            way, mark = another, _BYTES[ways.setdefault(another, len(ways))]
+        ended.append(item.key.digest + item.token + mark)
         heads.append(head)
         bodies.append(body)
     operations, rules, leases, owners = _columns(manners)
-    states, actives, audits, forms = _columns(ways)
+    kinds, actives, audits, forms = _columns(ways)
     return (
         identities,
         callers,
@@ -108,7 +114,7 @@ def _packed(claims: Iterable[ClaimRequest], endings: Iterable[Settlement]) -> Se
         ended,
         heads,
         bodies,
-        states,
+        [int(kind) for kind in kinds],
         actives,
         audits,
         forms,
