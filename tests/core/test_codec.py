@@ -623,3 +623,9 @@ def test_failures_have_this_frozen_form():
         b'"state":{"card":"4242","month":5}}'
     )
     assert type_name(sample_types.CardExpired).encode() == payload.head
+
+
+@given(st.text())
+def test_texts_come_back_by_either_way_of_reading(text):
+    """The short way for texts without escapes reads what the long one does."""
+    assert CODEC.decode(CODEC.encode(text)) == text

@@ -63,6 +63,29 @@ def test_an_operator_ends_the_hold_of_a_flight():
     assert sky.join(b"a", Flight((MARK,), "charge"), 0.0) is not flight
 
 
+class _Replacing:
+    """A lock in front of which somebody else replaces a flight that was given up."""
+
+    def __init__(self) -> None:
+        self.sky = Flights(self)
+        self.rival = Flight((MARK,), "charge")
+
+    def __enter__(self) -> None:
+        self.sky._by_digest[b"a"] = self.rival
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def test_a_flight_that_was_given_up_is_replaced_once():
+    """Two who find that its owner has lost the key agree on the next leader."""
+    race = _Replacing()
+    flight = race.sky.join(b"a", Flight((MARK,), "charge"), 0.0)
+    flight.lease = lease(b"a")
+    flight.lease.revoke()
+    assert race.sky.join(b"a", Flight((MARK,), "charge"), 0.0) is race.rival
+
+
 def test_after_landing_the_next_one_leads_a_new_flight():
     sky = flights()
     flight = sky.join(b"a", Flight((MARK,), "charge"), 0.0)

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 
 from retrysafe.core import codec
+from retrysafe.core.events import EventKind
 from retrysafe.core.model import Ending, State
 from retrysafe.core.policy import Policy
 from retrysafe.errors import (
@@ -273,3 +274,10 @@ def test_a_failure_is_not_lost_with_its_caller_either(world, process):
     with pytest.raises(Declined):
         process.answer(call(policy=TERMINAL))
     assert world.ran == [1]
+
+
+def test_what_nobody_wants_to_hear_is_not_told(world, process):
+    """An observer of failures alone pays nothing for an operation that goes well."""
+    process.engine._report.kinds = frozenset({EventKind.FAILED})
+    assert process.answer(call()).value == 7
+    assert world.heard == []

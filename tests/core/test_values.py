@@ -376,3 +376,16 @@ def test_instants_keep_their_offset():
     zone = timezone(timedelta(hours=5, minutes=45))
     back = through([datetime(2024, 1, 1, tzinfo=zone)])[0]
     assert back.utcoffset() == timedelta(hours=5, minutes=45)
+
+
+@given(st.text())
+@example('"')
+@example("a\\b")
+@example("\x00\x1f\x7f\n")
+@example("ä€😀")
+@example("\ud800")
+def test_a_text_is_written_as_the_encoder_writes_it(text):
+    """The short way for texts without escapes gives the same bytes as the long one."""
+    written = json_bytes(text)
+    assert json_bytes([text]) == b"[%b]" % written
+    assert json.loads(written) == text
