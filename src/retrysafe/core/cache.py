@@ -98,6 +98,24 @@ class ReplayCache:
         # A stale entry stays until it is replaced or pushed out: only the writers hold the lock.
         return CachedOutcome(kept) if monotonic < kept[0] else None
 
+    def replay(
+        self, digest: bytes, monotonic: float, fingerprint: Fingerprint
+    ) -> tuple[Payload, int] | None:
+        """The outcome and its attempt, if it is fresh and its request is told by this fingerprint.
+
+        What `find` tells, without an object for it: most replays need nothing else.
+        """
+        kept = self.entries.get(digest)
+        if (
+            kept is None
+            or monotonic >= kept[0]
+            or len(kept) == _FIRST_PAIR
+            or kept[_FIRST_PAIR + 1] != fingerprint.digest
+            or kept[_FIRST_PAIR] != fingerprint.rule
+        ):
+            return None
+        return Payload(kept[3], kept[4], kept[5]), kept[1]
+
     def keep(
         self,
         digest: bytes,

@@ -30,6 +30,8 @@ FAILURE: Final = "failure.1"
 EXHAUSTED: Final = "exhausted.1"
 WITHHELD: Final = "withheld.1"
 
+# What is raised when it is replayed.
+FAILURE_FORMS: Final = frozenset({FAILURE, EXHAUSTED})
 # The forms whose body is a JSON text, for stores that let people query it.
 JSON_FORMS: Final = (JSON, TAGGED, DATACLASS, MSGSPEC, PYDANTIC, FAILURE, EXHAUSTED, WITHHELD)
 
@@ -148,11 +150,12 @@ def _require_same(value: Any, back: Any) -> None:
 _DECODER: Final = json.JSONDecoder()
 
 
-def _parse(body: bytes) -> Any:
+def _read_json(payload: Payload, _types: Types) -> Any:
     """The value of JSON bytes that are our own: UTF-8, and without a blank around the value.
 
     Looking for other encodings and for blanks would take longer than reading them.
     """
+    body = payload.body
     if body[:1] == b'"' and body.find(b'"', 1) == len(body) - 1 and b"\\" not in body:
         return body[1:-1].decode()  # A text without escapes.
     text = body.decode()
@@ -166,7 +169,7 @@ def _parse(body: bytes) -> Any:
 
 _READERS: Final[dict[str, Callable[[Payload, Types], Any]]] = {
     BYTES: lambda payload, types: payload.body,
-    JSON: lambda payload, types: _parse(payload.body),
+    JSON: _read_json,
     TAGGED: lambda payload, types: values.from_tree(json.loads(payload.body), types),
     DATACLASS: lambda payload, types: values.read_dataclass(
         types.find(payload.head.decode()), json.loads(payload.body), types

@@ -215,9 +215,13 @@ class Engine:
 
         Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
         """
-        # As in `remembered`, which is not called here because every new key would pay for it.
-        if self._cache is None or call.key.digest not in self._cache.entries:
+        cache, digest = self._cache, call.key.digest
+        # Of a new key, all that is looked at.
+        if cache is None or digest not in cache.entries:
             return None
+        found = cache.replay(digest, self._monotonic(), call.fingerprints[0])
+        if found is not None:
+            return self._replay(call, *found, "process")
         cached = self.remembered(call)
         if cached is None:
             return None
@@ -423,7 +427,8 @@ class Engine:
     # Replays and refusals.
 
     def _replay(self, call: Call, payload: Payload, attempt: int, source: str) -> Answer[Any]:
-        self._report(_REPLAYED, call.key, call.operation, attempt, source=source)
+        if _REPLAYED in self._report.kinds:
+            self._report(_REPLAYED, call.key, call.operation, attempt, source=source)
         return Answer(replayed_value(call, payload), True, attempt)
 
     def _check_same(self, call: Call, other: Request, source: str) -> None:

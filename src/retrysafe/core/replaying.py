@@ -16,9 +16,10 @@ def replayed_value(call: Call, payload: Payload | None) -> Any:
     """The first run's value; raises its failure, or `OutcomeUnavailable`."""
     if payload is None:
         raise gone(call)
-    if payload.form == codec.WITHHELD:
+    form = payload.form
+    if form == codec.WITHHELD:
         raise codec.unavailable(payload, call.key.text)
-    if payload.form in (codec.FAILURE, codec.EXHAUSTED):
+    if form in codec.FAILURE_FORMS:
         policy = call.policy
         declared = (*policy.terminal, *policy.retryable) if call.rebuilds_failures else ()
         raise codec.decode_failure(payload, declared, call.key.text)
