@@ -32,7 +32,7 @@ from retrysafe.errors import (
     StoreRejected,
     StoreUnavailable,
 )
-from tests.core.building import KEY, OTHER_MARK, call
+from tests.core.building import KEY, MARK, OTHER_MARK, call
 from tests.core.driving import Fault, World, drive
 from tests.core.sample_types import CardExpired, Declined
 
@@ -156,6 +156,16 @@ def test_the_process_refuses_another_request_without_asking():
         process.answer(call(OTHER_MARK))
     assert len(process.writer.claims) == 1
     assert (world.kinds[-1], world.heard[-1].source) == ("mismatched", "process")
+
+
+def test_a_replay_from_the_process_goes_by_the_rule_that_both_know():
+    """A release with a new rule for fingerprints still finds what was kept under the old one."""
+    world = World(cache=True)
+    process = world.first
+    process.answer(call(MARK))
+    again = process.answer(call(Fingerprint(2, b"N" * 16), MARK))
+    assert again.replayed
+    assert len(process.writer.claims) == 1
 
 
 def test_forgetting_makes_an_operators_change_visible_at_once():

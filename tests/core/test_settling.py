@@ -280,4 +280,5 @@ def test_what_nobody_wants_to_hear_is_not_told(world, process):
     """An observer of failures alone pays nothing for an operation that goes well."""
     process.engine._report.kinds = frozenset({EventKind.FAILED})
     assert process.answer(call()).value == 7
+    assert process.answer(call()).replayed
     assert world.heard == []
