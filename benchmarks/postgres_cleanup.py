@@ -8,6 +8,7 @@ of all quiet runs are pooled, stalls included, and so are those of all drops.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,9 @@ def _written(folder: Path, size: int) -> Path:
     with path.open("wb") as file:
         for _ in range(size // 2**20):
             file.write(b"x" * 2**20)
+        # What has not reached the disk has no blocks there that could be freed.
+        file.flush()
+        os.fsync(file.fileno())
     return path
 
 
