@@ -25,7 +25,9 @@ from benchmarks.postgres_statements import BODY, CLAIM, COMPLETE
 from retrysafe import GLOBAL, AsyncIdempotency, Idempotency
 
 Task = dict[str, Any]
-Found = dict[str, float]
+Found = dict[str, Any]
+# A load that runs until it is told ends by itself after this time.
+UNTIL_TOLD_SECONDS = 300.0
 
 
 async def operation() -> str:
@@ -97,13 +99,18 @@ def threads(task: Task) -> Found:
 
 
 async def _open_loop(
-    rate: float, seconds: float, run_one: Callable[[int], Coroutine[Any, Any, None]]
+    rate: float,
+    seconds: float,
+    run_one: Callable[[int], Coroutine[Any, Any, None]],
+    is_over: Callable[[], bool] = lambda: False,
 ) -> None:
     """Starts operations on a fixed schedule, whether the earlier ones have ended or not."""
     loop = asyncio.get_running_loop()
     started = loop.time()
     running: set[asyncio.Task[None]] = set()
     for number in range(int(rate * seconds)):
+        if is_over():
+            break
         pause = started + number / rate - loop.time()
         if pause > 0:
             await asyncio.sleep(pause)
@@ -136,12 +143,10 @@ async def paced(task: Task) -> Found:
         claims.clear()
         _start()
         if task.get("until_told"):
+            # One schedule from the start to the end, as with the loads of a given length: pieces
+            # that wait for their last operation would let the load catch up in between.
             stopped = asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
-            while not stopped.done():
-                base = len(whole) * 1000
-                await _open_loop(
-                    task["rate"], 0.2, lambda number, base=base: run_one(base + number)
-                )
+            await _open_loop(task["rate"], UNTIL_TOLD_SECONDS, run_one, stopped.done)
         else:
             await _open_loop(task["rate"], task["seconds"], run_one)
     claim = _milliseconds(claims)
@@ -149,6 +154,8 @@ async def paced(task: Task) -> Found:
         "claim_p50_ms": claim["p50_ms"],
         "claim_p99_ms": claim["p99_ms"],
         "per_second": task["rate"],
+        # To be pooled with those of other runs.
+        "claims_ms": [round(seconds * 1000, 2) for seconds in claims],
     }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlite3
 from contextlib import closing
 
+import pytest
+
 from retrysafe import Condition, SqliteStore
 from retrysafe.cli.problems import ExitCode
 from retrysafe.runtime.drive import run_sync
@@ -103,6 +105,33 @@ def test_sweep_stops_after_its_rounds_and_says_that_more_is_left(invoke, desk):
     assert "the walk over the store has not ended" in outcome.stderr
     rest = invoke("sweep", "--store", desk.url)
     assert (rest.stdout, rest.stderr) == ("removed 1 key and 0 outcomes in 1 round\n", "")
+
+
+class Timed:
+    """The module `time` as the sweep sees it: a look takes a while, a sleep is noted."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.pauses = []
+
+    def monotonic(self):
+        self.now += 0.3
+        return self.now
+
+    def sleep(self, seconds):
+        self.pauses.append(seconds)
+
+
+def test_sweep_rests_longer_than_it_works(invoke, desk, monkeypatch):
+    """Where rounds take long others need the time, so the pauses follow; a given pause stands."""
+    timed = Timed()
+    monkeypatch.setattr("retrysafe.cli.sweeping.time", timed)
+    fill(desk, 5)
+    assert invoke("sweep", "--limit", "2", "--store", desk.url).code == 0
+    assert timed.pauses == pytest.approx([1.2, 1.2])
+    fill(desk, 5)
+    assert invoke("sweep", "--limit", "2", "--pause-ms", "7", "--store", desk.url).code == 0
+    assert timed.pauses[2:] == [0.007, 0.007]
 
 
 def test_sweep_ends_the_audit_as_well(invoke, desk):

@@ -8,6 +8,7 @@ from retrysafe.core.model import SweepReport
 from retrysafe.core.pace import Pace
 from retrysafe.errors import StoreError, StoreUnavailable
 from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.duties import SweepDuty
 from retrysafe.runtime.sweeping import Sweeper
 
 
@@ -50,6 +51,9 @@ class Simulated:
         if not has_more:
             self._walked = 0
         return SweepReport(removed, 0, has_more)
+
+    async def sleep(self, seconds):
+        await self.wait(seconds)
 
     async def wait(self, seconds):
         self.rests.append(seconds)
@@ -108,6 +112,17 @@ def test_a_large_backlog_is_removed_in_growing_rounds_with_rests():
     assert world.backlog < 1_000
     assert max(world.limits) > 2_000
     assert min(world.rests) >= 0.01
+    assert world.busy <= world.now * 0.21
+
+
+def test_a_sweep_that_is_to_end_rests_as_well():
+    """Whoever drains a backlog beside a service leaves it most of the time too."""
+    world = Simulated(expire_per_second=0, row_seconds=5e-6)
+    world.backlog = 100_000
+    duty = SweepDuty(world, world)
+    run_sync(duty.drain())
+    assert duty.report.keys == 100_000
+    assert len(world.rests) == world.rounds - 1
     assert world.busy <= world.now * 0.21
 
 

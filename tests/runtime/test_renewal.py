@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -13,12 +14,16 @@ from retrysafe import (
     Condition,
     EventKind,
     Idempotency,
+    Key,
     OperationInFlight,
     Policy,
     StoreUnavailable,
     current_attempt,
 )
+from retrysafe.core.events import Reporter
+from retrysafe.core.lease import Lease
 from retrysafe.core.ports import Waits
+from retrysafe.runtime.heartbeat import TaskHeartbeat
 from tests.runtime.staged import Hold, StagedStore, TaskHold, Worker, drive
 
 LEASE = timedelta(milliseconds=150)
@@ -290,3 +295,35 @@ def test_lease_that_could_not_be_renewed_is_told_to_the_operation():
         # Nobody took over, so the late outcome is kept all the same.
         assert idem.run("the key", operation) is True
         assert idem.read("the key").condition is Condition.SUCCEEDED
+
+
+class PromptLoop(asyncio.SelectorEventLoop):
+    """Does as uvloop: what is due already is no timer any more, and has no instant to ask for."""
+
+    def call_at(self, when, callback, *args, context=None):
+        if when <= self.time():
+            return self.call_soon(callback, *args, context=context)
+        return super().call_at(when, callback, *args, context=context)
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.SelectorEventLoop, PromptLoop])
+def test_a_lease_is_added_while_another_one_is_due(new_loop):
+    """A busy loop gets to a renewal late; what starts meanwhile runs, and one batch renews both."""
+    store = StagedStore(waits=Waits.NEVER)
+    key = Key("the key", caller="tester")
+    asked_at = time.monotonic() - 20
+    late = [Lease(key, bytes([number]) * 16, 30_000, 30_000, 0, asked_at) for number in (1, 2)]
+
+    async def main() -> None:
+        renewed = asyncio.Event()
+        store.before = lambda commit: renewed.set()
+        heartbeat = TaskHeartbeat(store, Reporter(None))
+        for lease in late:
+            heartbeat.add(lease)
+        await asyncio.wait_for(renewed.wait(), 30)
+        await heartbeat.stop(30)
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(main())
+    (renewal,) = store.renewals
+    assert {item.token for item in renewal.settlements} == {lease.token for lease in late}

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from retrysafe.cli import options, output
 from retrysafe.core.model import SweepReport
+from retrysafe.core.pace import rest_within_walk
 from retrysafe.core.ports import Store
 from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
@@ -36,9 +37,14 @@ def sweep(
         int, typer.Option("--rounds", min=1, max=1_000_000, help="Rounds at most.")
     ] = 1_000,
     pause_ms: Annotated[
-        int,
-        typer.Option("--pause-ms", min=0, max=60_000, help="Time for others between two rounds."),
-    ] = 20,
+        int | None,
+        typer.Option(
+            "--pause-ms",
+            min=0,
+            max=60_000,
+            help="Time for others between two rounds; if not given, four times the round's own.",
+        ),
+    ] = None,
     forever: Annotated[
         bool,
         typer.Option(
@@ -59,7 +65,7 @@ def sweep(
         if forever:
             total, rounds_done = _swept_forever(opened, is_quiet=is_json)
         else:
-            total, rounds_done = _swept(opened, limit, rounds, pause_ms / 1000, is_quiet=is_json)
+            total, rounds_done = _swept(opened, limit, rounds, pause_ms, is_quiet=is_json)
     if is_json:
         output.write_json(
             {
@@ -86,20 +92,23 @@ def sweep(
 
 
 def _swept(
-    store: Store, limit: int, rounds: int, pause_seconds: float, *, is_quiet: bool
+    store: Store, limit: int, rounds: int, pause_ms: int | None, *, is_quiet: bool
 ) -> tuple[SweepReport, int]:
     """Sweeps until nothing is left or the rounds are used up; the sum, and how many it took."""
     total = SweepReport()
     rounds_done = 0
     with _progress(total, is_quiet=is_quiet) as show:
         while True:
+            started_at = time.monotonic()
             report = run_sync(store.sweep(limit))
+            took_seconds = time.monotonic() - started_at
             rounds_done += 1
             _add(total, report)
             show.update()
             if not report.has_more or rounds_done == rounds:
                 return total, rounds_done
-            time.sleep(pause_seconds)
+            # A fixed pause is short just when the store is busy and rounds take long.
+            time.sleep(rest_within_walk(took_seconds) if pause_ms is None else pause_ms / 1000)
 
 
 def _swept_forever(store: Store, *, is_quiet: bool) -> tuple[SweepReport, int]:

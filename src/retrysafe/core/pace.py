@@ -26,6 +26,11 @@ _WALK_REST_LEAST_SECONDS: Final = 1.0
 _WALK_REST_MOST_SECONDS: Final = 60.0
 
 
+def rest_within_walk(took_seconds: float) -> float:
+    """The seconds to rest after a round that left more to do, whoever does the rounds."""
+    return max(_REST_LEAST_SECONDS, took_seconds * _REST_SHARE)
+
+
 @dataclass(slots=True)
 class Pace:
     """Adapts to what the rounds report; one object for one sweeper."""
@@ -49,7 +54,7 @@ class Pace:
         elif removed >= self.limit:
             self.limit = min(_LIMIT_MOST, self.limit + self.limit // 2)
         if report.has_more:
-            return max(_REST_LEAST_SECONDS, took_seconds * _REST_SHARE)
+            return rest_within_walk(took_seconds)
         return self._rest_between_walks(started_at, ended_at)
 
     def rest_after_failure(self) -> float:

@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 from retrysafe.core.events import Reporter
 from retrysafe.core.keys import Key
 from retrysafe.core.model import SweepReport
+from retrysafe.core.pace import rest_within_walk
 from retrysafe.core.ports import Crew, Lock, Signal, Store, Waiting
 from retrysafe.core.recovery import AbandonedReport, Recovery, RecoveryReport, Resumer
 from retrysafe.errors import InvalidInput, StoreUnavailable
@@ -227,6 +228,7 @@ class SweepDuty:
 
     def __init__(self, store: Store, waiting: Waiting) -> None:
         self._store = store
+        self._waiting = waiting
         self._total = SweepReport()
         self._sweeper = Sweeper(store, waiting, on_round=self._add, on_outage=_log_outage)
 
@@ -240,12 +242,14 @@ class SweepDuty:
         await self._sweeper.run(stopping)
 
     async def drain(self) -> None:
-        """Sweeps until nothing is left."""
+        """Sweeps until nothing is left, with rests: a service may be at work on the same store."""
         for _ in range(_DRAIN_ROUNDS_LIMIT):
+            started_at = self._waiting.monotonic()
             report = await self._store.sweep(_DRAIN_LIMIT)
             self._add(report)
             if not report.has_more:
                 return
+            await self._waiting.sleep(rest_within_walk(self._waiting.monotonic() - started_at))
 
     def stop(self) -> None:
         """A round is short."""

@@ -106,14 +106,16 @@ class TaskHeartbeat:
         self._store = store
         self._report = report
         self._leases: dict[bytes, Lease] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        # When the timer fires. Not asked of the timer: uvloop's has no instant once it is due.
+        self._wakes_at = math.inf
         self._task: asyncio.Task[None] | None = None
         self._is_stopped = False
 
     def add(self, lease: Lease) -> None:
         """Starts renewing; sets the timer only when it would fire too late."""
         self._leases[lease.token] = lease
-        if self._timer is None or lease.renew_monotonic < self._timer.when():
+        if self._timer is None or lease.renew_monotonic < self._wakes_at:
             self._schedule()
 
     def remove(self, lease: Lease) -> None:
@@ -139,6 +141,7 @@ class TaskHeartbeat:
         if upcoming is not None and not self._is_stopped:
             # The loop's clock is time.monotonic, the same that leases are counted by.
             self._timer = asyncio.get_running_loop().call_at(upcoming, self._fire)
+            self._wakes_at = upcoming
 
     def _fire(self) -> None:
         self._timer = None
