@@ -48,9 +48,7 @@ _sorted_text = json.JSONEncoder(
 
 # Changes exactly the bytes that JSON escapes within a text. `translate` gives the very same bytes
 # back when it has changed none.
-MARKED: Final = bytes(
-    byte ^ 0x80 if byte < 0x20 or byte in b'"\\' else byte for byte in range(256)
-)
+MARKED: Final = bytes(byte ^ 0x80 if byte < 0x20 or byte in b'"\\' else byte for byte in range(256))
 
 
 def json_bytes(tree: Any) -> bytes:
