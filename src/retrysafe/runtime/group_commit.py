@@ -395,11 +395,11 @@ class TaskGroupCommit:
     async def _commit(self, flight: _Flight) -> None:
         try:
             claimed, settled = await self._store.commit(flight.claims, flight.settlements)
-            flight.claimed = claimed
             first = None if settled else claimed[0]
             self._is_replaying = isinstance(first, ClaimAnswer) and first.decision is _REPLAY
             _require_as_many(settled, flight.settling)
             _require_as_many(claimed, flight.claiming)
+            flight.claimed = claimed
         except BaseException as error:
             for future in (*flight.settling, *flight.claiming):
                 if not future.done():
