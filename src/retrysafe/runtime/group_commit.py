@@ -425,7 +425,7 @@ class TaskGroupCommit:
             self._launch_or_wait()
 
     def _give_back(self, flight: _Flight) -> None:
-        """Releases what was granted to nobody, before anybody else's claim leaves.
+        """Releases what was granted to nobody, before the claims that wait here leave.
 
         Without a window, so that the key is as it was: no attempt counts that ran nothing. Where
         that would wipe out what earlier attempts have left, the lease frees the key instead. Were
