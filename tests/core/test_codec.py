@@ -169,6 +169,12 @@ def test_forms_of_a_newer_release_are_told(form):
     [
         (codec.JSON, b"", b"{"),
         (codec.JSON, b"", b"\xff"),
+        (codec.JSON, b"", b'"'),
+        (codec.JSON, b"", b'"\xff"'),
+        (codec.JSON, b"", b'"a"b"'),
+        (codec.JSON, b"", b'"a\\"'),
+        (codec.JSON, b"", b'"a\x00b"'),
+        (codec.JSON, b"", b'"a\nb"'),
         (codec.TAGGED, b"", b""),
         (codec.TAGGED, b"", b'{"$":[]}'),
         (codec.TAGGED, b"", b'{"$":"tuple"}'),

@@ -6,14 +6,21 @@ Python looks for signals when it enters a function, so one may raise before the 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import TracebackType
 
 import pytest
 
+from retrysafe.core import running, settling
 from retrysafe.core.flights import Flight, Flights, Phase
 from retrysafe.core.lease import Lease
-from tests.core.building import MARK, call
-from tests.core.driving import RecordedRenewals, World
+from retrysafe.core.model import State
+from retrysafe.core.policy import Policy
+from retrysafe.errors import StoreUnavailable
+from tests.core.building import KEY, MARK, call
+from tests.core.driving import Fault, RecordedRenewals, World, drive
+from tests.core.sample_types import Declined
+from tests.interrupting import at_every_place
 
 
 class Interrupted(BaseException):
@@ -133,3 +140,35 @@ def test_a_signal_before_the_end_of_the_renewals_leaves_no_lease():
         process.answer(call())
     assert (renewals.count, renewals.running) == (1, [])
     assert process.engine.flights_count == 0
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_an_outcome_survives_a_signal_anywhere_in_its_settling(is_after, is_failing):
+    """Also between an unanswered write and the next try: the operation is done, so somebody goes on
+    with its ending, and nothing is renewed or blocked after that."""
+    worlds: list[World] = []
+
+    def act() -> None:
+        worlds[:] = []
+        world = World()
+        worlds.append(world)
+        process = world.first
+        process.writer.settle_faults.append(Fault(StoreUnavailable("down"), is_after=is_after))
+        invoke = process.raising(Declined("no")) if is_failing else process.returning(7)
+        with suppress(Declined):
+            process.answer(call(policy=Policy(terminal=Declined)), invoke)
+
+    places_after_the_write = 0
+    for place in at_every_place(act, running, settling):
+        if not worlds or not worlds[0].first.writer.settlements:
+            continue
+        places_after_the_write += 1
+        world = worlds[0]
+        for orphan in world.orphans:
+            drive(orphan)
+        state = drive(world.store.read(KEY)).record.state
+        assert state is (State.FAILED if is_failing else State.SUCCEEDED), place
+        assert world.first.renewals.running == []
+        assert world.first.engine.flights_count == 0
+    assert places_after_the_write > 3

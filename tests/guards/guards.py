@@ -333,7 +333,7 @@ GUARDS: tuple[Guard, ...] = (
         "a client that disconnects makes the operation run again",
         (
             InCode(
-                Settler.settle_despite,
+                Settler.hand_over,
                 "self._orphanage.adopt(self._settle_orphan(call, lease, settlement, attempt))",
                 "pass",
             ),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
+import weakref
 from datetime import timedelta
 from functools import partial
 
@@ -32,6 +34,7 @@ from retrysafe import (
     natural_key,
     open_store,
 )
+from retrysafe.runtime.calls import UNSET
 from tests.runtime.staged import Clock, StagedStore, drive
 
 SECRET = "0123456789abcdef"
@@ -513,3 +516,78 @@ def test_unknown_parameters_of_run_are_refused(subject, ledger):
     with pytest.raises(TypeError):
         face.run("key", ledger.pay, invoice="42")
     assert ledger.calls == []
+
+
+# What calls of one function have in common is put together once.
+
+
+def plain() -> int:
+    """An operation of a module: it brings neither arguments nor anything else."""
+    return 7
+
+
+class Mark:
+    """Something that an operation holds."""
+
+
+def test_what_a_call_brings_counts_for_a_function_that_is_known():
+    """Each option of a call makes its request, its name or its outcome another one than usual."""
+    with Idempotency(MemoryStore(), caller="tester") as idem:
+        usual = idem._call("k", plain, (), None, None, UNSET, None, None, None)
+        for options in (
+            ("other", UNSET, None, None, None),
+            (None, 1, None, None, None),
+            (None, UNSET, Policy(lease=timedelta(minutes=5)), None, None),
+            (None, UNSET, None, FingerprintRule(version=2), None),
+            (None, UNSET, None, None, Mark),
+        ):
+            call = idem._call("k", plain, (), None, *options)
+            assert call != usual
+        assert idem._call("k", plain, (), None, None, UNSET, None, None, None) == usual
+        assert idem._call("k", plain, (), "else", None, UNSET, None, None, None).key != usual.key
+
+
+def test_a_function_that_is_known_can_still_be_declared_resumable():
+    """From then on its arguments are stored, whatever calls of it had in common before."""
+    with Idempotency(MemoryStore(), caller="tester") as idem:
+
+        def arguments(caller) -> object:
+            return idem._call("k", plain, (), caller, None, UNSET, None, None, None).arguments
+
+        def declaring() -> str:
+            # While another call is being put together.
+            idem.resumable("plain")(plain)
+            return "tester"
+
+        assert arguments(None) is None
+        idem._known.clear()
+        assert arguments(declaring) is None
+        assert arguments(None) is not None
+
+
+def test_a_function_that_was_run_before_it_was_declared_resumable_is_so():
+    with Idempotency(MemoryStore(), caller="tester") as idem:
+        idem.run("first", plain)
+        idem.resumable("plain")(plain)
+        call = idem._call("k", plain, (), None, None, UNSET, None, None, None)
+        assert (call.operation, call.arguments is None) == ("plain", False)
+
+
+@pytest.mark.parametrize(
+    "holding",
+    [
+        lambda mark: lambda: mark is not None,
+        lambda mark: lambda held=mark: held is not None,
+        lambda mark: lambda *, held=mark: held is not None,
+    ],
+    ids=["closure", "default", "keyword"],
+)
+def test_what_an_operation_holds_is_not_kept_alive(holding):
+    """Else a thousand requests would stay in memory for ever, each with what its lambda binds."""
+    mark = Mark()
+    gone = weakref.ref(mark)
+    with Idempotency(MemoryStore(), caller="tester", cache=False) as idem:
+        assert idem.run("k", holding(mark))
+        del mark
+        gc.collect()
+        assert gone() is None

@@ -743,6 +743,33 @@ def test_a_store_that_fails_leaves_an_unwanted_claim_to_its_lease(fails, caplog)
     assert caplog.records == []
 
 
+def test_a_store_that_miscounts_holds_nobody_up(caplog):
+    """Its answers are nobody's, also for a claim that was let go; the rows behind them go on."""
+
+    async def main() -> None:
+        stage = Unwanted()
+        commit = stage.store.commit
+
+        async def miscounting(claims, settlements):
+            claimed, settled = await commit(claims, settlements)
+            is_first = len(stage.store.commits) == 1
+            return [*claimed, *claimed] if is_first else claimed, settled
+
+        stage.store.commit = miscounting
+        beside = stage.group.claim(_request("beside"))
+        await stage.leave()
+        behind = asyncio.create_task(stage.claim("behind"))
+        await turns()
+        stage.hold.open()
+        with pytest.raises(StoreUnavailable, match="4 answers to 2 rows"):
+            await beside
+        assert (await asyncio.wait_for(behind, 10)).decision is Decision.ADMIT
+        assert stage.released == []
+
+    drive(main())
+    assert caplog.records == []
+
+
 def test_a_few_rows_do_not_wait_for_each_other():
     """While few rows are under way, each leaves at once; with many, they merge again."""
 

@@ -271,6 +271,22 @@ def test_a_signal_anywhere_in_the_closing_leaves_the_gate_usable():
     assert places > 5
 
 
+def test_a_signal_anywhere_in_a_call_leaves_nobody_inside():
+    """Closing would wait for a call that is over until its time is up."""
+    gate_module = sys.modules[ThreadGate.__module__]
+    runs: list[int] = []
+    with Idempotency("memory://", caller="tester") as idem:
+        idem.run("warm-up", lambda: None)
+
+        def call() -> None:
+            idem.run(f"k{len(runs)}", runs.append, len(runs), name="append")
+
+        places = 0
+        for places in at_every_place(call, gate_module):
+            assert not idem._gate._inside, f"somebody is inside after a signal at place {places}"
+        assert places > 2
+
+
 def test_two_closers_both_hear_of_the_end():
     gate = ThreadGate()
     gate.enter("call")

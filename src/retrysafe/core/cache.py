@@ -71,7 +71,7 @@ class CachedOutcome:
 class ReplayCache:
     """A bounded map from key digest to outcome, oldest out first.
 
-    `find` needs no lock; whoever calls the others holds one.
+    `find` and `replay` need no lock; whoever calls the others holds one.
     """
 
     __slots__ = ("_bytes", "_bytes_limit", "_entries_limit", "_seconds", "entries")

@@ -156,8 +156,10 @@ def _read_json(payload: Payload, _types: Types) -> Any:
     Looking for other encodings and for blanks would take longer than reading them.
     """
     body = payload.body
-    if body[:1] == b'"' and body.find(b'"', 1) == len(body) - 1 and b"\\" not in body:
-        return body[1:-1].decode()  # A text without escapes.
+    if body[:1] == b'"' and body[-1:] == b'"' and len(body) > 1:
+        inner = body[1:-1]
+        if inner.translate(values.MARKED) is inner:
+            return inner.decode()  # A text without escapes, and without what should have been one.
     text = body.decode()
     try:
         value, end = _DECODER.raw_decode(text)

@@ -120,7 +120,11 @@ def _tell(waiters: list[Signal]) -> None:
 
 
 class Flights:
-    """All flights of one engine, under one lock."""
+    """All flights of one engine.
+
+    A leader joins and moves on without the lock; whoever waits, and whoever takes a flight away,
+    holds it.
+    """
 
     __slots__ = ("_by_digest", "_lock")
 

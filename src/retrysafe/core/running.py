@@ -34,7 +34,7 @@ from retrysafe.core.ports import Fate, Lock, Renewals, Writer
 from retrysafe.core.settling import Settler, settlement_of
 from retrysafe.core.stepping import Stepper
 from retrysafe.core.undoing import Concluder, Verdict
-from retrysafe.errors import ClaimLost, StoreError
+from retrysafe.errors import ClaimLost, RetrysafeError, StoreError
 
 # Looked up once: members of an enum are dear to look up on every call.
 _ABANDONED: Final = Condition.ABANDONED
@@ -115,7 +115,7 @@ class Runner:
         self._endings = endings
         self._perform = perform
 
-    async def run(
+    async def run(  # noqa: PLR0912 — told in one piece, every frame is paid for.
         self,
         flight: Flight,
         call: Call,
@@ -191,11 +191,15 @@ class Runner:
             # As in `Settler.settle`, which every operation would pay for.
             settlement = settlement_of(call, lease, ending, payload, entries)
             try:
-                stands = await self._writer.settle(settlement)
-            except BaseException as error:
-                stands = await self._settler.settle_despite(
-                    error, call, lease, settlement, number, value
-                )
+                try:
+                    stands = await self._writer.settle(settlement)
+                except StoreError as error:
+                    stands = await self._settler.insist(call, settlement, number, value, error)
+            except RetrysafeError:
+                raise
+            except BaseException:
+                self._settler.hand_over(call, lease, settlement, number)
+                raise
             payload = self._settler.settled(call, settlement, stands, ending, number)
             if ending is _RELEASED:
                 flight.share(payload, number, is_released=True)

@@ -172,34 +172,26 @@ class Settler:
         """
         settlement = settlement_of(call, lease, ending, payload, entries)
         try:
-            answer = await self._writer.settle(settlement)
-        except BaseException as error:
-            answer = await self.settle_despite(error, call, lease, settlement, attempt, value)
-        return self.settled(call, settlement, answer, ending, attempt)
-
-    async def settle_despite(
-        self,
-        error: BaseException,
-        call: Call,
-        lease: Lease,
-        settlement: Settlement,
-        attempt: int,
-        value: Any,
-    ) -> SettleAnswer:
-        """The answer to an ending whose first write has raised this; raises as `settle` does."""
-        try:
-            if isinstance(error, StoreError):
-                return await self._insist(call, settlement, attempt, value, error)
-            raise error
+            try:
+                answer = await self._writer.settle(settlement)
+            except StoreError as error:
+                answer = await self.insist(call, settlement, attempt, value, error)
         except RetrysafeError:
             raise
         except BaseException:
-            # The caller is being cancelled, and the operation is done: its outcome must not be
-            # lost with the caller. Writing it twice is harmless, the token confirms the second.
-            # Its lease goes along: it must not run out while the store is still being asked.
-            lease.is_adopted = True
-            self._orphanage.adopt(self._settle_orphan(call, lease, settlement, attempt))
+            self.hand_over(call, lease, settlement, attempt)
             raise
+        return self.settled(call, settlement, answer, ending, attempt)
+
+    def hand_over(self, call: Call, lease: Lease, settlement: Settlement, attempt: int) -> None:
+        """Has an ending written without its caller, who is being cancelled.
+
+        The operation is done: its outcome must not be lost with the caller. Writing it twice is
+        harmless, the token confirms the second. Its lease goes along: it must not run out while the
+        store is still being asked.
+        """
+        lease.is_adopted = True
+        self._orphanage.adopt(self._settle_orphan(call, lease, settlement, attempt))
 
     def settled(
         self, call: Call, settlement: Settlement, answer: SettleAnswer, ending: Ending, attempt: int
@@ -214,7 +206,7 @@ class Settler:
         assert payload is not None  # Every ending has one.
         return payload
 
-    async def _insist(
+    async def insist(
         self,
         call: Call,
         settlement: Settlement,
@@ -222,7 +214,7 @@ class Settler:
         value: Any,
         error: StoreError,
     ) -> SettleAnswer:
-        """Writes again until it stands, within the policy's patience."""
+        """Writes again until it stands, within the policy's patience; else `OutcomeNotStored`."""
         pause = RETRY_PAUSE_SECONDS
         give_up = self._monotonic() + call.policy.settle_patience.total_seconds()
         while True:
@@ -256,7 +248,7 @@ class Settler:
             try:
                 answer = await self._writer.settle(settlement)
             except StoreError as error:
-                answer = await self._insist(call, settlement, attempt, None, error)
+                answer = await self.insist(call, settlement, attempt, None, error)
         except OutcomeNotStored:
             return  # Reported where it was raised.
         finally:

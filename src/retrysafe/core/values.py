@@ -48,9 +48,7 @@ _sorted_text = json.JSONEncoder(
 
 # Changes exactly the bytes that JSON escapes within a text. `translate` gives the very same bytes
 # back when it has changed none.
-_MARKED: Final = bytes(
-    byte ^ 0x80 if byte < 0x20 or byte in b'"\\' else byte for byte in range(256)
-)
+MARKED: Final = bytes(byte ^ 0x80 if byte < 0x20 or byte in b'"\\' else byte for byte in range(256))
 
 
 def json_bytes(tree: Any) -> bytes:
@@ -59,7 +57,7 @@ def json_bytes(tree: Any) -> bytes:
         if type(tree) is str:
             # A text that needs no escapes, a third of the time that the encoder takes for it.
             text = tree.encode()
-            if text.translate(_MARKED) is text:
+            if text.translate(MARKED) is text:
                 return b'"%b"' % text
         return _compact_text(tree).encode()
     except UnicodeEncodeError:

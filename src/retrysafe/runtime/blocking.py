@@ -348,7 +348,13 @@ class BlockingIdempotency(AtomicThreads, Face):
                 # Python warns of a flow that was never begun. One that has ended takes no notice.
                 flow.close()
         finally:
-            gate.leave(flow)
+            try:
+                gate.leave(flow)
+            except BaseException:
+                # A signal may raise before its first line. Closing would wait for this call until
+                # its time is over.
+                gate.leave(flow)
+                raise
 
     async def _resume(
         self,

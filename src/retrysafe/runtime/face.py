@@ -214,9 +214,18 @@ class Face:
             name,
             codec_for(operation, returns),
         )
-        # What a closure holds must not be kept alive for this.
-        if is_usual and operation.__closure__ is None and len(self._known) < KNOWN_LIMIT:
+        # What a closure or a default holds must not be kept alive for this.
+        if (
+            is_usual
+            and operation.__closure__ is None
+            and operation.__defaults__ is None
+            and operation.__kwdefaults__ is None
+            and len(self._known) < KNOWN_LIMIT
+        ):
             self._known[operation] = (call.fingerprints, call.policy, name, call.codec)
+            # Declared by somebody else since it was looked for: who declares looks here after that.
+            if operation in self._resumables.by_function:
+                self._known.pop(operation, None)
         return call
 
     def _resumable_call(

@@ -395,11 +395,11 @@ class TaskGroupCommit:
     async def _commit(self, flight: _Flight) -> None:
         try:
             claimed, settled = await self._store.commit(flight.claims, flight.settlements)
-            flight.claimed = claimed
             first = None if settled else claimed[0]
             self._is_replaying = isinstance(first, ClaimAnswer) and first.decision is _REPLAY
             _require_as_many(settled, flight.settling)
             _require_as_many(claimed, flight.claiming)
+            flight.claimed = claimed
         except BaseException as error:
             for future in (*flight.settling, *flight.claiming):
                 if not future.done():
@@ -425,7 +425,7 @@ class TaskGroupCommit:
             self._launch_or_wait()
 
     def _give_back(self, flight: _Flight) -> None:
-        """Releases what was granted to nobody, before anybody else's claim leaves.
+        """Releases what was granted to nobody, before the claims that wait here leave.
 
         Without a window, so that the key is as it was: no attempt counts that ran nothing. Where
         that would wipe out what earlier attempts have left, the lease frees the key instead. Were
