@@ -434,11 +434,16 @@ class Ledger:
 
     def step_recorded(self, write: StepWrite, decision: Decision) -> None:
         """Judges the store's answer to a step's write, and takes note of it."""
-        key, token = write.key.text, write.token
-        if decision is not (Decision.APPLY if self._holds(key, token) else Decision.LOST):
+        key, token, step = write.key.text, write.token, write.step
+        # The first result stands. A late copy of its claim may bring an owner back that has another
+        # one: to it the step is lost, although it holds the key again.
+        known = self.steps.get(key, {}).get(step.name)
+        is_first = known is None or known[2] == step.payload
+        if decision is not (
+            Decision.APPLY if is_first and self._holds(key, token) else Decision.LOST
+        ):
             self.violated(Invariant.ZOMBIE, f"{key}: a step was answered {decision.value}")
         if decision is Decision.APPLY:
-            step = write.step
             recorded = (token, self._next_moment(), step.payload)
             self.steps.setdefault(key, {}).setdefault(step.name, recorded)
 
