@@ -12,7 +12,7 @@ from retrysafe.core.model import Condition, Ending
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import ClaimLost, OperationInFlight, StoreUnavailable
 from tests.core.building import KEY, call
-from tests.core.driving import Fault, Process, World, drive
+from tests.core.driving import Fault, Flow, Process, World, drive
 
 
 @pytest.fixture
@@ -97,14 +97,29 @@ def test_a_waiting_duplicate_takes_over_when_the_local_run_hangs(world, process)
 
 def test_an_outcome_that_outlives_its_caller_keeps_its_lease(world, process):
     """While a cancelled caller's outcome is still being written, nobody may take over."""
+    process.writer.settle_faults.extend([Fault(pauses=True), Fault(pauses=True)])
+    flow = process.start(call(), process.returning("done"))
+    flow.throw(GeneratorExit())
+    (flow_without_caller,) = world.orphans
+    orphan = Flow(flow_without_caller).step()
+    assert len(process.renewals.running) == 1
+    while not orphan.is_done:
+        orphan.step()
+    assert process.renewals.running == []
+    assert drive(world.store.read(KEY)).condition is Condition.SUCCEEDED
+
+
+def test_a_last_write_that_was_never_begun_leaves_no_lease(world, process):
+    """Whoever cancels all tasks may cancel the one that was to write the outcome: a lease that is
+    renewed without it would block the key for as long as the process lives.
+    """
     process.writer.settle_faults.append(Fault(pauses=True))
     flow = process.start(call(), process.returning("done"))
     flow.throw(GeneratorExit())
-    assert len(process.renewals.running) == 1
-    (orphan,) = world.orphans
-    drive(orphan)
+    (flow_without_caller,) = world.orphans
+    with pytest.raises(GeneratorExit):
+        flow_without_caller.throw(GeneratorExit())
     assert process.renewals.running == []
-    assert drive(world.store.read(KEY)).condition is Condition.SUCCEEDED
 
 
 def test_a_clock_that_was_set_back_does_not_lengthen_a_lease(world):

@@ -415,7 +415,7 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Runner.run,
-                "self._stop_renewing(lease)\n            raise",
+                "self._renewals.remove(lease)\n            raise",
                 "raise",
             ),
         ),

@@ -18,7 +18,6 @@ class Lease:
     __slots__ = (
         "ends_at_ms",
         "ends_monotonic",
-        "is_adopted",
         "is_joined",
         "is_revoked",
         "key",
@@ -42,8 +41,6 @@ class Lease:
         self.token = token
         self.lease_ms = lease_ms
         self.is_revoked = False
-        # Whether a background flow renews and gives it up, because its caller was cancelled.
-        self.is_adopted = False
         # Whether a user's transaction has written, or tried to write, the ending of its run.
         self.is_joined = False
         self.renew_until_monotonic = (

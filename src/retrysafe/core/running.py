@@ -207,11 +207,11 @@ class Runner:
                 self.remember(call, flight, payload, number, asked, policy.active_ms)
         finally:
             try:
-                self._stop_renewing(lease)
+                self._renewals.remove(lease)
             except BaseException:
                 # A signal may raise before its first line. A lease that is renewed for ever would
                 # block the key for as long as the process lives.
-                self._stop_renewing(lease)
+                self._renewals.remove(lease)
                 raise
         return Answer(value, False, number)
 
@@ -254,11 +254,6 @@ class Runner:
         )
         self._remember_ending(call, flight, ending, payload, attempt, asked)
         return Answer(verdict.told(call), False, attempt)
-
-    def _stop_renewing(self, lease: Lease) -> None:
-        # The ending of a cancelled caller keeps its lease until it is written.
-        if not lease.is_adopted:
-            self._renewals.remove(lease)
 
     async def _is_settled(
         self,

@@ -187,10 +187,8 @@ class Settler:
         """Has an ending written without its caller, who is being cancelled.
 
         The operation is done: its outcome must not be lost with the caller. Writing it twice is
-        harmless, the token confirms the second. Its lease goes along: it must not run out while the
-        store is still being asked.
+        harmless, the token confirms the second.
         """
-        lease.is_adopted = True
         self._orphanage.adopt(self._settle_orphan(call, lease, settlement, attempt))
 
     def settled(
@@ -243,8 +241,13 @@ class Settler:
     async def _settle_orphan(
         self, call: Call, lease: Lease, settlement: Settlement, attempt: int
     ) -> None:
-        """The same for an ending whose caller is gone; there is nobody left to tell."""
+        """The same for an ending whose caller is gone; there is nobody left to tell.
+
+        The lease must not run out while the store is still being asked. Its renewal is this flow's
+        own affair: one that is cancelled before it begins must not leave a lease behind.
+        """
         try:
+            self._renewals.add(lease)
             try:
                 answer = await self._writer.settle(settlement)
             except StoreError as error:

@@ -86,8 +86,7 @@ class Concluder:
             raise
         except BaseException:
             # The caller is being cancelled, and the operation is done: its outcome must not be
-            # lost with the caller. Its lease goes along until the ending is written.
-            lease.is_adopted = True
+            # lost with the caller.
             orphan = self._conclude_orphan(run, lease, ending, payload, error, entries)
             self._orphanage.adopt(orphan)
             raise
@@ -106,6 +105,8 @@ class Concluder:
         It calls nothing of the user's: what must be undone is left to the next attempt.
         """
         try:
+            # Until the ending is written, as `Settler` does it for those without steps.
+            self._renewals.add(lease)
             verdict = await _told(run, ending, payload, error, None, is_orphan=True)
             if verdict is not None:
                 # Not what the operation said, so what it wanted to send is not sent.
