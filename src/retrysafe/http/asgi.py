@@ -48,12 +48,14 @@ from retrysafe.http.exchange import (
     Plan,
     Protection,
 )
-from retrysafe.http.recent import Head, Recent, Repetition, head_of
+from retrysafe.http.recent import Recent, Repetition, head_of
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
-from retrysafe.http.rules import Match, Rule, checked_rules
+from retrysafe.http.rules import Match, Route, Rule, checked_rules
 from retrysafe.runtime.tasks import AsyncFace
 
+# What servers put into a path in place of bytes that are no UTF-8.
+_REPLACED: Final = "\ufffd"
 _PAGE_METHODS: Final = ("GET", "HEAD")
 _UNREAD: Final = object()
 _REPEATED: Final = object()
@@ -138,28 +140,39 @@ class IdempotencyMiddleware:
         if scope["type"] != "http" or (PROTECTED_NAME in scope and is_protected(scope)):
             await self.app(scope, receive, send)
             return
-        head: Head | None = None
         body: bytes | object | None = _UNREAD
         if self._recent is not None and self._recent.entries:
             # Before anything else is looked at: it is the same request as one that was.
-            head = head_of(scope)
-            repetition = self._recent.find(head)
+            repetition = self._recent.find(head_of(scope))
             if repetition is not None:
                 body = await self._repeat(repetition, receive, send)
                 if body is _REPEATED:
                     return
-        path = exact_path(scope, scope["path"])
+        # What `request_of` and `prefix_of` do, once for the match and for the request.
+        path: str = scope["path"]
+        if _REPLACED in path:
+            path = exact_path(scope, path)
         root: str = scope.get("root_path", "")
-        if root and is_below(path, root):
-            path = path[len(root.rstrip("/")) :]
-        match = self._find(scope["method"], path)
-        if match is not None:
-            request, prefix = request_of(scope), prefix_of(scope)
-            await self._protect(match, request, prefix, receive, send, head, body)
-        elif scope["method"] in _PAGE_METHODS and self.protection.has_page(path):
-            await self.show_page(path, request_of(scope), prefix_of(scope), send)
-        else:
-            await self.app(scope, receive, send)
+        inner, whole = path, path
+        if root:
+            if is_below(path, root):
+                inner = path[len(root.rstrip("/")) :]
+            else:
+                # Some frameworks leave the mount out of the path. Two mounts are two places.
+                whole = root.rstrip("/") + path
+        method: str = scope["method"]
+        match = self._find(method, inner)
+        if match is None:
+            if method in _PAGE_METHODS and self.protection.has_page(inner):
+                await self.show_page(inner, request_of(scope), prefix_of(scope), send)
+            else:
+                await self.app(scope, receive, send)
+            return
+        route, parameters = match
+        query: bytes = scope.get("query_string", b"")
+        request = Request(method, whole, query, scope["headers"], b"", scope, parameters)
+        prefix: str = scope.get("app_root_path", root)
+        await self._protect(route, request, prefix, receive, send, body)
 
     async def show_page(self, path: str, request: Request, prefix: str, send: Send) -> None:
         """Answers with the policy page, or with the status of a key.
@@ -183,16 +196,15 @@ class IdempotencyMiddleware:
         self, match: Match, request: Request, prefix: str, receive: Receive, send: Send
     ) -> None:
         """For integrations: answers a request of a route; its `host` is the ASGI scope."""
-        head: Head | None = None
         body: bytes | object | None = _UNREAD
-        if self._recent is not None:
-            head = head_of(request.host)
-            repetition = self._recent.find(head)
+        if self._recent is not None and self._recent.entries:
+            repetition = self._recent.find(head_of(request.host))
             if repetition is not None:
                 body = await self._repeat(repetition, receive, send)
                 if body is _REPEATED:
                     return
-        await self._protect(match, request, prefix, receive, send, head, body)
+        route, request.parameters = match
+        await self._protect(route, request, prefix, receive, send, body)
 
     async def _repeat(
         self, repetition: Repetition, receive: Receive, send: Send
@@ -209,31 +221,27 @@ class IdempotencyMiddleware:
 
     async def _protect(
         self,
-        match: Match,
+        route: Route,
         request: Request,
         prefix: str,
         receive: Receive,
         send: Send,
-        head: Head | None,
         body: bytes | object | None,
     ) -> None:
         """Answers a request that is protected; its body may have been read already."""
         protection = self.protection
         scope: Scope = request.host
-        request.parameters = match[1]
-        if head is None and self._recent is not None:
-            head = head_of(scope)
-        plan = protection.begin(match[0], request, prefix)
+        plan = protection.begin(route, request, prefix)
         if type(plan) is Plan:
             if body is _UNREAD:
-                body = await read_body(receive, plan.route.rule.request_limit_bytes)
+                body = await read_body(receive, route.rule.request_limit_bytes)
             if body is None:
                 return  # The client went away before it had asked for anything.
             if type(body) is bytes:
                 request.body = body
-                await self.answer(plan, scope, receive, send, head)
+                await self.answer(plan, scope, receive, send, is_kept=self._recent is not None)
             else:
-                refusal = protection.too_large(plan.route, request, prefix, plan.key)
+                refusal = protection.too_large(route, request, prefix, plan.key)
                 await send_early(send, receive, refusal, request, is_body_read=body is TOO_LARGE)
         elif isinstance(plan, Response):
             await send_early(send, receive, plan, request)
@@ -246,9 +254,13 @@ class IdempotencyMiddleware:
         scope: Scope,
         receive: Receive,
         send: Send,
-        head: Head | None = None,
+        *,
+        is_kept: bool = False,
     ) -> None:
-        """Answers a planned request whose body has been read; raises what the application does."""
+        """Answers a planned request whose body has been read; raises what the application does.
+
+        `is_kept` says that its replay may be remembered for the next request with the same scope.
+        """
         protection = self.protection
         run: AppRun | None = None
         # None: the application runs unprotected, as was asked for.
@@ -258,11 +270,13 @@ class IdempotencyMiddleware:
             answer = self.idempotency.recall(call)
             if answer is not None:
                 response = protection.answered(plan, answer, is_news=False)
-                self._keep(head, plan, call, response)
+                if is_kept:
+                    self._keep(scope, plan, call, response)
             else:
                 closed = self._closed_off(plan, call) if protection.breaker.is_open else None
                 if closed is None:
-                    run = AppRun(self.app, self._runs, plan, scope, receive, send)
+                    loop = asyncio.get_running_loop()
+                    run = AppRun(self.app, self._runs, plan, scope, receive, send, loop)
                     response = await self._run(run, call)
                 else:
                     response = None if protection.runs_unprotected(plan) else closed
@@ -272,10 +286,18 @@ class IdempotencyMiddleware:
             await self._run_unprotected(call, plan, scope, receive, send)
             return
         if not response.is_streamed:
-            await send_response(send, response)
+            # As in `send_response`, whose coroutine every request would pay for.
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": response.status,
+                    "headers": response.headers,
+                }
+            )
+            await send({"type": "http.response.body", "body": response.body})
         elif run is not None:
             await run.end_stream()
-        if run is not None and not run.is_left:
+        if run is not None and not run.is_over and not run.is_left:
             await run.finish()
 
     def _answer_to(self, error: Exception, run: AppRun | None, plan: Plan) -> Response | None:
@@ -296,13 +318,13 @@ class IdempotencyMiddleware:
         """The refusal while the store is left alone; what runs in this process needs no store."""
         return None if self.idempotency.is_running(call) else self.protection.closed_off(plan)
 
-    def _keep(self, head: Head | None, plan: Plan, call: Call, response: Response) -> None:
+    def _keep(self, scope: Scope, plan: Plan, call: Call, response: Response) -> None:
         """Remembers what this replay looks like, for the next request that is the same."""
         outcome = self.idempotency.remembered(call)
-        if self._recent is not None and head is not None and outcome is not None:
+        if self._recent is not None and outcome is not None:
             limit_bytes = plan.route.rule.request_limit_bytes
             repetition = Repetition(plan.request.body, limit_bytes, call, outcome, response)
-            self._recent.keep(head, repetition)
+            self._recent.keep(head_of(scope), repetition)
 
     async def _run_unprotected(
         self, call: Call, plan: Plan, scope: Scope, receive: Receive, send: Send
@@ -328,7 +350,7 @@ class IdempotencyMiddleware:
     async def _run(self, run: AppRun, call: Call) -> Response:
         """Runs the application in tasks of its own; cancelling the caller leaves them alone."""
         plan = run.plan
-        loop = asyncio.get_running_loop()
+        loop = run.loop
         waiter: asyncio.Future[Answer[Any]] = loop.create_future()
         if plan.preference.respond_async:
             run.started = loop.create_future()
@@ -375,7 +397,7 @@ class IdempotencyMiddleware:
         finally:
             if self._lookout is not None:
                 self._lookout.forget(run)
-            if run.task is None or run.task.done():
+            if self._runs and (run.task is None or run.task.done()):
                 self._runs.discard(run)
 
 

@@ -130,7 +130,7 @@ class ResponseCodec:
 
     def encode(self, value: Any) -> Payload:
         """The payload of a response, ours or a framework's; raises `NotStorable`."""
-        response = response_of(value)
+        response = value if type(value) is Response else response_of(value)
         if response.is_streamed:
             raise NotStorable("the response was streamed to its first caller")
         stored = self._stored
@@ -167,7 +167,7 @@ def is_event_stream(headers: Iterable[Header]) -> bool:
     """Whether these are the headers of server-sent events, which have no end to wait for."""
     for name, value in headers:
         if len(name) == 12 and name.lower() == b"content-type":
-            return value.lower().startswith(b"text/event-stream")
+            return value[:17].lower() == b"text/event-stream"
     return False
 
 
