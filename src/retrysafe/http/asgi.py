@@ -22,6 +22,7 @@ from retrysafe.http.asgi_claims import ClaimLookout
 from retrysafe.http.asgi_io import (
     TOO_LARGE,
     is_protected,
+    paths_of,
     prefix_of,
     read_body,
     request_of,
@@ -35,8 +36,6 @@ from retrysafe.http.asgi_run import (
     Receive,
     Scope,
     Send,
-    exact_path,
-    is_below,
 )
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
@@ -51,11 +50,9 @@ from retrysafe.http.exchange import (
 from retrysafe.http.recent import Recent, Repetition, head_of
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
-from retrysafe.http.rules import Match, Route, Rule, checked_rules
+from retrysafe.http.rules import Match, Rule, checked_rules
 from retrysafe.runtime.tasks import AsyncFace
 
-# What servers put into a path in place of bytes that are no UTF-8.
-_REPLACED: Final = "\ufffd"
 _PAGE_METHODS: Final = ("GET", "HEAD")
 _UNREAD: Final = object()
 _REPEATED: Final = object()
@@ -148,31 +145,36 @@ class IdempotencyMiddleware:
                 body = await self._repeat(repetition, receive, send)
                 if body is _REPEATED:
                     return
-        # What `request_of` and `prefix_of` do, once for the match and for the request.
-        path: str = scope["path"]
-        if _REPLACED in path:
-            path = exact_path(scope, path)
-        root: str = scope.get("root_path", "")
-        inner, whole = path, path
-        if root:
-            if is_below(path, root):
-                inner = path[len(root.rstrip("/")) :]
-            else:
-                # Some frameworks leave the mount out of the path. Two mounts are two places.
-                whole = root.rstrip("/") + path
-        method: str = scope["method"]
-        match = self._find(method, inner)
+        inner, whole = paths_of(scope)
+        match = self._find(scope["method"], inner)
         if match is None:
-            if method in _PAGE_METHODS and self.protection.has_page(inner):
+            if scope["method"] in _PAGE_METHODS and self.protection.has_page(inner):
                 await self.show_page(inner, request_of(scope), prefix_of(scope), send)
             else:
                 await self.app(scope, receive, send)
             return
         route, parameters = match
-        query: bytes = scope.get("query_string", b"")
-        request = Request(method, whole, query, scope["headers"], b"", scope, parameters)
-        prefix: str = scope.get("app_root_path", root)
-        await self._protect(route, request, prefix, receive, send, body)
+        # As `request_of` and `prefix_of` do it.
+        request = Request(
+            scope["method"],
+            whole,
+            scope.get("query_string", b""),
+            scope["headers"],
+            b"",
+            scope,
+            parameters,
+        )
+        prefix = prefix_of(scope)
+        # As in `protect`, whose coroutine every request would pay for.
+        plan = self.protection.begin(route, request, prefix)
+        if type(plan) is Plan:
+            if body is _UNREAD:
+                body = await read_body(receive, route.rule.request_limit_bytes)
+            if type(body) is bytes:
+                request.body = body
+                await self.answer(plan, scope, receive, send, is_kept=self._recent is not None)
+                return
+        await self._decline(plan, request, prefix, body, receive, send)
 
     async def show_page(self, path: str, request: Request, prefix: str, send: Send) -> None:
         """Answers with the policy page, or with the status of a key.
@@ -204,7 +206,16 @@ class IdempotencyMiddleware:
                 if body is _REPEATED:
                     return
         route, request.parameters = match
-        await self._protect(route, request, prefix, receive, send, body)
+        plan = self.protection.begin(route, request, prefix)
+        if type(plan) is Plan:
+            if body is _UNREAD:
+                body = await read_body(receive, route.rule.request_limit_bytes)
+            if type(body) is bytes:
+                request.body = body
+                is_kept = self._recent is not None
+                await self.answer(plan, request.host, receive, send, is_kept=is_kept)
+                return
+        await self._decline(plan, request, prefix, body, receive, send)
 
     async def _repeat(
         self, repetition: Repetition, receive: Receive, send: Send
@@ -219,34 +230,23 @@ class IdempotencyMiddleware:
         await send({"type": "http.response.body", "body": repetition.response_body})
         return _REPEATED
 
-    async def _protect(
+    async def _decline(
         self,
-        route: Route,
+        plan: Plan | Response | None,
         request: Request,
         prefix: str,
+        body: bytes | object | None,
         receive: Receive,
         send: Send,
-        body: bytes | object | None,
     ) -> None:
-        """Answers a request that is protected; its body may have been read already."""
-        protection = self.protection
-        scope: Scope = request.host
-        plan = protection.begin(route, request, prefix)
-        if type(plan) is Plan:
-            if body is _UNREAD:
-                body = await read_body(receive, route.rule.request_limit_bytes)
-            if body is None:
-                return  # The client went away before it had asked for anything.
-            if type(body) is bytes:
-                request.body = body
-                await self.answer(plan, scope, receive, send, is_kept=self._recent is not None)
-            else:
-                refusal = protection.too_large(route, request, prefix, plan.key)
-                await send_early(send, receive, refusal, request, is_body_read=body is TOO_LARGE)
-        elif isinstance(plan, Response):
+        """Answers a request that is refused by its head or its body, or runs unprotected."""
+        if isinstance(plan, Response):
             await send_early(send, receive, plan, request)
-        else:
-            await self.app(scope, receive, send)
+        elif plan is None:
+            await self.app(request.host, receive, send)
+        elif body is not None:  # Else the client went away before it had asked for anything.
+            refusal = self.protection.too_large(plan.route, request, prefix, plan.key)
+            await send_early(send, receive, refusal, request, is_body_read=body is TOO_LARGE)
 
     async def answer(
         self,
@@ -272,14 +272,19 @@ class IdempotencyMiddleware:
                 response = protection.answered(plan, answer, is_news=False)
                 if is_kept:
                     self._keep(scope, plan, call, response)
+            elif protection.breaker.is_open and (closed := self._closed_off(plan, call)):
+                response = None if protection.runs_unprotected(plan) else closed
             else:
-                closed = self._closed_off(plan, call) if protection.breaker.is_open else None
-                if closed is None:
-                    loop = asyncio.get_running_loop()
-                    run = AppRun(self.app, self._runs, plan, scope, receive, send, loop)
-                    response = await self._run(run, call)
+                loop = asyncio.get_running_loop()
+                run = AppRun(self.app, self._runs, plan, scope, receive, send, loop)
+                waiter = self._start(run, call)
+                if run.started is not None and not await _is_prompt(run, waiter):
+                    response = protection.accepted(plan)
                 else:
-                    response = None if protection.runs_unprotected(plan) else closed
+                    response = protection.answered(plan, await waiter, run.response)
+        except asyncio.CancelledError:
+            _leave(run, waiter)  # Only a run is waited for.
+            raise
         except Exception as error:
             response = self._answer_to(error, run, plan)
         if response is None:
@@ -347,10 +352,9 @@ class IdempotencyMiddleware:
 
         await self.app(scope, replayed, marked)
 
-    async def _run(self, run: AppRun, call: Call) -> Response:
-        """Runs the application in tasks of its own; cancelling the caller leaves them alone."""
-        plan = run.plan
-        loop = run.loop
+    def _start(self, run: AppRun, call: Call) -> asyncio.Future[Answer[Any]]:
+        """Runs the application in tasks of its own; cancelling the future leaves them alone."""
+        plan, loop = run.plan, run.loop
         waiter: asyncio.Future[Answer[Any]] = loop.create_future()
         if plan.preference.respond_async:
             run.started = loop.create_future()
@@ -358,22 +362,7 @@ class IdempotencyMiddleware:
         if self._lookout is not None and plan.route.rule.transaction is None:
             self._lookout.watch(run, call, waiter, loop)
         run.settling = loop.create_task(self._settle(run, call, waiter))
-        try:
-            if (
-                run.started is not None
-                and not await _is_prompt(waiter, run.started, plan.preference.wait_seconds or 0)
-                # A stream that is on its way is the answer already.
-                and not run.is_passing
-            ):
-                run.leave()
-                waiter.cancel()
-                return self.protection.accepted(plan)
-            answer = await waiter
-        except asyncio.CancelledError:
-            run.leave()
-            waiter.cancel()
-            raise
-        return self.protection.answered(plan, answer, run.response)
+        return waiter
 
     async def _settle(self, run: AppRun, call: Call, waiter: asyncio.Future[Answer[Any]]) -> None:
         """Answers the call, and tells the waiter at once: a task's own callbacks come later."""
@@ -401,14 +390,24 @@ class IdempotencyMiddleware:
                 self._runs.discard(run)
 
 
-async def _is_prompt(
-    waiter: asyncio.Future[Answer[Any]], started: asyncio.Future[None], seconds: float
-) -> bool:
-    """Whether the answer is there in time, counted from the start of the run.
+async def _is_prompt(run: AppRun, waiter: asyncio.Future[Answer[Any]]) -> bool:
+    """Whether the answer is there in time, counted from the start of the run; else it is left.
 
-    Nothing is promised before the key is claimed: a refusal must reach the client itself.
+    Nothing is promised before the key is claimed: a refusal must reach the client itself. A stream
+    that is on its way is the answer already.
     """
-    await asyncio.wait((waiter, started), return_when=asyncio.FIRST_COMPLETED)
+    assert run.started is not None
+    await asyncio.wait((waiter, run.started), return_when=asyncio.FIRST_COMPLETED)
     if not waiter.done():
-        await asyncio.wait((waiter,), timeout=seconds)
-    return waiter.done()
+        await asyncio.wait((waiter,), timeout=run.plan.preference.wait_seconds or 0)
+    if not waiter.done() and not run.is_passing:
+        _leave(run, waiter)
+        return False
+    return True
+
+
+def _leave(run: AppRun | None, waiter: asyncio.Future[Answer[Any]]) -> None:
+    """Lets a run go on by itself."""
+    assert run is not None
+    run.leave()
+    waiter.cancel()

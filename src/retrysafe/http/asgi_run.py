@@ -31,6 +31,8 @@ _HIDDEN_EXTENSIONS: Final = (
     "http.response.zerocopysend",
     "http.response.trailers",
 )
+# What servers put into a path in place of bytes that are no UTF-8.
+REPLACED: Final = "\ufffd"
 # Looked up once: members of an enum are dear to look up on every call.
 _PASS: Final = Streaming.PASS
 # Where integrations note an exception in the scope that their framework makes a response of.
@@ -52,7 +54,7 @@ def exact_path(scope: Scope, path: str) -> str:
     the two apart from nobody: the application sees one path as well.
     """
     raw: bytes | None = scope.get("raw_path")
-    if "\ufffd" not in path or not raw:
+    if REPLACED not in path or not raw:
         return path
     return unquote_to_bytes(raw.partition(b"?")[0]).decode("utf-8", "surrogateescape")
 
@@ -116,7 +118,7 @@ class AppRun:
         self.is_left = False
         # Whether the application has ended, with nothing to tell.
         self.is_over = False
-        self._complete: asyncio.Future[None] | None = None
+        self._complete: asyncio.Future[Response] | None = None
         self._news: asyncio.Future[None] | None = None
         self.response: Response | None = None
         # What the application raised: before its response was complete, and after.
@@ -129,8 +131,8 @@ class AppRun:
         # Where all of this runs. Asking for it is a system call before Python 3.12.
         self.loop: asyncio.AbstractEventLoop = loop
 
-    async def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
-        """Runs the application until its response is complete."""
+    def invoke(self, attempt: Attempt | AtomicAttempt) -> asyncio.Future[Response]:
+        """Starts the application; the future has its response as soon as that is complete."""
         scope = self._scope
         # The same scope, not a copy: middlewares around us read what routers write into it.
         scope.setdefault("state", {})["idempotency"] = attempt
@@ -147,10 +149,7 @@ class AppRun:
         complete = self._complete = loop.create_future()
         # A task of its own: the response is stored and sent while background tasks still run.
         self.task = loop.create_task(self._serve())
-        await complete
-        response = self.response
-        assert response is not None
-        return response
+        return complete
 
     async def _serve(self) -> None:
         """Runs the application to its end, which may come long after its response."""
@@ -173,9 +172,9 @@ class AppRun:
             # The stream had no reader any more, or broke off. It is done from its first byte: its
             # client has seen that, and a second run would do the work again.
             self.response = Response(self._status, self._headers, b"", is_streamed=True)
-            complete.set_result(None)
+            complete.set_result(self.response)
 
-    def _fail(self, error: Exception, complete: asyncio.Future[None]) -> None:
+    def _fail(self, error: Exception, complete: asyncio.Future[Response]) -> None:
         if not complete.done() and not self.is_passing:
             self.error = error
             complete.set_exception(error)
@@ -245,13 +244,14 @@ class AppRun:
             self._finish_response(b"".join(self._chunks))
 
     def _finish_response(self, body: bytes) -> None:
-        self.response = Response(self._status, self._headers, body, self.is_passing)
+        response = Response(self._status, self._headers, body, self.is_passing)
+        self.response = response
         complete = self._complete
         assert complete is not None
         if not complete.done():
             error = self._scope.get(ERROR_NAME)
             if error is None or self._status < 500:
-                complete.set_result(None)
+                complete.set_result(response)
             else:
                 # How the attempt ended is for the policy to say; the client gets this response.
                 self.error = error
