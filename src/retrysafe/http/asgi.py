@@ -320,8 +320,11 @@ class IdempotencyMiddleware:
         return refusal
 
     def _closed_off(self, plan: Plan, call: Call) -> Response | None:
-        """The refusal while the store is left alone; what runs in this process needs no store."""
-        return None if self.idempotency.is_running(call) else self.protection.closed_off(plan)
+        """The refusal while the store is left alone.
+
+        What is known to run needs no store, and is never run unprotected beside that.
+        """
+        return None if self.idempotency.is_in_flight(call) else self.protection.closed_off(plan)
 
     def _keep(self, scope: Scope, plan: Plan, call: Call, response: Response) -> None:
         """Remembers what this replay looks like, for the next request that is the same."""
