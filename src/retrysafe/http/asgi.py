@@ -17,6 +17,7 @@ from typing import Any, Final, Self
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.keys import GlobalCaller, Key
+from retrysafe.core.ports import Waits
 from retrysafe.errors import InvalidInput, StoreError
 from retrysafe.http.asgi_claims import ClaimLookout
 from retrysafe.http.asgi_io import (
@@ -128,7 +129,8 @@ class IdempotencyMiddleware:
         self._recent: Recent | None = Recent() if protection.is_told_by_headers else None
         seconds = protection.store_timeout_seconds
         self._lookout: ClaimLookout | None = None
-        if seconds is not None:
+        # A store that never waits has answered a claim before anybody can lose patience.
+        if seconds is not None and idempotency.store.capabilities.waits is not Waits.NEVER:
             let_go = None if protection.fail_open else idempotency.let_go
             self._lookout = ClaimLookout(seconds, idempotency.is_claiming, let_go)
 

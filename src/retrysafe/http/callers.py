@@ -48,11 +48,10 @@ def bearer_token(request: Request) -> str | None:
     outlive the refresh of a token: use the account's name from your authentication where they
     must.
     """
-    lines = request.header_lines(b"authorization")
-    # With two lines, the part in front may have checked one and we would believe the other.
-    if len(lines) != 1:
-        return None
-    line = lines[0]
+    lines = request.lines_by_name()
+    if lines is None:
+        return _bearer_of(_only_line(request))
+    line = lines.get(b"authorization", b"")
     return _bearer_before(line) if len(line) <= _KEPT_LIMIT_BYTES else _bearer_of(line)
 
 
@@ -113,12 +112,14 @@ def header_caller(name: str) -> CallerOf:
 
 
 def _credentials(request: Request, scheme: re.Pattern[bytes]) -> bytes | None:
+    found = scheme.fullmatch(_only_line(request).strip(b" \t"))
+    return None if found is None else found[1]
+
+
+def _only_line(request: Request) -> bytes:
     lines = request.header_lines(b"authorization")
     # With two lines, the part in front may have checked one and we would believe the other.
-    if len(lines) != 1:
-        return None
-    found = scheme.fullmatch(lines[0].strip(b" \t"))
-    return None if found is None else found[1]
+    return lines[0] if len(lines) == 1 else b""
 
 
 def _text(value: bytes) -> str | None:

@@ -191,9 +191,12 @@ class Protection:
                 key = parse_key(keys, strict=route.rule.strict)
             except KeyInvalid as error:
                 return problem_of(error, self.place(request, prefix))
-        caller = self.caller(request)
-        if caller is None:
-            return self.unknown_caller(request, prefix, key)
+        # As in `caller`, whose call every request would pay for.
+        caller = self._global if self._caller_of is None else self._caller_of(request)
+        if type(caller) is not str:
+            caller = _checked_caller(caller)
+            if caller is None:
+                return self.unknown_caller(request, prefix, key)
         if (
             length is not None
             and len(length) > route.short_digits
@@ -209,17 +212,9 @@ class Protection:
 
     def caller(self, request: Request) -> str | GlobalCaller | None:
         """Who calls; None when that is not known. Raises `InvalidInput` for what is no caller."""
-        caller_of = self._caller_of
-        if caller_of is None:
+        if self._caller_of is None:
             return self._global
-        caller = caller_of(request)
-        if type(caller) is not str and not isinstance(caller, str | GlobalCaller | None):
-            # Told to the client as a missing caller, nobody would find the mistake.
-            raise InvalidInput(
-                f"the caller is a text, or None when nobody can be told, got {caller!r}: write "
-                "str(…) around a number such as the user's id"
-            )
-        return caller
+        return _checked_caller(self._caller_of(request))
 
     @staticmethod
     def is_too_large(route: Route, length: bytes) -> bool:
@@ -445,6 +440,16 @@ def _preference(route: Route, lines: list[bytes]) -> Preference:
 
 def _is_same(first: Response, second: Response) -> bool:
     return first.status == second.status and first.body == second.body
+
+
+def _checked_caller(caller: object) -> str | GlobalCaller | None:
+    if isinstance(caller, str | GlobalCaller | None):
+        return caller
+    # Told to the client as a missing caller, nobody would find the mistake.
+    raise InvalidInput(
+        f"the caller is a text, or None when nobody can be told, got {caller!r}: write str(…) "
+        "around a number such as the user's id"
+    )
 
 
 def _checked_timeout(timeout: object) -> float | None:
