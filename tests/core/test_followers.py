@@ -340,18 +340,32 @@ def test_when_the_polling_fails_a_follower_is_told_that_the_key_is_in_flight(wor
     assert (leader.error.is_in_flight, follower.error.is_in_flight) == (True, True)
 
 
+def test_a_process_knows_what_runs_elsewhere_while_it_waits_for_it(world, process):
+    """Nobody here has to ask the store for it then."""
+    owned_elsewhere(world)
+    process.waiting.pauses = True
+    waiting = call(policy=WAITING)
+    leader = process.start(waiting)
+    assert process.engine.is_in_flight(waiting)
+    assert not process.engine.is_claiming(waiting)
+    world.clock.advance(60)
+    while not leader.is_done:
+        leader.step()
+    assert not process.engine.is_in_flight(waiting)
+
+
 def test_a_process_knows_what_it_runs(world, process):
-    """Not while it claims, and not when somebody else runs it."""
+    """Not while it claims, and not when it has ended."""
     running = call()
-    assert not process.engine.is_running(running)
+    assert not process.engine.is_in_flight(running)
     leader = claiming(process)
-    assert not process.engine.is_running(running)
+    assert not process.engine.is_in_flight(running)
     assert process.engine.is_claiming(running)
     leader.step()
-    assert process.engine.is_running(running)
+    assert process.engine.is_in_flight(running)
     assert not process.engine.is_claiming(running)
     leader.step()
-    assert not process.engine.is_running(running)
+    assert not process.engine.is_in_flight(running)
 
 
 def test_a_follower_whose_wait_ends_during_the_claim_is_told(world, process):

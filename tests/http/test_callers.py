@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from retrysafe import Key
 from retrysafe.errors import PolicyInvalid
+from retrysafe.http import callers
 from retrysafe.http.callers import basic_user, bearer_token, header_caller
 from retrysafe.http.request import Request
 
@@ -32,6 +33,17 @@ def test_a_token_becomes_a_digest_that_fits_a_key(first, second):
     assert Key("k", caller=caller).caller == caller
     assert len(first) < 8 or first not in caller
     assert (caller == bearer_token(sent(b"bearer  " + second.encode()))) == (first == second)
+
+
+def test_tokens_of_any_length_are_told_apart_and_long_ones_are_not_kept():
+    """Clients choose their tokens, so those that are kept in memory are short."""
+    callers._bearer_before.cache_clear()
+    for length in (4_089, 4_090, 60_000):
+        token = b"t" * (length - 1)
+        digests = {hashlib.sha256(token + end).hexdigest()[:40] for end in (b"1", b"2")}
+        told = {bearer_token(sent(b"Bearer " + token + end)) for end in (b"1", b"2")}
+        assert told == {f"bearer:{digest}" for digest in digests}
+    assert callers._bearer_before.cache_info().currsize == 2
 
 
 def test_the_digest_of_a_token_is_frozen():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.flights import Flight, is_same_request
+from retrysafe.http import fingerprints
 from retrysafe.http.fingerprints import request_fingerprints
 from retrysafe.http.request import Request
 from tests.http.building import FORM, JSON, field, multipart, request
@@ -219,6 +220,21 @@ def test_method_path_query_type_encoding_and_body_count():
         request(body, headers=((b"content-type", b"gzip"),)),
     ]
     assert len({mark(made) for made in requests}) == len(requests)
+
+
+def test_paths_and_types_of_any_length_are_told_apart_and_long_ones_are_not_kept():
+    """Clients choose both, so what is kept of them in memory is bounded."""
+    fingerprints._begun_before.cache_clear()
+    marks = set()
+    for length in (400, 40_000):
+        path, kind = "/" + "p" * length, "text/" + "t" * (length // 10)
+        for made_path, made_kind in ((path, kind), (path + "1", kind), (path, kind + "1")):
+            made = request(b"{}", made_kind)
+            made.path = made_path
+            marks.add(mark(made))
+            assert mark(made) in marks
+    assert len(marks) == 6
+    assert fingerprints._begun_before.cache_info().currsize == 3
 
 
 def test_other_headers_do_not_count():

@@ -47,6 +47,7 @@ POLL_MAXIMUM_SECONDS: Final = 0.5
 POLL_GROWTH: Final = 1.5
 RETRY_AFTER_MINIMUM_SECONDS: Final = 0.1
 
+_BUSY: Final = frozenset({Phase.RUNNING, Phase.AWAITING})
 _GRANTED: Final = frozenset({Decision.ADMIT, Decision.TAKE_OVER, Decision.CONFIRM})
 # Looked up once: members of an enum are dear to look up on every call.
 _ADMIT: Final = Decision.ADMIT
@@ -250,9 +251,12 @@ class Engine:
         self._report(_REPLAYED, call.key, call.operation, cached.attempt, source="process")
         return True
 
-    def is_running(self, call: Call) -> bool:
-        """Whether this process runs the key's operation, so that no store need be asked of it."""
-        return self._flights.phase(call.key.digest) is Phase.RUNNING
+    def is_in_flight(self, call: Call) -> bool:
+        """Whether the key's operation is known to run, so that no store need be asked of it.
+
+        Here, or elsewhere while somebody here waits for it.
+        """
+        return self._flights.phase(call.key.digest) in _BUSY
 
     def is_claiming(self, call: Call) -> bool:
         """Whether this process asks for the key, and the store has not said anything yet."""

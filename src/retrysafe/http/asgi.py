@@ -17,11 +17,13 @@ from typing import Any, Final, Self
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.keys import GlobalCaller, Key
+from retrysafe.core.ports import Waits
 from retrysafe.errors import InvalidInput, StoreError
 from retrysafe.http.asgi_claims import ClaimLookout
 from retrysafe.http.asgi_io import (
     TOO_LARGE,
     is_protected,
+    paths_of,
     prefix_of,
     read_body,
     request_of,
@@ -35,8 +37,6 @@ from retrysafe.http.asgi_run import (
     Receive,
     Scope,
     Send,
-    exact_path,
-    is_below,
 )
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
@@ -48,7 +48,7 @@ from retrysafe.http.exchange import (
     Plan,
     Protection,
 )
-from retrysafe.http.recent import Head, Recent, Repetition, head_of
+from retrysafe.http.recent import Recent, Repetition, head_of
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
 from retrysafe.http.rules import Match, Rule, checked_rules
@@ -129,7 +129,8 @@ class IdempotencyMiddleware:
         self._recent: Recent | None = Recent() if protection.is_told_by_headers else None
         seconds = protection.store_timeout_seconds
         self._lookout: ClaimLookout | None = None
-        if seconds is not None:
+        # A store that never waits has answered a claim before anybody can lose patience.
+        if seconds is not None and idempotency.store.capabilities.waits is not Waits.NEVER:
             let_go = None if protection.fail_open else idempotency.let_go
             self._lookout = ClaimLookout(seconds, idempotency.is_claiming, let_go)
 
@@ -138,28 +139,44 @@ class IdempotencyMiddleware:
         if scope["type"] != "http" or (PROTECTED_NAME in scope and is_protected(scope)):
             await self.app(scope, receive, send)
             return
-        head: Head | None = None
         body: bytes | object | None = _UNREAD
         if self._recent is not None and self._recent.entries:
             # Before anything else is looked at: it is the same request as one that was.
-            head = head_of(scope)
-            repetition = self._recent.find(head)
+            repetition = self._recent.find(head_of(scope))
             if repetition is not None:
                 body = await self._repeat(repetition, receive, send)
                 if body is _REPEATED:
                     return
-        path = exact_path(scope, scope["path"])
-        root: str = scope.get("root_path", "")
-        if root and is_below(path, root):
-            path = path[len(root.rstrip("/")) :]
-        match = self._find(scope["method"], path)
-        if match is not None:
-            request, prefix = request_of(scope), prefix_of(scope)
-            await self._protect(match, request, prefix, receive, send, head, body)
-        elif scope["method"] in _PAGE_METHODS and self.protection.has_page(path):
-            await self.show_page(path, request_of(scope), prefix_of(scope), send)
-        else:
-            await self.app(scope, receive, send)
+        inner, whole = paths_of(scope)
+        match = self._find(scope["method"], inner)
+        if match is None:
+            if scope["method"] in _PAGE_METHODS and self.protection.has_page(inner):
+                await self.show_page(inner, request_of(scope), prefix_of(scope), send)
+            else:
+                await self.app(scope, receive, send)
+            return
+        route, parameters = match
+        # As `request_of` and `prefix_of` do it.
+        request = Request(
+            scope["method"],
+            whole,
+            scope.get("query_string", b""),
+            scope["headers"],
+            b"",
+            scope,
+            parameters,
+        )
+        prefix = prefix_of(scope)
+        # As in `protect`, whose coroutine every request would pay for.
+        plan = self.protection.begin(route, request, prefix)
+        if type(plan) is Plan:
+            if body is _UNREAD:
+                body = await read_body(receive, route.rule.request_limit_bytes)
+            if type(body) is bytes:
+                request.body = body
+                await self.answer(plan, scope, receive, send, is_kept=self._recent is not None)
+                return
+        await self._decline(plan, request, prefix, body, receive, send)
 
     async def show_page(self, path: str, request: Request, prefix: str, send: Send) -> None:
         """Answers with the policy page, or with the status of a key.
@@ -183,16 +200,24 @@ class IdempotencyMiddleware:
         self, match: Match, request: Request, prefix: str, receive: Receive, send: Send
     ) -> None:
         """For integrations: answers a request of a route; its `host` is the ASGI scope."""
-        head: Head | None = None
         body: bytes | object | None = _UNREAD
-        if self._recent is not None:
-            head = head_of(request.host)
-            repetition = self._recent.find(head)
+        if self._recent is not None and self._recent.entries:
+            repetition = self._recent.find(head_of(request.host))
             if repetition is not None:
                 body = await self._repeat(repetition, receive, send)
                 if body is _REPEATED:
                     return
-        await self._protect(match, request, prefix, receive, send, head, body)
+        route, request.parameters = match
+        plan = self.protection.begin(route, request, prefix)
+        if type(plan) is Plan:
+            if body is _UNREAD:
+                body = await read_body(receive, route.rule.request_limit_bytes)
+            if type(body) is bytes:
+                request.body = body
+                is_kept = self._recent is not None
+                await self.answer(plan, request.host, receive, send, is_kept=is_kept)
+                return
+        await self._decline(plan, request, prefix, body, receive, send)
 
     async def _repeat(
         self, repetition: Repetition, receive: Receive, send: Send
@@ -207,38 +232,23 @@ class IdempotencyMiddleware:
         await send({"type": "http.response.body", "body": repetition.response_body})
         return _REPEATED
 
-    async def _protect(
+    async def _decline(
         self,
-        match: Match,
+        plan: Plan | Response | None,
         request: Request,
         prefix: str,
+        body: bytes | object | None,
         receive: Receive,
         send: Send,
-        head: Head | None,
-        body: bytes | object | None,
     ) -> None:
-        """Answers a request that is protected; its body may have been read already."""
-        protection = self.protection
-        scope: Scope = request.host
-        request.parameters = match[1]
-        if head is None and self._recent is not None:
-            head = head_of(scope)
-        plan = protection.begin(match[0], request, prefix)
-        if type(plan) is Plan:
-            if body is _UNREAD:
-                body = await read_body(receive, plan.route.rule.request_limit_bytes)
-            if body is None:
-                return  # The client went away before it had asked for anything.
-            if type(body) is bytes:
-                request.body = body
-                await self.answer(plan, scope, receive, send, head)
-            else:
-                refusal = protection.too_large(plan.route, request, prefix, plan.key)
-                await send_early(send, receive, refusal, request, is_body_read=body is TOO_LARGE)
-        elif isinstance(plan, Response):
+        """Answers a request that is refused by its head or its body, or runs unprotected."""
+        if isinstance(plan, Response):
             await send_early(send, receive, plan, request)
-        else:
-            await self.app(scope, receive, send)
+        elif plan is None:
+            await self.app(request.host, receive, send)
+        elif body is not None:  # Else the client went away before it had asked for anything.
+            refusal = self.protection.too_large(plan.route, request, prefix, plan.key)
+            await send_early(send, receive, refusal, request, is_body_read=body is TOO_LARGE)
 
     async def answer(
         self,
@@ -246,9 +256,13 @@ class IdempotencyMiddleware:
         scope: Scope,
         receive: Receive,
         send: Send,
-        head: Head | None = None,
+        *,
+        is_kept: bool = False,
     ) -> None:
-        """Answers a planned request whose body has been read; raises what the application does."""
+        """Answers a planned request whose body has been read; raises what the application does.
+
+        `is_kept` says that its replay may be remembered for the next request with the same scope.
+        """
         protection = self.protection
         run: AppRun | None = None
         # None: the application runs unprotected, as was asked for.
@@ -258,24 +272,39 @@ class IdempotencyMiddleware:
             answer = self.idempotency.recall(call)
             if answer is not None:
                 response = protection.answered(plan, answer, is_news=False)
-                self._keep(head, plan, call, response)
+                if is_kept:
+                    self._keep(scope, plan, call, response)
+            elif protection.breaker.is_open and (closed := self._closed_off(plan, call)):
+                response = None if protection.runs_unprotected(plan) else closed
             else:
-                closed = self._closed_off(plan, call) if protection.breaker.is_open else None
-                if closed is None:
-                    run = AppRun(self.app, self._runs, plan, scope, receive, send)
-                    response = await self._run(run, call)
+                loop = asyncio.get_running_loop()
+                run = AppRun(self.app, self._runs, plan, scope, receive, send, loop)
+                waiter = self._start(run, call)
+                if run.started is not None and not await _is_prompt(run, waiter):
+                    response = protection.accepted(plan)
                 else:
-                    response = None if protection.runs_unprotected(plan) else closed
+                    response = protection.answered(plan, await waiter, run.response)
+        except asyncio.CancelledError:
+            _leave(run, waiter)  # Only a run is waited for.
+            raise
         except Exception as error:
             response = self._answer_to(error, run, plan)
         if response is None:
             await self._run_unprotected(call, plan, scope, receive, send)
             return
         if not response.is_streamed:
-            await send_response(send, response)
+            # As in `send_response`, whose coroutine every request would pay for.
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": response.status,
+                    "headers": response.headers,
+                }
+            )
+            await send({"type": "http.response.body", "body": response.body})
         elif run is not None:
             await run.end_stream()
-        if run is not None and not run.is_left:
+        if run is not None and not run.is_over and not run.is_left:
             await run.finish()
 
     def _answer_to(self, error: Exception, run: AppRun | None, plan: Plan) -> Response | None:
@@ -293,16 +322,19 @@ class IdempotencyMiddleware:
         return refusal
 
     def _closed_off(self, plan: Plan, call: Call) -> Response | None:
-        """The refusal while the store is left alone; what runs in this process needs no store."""
-        return None if self.idempotency.is_running(call) else self.protection.closed_off(plan)
+        """The refusal while the store is left alone.
 
-    def _keep(self, head: Head | None, plan: Plan, call: Call, response: Response) -> None:
+        What is known to run needs no store, and is never run unprotected beside that.
+        """
+        return None if self.idempotency.is_in_flight(call) else self.protection.closed_off(plan)
+
+    def _keep(self, scope: Scope, plan: Plan, call: Call, response: Response) -> None:
         """Remembers what this replay looks like, for the next request that is the same."""
         outcome = self.idempotency.remembered(call)
-        if self._recent is not None and head is not None and outcome is not None:
+        if self._recent is not None and outcome is not None:
             limit_bytes = plan.route.rule.request_limit_bytes
             repetition = Repetition(plan.request.body, limit_bytes, call, outcome, response)
-            self._recent.keep(head, repetition)
+            self._recent.keep(head_of(scope), repetition)
 
     async def _run_unprotected(
         self, call: Call, plan: Plan, scope: Scope, receive: Receive, send: Send
@@ -325,10 +357,9 @@ class IdempotencyMiddleware:
 
         await self.app(scope, replayed, marked)
 
-    async def _run(self, run: AppRun, call: Call) -> Response:
-        """Runs the application in tasks of its own; cancelling the caller leaves them alone."""
-        plan = run.plan
-        loop = asyncio.get_running_loop()
+    def _start(self, run: AppRun, call: Call) -> asyncio.Future[Answer[Any]]:
+        """Runs the application in tasks of its own; cancelling the future leaves them alone."""
+        plan, loop = run.plan, run.loop
         waiter: asyncio.Future[Answer[Any]] = loop.create_future()
         if plan.preference.respond_async:
             run.started = loop.create_future()
@@ -336,22 +367,7 @@ class IdempotencyMiddleware:
         if self._lookout is not None and plan.route.rule.transaction is None:
             self._lookout.watch(run, call, waiter, loop)
         run.settling = loop.create_task(self._settle(run, call, waiter))
-        try:
-            if (
-                run.started is not None
-                and not await _is_prompt(waiter, run.started, plan.preference.wait_seconds or 0)
-                # A stream that is on its way is the answer already.
-                and not run.is_passing
-            ):
-                run.leave()
-                waiter.cancel()
-                return self.protection.accepted(plan)
-            answer = await waiter
-        except asyncio.CancelledError:
-            run.leave()
-            waiter.cancel()
-            raise
-        return self.protection.answered(plan, answer, run.response)
+        return waiter
 
     async def _settle(self, run: AppRun, call: Call, waiter: asyncio.Future[Answer[Any]]) -> None:
         """Answers the call, and tells the waiter at once: a task's own callbacks come later."""
@@ -375,18 +391,28 @@ class IdempotencyMiddleware:
         finally:
             if self._lookout is not None:
                 self._lookout.forget(run)
-            if run.task is None or run.task.done():
+            if self._runs and (run.task is None or run.task.done()):
                 self._runs.discard(run)
 
 
-async def _is_prompt(
-    waiter: asyncio.Future[Answer[Any]], started: asyncio.Future[None], seconds: float
-) -> bool:
-    """Whether the answer is there in time, counted from the start of the run.
+async def _is_prompt(run: AppRun, waiter: asyncio.Future[Answer[Any]]) -> bool:
+    """Whether the answer is there in time, counted from the start of the run; else it is left.
 
-    Nothing is promised before the key is claimed: a refusal must reach the client itself.
+    Nothing is promised before the key is claimed: a refusal must reach the client itself. A stream
+    that is on its way is the answer already.
     """
-    await asyncio.wait((waiter, started), return_when=asyncio.FIRST_COMPLETED)
+    assert run.started is not None
+    await asyncio.wait((waiter, run.started), return_when=asyncio.FIRST_COMPLETED)
     if not waiter.done():
-        await asyncio.wait((waiter,), timeout=seconds)
-    return waiter.done()
+        await asyncio.wait((waiter,), timeout=run.plan.preference.wait_seconds or 0)
+    if not waiter.done() and not run.is_passing:
+        _leave(run, waiter)
+        return False
+    return True
+
+
+def _leave(run: AppRun | None, waiter: asyncio.Future[Answer[Any]]) -> None:
+    """Lets a run go on by itself."""
+    assert run is not None
+    run.leave()
+    waiter.cancel()

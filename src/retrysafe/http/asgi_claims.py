@@ -18,22 +18,14 @@ from retrysafe.http.asgi_run import AppRun
 
 # A timer may ring a moment before its time, by the resolution of the loop's clock.
 _EARLY_SECONDS: Final = 0.001
+# Looked up once: members of an enum are dear to look up on every call.
+_WAIT: Final = InFlight.WAIT
 
 
-class _Waiting:
-    """A request whose application has not begun."""
-
-    __slots__ = ("call", "due", "is_last", "run", "waiter")
-
-    def __init__(
-        self, run: AppRun, call: Call, waiter: asyncio.Future[Answer[Any]], due: float
-    ) -> None:
-        self.run = run
-        self.call = call
-        self.waiter = waiter
-        self.due = due
-        # Whether the time that it may wait for another run is over, too, when it is due.
-        self.is_last = call.policy.in_flight is not InFlight.WAIT
+# Of a request whose application has not begun: its call, who hears when it takes too long, when
+# that is, and whether the time that it may wait for another run is over by then, too. A tuple,
+# because every request brings one.
+_Waiting = tuple[Call, "asyncio.Future[Answer[Any]]", float, bool]
 
 
 class ClaimLookout:
@@ -65,7 +57,8 @@ class ClaimLookout:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         """Looks after a run that is about to claim its key; `waiter` hears when it takes long."""
-        self._waiting[run] = _Waiting(run, call, waiter, loop.time() + self._seconds)
+        is_last = call.policy.in_flight is not _WAIT
+        self._waiting[run] = (call, waiter, loop.time() + self._seconds, is_last)
         if self._timer is None or self._loop is not loop:
             self._loop = loop
             self._timer = loop.call_later(self._seconds, self._look, loop)
@@ -78,38 +71,39 @@ class ClaimLookout:
         self._timer = None
         now = loop.time() + _EARLY_SECONDS
         next_due: float | None = None
-        for waiting in list(self._waiting.values()):
-            if waiting.run.task is not None:
-                del self._waiting[waiting.run]
+        for run, waiting in list(self._waiting.items()):
+            if run.task is not None:
+                del self._waiting[run]
                 continue
-            if waiting.due <= now:
-                if waiting.is_last or self._is_claiming(waiting.call):
-                    self._give_up(waiting)
+            call, waiter, due, is_last = waiting
+            if due <= now:
+                if is_last or self._is_claiming(call):
+                    self._give_up(run, call, waiter)
                     continue
                 # The store has answered: the request waits for another run, as it was told to.
-                waiting.is_last = True
-                waiting.due += waiting.call.policy.wait_seconds
-            if next_due is None or waiting.due < next_due:
-                next_due = waiting.due
+                due += call.policy.wait_seconds
+                self._waiting[run] = (call, waiter, due, True)
+            if next_due is None or due < next_due:
+                next_due = due
         if next_due is not None:
             self._timer = loop.call_at(next_due, self._look, loop)
 
-    def _give_up(self, waiting: _Waiting) -> None:
+    def _give_up(self, run: AppRun, call: Call, waiter: asyncio.Future[Answer[Any]]) -> None:
         """Tells the client, and lets go of the claim.
 
         One that has not left for the store yet never does. One that has may still be granted, and
         is then given back: nothing runs on it, and a retry must not have to wait for its lease.
         """
-        del self._waiting[waiting.run]
+        del self._waiting[run]
         error = StoreUnavailable(
             f"the store has not answered a claim for {self._seconds:g} s: nothing was run",
-            key=waiting.call.key.text,
+            key=call.key.text,
         )
-        error.is_in_flight = not self._is_claiming(waiting.call)
-        if not waiting.waiter.done():
-            waiting.waiter.set_exception(error)
+        error.is_in_flight = not self._is_claiming(call)
+        if not waiter.done():
+            waiter.set_exception(error)
         if self._let_go is not None:
-            self._let_go(waiting.call)
-        settling = waiting.run.settling
+            self._let_go(call)
+        settling = run.settling
         if settling is not None:
             settling.cancel()

@@ -8,21 +8,31 @@ from __future__ import annotations
 
 from typing import Final
 
-from retrysafe.http.asgi_run import Receive, Scope, Send, exact_path, is_below
+from retrysafe.http.asgi_run import REPLACED, Receive, Scope, Send, exact_path, is_below
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
 
 
+def paths_of(scope: Scope) -> tuple[str, str]:
+    """The path inside the application, and the path with its mount in front."""
+    path: str = scope["path"]
+    if REPLACED in path:
+        path = exact_path(scope, path)
+    root: str = scope.get("root_path", "")
+    if not root:
+        return path, path
+    mount = root.rstrip("/")
+    if is_below(path, root):
+        return path[len(mount) :], path
+    # Some frameworks leave the mount out of the path. Two mounts are two places all the same.
+    return path, mount + path
+
+
 def request_of(scope: Scope) -> Request:
     """The request of a scope, with its body unread."""
-    path = exact_path(scope, scope["path"])
-    root: str = scope.get("root_path", "")
-    if root and not is_below(path, root):
-        # Some frameworks leave the mount out of the path. Two mounts are two places all the same.
-        path = root.rstrip("/") + path
     return Request(
         scope["method"],
-        path,
+        paths_of(scope)[1],
         scope.get("query_string", b""),
         scope["headers"],
         b"",

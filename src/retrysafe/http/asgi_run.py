@@ -31,10 +31,13 @@ _HIDDEN_EXTENSIONS: Final = (
     "http.response.zerocopysend",
     "http.response.trailers",
 )
+# What servers put into a path in place of bytes that are no UTF-8.
+REPLACED: Final = "\ufffd"
 # Looked up once: members of an enum are dear to look up on every call.
 _PASS: Final = Streaming.PASS
 # Where integrations note an exception in the scope that their framework makes a response of.
 ERROR_NAME: Final = "retrysafe.error"
+_NO_HEADERS: Final[list[tuple[bytes, bytes]]] = []
 _logger = logging.getLogger("retrysafe")
 
 
@@ -51,7 +54,7 @@ def exact_path(scope: Scope, path: str) -> str:
     the two apart from nobody: the application sees one path as well.
     """
     raw: bytes | None = scope.get("raw_path")
-    if "\ufffd" not in path or not raw:
+    if REPLACED not in path or not raw:
         return path
     return unquote_to_bytes(raw.partition(b"?")[0]).decode("utf-8", "surrogateescape")
 
@@ -76,7 +79,9 @@ class AppRun:
         "_status",
         "error",
         "is_left",
+        "is_over",
         "is_passing",
+        "loop",
         "plan",
         "response",
         "settling",
@@ -92,6 +97,7 @@ class AppRun:
         scope: Scope,
         receive: Receive,
         send: Send,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._app = app
         # Where a run is held whose client has gone; the loop itself holds tasks weakly.
@@ -101,15 +107,18 @@ class AppRun:
         self._receive = receive
         self._send = send
         self._status = 0
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._chunks: list[bytes] = []
+        self._headers: list[tuple[bytes, bytes]] = _NO_HEADERS
+        # The body of a response that comes in pieces; nearly all come in one.
+        self._chunks: list[bytes] | None = None
         self._end: Message | None = None
         self._is_body_given = False
         # Whether the response is sent as it comes, and whether there is anybody to send it to.
         self.is_passing = False
         self._is_gone = False
         self.is_left = False
-        self._complete: asyncio.Future[None] | None = None
+        # Whether the application has ended, with nothing to tell.
+        self.is_over = False
+        self._complete: asyncio.Future[Response] | None = None
         self._news: asyncio.Future[None] | None = None
         self.response: Response | None = None
         # What the application raised: before its response was complete, and after.
@@ -119,9 +128,11 @@ class AppRun:
         self.task: asyncio.Task[None] | None = None
         self.started: asyncio.Future[None] | None = None
         self.settling: asyncio.Task[None] | None = None
+        # Where all of this runs. Asking for it is a system call before Python 3.12.
+        self.loop: asyncio.AbstractEventLoop = loop
 
-    async def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
-        """Runs the application until its response is complete."""
+    def invoke(self, attempt: Attempt | AtomicAttempt) -> asyncio.Future[Response]:
+        """Starts the application; the future has its response as soon as that is complete."""
         scope = self._scope
         # The same scope, not a copy: middlewares around us read what routers write into it.
         scope.setdefault("state", {})["idempotency"] = attempt
@@ -134,14 +145,11 @@ class AppRun:
             }
         if self.started is not None:
             self.started.set_result(None)
-        loop = asyncio.get_running_loop()
+        loop = self.loop
         complete = self._complete = loop.create_future()
         # A task of its own: the response is stored and sent while background tasks still run.
         self.task = loop.create_task(self._serve())
-        await complete
-        response = self.response
-        assert response is not None
-        return response
+        return complete
 
     async def _serve(self) -> None:
         """Runs the application to its end, which may come long after its response."""
@@ -157,15 +165,16 @@ class AppRun:
             complete.cancel()
             raise
         finally:
-            if self.settling is not None and self.settling.done():
+            if self._runs and self.settling is not None and self.settling.done():
                 self._runs.discard(self)
+        self.is_over = self._late_error is None
         if not complete.done():
             # The stream had no reader any more, or broke off. It is done from its first byte: its
             # client has seen that, and a second run would do the work again.
             self.response = Response(self._status, self._headers, b"", is_streamed=True)
-            complete.set_result(None)
+            complete.set_result(self.response)
 
-    def _fail(self, error: Exception, complete: asyncio.Future[None]) -> None:
+    def _fail(self, error: Exception, complete: asyncio.Future[Response]) -> None:
         if not complete.done() and not self.is_passing:
             self.error = error
             complete.set_exception(error)
@@ -192,7 +201,7 @@ class AppRun:
                 self._is_gone = message["type"] == "http.disconnect"
                 return message
             if self._news is None:
-                self._news = asyncio.get_running_loop().create_future()
+                self._news = self.loop.create_future()
             await asyncio.shield(self._news)
         return {"type": "http.disconnect"}
 
@@ -204,15 +213,17 @@ class AppRun:
                 raise RuntimeError("the application sent a body outside of its response")
             is_last = not message.get("more_body", False)
             if not self.is_passing:
-                self._chunks.append(message.get("body", b""))
+                if is_last and self._chunks is None:
+                    self._finish_response(bytes(message.get("body", b"")))
+                else:
+                    self._take_chunk(message.get("body", b""), is_last)
             elif is_last:
                 # Kept back until the stream is remembered as done. With its bytes: a client that
                 # knows the length takes them for the end.
                 self._end = message
+                self._finish_response(b"")
             else:
                 await self._pass_on(message)
-            if is_last:
-                self._finish_response()
         elif kind == "http.response.start":
             if self._status:
                 raise RuntimeError("the application started its response twice")
@@ -225,21 +236,28 @@ class AppRun:
         elif kind != "http.response.trailers" and not self._is_gone:
             await self._send(message)
 
-    def _finish_response(self) -> None:
-        chunks = self._chunks
-        body = bytes(chunks[0]) if len(chunks) == 1 else b"".join(chunks)
-        self.response = Response(self._status, self._headers, body, self.is_passing)
+    def _take_chunk(self, chunk: bytes, is_last: bool) -> None:
+        if self._chunks is None:
+            self._chunks = []
+        self._chunks.append(chunk)
+        if is_last:
+            self._finish_response(b"".join(self._chunks))
+
+    def _finish_response(self, body: bytes) -> None:
+        response = Response(self._status, self._headers, body, self.is_passing)
+        self.response = response
         complete = self._complete
         assert complete is not None
         if not complete.done():
             error = self._scope.get(ERROR_NAME)
             if error is None or self._status < 500:
-                complete.set_result(None)
+                complete.set_result(response)
             else:
                 # How the attempt ended is for the policy to say; the client gets this response.
                 self.error = error
                 complete.set_exception(error)
-        self._wake()
+        if self._news is not None:
+            self._wake()
 
     async def _pass_on(self, message: Message) -> None:
         if self._is_gone:

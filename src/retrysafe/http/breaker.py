@@ -21,14 +21,17 @@ class Breaker:
     success closes the breaker, its failure opens it anew.
     """
 
-    __slots__ = ("_failures", "_failures_limit", "_lock", "_open_seconds", "_open_until")
+    __slots__ = ("_failures_limit", "_lock", "_open_seconds", "_open_until", "failures", "is_open")
 
     def __init__(
         self, *, failures_limit: int = FAILURES_LIMIT, open_seconds: float = OPEN_SECONDS
     ) -> None:
         if failures_limit < 1 or open_seconds <= 0:
             raise ValueError("a breaker needs at least one failure and some time to be open")
-        self._failures = 0
+        # How often in a row the store did not answer; every request looks at it.
+        self.failures = 0
+        # Whether the store is being left alone.
+        self.is_open = False
         self._failures_limit = failures_limit
         self._open_seconds = open_seconds
         self._open_until = 0.0
@@ -36,7 +39,7 @@ class Breaker:
 
     def seconds_closed_off(self, monotonic: float) -> float:
         """0 when a request may ask the store; else how long nobody should."""
-        if self._failures < self._failures_limit:
+        if not self.is_open:
             return 0.0
         with self._lock:
             left = self._open_until - monotonic
@@ -49,19 +52,16 @@ class Breaker:
 
     def succeeded(self) -> None:
         """The store answered."""
-        if self._failures:
+        if self.failures:
             with self._lock:
-                self._failures = 0
+                self.failures = 0
+                self.is_open = False
                 self._open_until = 0.0
 
     def failed(self, monotonic: float) -> None:
         """The store did not answer."""
         with self._lock:
-            self._failures += 1
-            if self._failures >= self._failures_limit:
+            self.failures += 1
+            if self.failures >= self._failures_limit:
                 self._open_until = monotonic + self._open_seconds
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the store is being left alone."""
-        return self._failures >= self._failures_limit
+                self.is_open = True

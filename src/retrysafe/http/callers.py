@@ -12,6 +12,7 @@ import binascii
 import hashlib
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Final
 from weakref import WeakSet
 
@@ -47,13 +48,27 @@ def bearer_token(request: Request) -> str | None:
     outlive the refresh of a token: use the account's name from your authentication where they
     must.
     """
-    token = _credentials(request, _BEARER)
-    return None if token is None else caller_of_token(token)
+    lines = request.lines_by_name()
+    if lines is None:
+        return _bearer_of(_only_line(request))
+    line = lines.get(b"authorization", b"")
+    return _bearer_before(line) if len(line) <= _KEPT_LIMIT_BYTES else _bearer_of(line)
+
+
+def _bearer_of(line: bytes) -> str | None:
+    found = _BEARER.fullmatch(line.strip(b" \t"))
+    return None if found is None else caller_of_token(found[1])
 
 
 def caller_of_token(token: bytes) -> str:
     """The caller that `bearer_token` makes of a token; for operators who look for its keys."""
     return "bearer:" + hashlib.sha256(token).hexdigest()[:_DIGEST_CHARACTERS]
+
+
+# A client sends its token with every request, and nothing takes as long as the digest of it. The
+# last ones are kept in memory, where each has been anyway; clients choose them, so that is bounded.
+_KEPT_LIMIT_BYTES: Final = 4_096
+_bearer_before = lru_cache(maxsize=1_024)(_bearer_of)
 
 
 def basic_user(request: Request) -> str | None:
@@ -97,12 +112,14 @@ def header_caller(name: str) -> CallerOf:
 
 
 def _credentials(request: Request, scheme: re.Pattern[bytes]) -> bytes | None:
+    found = scheme.fullmatch(_only_line(request).strip(b" \t"))
+    return None if found is None else found[1]
+
+
+def _only_line(request: Request) -> bytes:
     lines = request.header_lines(b"authorization")
     # With two lines, the part in front may have checked one and we would believe the other.
-    if len(lines) != 1:
-        return None
-    found = scheme.fullmatch(lines[0].strip(b" \t"))
-    return None if found is None else found[1]
+    return lines[0] if len(lines) == 1 else b""
 
 
 def _text(value: bytes) -> str | None:

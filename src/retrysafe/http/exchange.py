@@ -60,6 +60,7 @@ UNPROTECTED: Final[Header] = (b"idempotency-protected", b"false")
 _KEY_HEADER: Final = b"idempotency-key"
 _PREFER_HEADER: Final = b"prefer"
 _LENGTH_HEADER: Final = b"content-length"
+_NO_LINES: Final[list[bytes]] = []
 # How soon a client that was told 202 should look for the outcome.
 _POLL_AFTER: Final = timedelta(seconds=1)
 _logger = logging.getLogger("retrysafe")
@@ -176,11 +177,12 @@ class Protection:
             prefer = request.header_lines(_PREFER_HEADER)
             length = request.header(_LENGTH_HEADER)
         else:
-            keys = [lines[_KEY_HEADER]] if _KEY_HEADER in lines else []
-            prefer = [lines[_PREFER_HEADER]] if _PREFER_HEADER in lines else []
+            # No list is made for a header that is not there, as most requests have no preference.
+            keys = [lines[_KEY_HEADER]] if _KEY_HEADER in lines else _NO_LINES
+            prefer = [lines[_PREFER_HEADER]] if _PREFER_HEADER in lines else _NO_LINES
             length = lines.get(_LENGTH_HEADER)
         key: str | None = None
-        if type(route.source) is FromHeader:
+        if route.has_header_key:
             if not keys:
                 if not route.is_required:
                     return None
@@ -189,10 +191,17 @@ class Protection:
                 key = parse_key(keys, strict=route.rule.strict)
             except KeyInvalid as error:
                 return problem_of(error, self.place(request, prefix))
-        caller = self.caller(request)
-        if caller is None:
-            return self.unknown_caller(request, prefix, key)
-        if length is not None and self.is_too_large(route, length):
+        # As in `caller`, whose call every request would pay for.
+        caller = self._global if self._caller_of is None else self._caller_of(request)
+        if type(caller) is not str:
+            caller = _checked_caller(caller)
+            if caller is None:
+                return self.unknown_caller(request, prefix, key)
+        if (
+            length is not None
+            and len(length) > route.short_digits
+            and self.is_too_large(route, length)
+        ):
             return self.too_large(route, request, prefix, key)
         policy, preference = route.policy, NO_PREFERENCE
         if prefer:
@@ -203,17 +212,9 @@ class Protection:
 
     def caller(self, request: Request) -> str | GlobalCaller | None:
         """Who calls; None when that is not known. Raises `InvalidInput` for what is no caller."""
-        caller_of = self._caller_of
-        if caller_of is None:
+        if self._caller_of is None:
             return self._global
-        caller = caller_of(request)
-        if type(caller) is not str and not isinstance(caller, str | GlobalCaller | None):
-            # Told to the client as a missing caller, nobody would find the mistake.
-            raise InvalidInput(
-                f"the caller is a text, or None when nobody can be told, got {caller!r}: write "
-                "str(…) around a number such as the user's id"
-            )
-        return caller
+        return _checked_caller(self._caller_of(request))
 
     @staticmethod
     def is_too_large(route: Route, length: bytes) -> bool:
@@ -271,8 +272,11 @@ class Protection:
             route.codec,
             route.judge,
             self._outcome_of,
-            # The server would answer the exception itself with a 500 that says nothing.
-            rebuilds_failures=False,
+            None,
+            None,
+            # Failures are not rebuilt: the server would answer the exception itself with a 500
+            # that says nothing. By its place, because a name costs every request some time.
+            False,
         )
 
     def closed_off(self, plan: Plan) -> Response | None:
@@ -323,15 +327,19 @@ class Protection:
 
         `is_news` says that the store was asked. A replay from the process says nothing about it.
         """
-        if is_news:
+        if is_news and self.breaker.failures:
             self.breaker.succeeded()
-        response = response_of(answer.value)
+        response = answer.value
+        if type(response) is not Response:
+            response = response_of(response)
         if answer.replayed:
             # Decoded for this caller alone, so it may be changed.
             response.headers.append(REPLAYED)
         elif sent is not None and sent is not response and _is_same(sent, response):
             # Completed in the application's transaction: what middlewares added counts as well.
             response = sent
+        if plan.preference is NO_PREFERENCE:
+            return response
         return self.preferred(plan, response)
 
     def refused(self, plan: Plan, error: BaseException, *, is_news: bool = True) -> Response | None:
@@ -432,6 +440,16 @@ def _preference(route: Route, lines: list[bytes]) -> Preference:
 
 def _is_same(first: Response, second: Response) -> bool:
     return first.status == second.status and first.body == second.body
+
+
+def _checked_caller(caller: object) -> str | GlobalCaller | None:
+    if isinstance(caller, str | GlobalCaller | None):
+        return caller
+    # Told to the client as a missing caller, nobody would find the mistake.
+    raise InvalidInput(
+        f"the caller is a text, or None when nobody can be told, got {caller!r}: write str(…) "
+        "around a number such as the user's id"
+    )
 
 
 def _checked_timeout(timeout: object) -> float | None:

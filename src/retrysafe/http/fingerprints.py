@@ -7,13 +7,14 @@ headers other than the content's type and encoding do not count.
 from __future__ import annotations
 
 import hashlib
-from typing import Final
+from functools import lru_cache
+from typing import Any, Final
 
 from retrysafe.core.canonical import NotCanonical, canonical_bytes
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.framing import DIGEST_BYTES
 from retrysafe.core.model import Fingerprint
-from retrysafe.http.bodies import RAW, Content, content_of, fields_of
+from retrysafe.http.bodies import RAW, content_of, fields_of
 from retrysafe.http.request import Request
 
 # Every part but the last carries its length. The last one's first byte says how it was made: as a
@@ -28,39 +29,50 @@ def request_fingerprints(request: Request, rule: FingerprintRule) -> tuple[Finge
     `/name` is all values that were sent under that name. Any other body counts byte by byte, and
     so does the query's every field.
     """
-    content = content_of(request)
-    method = request.method.encode()
-    path = request.path.encode("utf-8", "surrogatepass")
-    query = query_bytes(request.query) if request.query else b""
-    media_type = content.media_type
-    state = hashlib.blake2b(
-        _FORM
-        % (
-            len(method),
-            method,
-            len(path),
-            path,
-            len(query),
-            query,
-            len(media_type),
-            media_type,
-        ),
-        digest_size=DIGEST_BYTES,
-    )
+    media_type, value = content_of(request)
+    if request.query or len(request.path) + len(media_type) > _KEPT_LIMIT:
+        state = _begun(request.method, request.path, request.query, media_type)
+    else:
+        state = _begun_before(request.method, request.path, media_type)
     if not rule.previous:
-        return (_under(rule, content, request.body, state),)
-    return tuple(
-        _under(each, content, request.body, state.copy()) for each in (rule, *rule.previous)
+        return (_under(rule, value, request.body, state.copy()),)
+    return tuple(_under(each, value, request.body, state.copy()) for each in (rule, *rule.previous))
+
+
+def _begun(method: str, path: str, query: bytes, media_type: bytes) -> hashlib.blake2b:
+    """The hash of all but the body."""
+    verb = method.encode()
+    place = path.encode("utf-8", "surrogatepass")
+    asked = query_bytes(query) if query else b""
+    head = _FORM % (
+        len(verb),
+        verb,
+        len(place),
+        place,
+        len(asked),
+        asked,
+        len(media_type),
+        media_type,
     )
+    return hashlib.blake2b(head, digest_size=DIGEST_BYTES)
 
 
-def _under(
-    rule: FingerprintRule, content: Content, body: bytes, state: hashlib.blake2b
-) -> Fingerprint:
+# Clients choose the path and the type, so what is kept of them is bounded.
+_KEPT_LIMIT: Final = 512
+
+
+# An application has few paths that are not made of ids, and they get nearly all of its requests.
+@lru_cache(maxsize=512)
+def _begun_before(method: str, path: str, media_type: bytes) -> hashlib.blake2b:
+    """The same for a request without a query. To be copied, not to be changed."""
+    return _begun(method, path, b"", media_type)
+
+
+def _under(rule: FingerprintRule, value: Any, body: bytes, state: hashlib.blake2b) -> Fingerprint:
     counting = None
-    if content.value is not RAW:
+    if value is not RAW:
         try:
-            counting = rule.counting_bytes(content.value)
+            counting = rule.counting_bytes(value)
         except NotCanonical:
             pass  # Too deep: such a body equals itself, and nothing else.
     if counting is None:

@@ -35,6 +35,8 @@ _STRING_ITEM: Final = re.compile(rb" *+(%b)%b *+" % (_STRING, _PARAMETERS))
 _STRING_START: Final = re.compile(rb" *+%b" % _STRING)
 _ESCAPED: Final = re.compile(rb"\\(.)")
 _UNPRINTABLE: Final = re.compile(rb"[^ -~]")
+# A string as nearly all are: without escapes, parameters or blanks around it, and not too long.
+_PLAIN_KEY: Final = re.compile(rb'"([ !#-\[\]-~]{1,%d}+)"' % KEY_LIMIT_CHARACTERS)
 # What clients send that know nothing of structured fields: a UUID, order-42, base64.
 _BARE_KEY: Final = re.compile(rb"[!#-+\--:<-~]++")
 
@@ -48,12 +50,15 @@ def parse_key(lines: Sequence[bytes], *, strict: bool) -> str:
     """
     if len(lines) != 1:
         raise KeyInvalid(f"the key is sent in one header line, got {len(lines)} lines")
+    plain = _PLAIN_KEY.fullmatch(lines[0])
+    if plain is not None:
+        return plain[1].decode("ascii")
     # HTTP allows tabs around a value, structured fields do not.
     line = lines[0] if strict else lines[0].strip(b" \t")
     item = _STRING_ITEM.fullmatch(line)
     if item is not None:
         text = item[1][1:-1]
-        if b"\\" in text:
+        if 0x5C in text:  # A backslash.
             text = _ESCAPED.sub(rb"\1", text)
     elif not strict and _BARE_KEY.fullmatch(line) is not None:
         text = line

@@ -268,11 +268,13 @@ class Route:
         "accepts_duplicates",
         "codec",
         "fingerprint",
+        "has_header_key",
         "is_required",
         "judge",
         "operations",
         "policy",
         "rule",
+        "short_digits",
         "source",
     )
 
@@ -290,6 +292,9 @@ class Route:
         self.judge = rule.stored.ending_of
         self.is_required = rule.key is KeyUse.REQUIRED
         self.source = rule.source
+        self.has_header_key = type(rule.source) is FromHeader
+        # A length of so few digits is within the limit whatever they are.
+        self.short_digits = len(str(rule.request_limit_bytes)) - 1
         shown = rule.path or "*"
         self.operations = {
             method: (rule.name or f"{method} {shown}")[:_NAME_LIMIT_CHARACTERS]
@@ -304,47 +309,49 @@ Match = tuple[Route, Mapping[str, str]]
 class RouteTable:
     """All routes in their order; the first whose method and path match is the request's."""
 
-    __slots__ = ("_exact", "_methods", "_patterns", "routes")
+    __slots__ = ("_exact", "_methods", "_nowhere", "_patterns", "routes")
 
     def __init__(self, rules: Iterable[Rule], settings: Settings) -> None:
         listed = tuple(rules)
         _require_rules(listed)
         self.routes = tuple(Route(rule, settings) for rule in listed)
+        # A path that is off is found as well, and then matches nothing.
+        matches: list[Match | None] = [
+            None if route.rule.key is KeyUse.OFF else (route, NO_PARAMETERS)
+            for route in self.routes
+        ]
         # Plain paths are looked up; only patterns before a plain match are tried one by one.
-        self._exact: dict[tuple[str, str], int] = {}
-        self._patterns: list[tuple[int, frozenset[str], re.Pattern[str] | None]] = []
-        for position, route in enumerate(self.routes):
+        self._nowhere: tuple[int, Match | None] = (len(self.routes), None)
+        self._exact: dict[tuple[str, str], tuple[int, Match | None]] = {}
+        self._patterns: list[tuple[int, frozenset[str], re.Pattern[str] | None, Match | None]] = []
+        for position, (route, match) in enumerate(zip(self.routes, matches, strict=True)):
             path = route.rule.path
             if path is not None:
                 _check_path(path)
             if path is None or "{" in path or path.endswith("*"):
                 pattern = None if path is None else _compiled(path)
-                self._patterns.append((position, frozenset(route.rule.methods), pattern))
+                self._patterns.append((position, frozenset(route.rule.methods), pattern, match))
             else:
                 for method in route.rule.methods:
-                    self._exact.setdefault((method, path), position)
+                    self._exact.setdefault((method, path), (position, match))
         self._methods = frozenset(method for route in self.routes for method in route.rule.methods)
 
     def find(self, method: str, path: str) -> Match | None:
         """The route of a request, with what its pattern took from the path."""
         if method not in self._methods:
             return None
-        exact = self._exact.get((method, path), len(self.routes))
-        for position, methods, pattern in self._patterns:
-            if position > exact:
+        position, exact = self._exact.get((method, path), self._nowhere)
+        for place, methods, pattern, match in self._patterns:
+            if place > position:
                 break
             if method not in methods:
                 continue
             if pattern is None:
-                return self._match(position, NO_PARAMETERS)
+                return match
             found = pattern.fullmatch(path)
             if found is not None:
-                return self._match(position, found.groupdict())
-        return None if exact == len(self.routes) else self._match(exact, NO_PARAMETERS)
-
-    def _match(self, position: int, parameters: Mapping[str, str]) -> Match | None:
-        route = self.routes[position]
-        return None if route.rule.key is KeyUse.OFF else (route, parameters)
+                return None if match is None else (match[0], found.groupdict())
+        return exact
 
 
 # A parameter as others write it, and a star that is not at the end: they would match nothing.

@@ -284,9 +284,9 @@ class BlockingIdempotency(AtomicThreads, Face):
         """For adapters: whether that is still what is remembered; counts as a replay then."""
         return self._engine.repeats(call, outcome)
 
-    def is_running(self, call: Call) -> bool:
-        """For adapters: whether this process runs the key's operation at the moment."""
-        return self._engine.is_running(call)
+    def is_in_flight(self, call: Call) -> bool:
+        """For adapters: whether the key's operation is known to run, here or elsewhere."""
+        return self._engine.is_in_flight(call)
 
     def is_claiming(self, call: Call) -> bool:
         """For adapters: whether the store has not yet said what a key is that is asked for here."""

@@ -260,9 +260,9 @@ class AsyncFace(AtomicTasks, Face):
         """
         return self._bound().engine.recall(call)
 
-    def is_running(self, call: Call) -> bool:
-        """For adapters: whether this process runs the key's operation at the moment."""
-        return self._bound().engine.is_running(call)
+    def is_in_flight(self, call: Call) -> bool:
+        """For adapters: whether the key's operation is known to run, here or elsewhere."""
+        return self._bound().engine.is_in_flight(call)
 
     def is_claiming(self, call: Call) -> bool:
         """For adapters: whether the key was asked for, and the store has not said anything yet."""
