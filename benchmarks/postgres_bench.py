@@ -23,7 +23,7 @@ READERS = 64
 # What any production server has: memory for the hot indexes, and no checkpoint every minute.
 # fsync, synchronous_commit and full_page_writes stay on. A server that has run for a while writes
 # into WAL files that it has used before; a new one makes each of them, and every commit waits for
-# that, 20 ms for 16 MB here. So checkpoints keep what the filling has used.
+# that. So checkpoints keep what the filling has used.
 SETTINGS = {
     "shared_buffers": "1GB",
     "max_wal_size": "8GB",

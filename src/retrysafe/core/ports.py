@@ -35,6 +35,7 @@ from retrysafe.errors import StoreError
 class Waits(Enum):
     """How a store's methods behave while they wait for something outside the process."""
 
+    # They never suspend, so nobody keeps a time-out for them; one that does says SUSPENDING.
     NEVER = "never"
     BLOCKING = "blocking"
     SUSPENDING = "suspending"

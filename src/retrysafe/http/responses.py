@@ -87,7 +87,7 @@ _NEVER_STORED_PREFIXES: Final = (b"x-b3-", b"x-datadog-", b"x-ot-span-")
 _WITHOUT_BODY: Final = frozenset({204, 205, 304})
 _STATUSES: Final = {b"%d" % status: status for status in range(200, 600)}
 _STATUS_LINES: Final = {status: line for line, status in _STATUSES.items()}
-# As numbers, which are found in bytes nine times as fast as other bytes are.
+# As numbers, which are found in bytes much faster than other bytes are.
 _LF: Final = 0x0A
 _CR: Final = 0x0D
 
