@@ -244,6 +244,13 @@ class RecordedRenewals:
 current: ContextVar[Attempt | None] = ContextVar("current", default=None)
 
 
+async def perform_with_attempt(
+    attempt: Attempt, operation: Invoke, _args: object, _kwargs: object
+) -> Any:
+    """Performs an operation that takes its attempt and nothing else."""
+    return await operation(attempt)
+
+
 async def perform(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Makes the call of a step; what can be awaited is awaited."""
     value = call(*args)
@@ -308,6 +315,7 @@ class Process:
             cache=ReplayCache() if world._cache else None,
             report=Reporter(world.heard.append),
             endings=self.writer,
+            perform=perform_with_attempt,
             owner="host:1",
             secret=world._secret,
             joiner=None

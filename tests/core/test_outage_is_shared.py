@@ -16,6 +16,7 @@ from retrysafe.core.model import Fingerprint
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.waiting import TaskWaiting
+from tests.core.driving import perform_with_attempt
 
 
 class _SilentWriter:
@@ -49,6 +50,7 @@ def test_followers_of_a_claim_that_got_no_answer_are_told(in_flight):
         cache=None,
         report=Reporter(None),
         endings=None,
+        perform=perform_with_attempt,
     )
 
     def call(fingerprint: bytes) -> Call:

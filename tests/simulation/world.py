@@ -44,6 +44,7 @@ from retrysafe.errors import (
     StoreRejected,
 )
 from retrysafe.stores.memory import MemoryStore
+from tests.core.driving import perform_with_attempt
 from tests.simulation.answers import Busy, Declined, Unstorable, judge_answer
 from tests.simulation.invariants import Close, Execution, Invariant, Ledger
 from tests.simulation.ports import (
@@ -128,6 +129,7 @@ class Host:
             cache=ReplayCache() if has_cache else None,
             report=world.report,
             endings=writer,
+            perform=perform_with_attempt,
             owner=process.name,
             stepper=Stepper(
                 store=writer,

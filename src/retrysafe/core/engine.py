@@ -23,7 +23,7 @@ from retrysafe.core.model import ClaimAnswer, ClaimRequest, Decision, Payload
 from retrysafe.core.policy import InFlight
 from retrysafe.core.ports import Lock, Orphanage, Renewals, Waiting, Writer
 from retrysafe.core.replaying import gone, in_flight, replayed_value, reused
-from retrysafe.core.running import Endings, Perform, Runner, perform_with_attempt
+from retrysafe.core.running import Endings, Perform, Runner
 from retrysafe.core.settling import RETRY_PAUSE_SECONDS, Settler
 from retrysafe.core.stepping import Stepper
 from retrysafe.core.undoing import Concluder
@@ -80,12 +80,12 @@ class Engine:
         cache: ReplayCache | None,
         report: Reporter,
         endings: Endings,
+        perform: Perform,
         owner: str = "",
         secret: bytes | None = None,
         joiner: Joiner | None = None,
         stepper: Stepper | None = None,
         recovers: Recovers | None = None,
-        perform: Perform = perform_with_attempt,
     ) -> None:
         self._writer = writer
         self._waiting = waiting

@@ -48,13 +48,6 @@ _RUNNING: Final = Phase.RUNNING
 Perform = Callable[[Attempt, Callable[..., Any], Any, Any], Awaitable[Any]]
 
 
-async def perform_with_attempt(
-    attempt: Attempt, operation: Callable[..., Any], _args: Any, _kwargs: Any
-) -> Any:
-    """Performs an operation that takes its attempt and nothing else."""
-    return await operation(attempt)
-
-
 class Endings(Protocol):
     """As much of a store as giving up needs."""
 
