@@ -13,7 +13,8 @@ from retrysafe.core.machine import Event
 from retrysafe.core.model import Condition, Decision
 from retrysafe.core.running import Runner
 from retrysafe.core.settling import Settler
-from retrysafe.runtime.group_commit import TaskGroupCommit, ThreadGroupCommit
+from retrysafe.runtime.task_commit import TaskGroupCommit
+from retrysafe.runtime.thread_commit import ThreadGroupCommit
 from retrysafe.stores.memory import MemoryStore
 from retrysafe.stores.sqlite import batches, connecting
 from retrysafe.stores.sqlite import store as sqlite_store
@@ -492,7 +493,7 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 TaskGroupCommit._commit,
-                "future.set_exception(_as_store_error(error))",
+                "future.set_exception(as_store_error(error))",
                 "pass",
             ),
         ),

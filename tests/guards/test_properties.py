@@ -60,13 +60,11 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import Capabilities, Store, Waiting, Waits, Writer
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.group_commit import (
-    DirectWriter,
-    TaskGroupCommit,
-    ThreadGroupCommit,
-    _Entry,
-)
+from retrysafe.runtime.group_commit import DirectWriter
+from retrysafe.runtime.task_commit import TaskGroupCommit
+from retrysafe.runtime.thread_commit import ThreadGroupCommit, _Entry
 from retrysafe.runtime.waiting import ThreadSignal, ThreadWaiting
+from tests.core.driving import perform_with_attempt
 
 LEASE_MS = 30_000
 POLICY = Policy(lease=timedelta(milliseconds=LEASE_MS), settle_patience=timedelta(0))
@@ -157,6 +155,7 @@ def engine_over(writer: Writer, waiting: Waiting) -> Engine:
         cache=None,
         report=Reporter(None),
         endings=None,
+        perform=perform_with_attempt,
     )
 
 

@@ -27,14 +27,10 @@ from retrysafe.core.model import (
     Settlement,
 )
 from retrysafe.core.ports import Capabilities, Waits
-from retrysafe.runtime import group_commit
+from retrysafe.runtime import task_commit, thread_commit
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.group_commit import (
-    FEW_ROWS,
-    REPLAYS_SHARE,
-    TaskGroupCommit,
-    ThreadGroupCommit,
-)
+from retrysafe.runtime.task_commit import FEW_ROWS, REPLAYS_SHARE, TaskGroupCommit
+from retrysafe.runtime.thread_commit import ThreadGroupCommit
 from tests.runtime.staged import (
     PATIENCE_SECONDS,
     Hold,
@@ -357,7 +353,7 @@ def test_follower_interrupted_as_it_becomes_the_carrier_gives_the_turn_on(monkey
     """A batch was handed to a thread in the instant of its interrupt: its rows are told."""
     stage = Stage()
     with monkeypatch.context() as patched:
-        patched.setattr(group_commit, "threading", SimpleNamespace(Lock=_InterruptedGate))
+        patched.setattr(thread_commit, "threading", SimpleNamespace(Lock=_InterruptedGate))
         interrupted = Worker(stage.claim, "interrupted")
         stage.wait_for_queue(1)
     workers = stage.queue_up(2)
@@ -369,7 +365,7 @@ def test_follower_interrupted_as_it_becomes_the_carrier_gives_the_turn_on(monkey
 
 
 class _InterruptAtLine:
-    """Raises KeyboardInterrupt at the n-th line that a thread executes in group_commit.py."""
+    """Raises KeyboardInterrupt at the n-th line that a thread executes in thread_commit.py."""
 
     def __init__(self, fatal: int) -> None:
         self._fatal = fatal
@@ -378,7 +374,7 @@ class _InterruptAtLine:
         self.struck: int | None = None
 
     def __call__(self, frame, event: str, arg: object):
-        if frame.f_code.co_filename != group_commit.__file__:
+        if frame.f_code.co_filename != thread_commit.__file__:
             return None
         if event == "line" and not self._is_lock_release(frame):
             self._lines += 1
@@ -390,7 +386,7 @@ class _InterruptAtLine:
     def _is_lock_release(self, frame) -> bool:
         """The second visit of a `with` line: a signal is not delivered before the release."""
         place = (frame, frame.f_lineno)
-        is_with = linecache.getline(group_commit.__file__, frame.f_lineno).strip() == (
+        is_with = linecache.getline(thread_commit.__file__, frame.f_lineno).strip() == (
             "with self._lock:"
         )
         is_second = place in self._entered
@@ -794,7 +790,7 @@ def test_a_few_rows_do_not_wait_for_each_other():
 
 def test_a_batch_that_is_held_up_does_not_hold_up_the_others(monkeypatch):
     """One connection that hangs must not be what every other key waits for."""
-    monkeypatch.setattr(group_commit, "HELD_UP_SECONDS", 0)
+    monkeypatch.setattr(task_commit, "HELD_UP_SECONDS", 0)
 
     async def main() -> None:
         store = StagedStore(waits=Waits.SUSPENDING)
@@ -817,7 +813,7 @@ def test_a_batch_that_is_held_up_does_not_hold_up_the_others(monkeypatch):
 
 def test_a_second_batch_leaves_beside_the_first_only_when_it_is_full(monkeypatch):
     """Rows that would make half a batch wait for the one under way, and merge meanwhile."""
-    monkeypatch.setattr(group_commit, "HELD_UP_SECONDS", 3600)
+    monkeypatch.setattr(task_commit, "HELD_UP_SECONDS", 3600)
 
     async def main() -> None:
         store = StagedStore(waits=Waits.SUSPENDING)

@@ -42,11 +42,12 @@ from retrysafe.runtime.duties import WorkerPolicy, duties_of
 from retrysafe.runtime.ending import Limit, end_within
 from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_outcome, require_name
 from retrysafe.runtime.gate import ThreadGate
-from retrysafe.runtime.group_commit import DirectWriter, ThreadGroupCommit
+from retrysafe.runtime.group_commit import DirectWriter
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
 from retrysafe.runtime.performing import perform_in_thread
 from retrysafe.runtime.refusals import misplaced_keywords, require_no_positional, require_plain
 from retrysafe.runtime.steps import codec_of_step, perform_blocking
+from retrysafe.runtime.thread_commit import ThreadGroupCommit
 from retrysafe.runtime.waiting import ThreadWaiting
 from retrysafe.runtime.workers import Duty, ThreadDuty, Worker
 

@@ -22,12 +22,13 @@ from retrysafe.runtime.calls import owner_name
 from retrysafe.runtime.current import current
 from retrysafe.runtime.face import mint_token
 from retrysafe.runtime.gate import TaskGate
-from retrysafe.runtime.group_commit import DirectWriter, TaskGroupCommit
+from retrysafe.runtime.group_commit import DirectWriter
 from retrysafe.runtime.heartbeat import TaskHeartbeat
 from retrysafe.runtime.joining import drive_either
 from retrysafe.runtime.orphanage import TaskOrphanage
 from retrysafe.runtime.performing import perform_in_task
 from retrysafe.runtime.steps import codec_of_step, perform_suspending
+from retrysafe.runtime.task_commit import TaskGroupCommit
 from retrysafe.runtime.threaded import ThreadedStore
 from retrysafe.runtime.waiting import TaskWaiting
 

@@ -1,0 +1,195 @@
+"""Group commit among threads: one of those who wait carries the batch for the others.
+
+Owns the queue between threads and a store, and who carries next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable
+from typing import Any, Final
+
+from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
+from retrysafe.core.ports import Store
+from retrysafe.errors import StoreError, StoreUnavailable
+from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.group_commit import as_store_error
+
+Row = ClaimRequest | Settlement
+_WAITING: Final = object()
+
+
+class _Entry:
+    """One row on its way, and the place where its thread waits."""
+
+    __slots__ = ("batch", "gate", "has_left", "result", "row", "to_wake")
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self.result: Any = _WAITING
+        # Set when this entry's thread is to carry the next batch; the entry is its first row.
+        self.batch: list[_Entry] | None = None
+        self.gate: threading.Lock | None = None
+        # Set when this entry's thread was interrupted: it takes nothing over any more.
+        self.has_left = False
+        # Whom this entry's thread must wake before it leaves.
+        self.to_wake: list[_Entry] | None = None
+
+
+def _split(
+    batch: Iterable[_Entry],
+) -> tuple[list[ClaimRequest], list[_Entry], list[Settlement], list[_Entry]]:
+    """Claims and settlements as the store takes them, each with those who wait for them."""
+    claims: list[ClaimRequest] = []
+    claiming: list[_Entry] = []
+    settlements: list[Settlement] = []
+    settling: list[_Entry] = []
+    for entry in batch:
+        row = entry.row
+        if isinstance(row, ClaimRequest):
+            claims.append(row)
+            claiming.append(entry)
+        else:
+            settlements.append(row)
+            settling.append(entry)
+    return claims, claiming, settlements, settling
+
+
+class ThreadGroupCommit:
+    """Group commit among threads: one of the waiting threads carries the batch for the others."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        capabilities = store.capabilities
+        self._batch_limit = capabilities.batch_limit
+        self._carriers_limit = capabilities.batches_in_flight
+        self._lock = threading.Lock()
+        self._queue: list[_Entry] = []
+        self._carriers: set[_Entry] = set()
+
+    async def claim(self, request: ClaimRequest) -> ClaimAnswer:
+        """Claims a key in the next batch."""
+        answer: ClaimAnswer = self._submit(request)
+        return answer
+
+    async def settle(self, settlement: Settlement) -> SettleAnswer:
+        """Ends or extends an attempt in the next batch."""
+        answer: SettleAnswer = self._submit(settlement)
+        return answer
+
+    def _submit(self, row: Row) -> Any:
+        entry = _Entry(row)
+        try:
+            self._take_part(entry)
+        except BaseException:
+            # A signal may raise in the main thread at any line. Whatever this thread owes to the
+            # others by then is done before it goes, or all of them would wait for ever.
+            self._leave(entry)
+            raise
+        result = entry.result
+        if isinstance(result, StoreError):
+            raise result
+        return result
+
+    def _take_part(self, entry: _Entry) -> None:
+        """Returns when the row is answered; by then this thread may have carried a batch."""
+        with self._lock:
+            if len(self._carriers) < self._carriers_limit:
+                entry.batch = [entry]
+                self._carriers.add(entry)
+            else:
+                entry.gate = threading.Lock()
+                entry.gate.acquire()
+                self._queue.append(entry)
+        if entry.gate is not None:
+            # Released when the row is answered, or when this thread is to carry a batch.
+            entry.gate.acquire()
+            self._wake(entry)
+        if entry.batch is not None:
+            self._carry(entry.batch)
+            self._leave(entry)
+
+    def _carry(self, batch: list[_Entry]) -> None:
+        try:
+            if len(batch) == 1:
+                self._carry_alone(batch[0])
+                return
+            claims, claiming, settlements, settling = _split(batch)
+            claimed, settled = run_sync(self._store.commit(claims, settlements))
+            for entry, claim_answer in zip(claiming, claimed, strict=True):
+                entry.result = claim_answer
+            for entry, settle_answer in zip(settling, settled, strict=True):
+                entry.result = settle_answer
+        except StoreError as error:
+            self._fail(batch, error)
+        except BaseException as error:
+            # Also for an interrupt in this thread: the other rows' threads must be told.
+            self._fail(batch, error)
+            raise
+
+    def _carry_alone(self, entry: _Entry) -> None:
+        row = entry.row
+        if isinstance(row, ClaimRequest):
+            ((entry.result,), _) = run_sync(self._store.commit([row], []))
+        else:
+            (_, (entry.result,)) = run_sync(self._store.commit([], [row]))
+
+    @staticmethod
+    def _fail(batch: list[_Entry], error: BaseException) -> None:
+        for entry in batch:
+            entry.result = as_store_error(error)
+
+    def _leave(self, entry: _Entry) -> None:
+        """Gives the queue to its first thread and wakes the batch, or takes back a queued row.
+
+        It is called again when it was interrupted, so every step is harmless to repeat.
+        """
+        with self._lock:
+            entry.has_left = True
+            if entry in self._carriers:
+                if not self._queue and entry.batch == [entry] and entry.result is not _WAITING:
+                    self._carriers.discard(entry)  # Alone, as a single caller always is.
+                    return
+                self._hand_over(entry)
+            elif entry in self._queue:
+                self._queue.remove(entry)
+        self._wake(entry)
+
+    def _hand_over(self, entry: _Entry) -> None:
+        batch = entry.batch or []
+        for other in batch:
+            if other.result is _WAITING:
+                other.result = StoreUnavailable("the thread that carried it was interrupted")
+        to_wake = [other for other in batch if other is not entry]
+        carriers = self._carriers - {entry}
+        following = self._queue[: self._batch_limit]
+        if following:
+            following[0].batch = following
+            carriers.add(following[0])
+            # Woken first, because its commit is what everybody else waits for.
+            to_wake.append(following[0])
+        rest = self._queue[self._batch_limit :]
+        # One statement without a call: no signal can come between these stores.
+        entry.batch, entry.to_wake, self._carriers, self._queue = None, to_wake, carriers, rest
+
+    def _wake(self, entry: _Entry) -> None:
+        """Wakes the next of those who are to be woken, and leaves the others to it.
+
+        A chain, because threads that are woken all at once only queue for the interpreter, and
+        the system switches between them for nothing.
+        """
+        while entry.to_wake:
+            following = entry.to_wake[-1]
+            if following.batch is None and len(entry.to_wake) > 1:
+                with self._lock:
+                    # Whoever was interrupted while it waited wakes nobody any more.
+                    if not following.has_left:
+                        # After a signal in between both have the list, and wake twice.
+                        following.to_wake = entry.to_wake[:-1]
+                        entry.to_wake = [following]
+            gate = following.gate
+            if gate is not None and gate.locked():
+                with contextlib.suppress(RuntimeError):  # Somebody else was faster.
+                    gate.release()
+            entry.to_wake.pop()
