@@ -64,6 +64,19 @@ class Desk(Probe):
             assert self.end(SettleKind.COMPLETE, self.hold(key), key, **windows).value == "apply"
         return keys
 
+    def fill(self, count, *, state=2, expires_at_ms=None, lease_ends_at_ms=0, first=1):
+        """Many rows at once, as if they had been claimed and settled."""
+        self.sql(
+            "INSERT INTO {schema}.keys SELECT decode(lpad(to_hex(n), 32, '0'), 'hex'), 'caller-1', "
+            "'key-' || n, 'charge', 1, '\\x00', %s, decode(lpad(to_hex(n), 32, '0'), 'hex'), 1, 0, "
+            "0, %s, 0, %s, NULL, 'owner' FROM generate_series(%s::int, %s::int) AS n",
+            state,
+            lease_ends_at_ms,
+            self.clock() if expires_at_ms is None and state != 1 else expires_at_ms,
+            first,
+            first + count - 1,
+        )
+
     def days(self, count):
         self.clock.advance(timedelta(days=count))
 

@@ -286,7 +286,7 @@ def arguments_go_with_their_key(store: PostgresStore) -> None:
     wish = settlement(SettleKind.RELEASE, KEY, token, active_ms=INSTANT_MS)
     run_sync(store.commit([], [wish]))
     # The sweep's own clearing of needless arguments comes after; it must find nothing to do.
-    ((removed,),) = run_sync(store._fetch("sweep_pages", "(0,0)", "(100,0)", 10))
+    ((removed, *_),) = run_sync(store._fetch("sweep_pages", "(0,0)", "(100,0)", 10))
     assert (removed, rows_of_arguments(store)) == (1, 0)
 
 

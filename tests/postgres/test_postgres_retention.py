@@ -26,19 +26,6 @@ def rival(postgres_server):
         yield made
 
 
-def fill(desk, count, *, state=2, expires_at_ms=None, lease_ends_at_ms=0):
-    """Many rows at once, as if they had been claimed and settled."""
-    desk.sql(
-        "INSERT INTO {schema}.keys SELECT decode(lpad(to_hex(n), 32, '0'), 'hex'), 'caller-1', "
-        "'key-' || n, 'charge', 1, '\\x00', %s, decode(lpad(to_hex(n), 32, '0'), 'hex'), 1, 0, 0, "
-        "%s, 0, %s, NULL, 'owner' FROM generate_series(1, %s) AS n",
-        state,
-        lease_ends_at_ms,
-        desk.clock() if expires_at_ms is None and state != 1 else expires_at_ms,
-        count,
-    )
-
-
 def test_a_locked_key_is_left_and_its_neighbours_are_removed(desk, rival):
     """A sweep never waits for a row that somebody holds; the next one removes it."""
     held, other = desk.done(2)
@@ -68,7 +55,7 @@ def test_a_key_that_comes_back_during_the_sweep_stays(desk, rival):
 
 def test_sweepers_at_once_remove_each_key_once(desk):
     """Four sweepers share the work: the sum is what there was, and every step is gone too."""
-    fill(desk, 2000)
+    desk.fill(2000)
     desk.sql(
         "INSERT INTO {schema}.steps SELECT digest, 'step', 1, 'json.1', '', '', 0 "
         "FROM {schema}.keys"
@@ -93,26 +80,9 @@ def test_sweepers_at_once_remove_each_key_once(desk):
     assert desk.sql("SELECT count(*) FROM {schema}.steps") == [(0,)]
 
 
-def test_one_call_walks_over_a_bounded_part_of_the_table(desk, monkeypatch):
-    """A table without anything to remove is walked over in several calls, each of them short."""
-    monkeypatch.setattr(store_module, "_SWEEP_PAGES", 2)
-    fill(desk, 2000, expires_at_ms=desk.clock() + ACTIVE_MS)
-    ((pages,),) = desk.sql(schema.statements(desk.schema)["table_pages"])
-    per_call = 2 * store_module._SWEEP_STATEMENTS
-    calls = -(-pages // per_call)
-    assert calls > 2
-    for number in range(calls):
-        report = desk.sweep()
-        assert (report.keys, report.has_more) == (0, number < calls - 1)
-    desk.advance(ACTIVE_MS)
-    removed = [desk.sweep(limit=10_000) for _ in range(calls)]
-    assert sum(report.keys for report in removed) == 2000
-    assert not removed[-1].has_more
-
-
 def test_pages_are_found_by_their_number(desk):
     """Neither the sweep nor the search for abandoned keys reads more than its range of pages."""
-    fill(desk, 5000)
+    desk.fill(5000)
     desk.sql("ANALYZE {schema}.keys")
     sql = schema.statements(desk.schema)
     for name, limit in (("sweep_pages", 100), ("abandoned_in_pages", 100)):
@@ -125,7 +95,7 @@ def test_pages_are_found_by_their_number(desk):
 
 def test_asyncpg_sweeps_and_lists_too(desk):
     """The statements take what either driver sends."""
-    fill(desk, 3, expires_at_ms=0)
+    desk.fill(3, expires_at_ms=0)
 
     async def work():
         store = postgres_store(desk.url, is_async=True)
@@ -155,7 +125,7 @@ def test_abandoned_keys_are_found_longest_ended_first(desk):
 def test_the_search_for_abandoned_keys_stops_at_its_limit(desk, monkeypatch):
     """With enough found, the rest of the table is not read."""
     monkeypatch.setattr(store_module, "_LOOK_PAGES", 2)
-    fill(desk, 2000, state=1, lease_ends_at_ms=desk.clock())
+    desk.fill(2000, state=1, lease_ends_at_ms=desk.clock())
     asked = []
     fetch = desk.store._fetch
 

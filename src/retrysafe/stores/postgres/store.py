@@ -47,17 +47,13 @@ from retrysafe.stores.postgres.reading import Reader
 from retrysafe.stores.postgres.rows import outcome_of, payload_of, record_of
 from retrysafe.stores.postgres.same_database import SameDatabase
 from retrysafe.stores.postgres.sifting import Fetch, Sifter, Written
+from retrysafe.stores.postgres.sweeping import Sweeping
 
 _logger = logging.getLogger("retrysafe")
 
 # A deadlock or serialization failure means that nothing happened; the next try usually goes well.
 _CONFLICT_TRIES: Final = 10
-# Pages per statement of the sweep: 2 MB are read in a few milliseconds.
-_SWEEP_PAGES: Final = 256
-# Statements per call of the sweep: a large table in which nothing is outlived is walked over in
-# many calls, so that whoever calls can pause in between.
-_SWEEP_STATEMENTS: Final = 8
-# Looking for abandoned keys changes nothing, so it may read more at a time.
+# Pages per statement of the search for abandoned keys. It changes nothing, so it reads many.
 _LOOK_PAGES: Final = 2048
 
 
@@ -72,7 +68,6 @@ class PostgresStore:
         self.schema_name = checked_schema_name(schema_name)
         self._sql = schema.statements(self.schema_name)
         self._is_current = False
-        self._sweep_page = 0
         self._capabilities = Capabilities(
             connector.waits,
             batch_limit=128,
@@ -81,6 +76,7 @@ class PostgresStore:
             has_outbox=True,
         )
         self.outbox = PostgresOutbox(self._fetch)
+        self._sweeping = Sweeping(self._fetch, self.outbox, self.tend_partitions)
         sifter = Sifter(self._transact, self.schema_name)
         self._reader = Reader(self._fetch)
         self._batches = Batches(self._fetch, self._reader, self.outbox, sifter)
@@ -205,31 +201,10 @@ class PostgresStore:
         """Removes at most `limit` outlived keys; drops the days whose audit is over.
 
         The sweep walks over the table's pages and goes on where the last call stopped, because an
-        index on the expiry would cost every completion more than all sweeps together.
+        index on the expiry would cost every completion more than all sweeps together. A call ends
+        early, so that claims do not wait for what it writes: `has_more` asks for the next one.
         """
-        # Once in a walk: making and dropping partitions takes locks.
-        dropped = await self.tend_partitions() if not self._sweep_page else []
-        removed = 0
-        ((pages,),) = await self._fetch("table_pages")
-        for _ in range(_SWEEP_STATEMENTS):
-            if self._sweep_page >= pages:
-                break
-            upto = self._sweep_page + _SWEEP_PAGES
-            ((count,),) = await self._fetch(
-                "sweep_pages", f"({self._sweep_page},0)", f"({upto},0)", limit - removed
-            )
-            removed += count
-            if removed >= limit:
-                break  # These pages may hold more; the next call looks at them again.
-            self._sweep_page = upto
-        has_more = self._sweep_page < pages
-        if not has_more:
-            self._sweep_page = 0
-        ((outcomes,),) = await self._fetch("sweep_default_outcomes", limit)
-        entries = await self.outbox.sweep(limit)
-        ((arguments,),) = await self._fetch("sweep_arguments", limit)
-        has_more = has_more or limit in (outcomes, entries, arguments)
-        return SweepReport(removed, outcomes, has_more, len(dropped), entries)
+        return await self._sweeping.sweep(limit)
 
     async def list_abandoned(self, limit: int) -> list[StoredKey]:
         """At most `limit` pending records whose lease has ended, longest ended first.

@@ -290,7 +290,7 @@ ORDER BY k.claimed_at_ms DESC, k.digest
 LIMIT $4;
 
 -- name: table_pages
--- How many pages the sweep has to walk over.
+-- How many pages a search has to walk over.
 SELECT (pg_relation_size('{schema}.keys') / current_setting('block_size')::bigint)::bigint;
 
 -- name: abandoned_in_pages
@@ -306,9 +306,10 @@ WHERE k.ctid >= $1::text::tid AND k.ctid < $2::text::tid
 LIMIT $3;
 
 -- name: sweep_pages
--- Removes outlived keys with their steps and arguments from a range of pages. Rows that somebody else holds are
--- left for the next pass; a pending record is never touched. What was chosen is locked, so it is
--- still outlived when it is deleted.
+-- Removes outlived keys with their steps and arguments from a range of pages, and says how many keys,
+-- from how many pages, the last of these, and the pages of the whole table. Rows that somebody else
+-- holds are left for the next pass; a pending record is never touched. What was chosen is locked, so
+-- it is still outlived when it is deleted.
 WITH clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms
 ), outlived AS (
@@ -318,13 +319,17 @@ WITH clock AS MATERIALIZED (
     LIMIT $3
     FOR UPDATE SKIP LOCKED
 ), removed AS (
-    DELETE FROM {schema}.keys WHERE ctid = ANY (ARRAY(SELECT place FROM outlived)) RETURNING digest
+    DELETE FROM {schema}.keys WHERE ctid = ANY (ARRAY(SELECT place FROM outlived))
+    RETURNING digest, (ctid::text::point)[0]::bigint AS page
 ), forgotten AS (
     DELETE FROM {schema}.steps WHERE digest IN (SELECT digest FROM removed)
 ), dropped AS (
     DELETE FROM {schema}.arguments WHERE digest IN (SELECT digest FROM removed)
 )
-SELECT count(*) FROM removed;
+SELECT
+    count(*), count(DISTINCT page), coalesce(max(page), 0),
+    (pg_relation_size('{schema}.keys') / current_setting('block_size')::bigint)::bigint
+FROM removed;
 
 -- name: sweep_default_outcomes
 -- Removes a bounded number of outcomes past their audit window that have no partition of their own.
