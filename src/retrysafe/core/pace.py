@@ -20,6 +20,8 @@ _LIMIT_MOST: Final = 5_000
 # Rests are at least four times as long as the work before them.
 _REST_SHARE: Final = 4.0
 _REST_LEAST_SECONDS: Final = 0.01
+# A round that removes less than this part of its limit has spent its time with looking.
+_LOOKING_SHARE: Final = 16
 # Between two walks over the store: often enough that a day's partition is made and dropped in
 # time, and that the first keys of a quiet store do not wait for long.
 _WALK_REST_LEAST_SECONDS: Final = 1.0
@@ -38,7 +40,8 @@ class Pace:
     # Keys and outcomes per round.
     limit: int = 500
     _walk_removed: int = field(default=0, init=False)
-    _walk_busy_seconds: float = field(default=0.0, init=False)
+    # The time of the rounds that found next to nothing.
+    _walk_looking_seconds: float = field(default=0.0, init=False)
     _last_walk_ended_at: float | None = field(default=None, init=False)
     _failures: int = field(default=0, init=False)
 
@@ -48,14 +51,15 @@ class Pace:
         self._failures = 0
         removed = max(report.keys, report.outcomes)
         self._walk_removed += removed
-        self._walk_busy_seconds += took_seconds
+        if removed * _LOOKING_SHARE < self.limit:
+            self._walk_looking_seconds += took_seconds
         if took_seconds > _ROUND_SECONDS:
             self.limit = max(_LIMIT_LEAST, self.limit // 2)
         elif removed >= self.limit:
             self.limit = min(_LIMIT_MOST, self.limit + self.limit // 2)
         if report.has_more:
             return rest_within_walk(took_seconds)
-        return self._rest_between_walks(started_at, ended_at)
+        return max(rest_within_walk(took_seconds), self._rest_between_walks(started_at, ended_at))
 
     def rest_after_failure(self) -> float:
         """The seconds to rest when the store did not answer: longer each time."""
@@ -63,12 +67,16 @@ class Pace:
         return float(min(_WALK_REST_MOST_SECONDS, 2.0 ** min(self._failures - 1, 10)))
 
     def _rest_between_walks(self, started_at: float, ended_at: float) -> float:
-        """Until about one round's worth has expired, as far as the last walk can tell."""
+        """Until about one round's worth has expired, as far as the last walk can tell.
+
+        Looking in vain is paid for once more, because that is what fewer walks save. Removing is
+        not: it has rested after each round, and has to be done in any case.
+        """
         since = started_at if self._last_walk_ended_at is None else self._last_walk_ended_at
         rate_per_second = self._walk_removed / max(ended_at - since, 0.001)
-        least = max(_WALK_REST_LEAST_SECONDS, self._walk_busy_seconds * _REST_SHARE)
+        least = max(_WALK_REST_LEAST_SECONDS, self._walk_looking_seconds * _REST_SHARE)
         wanted = self.limit / rate_per_second if rate_per_second else _WALK_REST_MOST_SECONDS
         self._last_walk_ended_at = ended_at
         self._walk_removed = 0
-        self._walk_busy_seconds = 0.0
+        self._walk_looking_seconds = 0.0
         return max(least, min(wanted, _WALK_REST_MOST_SECONDS))
