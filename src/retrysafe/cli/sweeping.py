@@ -31,11 +31,12 @@ def sweep(
     context: typer.Context,
     store: options.StoreUrl = None,
     limit: Annotated[
-        int, typer.Option("--limit", min=1, max=100_000, help="Keys and outcomes per round.")
+        int,
+        typer.Option("--limit", min=1, max=100_000, help="Keys and outcomes per round at most."),
     ] = 1_000,
     rounds: Annotated[
         int, typer.Option("--rounds", min=1, max=1_000_000, help="Rounds at most.")
-    ] = 1_000,
+    ] = 100_000,
     pause_ms: Annotated[
         int | None,
         typer.Option(

@@ -27,8 +27,9 @@ _logger: Final = logging.getLogger("retrysafe")
 
 # A store that does not answer is asked less often, at most so seldom.
 _OUTAGE_MAXIMUM_SECONDS: Final = 60.0
-# Rounds of a sweep that is to end; a walk over a large table takes many.
-_DRAIN_ROUNDS_LIMIT: Final = 10_000
+# Rounds of a sweep that is to end. A walk over a large table takes many, because a store may end a
+# round long before its limit, so that claims do not wait for what it writes.
+_DRAIN_ROUNDS_LIMIT: Final = 100_000
 _DRAIN_LIMIT: Final = 1_000
 
 
