@@ -10,7 +10,23 @@ import psycopg
 from retrysafe.stores.postgres.partitions import DAY_MS, day_start_ms, partition_name
 from retrysafe.wiring import open_store
 
+# A WAL file is 16 MB, so these are the 4 GB that `min_wal_size` keeps.
+WAL_FILES = 250
+
 _NOW = "(SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint AS now_ms) AS c"
+
+
+def use_wal_files(connection: psycopg.Connection, count: int = WAL_FILES) -> None:
+    """Makes the server go through that many WAL files, which it uses again from then on.
+
+    A server that has run for a while has them. A new one makes each of them, which takes a write
+    and a flush of 16 MB, and every commit of the measurement would wait for that.
+    """
+    for _ in range(count):
+        # A file in which nothing was written is not switched.
+        connection.execute("SELECT pg_logical_emit_message(false, 'retrysafe', 'x')")
+        connection.execute("SELECT pg_switch_wal()")
+    connection.execute("CHECKPOINT")
 
 
 def migrate(url: str) -> None:
