@@ -21,8 +21,8 @@ THREADS = 64
 RATE = 500
 READERS = 64
 # What any production server has: memory for the hot indexes, and no checkpoint every minute.
-# fsync, synchronous_commit and full_page_writes stay on. `min_wal_size` has checkpoints keep the WAL
-# files that `use_wal_files` made, so that hardly any is made while something is measured.
+# fsync, synchronous_commit and full_page_writes stay on. `min_wal_size` has checkpoints keep the
+# WAL files that `use_wal_files` made, so that hardly any is made while something is measured.
 SETTINGS = {
     "shared_buffers": "1GB",
     "max_wal_size": "8GB",
