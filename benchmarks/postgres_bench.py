@@ -153,7 +153,7 @@ def latency(server: Server, *, rounds: int, seconds: float) -> Row:
         progress(f"{RATE} operations/s on a schedule")
         task = {"url": server.url, "rate": RATE, "seconds": seconds, "schema": SCHEMA}
         plain.append(measure("plain", **task)["p50_ms"])
-        ours.append(measure("paced", **task)["p50_ms"])
+        ours.append(measure("steady", **task)["p50_ms"])
     ratio = median_ratio(ours, plain)
     note = f"{statistics.median(ours):.2f} ms against {statistics.median(plain):.2f} ms"
     name = f"median at {RATE}/s to a plain asyncpg loop"

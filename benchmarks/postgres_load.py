@@ -62,21 +62,22 @@ async def tasks(task: Task) -> Found:
     name, seconds = os.urandom(6).hex(), task["seconds"]
     async with AsyncIdempotency(task["url"], caller=GLOBAL) as idem:
 
-        async def caller(number: int, until: float) -> int:
+        async def caller(prefix: str, until: float) -> int:
             count = 0
             while time.perf_counter() < until:
-                await idem.run(f"{name}-{number}-{count}-{until}", operation)
+                await idem.run(f"{prefix}-{count}", operation)
                 count += 1
             return count
 
-        async def burst(length: float) -> int:
+        async def burst(length: float, part: str) -> int:
             until = time.perf_counter() + length
-            return sum(await asyncio.gather(*(caller(n, until) for n in range(task["in_flight"]))))
+            prefixes = [f"{name}-{part}-{number}" for number in range(task["in_flight"])]
+            return sum(await asyncio.gather(*(caller(prefix, until) for prefix in prefixes)))
 
-        await burst(0.3)
+        await burst(0.3, "warm-up")
         _start()
         started, cpu = time.perf_counter(), time.process_time()
-        count = await burst(seconds)
+        count = await burst(seconds, "run")
         elapsed = time.perf_counter() - started
         cpu = time.process_time() - cpu
         return {"per_second": count / elapsed, "count": count, "cpu_us": cpu / count * 1e6}
@@ -159,6 +160,24 @@ async def paced(task: Task) -> Found:
     }
 
 
+async def steady(task: Task) -> Found:
+    """Operations on a schedule, with nothing in them that is not measured elsewhere too."""
+    name = os.urandom(6).hex()
+    whole: list[float] = []
+    async with AsyncIdempotency(task["url"], caller=GLOBAL) as idem:
+
+        async def run_one(number: int) -> None:
+            asked = time.perf_counter()
+            await idem.run(f"{name}-{number}", operation)
+            whole.append(time.perf_counter() - asked)
+
+        await _open_loop(task["rate"], 0.5, lambda number: run_one(-1 - number))
+        whole.clear()
+        _start()
+        await _open_loop(task["rate"], task["seconds"], run_one)
+    return _milliseconds(whole) | {"per_second": task["rate"]}
+
+
 async def plain(task: Task) -> Found:
     """What people write by hand with asyncpg: two statements, one row each, on a schedule."""
     whole: list[float] = []
@@ -215,6 +234,7 @@ KINDS: dict[str, Callable[[Task], Any]] = {
     "tasks": tasks,
     "threads": threads,
     "paced": paced,
+    "steady": steady,
     "plain": plain,
     "replays": replays,
 }

@@ -29,7 +29,8 @@ from retrysafe.core.model import (
 from retrysafe.core.ports import Capabilities, Waits
 from retrysafe.runtime import task_commit, thread_commit
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.task_commit import FEW_ROWS, REPLAYS_SHARE, TaskGroupCommit
+from retrysafe.runtime.group_commit import FEW_ROWS
+from retrysafe.runtime.task_commit import REPLAYS_SHARE, TaskGroupCommit
 from retrysafe.runtime.thread_commit import ThreadGroupCommit
 from tests.runtime.staged import (
     PATIENCE_SECONDS,
@@ -257,6 +258,66 @@ def test_interrupted_carrier_leaves_nobody_hanging():
     assert stage.still_works()
 
 
+def test_a_few_rows_of_threads_do_not_wait_for_each_other():
+    """While few rows are under way, the next leaves beside them; with many, they merge."""
+    store = _two_at_a_time(batch_limit=64)
+    hold = Hold()
+    store.before = hold
+    group = ThreadGroupCommit(store)
+    workers = [Worker(lambda n=n: run_sync(group.claim(_request(n)))) for n in ("one", "two")]
+    hold.reached(2)
+    late = [Worker(lambda n=n: run_sync(group.claim(_request(str(n))))) for n in range(FEW_ROWS)]
+    until(lambda: len(group._queue) == FEW_ROWS)
+    hold.open()
+    for worker in (*workers, *late):
+        assert worker.result().decision is Decision.ADMIT
+    assert [len(commit.claims) for commit in store.commits] == [1, 1, FEW_ROWS]
+
+
+def test_threads_leave_beside_a_batch_only_when_theirs_is_full(monkeypatch):
+    """Rows that would make half a batch wait for the one under way, and merge meanwhile."""
+    monkeypatch.setattr(thread_commit, "HELD_UP_SECONDS", 3600)
+    monkeypatch.setattr(thread_commit, "FEW_ROWS", 1)
+    stage = Stage(_two_at_a_time(batch_limit=4))
+    second = Hold()
+    stage.then = lambda commit: second()
+    workers = stage.queue_up(3)
+    assert [len(commit.claims) for commit in stage.store.commits] == [1]
+    workers.append(Worker(stage.claim, "the fourth"))
+    second.reached()
+    assert [len(commit.claims) for commit in stage.store.commits] == [1, 4]
+    # One of two is done, and what waits by then is not full: it waits for the other one.
+    workers += stage.queue_up(2)
+    stage.hold.open()
+    assert stage.first.result().decision is Decision.ADMIT
+    until(lambda: len(stage.group._carriers) == 1)
+    assert [len(commit.claims) for commit in stage.store.commits] == [1, 4]
+    second.open()
+    assert [worker.result().decision for worker in workers] == [Decision.ADMIT] * 6
+    assert [len(commit.claims) for commit in stage.store.commits] == [1, 4, 2]
+    assert stage.still_works()
+
+
+def test_a_batch_that_is_held_up_does_not_hold_up_other_threads(monkeypatch):
+    """One connection that hangs must not be what every other key waits for."""
+    monkeypatch.setattr(thread_commit, "HELD_UP_SECONDS", 0.001)
+    monkeypatch.setattr(thread_commit, "FEW_ROWS", 1)
+    stage = Stage(_two_at_a_time(batch_limit=64))
+    others = [Worker(stage.claim, f"other {number}") for number in range(4)]
+    for worker in others:
+        assert worker.result().decision is Decision.ADMIT
+    assert stage.first.is_alive()
+    stage.hold.open()
+    assert stage.first.result().decision is Decision.ADMIT
+    assert stage.still_works()
+
+
+def _two_at_a_time(batch_limit: int) -> StagedStore:
+    store = StagedStore()
+    store.capabilities = Capabilities(Waits.BLOCKING, batch_limit=batch_limit, batches_in_flight=2)
+    return store
+
+
 class _Interrupt(BaseException):
     """Raised by a signal, as KeyboardInterrupt is."""
 
@@ -335,8 +396,8 @@ class _InterruptedGate:
         self._lock = threading.Lock()
         self._acquired = 0
 
-    def acquire(self) -> bool:
-        self._lock.acquire()
+    def acquire(self, timeout: float = -1) -> bool:
+        self._lock.acquire(timeout=timeout)
         self._acquired += 1
         if self._acquired == 2:
             raise KeyboardInterrupt
@@ -394,9 +455,13 @@ class _InterruptAtLine:
         return is_with and is_second
 
 
-@pytest.mark.parametrize("role", ["carrier", "follower"])
-def test_interrupt_at_any_line_leaves_nobody_hanging(role):
+@pytest.mark.parametrize("role", ["carrier", "follower", "second carrier", "lookout"])
+def test_interrupt_at_any_line_leaves_nobody_hanging(role, monkeypatch):
     """Interrupted at the n-th line for n = 1, 2, 3 … until none is left: others always go on."""
+    seconds = 0.001 if role == "lookout" else 3600
+    monkeypatch.setattr(thread_commit, "HELD_UP_SECONDS", seconds)
+    # One row under way is no longer few, so that the next ones wait behind it.
+    monkeypatch.setattr(thread_commit, "FEW_ROWS", 1)
     for fatal in range(1, 200):
         if not _strike(role, fatal):
             break
@@ -406,12 +471,18 @@ def test_interrupt_at_any_line_leaves_nobody_hanging(role):
     assert fatal > 20
 
 
+_BESIDE = ("second carrier", "lookout")
+
+
 def _strike(role: str, fatal: int) -> bool:
     """Whether there was such a line; checks that everybody else went on."""
-    stage = Stage()
+    stage = Stage(_two_at_a_time(batch_limit=3) if role in _BESIDE else None)
+    queued = []
     if role == "carrier":
         stage.hold.open()
         stage.first.result()
+    elif role in _BESIDE:
+        queued = stage.queue_up(2) if role == "second carrier" else []
     strike = _InterruptAtLine(fatal)
 
     def claim():
@@ -424,10 +495,14 @@ def _strike(role: str, fatal: int) -> bool:
     interrupted = Worker(claim)
     if role == "follower":
         until(lambda: stage.group._queue or strike.struck or not interrupted.is_alive())
+    if role in _BESIDE:
+        interrupted.ended()  # It does not wait for the first one.
     others = [Worker(stage.claim, f"other {number}") for number in range(3)]
     stage.hold.open()
     error = interrupted.ended()
-    assert {type(item.ended()) for item in others} <= {type(None), StoreUnavailable}
+    told = {type(item.ended()) for item in (*queued, *others)}
+    assert told <= {type(None), StoreUnavailable}
+    assert stage.first.ended() is None
     assert stage.still_works()
     assert stage.group._carriers == set()
     assert stage.group._queue == []

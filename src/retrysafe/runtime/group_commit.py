@@ -9,9 +9,19 @@ asking again with the same token is safe.
 
 from __future__ import annotations
 
+from typing import Final
+
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
 from retrysafe.core.ports import Store
 from retrysafe.errors import StoreError, StoreUnavailable, error_like
+
+# While fewer rows than this are on their way, the next one leaves at once if the store allows it.
+# More of them wait for each other: small batches cost client and server as much as large ones, and
+# the flush of one waits for the flush of the other.
+FEW_ROWS: Final = 3
+# A batch that takes longer than this is held up, by one connection perhaps, and others must not
+# wait for it. Long against any flush, and short against any lease.
+HELD_UP_SECONDS: Final = 0.05
 
 
 def as_store_error(error: BaseException) -> StoreError:

@@ -22,14 +22,8 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import ClaimResult, Store
 from retrysafe.errors import StoreError
-from retrysafe.runtime.group_commit import as_store_error
+from retrysafe.runtime.group_commit import FEW_ROWS, HELD_UP_SECONDS, as_store_error
 
-# While fewer rows than this are on their way, the next one leaves at once if the store allows it.
-# More of them wait for each other: small batches cost client and server as much as large ones.
-FEW_ROWS: Final = 3
-# A batch that takes longer than this is held up, by one connection perhaps, and others must not
-# wait for it. Long against any flush, and short against any lease.
-HELD_UP_SECONDS: Final = 0.05
 # Replays are not parted into smaller batches than this: what a batch costs by itself would show.
 REPLAYS_SHARE: Final = 32
 _ADMIT: Final = Decision.ADMIT

@@ -1,20 +1,21 @@
 """Group commit among threads: one of those who wait carries the batch for the others.
 
-Owns the queue between threads and a store, and who carries next.
+Owns the queue between threads and a store, who carries next and when. Nobody waits for a timer,
+except behind a commit that hangs where the store takes a second one beside it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Final
 
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
 from retrysafe.core.ports import Store
 from retrysafe.errors import StoreError, StoreUnavailable
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.group_commit import as_store_error
+from retrysafe.runtime.group_commit import FEW_ROWS, HELD_UP_SECONDS, as_store_error
 
 Row = ClaimRequest | Settlement
 _WAITING: Final = object()
@@ -28,7 +29,7 @@ class _Entry:
     def __init__(self, row: Row) -> None:
         self.row = row
         self.result: Any = _WAITING
-        # Set when this entry's thread is to carry the next batch; the entry is its first row.
+        # Set when this entry's thread is to carry a batch, its own row included.
         self.batch: list[_Entry] | None = None
         self.gate: threading.Lock | None = None
         # Set when this entry's thread was interrupted: it takes nothing over any more.
@@ -67,6 +68,8 @@ class ThreadGroupCommit:
         self._lock = threading.Lock()
         self._queue: list[_Entry] = []
         self._carriers: set[_Entry] = set()
+        # How many batches have left.
+        self._departures = 0
 
     async def claim(self, request: ClaimRequest) -> ClaimAnswer:
         """Claims a key in the next batch."""
@@ -95,20 +98,68 @@ class ThreadGroupCommit:
     def _take_part(self, entry: _Entry) -> None:
         """Returns when the row is answered; by then this thread may have carried a batch."""
         with self._lock:
-            if len(self._carriers) < self._carriers_limit:
-                entry.batch = [entry]
-                self._carriers.add(entry)
+            if self._may_leave(len(self._queue) + 1, self._carriers):
+                self._board(entry)
             else:
                 entry.gate = threading.Lock()
                 entry.gate.acquire()
                 self._queue.append(entry)
         if entry.gate is not None:
-            # Released when the row is answered, or when this thread is to carry a batch.
-            entry.gate.acquire()
+            self._wait(entry, entry.gate)
             self._wake(entry)
         if entry.batch is not None:
             self._carry(entry.batch)
             self._leave(entry)
+
+    def _may_leave(self, rows: int, carriers: Collection[_Entry]) -> bool:
+        """Whether a batch of so many rows leaves now: as the only one, or beside others.
+
+        Beside others when they have few rows, or when it is full itself.
+        """
+        if not carriers:
+            return True
+        if len(carriers) >= self._carriers_limit:
+            return False
+        if rows >= self._batch_limit:
+            return True
+        return sum(len(carrier.batch or ()) for carrier in carriers) < FEW_ROWS
+
+    def _board(self, entry: _Entry) -> None:
+        """Has this entry's thread carry what waits, its own row among it."""
+        others = [other for other in self._queue if other is not entry]
+        batch = [entry, *others[: self._batch_limit - 1]]
+        rest, carriers = others[self._batch_limit - 1 :], {*self._carriers, entry}
+        departures = self._departures + 1
+        # One statement without a call: no signal can come between these stores.
+        entry.batch, self._carriers, self._queue, self._departures = (
+            batch,
+            carriers,
+            rest,
+            departures,
+        )
+
+    def _wait(self, entry: _Entry, gate: threading.Lock) -> None:
+        """Returns when the row is answered, or when this thread is to carry a batch."""
+        if self._carriers_limit == 1:
+            gate.acquire()  # There is nothing to look out for: nobody could leave beside another.
+            return
+        departures = self._departures
+        while not gate.acquire(timeout=HELD_UP_SECONDS):
+            with self._lock:
+                is_queued = entry in self._queue
+                if (
+                    is_queued
+                    and self._departures == departures
+                    and len(self._carriers) < self._carriers_limit
+                ):
+                    # What is under way is held up; what waits behind it leaves beside it.
+                    self._board(entry)
+                    return
+                departures = self._departures
+            if not is_queued:
+                # On its way. Whoever carries it opens the gate, however long that takes.
+                gate.acquire()
+                return
 
     def _carry(self, batch: list[_Entry]) -> None:
         try:
@@ -164,14 +215,21 @@ class ThreadGroupCommit:
         to_wake = [other for other in batch if other is not entry]
         carriers = self._carriers - {entry}
         following = self._queue[: self._batch_limit]
-        if following:
+        rest, departures = self._queue, self._departures
+        if following and self._may_leave(len(following), carriers):
             following[0].batch = following
             carriers.add(following[0])
             # Woken first, because its commit is what everybody else waits for.
             to_wake.append(following[0])
-        rest = self._queue[self._batch_limit :]
+            rest, departures = self._queue[self._batch_limit :], departures + 1
         # One statement without a call: no signal can come between these stores.
-        entry.batch, entry.to_wake, self._carriers, self._queue = None, to_wake, carriers, rest
+        entry.batch, entry.to_wake, self._carriers, self._queue, self._departures = (
+            None,
+            to_wake,
+            carriers,
+            rest,
+            departures,
+        )
 
     def _wake(self, entry: _Entry) -> None:
         """Wakes the next of those who are to be woken, and leaves the others to it.
