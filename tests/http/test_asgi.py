@@ -6,6 +6,7 @@ import asyncio
 import gc
 import gzip
 import logging
+import time
 import weakref
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,7 +30,14 @@ from retrysafe import (
     Policy,
     current_attempt,
 )
-from retrysafe.http import FromFields, IdempotencyMiddleware, Rule, Streaming, bearer_token
+from retrysafe.http import (
+    Breaker,
+    FromFields,
+    IdempotencyMiddleware,
+    Rule,
+    Streaming,
+    bearer_token,
+)
 from retrysafe.testing import FaultyStore, Moment
 from tests.http.driving import BODY, Connection, ask, headers_of, http_scope
 
@@ -848,6 +856,24 @@ async def test_a_thousand_duplicates_cost_two_store_calls():
     assert not (await first).is_replay
     assert gated.runs == 1
     assert len(store.calls) == 2
+
+
+@scenario
+async def test_what_the_process_knows_does_not_close_the_breaker():
+    """Duplicates that are refused without the store say nothing of it: it stays left alone."""
+    gated = Gated()
+    breaker = Breaker(failures_limit=1, open_seconds=1000)
+    app = protected(gated, breaker=breaker)
+    first = asyncio.create_task(ask(app))
+    await gated.started.wait()
+    breaker.failed(time.monotonic())
+    assert (await ask(app)).status == 409
+    assert (await ask(app, body=b"{}")).status == 422
+    assert (await ask(app, prefer="respond-async")).status == 202
+    assert breaker.is_open
+    gated.go_on.set()
+    assert (await first).status == 201
+    assert not breaker.is_open
 
 
 @scenario
