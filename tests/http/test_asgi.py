@@ -23,6 +23,7 @@ from starlette.routing import Mount, Route
 
 from retrysafe import (
     AsyncIdempotency,
+    EventKind,
     FingerprintRule,
     InFlight,
     MemoryStore,
@@ -239,6 +240,26 @@ async def test_cancelling_the_request_while_it_is_claimed_leaves_no_orphaned_cla
     await gated.started.wait()
     reply = await ask(app, prefer="wait=5")
     assert (reply.status, reply.is_replay) == (201, True)
+    assert gated.runs == 1
+
+
+@scenario
+async def test_a_cancellation_before_there_is_a_run_passes_on_as_it_is():
+    """An observer is the service's own; a replay from the process is answered without any run."""
+    cancelled = asyncio.CancelledError("in the service's own function")
+
+    def observe(event):
+        if event.kind is EventKind.REPLAYED:
+            raise cancelled
+
+    gated = Gated()
+    gated.go_on.set()
+    idem = AsyncIdempotency(MemoryStore(), observers=[observe])
+    app = IdempotencyMiddleware(gated, idem, caller=bearer_token)
+    assert (await ask(app)).status == 201
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await ask(app)
+    assert caught.value is cancelled
     assert gated.runs == 1
 
 
