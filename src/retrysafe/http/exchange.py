@@ -352,7 +352,9 @@ class Protection:
         if isinstance(error, StoreError) and not isinstance(error, StoreUnavailable):
             _logger.error("a protected request was refused", exc_info=error)
         if isinstance(error, OperationInFlight) and (
-            plan.preference.respond_async or plan.route.accepts_duplicates
+            plan.preference.respond_async
+            # Not to a client who asked to wait instead, and did: it gets what every wait ends with.
+            or (plan.route.accepts_duplicates and plan.policy.in_flight is not InFlight.WAIT)
         ):
             return self.accepted(plan)
         detail: str | None = None
@@ -384,7 +386,7 @@ class Protection:
             body,
         )
         if not plan.preference.respond_async:
-            # The route answers so unasked, at once or after the wait that was asked for.
+            # The route answers so unasked, also where no wait was asked for in so many words.
             return self.preferred(plan, response)
         response.headers.append((b"preference-applied", b"respond-async"))
         return response
