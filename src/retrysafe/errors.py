@@ -127,6 +127,9 @@ class KeyReused(RetrysafeError):
     `first_operation` is what it was used for, when that is another operation; else None.
     """
 
+    # Whether the process knew it by itself, so that it says nothing of the store.
+    is_known_here = False
+
     def __init__(
         self, message: str, *, key: str | None = None, first_operation: str | None = None
     ) -> None:
@@ -138,6 +141,8 @@ class OperationInFlight(RetrysafeError):
     """The first run of this key has not ended; `retry_after` is its remaining lease."""
 
     retryable = True
+    # Whether the process knew it by itself, so that it says nothing of the store.
+    is_known_here = False
 
     def __init__(self, message: str, *, key: str, retry_after: timedelta) -> None:
         super().__init__(message, key=key)

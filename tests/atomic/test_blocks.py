@@ -490,3 +490,29 @@ def test_the_retry_of_an_async_operation_is_awaited():
         asyncio.run(retry_serialization(never))
     assert calls == [7, 7, 0]
     assert not is_conflict(OSError())
+
+
+def test_a_leased_call_inside_a_block_uses_a_connection_of_its_own(shop, idem, connection):
+    """Where others may write beside an open transaction, there is nothing to wait for."""
+    with connection.transaction(), idem.atomic(connection, "order-1") as run:
+        assert idem.run("order-2", lambda: 2) == 2
+        run.complete(1)
+    assert idem.run("order-1", lambda: 3, name="", request=None) == 1
+
+
+def test_a_leased_call_inside_a_tasks_block_uses_a_connection_of_its_own(shop):
+    """The same in an event loop."""
+
+    async def operation():
+        return 2
+
+    async def scenario():
+        async with AsyncIdempotency(shop.store_url, caller="shop") as idem:
+            own = await asyncpg.connect(shop.server_url)
+            async with own.transaction(), idem.atomic(own, "order-1") as run:
+                assert await idem.run("order-2", operation) == 2
+                await run.complete(1)
+            assert await idem.run("order-1", operation, name="", request=None) == 1
+            await own.close()
+
+    asyncio.run(scenario())

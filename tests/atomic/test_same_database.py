@@ -21,6 +21,7 @@ from retrysafe import (
     StoreUnavailable,
     current_attempt,
 )
+from retrysafe.stores.postgres.connector import Conflict
 from retrysafe.stores.postgres.same_database import SameDatabase
 from tests.atomic.drivers import DRIVERS
 from tests.atomic.test_drivers import enter
@@ -183,6 +184,29 @@ def test_a_store_whose_server_was_replaced_is_asked_again(shop, idem):
     with psycopg.connect(shop.server_url) as connection, idem.atomic(connection, "order-2") as run:
         run.complete(2)
     assert run.value == 2
+
+
+@pytest.mark.parametrize("error", [Conflict("cancelled"), StoreUnavailable("cancelled")])
+def test_a_store_that_cannot_be_asked_again_is_out_of_reach(shop, idem, error):
+    """A standby cancels a statement as in a conflict; callers are told what they can act on."""
+    with psycopg.connect(shop.server_url) as connection:
+        enter_block(idem, connection)
+    same = idem.store._same_database
+    same._identity = ("postgres", 1)
+
+    async def refuse(seconds, sql):
+        raise error
+
+    usual, idem.store._connector.fetch_within = idem.store._connector.fetch_within, refuse
+    with (
+        psycopg.connect(shop.server_url) as connection,
+        pytest.raises(StoreUnavailable, match="cancelled"),
+    ):
+        enter_block(idem, connection)
+    idem.store._connector.fetch_within = usual
+    # Its next use finds out where it is.
+    assert idem.read("order-2") is not None
+    assert same._identity != ("postgres", 1)
 
 
 def test_a_connection_to_where_the_store_was_is_trusted_no_more(shop, idem, elsewhere):

@@ -15,6 +15,7 @@ import pytest
 from retrysafe import (
     AsyncIdempotency,
     ClaimLost,
+    EventKind,
     Idempotency,
     InFlight,
     InvalidInput,
@@ -23,6 +24,7 @@ from retrysafe import (
     OutcomeMissing,
     Policy,
     SchemaMissing,
+    StepNotStored,
     StoreUnavailable,
     TransactionMissing,
     current_attempt,
@@ -275,6 +277,96 @@ def test_a_block_that_another_thread_is_in_is_waited_for(idem, connection):
     connection.execute("COMMIT")
     thread.join(PATIENCE_SECONDS)
     assert answers == [2]
+
+
+def test_a_leased_call_inside_a_tasks_block_does_not_wait_for_itself(path, connection):
+    """As in a thread: the block's transaction has the lock that the call would wait for."""
+    ran = []
+
+    async def operation():
+        ran.append(1)
+        return "later"
+
+    async def scenario():
+        async with AsyncIdempotency(f"sqlite:///{path}", caller="shop") as idem:
+            own = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            own.execute("BEGIN IMMEDIATE")
+            async with idem.atomic(own, "order-1") as run:
+                for refused in (
+                    idem.run("order-2", operation),
+                    idem.expire("order-3"),
+                    idem.sweep(),
+                ):
+                    with pytest.raises(StoreUnavailable, match="inside of an atomic block"):
+                        await refused
+                assert ran == []
+                await run.complete(1)
+            own.execute("COMMIT")
+            assert await idem.run("order-2", operation) == "later"
+            own.close()
+
+    asyncio.run(scenario())
+    assert ran == [1]
+
+
+def test_a_step_inside_a_tasks_block_does_not_wait_for_itself(path, connection):
+    """Its result would be written beside the block, which holds the lock."""
+
+    async def operation():
+        own = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        own.execute("BEGIN IMMEDIATE")
+        try:
+            async with idem.atomic(own, "order-1") as run:
+                await run.complete(await current_attempt().step("price", price))
+        finally:
+            own.close()
+
+    async def price():
+        return 7
+
+    async def scenario():
+        nonlocal idem
+        async with AsyncIdempotency(
+            f"sqlite:///{path}", caller="shop", policy=Policy(settle_patience=timedelta(0))
+        ) as idem:
+            with pytest.raises(StepNotStored, match="inside of an atomic block"):
+                await idem.run("order-2", operation)
+
+    idem = None
+    asyncio.run(scenario())
+    assert keys(connection) == [4]  # Released, and nothing of the block was kept.
+
+
+@pytest.mark.parametrize("way", ["kept", "undone", "replayed"])
+def test_after_a_tasks_block_leased_calls_run(path, connection, way):
+    """Also in a task that was started inside: it is no part of the block, which goes on."""
+    heard = []
+
+    async def operation():
+        return 2
+
+    async def scenario():
+        async with AsyncIdempotency(
+            f"sqlite:///{path}", caller="shop", observers=[heard.append]
+        ) as idem:
+            if way == "replayed":
+                await idem.run("order-1", operation, name="", request=None)
+            own = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            own.execute("BEGIN IMMEDIATE")
+            with pytest.raises(OutcomeMissing) if way == "undone" else nullcontext():
+                async with idem.atomic(own, "order-1") as run:
+                    inside = asyncio.create_task(idem.run("order-2", operation))
+                    await asyncio.sleep(0)  # It has asked by now, and waits for the lock.
+                    if way == "kept":
+                        await run.complete(1)
+            own.execute("COMMIT")
+            assert await inside == 2
+            assert await idem.run("order-3", operation) == 2
+            own.close()
+
+    asyncio.run(scenario())
+    # A refusal would be tried again, and come through after the commit.
+    assert EventKind.STORE_UNAVAILABLE not in {event.kind for event in heard}
 
 
 def test_rows_and_texts_keep_the_shape_that_the_user_asked_for(idem, connection):

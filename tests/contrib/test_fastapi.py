@@ -498,7 +498,7 @@ def test_the_document_shows_what_clients_may_prefer():
 
 
 def test_the_document_tells_what_a_duplicate_gets():
-    """202 in the place of 409 where the route accepts; its wait otherwise."""
+    """202 where the route accepts, and 409 for those who waited in vain; its wait otherwise."""
     app = shop()
 
     @app.post("/jobs", dependencies=[idempotent(in_flight=ACCEPT)])
@@ -511,7 +511,7 @@ def test_the_document_tells_what_a_duplicate_gets():
     jobs, orders = (paths[path]["post"] for path in ("/jobs", "/orders"))
     assert "runs gets 202 with the URL where its outcome can be read" in jobs["description"]
     assert "status URL" in jobs["responses"]["202"]["description"]
-    assert "outstanding" not in jobs["responses"]["409"]["description"]
+    assert "outstanding" in jobs["responses"]["409"]["description"]
     assert "runs waits for its response up to 10 seconds, then gets 409" in orders["description"]
     assert "outstanding" in orders["responses"]["409"]["description"]
 

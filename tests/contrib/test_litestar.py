@@ -381,7 +381,7 @@ def test_the_document_shows_what_clients_may_prefer():
 
 
 def test_the_document_tells_of_a_handler_that_accepts_duplicates():
-    """202 in the place of 409 for what is still running."""
+    """202 for what is still running, and 409 for those who waited in vain."""
 
     @post("/jobs", idempotency=Rule(in_flight=ACCEPT))
     async def job() -> None: ...
@@ -389,7 +389,7 @@ def test_the_document_tells_of_a_handler_that_accepts_duplicates():
     jobs = shop(job).openapi_schema.to_schema()["paths"]["/jobs"]["post"]
     assert "runs gets 202 with the URL where its outcome can be read" in jobs["description"]
     assert "status URL" in jobs["responses"]["202"]["description"]
-    assert "outstanding" not in jobs["responses"]["409"]["description"]
+    assert "outstanding" in jobs["responses"]["409"]["description"]
 
 
 def test_an_operation_class_of_the_users_own_is_kept():

@@ -233,6 +233,7 @@ def test_a_running_operation_of_another_process_is_told_with_the_time_left():
     with pytest.raises(OperationInFlight, match=r"lease ends in 18\.0 s") as caught:
         world.first.answer(call())
     assert caught.value.retry_after == timedelta(seconds=18)
+    assert not caught.value.is_known_here
     assert (world.kinds[-1], world.heard[-1].source) == ("conflicted", "store")
     assert world.ran == [1]
 

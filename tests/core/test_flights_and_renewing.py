@@ -259,6 +259,31 @@ def test_a_record_that_is_locked_by_its_own_ending_is_no_news():
     assert not joined.is_revoked
 
 
+def test_failed_renewals_are_told_again_after_a_users_transaction_was_rolled_back():
+    """A renewal that is granted shows that no transaction holds the record any more."""
+    joined = lease(b"a")
+    joined.join()
+    down = Extends({b"a": StoreUnavailable("down")})
+    assert renewed(Extends(), [joined]) == []
+    assert [event.kind for event in renewed(down, [joined])] == [EventKind.RENEWAL_FAILED]
+    # Another transaction that is to end the attempt holds it anew.
+    joined.join()
+    assert renewed(down, [joined]) == []
+
+
+def test_a_renewal_under_way_says_nothing_of_a_transaction_that_begins_meanwhile():
+    """It was granted before the record was locked."""
+    joining = lease(b"a")
+
+    class Meanwhile(Extends):
+        async def commit(self, claims, settlements):
+            joining.join()
+            return await super().commit(claims, settlements)
+
+    assert renewed(Meanwhile(), [joining]) == []
+    assert renewed(Extends({b"a": StoreUnavailable("locked")}), [joining]) == []
+
+
 def test_a_refused_row_is_tried_again_soon_and_its_neighbour_renewed():
     refused, kept = lease(b"a"), lease(b"b")
     (event,) = renewed(Extends({b"a": StoreRejected("no")}), [refused, kept])

@@ -55,6 +55,7 @@ def test_a_duplicate_of_a_running_operation_is_told_without_a_store_call(world, 
     with pytest.raises(OperationInFlight) as caught:
         process.answer(call())
     assert caught.value.retry_after == timedelta(seconds=25)
+    assert caught.value.is_known_here
     assert len(process.writer.claims) == 1
     assert (world.kinds[-1], world.heard[-1].source) == ("conflicted", "process")
     assert leader.step().value.value == "first"

@@ -6,7 +6,7 @@ import io
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
@@ -409,3 +409,32 @@ def test_secrets_are_known_only_with_their_library(monkeypatch):
     with pytest.raises(NotStorable, match="SecretStr"):
         asked_tree(secret)
     assert "pydantic" not in sys.modules
+
+
+@dataclass
+class Late:
+    first: int
+    second: int = field(init=False)
+
+
+@dataclass(slots=True)
+class LateSlots:
+    first: int
+    second: int = field(init=False)
+
+
+class LateStruct(msgspec.Struct):
+    first: int
+    second: int
+
+
+@pytest.mark.parametrize("kind", [Late, LateSlots, LateStruct])
+def test_a_field_that_was_never_set_is_told_with_its_place(kind):
+    """What such a request asks for is not known, and the caller hears which field it is."""
+    value = kind(1, 2) if kind is LateStruct else kind(1)
+    if kind is LateStruct:
+        del value.second
+    with pytest.raises(NotStorable, match=r"a field of the request\[0\] was never set: .*second"):
+        asked_tree([value])
+    value.second = 2
+    assert asked_tree([value])[0]["v"] == {"first": 1, "second": 2}

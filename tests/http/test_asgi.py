@@ -6,6 +6,7 @@ import asyncio
 import gc
 import gzip
 import logging
+import time
 import weakref
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +23,7 @@ from starlette.routing import Mount, Route
 
 from retrysafe import (
     AsyncIdempotency,
+    EventKind,
     FingerprintRule,
     InFlight,
     MemoryStore,
@@ -29,7 +31,14 @@ from retrysafe import (
     Policy,
     current_attempt,
 )
-from retrysafe.http import FromFields, IdempotencyMiddleware, Rule, Streaming, bearer_token
+from retrysafe.http import (
+    Breaker,
+    FromFields,
+    IdempotencyMiddleware,
+    Rule,
+    Streaming,
+    bearer_token,
+)
 from retrysafe.testing import FaultyStore, Moment
 from tests.http.driving import BODY, Connection, ask, headers_of, http_scope
 
@@ -231,6 +240,26 @@ async def test_cancelling_the_request_while_it_is_claimed_leaves_no_orphaned_cla
     await gated.started.wait()
     reply = await ask(app, prefer="wait=5")
     assert (reply.status, reply.is_replay) == (201, True)
+    assert gated.runs == 1
+
+
+@scenario
+async def test_a_cancellation_before_there_is_a_run_passes_on_as_it_is():
+    """An observer is the service's own; a replay from the process is answered without any run."""
+    cancelled = asyncio.CancelledError("in the service's own function")
+
+    def observe(event):
+        if event.kind is EventKind.REPLAYED:
+            raise cancelled
+
+    gated = Gated()
+    gated.go_on.set()
+    idem = AsyncIdempotency(MemoryStore(), observers=[observe])
+    app = IdempotencyMiddleware(gated, idem, caller=bearer_token)
+    assert (await ask(app)).status == 201
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await ask(app)
+    assert caught.value is cancelled
     assert gated.runs == 1
 
 
@@ -848,6 +877,24 @@ async def test_a_thousand_duplicates_cost_two_store_calls():
     assert not (await first).is_replay
     assert gated.runs == 1
     assert len(store.calls) == 2
+
+
+@scenario
+async def test_what_the_process_knows_does_not_close_the_breaker():
+    """Duplicates that are refused without the store say nothing of it: it stays left alone."""
+    gated = Gated()
+    breaker = Breaker(failures_limit=1, open_seconds=1000)
+    app = protected(gated, breaker=breaker)
+    first = asyncio.create_task(ask(app))
+    await gated.started.wait()
+    breaker.failed(time.monotonic())
+    assert (await ask(app)).status == 409
+    assert (await ask(app, body=b"{}")).status == 422
+    assert (await ask(app, prefer="respond-async")).status == 202
+    assert breaker.is_open
+    gated.go_on.set()
+    assert (await first).status == 201
+    assert not breaker.is_open
 
 
 @scenario

@@ -558,6 +558,16 @@ def test_a_key_that_is_taken_over_meanwhile_is_told_as_such(make_subject):
     assert reply.json["retryable"] is True
 
 
+def test_a_closed_object_says_nothing_of_the_store(make_subject):
+    """Who asks it does not ask the store, so the breaker stays as it is."""
+    breaker = Breaker(failures_limit=2, open_seconds=1000)
+    subject = make_subject(breaker=breaker)
+    subject.close()
+    breaker.failed(0.0)
+    assert subject.ask().problem == "closing"
+    assert breaker.failures == 1
+
+
 def test_a_closed_object_refuses(make_subject):
     """503 while the server shuts down."""
     subject = make_subject()

@@ -109,7 +109,7 @@ def test_nothing_is_said_of_202_where_no_route_answers_with_it(make_subject):
 
 
 def test_a_route_that_accepts_duplicates_says_so(make_subject):
-    """To people and to programs, and no longer of 409."""
+    """To people and to programs; 409 is for those who waited in vain."""
     rules = [Rule(path="/jobs", in_flight=ACCEPT), Rule(path="/orders", in_flight=InFlight.WAIT)]
     subject = make_subject(rules=rules)
     shown = subject.ask("GET", "/idempotency-policy", accept="application/json").json["routes"]
@@ -117,7 +117,7 @@ def test_a_route_that_accepts_duplicates_says_so(make_subject):
     page = subject.ask("GET", "/idempotency-policy").body.decode()
     jobs, orders = page.split("<h3><code>")[1:3]
     assert "<dd>202 with the URL where its outcome can be read, unless it prefers to wait" in jobs
-    assert "409" not in jobs
+    assert "409 with Retry-After when that wait runs out" in jobs
     assert "<dd>waits up to 10 s for the first response, then 409" in orders
     assert "/idempotency-status/{key}" in page
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sqlite3
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -21,6 +22,7 @@ from retrysafe import (
     current_attempt,
 )
 from retrysafe.http import (
+    Breaker,
     FromFields,
     Response,
     Rule,
@@ -105,6 +107,31 @@ def test_duplicates_in_other_threads_do_not_run(protect):
         assert not first.result().is_replay
     assert runs == [1]
     assert len(store.calls) == 2
+
+
+def test_what_the_process_knows_does_not_close_the_breaker(protect):
+    """Duplicates that are refused without the store say nothing of it: it stays left alone."""
+    started, go_on = threading.Event(), threading.Event()
+
+    def app(environ, start_response):
+        started.set()
+        assert go_on.wait(10)
+        start_response("201 Created", [])
+        return [b"done"]
+
+    breaker = Breaker(failures_limit=1, open_seconds=1000)
+    app = protect(app, breaker=breaker)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ask_wsgi, app)
+        assert started.wait(10)
+        breaker.failed(time.monotonic())
+        assert ask_wsgi(app).status == 409
+        assert ask_wsgi(app, body=b"{}").status == 422
+        assert ask_wsgi(app, prefer="respond-async").status == 202
+        assert breaker.is_open
+        go_on.set()
+        assert first.result().status == 201
+    assert not breaker.is_open
 
 
 def test_iterables_are_consumed_and_closed(protect):

@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import traceback
 from contextlib import closing
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import pytest
@@ -85,6 +86,21 @@ def test_a_request_without_a_stable_form_is_not_told_to_return_something():
         pytest.raises(FingerprintImpossible, match=r"the request.0. is a builtins:object.*: use"),
     ):
         idem.run("k", lambda value: value, object())
+
+
+def test_a_request_with_a_field_that_was_never_set_is_refused_in_words():
+    """Not by an AttributeError out of the library's own code."""
+
+    @dataclass
+    class Order:
+        item: str
+        price: int = field(init=False)
+
+    with (
+        Idempotency("memory://", caller="c") as idem,
+        pytest.raises(FingerprintImpossible, match=r"was never set: .*price.*pass request="),
+    ):
+        idem.run("k", lambda order: order.item, Order("pen"))
 
 
 def stream():

@@ -86,7 +86,9 @@ def description_of(route: Route, protection: Protection, *, has_callers: bool) -
     else:
         text = f"Repeated requests are recognised by {route.source}. "
     if route.accepts_duplicates:
-        duplicate = "gets 202 with the URL where its outcome can be read"
+        duplicate = (
+            "gets 202 with the URL where its outcome can be read, or 409 after a wait in vain"
+        )
     elif route.policy.in_flight is InFlight.WAIT:
         duplicate = f"waits for its response up to {spoken(route.policy.wait_limit)}, then gets 409"
     else:
@@ -138,8 +140,8 @@ def _kinds(route: Route, *, is_required: bool, has_callers: bool) -> Iterator[Pr
         yield problems.KEY_INVALID
     if has_callers:
         yield problems.CALLER_UNKNOWN
-    if not route.accepts_duplicates:
-        yield problems.IN_FLIGHT
+    # Also where the route accepts: a wait that a client asks for may run out.
+    yield problems.IN_FLIGHT
     yield problems.OUTCOME_UNAVAILABLE
     yield problems.BODY_TOO_LARGE
     yield problems.KEY_REUSED

@@ -441,7 +441,9 @@ class Engine:
 
     def _reused(self, call: Call, operation: str, source: str) -> KeyReused:
         self._report(EventKind.MISMATCHED, call.key, call.operation, source=source)
-        return reused(call, operation)
+        error = reused(call, operation)
+        error.is_known_here = source == "process"
+        return error
 
     def _in_flight(
         self, call: Call, flight: Flight, source: str, *, has_waited: bool = False
@@ -454,8 +456,10 @@ class Engine:
         kind = EventKind.WAIT_ENDED if has_waited else EventKind.CONFLICTED
         self._report(kind, call.key, call.operation, source=source)
         waited = f" after a wait of {call.policy.wait_seconds:g} s" if has_waited else ""
-        return in_flight(
+        error = in_flight(
             call,
             f"the first run of {call.key.text!r} has not ended{waited}{lease}",
             seconds,
         )
+        error.is_known_here = source == "process"
+        return error

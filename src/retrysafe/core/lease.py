@@ -22,6 +22,7 @@ class Lease:
         "is_revoked",
         "key",
         "lease_ms",
+        "may_be_locked",
         "renew_monotonic",
         "renew_until_monotonic",
         "token",
@@ -72,6 +73,8 @@ class Lease:
         operation may go on for long.
         """
         self.is_joined = True
+        # Until a renewal shows otherwise. Only looked at where it is joined.
+        self.may_be_locked = True
         latest = self.ends_monotonic - self.lease_ms / 1000 / RENEWALS_PER_LEASE / 2
         self.renew_monotonic = max(self.renew_monotonic, latest)
 

@@ -54,6 +54,8 @@ class Capabilities:
     small_batches_in_flight: int = 0
     # Whether it writes the outbox entries of a settlement, and has an `outbox` to relay them from.
     has_outbox: bool = False
+    # Whether an open transaction keeps every other one from writing anything.
+    has_one_writer: bool = False
 
 
 ClaimResult = ClaimAnswer | StoreError

@@ -50,6 +50,8 @@ async def _renew_batch(
         Settlement(SettleKind.EXTEND, lease.key, lease.token, lease_ms=lease.lease_ms)
         for lease in leases
     ]
+    # One that is joined meanwhile may be locked after its renewal.
+    joined = [lease.is_joined for lease in leases]
     answers: Sequence[SettleAnswer | StoreError]
     try:
         _, answers = await store.commit([], extends)
@@ -61,12 +63,12 @@ async def _renew_batch(
             else StoreError(f"{type(error).__name__}: {error}")
         )
         answers = [told] * len(leases)
-    for lease, answer in zip(leases, answers, strict=True):
+    for lease, was_joined, answer in zip(leases, joined, answers, strict=True):
         if isinstance(answer, StoreError):
             # The lease may still be renewed before it ends, so try again soon.
             lease.put_off(monotonic())
             # The record may be locked by the transaction that ends the attempt, as it should be.
-            if not lease.is_joined:
+            if not (lease.is_joined and lease.may_be_locked):
                 report(EventKind.RENEWAL_FAILED, lease.key, detail=str(answer))
         elif answer.decision is Decision.LOST and lease.is_joined:
             # By the user's commit, most likely, after which the operation may still be at work.
@@ -76,3 +78,6 @@ async def _renew_batch(
             lease.revoke()
         else:
             lease.renewed(answer.remaining_ms, answer.lease_ends_at_ms, asked)
+            if was_joined:
+                # The user's transaction was rolled back: the next failure is one to tell of.
+                lease.may_be_locked = False

@@ -26,7 +26,7 @@ from typing import Any, Final
 from uuid import UUID
 
 from retrysafe.core.models import Fields, fields_of, is_msgspec, is_pydantic
-from retrysafe.core.values import Encoder, Walk, to_tree, type_name, typed
+from retrysafe.core.values import Encoder, Walk, never_set, to_tree, type_name, typed
 
 
 def asked_tree(request: object, path: str = "the request") -> Any:
@@ -63,7 +63,10 @@ def _struct(value: Any, path: str, depth: int, walk: Walk) -> Any:
     config, unset = value.__struct_config__, sys.modules["msgspec"].UNSET
     # By the names that clients use: these are what pointers were written for.
     names = value.__struct_encode_fields__
-    items = [item for _, item in fields_of(value) or []]
+    try:
+        items = [item for _, item in fields_of(value) or []]
+    except AttributeError as error:
+        raise never_set(path, error) from error
     # The tag tells the structs of a union apart that have the same fields.
     tag: Fields = [] if config.tag is None else [(config.tag_field, config.tag)]
     if config.array_like:

@@ -226,11 +226,21 @@ def _encode_msgspec(value: Any, path: str, depth: int, walk: Walk) -> Any:
 
 
 def _encode_dataclass(value: Any, path: str, depth: int, walk: Walk) -> Any:
+    names = [item.name for item in dataclasses.fields(value)]
+    try:
+        held = [getattr(value, name) for name in names]
+    except AttributeError as error:
+        raise never_set(path, error) from error
     tree = {
-        item.name: to_tree(getattr(value, item.name), f"{path}.{item.name}", depth, walk)
-        for item in dataclasses.fields(value)
+        name: to_tree(item, f"{path}.{name}", depth, walk)
+        for name, item in zip(names, held, strict=True)
     }
     return typed("dataclass", value, tree, walk)
+
+
+def never_set(path: str, error: AttributeError) -> NotStorable:
+    """The refusal of a value that lacks one of its fields."""
+    return NotStorable(f"a field of {path} was never set: {error}")
 
 
 def _encode_namedtuple(value: Any, path: str, depth: int, walk: Walk) -> Any:

@@ -265,6 +265,7 @@ class IdempotencyMiddleware:
         """
         protection = self.protection
         run: AppRun | None = None
+        waiter: asyncio.Future[Answer[Any]] | None = None
         # None: the application runs unprotected, as was asked for.
         response: Response | None
         try:
@@ -285,7 +286,7 @@ class IdempotencyMiddleware:
                 else:
                     response = protection.answered(plan, await waiter, run.response)
         except asyncio.CancelledError:
-            _leave(run, waiter)  # Only a run is waited for.
+            _leave(run, waiter)
             raise
         except Exception as error:
             response = self._answer_to(error, run, plan)
@@ -411,8 +412,8 @@ async def _is_prompt(run: AppRun, waiter: asyncio.Future[Answer[Any]]) -> bool:
     return True
 
 
-def _leave(run: AppRun | None, waiter: asyncio.Future[Answer[Any]]) -> None:
-    """Lets a run go on by itself."""
-    assert run is not None
-    run.leave()
-    waiter.cancel()
+def _leave(run: AppRun | None, waiter: asyncio.Future[Answer[Any]] | None) -> None:
+    """Lets a run go on by itself; without one there is nothing to leave."""
+    if run is not None and waiter is not None:
+        run.leave()
+        waiter.cancel()

@@ -21,6 +21,7 @@ from retrysafe.core.keys import GlobalCaller, Key
 from retrysafe.core.model import StoredKey
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import (
+    Closed,
     InvalidInput,
     KeyInvalid,
     KeyReused,
@@ -346,12 +347,14 @@ class Protection:
         """The response to an error of the engine; None for one that is not for clients."""
         if isinstance(error, StoreUnavailable | OutcomeNotStored):
             self.breaker.failed(self._monotonic())
-        elif is_news:
+        elif is_news and not _is_known_here(error):
             self.breaker.succeeded()
         if isinstance(error, StoreError) and not isinstance(error, StoreUnavailable):
             _logger.error("a protected request was refused", exc_info=error)
         if isinstance(error, OperationInFlight) and (
-            plan.preference.respond_async or plan.route.accepts_duplicates
+            plan.preference.respond_async
+            # Not to a client who asked to wait instead, and did: it gets what every wait ends with.
+            or (plan.route.accepts_duplicates and plan.policy.in_flight is not InFlight.WAIT)
         ):
             return self.accepted(plan)
         detail: str | None = None
@@ -383,7 +386,7 @@ class Protection:
             body,
         )
         if not plan.preference.respond_async:
-            # The route answers so unasked, at once or after the wait that was asked for.
+            # The route answers so unasked, also where no wait was asked for in so many words.
             return self.preferred(plan, response)
         response.headers.append((b"preference-applied", b"respond-async"))
         return response
@@ -436,6 +439,16 @@ def _preference(route: Route, lines: list[bytes]) -> Preference:
     if preference.respond_async and not responds_async(route.rule):
         return Preference(preference.wait_seconds, respond_async=False)
     return preference
+
+
+def _is_known_here(error: BaseException) -> bool:
+    """Whether a call was refused without a word from the store.
+
+    Else the duplicates of one long request would send all others to a store that is down.
+    """
+    if isinstance(error, OperationInFlight | KeyReused):
+        return error.is_known_here
+    return isinstance(error, Closed)
 
 
 def _is_same(first: Response, second: Response) -> bool:

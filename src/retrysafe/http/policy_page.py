@@ -191,7 +191,10 @@ def _html_route(route: dict[str, Any]) -> str:
     if route["key"] == KeyUse.OFF.value:
         return f"<section>{title}<p>Not protected; keys are ignored.</p></section>"
     if route["in_flight"] == ACCEPT.value:
-        in_flight = "202 with the URL where its outcome can be read, unless it prefers to wait"
+        in_flight = (
+            "202 with the URL where its outcome can be read, unless it prefers to wait; "
+            "409 with Retry-After when that wait runs out"
+        )
     else:
         in_flight = (
             f"waits up to {route['wait_limit_seconds']:g} s for the first response, then 409"

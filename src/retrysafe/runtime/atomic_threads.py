@@ -95,7 +95,13 @@ class AtomicContext:
             self._gate.enter(self)
             run_sync(self._block.enter())
         except BaseException:
-            self._gate.leave(self)
+            try:
+                self._gate.leave(self)
+            except BaseException:
+                # A signal may raise before its first line. Closing would wait for this block until
+                # its time is over.
+                self._gate.leave(self)
+                raise
             raise
         return run
 
@@ -108,7 +114,12 @@ class AtomicContext:
         try:
             run_sync(self._block.leave(error))
         finally:
-            self._gate.leave(self)
+            try:
+                self._gate.leave(self)
+            except BaseException:
+                # As in `__enter__`.
+                self._gate.leave(self)
+                raise
         return False
 
 

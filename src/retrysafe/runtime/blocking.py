@@ -323,12 +323,21 @@ class BlockingIdempotency(AtomicThreads, Face):
             return operation(attempt)
 
         transacting = ThreadTransacting(transaction, self._atomic_block)
-        gate, inside = self._gate, object()
+        gate = self._gate
+        # As in `_answer`.
+        flow = self._engine.answer(call, invoke, transacting=transacting)
         try:
-            gate.enter(inside)
-            return run_sync(self._engine.answer(call, invoke, transacting=transacting))
+            try:
+                gate.enter(flow)
+                return run_sync(flow)
+            finally:
+                flow.close()
         finally:
-            gate.leave(inside)
+            try:
+                gate.leave(flow)
+            except BaseException:
+                gate.leave(flow)
+                raise
 
     def _answer(
         self, call: Call, operation: Callable[..., Any], args: Any, kwargs: Any

@@ -289,7 +289,7 @@ class Face:
         transaction = join(connection)
         if waits is Waits.SUSPENDING and transaction.waits is self._store.capabilities.waits:
             # A store that blocks is used through a thread, and so are its transactions.
-            transaction = in_thread(transaction)
+            transaction = in_thread(transaction, self._store)
         if waits is not None and transaction.waits is not waits:
             needed = "Idempotency" if transaction.waits is Waits.BLOCKING else "AsyncIdempotency"
             kind = type(connection)

@@ -16,7 +16,8 @@ from retrysafe.core.cache import ReplayCache
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Reporter
 from retrysafe.core.joining import Joiner
-from retrysafe.core.ports import Store, Transaction, Waits
+from retrysafe.core.model import ClaimAnswer, ClaimRequest
+from retrysafe.core.ports import Store, Transaction, Waits, Writer
 from retrysafe.core.stepping import Stepper
 from retrysafe.runtime.calls import owner_name
 from retrysafe.runtime.current import current
@@ -38,6 +39,25 @@ T = TypeVar("T")
 def _as_it_is(flow: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
     """A flow for an event loop: whoever asked for it awaits it."""
     return flow
+
+
+class OutsideWriter:
+    """Group commit on a store with one writer: refuses claims of a task that holds its lock.
+
+    They are told here, because the batch that a claim leaves in is committed by another task.
+    """
+
+    __slots__ = ("_claim", "_require_outside", "settle")
+
+    def __init__(self, group_commit: TaskGroupCommit, require_outside: Callable[[], None]) -> None:
+        self._claim = group_commit.claim
+        self._require_outside = require_outside
+        self.settle = group_commit.settle
+
+    def claim(self, request: ClaimRequest) -> asyncio.Future[ClaimAnswer]:
+        """Claims a key in the next batch; raises `StoreUnavailable` inside of an atomic block."""
+        self._require_outside()
+        return self._claim(request)
 
 
 class LoopParts:
@@ -76,7 +96,7 @@ class LoopParts:
         # Never contended within one loop, and cheaper than any lock written in Python.
         lock = threading.Lock()
         return Engine(
-            writer=self.group_commit or DirectWriter(store),
+            writer=self._new_writer(),
             waiting=waiting,
             lock=lock,
             renewals=self.heartbeat,
@@ -107,6 +127,13 @@ class LoopParts:
             recovers=store,
             perform=perform_in_task,
         )
+
+    def _new_writer(self) -> Writer:
+        if self.group_commit is None:
+            return DirectWriter(self.store)
+        if self.threaded is not None and self.store.capabilities.has_one_writer:
+            return OutsideWriter(self.group_commit, self.threaded.require_outside)
+        return self.group_commit
 
     async def settle(self) -> None:
         """Waits until everything that was submitted is answered; cancelling stops none of it."""

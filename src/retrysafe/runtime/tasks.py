@@ -272,7 +272,8 @@ class AsyncFace(AtomicTasks, Face):
         """For adapters: nobody is going to run this call, so its claim is not to stay.
 
         Whoever awaits the call is cancelled next. If its claim is on its way to the store, and the
-        key turns out to be new, it is given back at once.
+        key turns out to be new, it is given back at once. The claim is told by the call's `Key`
+        object: make one for each call, or the claim of another call with it is given back as well.
         """
         group_commit = self._bound().group_commit
         # A store that never waits has answered every claim before anybody can lose patience.

@@ -33,6 +33,7 @@ from retrysafe.core.ports import (
     Waits,
 )
 from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.own_block import require_outside
 from retrysafe.runtime.threaded_outbox import ThreadedOutbox
 
 T = TypeVar("T")
@@ -66,6 +67,15 @@ class ThreadedStore:
             self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="retrysafe-store")
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
+    async def _write(self, method: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
+        """As `_hop`, for what the task itself writes; raises inside of an atomic block."""
+        self.require_outside()
+        return await self._hop(method, *args)
+
+    def require_outside(self) -> None:
+        """Raises `StoreUnavailable` where this task would wait for an atomic block of its own."""
+        require_outside(self._store)
+
     async def commit(
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
@@ -74,7 +84,7 @@ class ThreadedStore:
 
     async def record_step(self, write: StepWrite) -> Decision:
         """Stores a step's result."""
-        return await self._hop(self._store.record_step, write)
+        return await self._write(self._store.record_step, write)
 
     async def read(self, key: Key, *, with_audit: bool = False) -> StoredKey | None:
         """The record of a key."""
@@ -104,11 +114,11 @@ class ThreadedStore:
 
     async def operate(self, key: Key, command: OperatorCommand) -> Decision:
         """Applies an operator's command."""
-        return await self._hop(self._store.operate, key, command)
+        return await self._write(self._store.operate, key, command)
 
     async def sweep(self, limit: int) -> SweepReport:
         """Removes what is past its windows."""
-        return await self._hop(self._store.sweep, limit)
+        return await self._write(self._store.sweep, limit)
 
     def asking_elsewhere(self, transaction: Transaction) -> Transaction:
         """The user's transaction, whose fate is asked for in a worker and not on the loop."""

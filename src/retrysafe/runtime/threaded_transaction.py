@@ -17,8 +17,9 @@ from retrysafe.core.model import (
     StagedEntry,
     StepWrite,
 )
-from retrysafe.core.ports import Fate, Transaction, Waits
+from retrysafe.core.ports import Fate, Store, Transaction, Waits
 from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.own_block import OwnBlock
 
 T = TypeVar("T")
 
@@ -32,9 +33,11 @@ class ThreadedTransaction:
 
     waits = Waits.SUSPENDING
 
-    def __init__(self, transaction: Transaction) -> None:
+    def __init__(self, transaction: Transaction, store: Store) -> None:
         self._transaction = transaction
+        self._store = store
         self._worker: ThreadPoolExecutor | None = None
+        self._block: OwnBlock | None = None
 
     async def _hop(self, method: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
         if self._worker is None:
@@ -58,15 +61,25 @@ class ThreadedTransaction:
 
     async def keep(self) -> None:
         """Hands what was written to the user's transaction."""
+        self._leave_block()
         await self._last_hop(self._transaction.keep)
 
     async def undo(self) -> None:
         """Takes back everything since `begin`."""
+        self._leave_block()
         await self._last_hop(self._transaction.undo)
 
     async def lock(self, key: Key, wait_seconds: float | None) -> bool:
         """Keeps other transactions off the key."""
-        return await self._hop(self._transaction.lock, key, wait_seconds)
+        is_locked = await self._hop(self._transaction.lock, key, wait_seconds)
+        if is_locked and self._store.capabilities.has_one_writer:
+            self._block = OwnBlock(self._store)
+        return is_locked
+
+    def _leave_block(self) -> None:
+        if self._block is not None:
+            self._block.leave()
+            self._block = None
 
     async def look(self, request: ClaimRequest) -> ClaimAnswer:
         """What a claim would be answered."""
@@ -101,10 +114,10 @@ class ThreadedTransaction:
         return await self._last_hop(self._transaction.step_fate, write)
 
 
-def in_thread(transaction: Transaction) -> Transaction:
-    """The transaction for an event loop; one that suspends is as it should be."""
+def in_thread(transaction: Transaction, store: Store) -> Transaction:
+    """The store's transaction for an event loop; one that suspends is as it should be."""
     if transaction.waits is Waits.BLOCKING:
-        return ThreadedTransaction(transaction)
+        return ThreadedTransaction(transaction, store)
     return transaction
 
 

@@ -33,7 +33,9 @@ IN_FLIGHT = Refused(
     says="The first request with this key has not ended. Nothing was run; send the same",
 )
 WAIT = (("Prefer", "wait=10"),)
+NO_WAIT = (("Prefer", "wait=0"),)
 ASYNC = (("Prefer", "respond-async"),)
+WAIT_OR_ASYNC = (("Prefer", "wait=10, respond-async"),)
 STATUS = "/idempotency-status/k"
 ACCEPTED = Answered(
     status=202,
@@ -266,11 +268,24 @@ CASES = (
     ),
     case(
         "accept-wait-runs-out",
-        "On a route that accepts, a wait that runs out ends with 202",
+        "On a route that accepts, a wait that was asked for and runs out conflicts",
         *(Begin("first", post("/accepting-soon")), post("/accepting-soon"), ACCEPTED_BY_RULE),
         post("/accepting-soon", headers=WAIT),
+        replace(IN_FLIGHT, headers={"Preference-Applied": "wait=0"}),
+        *_ended(),
+    ),
+    case(
+        "accept-no-wait",
+        "On a route that accepts, a duplicate that prefers not to wait gets 202",
+        *(Begin("first", post("/accepting")), post("/accepting", headers=NO_WAIT)),
         replace(ACCEPTED, headers={**ACCEPTED.headers, "Preference-Applied": "wait=0"}),
         *_ended(),
+    ),
+    case(
+        "accept-preferred-wait-runs-out",
+        "On a route that accepts, a wait before a 202 that was asked for ends with it",
+        *(Begin("first", post("/accepting-soon")), post("/accepting-soon", headers=WAIT_OR_ASYNC)),
+        *(ACCEPTED, *_ended()),
     ),
     case(
         "accept-preferred",

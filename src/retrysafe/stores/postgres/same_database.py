@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 from weakref import WeakSet
 
-from retrysafe.errors import InvalidInput, StoreError
+from retrysafe.errors import InvalidInput, StoreError, StoreUnavailable
 from retrysafe.stores.postgres.connections import UserConnection
 from retrysafe.stores.postgres.connector import Conflict, Connector, Rows
 
@@ -93,6 +93,10 @@ class SameDatabase:
                 # Its next use finds out.
                 self._doubt()
                 raise
+            except Conflict as error:
+                # A standby cancels whatever is in the way of what it replays.
+                self._doubt()
+                raise StoreUnavailable(f"{self._location} does not answer: {error}") from error
             known = self._known
             if not self._is_ours(theirs):
                 raise self._refusal(theirs)

@@ -107,7 +107,13 @@ class SqliteStore:
     @property
     def capabilities(self) -> Capabilities:
         """One writer at a time, so one batch at a time; it may be large, the disk is the cost."""
-        return Capabilities(Waits.BLOCKING, batch_limit=128, batches_in_flight=1, has_outbox=True)
+        return Capabilities(
+            Waits.BLOCKING,
+            batch_limit=128,
+            batches_in_flight=1,
+            has_outbox=True,
+            has_one_writer=True,
+        )
 
     # The hot path.
 
