@@ -14,14 +14,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psycopg
+
 from benchmarks.measuring import Report, Row, in_turn, median_ratio
 from benchmarks.postgres_bench import SETTINGS
-from benchmarks.postgres_filling import migrate
+from benchmarks.postgres_filling import migrate, use_wal_files
 from tests.servers.postgres import PostgresServer
 
 CONNECTIONS = 32
 # Few enough to come round within the two seconds that an outcome stays in the process.
 KEYS = 500
+# More than the first calls of all rounds fill.
+WAL_FILES = 60
 MEMORY = "memory://"
 # Not a peer but a bound: what Python reaches without what makes the keys safe.
 BY_HAND = "by hand"
@@ -94,6 +98,9 @@ def run(is_quick: bool = False) -> Report:
     rounds, seconds = (1, 2.0) if is_quick else (3, 4.0)
     with tempfile.TemporaryDirectory() as folder, PostgresServer(settings=SETTINGS) as postgres:
         url = postgres.url()
+        if not is_quick:
+            with psycopg.connect(url, autocommit=True) as connection:
+                use_wal_files(connection, WAL_FILES)
         migrate(url)
         idemkit = [sys.executable, "-m", "idemkit.cli", "init-pg", url]
         subprocess.run(idemkit, check=True, capture_output=True)
