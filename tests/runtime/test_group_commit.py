@@ -312,6 +312,28 @@ def test_a_batch_that_is_held_up_does_not_hold_up_other_threads(monkeypatch):
     assert stage.still_works()
 
 
+def test_a_batch_that_is_held_up_is_waited_for_once(monkeypatch):
+    """What comes later does not wait for it again, be it hung for as long as it likes."""
+    monkeypatch.setattr(thread_commit, "HELD_UP_SECONDS", 0.001)
+    monkeypatch.setattr(thread_commit, "FEW_ROWS", 1)
+    stage = Stage(_two_at_a_time(batch_limit=64))
+    assert Worker(stage.claim, "the first to wait").result().decision is Decision.ADMIT
+    monkeypatch.setattr(thread_commit, "HELD_UP_SECONDS", 3600)
+    second = Hold()
+    stage.then = lambda commit: second() if commit.claims[0].key.text == "second" else None
+    later = [Worker(stage.claim, "second")]
+    second.reached()
+    # Handed over to beside the one that hangs, and not only met by one who just comes.
+    later += stage.queue_up(3)
+    second.open()
+    for worker in later:
+        assert worker.result().decision is Decision.ADMIT
+    assert stage.first.is_alive()
+    stage.hold.open()
+    assert stage.first.result().decision is Decision.ADMIT
+    assert stage.still_works()
+
+
 def _two_at_a_time(batch_limit: int) -> StagedStore:
     store = StagedStore()
     store.capabilities = Capabilities(Waits.BLOCKING, batch_limit=batch_limit, batches_in_flight=2)
@@ -508,7 +530,142 @@ def _strike(role: str, fatal: int) -> bool:
     assert stage.group._queue == []
     assert (strike.struck is None) == (error is None)
     assert error is None or isinstance(error, KeyboardInterrupt)
+    sent = [request.key.text for commit in stage.store.commits for request in commit.claims]
+    assert len(sent) == len(set(sent))
     return strike.struck is not None
+
+
+class _InterruptLeaving(_InterruptAtLine):
+    """Raises at the n-th line of what a thread does on its way out."""
+
+    def __call__(self, frame, event: str, arg: object):
+        if frame.f_code.co_name not in ("_leave", "_hand_over", "_wake"):
+            return None
+        return super().__call__(frame, event, arg)
+
+
+def test_a_second_interrupt_on_the_way_out_leaves_nobody_hanging():
+    """Whoever holds Ctrl-C down interrupts the clearing up as well."""
+    for fatal in range(1, 200):
+        stage = Stage()
+        strike = _InterruptLeaving(fatal)
+        interrupted, others = _interrupted_twice(stage, strike)
+        assert isinstance(interrupted.ended(), KeyboardInterrupt)
+        assert {type(item.ended()) for item in others} <= {type(None), StoreUnavailable}
+        assert stage.still_works()
+        if strike.struck is None:
+            break
+    else:
+        pytest.fail("there is no end of lines")
+    assert fatal > 10
+
+
+def _interrupted_twice(stage: Stage, strike: _InterruptAtLine) -> tuple[Worker, list[Worker]]:
+    """A carrier whose commit is interrupted, and which is struck again as it leaves."""
+
+    def interrupt(commit) -> None:
+        if commit.claims[0].key.text == "interrupted":
+            hold()
+            raise KeyboardInterrupt
+
+    def claim():
+        sys.settrace(strike)
+        try:
+            return stage.claim("interrupted")
+        finally:
+            sys.settrace(None)
+
+    hold, stage.then = Hold(), interrupt
+    stage.hold.open()
+    stage.first.result()
+    interrupted = Worker(claim)
+    hold.reached()
+    others = stage.queue_up(3)
+    hold.open()
+    return interrupted, others
+
+
+class _LetsInFirst:
+    """A lock that lets somebody else come first, once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.before_next = None
+
+    def __enter__(self) -> None:
+        before, self.before_next = self.before_next, None
+        if before is not None:
+            before()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_a_row_is_sent_once_though_its_carrier_to_be_was_not_told(monkeypatch):
+    """A signal strikes as the queue is handed over, and a newcomer takes it along instead."""
+    monkeypatch.setattr(thread_commit, "HELD_UP_SECONDS", 3600)
+    monkeypatch.setattr(thread_commit, "FEW_ROWS", 1)
+    for fatal in range(1, 200):
+        stage = Stage(_two_at_a_time(batch_limit=3))
+        stage.group._lock = _LetsInFirst()
+        newcomers = []
+
+        def join_in(stage=stage, newcomers=newcomers) -> None:
+            commits = len(stage.store.commits)
+            newcomers.append(Worker(stage.claim, "newcomer"))
+            until(lambda: len(stage.store.commits) > commits or len(stage.group._queue) != 2)
+
+        strike = _InterruptHandingOver(fatal, stage.group._lock, join_in)
+        interrupted, others = _leaving_behind(stage, strike)
+        interrupted.ended()
+        for worker in (*others, *newcomers):
+            worker.ended()
+        sent = [request.key.text for commit in stage.store.commits for request in commit.claims]
+        assert len(sent) == len(set(sent)), sent
+        assert stage.still_works()
+        if strike.struck is None:
+            break
+    assert fatal > 5
+
+
+class _InterruptHandingOver(_InterruptAtLine):
+    """Raises at the n-th line of the hand-over, and then has somebody come first."""
+
+    def __init__(self, fatal: int, lock: _LetsInFirst, join_in) -> None:
+        super().__init__(fatal)
+        self._lock = lock
+        self._join_in = join_in
+
+    def __call__(self, frame, event: str, arg: object):
+        if frame.f_code.co_name != "_hand_over" or self.struck is not None:
+            return None
+        try:
+            return super().__call__(frame, event, arg)
+        except KeyboardInterrupt:
+            self._lock.before_next = self._join_in
+            raise
+
+
+def _leaving_behind(stage: Stage, strike: _InterruptAtLine) -> tuple[Worker, list[Worker]]:
+    """A carrier that is struck as it hands over, with two rows that wait behind it."""
+    hold = Hold()
+    stage.then = lambda commit: hold() if commit.claims[0].key.text == "interrupted" else None
+    stage.hold.open()
+    stage.first.result()
+
+    def claim():
+        sys.settrace(strike)
+        try:
+            return stage.claim("interrupted")
+        finally:
+            sys.settrace(None)
+
+    interrupted = Worker(claim)
+    hold.reached()
+    others = stage.queue_up(2)
+    hold.open()
+    return interrupted, others
 
 
 # The same among the tasks of an event loop.
@@ -881,6 +1038,53 @@ def test_a_batch_that_is_held_up_does_not_hold_up_the_others(monkeypatch):
         assert not any(row.done() for row in first)
         hold.open()
         await asyncio.gather(*first)
+        await group.drain()
+
+    drive(main())
+
+
+def test_a_batch_of_tasks_that_is_held_up_is_waited_for_once(monkeypatch):
+    """What comes later leaves at once beside it, and waits only for what is not held up."""
+    monkeypatch.setattr(task_commit, "HELD_UP_SECONDS", 0)
+
+    async def main() -> None:
+        store = StagedStore(waits=Waits.SUSPENDING)
+        store.capabilities = Capabilities(
+            Waits.SUSPENDING, batch_limit=8, batches_in_flight=2, small_batches_in_flight=3
+        )
+        hung, second = TaskHold(), TaskHold()
+        holds = {1: hung, 3: second}
+        store.before = lambda commit: (
+            holds[len(store.commits)]() if len(store.commits) in holds else None
+        )
+        group = TaskGroupCommit(store, asyncio.get_running_loop())
+        first = [group.claim(_request(f"first {number}")) for number in range(FEW_ROWS)]
+        await hung.reached()
+        await asyncio.wait_for(group.claim(_request("the first to wait")), PATIENCE_SECONDS)
+        monkeypatch.setattr(task_commit, "HELD_UP_SECONDS", 3600)
+        later = [group.claim(_request(f"second {number}")) for number in range(FEW_ROWS)]
+        await second.reached()
+        later += [group.claim(_request(f"third {number}")) for number in range(2)]
+        await turns()
+        assert [len(commit.claims) for commit in store.commits] == [FEW_ROWS, 1, FEW_ROWS]
+        second.open()
+        await asyncio.wait_for(asyncio.gather(*later), PATIENCE_SECONDS)
+        assert [len(commit.claims) for commit in store.commits] == [FEW_ROWS, 1, FEW_ROWS, 2]
+        hung.open()
+        await asyncio.gather(*first)
+        await group.drain()
+        # Nothing is left of it in the counts: few rows do not wait, and many do.
+        holds |= {5: TaskHold(), 6: TaskHold()}
+        last = [group.claim(_request("fourth"))]
+        await holds[5].reached()
+        last += [group.claim(_request(f"fifth {number}")) for number in range(FEW_ROWS - 1)]
+        await asyncio.wait_for(holds[6].reached(), PATIENCE_SECONDS)
+        last.append(group.claim(_request("sixth")))
+        await turns()
+        assert len(store.commits) == 6
+        holds[5].open()
+        holds[6].open()
+        await asyncio.gather(*last)
         await group.drain()
 
     drive(main())

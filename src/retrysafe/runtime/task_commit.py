@@ -38,6 +38,7 @@ class _Flight:
         "claiming",
         "claims",
         "has_left",
+        "is_held_up",
         "settlements",
         "settling",
         "unwanted",
@@ -45,6 +46,8 @@ class _Flight:
 
     def __init__(self) -> None:
         self.has_left = False
+        # Whether somebody has waited for it in vain.
+        self.is_held_up = False
         self.claims: list[ClaimRequest] = []
         self.claiming: list[asyncio.Future[Any]] = []
         # What became of the claims; empty while nobody knows.
@@ -75,6 +78,8 @@ class TaskGroupCommit:
         self._small_flights_limit = capabilities.small_batches_in_flight
         self._flights: dict[asyncio.Task[None], _Flight] = {}
         self._flights_count = 0
+        # How many of them are held up, and the rows of the others.
+        self._held_up_count = 0
         self._rows_in_flight = 0
         # Whether a flight is about to leave, and takes along what comes until then.
         self._is_boarding = False
@@ -121,10 +126,17 @@ class TaskGroupCommit:
         self._lookout = None
         if not (self._claims or self._endings) or self._is_boarding:
             return
-        if self._departures == departures and self._flights_count < self._flights_limit:
-            self._launch()
-        else:
-            self._launch_or_wait()
+        if self._departures == departures:
+            # They are waited for once: what comes after this leaves beside them too.
+            for flight in self._flights.values():
+                self._pass_over(flight)
+        self._launch_or_wait()
+
+    def _pass_over(self, flight: _Flight) -> None:
+        if flight.has_left and not flight.is_held_up:
+            flight.is_held_up = True
+            self._held_up_count += 1
+            self._rows_in_flight -= flight.rows
 
     def _may_launch(self) -> bool:
         """Whether the next batch leaves now: as the only one, or beside others.
@@ -133,8 +145,8 @@ class TaskGroupCommit:
         that would be worth waiting for.
         """
         flights = self._flights_count
-        if not flights:
-            return True
+        if flights == self._held_up_count:
+            return flights < self._flights_limit
         if self._rows_in_flight < FEW_ROWS and flights < self._small_flights_limit:
             return True
         return flights < self._flights_limit and (
@@ -206,7 +218,9 @@ class TaskGroupCommit:
     def _landed(self, task: asyncio.Task[None]) -> None:
         flight = self._flights.pop(task)
         self._flights_count -= 1
-        if flight.has_left:
+        if flight.is_held_up:
+            self._held_up_count -= 1
+        elif flight.has_left:
             self._rows_in_flight -= flight.rows
         else:
             self._is_boarding = False  # Cancelled before; its rows are still in the queue.

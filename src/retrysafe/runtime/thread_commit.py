@@ -24,7 +24,7 @@ _WAITING: Final = object()
 class _Entry:
     """One row on its way, and the place where its thread waits."""
 
-    __slots__ = ("batch", "gate", "has_left", "result", "row", "to_wake")
+    __slots__ = ("batch", "gate", "has_left", "is_held_up", "result", "row", "to_wake")
 
     def __init__(self, row: Row) -> None:
         self.row = row
@@ -34,6 +34,8 @@ class _Entry:
         self.gate: threading.Lock | None = None
         # Set when this entry's thread was interrupted: it takes nothing over any more.
         self.has_left = False
+        # Set when somebody has waited in vain for the batch of this entry's thread.
+        self.is_held_up = False
         # Whom this entry's thread must wake before it leaves.
         self.to_wake: list[_Entry] | None = None
 
@@ -88,7 +90,12 @@ class ThreadGroupCommit:
         except BaseException:
             # A signal may raise in the main thread at any line. Whatever this thread owes to the
             # others by then is done before it goes, or all of them would wait for ever.
-            self._leave(entry)
+            try:
+                self._leave(entry)
+            except BaseException:
+                # Another signal may raise in there.
+                self._leave(entry)
+                raise
             raise
         result = entry.result
         if isinstance(result, StoreError):
@@ -122,7 +129,11 @@ class ThreadGroupCommit:
             return False
         if rows >= self._batch_limit:
             return True
-        return sum(len(carrier.batch or ()) for carrier in carriers) < FEW_ROWS
+        # Those that are held up were waited for once; nobody knows when they end.
+        return (
+            sum(len(carrier.batch or ()) for carrier in carriers if not carrier.is_held_up)
+            < FEW_ROWS
+        )
 
     def _board(self, entry: _Entry) -> None:
         """Has this entry's thread carry what waits, its own row among it."""
@@ -147,14 +158,14 @@ class ThreadGroupCommit:
         while not gate.acquire(timeout=HELD_UP_SECONDS):
             with self._lock:
                 is_queued = entry in self._queue
-                if (
-                    is_queued
-                    and self._departures == departures
-                    and len(self._carriers) < self._carriers_limit
-                ):
-                    # What is under way is held up; what waits behind it leaves beside it.
-                    self._board(entry)
-                    return
+                if is_queued and self._departures == departures:
+                    # What is under way is held up; what waits behind it leaves beside it, now and
+                    # from now on.
+                    for carrier in self._carriers:
+                        carrier.is_held_up = True
+                    if len(self._carriers) < self._carriers_limit:
+                        self._board(entry)
+                        return
                 departures = self._departures
             if not is_queued:
                 # On its way. Whoever carries it opens the gate, however long that takes.
@@ -216,15 +227,17 @@ class ThreadGroupCommit:
         carriers = self._carriers - {entry}
         following = self._queue[: self._batch_limit]
         rest, departures = self._queue, self._departures
+        leader, led = entry, None
         if following and self._may_leave(len(following), carriers):
-            following[0].batch = following
+            leader, led = following[0], following
             carriers.add(following[0])
             # Woken first, because its commit is what everybody else waits for.
             to_wake.append(following[0])
             rest, departures = self._queue[self._batch_limit :], departures + 1
         # One statement without a call: no signal can come between these stores.
-        entry.batch, entry.to_wake, self._carriers, self._queue, self._departures = (
+        entry.batch, leader.batch, entry.to_wake, self._carriers, self._queue, self._departures = (
             None,
+            led,
             to_wake,
             carriers,
             rest,
