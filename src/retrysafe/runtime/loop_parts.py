@@ -16,7 +16,7 @@ from retrysafe.core.cache import ReplayCache
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Reporter
 from retrysafe.core.joining import Joiner
-from retrysafe.core.ports import Store, Transaction, Waits
+from retrysafe.core.ports import UNSHARED, Store, Transaction, Waits
 from retrysafe.core.stepping import Stepper
 from retrysafe.runtime.calls import owner_name
 from retrysafe.runtime.current import current
@@ -73,12 +73,11 @@ class LoopParts:
     ) -> Engine:
         store = self.store
         waiting = TaskWaiting()
-        # Never contended within one loop, and cheaper than any lock written in Python.
-        lock = threading.Lock()
         return Engine(
             writer=self.group_commit or DirectWriter(store),
             waiting=waiting,
-            lock=lock,
+            # Whoever asks the engine does so in the thread of the loop, see `AsyncFace._bound`.
+            lock=UNSHARED,
             renewals=self.heartbeat,
             orphanage=self.orphans,
             mint_token=mint_token,
@@ -95,7 +94,8 @@ class LoopParts:
             stepper=Stepper(
                 store=store,
                 waiting=waiting,
-                lock=lock,
+                # The steps of an operation may be taken in threads of its own.
+                lock=threading.Lock(),
                 orphanage=self.orphans,
                 report=report,
                 drive=_as_it_is,
