@@ -31,6 +31,7 @@ from retrysafe.core.model import (
     StoredKey,
     StoredOutcome,
 )
+from retrysafe.core.ports import UNSHARED
 from retrysafe.core.stepping import Stepper
 from retrysafe.stores.memory import MemoryStore
 
@@ -308,7 +309,7 @@ class Process:
         self.engine = Engine(
             writer=self.writer,
             waiting=self.waiting,
-            lock=nullcontext(),
+            lock=UNSHARED,
             renewals=self.renewals,
             orphanage=world,
             mint_token=world.mint_token,

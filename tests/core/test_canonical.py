@@ -220,7 +220,16 @@ def test_bytes_differ_from_each_other_and_from_text(first, second):
     assert canonical_bytes(first) != canonical_bytes(first.decode("latin-1"))
 
 
+# Parts at and over the sizes that are ready, names that are kept and names that are too long.
+LARGE = {
+    size: {"n" * size: "x" * size, "list": ["x" * size], "object": {"é" * size: "é" * size}}
+    for size in (61, 62, 63, 64, 498, 499, 500, 997, 998, 999, 1_000, 1_001, 100_000)
+}
+
+
 @given(JSON_VALUES)
+@example({"sizes": LARGE[61], "again": [LARGE[61], LARGE[62], LARGE[63], LARGE[64]]})
+@example([LARGE[size] for size in LARGE])
 def test_the_frames_are_those_of_every_other_digest(value):
     """The writing out of frames is for speed alone: `frame` gives the same bytes."""
 
@@ -235,3 +244,13 @@ def test_the_frames_are_those_of_every_other_digest(value):
         return canonical_bytes(item)
 
     assert canonical_bytes(value) == framed(value)
+
+
+def test_names_that_are_kept_are_bounded():
+    """Clients choose the names, and could fill the memory with them."""
+    names = [f"name {number}" for number in range(3_000)] + ["x" * 1_000]
+    first = [canonical_bytes({name: 1}) for name in names]
+    assert 0 < len(canonical._LABELS) <= 1_000
+    assert all(len(name) < 64 for name in canonical._LABELS)
+    assert [canonical_bytes({name: 1}) for name in names] == first
+    assert len(set(first)) == len(names)

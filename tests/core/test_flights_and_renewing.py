@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
+from retrysafe.core.cache import ReplayCache
 from retrysafe.core.events import Event, EventKind, Reporter
 from retrysafe.core.flights import Flight, Flights, Phase, is_same_request
 from retrysafe.core.keys import Key
@@ -15,8 +17,8 @@ from retrysafe.core.model import Decision, Fingerprint, Payload, SettleAnswer, S
 from retrysafe.core.ports import Capabilities, Waits
 from retrysafe.core.renewing import due_leases, next_renewal, renew
 from retrysafe.errors import StoreRejected, StoreUnavailable
-from tests.core.building import MARK, OTHER_MARK
-from tests.core.driving import drive
+from tests.core.building import MARK, OTHER_MARK, call
+from tests.core.driving import World, drive
 
 
 class Bell:
@@ -84,6 +86,44 @@ def test_a_flight_that_was_given_up_is_replaced_once():
     flight.lease = lease(b"a")
     flight.lease.revoke()
     assert race.sky.join(b"a", Flight((MARK,), "charge"), 0.0) is race.rival
+
+
+class _Held:
+    """A lock that tells whether it is held."""
+
+    def __init__(self) -> None:
+        self.is_held = False
+
+    def __enter__(self) -> None:
+        self.is_held = True
+
+    def __exit__(self, *error: object) -> None:
+        self.is_held = False
+
+
+def test_threads_that_share_an_engine_land_and_remember_one_at_a_time():
+    """Else one could take away the flight that has replaced its own, or miscount the cache."""
+    lock = _Held()
+    seen: list[tuple[str, bool]] = []
+
+    class Watched(dict[bytes, Flight]):
+        def __delitem__(self, digest: bytes) -> None:
+            seen.append(("landed", lock.is_held))
+            super().__delitem__(digest)
+
+    class Cache(ReplayCache):
+        def keep(self, *outcome: Any) -> None:
+            seen.append(("remembered", lock.is_held))
+            super().keep(*outcome)
+
+    process = World().first
+    engine = process.engine
+    engine._flights._lock = engine._runner._lock = lock
+    engine._flights._by_digest = Watched()
+    engine._cache = engine._runner._cache = Cache()
+    assert not process.answer(call()).replayed
+    assert process.answer(call()).replayed
+    assert seen == [("remembered", True), ("landed", True)]
 
 
 def test_after_landing_the_next_one_leads_a_new_flight():

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from retrysafe.core.framing import digest as digest_of
+from retrysafe.core.framing import frame
 from retrysafe.core.keys import (
     CALLER_LIMIT_CHARACTERS,
     GLOBAL,
@@ -20,6 +22,7 @@ from retrysafe.core.keys import (
     checked_secret,
     child_key,
     natural_key,
+    scoped_key,
 )
 from retrysafe.errors import CallerMissing, FingerprintImpossible, KeyInvalid, SecretMissing
 
@@ -114,6 +117,19 @@ def test_keys_read_well_in_logs():
     assert repr(Key("k", caller="c")) == "Key('k', caller='c')"
     assert repr(Key("k", caller=GLOBAL)) == "Key('k', caller=GLOBAL)"
     assert repr(GLOBAL) == "GLOBAL"
+
+
+@given(TEXTS.map(lambda text: text[:KEY_LIMIT_CHARACTERS]), st.none() | TEXTS)
+@example("\U0001f600" * KEY_LIMIT_CHARACTERS, "\U0001f600" * CALLER_LIMIT_CHARACTERS)
+@example("\U0001f600" * KEY_LIMIT_CHARACTERS, None)
+def test_a_digest_is_that_of_the_framed_caller_and_text(text, caller):
+    """However it is put together: the rows of earlier releases are found by it."""
+    caller = None if caller is None else caller[:CALLER_LIMIT_CHARACTERS]
+    framed = frame((caller or "").encode(), text.encode())
+    key = Key(text, caller=GLOBAL if caller is None else caller)
+    assert key.digest == digest_of(framed)
+    same = scoped_key(text, GLOBAL if caller is None else caller)
+    assert (same.text, same.caller, same.digest) == (key.text, key.caller, key.digest)
 
 
 @pytest.mark.parametrize(

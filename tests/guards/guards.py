@@ -353,7 +353,7 @@ GUARDS: tuple[Guard, ...] = (
         "duplicates in the same process wait for ever",
         (
             InCode(
-                Flights.land,
+                Flights._end,
                 "_tell(flight.waiters)",
                 "pass",
             ),

@@ -134,26 +134,56 @@ def _framed(value: Any, depth: int) -> str:
         return _scalar(value, kind)
     if depth >= DEPTH_LIMIT:
         raise NotCanonical(f"the text is nested deeper than {DEPTH_LIMIT} levels")
-    pieces = []
+    pieces: list[str] = []
     if kind is list:
         for item in value:
             part = _framed(item, depth + 1)
             pieces.append(f"{len(part)}:{part}")
         return "[" + "".join(pieces)
+    pieces.append("{")
     for name in sorted(value):
         item = value[name]
-        label = name if name.isascii() else _byte_text(name)
         # Text and numbers are what most fields hold; a call less for each of them counts.
         kind = type(item)
         if kind is str:
             part = item if item.isascii() else _byte_text(item)
-            pieces.append(f"{len(label)}:{label}{len(part) + 1}:s{part}")
+            size = len(part) + 1
+            pieces += (
+                _LABELS[name],
+                _SIZES[size] if size < _SIZES_READY else f"{size}:",
+                "s",
+                part,
+            )
         else:
             part = _framed(item, depth + 1) if kind in _CONTAINERS else _scalar(item, kind)
-            pieces.append(f"{len(label)}:{label}{len(part)}:{part}")
-    return "{" + "".join(pieces)
+            size = len(part)
+            pieces += (_LABELS[name], _SIZES[size] if size < _SIZES_READY else f"{size}:", part)
+    return "".join(pieces)
 
 
+# How a part begins, ready for the sizes that nearly all have: formatting a number costs more than
+# all else that is done for a field.
+_SIZES_READY: Final = 1_000
+_SIZES: Final = tuple(f"{size}:" for size in range(_SIZES_READY))
+
+
+class _Labels(dict[str, str]):
+    """The frames of names: the same few in all requests to a service.
+
+    Clients choose the names, so what is kept of them is bounded; the others are only made anew.
+    """
+
+    def __missing__(self, name: str) -> str:
+        text = name if name.isascii() else _byte_text(name)
+        label = f"{len(text)}:{text}"
+        if len(self) < _LABELS_LIMIT and len(label) < _LABEL_LIMIT_CHARACTERS:
+            self[name] = label
+        return label
+
+
+_LABELS_LIMIT: Final = 1_000
+_LABEL_LIMIT_CHARACTERS: Final = 64
+_LABELS: Final = _Labels()
 _CONTAINERS: Final = frozenset({dict, list})
 
 

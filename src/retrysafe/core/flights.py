@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Fingerprint, Payload
-from retrysafe.core.ports import Lock, Signal
+from retrysafe.core.ports import UNSHARED, Lock, Signal
 
 
 class Phase(Enum):
@@ -163,12 +163,18 @@ class Flights:
 
         It is called again when it was interrupted, so every step is harmless to repeat.
         """
-        with self._lock:
-            if self._by_digest.get(digest) is flight:
-                del self._by_digest[digest]
-            flight.phase = _LANDED
-            if flight.waiters:
-                _tell(flight.waiters)
+        if self._lock is UNSHARED:
+            self._end(digest, flight)
+        else:
+            with self._lock:
+                self._end(digest, flight)
+
+    def _end(self, digest: bytes, flight: Flight) -> None:
+        if self._by_digest.get(digest) is flight:
+            del self._by_digest[digest]
+        flight.phase = _LANDED
+        if flight.waiters:
+            _tell(flight.waiters)
 
     def enlist(self, flight: Flight, phase: Phase, signal: Signal) -> bool:
         """Signs up for the next news, unless the flight has left that phase already."""

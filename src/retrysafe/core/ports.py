@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from retrysafe.core.keys import Key
 from retrysafe.core.lease import Lease
@@ -297,3 +297,25 @@ class Lock(Protocol):
         trace: TracebackType | None,
         /,
     ) -> bool | None: ...
+
+
+class Unshared:
+    """The type of `UNSHARED`: the lock of what one thread alone ever touches."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        """Nobody is to be kept out."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None:
+        """Nobody waits."""
+
+
+# Where every operation would pay for it, not even this one is entered.
+UNSHARED: Final = Unshared()

@@ -30,7 +30,7 @@ from retrysafe.core.model import (
     State,
     StoredOutcome,
 )
-from retrysafe.core.ports import Fate, Lock, Renewals, Writer
+from retrysafe.core.ports import UNSHARED, Fate, Lock, Renewals, Writer
 from retrysafe.core.settling import Settler, settlement_of
 from retrysafe.core.stepping import Stepper
 from retrysafe.core.undoing import Concluder, Verdict
@@ -327,6 +327,11 @@ class Runner:
     ) -> None:
         """Hands an outcome to those who wait for it, and keeps it for those who come soon."""
         flight.payload, flight.attempt, flight.is_released = payload, attempt, False
-        if self._cache is not None:
+        cache = self._cache
+        if cache is None:
+            return
+        if self._lock is UNSHARED:
+            cache.keep(call.key.digest, call, payload, attempt, asked, remaining_ms)
+        else:
             with self._lock:
-                self._cache.keep(call.key.digest, call, payload, attempt, asked, remaining_ms)
+                cache.keep(call.key.digest, call, payload, attempt, asked, remaining_ms)

@@ -17,7 +17,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.keys import GlobalCaller, Key
+from retrysafe.core.keys import GlobalCaller, Key, scoped_key
 from retrysafe.core.model import StoredKey
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import (
@@ -266,7 +266,7 @@ class Protection:
                 request, operation=operation, rule=route.fingerprint, secret=self.settings.secret
             )
         return Call(
-            Key(text, caller=plan.caller),
+            scoped_key(text, plan.caller),
             request_fingerprints(request, route.fingerprint),
             plan.policy,
             operation,

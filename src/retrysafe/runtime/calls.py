@@ -22,7 +22,15 @@ from retrysafe.core.events import UNNAMED
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.framing import Part
 from retrysafe.core.given import require_function
-from retrysafe.core.keys import Caller, GlobalCaller, Key, body_key, checked_secret, natural_key
+from retrysafe.core.keys import (
+    Caller,
+    GlobalCaller,
+    Key,
+    body_key,
+    checked_secret,
+    natural_key,
+    scoped_key,
+)
 from retrysafe.core.model import Fingerprint, Payload
 from retrysafe.core.policy import Policy
 from retrysafe.core.request_tree import asked_tree
@@ -115,7 +123,7 @@ class Settings:
             if not callable(source):
                 raise _no_caller(source)
             source = source()
-        return Key(key, caller=source)
+        return scoped_key(key, source)
 
 
 def owner_name() -> str:

@@ -17,7 +17,7 @@ from retrysafe.core.engine import Engine
 from retrysafe.core.events import Reporter
 from retrysafe.core.joining import Joiner
 from retrysafe.core.model import ClaimAnswer, ClaimRequest
-from retrysafe.core.ports import Store, Transaction, Waits, Writer
+from retrysafe.core.ports import UNSHARED, Store, Transaction, Waits, Writer
 from retrysafe.core.stepping import Stepper
 from retrysafe.runtime.calls import owner_name
 from retrysafe.runtime.current import current
@@ -93,12 +93,11 @@ class LoopParts:
     ) -> Engine:
         store = self.store
         waiting = TaskWaiting()
-        # Never contended within one loop, and cheaper than any lock written in Python.
-        lock = threading.Lock()
         return Engine(
             writer=self._new_writer(),
             waiting=waiting,
-            lock=lock,
+            # Whoever asks the engine does so in the thread of the loop, see `AsyncFace._bound`.
+            lock=UNSHARED,
             renewals=self.heartbeat,
             orphanage=self.orphans,
             mint_token=mint_token,
@@ -115,7 +114,8 @@ class LoopParts:
             stepper=Stepper(
                 store=store,
                 waiting=waiting,
-                lock=lock,
+                # The steps of an operation may be taken in threads of its own.
+                lock=threading.Lock(),
                 orphanage=self.orphans,
                 report=report,
                 drive=_as_it_is,

@@ -51,7 +51,12 @@ async def perform_in_task(
             if type(value) is CoroutineType:
                 raise not_awaited("the operation", value)
     finally:
-        current.reset(token)
+        try:
+            current.reset(token)
+        except ValueError:
+            # A task that nobody held is ended by the garbage collector, in the context of whatever
+            # was running. This error would count as the operation's own ending, and free the key.
+            pass
     steps = attempt.steps
     if steps is not None:
         steps.require_begun()
