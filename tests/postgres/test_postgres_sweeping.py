@@ -212,6 +212,35 @@ def test_one_other_table_alone_asks_for_more(desk, spied, name):
     assert [item for item in spied.taken() if item in BESIDE] == []
 
 
+def test_what_other_tables_have_left_is_swept_alone(desk, spied):
+    """The walk is over: looking at the keys and the partitions again would take most of a call."""
+    desk.fill(2000, expires_at_ms=desk.clock() + ACTIVE_MS)
+    fill_beside(desk, 2 * ROWS_BESIDE + 9)
+    desk.sql("DELETE FROM {schema}.arguments")
+    assert desk.sweep(LIMIT).has_more
+    assert "sweep_pages" in spied.taken()
+    assert [desk.sweep(LIMIT).has_more for _ in range(2)] == [True, False]
+    assert spied.taken() == ["sweep_default_outcomes", "sweep_entries"] * 2
+    # They are finished, so the next call starts a walk and looks everywhere.
+    assert not desk.sweep(LIMIT).has_more
+    assert {"list_partitions", "sweep_pages", *BESIDE} <= set(spied.taken())
+
+
+def test_an_outbox_that_always_has_more_does_not_keep_keys_from_being_swept(desk, spied):
+    """A walk starts again after a bounded number of calls without the keys, time after time."""
+    fill_beside(desk, 3 * (CALLS_BETWEEN + 1))
+    assert desk.sweep(limit=1).has_more
+    for first in (1, 2):
+        desk.fill(1, first=first)
+        spied.taken()
+        reports = [desk.sweep(limit=1) for _ in range(CALLS_BETWEEN + 1)]
+        assert [report.keys for report in reports] == [0] * CALLS_BETWEEN + [1]
+        assert {report.entries for report in reports} == {1}
+        assert spied.taken().count("list_partitions") == 1
+        # The rest of that walk: its limit was reached in the only page.
+        assert desk.sweep(limit=1).keys == 0
+
+
 def test_other_tables_get_their_turn_in_a_long_walk(desk, spied):
     """Not with each of many small calls, and long before the walk is over."""
     desk.fill(2000)
@@ -240,6 +269,22 @@ def test_a_turn_that_an_outage_cut_short_is_taken_again(desk, spied):
         desk.sweep(LIMIT)
     assert not desk.sweep(LIMIT).has_more
     assert left_beside(desk) == [0, 0, 0]
+
+
+def test_a_walk_that_an_outage_kept_from_being_begun_is_not_put_off(desk, spied):
+    """Also while other tables have more: the next call begins it."""
+    fill_beside(desk, 2 * CALLS_BETWEEN)
+    for _ in range(CALLS_BETWEEN + 1):
+        assert desk.sweep(limit=1).has_more
+    desk.fill(1)
+
+    def fail():
+        raise StoreUnavailable("gone")
+
+    spied.before["sweep_pages"] = fail
+    with pytest.raises(StoreUnavailable):
+        desk.sweep(limit=1)
+    assert desk.sweep(limit=1).keys == 1
 
 
 def test_partitions_are_tended_once_in_a_walk(desk, spied):
