@@ -22,6 +22,8 @@ from retrysafe.testing.suite.probe import ACTIVE_MS
 LIMIT_SECONDS = 30
 LIMIT = 10_000
 CALLS_LIMIT = 500
+# Any number that nobody else locks.
+RACE_LOCK = 1_709_171
 BESIDE = ["sweep_default_outcomes", "sweep_entries", "sweep_arguments"]
 
 
@@ -174,6 +176,58 @@ def test_a_limit_that_is_reached_within_a_range_leaves_nothing_behind(desk, rang
     starts = [first for first, _, _ in ranges]
     assert starts == sorted(starts)
     assert starts[-1] > 0
+
+
+@pytest.mark.parametrize("limit", [1, 5])
+def test_a_limit_that_is_reached_with_a_key_written_meanwhile_leaves_nothing_behind(
+    desk, ranges, limit
+):
+    """It is chosen and stays, so one less is removed: the walk passes over nothing for that."""
+    desk.fill(2000, expires_at_ms=desk.clock() + ACTIVE_MS)
+    live_pages = table_pages(desk)
+    desk.fill(20, first=2001)
+    store, walk = desk.store, desk.store._sweeping._keys
+    statement, fetch = store._statement, walk._fetch
+    # The clock is asked for by the first row that is looked at: the snapshot was taken by then.
+    clock = f"(SELECT {desk.clock()}::bigint FROM pg_advisory_xact_lock_shared({RACE_LOCK}))"
+    waiting = schema.statements(desk.schema, clock)["sweep_pages"]
+    store._statement = lambda name: waiting if name == "sweep_pages" else statement(name)
+
+    async def held(name, start, end, limit):
+        if int(end[1:].partition(",")[0]) > live_pages:
+            desk.sql(f"SELECT pg_advisory_lock({RACE_LOCK})")
+            walk._fetch = fetch
+        return await fetch(name, start, end, limit)
+
+    walk._fetch = held
+    with ThreadPoolExecutor(1) as pool:
+        swept = pool.submit(desk.sweep, limit)
+        try:
+            await_race(desk)
+            desk.sql("UPDATE {schema}.keys SET owner = 'another' WHERE key = 'key-2001'")
+        finally:
+            desk.sql("SELECT pg_advisory_unlock_all()")
+        first = swept.result(LIMIT_SECONDS)
+    assert (first.keys, first.has_more) == (limit, True)
+    walked(desk, limit)
+    left = desk.sql("SELECT key FROM {schema}.keys WHERE expires_at_ms <= %s", desk.clock())
+    # That one may be in an earlier page by now, which is the next walk's.
+    assert set(left) <= {("key-2001",)}
+    starts = [start for start, _, _ in ranges]
+    assert starts == sorted(starts)
+
+
+def await_race(desk):
+    """Until a statement of the store waits for the test's lock."""
+    pause = threading.Event()
+    for _ in range(LIMIT_SECONDS * 100):
+        ((waiting,),) = desk.sql(
+            f"SELECT count(*) FROM pg_locks WHERE objid = {RACE_LOCK} AND NOT granted"
+        )
+        if waiting:
+            return
+        pause.wait(0.01)
+    raise AssertionError("nobody waits")
 
 
 def test_an_outlived_key_behind_the_walk_is_found_by_the_next_one(desk):

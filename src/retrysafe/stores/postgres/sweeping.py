@@ -72,12 +72,12 @@ class KeyWalk:
             limit = min(limit, pages_left)
         else:
             width = min(width, pages_left)
-        ((keys, written, last, pages),) = await self._fetch(
+        ((keys, written, last, pages, chosen),) = await self._fetch(
             "sweep_pages", f"({start},0)", f"({start + width},0)", limit
         )
-        if keys >= limit:
+        if chosen >= limit:
             # The last page may hold more. The scan goes by page numbers, so those before do not.
-            self._page = last
+            self._page = max(start, last)
             self._width = PAGES_PER_CALL
             self.is_over = False
             return keys, written
