@@ -1,4 +1,8 @@
-"""Signals that raise at the worst moment of an atomic run leave nobody inside the gate."""
+"""Signals that raise where an atomic run enters or leaves the gate leave nobody inside it.
+
+They strike at every place of the gate and of `threading`. What a signal leaves that strikes
+elsewhere in a block is not looked at here, but for one that strikes before the first step.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ def transaction(path):
     return transact
 
 
-def test_a_signal_anywhere_in_a_block_leaves_nobody_inside(idem, transaction):
+def test_a_signal_anywhere_in_the_gate_of_a_block_leaves_nobody_inside(idem, transaction):
     """Closing would wait for a block that is over until its time is up."""
     numbers = iter(range(10_000))
 
@@ -54,7 +58,7 @@ def test_a_signal_anywhere_in_a_block_leaves_nobody_inside(idem, transaction):
     assert next(numbers) > 3
 
 
-def test_a_signal_anywhere_in_the_refusal_of_a_block_leaves_nobody_inside(idem, transaction):
+def test_a_signal_anywhere_in_the_gate_of_a_refused_block_leaves_nobody_inside(idem, transaction):
     """The same where entering it fails."""
     refusals = 0
 
@@ -75,7 +79,7 @@ def test_a_signal_anywhere_in_the_refusal_of_a_block_leaves_nobody_inside(idem, 
     assert refusals == 1
 
 
-def test_a_signal_anywhere_in_an_adapters_call_leaves_nobody_inside(idem, transaction):
+def test_a_signal_anywhere_in_the_gate_of_an_adapters_call_leaves_nobody_inside(idem, transaction):
     """The same for requests that run in a transaction."""
     numbers = iter(range(10_000))
 

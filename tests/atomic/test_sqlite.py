@@ -24,14 +24,17 @@ from retrysafe import (
     OutcomeMissing,
     Policy,
     SchemaMissing,
+    SqliteStore,
     StepNotStored,
     StoreUnavailable,
     TransactionMissing,
     current_attempt,
     is_conflict,
 )
+from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.sqlite import own_lock
 from retrysafe.stores.sqlite import store as sqlite_store
+from retrysafe.testing import FaultyStore
 
 PATIENCE_SECONDS = 30
 WAITING = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=29))
@@ -367,6 +370,36 @@ def test_after_a_tasks_block_leased_calls_run(path, connection, way):
     asyncio.run(scenario())
     # A refusal would be tried again, and come through after the commit.
     assert EventKind.STORE_UNAVAILABLE not in {event.kind for event in heard}
+
+
+@pytest.mark.parametrize("wrap", [lambda store: store, FaultyStore], ids=["plain", "faulty"])
+@pytest.mark.parametrize("ending", ["rolled back", "closed"])
+def test_a_tasks_block_that_was_never_left_is_over_with_its_transaction(path, ending, wrap):
+    """As in a thread: entered by hand, or struck just before the body, it has no `__aexit__`."""
+
+    async def operation():
+        return 2
+
+    async def scenario():
+        store = wrap(SqliteStore(path))
+        async with AsyncIdempotency(store, caller="shop") as idem:
+            assert await idem.read("nothing") is None
+            own = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            own.execute("BEGIN IMMEDIATE")
+            entered = idem.atomic(own, "order-1")
+            await entered.__aenter__()
+            with pytest.raises(StoreUnavailable, match="inside of an atomic block"):
+                await idem.run("order-2", operation)
+            if ending == "rolled back":
+                own.rollback()
+            else:
+                own.close()
+            assert await idem.run("order-2", operation) == 2
+            await entered.__aexit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+            own.close()
+        await asyncio.to_thread(run_sync, store.close())
+
+    asyncio.run(scenario())
 
 
 def test_rows_and_texts_keep_the_shape_that_the_user_asked_for(idem, connection):

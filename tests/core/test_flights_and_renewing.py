@@ -346,3 +346,22 @@ def test_no_error_of_a_store_ends_the_renewing(error, detail):
     assert len(store.batches) == 2
     assert [item.is_revoked for item in leases] == [False] * 3
     assert {item.renew_monotonic for item in leases} == {17.5}
+
+
+def test_a_renewal_that_fails_while_a_transaction_joins_is_no_error_at_any_moment():
+    """The heartbeat's thread may look between any two changes of a lease."""
+    looks = 0
+
+    class LookedAt(Lease):
+        def __setattr__(self, name, value):
+            nonlocal looks
+            super().__setattr__(name, value)
+            if is_joining and name != "renew_monotonic":  # Which the renewal changes itself.
+                looks += 1
+                renewed(Extends({b"a": StoreUnavailable("locked")}), [self])
+
+    is_joining = False
+    joining = LookedAt(Key("a", caller="shop"), b"a", 30_000, 30_000, 0, 0.0)
+    is_joining = True
+    joining.join()
+    assert looks == 2

@@ -105,6 +105,40 @@ def test_a_large_store_with_little_to_remove_is_walked_over_at_half_the_pace():
     assert world.busy <= world.now * 0.12
 
 
+@pytest.mark.parametrize("kind", ["keys", "outcomes", "entries"])
+def test_whatever_is_removed_counts(kind):
+    """A store whose sweeper only removes one kind is come back to soon, and in larger rounds."""
+    pace = Pace()
+    report = SweepReport(has_more=False, **{kind: 500})
+    assert pace.rest_after(report, started_at=9.99, ended_at=10.0) == 1.0
+    assert pace.limit == 750
+
+
+def test_removing_is_not_rested_for_twice_after_a_dense_phase():
+    """Rows that lie far apart end a round early, however large the limit has grown before."""
+    pace = Pace()
+    for _ in range(5):
+        pace.rest_after(SweepReport(pace.limit, has_more=True), started_at=0.0, ended_at=0.01)
+    assert pace.limit > 3_000
+    for number in range(1_000):
+        report = SweepReport(32, has_more=number < 999)
+        rest = pace.rest_after(report, started_at=number * 0.05, ended_at=number * 0.05 + 0.01)
+    # What about one round's worth takes to expire, and not four times the work once more.
+    assert rest < 10.0
+
+
+def test_a_round_that_finds_next_to_nothing_is_rested_for_twice():
+    """Also after rounds that were slow, and made the limit small."""
+    pace = Pace()
+    for _ in range(5):
+        pace.rest_after(SweepReport(50, has_more=True), started_at=0.0, ended_at=1.0)
+    assert pace.limit == 50
+    for number in range(1_000):
+        report = SweepReport(15, has_more=number < 999)
+        rest = pace.rest_after(report, started_at=number * 0.05, ended_at=number * 0.05 + 0.01)
+    assert rest == pytest.approx(40.0)
+
+
 def test_a_slow_last_round_is_rested_for():
     """Also where the walk ends with it and there was much to remove."""
     pace = Pace()

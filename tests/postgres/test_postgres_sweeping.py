@@ -22,6 +22,8 @@ from retrysafe.testing.suite.probe import ACTIVE_MS
 LIMIT_SECONDS = 30
 LIMIT = 10_000
 CALLS_LIMIT = 500
+# Any number that nobody else locks.
+RACE_LOCK = 1_709_171
 BESIDE = ["sweep_default_outcomes", "sweep_entries", "sweep_arguments"]
 
 
@@ -176,6 +178,58 @@ def test_a_limit_that_is_reached_within_a_range_leaves_nothing_behind(desk, rang
     assert starts[-1] > 0
 
 
+@pytest.mark.parametrize("limit", [1, 5])
+def test_a_limit_that_is_reached_with_a_key_written_meanwhile_leaves_nothing_behind(
+    desk, ranges, limit
+):
+    """It is chosen and stays, so one less is removed: the walk passes over nothing for that."""
+    desk.fill(2000, expires_at_ms=desk.clock() + ACTIVE_MS)
+    live_pages = table_pages(desk)
+    desk.fill(20, first=2001)
+    store, walk = desk.store, desk.store._sweeping._keys
+    statement, fetch = store._statement, walk._fetch
+    # The clock is asked for by the first row that is looked at: the snapshot was taken by then.
+    clock = f"(SELECT {desk.clock()}::bigint FROM pg_advisory_xact_lock_shared({RACE_LOCK}))"
+    waiting = schema.statements(desk.schema, clock)["sweep_pages"]
+    store._statement = lambda name: waiting if name == "sweep_pages" else statement(name)
+
+    async def held(name, start, end, limit):
+        if int(end[1:].partition(",")[0]) > live_pages:
+            desk.sql(f"SELECT pg_advisory_lock({RACE_LOCK})")
+            walk._fetch = fetch
+        return await fetch(name, start, end, limit)
+
+    walk._fetch = held
+    with ThreadPoolExecutor(1) as pool:
+        swept = pool.submit(desk.sweep, limit)
+        try:
+            await_race(desk)
+            desk.sql("UPDATE {schema}.keys SET owner = 'another' WHERE key = 'key-2001'")
+        finally:
+            desk.sql("SELECT pg_advisory_unlock_all()")
+        first = swept.result(LIMIT_SECONDS)
+    assert (first.keys, first.has_more) == (limit, True)
+    walked(desk, limit)
+    left = desk.sql("SELECT key FROM {schema}.keys WHERE expires_at_ms <= %s", desk.clock())
+    # That one may be in an earlier page by now, which is the next walk's.
+    assert set(left) <= {("key-2001",)}
+    starts = [start for start, _, _ in ranges]
+    assert starts == sorted(starts)
+
+
+def await_race(desk):
+    """Until a statement of the store waits for the test's lock."""
+    pause = threading.Event()
+    for _ in range(LIMIT_SECONDS * 100):
+        ((waiting,),) = desk.sql(
+            f"SELECT count(*) FROM pg_locks WHERE objid = {RACE_LOCK} AND NOT granted"
+        )
+        if waiting:
+            return
+        pause.wait(0.01)
+    raise AssertionError("nobody waits")
+
+
 def test_an_outlived_key_behind_the_walk_is_found_by_the_next_one(desk):
     """A walk that has ended starts anew from the first page."""
     desk.fill(2000)
@@ -212,6 +266,35 @@ def test_one_other_table_alone_asks_for_more(desk, spied, name):
     assert [item for item in spied.taken() if item in BESIDE] == []
 
 
+def test_what_other_tables_have_left_is_swept_alone(desk, spied):
+    """The walk is over: looking at the keys and the partitions again would take most of a call."""
+    desk.fill(2000, expires_at_ms=desk.clock() + ACTIVE_MS)
+    fill_beside(desk, 2 * ROWS_BESIDE + 9)
+    desk.sql("DELETE FROM {schema}.arguments")
+    assert desk.sweep(LIMIT).has_more
+    assert "sweep_pages" in spied.taken()
+    assert [desk.sweep(LIMIT).has_more for _ in range(2)] == [True, False]
+    assert spied.taken() == ["sweep_default_outcomes", "sweep_entries"] * 2
+    # They are finished, so the next call starts a walk and looks everywhere.
+    assert not desk.sweep(LIMIT).has_more
+    assert {"list_partitions", "sweep_pages", *BESIDE} <= set(spied.taken())
+
+
+def test_an_outbox_that_always_has_more_does_not_keep_keys_from_being_swept(desk, spied):
+    """A walk starts again after a bounded number of calls without the keys, time after time."""
+    fill_beside(desk, 3 * (CALLS_BETWEEN + 1))
+    assert desk.sweep(limit=1).has_more
+    for first in (1, 2):
+        desk.fill(1, first=first)
+        spied.taken()
+        reports = [desk.sweep(limit=1) for _ in range(CALLS_BETWEEN + 1)]
+        assert [report.keys for report in reports] == [0] * CALLS_BETWEEN + [1]
+        assert {report.entries for report in reports} == {1}
+        assert spied.taken().count("list_partitions") == 1
+        # The rest of that walk: its limit was reached in the only page.
+        assert desk.sweep(limit=1).keys == 0
+
+
 def test_other_tables_get_their_turn_in_a_long_walk(desk, spied):
     """Not with each of many small calls, and long before the walk is over."""
     desk.fill(2000)
@@ -240,6 +323,22 @@ def test_a_turn_that_an_outage_cut_short_is_taken_again(desk, spied):
         desk.sweep(LIMIT)
     assert not desk.sweep(LIMIT).has_more
     assert left_beside(desk) == [0, 0, 0]
+
+
+def test_a_walk_that_an_outage_kept_from_being_begun_is_not_put_off(desk, spied):
+    """Also while other tables have more: the next call begins it."""
+    fill_beside(desk, 2 * CALLS_BETWEEN)
+    for _ in range(CALLS_BETWEEN + 1):
+        assert desk.sweep(limit=1).has_more
+    desk.fill(1)
+
+    def fail():
+        raise StoreUnavailable("gone")
+
+    spied.before["sweep_pages"] = fail
+    with pytest.raises(StoreUnavailable):
+        desk.sweep(limit=1)
+    assert desk.sweep(limit=1).keys == 1
 
 
 def test_partitions_are_tended_once_in_a_walk(desk, spied):

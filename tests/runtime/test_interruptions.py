@@ -271,7 +271,7 @@ def test_a_signal_anywhere_in_the_closing_leaves_the_gate_usable():
     assert places > 5
 
 
-def test_a_signal_anywhere_in_a_call_leaves_nobody_inside():
+def test_a_signal_anywhere_in_the_gate_of_a_call_leaves_nobody_inside():
     """Closing would wait for a call that is over until its time is up."""
     gate_module = sys.modules[ThreadGate.__module__]
     runs: list[int] = []

@@ -72,9 +72,10 @@ class Lease:
         Only for as long as the lease allows. Nobody here hears of a rollback, and after one the
         operation may go on for long.
         """
-        self.is_joined = True
-        # Until a renewal shows otherwise. Only looked at where it is joined.
+        # Until a renewal shows otherwise. Looked at where it is joined, by the heartbeat's thread
+        # perhaps at once, so this comes first.
         self.may_be_locked = True
+        self.is_joined = True
         latest = self.ends_monotonic - self.lease_ms / 1000 / RENEWALS_PER_LEASE / 2
         self.renew_monotonic = max(self.renew_monotonic, latest)
 

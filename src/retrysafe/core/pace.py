@@ -20,8 +20,9 @@ _LIMIT_MOST: Final = 5_000
 # Rests are at least four times as long as the work before them.
 _REST_SHARE: Final = 4.0
 _REST_LEAST_SECONDS: Final = 0.01
-# A round that removes less than this part of its limit has spent its time with looking.
-_LOOKING_SHARE: Final = 16
+# A round that removes fewer has spent its time with looking. No part of the limit, which grows
+# where much lies together: a round that ends early, as its rows lie far apart, removes as well.
+_LOOKING_BELOW: Final = 16
 # Between two walks over the store: often enough that a day's partition is made and dropped in
 # time, and that the first keys of a quiet store do not wait for long.
 _WALK_REST_LEAST_SECONDS: Final = 1.0
@@ -37,7 +38,7 @@ def rest_within_walk(took_seconds: float) -> float:
 class Pace:
     """Adapts to what the rounds report; one object for one sweeper."""
 
-    # Keys and outcomes per round.
+    # Keys, outcomes and entries per round, of each.
     limit: int = 500
     _walk_removed: int = field(default=0, init=False)
     # The time of the rounds that found next to nothing.
@@ -49,9 +50,9 @@ class Pace:
         """The seconds to rest after a round; the next round takes `limit`."""
         took_seconds = max(0.0, ended_at - started_at)
         self._failures = 0
-        removed = max(report.keys, report.outcomes)
+        removed = max(report.keys, report.outcomes, report.entries)
         self._walk_removed += removed
-        if removed * _LOOKING_SHARE < self.limit:
+        if removed < _LOOKING_BELOW:
             self._walk_looking_seconds += took_seconds
         if took_seconds > _ROUND_SECONDS:
             self.limit = max(_LIMIT_LEAST, self.limit // 2)

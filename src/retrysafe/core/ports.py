@@ -214,6 +214,13 @@ class Transaction(Protocol):
         """What became of a step that was recorded here, seen from outside."""
 
 
+class SoleWriter(Protocol):
+    """What a user's transaction can be asked as well, where the store has one writer."""
+
+    def is_open(self) -> bool:
+        """Whether it has not ended; asked from any thread, and answered without a wait."""
+
+
 class Joins(Protocol):
     """A store that can work inside a user's transaction."""
 

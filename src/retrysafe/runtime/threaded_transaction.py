@@ -73,7 +73,7 @@ class ThreadedTransaction:
         """Keeps other transactions off the key."""
         is_locked = await self._hop(self._transaction.lock, key, wait_seconds)
         if is_locked and self._store.capabilities.has_one_writer:
-            self._block = OwnBlock(self._store)
+            self._block = OwnBlock(self._store, self._transaction)
         return is_locked
 
     def _leave_block(self) -> None:

@@ -34,6 +34,16 @@ class FaultyTransaction:
         """As the wrapped transaction does."""
         return self._transaction.waits
 
+    @property
+    def is_open(self) -> Callable[[], bool]:
+        """Asks the wrapped transaction; it never fails.
+
+        One that cannot be asked has no such method, and then this one has none either.
+        """
+        wrapped: Any = self._transaction
+        ask: Callable[[], bool] = wrapped.is_open
+        return ask
+
     async def begin(self) -> None:
         """Marks the point that `undo` returns to."""
         await self._call("transaction.begin", self._transaction.begin)

@@ -28,11 +28,14 @@ WIDTH_MOST: Final = 128
 # Steps per call: a large table in which nothing is outlived is walked over in many calls, so that
 # whoever calls can pause in between.
 STEPS_PER_CALL: Final = 16
-# Rows of another table that one call removes at most. Those of one age lie together, several to a
-# page, so this is about as much WAL as the keys' share.
-ROWS_BESIDE: Final = 256
+# Rows of another table that one call removes at most. Those of one age lie together: small entries
+# are half of the keys' share of WAL, those of a kilobyte about twice as much. With fewer, it would
+# be the least rest between two calls that says how fast they go.
+ROWS_BESIDE: Final = 512
 # The other tables are looked at by the first call of a walk and by every so many calls after it: a
-# walk may take minutes, and what is delivered or needless must not wait for its end.
+# walk may take minutes, and what is delivered or needless must not wait for its end. After a walk,
+# what they have left is swept alone, but a new walk starts after as many calls: an outbox that
+# always has more must not keep the keys from being swept.
 CALLS_BETWEEN: Final = 16
 
 
@@ -69,12 +72,12 @@ class KeyWalk:
             limit = min(limit, pages_left)
         else:
             width = min(width, pages_left)
-        ((keys, written, last, pages),) = await self._fetch(
+        ((keys, written, last, pages, chosen),) = await self._fetch(
             "sweep_pages", f"({start},0)", f"({start + width},0)", limit
         )
-        if keys >= limit:
+        if chosen >= limit:
             # The last page may hold more. The scan goes by page numbers, so those before do not.
-            self._page = last
+            self._page = max(start, last)
             self._width = PAGES_PER_CALL
             self.is_over = False
             return keys, written
@@ -94,7 +97,8 @@ class Sweeping:
     ) -> None:
         self._tend = tend
         self._keys = KeyWalk(fetch)
-        self._calls = 0
+        # Those of this walk, and those after it that left the keys alone.
+        self._calls = self._calls_alone = 0
 
         async def outcomes(limit: int) -> int:
             ((count,),) = await fetch("sweep_default_outcomes", limit)
@@ -110,15 +114,20 @@ class Sweeping:
 
     async def sweep(self, limit: int) -> SweepReport:
         """Removes at most `limit` keys, outcomes, entries and arguments each, mostly fewer."""
-        # Once in a walk: making and dropping partitions takes locks.
-        dropped = []
-        if self._keys.is_over:
-            self._calls = 0
-            dropped = await self._tend()
-        is_turn = self._calls % CALLS_BETWEEN == 0
-        keys = await self._keys.remove(limit)
-        # Read before anything else is awaited: another call may start the next walk meanwhile.
-        is_over = self._keys.is_over
+        keys, dropped, is_turn, is_over = 0, [], False, True
+        if self._keys.is_over and self._unfinished and self._calls_alone < CALLS_BETWEEN:
+            self._calls_alone += 1
+        else:
+            if self._keys.is_over:
+                self._calls = 0
+                # Once in a walk: making and dropping partitions takes locks.
+                dropped = await self._tend()
+            is_turn = self._calls % CALLS_BETWEEN == 0
+            keys = await self._keys.remove(limit)
+            # Read before anything else is awaited: another call may start the next walk meanwhile.
+            is_over = self._keys.is_over
+            # Not before: a walk that an outage kept from being begun is not put off once more.
+            self._calls_alone = 0
         removed = dict.fromkeys(self._beside, 0)
         most = min(limit, ROWS_BESIDE)
         for name, remove in self._beside.items():

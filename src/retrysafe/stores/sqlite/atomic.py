@@ -208,7 +208,7 @@ class SqliteTransaction:
                     SQL["count_outcomes"], (settlement.key.digest, settlement.token)
                 ).fetchone()
         except sqlite3.ProgrammingError:
-            return Fate.OPEN if self._is_open_elsewhere() else Fate.UNDONE
+            return Fate.OPEN if self.is_open() else Fate.UNDONE
         return Fate.OPEN if count else Fate.UNDONE
 
     # Steps.
@@ -232,8 +232,11 @@ class SqliteTransaction:
             return Fate.UNDONE  # Closed, so whatever was open was rolled back.
         return Fate.OPEN if is_open else Fate.UNDONE
 
-    def _is_open_elsewhere(self) -> bool:
-        """Whether a connection that may be used in its own thread only has not ended its work."""
+    def is_open(self) -> bool:
+        """Whether the connection has a transaction.
+
+        Any thread may ask, also where only one may use the connection, and while that does.
+        """
         try:
             return self._connection.in_transaction
         except sqlite3.ProgrammingError:

@@ -307,9 +307,10 @@ LIMIT $3;
 
 -- name: sweep_pages
 -- Removes outlived keys with their steps and arguments from a range of pages, and says how many keys,
--- from how many pages, the last of these, and the pages of the whole table. Rows that somebody else
--- holds are left for the next pass; a pending record is never touched. What was chosen is locked, so
--- it is still outlived when it is deleted.
+-- from how many pages, the last of these, the pages of the whole table, and how many were chosen.
+-- Rows that somebody else holds are left for the next pass; a pending record is never touched. What
+-- was chosen is locked, so it is still outlived when it is deleted. One that was written after the
+-- snapshot and is outlived all the same is chosen, but not removed.
 WITH clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms
 ), outlived AS (
@@ -328,7 +329,8 @@ WITH clock AS MATERIALIZED (
 )
 SELECT
     count(*), count(DISTINCT page), coalesce(max(page), 0),
-    (pg_relation_size('{schema}.keys') / current_setting('block_size')::bigint)::bigint
+    (pg_relation_size('{schema}.keys') / current_setting('block_size')::bigint)::bigint,
+    (SELECT count(*) FROM outlived)
 FROM removed;
 
 -- name: sweep_default_outcomes
