@@ -254,3 +254,22 @@ def test_names_that_are_kept_are_bounded():
     assert all(len(name) < 64 for name in canonical._LABELS)
     assert [canonical_bytes({name: 1}) for name in names] == first
     assert len(set(first)) == len(names)
+
+
+class _Name(str):
+    """A name that formats as something else than it is, as members of an enum do."""
+
+    __slots__ = ()
+
+    def __format__(self, spec: str) -> str:
+        return "Name.AMOUNT"
+
+
+def test_a_name_counts_by_its_text_whoever_came_first():
+    """What the process has met before must not make two texts of one request."""
+    canonical._LABELS.clear()
+    plain = canonical_bytes({"amount": 1})
+    assert canonical_bytes({_Name("amount"): 1}) == plain
+    canonical._LABELS.clear()
+    assert canonical_bytes({_Name("amount"): 1}) == plain
+    assert canonical_bytes({"amount": 1}) == plain

@@ -107,9 +107,9 @@ def test_threads_that_share_an_engine_land_and_remember_one_at_a_time():
     seen: list[tuple[str, bool]] = []
 
     class Watched(dict[bytes, Flight]):
-        def __delitem__(self, digest: bytes) -> None:
+        def pop(self, digest: bytes, *default: Any) -> Any:
             seen.append(("landed", lock.is_held))
-            super().__delitem__(digest)
+            return super().pop(digest, *default)
 
     class Cache(ReplayCache):
         def keep(self, *outcome: Any) -> None:

@@ -230,6 +230,23 @@ def await_race(desk):
     raise AssertionError("nobody waits")
 
 
+def test_keys_that_a_trigger_keeps_do_not_keep_the_walk(desk):
+    """They are chosen again and again, and never removed; the walk ends all the same."""
+    desk.fill(3)
+    desk.sql(
+        "CREATE FUNCTION {schema}.stay() RETURNS trigger LANGUAGE plpgsql AS "
+        "'BEGIN RETURN NULL; END'"
+    )
+    desk.sql(
+        "CREATE TRIGGER stay BEFORE DELETE ON {schema}.keys "
+        "FOR EACH ROW EXECUTE FUNCTION {schema}.stay()"
+    )
+    calls = walked(desk, limit=2)
+    assert sum(report.keys for report, _ in calls) == 0
+    desk.sql("DROP TRIGGER stay ON {schema}.keys")
+    assert sum(report.keys for report, _ in walked(desk, limit=2)) == 3
+
+
 def test_an_outlived_key_behind_the_walk_is_found_by_the_next_one(desk):
     """A walk that has ended starts anew from the first page."""
     desk.fill(2000)

@@ -175,7 +175,7 @@ class _Labels(dict[str, str]):
 
     def __missing__(self, name: str) -> str:
         text = name if name.isascii() else _byte_text(name)
-        label = f"{len(text)}:{text}"
+        label = "".join((str(len(text)), ":", text))
         if len(self) < _LABELS_LIMIT and len(label) < _LABEL_LIMIT_CHARACTERS:
             self[name] = label
         return label

@@ -7,6 +7,7 @@ to its followers; a follower that gets nothing starts over and may lead the next
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import Enum
 from typing import Final, Protocol
 
@@ -146,7 +147,7 @@ class Flights:
             return flight
         with self._lock:
             if self._by_digest.get(digest) is flight:
-                del self._by_digest[digest]
+                self._by_digest.pop(digest, None)
         return self._by_digest.setdefault(digest, mine)
 
     def enter(self, flight: Flight, phase: Phase) -> None:
@@ -171,7 +172,9 @@ class Flights:
 
     def _end(self, digest: bytes, flight: Flight) -> None:
         if self._by_digest.get(digest) is flight:
-            del self._by_digest[digest]
+            # Not `del`: where no lock is taken, the garbage collector may end a flight whose leader
+            # was lost at any instruction, also here.
+            self._by_digest.pop(digest, None)
         flight.phase = _LANDED
         if flight.waiters:
             _tell(flight.waiters)
@@ -184,8 +187,10 @@ class Flights:
             flight.waiters.append(signal)
             if flight.phase is phase:
                 return True
-            # Moved on meanwhile. The leader may have looked for waiters before this one came.
-            flight.waiters.remove(signal)
+            # Moved on meanwhile. The leader may have looked for waiters before this one came, or
+            # may have told it already.
+            with suppress(ValueError):
+                flight.waiters.remove(signal)
             return False
 
     def phase(self, digest: bytes) -> Phase | None:

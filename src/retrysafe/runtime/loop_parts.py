@@ -114,8 +114,9 @@ class LoopParts:
             stepper=Stepper(
                 store=store,
                 waiting=waiting,
-                # The steps of an operation may be taken in threads of its own.
-                lock=threading.Lock(),
+                # The steps of an operation may be taken in threads of its own. One thread may take
+                # it twice: the garbage collector may end a lost step while it is held.
+                lock=threading.RLock(),
                 orphanage=self.orphans,
                 report=report,
                 drive=_as_it_is,

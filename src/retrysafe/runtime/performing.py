@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextvars import Token
 from types import CoroutineType
 from typing import Any
 
@@ -31,6 +32,15 @@ async def perform_in_thread(
     return value
 
 
+def _is_reset(token: Token[Attempt | None]) -> bool:
+    """Takes the attempt back; False in another context than the one that it was set in."""
+    try:
+        current.reset(token)
+    except ValueError:
+        return False
+    return True
+
+
 async def perform_in_task(
     attempt: Attempt, operation: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
@@ -50,13 +60,18 @@ async def perform_in_task(
             value = await value
             if type(value) is CoroutineType:
                 raise not_awaited("the operation", value)
-    finally:
-        try:
-            current.reset(token)
-        except ValueError:
-            # A task that nobody held is ended by the garbage collector, in the context of whatever
-            # was running. This error would count as the operation's own ending, and free the key.
-            pass
+    except Exception as error:
+        if not _is_reset(token):
+            # Not the operation's ending: a task that nobody held is being ended by the garbage
+            # collector, in the context of whatever was running, and the operation could not take
+            # that: it awaited on its way out, or reset a variable of its own. Nobody knows how far
+            # it got, so only the lease frees the key.
+            raise GeneratorExit from error
+        raise
+    except BaseException:
+        _is_reset(token)
+        raise
+    _is_reset(token)
     steps = attempt.steps
     if steps is not None:
         steps.require_begun()

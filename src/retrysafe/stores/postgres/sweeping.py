@@ -42,13 +42,15 @@ CALLS_BETWEEN: Final = 16
 class KeyWalk:
     """A way over the pages of the keys that ends where the table ends."""
 
-    __slots__ = ("_fetch", "_page", "_width", "is_over")
+    __slots__ = ("_fetch", "_page", "_was_in_vain", "_width", "is_over")
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
         # The first page that has not been seen to the end.
         self._page = 0
         self._width = PAGES_PER_CALL
+        # Whether the last step removed nothing of what it chose.
+        self._was_in_vain = False
         # The next step starts from the first page again.
         self.is_over = True
 
@@ -75,12 +77,16 @@ class KeyWalk:
         ((keys, written, last, pages, chosen),) = await self._fetch(
             "sweep_pages", f"({start},0)", f"({start + width},0)", limit
         )
-        if chosen >= limit:
+        if chosen >= limit and (keys or not self._was_in_vain):
             # The last page may hold more. The scan goes by page numbers, so those before do not.
+            # Nothing removed means that it was written meanwhile, or that a trigger of the table
+            # keeps it: that must not keep the walk, so it is tried once more and no oftener.
+            self._was_in_vain = not keys
             self._page = max(start, last)
             self._width = PAGES_PER_CALL
             self.is_over = False
             return keys, written
+        self._was_in_vain = False
         self._page = start + width
         if written * 4 <= width:
             # Little is found here. A wider step that finds much ends at its limit, above.
