@@ -496,6 +496,19 @@ def test_interrupt_at_any_line_leaves_nobody_hanging(role, monkeypatch):
 _BESIDE = ("second carrier", "lookout")
 
 
+def _struck(stage: Stage, strike: _InterruptAtLine) -> Worker:
+    """A thread whose claim is interrupted."""
+
+    def claim():
+        sys.settrace(strike)
+        try:
+            return stage.claim("interrupted")
+        finally:
+            sys.settrace(None)
+
+    return Worker(claim)
+
+
 def _strike(role: str, fatal: int) -> bool:
     """Whether there was such a line; checks that everybody else went on."""
     stage = Stage(_two_at_a_time(batch_limit=3) if role in _BESIDE else None)
@@ -507,14 +520,7 @@ def _strike(role: str, fatal: int) -> bool:
         queued = stage.queue_up(2) if role == "second carrier" else []
     strike = _InterruptAtLine(fatal)
 
-    def claim():
-        sys.settrace(strike)
-        try:
-            return stage.claim("interrupted")
-        finally:
-            sys.settrace(None)
-
-    interrupted = Worker(claim)
+    interrupted = _struck(stage, strike)
     if role == "follower":
         until(lambda: stage.group._queue or strike.struck or not interrupted.is_alive())
     if role in _BESIDE:
@@ -568,17 +574,10 @@ def _interrupted_twice(stage: Stage, strike: _InterruptAtLine) -> tuple[Worker, 
             hold()
             raise KeyboardInterrupt
 
-    def claim():
-        sys.settrace(strike)
-        try:
-            return stage.claim("interrupted")
-        finally:
-            sys.settrace(None)
-
     hold, stage.then = Hold(), interrupt
     stage.hold.open()
     stage.first.result()
-    interrupted = Worker(claim)
+    interrupted = _struck(stage, strike)
     hold.reached()
     others = stage.queue_up(3)
     hold.open()
@@ -654,14 +653,7 @@ def _leaving_behind(stage: Stage, strike: _InterruptAtLine) -> tuple[Worker, lis
     stage.hold.open()
     stage.first.result()
 
-    def claim():
-        sys.settrace(strike)
-        try:
-            return stage.claim("interrupted")
-        finally:
-            sys.settrace(None)
-
-    interrupted = Worker(claim)
+    interrupted = _struck(stage, strike)
     hold.reached()
     others = stage.queue_up(2)
     hold.open()
