@@ -14,7 +14,7 @@ from retrysafe.core.flights import Flight, Flights, Phase, is_same_request
 from retrysafe.core.keys import Key
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Decision, Fingerprint, Payload, SettleAnswer, SettleKind
-from retrysafe.core.ports import Capabilities, Waits
+from retrysafe.core.ports import UNSHARED, Capabilities, Waits
 from retrysafe.core.renewing import due_leases, next_renewal, renew
 from retrysafe.errors import StoreRejected, StoreUnavailable
 from tests.core.building import MARK, OTHER_MARK, call
@@ -365,3 +365,41 @@ def test_a_renewal_that_fails_while_a_transaction_joins_is_no_error_at_any_momen
     is_joining = True
     joining.join()
     assert looks == 2
+
+
+class _LandsWhenAsked(dict[bytes, Flight]):
+    """A flight is taken away just after it was looked up, as the garbage collector may do it."""
+
+    def get(self, digest: bytes, default: Any = None) -> Any:
+        found = super().get(digest, default)
+        super().pop(digest, None)
+        return found
+
+
+def test_a_flight_that_is_taken_away_while_it_lands_has_landed():
+    """Nobody who lands his own flight hears of a missing entry."""
+    flights, flight = Flights(UNSHARED), Flight((), "charge")
+    flights._by_digest = _LandsWhenAsked({b"digest": flight})
+    flights.land(b"digest", flight)
+    assert flight.phase is Phase.LANDED
+    assert len(flights) == 0
+
+
+def test_who_signs_up_as_the_flight_lands_is_told_that_it_is_late():
+    """Its signal is gone from the list by then, with all the others."""
+    flights, flight = Flights(UNSHARED), Flight((), "charge")
+
+    class Waiters(list[Any]):
+        def append(self, signal: Any) -> None:
+            super().append(signal)
+            flights.land(b"digest", flight)
+
+    class Signalled:
+        is_set = False
+
+        def set(self) -> None:
+            self.is_set = True
+
+    flight.waiters, signal = Waiters(), Signalled()
+    assert not flights.enlist(flight, Phase.CLAIMING, signal)
+    assert signal.is_set

@@ -334,6 +334,31 @@ def test_a_batch_that_is_held_up_is_waited_for_once(monkeypatch):
     assert stage.still_works()
 
 
+def test_who_has_seen_a_batch_leave_goes_on_waiting():
+    """What moves is not held up, however long one of many waits for its turn."""
+    group = ThreadGroupCommit(_two_at_a_time(batch_limit=64))
+    carrier, waiting = (thread_commit._Entry(_request(name)) for name in ("carried", "waiting"))
+    group._board(carrier)
+    group._queue.append(waiting)
+
+    class Gate:
+        """Opens at the second try; by the first, another batch has left."""
+
+        def __init__(self) -> None:
+            self.tries = 0
+
+        def acquire(self, timeout: float = -1) -> bool:
+            self.tries += 1
+            group._departures += 1
+            return self.tries == 2
+
+    gate = Gate()
+    group._wait(waiting, gate)
+    assert gate.tries == 2
+    assert waiting.batch is None
+    assert not carrier.is_held_up
+
+
 def _two_at_a_time(batch_limit: int) -> StagedStore:
     store = StagedStore()
     store.capabilities = Capabilities(Waits.BLOCKING, batch_limit=batch_limit, batches_in_flight=2)
