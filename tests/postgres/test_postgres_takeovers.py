@@ -14,9 +14,9 @@ from retrysafe.core.model import Condition, Decision, Payload, SettleKind
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.postgres import takeovers
 from retrysafe.stores.postgres.batches import BALANCE_LIMIT
-from retrysafe.stores.postgres.connector import Locked
 from retrysafe.stores.postgres.takeovers import Takeover
 from retrysafe.testing.suite.probe import key_of, request, settlement
+from tests.postgres.counting import Counted
 
 COUNT = 100
 ARGUMENTS = Payload("json.1", b"", b"[[1],{}]")
@@ -49,25 +49,6 @@ def bring(desk, conditions):
 
 def decisions(answers):
     return [answer.decision for answer in answers]
-
-
-class Counted:
-    """Counts what goes through the port to the server, and the locks that it waited for in vain."""
-
-    def __init__(self, store):
-        self.statements = 0
-        self.locked = 0
-        fetch = store._connector.fetch
-
-        async def counting(sql, params=()):
-            self.statements += 1
-            try:
-                return await fetch(sql, params)
-            except Locked:
-                self.locked += 1
-                raise
-
-        store._connector.fetch = counting
 
 
 @pytest.mark.parametrize("condition", FREE)

@@ -33,10 +33,7 @@ from retrysafe.stores.postgres.rows import admitted, in_flight, replacement
 from retrysafe.stores.postgres.schema import LOCK_WAIT
 from retrysafe.stores.postgres.sifting import Fetch, Sifter, Write, Written
 from retrysafe.stores.postgres.takeovers import Takeover
-
-# Rivals that keep changing a row between our read and our write make us read again. Each round
-# means that somebody else made progress, so a bound only guards against a bug.
-ROUNDS_LIMIT: Final = 50
+from retrysafe.stores.postgres.unwritten import APPLIED, NO_RECORD, ROUNDS_LIMIT, Unwritten
 
 # How long new keys are remembered against replays: a few retries among new keys must not make
 # those pay for a look first, and one full batch of retries is enough to look.
@@ -47,10 +44,6 @@ _NO_WAIT: Final = "1ms"
 
 # Looked up once: members of an enum are dear to look up per row.
 _EXTEND: Final = SettleKind.EXTEND
-# Nobody changes such an answer, so that all rows that were applied can share one.
-_APPLIED: Final = SettleAnswer(Decision.APPLY)
-# Nothing was read, and nobody asks when.
-_NO_RECORD: Final = (None, 0)
 
 
 def _is_plain_ending(item: Settlement) -> bool:
@@ -76,7 +69,7 @@ def _all_admitted(claims: Sequence[ClaimRequest], now_ms: int) -> list[ClaimResu
 class Batches:
     """Claims and settlements over one statement port."""
 
-    __slots__ = ("_balance", "_fetch", "_outbox", "_reader", "_sifter")
+    __slots__ = ("_balance", "_fetch", "_outbox", "_reader", "_sifter", "_unwritten")
 
     def __init__(
         self, fetch: Fetch, reader: Reader, outbox: PostgresOutbox, sifter: Sifter
@@ -85,6 +78,7 @@ class Batches:
         self._reader = reader
         self._outbox = outbox
         self._sifter = sifter
+        self._unwritten = Unwritten(fetch, reader, sifter, self._end)
         # By how much the last claims that met a row outnumber those of new keys, within the limit.
         self._balance = -BALANCE_LIMIT
 
@@ -135,13 +129,13 @@ class Batches:
             return await self._commit_mixed(claims, settlements, is_locked=True)
         if len(settled) == len(settlements) * DIGEST_BYTES:
             # What nearly every batch is: all attempts are ended, and all keys are new.
-            endings: list[SettleResult] = [_APPLIED] * len(settlements)
+            endings: list[SettleResult] = [APPLIED] * len(settlements)
         else:
             written = split(settled)
-            endings = [
-                _APPLIED if item.key.digest in written else await self._settle(item)
-                for item in settlements
-            ]
+            endings = await self._unwritten.told(
+                settlements,
+                [APPLIED if item.key.digest in written else None for item in settlements],
+            )
         if len(claimed) == len(claims) * DIGEST_BYTES:
             self._weigh(-len(claims))
             return _all_admitted(claims, now_ms), endings
@@ -176,19 +170,24 @@ class Batches:
         )
         extended: dict[bytes, SettleAnswer] = {}
         if extends:
-            extended = await self._extend(extends.values())
-        settled: list[SettleResult] = []
+            extended = await self._unwritten.extend(extends.values())
+        settled: list[SettleResult | None] = []
         for item in settlements:
             digest = item.key.digest
             # Each write is told to the first row of its key; a second one asks for itself.
             is_extended = extends.pop(digest, None) is not None
             if endings.pop(digest, None) is not None and digest in written:
-                settled.append(_APPLIED)
+                settled.append(APPLIED)
             elif is_extended and digest in extended:
                 settled.append(extended[digest])
             else:
-                settled.append(await self._settle(item))
-        return await self._answer_claims(claims, admissions), settled
+                settled.append(None)
+        told = await self._unwritten.told(settlements, settled)
+        return await self._answer_claims(claims, admissions), told
+
+    async def _end(self, settlement: Settlement) -> bool:
+        """Writes an ending by itself; False when its row is somebody else's by now, or locked."""
+        return bool((await self._write_apart([], [settlement]))[1])
 
     async def _write_apart(
         self,
@@ -252,18 +251,6 @@ class Batches:
         self, fetch: Fetch, claims: Collection[ClaimRequest], _endings: Collection[Settlement]
     ) -> Written:
         return await packing.claim_resumable(fetch, claims), set()
-
-    async def _extend(self, extends: Collection[Settlement]) -> dict[bytes, SettleAnswer]:
-        rows = await self._fetch(
-            "extend",
-            [item.key.digest for item in extends],
-            [item.token for item in extends],
-            [item.lease_ms for item in extends],
-        )
-        return {
-            bytes(digest): SettleAnswer(Decision.APPLY, remaining_ms, ends_at_ms)
-            for digest, ends_at_ms, remaining_ms in rows
-        }
 
     async def _answer_claims(
         self, claims: Sequence[ClaimRequest], admissions: dict[bytes, int]
@@ -387,38 +374,10 @@ class Batches:
             found = await self._reader.read_payload(digest)
         raise StoreUnavailable("the record changed under us again and again", key=request.key.text)
 
-    async def _settle(self, settlement: Settlement) -> SettleResult:
-        """An ending or an extend of its own, until the row was written or says why not."""
-        digest = settlement.key.digest
-        is_extend = settlement.kind is SettleKind.EXTEND
-        for _ in range(ROUNDS_LIMIT):
-            record, now_ms = await self._reader.read(digest) or _NO_RECORD
-            _, answer = transitions.settle(record, settlement, now_ms)
-            if answer.decision is not Decision.APPLY:
-                return answer
-            # Held by this token, and yet not written: somebody else was at the row.
-            try:
-                if not is_extend:
-                    if (await self._write_apart([], [settlement]))[1]:
-                        return _APPLIED
-                    if not self._sifter.is_busy(digest):
-                        continue
-                else:
-                    extended = await self._extend([settlement])
-                    if digest in extended:
-                        return extended[digest]
-                # Nobody takes over a row that is locked, and other rows must not wait for it.
-                return StoreUnavailable("the record is being written", key=settlement.key.text)
-            except StoreRejected as error:
-                return error
-        raise StoreUnavailable(
-            "the record changed under us again and again", key=settlement.key.text
-        )
-
     async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
         """Claims a key that is abandoned by the owner of that token, by comparing as ever."""
         for _ in range(ROUNDS_LIMIT):
-            record, now_ms = await self._reader.read(request.key.digest) or _NO_RECORD
+            record, now_ms = await self._reader.read(request.key.digest) or NO_RECORD
             changed, answer = transitions.take_over(record, request, held, now_ms)
             if changed is None or record is None:
                 return answer

@@ -35,11 +35,12 @@ class Reader:
 
     async def read(self, digest: bytes) -> tuple[Record, int] | None:
         """The record of a digest, and the instant of the reading."""
-        rows = await self._fetch("read_records", [digest], *NO_DAY)
-        if not rows:
-            return None
-        record, _, now_ms = found_row(rows[0])
-        return record, now_ms
+        return (await self.read_all([digest])).get(digest)
+
+    async def read_all(self, digests: Sequence[bytes]) -> dict[bytes, tuple[Record, int]]:
+        """The same for several digests, by digest."""
+        rows = await self._fetch("read_records", digests, *NO_DAY)
+        return {record.digest: (record, now_ms) for record, _, now_ms in map(found_row, rows)}
 
     async def read_payload(self, digest: bytes) -> Found | None:
         """The same with the payload to replay."""

@@ -37,7 +37,7 @@ from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
 from retrysafe.stores.postgres import diagnosis, schema
 from retrysafe.stores.postgres.atomic import PostgresTransaction
-from retrysafe.stores.postgres.batches import ROUNDS_LIMIT, Batches
+from retrysafe.stores.postgres.batches import Batches
 from retrysafe.stores.postgres.connections import adapted
 from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
 from retrysafe.stores.postgres.naming import checked_schema_name
@@ -48,6 +48,7 @@ from retrysafe.stores.postgres.rows import outcome_of, payload_of, record_of
 from retrysafe.stores.postgres.same_database import SameDatabase
 from retrysafe.stores.postgres.sifting import Fetch, Sifter, Written
 from retrysafe.stores.postgres.sweeping import Sweeping
+from retrysafe.stores.postgres.unwritten import ROUNDS_LIMIT
 
 _logger = logging.getLogger("retrysafe")
 

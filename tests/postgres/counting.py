@@ -1,0 +1,24 @@
+"""Counts what a store asks its server."""
+
+from __future__ import annotations
+
+from retrysafe.stores.postgres.connector import Locked
+
+
+class Counted:
+    """Counts what goes through the port to the server, and the locks that it waited for in vain."""
+
+    def __init__(self, store):
+        self.statements = 0
+        self.locked = 0
+        fetch = store._connector.fetch
+
+        async def counting(sql, params=()):
+            self.statements += 1
+            try:
+                return await fetch(sql, params)
+            except Locked:
+                self.locked += 1
+                raise
+
+        store._connector.fetch = counting
