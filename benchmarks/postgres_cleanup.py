@@ -1,43 +1,135 @@
 """Cleanup under load: what sweeping and dropping a day do to the claims of a busy service.
 
-Every load of claims is compared with quiet ones from the same conditions: each starts after a
-checkpoint, and the quiet ones are taken in turn with the others, after the same filling. The claims
-of all quiet runs are pooled, stalls included. What happens once a day counts within the time of one
-load; its slowest claim is told beside the percentile, which does not show a single short stall.
+The machine itself slows claims down for seconds at a time, now more and now less. So quiet times
+are taken in turn with the others, within one load: the sweeper works and rests in turn, and a day
+is dropped in the middle of a load, several times. Each of these times has its p99, and their
+medians are compared; the p99 of all claims of a kind together is told as well. Each load starts
+after a checkpoint, so that the sweep meets pages that it has to write whole; the load's own such
+pages are written while it warms up, which counts for nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import statistics
 import time
+from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psycopg
 
 from benchmarks.measuring import Row, progress
 from benchmarks.postgres_filling import fill, fill_past_day, migrate, tidy
-from benchmarks.postgres_load import Load, measure, percentile
+from benchmarks.postgres_load import Load, Overloaded, percentile
 from retrysafe.core.model import SweepReport
 from retrysafe.runtime.sweeping import Sweeper
 from retrysafe.runtime.waiting import TaskWaiting
 from retrysafe.wiring import open_store
 
 SCHEMA = "cleanup"
-# Long enough for a 99th percentile that a single stall of the machine does not decide.
-SECONDS = 20.0
-# The percentile of each part of this length is taken as well: stalls that come now and then, from
-# the host or from a vacuum, decide that of the whole, and not the median of these.
-PART_SECONDS = 2.0
 
 
-async def _sweep(url: str) -> tuple[int, int]:
+@dataclass(frozen=True)
+class Times:
+    """How long the parts of a load last, in seconds."""
+
+    # What counts for nobody at the start of a load.
+    warm_up: float
+    # How long the sweeper works, and then rests.
+    turn: float
+    # How long a load is quiet before a day is dropped, and for how long that counts.
+    side: float
+
+
+WHOLE = Times(warm_up=8.0, turn=5.0, side=5.0)
+QUICK = Times(warm_up=0.5, turn=0.5, side=1.0)
+DAYS = 5
+# A machine that was fast when its maximum was measured may be slow by now.
+TRIES = 3
+SLOWER = 0.75
+
+Span = tuple[float, float]
+
+
+@dataclass
+class Found:
+    """The claims that were asked for while something was going on, and in quiet times, in ms.
+
+    A list for each such time, one after the other: stalls of the machine fall on some of them, what
+    the cleanup does falls on all of its own.
+    """
+
+    busy: list[list[float]] = field(default_factory=list)
+    quiet: list[list[float]] = field(default_factory=list)
+
+    def add(self, load: dict[str, Any], busy: list[Span], quiet: list[Span]) -> None:
+        """Takes in the claims of a load; those at other times are left out."""
+        claims = sorted(zip(load["asked_at"], load["claims_ms"], strict=True))
+        asked_at = [asked for asked, _ in claims]
+        for spans, found in ((busy, self.busy), (quiet, self.quiet)):
+            for since, until in spans:
+                part = claims[bisect_left(asked_at, since) : bisect_left(asked_at, until)]
+                found.append([milliseconds for _, milliseconds in part])
+
+    @property
+    def ratio(self) -> float:
+        """The usual p99 while something was going on, to that in quiet times."""
+        return _usual_p99(self.busy) / _usual_p99(self.quiet)
+
+    @property
+    def note(self) -> str:
+        return f"{_told(self.busy)}; quiet {_told(self.quiet)}"
+
+
+def _usual_p99(times: list[list[float]]) -> float:
+    return statistics.median(percentile(claims, 0.99) for claims in times)
+
+
+def _told(times: list[list[float]]) -> str:
+    claims = list(itertools.chain.from_iterable(times))
+    each = " ".join(f"{percentile(part, 0.99):.0f}" for part in times)
+    return (
+        f"{_usual_p99(times):.1f} ms (each {each}; all {len(claims):,} together "
+        f"{percentile(claims, 0.99):.1f}, slowest {max(claims):.0f})"
+    )
+
+
+class _Turns:
+    """Tells the sweeper to go on; on the way it lets it work and rest in turn."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since = time.monotonic()
+        self._is_over = False
+        self.busy: list[Span] = []
+        self.quiet: list[Span] = []
+
+    def set(self) -> None:
+        self._is_over = True
+
+    async def wait(self, seconds: float | None) -> bool:
+        if not self._is_over:
+            await asyncio.sleep(seconds or 0)
+        now = time.monotonic()
+        worked_seconds = now - self._since
+        if self._is_over or worked_seconds >= self._seconds:
+            # The last turn ends with the walk, and may be too short for a p99.
+            if worked_seconds >= self._seconds / 2:
+                self.busy.append((self._since, now))
+            await asyncio.sleep(self._seconds)
+            self._since = time.monotonic()
+            self.quiet.append((now, self._since))
+        return self._is_over
+
+
+async def _sweep(url: str, turns: _Turns) -> tuple[int, int]:
     """One walk of the sweeper that `retrysafe sweep --forever` and a worker run."""
     store = open_store(url, is_async=True)
-    waiting = TaskWaiting()
-    stopping = waiting.signal()
     keys = rounds = 0
 
     def count(report: SweepReport) -> None:
@@ -45,10 +137,10 @@ async def _sweep(url: str) -> tuple[int, int]:
         keys += report.keys
         rounds += 1
         if not report.has_more:
-            stopping.set()
+            turns.set()
 
     try:
-        await Sweeper(store, waiting, on_round=count).run(stopping)
+        await Sweeper(store, TaskWaiting(), on_round=count).run(turns)
     finally:
         await store.close()
     return keys, rounds
@@ -64,48 +156,56 @@ async def _drop(url: str) -> None:
 
 
 class Cleanup:
-    """Loads of claims at one rate, with and without cleanup beside them."""
+    """Loads of claims at one rate, with cleanup beside them now and then."""
 
-    def __init__(self, url: str, rate: float, seconds: float) -> None:
+    def __init__(self, url: str, rate: float, times: Times) -> None:
         self._url = url
         self._target = f"{url}?schema={SCHEMA}"
         self._rate = rate
-        self._seconds = seconds
-        self.quiet_ms: list[float] = []
-        self._quiet_p99s: list[float] = []
+        self._times = times
 
-    def settle(self) -> None:
-        """Leaves no write of the part before for the next one."""
+    def _loaded(self) -> Load:
+        """A load that is under way, with no write of the part before left for it."""
         with psycopg.connect(self._url, autocommit=True) as connection:
             connection.execute("CHECKPOINT")
-
-    def quiet(self) -> None:
-        """Nothing but the load."""
-        self.settle()
-        found = measure("paced", url=self._target, rate=self._rate, seconds=self._seconds)
-        self.quiet_ms += found["claims_ms"]
-        self._quiet_p99s.append(found["claim_p99_ms"])
-
-    def swept(self) -> tuple[list[float], int, int, float]:
-        """The claims during a whole walk; what it removed in how many rounds and seconds."""
-        self.settle()
-        load = Load("paced", url=self._target, rate=self._rate, until_told=True)
+        load = Load(
+            "paced",
+            url=self._target,
+            rate=self._rate,
+            warm_up=self._times.warm_up,
+            until_told=True,
+        )
         load.go()
-        started = time.monotonic()
-        removed, rounds = asyncio.run(_sweep(self._target))
-        elapsed = time.monotonic() - started
-        load.go()
-        return load.result()["claims_ms"], removed, rounds, elapsed
+        time.sleep(1.0)  # Until it is up to its rate.
+        return load
 
-    def during(self, what: Callable[[], None]) -> list[float]:
-        """The claims of a load in the middle of which something is done."""
-        self.settle()
-        load = Load("paced", url=self._target, rate=self._rate, seconds=self._seconds)
+    def swept(self) -> tuple[Found, int, str]:
+        """The claims of a whole walk, how many keys it removed, and how it went."""
+        load = self._loaded()
+        turns = _Turns(self._times.turn)
+        removed, rounds = asyncio.run(_sweep(self._target, turns))
         load.go()
-        time.sleep(self._seconds / 2)
-        what()
-        found: list[float] = load.result()["claims_ms"]
-        return found
+        found = Found()
+        found.add(load.result(), turns.busy, turns.quiet)
+        seconds = sum(until - since for since, until in turns.busy)
+        return found, removed, f"{rounds} rounds in {seconds:.1f} s of {len(turns.busy)} turns"
+
+    def during(self, actions: list[tuple[Found, Callable[[], object]]]) -> None:
+        """One load in which things are done, each after a quiet time; adds the claims of both."""
+        load = self._loaded()
+        spans: list[tuple[Found, Span, Span]] = []
+        for found, action in actions:
+            started = time.monotonic()
+            time.sleep(self._times.side)
+            done = time.monotonic()
+            action()
+            until = done + self._times.side
+            time.sleep(max(0.0, until - time.monotonic()))
+            spans.append((found, (done, until), (started, done)))
+        load.go()
+        result = load.result()
+        for found, busy, quiet in spans:
+            found.add(result, [busy], [quiet])
 
     def drop(self) -> None:
         asyncio.run(_drop(self._target))
@@ -113,30 +213,14 @@ class Cleanup:
     def fill_past_day(self, outcomes: int) -> tuple[Path, int]:
         """Makes the day to be dropped; where the server's files are, and how large the day is."""
         with psycopg.connect(self._url, autocommit=True) as connection:
-            fill_past_day(connection, SCHEMA, outcomes)
+            day = fill_past_day(connection, SCHEMA, outcomes)
             tidy(connection, SCHEMA)
             row = connection.execute(
-                "SELECT current_setting('data_directory'), pg_total_relation_size(inhrelid) "
-                "FROM pg_inherits WHERE inhparent = %s::regclass ORDER BY 2 DESC LIMIT 1",
-                (f"{SCHEMA}.outcomes",),
+                "SELECT current_setting('data_directory'), pg_total_relation_size(%s::regclass)",
+                (f"{SCHEMA}.{day}",),
             ).fetchone()
         assert row is not None
         return Path(row[0]).parent, row[1]
-
-    def note(self) -> str:
-        """How calm the quiet runs were."""
-        each = ", ".join(f"{p99:.1f}" for p99 in self._quiet_p99s)
-        return (
-            f"quiet p99 {percentile(self.quiet_ms, 0.99):.1f} ms (each run: {each}), "
-            f"slowest {max(self.quiet_ms):.0f} ms; median p99 of {PART_SECONDS:g} s: "
-            f"quiet {self.usual_p99(self.quiet_ms):.1f} ms"
-        )
-
-    def usual_p99(self, claims_ms: list[float]) -> float:
-        """The median of the percentiles of short parts of a load."""
-        count = int(self._rate * PART_SECONDS)
-        parts = [claims_ms[start : start + count] for start in range(0, len(claims_ms), count)]
-        return statistics.median(percentile(part, 0.99) for part in parts)
 
 
 def _written(folder: Path, size: int) -> Path:
@@ -153,57 +237,60 @@ def _written(folder: Path, size: int) -> Path:
 
 def run(url: str, maximum: float, *, is_quick: bool) -> list[Row]:
     """Sweeps a quarter of the keys, and drops days, under half of the maximum load."""
+    rate = maximum / 2
+    for _ in range(TRIES - 1):
+        try:
+            return _measured(url, rate, is_quick=is_quick)
+        except Overloaded:
+            rate *= SLOWER
+            progress(f"that is too much for the machine just now; again with {rate:,.0f}/s")
+    return _measured(url, rate, is_quick=is_quick)
+
+
+def _measured(url: str, rate: float, *, is_quick: bool) -> list[Row]:
     keys = 100_000 if is_quick else 2_000_000
     expired = keys // 4
-    rate = maximum / 2
-    cleanup = Cleanup(url, rate, 2.0 if is_quick else SECONDS)
-    migrate(f"{url}?schema={SCHEMA}")
+    cleanup = Cleanup(url, rate, QUICK if is_quick else WHOLE)
     progress(f"filling {keys:,} keys, {expired:,} of them expired")
     with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(f"DROP SCHEMA IF EXISTS {SCHEMA} CASCADE".encode())
+        migrate(f"{url}?schema={SCHEMA}")
         fill(connection, SCHEMA, keys, expired="i % 4 = 0")
         tidy(connection, SCHEMA)
-    cleanup.quiet()
     progress("sweeping under load")
-    swept, removed, rounds, elapsed = cleanup.swept()
+    swept, removed, how = cleanup.swept()
     assert removed == expired, (removed, expired)
 
-    progress("dropping a day under load")
-    # Only now, because the sweep drops such days too.
-    folder, size = cleanup.fill_past_day(expired)
-    cleanup.quiet()
-    dropped = cleanup.during(cleanup.drop)
-    # Freeing space costs a file system something whoever does it: most where freed blocks are
-    # discarded at once (the mount option `discard`). This tells that from what the drop costs.
-    freed = cleanup.during(_written(folder, size).unlink)
-
-    calm = percentile(cleanup.quiet_ms, 0.99)
-    swept_p99, dropped_p99, freed_p99 = (
-        percentile(found, 0.99) for found in (swept, dropped, freed)
-    )
+    dropped, freed = Found(), Found()
+    for day in range(1 if is_quick else DAYS):
+        progress(f"dropping day {day + 1} of {DAYS} under load")
+        # Only now, because the sweep drops such days too.
+        folder, size = cleanup.fill_past_day(expired)
+        # Freeing space costs a file system something whoever does it: most where freed blocks are
+        # discarded at once (the mount option `discard`). This tells that from what the drop costs.
+        cleanup.during([(dropped, cleanup.drop), (freed, _written(folder, size).unlink)])
     return [
         Row(
             f"claim p99 while {expired:,} of {keys:,} are swept",
             rate,
-            swept_p99 / calm,
+            swept.ratio,
             1.5,
-            f"p99 {swept_p99:.1f} ms; {rounds} rounds in {elapsed:.1f} s; {cleanup.note()}, "
-            f"swept {cleanup.usual_p99(swept):.1f} ms",
+            f"{how}: {swept.note}",
             is_ceiling=True,
         ),
         Row(
             f"claim p99 while a day of {expired:,} outcomes is dropped",
             rate,
-            dropped_p99 / calm,
-            # What quiet runs differ by on a calm machine; the note says how calm this one was.
+            dropped.ratio,
+            # What quiet times differ by on a calm machine.
             1.25,
-            f"p99 {dropped_p99:.1f} ms, slowest {max(dropped):.0f} ms; {cleanup.note()}, "
-            f"dropped {cleanup.usual_p99(dropped):.1f} ms",
+            dropped.note,
             is_ceiling=True,
         ),
         Row(
             f"the same while a plain file of {size / 2**20:,.0f} MB is removed instead",
             rate,
-            freed_p99 / calm,
-            note=f"p99 {freed_p99:.1f} ms, slowest {max(freed):.0f} ms",
+            freed.ratio,
+            note=freed.note,
         ),
     ]

@@ -65,8 +65,8 @@ def fill_outcomes(connection: psycopg.Connection, schema: str) -> None:
     )
 
 
-def fill_past_day(connection: psycopg.Connection, schema: str, outcomes: int) -> None:
-    """Makes a partition whose audit ended yesterday, full of outcomes."""
+def fill_past_day(connection: psycopg.Connection, schema: str, outcomes: int) -> str:
+    """Makes a partition whose audit ended yesterday, full of outcomes; gives its name."""
     starts = day_start_ms(int(time.time() * 1000)) - DAY_MS
     name = partition_name(starts)
     connection.execute(
@@ -81,6 +81,7 @@ def fill_past_day(connection: psycopg.Connection, schema: str, outcomes: int) ->
             'json.1', '', convert_to(repeat('x', 500), 'UTF8'), {starts}, {starts}
         FROM generate_series(1, {outcomes}) AS i""".encode()
     )
+    return name
 
 
 def tidy(connection: psycopg.Connection, schema: str) -> None:
