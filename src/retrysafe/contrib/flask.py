@@ -284,10 +284,10 @@ class _Protected:
             return view()
         body = _kept_body(route.rule.request_limit_bytes)
         if body is None:
-            return _native(protection.too_large(route, asked, prefix, plan.key))
+            return _native(protection.refusals.too_large(route, asked, prefix, plan.key))
         asked.body = body
         if protection.is_cut_off(asked):
-            return _native(protection.cut_off(asked, prefix, plan.key))
+            return _native(protection.refusals.cut_off(asked, prefix, plan.key))
         return self._answer_plan(plan, view)
 
     def _answer_plan(self, plan: Plan, view: Callable[[], Any]) -> Any:

@@ -247,7 +247,7 @@ class IdempotencyMiddleware:
         elif plan is None:
             await self.app(request.host, receive, send)
         elif body is not None:  # Else the client went away before it had asked for anything.
-            refusal = self.protection.too_large(plan.route, request, prefix, plan.key)
+            refusal = self.protection.refusals.too_large(plan.route, request, prefix, plan.key)
             await send_early(send, receive, refusal, request, is_body_read=body is TOO_LARGE)
 
     async def answer(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import inspect
 import re
 from collections.abc import Callable
 from functools import lru_cache
@@ -17,7 +18,7 @@ from typing import Final
 from weakref import WeakSet
 
 from retrysafe.core.keys import CALLER_LIMIT_CHARACTERS, GlobalCaller
-from retrysafe.errors import PolicyInvalid
+from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.http.request import Request
 
 # None: nobody can be told, and the request is refused with 401.
@@ -30,6 +31,27 @@ _told_by_headers: WeakSet[CallerOf] = WeakSet()
 def is_told_by_headers(caller: CallerOf | GlobalCaller) -> bool:
     """Whether equal headers mean the same caller; of a function that is not ours nobody knows."""
     return isinstance(caller, GlobalCaller) or caller in _told_by_headers
+
+
+def checked_caller_of(caller: object) -> CallerOf:
+    """The function that tells callers; raises `InvalidInput` for what is none."""
+    if not callable(caller) or inspect.iscoroutinefunction(caller):
+        raise InvalidInput(
+            f"caller is a plain function of the request such as bearer_token, or GLOBAL for one "
+            f"namespace shared by everybody; got {caller!r}"
+        )
+    return caller
+
+
+def checked_caller(caller: object) -> str | GlobalCaller | None:
+    """What such a function has told; raises `InvalidInput` for what is no caller."""
+    if isinstance(caller, str | GlobalCaller | None):
+        return caller
+    # Told to the client as a missing caller, nobody would find the mistake.
+    raise InvalidInput(
+        f"the caller is a text, or None when nobody can be told, got {caller!r}: write str(…) "
+        "around a number such as the user's id"
+    )
 
 
 _BEARER: Final = re.compile(rb"bearer +([!-~]+)", re.IGNORECASE)

@@ -6,7 +6,6 @@ bodies, run the application and send what they are given here; they decide nothi
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import time
@@ -22,7 +21,6 @@ from retrysafe.core.model import StoredKey
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import (
     Closed,
-    InvalidInput,
     KeyInvalid,
     KeyReused,
     OperationInFlight,
@@ -33,7 +31,12 @@ from retrysafe.errors import (
 )
 from retrysafe.http import problems
 from retrysafe.http.breaker import Breaker
-from retrysafe.http.callers import CallerOf, is_told_by_headers
+from retrysafe.http.callers import (
+    CallerOf,
+    checked_caller,
+    checked_caller_of,
+    is_told_by_headers,
+)
 from retrysafe.http.fingerprints import request_fingerprints
 from retrysafe.http.headers import (
     NO_PREFERENCE,
@@ -44,7 +47,8 @@ from retrysafe.http.headers import (
 )
 from retrysafe.http.keys_of import FromHeader
 from retrysafe.http.policy_page import policy_response
-from retrysafe.http.problems import Place, ProblemKind, first_use, problem, problem_of
+from retrysafe.http.problems import first_use, problem, problem_of
+from retrysafe.http.refusals import Refusals
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response, response_of
 from retrysafe.http.rules import Match, Route, RouteTable, Rule, responds_async
@@ -113,7 +117,7 @@ class Protection:
             if not (isinstance(path, str) and path.startswith("/")):
                 raise PolicyInvalid(f"{name} starts with a slash, got {path!r}")
         self._global = caller if isinstance(caller, GlobalCaller) else None
-        self._caller_of = None if isinstance(caller, GlobalCaller) else _checked_caller_of(caller)
+        self._caller_of = None if isinstance(caller, GlobalCaller) else checked_caller_of(caller)
         self.is_told_by_headers = is_told_by_headers(caller)
         self.settings = settings
         self.table = RouteTable((rule or Rule(),) if rules is None else tuple(rules), settings)
@@ -126,7 +130,7 @@ class Protection:
         self.policy_path = policy_path
         self.status_path = status_path.rstrip("/") + "/"
         self.breaker = breaker or Breaker()
-        self._challenge: tuple[Header, ...] = ((b"www-authenticate", challenge.encode()),)
+        self.refusals = Refusals(policy_path, challenge)
         # What a view may complete its attempt with, as a response.
         self._outcome_of = outcome_of
         self._monotonic = monotonic
@@ -150,21 +154,21 @@ class Protection:
             )
         caller = self.caller(request)
         if caller is None:
-            return self.unknown_caller(request, prefix)
+            return self.refusals.unknown_caller(request, prefix)
         try:
             return Key(path[len(self.status_path) :], caller=caller)
         except KeyInvalid:
-            return self.problem(problems.KEY_UNKNOWN, request, prefix)
+            return self.refusals.problem(problems.KEY_UNKNOWN, request, prefix)
 
     def status(self, stored: StoredKey | None, key: Key, request: Request, prefix: str) -> Response:
         """What a caller is shown of the record of its key."""
-        return status_response(stored, self.place(request, prefix), key.text)
+        return status_response(stored, self.refusals.place(request, prefix), key.text)
 
     def status_refused(
         self, error: StoreError, key: Key, request: Request, prefix: str
     ) -> Response:
         """The refusal when the record could not be read."""
-        refusal = problem_of(error, self.place(request, prefix), key=key.text)
+        refusal = problem_of(error, self.refusals.place(request, prefix), key=key.text)
         assert refusal is not None  # Every error of a store has its kind.
         return refusal
 
@@ -187,23 +191,23 @@ class Protection:
             if not keys:
                 if not route.is_required:
                     return None
-                return self.problem(problems.KEY_MISSING, request, prefix)
+                return self.refusals.problem(problems.KEY_MISSING, request, prefix)
             try:
                 key = parse_key(keys, strict=route.rule.strict)
             except KeyInvalid as error:
-                return problem_of(error, self.place(request, prefix))
+                return problem_of(error, self.refusals.place(request, prefix))
         # As in `caller`, whose call every request would pay for.
         caller = self._global if self._caller_of is None else self._caller_of(request)
         if type(caller) is not str:
-            caller = _checked_caller(caller)
+            caller = checked_caller(caller)
             if caller is None:
-                return self.unknown_caller(request, prefix, key)
+                return self.refusals.unknown_caller(request, prefix, key)
         if (
             length is not None
             and len(length) > route.short_digits
             and self.is_too_large(route, length)
         ):
-            return self.too_large(route, request, prefix, key)
+            return self.refusals.too_large(route, request, prefix, key)
         policy, preference = route.policy, NO_PREFERENCE
         if prefer:
             preference = _preference(route, prefer)
@@ -215,7 +219,7 @@ class Protection:
         """Who calls; None when that is not known. Raises `InvalidInput` for what is no caller."""
         if self._caller_of is None:
             return self._global
-        return _checked_caller(self._caller_of(request))
+        return checked_caller(self._caller_of(request))
 
     @staticmethod
     def is_too_large(route: Route, length: bytes) -> bool:
@@ -287,7 +291,7 @@ class Protection:
             return None
         return problem(
             problems.STORE_UNAVAILABLE,
-            self.place(plan.request, plan.prefix),
+            self.refusals.place(plan.request, plan.prefix),
             key=plan.key,
             retry_after=timedelta(seconds=seconds),
         )
@@ -361,12 +365,12 @@ class Protection:
         if isinstance(error, KeyReused) and not isinstance(plan.caller, GlobalCaller):
             # In a namespace that all callers share, the first use may be somebody else's.
             detail = first_use(error)
-        place = self.place(plan.request, plan.prefix)
+        place = self.refusals.place(plan.request, plan.prefix)
         response = problem_of(error, place, key=plan.key, detail=detail)
         if response is None:
             return None
         if response.status == problems.CALLER_UNKNOWN.status:
-            response.headers += self._challenge
+            response.headers += self.refusals.challenge
         return self.preferred(plan, response)
 
     def accepted(self, plan: Plan) -> Response:
@@ -399,39 +403,6 @@ class Protection:
             response.headers.append((b"preference-applied", b"wait=%d" % seconds))
         return response
 
-    # Refusals.
-
-    def place(self, request: Request, prefix: str) -> Place:
-        """Where the request was refused, and where the reason is explained."""
-        return Place(f"{prefix}{self.policy_path}", quote(request.path, errors="surrogateescape"))
-
-    def problem(
-        self, kind: ProblemKind, request: Request, prefix: str, key: str | None = None
-    ) -> Response:
-        """A refusal of this kind."""
-        return problem(kind, self.place(request, prefix), key=key)
-
-    def unknown_caller(self, request: Request, prefix: str, key: str | None = None) -> Response:
-        """401: whose key it is cannot be told."""
-        place = self.place(request, prefix)
-        return problem(problems.CALLER_UNKNOWN, place, key=key, headers=self._challenge)
-
-    def cut_off(self, request: Request, prefix: str, key: str | None = None) -> Response:
-        """400: only a part of the body has arrived."""
-        return self.problem(problems.BODY_INCOMPLETE, request, prefix, key)
-
-    def too_large(
-        self, route: Route, request: Request, prefix: str, key: str | None = None
-    ) -> Response:
-        """413: the body is over the route's limit."""
-        return problem(
-            problems.BODY_TOO_LARGE,
-            self.place(request, prefix),
-            detail=f"The body may have at most {route.rule.request_limit_bytes:,} bytes here. "
-            "Nothing was run.",
-            key=key,
-        )
-
 
 def _preference(route: Route, lines: list[bytes]) -> Preference:
     """What the client asks for, as far as the route can give it."""
@@ -455,28 +426,9 @@ def _is_same(first: Response, second: Response) -> bool:
     return first.status == second.status and first.body == second.body
 
 
-def _checked_caller(caller: object) -> str | GlobalCaller | None:
-    if isinstance(caller, str | GlobalCaller | None):
-        return caller
-    # Told to the client as a missing caller, nobody would find the mistake.
-    raise InvalidInput(
-        f"the caller is a text, or None when nobody can be told, got {caller!r}: write str(…) "
-        "around a number such as the user's id"
-    )
-
-
 def _checked_timeout(timeout: object) -> float | None:
     if timeout is None:
         return None
     if not isinstance(timeout, timedelta) or timeout < timedelta(0):
         raise PolicyInvalid(f"store_timeout is a timedelta, or None for no limit, got {timeout!r}")
     return timeout.total_seconds() or None
-
-
-def _checked_caller_of(caller: object) -> CallerOf:
-    if not callable(caller) or inspect.iscoroutinefunction(caller):
-        raise InvalidInput(
-            f"caller is a plain function of the request such as bearer_token, or GLOBAL for one "
-            f"namespace shared by everybody; got {caller!r}"
-        )
-    return caller

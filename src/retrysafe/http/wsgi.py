@@ -111,10 +111,10 @@ class WSGIIdempotencyMiddleware:
         try:
             body = _read_body(environ, plan.route.rule.request_limit_bytes)
         except _BodyCutOff:
-            return _sent(start_response, protection.cut_off(request, prefix, plan.key))
+            return _sent(start_response, protection.refusals.cut_off(request, prefix, plan.key))
         if body is None:
             return _sent(
-                start_response, protection.too_large(plan.route, request, prefix, plan.key)
+                start_response, protection.refusals.too_large(plan.route, request, prefix, plan.key)
             )
         request.body = body
         environ["wsgi.input"] = BytesIO(body)

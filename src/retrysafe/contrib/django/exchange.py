@@ -105,10 +105,10 @@ def planned(
         return None if plan is None else native_of(plan)
     body = body_of(django_request(request), asked, route.rule.request_limit_bytes)
     if body is None:
-        return native_of(protection.too_large(route, asked, prefix, plan.key))
+        return native_of(protection.refusals.too_large(route, asked, prefix, plan.key))
     asked.body = body
     if has_raw_body(django_request(request)) and protection.is_cut_off(asked):
-        return native_of(protection.cut_off(asked, prefix, plan.key))
+        return native_of(protection.refusals.cut_off(asked, prefix, plan.key))
     return plan
 
 
