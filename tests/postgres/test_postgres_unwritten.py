@@ -179,3 +179,33 @@ def test_a_zombie_beside_the_owner_is_not_told_what_the_owner_is(desk, kind, is_
     if not is_owner_first:
         expected.reverse()
     assert [answer.decision for answer in told] == expected
+
+
+def test_a_row_that_changes_hands_between_the_look_and_the_write_is_looked_at_again(desk, spied):
+    """An owner who has lost the key in between is told so, and not to come back."""
+    (item,) = claimed(desk, 1)
+
+    def hand_to(token):
+        desk.sql("UPDATE {schema}.keys SET token = %s", token)
+
+    def give_back():
+        hand_to(item.token)
+        spied.before["settle_one"] = lambda: hand_to(b"rival")
+
+    hand_to(b"rival")
+    spied.before["read_records"] = give_back
+    _, (answer,) = desk.commit([], of_kind(SettleKind.COMPLETE, [item]))
+    assert not spied.before
+    assert answer.decision is Decision.LOST
+
+
+def test_a_single_ending_is_looked_at_once(desk):
+    """It is read where it is decided; reading it with others first would be for nothing."""
+    claims = claimed(desk, 1)
+    with psycopg.connect(desk.plain_url) as user:
+        user.execute(f"SELECT 1 FROM {desk.schema}.keys FOR UPDATE")
+        desk.commit([], of_kind(SettleKind.COMPLETE, claims))
+        counted = Counted(desk.store)
+        _, (busy,) = desk.commit([], of_kind(SettleKind.COMPLETE, claims))
+    assert isinstance(busy, StoreUnavailable)
+    assert counted.statements == 1
