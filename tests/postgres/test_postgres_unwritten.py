@@ -60,6 +60,17 @@ def test_owners_who_have_lost_their_keys_are_told_together(desk, kind):
     assert {answer.decision for answer in told} == {Decision.LOST}
 
 
+def test_several_rows_of_keys_that_are_lost_are_told_together(desk):
+    """What is lost stays lost, whatever else the batch holds for its key."""
+    claims = claimed(desk)
+    desk.sql("UPDATE {schema}.keys SET token = '\\x00'")
+    counted = Counted(desk.store)
+    items = [*of_kind(SettleKind.EXTEND, claims), *of_kind(SettleKind.COMPLETE, claims)]
+    _, told = desk.commit([], items)
+    assert counted.statements <= 3
+    assert {answer.decision for answer in told} == {Decision.LOST}
+
+
 def test_keys_that_are_gone_are_told_together(desk):
     claims = claimed(desk)
     desk.sql("DELETE FROM {schema}.keys")
