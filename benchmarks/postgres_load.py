@@ -109,10 +109,22 @@ async def _open_loop(
     run_one: Callable[[int], Coroutine[Any, Any, None]],
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Starts operations on a fixed schedule, whether the earlier ones have ended or not."""
+    """Starts operations on a fixed schedule, whether the earlier ones have ended or not.
+
+    Raises when one of them has failed: it would be missing from what is measured, and the slowest
+    are the first to fail.
+    """
     loop = asyncio.get_running_loop()
     started = loop.time()
     running: set[asyncio.Task[None]] = set()
+    failed: list[BaseException] = []
+
+    def end(one: asyncio.Task[None]) -> None:
+        running.discard(one)
+        error = one.exception()
+        if error is not None:
+            failed.append(error)
+
     for number in range(int(rate * seconds)):
         if is_over():
             break
@@ -124,9 +136,11 @@ async def _open_loop(
             os._exit(OVERLOADED)
         one = loop.create_task(run_one(number))
         running.add(one)
-        one.add_done_callback(running.discard)
+        one.add_done_callback(end)
     if running:
         await asyncio.wait(running)
+    if failed:
+        raise RuntimeError(f"{len(failed)} operations failed") from failed[0]
 
 
 async def paced(task: Task) -> Found:

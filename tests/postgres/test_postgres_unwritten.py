@@ -5,9 +5,9 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from retrysafe.core.model import Decision, SettleKind
+from retrysafe.core.model import Decision, SettleKind, StagedEntry, State
 from retrysafe.errors import StoreUnavailable
-from retrysafe.testing.suite.probe import key_of, request, settlement
+from retrysafe.testing.suite.probe import ENDINGS, key_of, kind_name, request, settlement
 from tests.postgres.counting import Counted
 
 COUNT = 100
@@ -22,6 +22,19 @@ def claimed(desk, count=COUNT):
 
 def of_kind(kind, claims):
     return [settlement(kind, item.key, item.token) for item in claims]
+
+
+@pytest.fixture
+def locked(desk, spied):
+    """A user's transaction that has every row, and ends when the store reads what it has."""
+    with psycopg.connect(desk.plain_url) as user:
+
+        def lock():
+            user.execute(f"SELECT 1 FROM {desk.schema}.keys FOR UPDATE")
+            spied.before["read_records"] = user.rollback
+
+        yield lock
+    assert not spied.before
 
 
 def test_renewals_of_locked_rows_share_their_statements(desk):
@@ -43,6 +56,17 @@ def test_owners_who_have_lost_their_keys_are_told_together(desk, kind):
     desk.sql("UPDATE {schema}.keys SET token = '\\x00'")
     counted = Counted(desk.store)
     _, told = desk.commit([], of_kind(kind, claims))
+    assert counted.statements <= 3
+    assert {answer.decision for answer in told} == {Decision.LOST}
+
+
+def test_several_rows_of_keys_that_are_lost_are_told_together(desk):
+    """What is lost stays lost, whatever else the batch holds for its key."""
+    claims = claimed(desk)
+    desk.sql("UPDATE {schema}.keys SET token = '\\x00'")
+    counted = Counted(desk.store)
+    items = [*of_kind(SettleKind.EXTEND, claims), *of_kind(SettleKind.COMPLETE, claims)]
+    _, told = desk.commit([], items)
     assert counted.statements <= 3
     assert {answer.decision for answer in told} == {Decision.LOST}
 
@@ -101,3 +125,98 @@ def test_some_are_written_and_the_others_told_why_not(desk):
     assert [answer.decision is Decision.LOST for answer in told] == [
         place % 4 == 0 for place in range(40)
     ]
+
+
+@pytest.mark.parametrize("kind", ENDINGS, ids=kind_name)
+@pytest.mark.parametrize("is_staged", [False, True], ids=["plain", "with entries"])
+def test_endings_that_were_in_the_way_of_a_moment_are_written(desk, locked, kind, is_staged):
+    """An ending is told as applied once it stands, and never because its token holds the key."""
+    claims = claimed(desk, 3)
+    endings = of_kind(kind, claims)
+    for item in endings if is_staged else []:
+        item.entries = (StagedEntry(item.key.text, "topic", "text/plain", b"body"),)
+    locked()
+    _, told = desk.commit([], endings)
+    assert [answer.decision for answer in told] == [Decision.APPLY] * 3
+    for item in claims:
+        stored = desk.read(item.key)
+        assert stored.record.state is State(kind)
+        assert len(stored.outcomes) == 1
+    ((staged,),) = desk.sql("SELECT count(*) FROM {schema}.outbox")
+    assert staged == (3 if is_staged else 0)
+
+
+@pytest.mark.parametrize("kind", ENDINGS, ids=kind_name)
+def test_endings_of_locked_rows_are_to_be_asked_for_again(desk, kind):
+    """Nothing of them is written as long as somebody has their rows, and so they are told."""
+    claims = claimed(desk, 3)
+    with psycopg.connect(desk.plain_url) as user:
+        user.execute(f"SELECT 1 FROM {desk.schema}.keys FOR UPDATE")
+        _, told = desk.commit([], of_kind(kind, claims))
+    assert {type(result) for result in told} == {StoreUnavailable}
+    assert [result.key for result in told] == [item.key.text for item in claims]
+    _, told = desk.commit([], of_kind(kind, claims))
+    assert [answer.decision for answer in told] == [Decision.APPLY] * 3
+
+
+@pytest.mark.parametrize("is_renewed_first", [True, False], ids=["renewed first", "ended first"])
+def test_a_renewal_and_an_ending_that_were_both_in_the_way(desk, locked, is_renewed_first):
+    """Each is decided in its turn: the answer to the renewal is not that to the ending."""
+    claims = claimed(desk, 3)
+    renewals = of_kind(SettleKind.EXTEND, claims)
+    endings = of_kind(SettleKind.COMPLETE, claims)
+    locked()
+    if is_renewed_first:
+        _, told = desk.commit([], [*renewals, *endings])
+        renewed, ended = told[:3], told[3:]
+    else:
+        _, told = desk.commit([], [*endings, *renewals])
+        ended, renewed = told[:3], told[3:]
+    expected = Decision.APPLY if is_renewed_first else Decision.LOST
+    assert [answer.decision for answer in renewed] == [expected] * 3
+    assert [answer.decision for answer in ended] == [Decision.APPLY] * 3
+    for item in claims:
+        assert desk.read(item.key).record.state is State.SUCCEEDED
+
+
+@pytest.mark.parametrize("kind", SettleKind, ids=kind_name)
+@pytest.mark.parametrize("is_owner_first", [True, False], ids=["owner first", "zombie first"])
+def test_a_zombie_beside_the_owner_is_not_told_what_the_owner_is(desk, kind, is_owner_first):
+    claims = claimed(desk, 3)
+    owners = of_kind(kind, claims)
+    zombies = [settlement(kind, item.key, b"zombie zombie zo") for item in claims]
+    _, told = desk.commit([], [*owners, *zombies] if is_owner_first else [*zombies, *owners])
+    expected = [Decision.APPLY] * 3 + [Decision.LOST] * 3
+    if not is_owner_first:
+        expected.reverse()
+    assert [answer.decision for answer in told] == expected
+
+
+def test_a_row_that_changes_hands_between_the_look_and_the_write_is_looked_at_again(desk, spied):
+    """An owner who has lost the key in between is told so, and not to come back."""
+    (item,) = claimed(desk, 1)
+
+    def hand_to(token):
+        desk.sql("UPDATE {schema}.keys SET token = %s", token)
+
+    def give_back():
+        hand_to(item.token)
+        spied.before["settle_one"] = lambda: hand_to(b"rival")
+
+    hand_to(b"rival")
+    spied.before["read_records"] = give_back
+    _, (answer,) = desk.commit([], of_kind(SettleKind.COMPLETE, [item]))
+    assert not spied.before
+    assert answer.decision is Decision.LOST
+
+
+def test_a_single_ending_is_looked_at_once(desk):
+    """It is read where it is decided; reading it with others first would be for nothing."""
+    claims = claimed(desk, 1)
+    with psycopg.connect(desk.plain_url) as user:
+        user.execute(f"SELECT 1 FROM {desk.schema}.keys FOR UPDATE")
+        desk.commit([], of_kind(SettleKind.COMPLETE, claims))
+        counted = Counted(desk.store)
+        _, (busy,) = desk.commit([], of_kind(SettleKind.COMPLETE, claims))
+    assert isinstance(busy, StoreUnavailable)
+    assert counted.statements == 1

@@ -70,7 +70,7 @@ class Unwritten:
             record, now_ms = read.get(digest, NO_RECORD)
             _, answer = transitions.settle(record, item, now_ms)
             decided.append(answer)
-            # What else the batch holds for its key comes first, so such a one is decided anew.
+            # Where the batch holds more for its key, each is decided in its turn.
             if (
                 answer.decision is Decision.APPLY
                 and item.kind is SettleKind.EXTEND
@@ -83,9 +83,10 @@ class Unwritten:
             digest = item.key.digest
             if digest in renewals:
                 results.append(extended.get(digest) or _being_written(item))
-            elif answer.decision is Decision.APPLY or counts[digest] > 1:
+            elif answer.decision is Decision.APPLY:
                 results.append(await self._settle(item))
             else:
+                # Final: whatever else the batch writes to its key gives no token the key back.
                 results.append(answer)
         return results
 
