@@ -106,11 +106,12 @@ def threads(task: Task) -> Found:
 async def _open_loop(
     rate: float,
     seconds: float,
-    run_one: Callable[[int], Coroutine[Any, Any, None]],
+    run_one: Callable[[int, float], Coroutine[Any, Any, None]],
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
     """Starts operations on a fixed schedule, whether the earlier ones have ended or not.
 
+    Each is given its number and the instant at which it is due, by the clock of all processes.
     Raises when one of them has failed: it would be missing from what is measured, and the slowest
     are the first to fail.
     """
@@ -128,13 +129,14 @@ async def _open_loop(
     for number in range(int(rate * seconds)):
         if is_over():
             break
-        pause = started + number / rate - loop.time()
+        due = started + number / rate
+        pause = due - loop.time()
         if pause > 0:
             await asyncio.sleep(pause)
         if len(running) > UNDER_WAY_LIMIT:
             # Nobody waits for what is under way.
             os._exit(OVERLOADED)
-        one = loop.create_task(run_one(number))
+        one = loop.create_task(run_one(number, due))
         running.add(one)
         one.add_done_callback(end)
     if running:
@@ -150,19 +152,21 @@ async def paced(task: Task) -> Found:
     asked_at: list[float] = []
     async with AsyncIdempotency(task["url"], caller=GLOBAL) as idem:
 
-        async def run_one(number: int) -> None:
-            asked = time.monotonic()
-
+        async def run_one(number: int, due: float) -> None:
             async def timed() -> str:
-                claims.append(time.monotonic() - asked)
-                asked_at.append(asked)
+                # From when it was due: a loop that stands still asks for nothing meanwhile.
+                claims.append(time.monotonic() - due)
+                asked_at.append(due)
                 return BODY
 
             await idem.run(f"{name}-{number}", timed, name="benchmarks.operation")
 
+        async def warm_up(number: int, due: float) -> None:
+            await run_one(-1 - number, due)
+
         # Slowly: after a checkpoint the first change of a page writes it whole, and a load that is
         # too much for the machine just then would not be worked off for long.
-        await _open_loop(task["rate"] / 3, task["warm_up"], lambda number: run_one(-1 - number))
+        await _open_loop(task["rate"] / 3, task["warm_up"], warm_up)
         claims.clear()
         asked_at.clear()
         _start()
@@ -186,12 +190,16 @@ async def steady(task: Task) -> Found:
     whole: list[float] = []
     async with AsyncIdempotency(task["url"], caller=GLOBAL) as idem:
 
-        async def run_one(number: int) -> None:
+        async def run_one(number: int, _due: float) -> None:
+            # From its start: the loop's timers are as coarse as what is compared here.
             asked = time.perf_counter()
             await idem.run(f"{name}-{number}", operation)
             whole.append(time.perf_counter() - asked)
 
-        await _open_loop(task["rate"], 0.5, lambda number: run_one(-1 - number))
+        async def warm_up(number: int, due: float) -> None:
+            await run_one(-1 - number, due)
+
+        await _open_loop(task["rate"], 0.5, warm_up)
         whole.clear()
         _start()
         await _open_loop(task["rate"], task["seconds"], run_one)
@@ -210,7 +218,7 @@ async def plain(task: Task) -> Found:
     claim, complete = (text.format(schema=task["schema"]) for text in (CLAIM, COMPLETE))
     async with asyncpg.create_pool(task["url"], min_size=8, max_size=8) as pool:
 
-        async def run_one(number: int) -> None:
+        async def run_one(number: int, _due: float) -> None:
             asked = time.perf_counter()
             async with pool.acquire() as connection:
                 digest, token = os.urandom(16), os.urandom(16)
@@ -283,6 +291,8 @@ class Load:
         )
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "ready\n":
+            if self._process.wait() == OVERLOADED:
+                raise Overloaded
             raise RuntimeError(f"the load {kind} did not start")
 
     def go(self) -> None:
