@@ -124,6 +124,18 @@ class RetentionCases(SuiteBase):
         probe.hold()
         assert probe.last() is None
 
+    def test_an_ending_without_an_outcome_leaves_the_last_one(self, probe: Probe) -> None:
+        """A claim that was given back has nothing to tell; the failure before it still counts."""
+        first = probe.hold()
+        probe.end(SettleKind.RELEASE, first, payload=FAILURE)
+        probe.advance(1)
+        probe.end(SettleKind.RELEASE, probe.hold(), payload=None)
+        probe.advance(1)
+        probe.hold()
+        last = probe.last()
+        assert last is not None
+        assert (last.token, last.payload) == (first, FAILURE)
+
     def test_a_swept_outcome_is_not_the_last_one(self, probe: Probe) -> None:
         """It is gone, and what another key stored since is not taken for it."""
         probe.end(SettleKind.RELEASE, probe.hold(), audit_ms=1_000)
