@@ -45,12 +45,12 @@ class Report:
 
     def show(self) -> None:
         print(f"\n{self.title}  (ratios to: {self.baseline})")
-        print(f"  {'way':<52}{'op/s':>10}{'ratio':>8}{'target':>9}")
+        print(f"  {'way':<72}{'op/s':>10}{'ratio':>8}{'target':>9}")
         for row in self.rows:
             bound = "≤ " if row.is_ceiling else "≥ "
             target = "" if row.target is None else f"{bound}{row.target:.2f}"
             verdict = "" if row.target is None else ("  met" if row.is_met else "  MISSED")
-            print(f"  {row.name:<52}{row.per_second:>10,.0f}{row.ratio:>8.2f}{target:>9}{verdict}")
+            print(f"  {row.name:<72}{row.per_second:>10,.0f}{row.ratio:>8.2f}{target:>9}{verdict}")
             if row.note:
                 print(f"    {row.note}")
 
@@ -77,12 +77,12 @@ def in_turn(ways: dict[str, Callable[[int], float]], rounds: int) -> dict[str, l
             done += 1
             elapsed = time.monotonic() - started
             print(
-                f"\r  {done}/{total} {name:<46} {elapsed:5.0f} s",
+                f"\r  {done}/{total} {name:<60} {elapsed:5.0f} s",
                 end="",
                 file=sys.stderr,
                 flush=True,
             )
-    print("\r" + " " * 78 + "\r", end="", file=sys.stderr)
+    print("\r" + " " * 90 + "\r", end="", file=sys.stderr)
     return found
 
 

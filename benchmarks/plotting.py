@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-_BAR, _GAP, _LEFT, _WIDTH = 22, 10, 400, 420
+_BAR, _GAP, _LEFT, _WIDTH = 22, 10, 520, 420
 _COLOURS = {True: "#2e7d32", False: "#c62828"}
 
 

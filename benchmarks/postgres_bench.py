@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import psycopg
 
@@ -42,11 +43,15 @@ ONE_ROW = f"R: pgbench, {CLIENTS} clients, one row a transaction"
 MERGED = f"B: pgbench, batches of {pgbench.BATCH}, 4 clients"
 ONE_PROCESS = f"AsyncIdempotency.run, {IN_FLIGHT} in flight"
 TWO_PROCESSES = f"the same, two processes of {IN_FLIGHT}"
-MANY_THREADS = f"Idempotency.run, {THREADS} threads"
+# One thread at a time has the interpreter, so a process of threads uses one core at a time anyway. On
+# a core of its own the next thread takes over there, and no other core need be woken for it.
+MANY_THREADS = f"Idempotency.run, {THREADS} threads, the process on one core"
+LOOSE_THREADS = "the same, wherever the system puts them"
 # What Python reaches without retrysafe, to tell its share from that of the language.
 BARE = f"merged by hand in Python, {IN_FLIGHT} in flight"
 BARE_TWICE = "the same by hand, two processes"
-BARE_THREADS = f"merged by hand, {THREADS} threads"
+BARE_THREADS = f"merged by hand, {THREADS} threads, the process on one core"
+LOOSE_BARE_THREADS = "the same by hand, wherever the system puts them"
 PLAIN_THREADS = f"psycopg, {THREADS} threads, one row a transaction"
 TARGETS = {ONE_PROCESS: 4.0, TWO_PROCESSES: 6.0, MANY_THREADS: 2.0}
 # Gets the round's number and returns its operations per second.
@@ -97,8 +102,15 @@ class Throughput:
         batches = pgbench.run(self._server.url, script, clients=4, seconds=self._seconds)
         return batches * pgbench.BATCH
 
-    def _processes(self, name: str, kind: str, in_flight: int, count: int) -> float:
-        task = {"url": self._server.url, "schema": SCHEMA, "seconds": self._seconds}
+    def _processes(
+        self, name: str, kind: str, in_flight: int, count: int, is_on_one_core: bool
+    ) -> float:
+        task = {
+            "url": self._server.url,
+            "schema": SCHEMA,
+            "seconds": self._seconds,
+            "is_on_one_core": is_on_one_core,
+        }
         loads = [Load(kind, in_flight=in_flight, **task) for _ in range(count)]
         before = self._server.wal_bytes()
         for load in loads:
@@ -110,9 +122,11 @@ class Throughput:
             self.wal_per_operation.append(written / sum(item["count"] for item in found))
         return sum(item["per_second"] for item in found)
 
-    def processes(self, name: str, kind: str, in_flight: int, count: int) -> Way:
+    def processes(
+        self, name: str, kind: str, in_flight: int, count: int, is_on_one_core: bool = False
+    ) -> Way:
         """The way of one kind of load, in that many processes."""
-        return lambda _round: self._processes(name, kind, in_flight, count)
+        return lambda _round: self._processes(name, kind, in_flight, count, is_on_one_core)
 
     def python_note(self, name: str) -> str:
         cpu = statistics.median(found["cpu_us"] for found in self.loads[name])
@@ -123,13 +137,15 @@ def throughput(server: Server, *, rounds: int, seconds: float) -> tuple[list[Row
     """The rows of the writing ways, and the most that one process reached."""
     updates_before, hot_before = server.updates()
     way = Throughput(server, seconds)
-    loads = {
+    loads: dict[str, tuple[Any, ...]] = {
         ONE_PROCESS: ("tasks", IN_FLIGHT, 1),
         BARE: ("bare tasks", IN_FLIGHT, 1),
         TWO_PROCESSES: ("tasks", IN_FLIGHT, 2),
         BARE_TWICE: ("bare tasks", IN_FLIGHT, 2),
-        MANY_THREADS: ("threads", THREADS, 1),
-        BARE_THREADS: ("bare threads", THREADS, 1),
+        MANY_THREADS: ("threads", THREADS, 1, True),
+        LOOSE_THREADS: ("threads", THREADS, 1),
+        BARE_THREADS: ("bare threads", THREADS, 1, True),
+        LOOSE_BARE_THREADS: ("bare threads", THREADS, 1),
         PLAIN_THREADS: ("plain threads", THREADS, 1),
     }
     ways: dict[str, Way] = {
@@ -253,7 +269,7 @@ def run_cleanup(is_quick: bool = False) -> Report:
 
 def _extent(is_quick: bool) -> tuple[int, float]:
     """How many rounds, and how many seconds of each way in a round."""
-    return (1, 2.0) if is_quick else (3, 5.0)
+    return (1, 2.0) if is_quick else (5, 4.0)
 
 
 def _title(what: str) -> str:

@@ -322,6 +322,8 @@ def measure(kind: str, **task: Any) -> Found:
 
 def main() -> None:
     task = json.loads(sys.argv[1])
+    if task.get("is_on_one_core"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     found = KINDS[task["kind"]](task)
     if asyncio.iscoroutine(found):
         found = uvloop.run(found)

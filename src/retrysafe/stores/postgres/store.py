@@ -54,7 +54,7 @@ _logger = logging.getLogger("retrysafe")
 
 # A deadlock or serialization failure means that nothing happened; the next try usually goes well.
 _CONFLICT_TRIES: Final = 10
-# Of a digest alone, the other index tells the server no place, and yet it would go through all of it.
+# For a digest alone the other index has no place, and yet the server would go through all of it.
 _BY_SUMMARIES: Final = "SET LOCAL enable_indexscan = off; SET LOCAL enable_indexonlyscan = off"
 # Pages per statement of the search for abandoned keys. It changes nothing, so it reads many.
 _LOOK_PAGES: Final = 2048
