@@ -43,8 +43,8 @@ ONE_ROW = f"R: pgbench, {CLIENTS} clients, one row a transaction"
 MERGED = f"B: pgbench, batches of {pgbench.BATCH}, 4 clients"
 ONE_PROCESS = f"AsyncIdempotency.run, {IN_FLIGHT} in flight"
 TWO_PROCESSES = f"the same, two processes of {IN_FLIGHT}"
-# One thread at a time has the interpreter, so a process of threads uses one core at a time anyway. On
-# a core of its own the next thread takes over there, and no other core need be woken for it.
+# One thread at a time has the interpreter, so a process of threads uses one core at a time anyway.
+# On a core of its own the next thread takes over there, and no other core need be woken for it.
 MANY_THREADS = f"Idempotency.run, {THREADS} threads, the process on one core"
 LOOSE_THREADS = "the same, wherever the system puts them"
 # What Python reaches without retrysafe, to tell its share from that of the language.
