@@ -24,7 +24,6 @@ import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,9 +56,8 @@ class Times:
 WHOLE = Times(warm_up=8.0, turn=5.0, side=5.0)
 QUICK = Times(warm_up=0.5, turn=0.5, side=1.0)
 DAYS = 5
-# Of the maximum load, and from how many processes.
+# Of the maximum load.
 SHARE = 0.5
-PROCESSES = 2
 # A machine that was fast when its maximum was measured may be slow by now.
 TRIES = 3
 SLOWER = 0.75
@@ -192,31 +190,6 @@ async def _drop(url: str) -> None:
     assert len(dropped) == 1, dropped
 
 
-class _Loads:
-    """A load on a schedule, from several processes.
-
-    One alone would be busy with its own schedule most of the time, and what piles up while the
-    machine stands still would never be worked off.
-    """
-
-    def __init__(self, url: str, rate: float, warm_up: float) -> None:
-        task = {"url": url, "rate": rate / PROCESSES, "warm_up": warm_up, "until_told": True}
-        with ThreadPoolExecutor(PROCESSES) as pool:  # All of them warm up at the same time.
-            self._loads = list(pool.map(lambda _: Load("paced", **task), range(PROCESSES)))
-
-    def go(self) -> None:
-        for load in self._loads:
-            load.go()
-
-    def result(self) -> dict[str, Any]:
-        """The claims of all of them."""
-        found = [load.result() for load in self._loads]
-        return {
-            name: list(itertools.chain.from_iterable(one[name] for one in found))
-            for name in ("claims_ms", "asked_at")
-        }
-
-
 class Cleanup:
     """Loads of claims at one rate, with cleanup beside them now and then."""
 
@@ -226,14 +199,20 @@ class Cleanup:
         self._rate = rate
         self._times = times
 
-    def _loaded(self) -> _Loads:
+    def _loaded(self) -> Load:
         """A load that is under way, with no write of the part before left for it."""
         with psycopg.connect(self._url, autocommit=True) as connection:
             connection.execute("CHECKPOINT")
-        loads = _Loads(self._target, self._rate, self._times.warm_up)
-        loads.go()
+        load = Load(
+            "paced",
+            url=self._target,
+            rate=self._rate,
+            warm_up=self._times.warm_up,
+            until_told=True,
+        )
+        load.go()
         time.sleep(1.0)  # Until it is up to its rate.
-        return loads
+        return load
 
     def swept(self) -> tuple[Found, int, str]:
         """The claims of a whole walk, how many keys it removed, and how it went."""
