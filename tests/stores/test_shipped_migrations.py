@@ -17,7 +17,6 @@ SHIPPED = {
         (2, "outbox", "4acb053c7802aa13", 1),
         (3, "arguments", "d723e922d819b14b", 1),
         (4, "audit", "e7bf85a526b01434", 1),
-        (5, "outcomes_by_time", "4af914a3fe85e615", 1),
     ],
     "sqlite": [
         (1, "initial", "3df313ba5777f85e", 1),

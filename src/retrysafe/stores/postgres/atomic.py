@@ -78,8 +78,6 @@ class PostgresTransaction:
         self._schema_name = schema_name
         self._location = location
         self._transaction_id: str | None = None
-        # Where the outcome is that this transaction has written.
-        self._audit_ends_at_ms: int | None = None
 
     @property
     def waits(self) -> Waits:
@@ -210,7 +208,6 @@ class PostgresTransaction:
         )
         if settled:
             self._transaction_id = str(settled[0][0])
-            self._audit_ends_at_ms = settled[0][2]
             if settlement.entries:
                 await self._stage(settlement.entries, settlement.key)
             return Decision.APPLY
@@ -230,11 +227,7 @@ class PostgresTransaction:
     async def fate(self, settlement: Settlement) -> Fate:
         """Asks on the store's own connection; neither question waits for a lock."""
         return await self._fate(
-            "count_outcomes",
-            settlement.key.digest,
-            settlement.token,
-            settlement.kind.value,
-            self._audit_ends_at_ms,
+            "count_outcomes", settlement.key.digest, settlement.token, settlement.kind.value
         )
 
     # Steps.

@@ -54,8 +54,6 @@ _logger = logging.getLogger("retrysafe")
 
 # A deadlock or serialization failure means that nothing happened; the next try usually goes well.
 _CONFLICT_TRIES: Final = 10
-# For a digest alone the other index has no place, and yet the server would go through all of it.
-_BY_SUMMARIES: Final = "SET LOCAL enable_indexscan = off; SET LOCAL enable_indexonlyscan = off"
 # Pages per statement of the search for abandoned keys. It changes nothing, so it reads many.
 _LOOK_PAGES: Final = 2048
 
@@ -151,7 +149,7 @@ class PostgresStore:
         ]
         endings: Sequence[Sequence[Any]] = ()
         if with_audit:
-            endings = await self._read_outcomes(key.digest)
+            endings = await self._fetch("read_outcomes", key.digest)
         elif record.state in (State.SUCCEEDED, State.FAILED):
             endings = await self._fetch("read_standing", key.digest, record.token)
             if not endings and await self._has_changed(record):
@@ -164,14 +162,7 @@ class PostgresStore:
 
     async def read_audit(self, key: Key) -> list[StoredOutcome]:
         """Every stored outcome of a key, also when a sweep has removed its record."""
-        return [outcome_of(row) for row in await self._read_outcomes(key.digest)]
-
-    async def _read_outcomes(self, digest: bytes) -> Sequence[Sequence[Any]]:
-        if not self._is_current:
-            await self._require_current()
-        async with self._connector.transaction() as session:
-            await session.script(_BY_SUMMARIES)
-            return await session.fetch(self._statement("read_outcomes"), (digest,))
+        return [outcome_of(row) for row in await self._fetch("read_outcomes", key.digest)]
 
     async def _has_changed(self, record: Record) -> bool:
         found = await self._reader.read(record.digest)

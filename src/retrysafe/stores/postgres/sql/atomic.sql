@@ -72,8 +72,7 @@ SELECT current_setting('transaction_isolation');
 -- Ends the attempt if the token still holds the key, and stores its outcome. The row stays locked
 -- until the transaction ends, so nobody takes over in between. Atomic runs find the key's lock shared
 -- until then, and wait or give up as for each other; who has that lock at this moment is not waited
--- for. Comes back with the transaction's id and the place of the outcome, by which its fate is found
--- out later.
+-- for. Comes back with the transaction's id, by which its fate is found out later.
 WITH clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms
 ), settled AS (
@@ -93,8 +92,7 @@ WITH clock AS MATERIALIZED (
         digest, token, attempt, state, $6::text, $7::bytea, $8::bytea, settled_at_ms, audit_ends_at_ms
     FROM settled
 )
-SELECT pg_current_xact_id()::text, pg_try_advisory_xact_lock_shared($9::bigint), audit_ends_at_ms
-FROM settled;
+SELECT pg_current_xact_id()::text, pg_try_advisory_xact_lock_shared($9::bigint) FROM settled;
 
 -- name: record_step_joined
 -- Records a step while the token holds the key. The row stays locked until the transaction ends, so
@@ -120,13 +118,9 @@ SELECT pg_xact_status($1::text::xid8);
 
 -- name: count_outcomes
 -- Runs on the store's own connection: whether the outcome of this token is committed. The audit is
--- asked and not the record, because somebody may have taken over since. The record is asked only for
--- the place of an outcome that this transaction has not written itself.
+-- asked and not the record, because somebody may have taken over since.
 SELECT count(*) FROM {schema}.outcomes
-WHERE digest = $1::bytea AND token = $2::bytea AND state = $3::smallint
-    AND audit_ends_at_ms = coalesce(
-        $4::bigint, (SELECT k.audit_ends_at_ms FROM {schema}.keys AS k WHERE k.digest = $1::bytea)
-    );
+WHERE digest = $1::bytea AND token = $2::bytea AND state = $3::smallint;
 
 -- name: count_steps
 -- Runs on the store's own connection: whether a step is committed.

@@ -11,9 +11,7 @@ WITH clock AS MATERIALIZED (
         state = w.state,
         settled_at_ms = c.now_ms,
         expires_at_ms = c.now_ms + w.active_ms,
-        audit_ends_at_ms = CASE
-            WHEN w.form IS NULL THEN k.audit_ends_at_ms ELSE c.now_ms + w.audit_ms
-        END
+        audit_ends_at_ms = c.now_ms + w.audit_ms
     FROM clock AS c, unnest(
         $1::bytea[], $2::bytea[], $3::smallint[], $4::bigint[], $5::bigint[],
         $6::text[], $7::bytea[], $8::bytea[]

@@ -13,8 +13,7 @@
 --
 -- A claim's identities are its digest, its fingerprint and its token (16 bytes each) and the number
 -- of its manner (1 byte): an operation, a rule, a lease and an owner, which many rows share. An
--- ending's are its digest, its token and the number of its way: a state, two windows and a form. A
--- key's row knows where its last outcome is; an ending that has none leaves that as it is.
+-- ending's are its digest, its token and the number of its way: a state, two windows and a form.
 WITH clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms, set_config('lock_timeout', '{lock_wait}', true)
 ), claimed AS (
@@ -38,10 +37,7 @@ WITH clock AS MATERIALIZED (
         state = ($11::smallint[])[w.way],
         settled_at_ms = c.now_ms,
         expires_at_ms = c.now_ms + ($12::bigint[])[w.way],
-        audit_ends_at_ms = CASE
-            WHEN ($14::text[])[w.way] IS NULL THEN k.audit_ends_at_ms
-            ELSE c.now_ms + ($13::bigint[])[w.way]
-        END
+        audit_ends_at_ms = c.now_ms + ($13::bigint[])[w.way]
     FROM clock AS c, (
         SELECT
             substring(ids FROM 1 FOR 16) AS digest, substring(ids FROM 17 FOR 16) AS token,
@@ -155,7 +151,8 @@ WITH bound AS MATERIALIZED (
     UPDATE {schema}.keys SET
         operation = $1, rule = $2, fingerprint = $3, state = $4::smallint, token = $5, attempt = $6,
         first_claimed_at_ms = $7, claimed_at_ms = $8, lease_ends_at_ms = $9, settled_at_ms = $10,
-        expires_at_ms = $11, owner = $12
+        expires_at_ms = $11, audit_ends_at_ms = CASE WHEN $4::smallint = 1 THEN NULL ELSE audit_ends_at_ms END,
+        owner = $12
     FROM bound
     WHERE digest = $13 AND token = $14 AND state = $15 AND attempt = $16 AND lease_ends_at_ms = $17
         AND expires_at_ms IS NOT DISTINCT FROM $18::bigint
@@ -205,7 +202,7 @@ WITH bound AS MATERIALIZED (
         operation = h.operation, rule = h.rule, fingerprint = h.fingerprint, state = 1,
         token = h.token, attempt = h.attempt, first_claimed_at_ms = h.first_claimed_at_ms,
         claimed_at_ms = h.claimed_at_ms, lease_ends_at_ms = h.lease_ends_at_ms,
-        settled_at_ms = NULL, expires_at_ms = NULL, owner = h.owner
+        settled_at_ms = NULL, expires_at_ms = NULL, audit_ends_at_ms = NULL, owner = h.owner
     FROM held AS h
     WHERE k.digest = h.digest
     RETURNING k.digest, h.is_new_life
@@ -255,19 +252,16 @@ JOIN {schema}.outcomes AS o
 WHERE k.digest = $1 AND k.token = $2 AND k.state IN (2, 3);
 
 -- name: read_outcomes
--- The audit of a key, oldest first. Finds the pages that may have some of it, and reads those.
+-- The audit of a key, oldest first.
 SELECT token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
 FROM {schema}.outcomes WHERE digest = $1 ORDER BY settled_at_ms, attempt;
 
 -- name: read_last_outcome
--- The newest ending of a key's present life. The row knows where its last outcome is, also when it was
--- claimed again since; that may be one of an earlier life.
+-- The newest ending of a key's present life, by the index of each partition.
 SELECT
     o.token, o.attempt, o.state, o.form, o.head, o.body, o.settled_at_ms, o.audit_ends_at_ms
 FROM {schema}.keys AS k
-JOIN {schema}.outcomes AS o
-    ON o.audit_ends_at_ms = k.audit_ends_at_ms AND o.digest = k.digest
-    AND o.settled_at_ms >= k.first_claimed_at_ms
+JOIN {schema}.outcomes AS o ON o.digest = k.digest AND o.settled_at_ms >= k.first_claimed_at_ms
 WHERE k.digest = $1 AND k.caller = $2 AND k.key = $3
 ORDER BY o.settled_at_ms DESC, o.attempt DESC
 LIMIT 1;
