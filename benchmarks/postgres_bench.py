@@ -43,15 +43,15 @@ ONE_ROW = f"R: pgbench, {CLIENTS} clients, one row a transaction"
 MERGED = f"B: pgbench, batches of {pgbench.BATCH}, 4 clients"
 ONE_PROCESS = f"AsyncIdempotency.run, {IN_FLIGHT} in flight"
 TWO_PROCESSES = f"the same, two processes of {IN_FLIGHT}"
+MANY_THREADS = f"Idempotency.run, {THREADS} threads"
 # One thread at a time has the interpreter, so a process of threads uses one core at a time anyway.
 # On a core of its own the next thread takes over there, and no other core need be woken for it.
-MANY_THREADS = f"Idempotency.run, {THREADS} threads, the process on one core"
-LOOSE_THREADS = "the same, wherever the system puts them"
+BOUND_THREADS = "the same, the process bound to one core"
 # What Python reaches without retrysafe, to tell its share from that of the language.
 BARE = f"merged by hand in Python, {IN_FLIGHT} in flight"
 BARE_TWICE = "the same by hand, two processes"
-BARE_THREADS = f"merged by hand, {THREADS} threads, the process on one core"
-LOOSE_BARE_THREADS = "the same by hand, wherever the system puts them"
+BARE_THREADS = f"merged by hand, {THREADS} threads"
+BOUND_BARE_THREADS = "the same by hand, bound to one core"
 PLAIN_THREADS = f"psycopg, {THREADS} threads, one row a transaction"
 TARGETS = {ONE_PROCESS: 4.0, TWO_PROCESSES: 6.0, MANY_THREADS: 2.0}
 # Gets the round's number and returns its operations per second.
@@ -142,10 +142,10 @@ def throughput(server: Server, *, rounds: int, seconds: float) -> tuple[list[Row
         BARE: ("bare tasks", IN_FLIGHT, 1),
         TWO_PROCESSES: ("tasks", IN_FLIGHT, 2),
         BARE_TWICE: ("bare tasks", IN_FLIGHT, 2),
-        MANY_THREADS: ("threads", THREADS, 1, True),
-        LOOSE_THREADS: ("threads", THREADS, 1),
-        BARE_THREADS: ("bare threads", THREADS, 1, True),
-        LOOSE_BARE_THREADS: ("bare threads", THREADS, 1),
+        MANY_THREADS: ("threads", THREADS, 1),
+        BOUND_THREADS: ("threads", THREADS, 1, True),
+        BARE_THREADS: ("bare threads", THREADS, 1),
+        BOUND_BARE_THREADS: ("bare threads", THREADS, 1, True),
         PLAIN_THREADS: ("plain threads", THREADS, 1),
     }
     ways: dict[str, Way] = {
