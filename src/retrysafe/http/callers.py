@@ -1,8 +1,9 @@
 """Callers: whose key it is, from what the request proves about its sender.
 
-Owns the shipped ways to tell. They run before the application does, and a replay is answered
-without it: a caller must therefore be something that only its owner can send, or that a part in
-front of retrysafe has checked. Each docstring says which of the two it is.
+Owns the shipped ways to tell, and the check of what others tell. They run before the application
+does, and a replay is answered without it: a caller must therefore be something that only its
+owner can send, or that a part in front of retrysafe has checked. Each docstring says which of the
+two it is.
 """
 
 from __future__ import annotations
