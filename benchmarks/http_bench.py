@@ -149,14 +149,16 @@ def _measured(rounds: int, seconds: float, url: str, folder: Path) -> tuple[Foun
     return in_turn(named, rounds), ways.p99
 
 
-# Ratios to the bare application in the same place. They are asked of uvicorn as it is installed by
-# default; with the other parser the bare application takes less than half of the time, and what
-# Python adds weighs twice as much, also when it is written by hand.
+# Ratios to the bare application in the same place, asked of every server.
 TARGETS = {
-    "FastAPI on h11, retrysafe, memory, first calls": 0.7,
-    "FastAPI on h11, retrysafe, memory, replays": 1.2,
-    "Starlette on h11, retrysafe, PostgreSQL, first calls": 0.45,
-    "Starlette on h11, retrysafe, PostgreSQL, replays": 0.8,
+    f"{framework} on {server_name}, retrysafe, {rest}": target
+    for server_name in SERVERS
+    for framework, rest, target in (
+        ("FastAPI", "memory, first calls", 0.7),
+        ("FastAPI", "memory, replays", 1.2),
+        ("Starlette", "PostgreSQL, first calls", 0.45),
+        ("Starlette", "PostgreSQL, replays", 0.8),
+    )
 }
 
 
