@@ -116,14 +116,30 @@ def test_threads_that_share_an_engine_land_and_remember_one_at_a_time():
             seen.append(("remembered", lock.is_held))
             super().keep(*outcome)
 
+        def move(self, digest: bytes) -> None:
+            seen.append(("asked for again", lock.is_held))
+            super().move(digest)
+
     process = World().first
     engine = process.engine
-    engine._flights._lock = engine._runner._lock = lock
+    engine._lock = engine._flights._lock = engine._runner._lock = lock
     engine._flights._by_digest = Watched()
     engine._cache = engine._runner._cache = Cache()
     assert not process.answer(call()).replayed
     assert process.answer(call()).replayed
-    assert seen == [("remembered", True), ("landed", True)]
+    assert process.answer(call()).replayed
+    assert seen == [("remembered", True), ("landed", True), ("asked for again", True)]
+
+
+def test_a_replay_from_the_store_was_asked_for_again():
+    """Else it would go as soon as a thousand others have run, and be read again and again."""
+    world = World(cache=True)
+    assert not world.first.answer(call()).replayed
+    second = world.process()
+    assert second.answer(call()).replayed
+    mine, other = world.first.engine._cache, second.engine._cache
+    assert (len(mine.new), len(mine.replayed)) == (1, 0)
+    assert (len(other.new), len(other.replayed)) == (0, 1)
 
 
 def test_after_landing_the_next_one_leads_a_new_flight():

@@ -69,7 +69,7 @@ def test_a_window_that_is_over_is_not_kept(remaining_ms):
 
 
 def test_the_oldest_goes_first_when_there_are_too_many():
-    cache = ReplayCache(entries_limit=2)
+    cache = ReplayCache(new_limit=2)
     for digest in (b"a", b"b", b"c"):
         keep(cache, digest, outcome())
     assert [cache.find(digest, 0) is not None for digest in (b"a", b"b", b"c")] == [
@@ -80,7 +80,7 @@ def test_the_oldest_goes_first_when_there_are_too_many():
 
 
 def test_keeping_again_makes_an_outcome_the_newest():
-    cache = ReplayCache(entries_limit=2)
+    cache = ReplayCache(new_limit=2)
     for digest in (b"a", b"b", b"a", b"c"):
         keep(cache, digest, outcome())
     assert [cache.find(digest, 0) is not None for digest in (b"a", b"b", b"c")] == [
@@ -88,6 +88,52 @@ def test_keeping_again_makes_an_outcome_the_newest():
         False,
         True,
     ]
+
+
+def test_what_was_asked_for_again_is_not_pushed_out_by_what_is_new():
+    cache = ReplayCache(new_limit=2)
+    keep(cache, b"a", outcome())
+    cache.move(b"a")
+    for digest in (b"b", b"c", b"d"):
+        keep(cache, digest, outcome())
+    assert [cache.find(digest, 0) is not None for digest in (b"a", b"b", b"c", b"d")] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_of_those_that_were_asked_for_again_the_oldest_goes_first():
+    cache = ReplayCache(new_limit=1, entries_limit=3)
+    for digest in (b"a", b"b", b"c"):
+        keep(cache, digest, outcome())
+        cache.move(digest)
+    assert [cache.find(digest, 0) is not None for digest in (b"a", b"b", b"c")] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_the_new_outcome_of_a_key_takes_the_place_of_one_that_was_asked_for_again():
+    cache = ReplayCache()
+    keep(cache, b"a", outcome(1))
+    cache.move(b"a")
+    keep(cache, b"a", outcome(2))
+    assert cache.find(b"a", 0).payload == outcome(2)
+    cache.forget(b"a")
+    assert cache.find(b"a", 0) is None
+
+
+def test_moving_what_is_not_there_moves_nothing():
+    cache = ReplayCache()
+    cache.move(b"a")
+    assert cache.find(b"a", 0) is None
+    keep(cache, b"a", outcome())
+    cache.move(b"a")
+    cache.move(b"a")
+    assert cache.find(b"a", 0) is not None
 
 
 def test_one_large_outcome_does_not_push_out_the_small_ones():
@@ -98,30 +144,47 @@ def test_one_large_outcome_does_not_push_out_the_small_ones():
     assert cache.find(b"b", 0) is None
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12), st.booleans()), max_size=60))
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 9), st.integers(0, 12), st.sampled_from(["keep", "move", "forget"])
+        ),
+        max_size=60,
+    )
+)
 def test_the_cache_is_bounded_and_counts_right(actions):
-    """After any history both bounds hold, and forgetting everything gives every byte back."""
-    cache = ReplayCache(entries_limit=6, bytes_limit=160)
-    for number, size_bytes, is_kept in actions:
-        if is_kept:
+    """After any history all bounds hold, and forgetting everything gives every byte back."""
+    cache = ReplayCache(new_limit=4, entries_limit=6, bytes_limit=160)
+    for number, size_bytes, action in actions:
+        if action == "keep":
             keep(cache, bytes([number]), outcome(size_bytes))
+        elif action == "move":
+            cache.move(bytes([number]))
         else:
             cache.forget(bytes([number]))
-        live = [item for item in (cache.find(bytes([n]), 0) for n in range(10)) if item]
-        assert len(live) <= 6
-        assert cache._bytes == sum(item.payload.size_bytes for item in live) <= 160
+        sizes = [
+            [len(kept[4]) + len(kept[5]) for kept in part.values()]
+            for part in (cache.new, cache.replayed)
+        ]
+        assert len(sizes[0]) <= 4
+        assert len(sizes[1]) <= 2
+        assert cache._new_bytes == sum(sizes[0]) <= 40
+        assert cache._replayed_bytes == sum(sizes[1]) <= 120
+        assert cache.new.keys().isdisjoint(cache.replayed)
     for number in range(10):
         cache.forget(bytes([number]))
-    assert cache._bytes == 0
+    assert (cache._new_bytes, cache._replayed_bytes) == (0, 0)
 
 
 def test_clearing_leaves_nothing():
-    cache = ReplayCache(entries_limit=1, bytes_limit=16)
-    keep(cache, b"a", outcome())
+    cache = ReplayCache(new_limit=1, bytes_limit=16)
+    for digest in (b"a", b"b"):
+        keep(cache, digest, outcome())
+        cache.move(digest)
     cache.clear()
-    assert cache.find(b"a", 0) is None
-    keep(cache, b"b", outcome())  # The count of bytes started over, too.
-    assert cache.find(b"b", 0) is not None
+    assert cache.find(b"a", 0) is cache.find(b"b", 0) is None
+    keep(cache, b"c", outcome())  # The counts of bytes started over, too.
+    assert cache.find(b"c", 0) is not None
 
 
 # The lease as its owner knows it.

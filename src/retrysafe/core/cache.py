@@ -17,6 +17,10 @@ TIME_TO_LIVE_SECONDS: Final = 2.0
 # 16 MiB and 10,000 entries: a bound on memory that needs no tuning in an ordinary worker.
 BYTES_LIMIT: Final = 16 * 1024 * 1024
 ENTRIES_LIMIT: Final = 10_000
+# How many of them may be outcomes that nobody has asked for again, and their share of the bytes. As
+# many as 500 operations a second leave behind until they are too old; see `ReplayCache`.
+NEW_LIMIT: Final = 1_000
+NEW_BYTES_SHARE: Final = 4
 
 
 # An outcome as it is kept: when it ends, its attempt, its operation, its payload, and the pairs of
@@ -69,30 +73,53 @@ class CachedOutcome:
 
 
 class ReplayCache:
-    """A bounded map from key digest to outcome, oldest out first.
+    """A bounded map from key digest to outcome, in two parts, oldest out first in each.
+
+    An outcome is new until it is asked for again, which most never are. The new ones have a small
+    part to themselves: a process at full speed fills and empties it all the time, and a large one
+    would push what the operations work with out of the processor's own caches, and what is asked
+    for again and again out of this one.
 
     `find` and `replay` need no lock; whoever calls the others holds one.
     """
 
-    __slots__ = ("_bytes", "_bytes_limit", "_entries_limit", "_seconds", "entries")
+    __slots__ = (
+        "_bytes_limit",
+        "_new_bytes",
+        "_new_bytes_limit",
+        "_new_limit",
+        "_replayed_bytes",
+        "_replayed_bytes_limit",
+        "_replayed_limit",
+        "_seconds",
+        "new",
+        "replayed",
+    )
 
     def __init__(
         self,
         *,
         seconds: float = TIME_TO_LIVE_SECONDS,
+        new_limit: int = NEW_LIMIT,
         entries_limit: int = ENTRIES_LIMIT,
         bytes_limit: int = BYTES_LIMIT,
     ) -> None:
         self._seconds = seconds
-        self._entries_limit = entries_limit
+        self._new_limit = new_limit
+        # The new ones are part of the whole, whether there are any or not.
+        self._replayed_limit = max(0, entries_limit - new_limit)
         self._bytes_limit = bytes_limit
+        self._new_bytes_limit = bytes_limit // NEW_BYTES_SHARE
+        self._replayed_bytes_limit = bytes_limit - self._new_bytes_limit
         # A plain dictionary looks for its first entry among the holes of all that were removed.
-        self.entries: OrderedDict[bytes, Kept] = OrderedDict()
-        self._bytes = 0
+        self.new: OrderedDict[bytes, Kept] = OrderedDict()
+        self.replayed: OrderedDict[bytes, Kept] = OrderedDict()
+        self._new_bytes = 0
+        self._replayed_bytes = 0
 
     def find(self, digest: bytes, monotonic: float) -> CachedOutcome | None:
         """The outcome, if it is still fresh."""
-        kept = self.entries.get(digest)
+        kept = self.replayed.get(digest) or self.new.get(digest)
         if kept is None:
             return None
         # A stale entry stays until it is replaced or pushed out: only the writers hold the lock.
@@ -105,7 +132,7 @@ class ReplayCache:
 
         What `find` tells, without an object for it: most replays need nothing else.
         """
-        kept = self.entries.get(digest)
+        kept = self.replayed.get(digest) or self.new.get(digest)
         if (
             kept is None
             or monotonic >= kept[0]
@@ -133,8 +160,8 @@ class ReplayCache:
         size_bytes = len(head) + len(body)
         if seconds <= 0 or size_bytes > self._bytes_limit // 16:
             return  # One large outcome must not push out a thousand small ones.
-        entries = self.entries
-        if digest in entries:
+        new = self.new
+        if digest in new or digest in self.replayed:
             self.forget(digest)
         kept: Kept = (
             asked_monotonic + seconds,
@@ -146,21 +173,41 @@ class ReplayCache:
         )
         for fingerprint in request.fingerprints:
             kept += (fingerprint.rule, fingerprint.digest)
-        entries[digest] = kept
-        self._bytes += size_bytes
-        while len(entries) > self._entries_limit or self._bytes > self._bytes_limit:
-            self._bytes -= _size_bytes(entries.popitem(last=False)[1])
+        new[digest] = kept
+        self._new_bytes += size_bytes
+        while len(new) > self._new_limit or self._new_bytes > self._new_bytes_limit:
+            self._new_bytes -= _size_bytes(new.popitem(last=False)[1])
+
+    def move(self, digest: bytes) -> None:
+        """Takes note that an outcome was asked for again: no new one pushes it out any more."""
+        kept = self.new.pop(digest, None)
+        if kept is None:
+            return
+        size_bytes = _size_bytes(kept)
+        self._new_bytes -= size_bytes
+        replayed = self.replayed
+        replayed[digest] = kept
+        self._replayed_bytes += size_bytes
+        while (
+            len(replayed) > self._replayed_limit
+            or self._replayed_bytes > self._replayed_bytes_limit
+        ):
+            self._replayed_bytes -= _size_bytes(replayed.popitem(last=False)[1])
 
     def forget(self, digest: bytes) -> None:
         """Drops one outcome."""
-        kept = self.entries.pop(digest, None)
+        kept = self.new.pop(digest, None)
         if kept is not None:
-            self._bytes -= _size_bytes(kept)
+            self._new_bytes -= _size_bytes(kept)
+        kept = self.replayed.pop(digest, None)
+        if kept is not None:
+            self._replayed_bytes -= _size_bytes(kept)
 
     def clear(self) -> None:
         """Drops everything."""
-        self.entries.clear()
-        self._bytes = 0
+        self.new.clear()
+        self.replayed.clear()
+        self._new_bytes = self._replayed_bytes = 0
 
 
 def _size_bytes(kept: Kept) -> int:

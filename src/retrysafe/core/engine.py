@@ -218,15 +218,18 @@ class Engine:
         """
         cache, digest = self._cache, call.key.digest
         # Of a new key, all that is looked at.
-        if cache is None or digest not in cache.entries:
+        if cache is None or (digest not in cache.new and digest not in cache.replayed):
             return None
         found = cache.replay(digest, self._monotonic(), call.fingerprints[0])
-        if found is not None:
-            return self._replay(call, *found, "process")
-        cached = self.remembered(call)
-        if cached is None:
-            return None
-        return self._replay(call, cached.payload, cached.attempt, "process")
+        if found is None:
+            cached = self.remembered(call)
+            if cached is None:
+                return None
+            found = cached.payload, cached.attempt
+        if digest in cache.new:
+            with self._lock:
+                cache.move(digest)
+        return self._replay(call, *found, "process")
 
     def remembered(self, call: Call) -> CachedOutcome | None:
         """What this process remembers of the key's outcome; raises `KeyReused`."""
@@ -364,6 +367,9 @@ class Engine:
         if payload is None:
             raise gone(call)
         self._runner.remember(call, flight, payload, answer.attempt, asked, answer.remaining_ms)
+        if self._cache is not None:
+            with self._lock:
+                self._cache.move(call.key.digest)
         return self._replay(call, payload, answer.attempt, "store")
 
     # Admission: a follower waits for its leader's news.
