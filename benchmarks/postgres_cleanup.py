@@ -30,7 +30,7 @@ from typing import Any
 
 import psycopg
 
-from benchmarks.measuring import Row, progress
+from benchmarks.measuring import Row, chance, progress
 from benchmarks.postgres_filling import fill, fill_past_day, migrate, tidy
 from benchmarks.postgres_load import Load, Overloaded, percentile
 from retrysafe.core.model import SweepReport
@@ -102,18 +102,9 @@ class Found:
         )
 
 
-def chance(busy: list[list[float]], quiet: list[list[float]]) -> float:
-    """How often as many of these times, picked at random, would be as slow as those that were busy.
-
-    By the ranks of their p99, counted over every pick: Wilcoxon's test, one-sided. Below one in
-    twenty, there is an effect that can be told from what the others differ by themselves.
-    """
-    p99 = [percentile(claims, 0.99) for claims in (*busy, *quiet)]
-    # Half a rank for each of two that are alike.
-    ranks = [sum((other < one) + (other == one) / 2 for other in p99) for one in p99]
-    found = sum(ranks[: len(busy)])
-    picks = [sum(pick) for pick in itertools.combinations(ranks, len(busy))]
-    return sum(pick >= found for pick in picks) / len(picks)
+def _chance(slow: list[list[float]], others: list[list[float]]) -> float:
+    """How often chance alone makes some of these times as slow, by their p99."""
+    return chance(*([percentile(claims, 0.99) for claims in times] for times in (slow, others)))
 
 
 def _usual_p99(times: list[list[float]]) -> float:
@@ -286,6 +277,7 @@ def _told_share(rows: list[Row], share: float) -> list[Row]:
     if share < SHARE:
         for row in rows:
             row.note = f"at {share:.0%} of the maximum, as more piled up; {row.note}"
+            row.is_as_asked = False
     return rows
 
 
@@ -342,8 +334,8 @@ def _measured(url: str, rate: float, *, is_quick: bool) -> list[Row]:
         Row(
             "the drop beside that: how often chance alone is as slow",
             rate,
-            chance(dropped.busy, freed.busy),
-            note=f"against quiet times {chance(dropped.busy, dropped.quiet + freed.quiet):.3f}, "
-            f"the file against them {chance(freed.busy, dropped.quiet + freed.quiet):.3f}",
+            _chance(dropped.busy, freed.busy),
+            note=f"against quiet times {_chance(dropped.busy, dropped.quiet + freed.quiet):.3f}, "
+            f"the file against them {_chance(freed.busy, dropped.quiet + freed.quiet):.3f}",
         ),
     ]
