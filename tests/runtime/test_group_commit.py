@@ -30,7 +30,7 @@ from retrysafe.core.ports import Capabilities, Waits
 from retrysafe.runtime import task_commit, thread_commit
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit import FEW_ROWS
-from retrysafe.runtime.task_commit import REPLAYS_SHARE, TaskGroupCommit
+from retrysafe.runtime.task_commit import REPLAYS_SHARE, SPLIT_ROWS, TaskGroupCommit
 from retrysafe.runtime.thread_commit import ThreadGroupCommit
 from tests.runtime.staged import (
     PATIENCE_SECONDS,
@@ -1167,6 +1167,8 @@ def test_replays_leave_in_two_batches_side_by_side():
     async def main() -> None:
         store = StagedStore(waits=Waits.SUSPENDING)
         store.capabilities = Capabilities(Waits.SUSPENDING, batch_limit=128, batches_in_flight=2)
+        # As any store that is asked over a connection: the answer never comes in the same turn.
+        store.after = lambda commit: asyncio.sleep(0)
         group = TaskGroupCommit(store, asyncio.get_running_loop())
 
         async def run(name: str) -> None:
@@ -1193,5 +1195,198 @@ def test_replays_leave_in_two_batches_side_by_side():
         assert await sizes(many, "new ") == [many // 2, many // 2]
         assert await sizes(many, "newer ") == [many]
         await group.drain()
+
+    drive(main())
+
+
+# Who is told when, so that the tasks work while the store works.
+
+
+def test_the_next_batch_leaves_before_those_of_the_last_one_go_on():
+    """They have work to do, and what waits behind them need not wait for that as well.
+
+    They are told in the turn after, because some loops write at the end of a turn only.
+    """
+
+    async def main() -> None:
+        stage = TaskStage()
+        first = stage.group.claim(_request("first"))
+        await stage.hold.reached()
+        tasks = await stage.queue_up(3)
+        told: list[bool] = []
+        stage.then = lambda commit: told.append(first.done())
+        stage.hold.open()
+        await asyncio.gather(first, *tasks)
+        assert told == [False]
+        await stage.group.drain()
+
+    drive(main())
+
+
+class Halves:
+    """Tasks that claim together and then settle, over a store that holds their endings up."""
+
+    def __init__(self, count: int, batches_in_flight: int = 2) -> None:
+        self.store = StagedStore(waits=Waits.SUSPENDING)
+        self.store.capabilities = Capabilities(
+            Waits.SUSPENDING, batch_limit=128, batches_in_flight=batches_in_flight
+        )
+        self.group = TaskGroupCommit(self.store, asyncio.get_running_loop())
+        self.hold = TaskHold()
+        self.requests = [_request(str(number)) for number in range(count)]
+        self.claims: list[asyncio.Future] = []
+        # The claims that were answered, by the commit that came next.
+        self.told: list[int] = []
+        self.store.before = self._before
+
+    def _before(self, commit) -> object:
+        self.told.append(sum(claim.done() for claim in self.claims))
+        return None if commit.claims else self.hold()
+
+    async def _run(self, request: ClaimRequest, claim: asyncio.Future) -> None:
+        await claim
+        ending = Settlement(SettleKind.COMPLETE, request.key, request.token, active_ms=1000)
+        await self.group.settle(ending)
+
+    def begin(self) -> list[asyncio.Task]:
+        self.claims = [self.group.claim(request) for request in self.requests]
+        pairs = zip(self.requests, self.claims, strict=True)
+        return [asyncio.create_task(self._run(request, claim)) for request, claim in pairs]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(commit.claims) + len(commit.settlements) for commit in self.store.commits]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """What the group counts of its flights; nothing, once all have landed."""
+        group = self.group
+        return group._flights_count, group._held_up_count, group._rows_in_flight
+
+
+def test_those_of_a_large_batch_go_on_in_two_halves():
+    """What the first half writes is on its way when the second half begins, which leaves beside."""
+
+    async def main() -> None:
+        halves = Halves(SPLIT_ROWS)
+        tasks = halves.begin()
+        await halves.hold.reached()
+        await turns()
+        assert halves.sizes == [SPLIT_ROWS, SPLIT_ROWS // 2, SPLIT_ROWS // 2]
+        assert halves.told == [0, SPLIT_ROWS // 2, SPLIT_ROWS]
+        halves.hold.open()
+        await asyncio.gather(*tasks)
+        await halves.group.drain()
+        assert halves.counts == (0, 0, 0)
+
+    drive(main())
+
+
+@pytest.mark.parametrize(
+    ("count", "batches_in_flight"), [(SPLIT_ROWS - 1, 2), (SPLIT_ROWS, 1)], ids=["small", "alone"]
+)
+def test_what_would_gain_nothing_by_it_stays_one_batch(count, batches_in_flight):
+    """A small batch costs by itself; and a store that takes one at a time takes one half only."""
+
+    async def main() -> None:
+        halves = Halves(count, batches_in_flight)
+        tasks = halves.begin()
+        halves.hold.open()
+        await asyncio.gather(*tasks)
+        assert halves.sizes == [count, count]
+        await halves.group.drain()
+
+    drive(main())
+
+
+def test_a_batch_as_large_as_those_under_way_leaves_beside_them(monkeypatch):
+    """One row less waits for them, and so does a small one whatever is under way."""
+    monkeypatch.setattr(task_commit, "HELD_UP_SECONDS", 3600)
+
+    async def main(under_way: int, needed: int) -> None:
+        store = StagedStore(waits=Waits.SUSPENDING)
+        store.capabilities = Capabilities(Waits.SUSPENDING, batch_limit=128, batches_in_flight=2)
+        hold = TaskHold()
+        store.before = hold
+        group = TaskGroupCommit(store, asyncio.get_running_loop())
+        rows = [group.claim(_request(f"first {number}")) for number in range(under_way)]
+        await turns()
+        rows += [group.claim(_request(f"second {number}")) for number in range(needed - 1)]
+        await turns()
+        assert [len(commit.claims) for commit in store.commits] == [under_way]
+        rows.append(group.claim(_request("the last one")))
+        await turns()
+        assert [len(commit.claims) for commit in store.commits] == [under_way, needed]
+        hold.open()
+        await asyncio.gather(*rows)
+        await group.drain()
+
+    drive(main(SPLIT_ROWS, SPLIT_ROWS))
+    drive(main(FEW_ROWS, SPLIT_ROWS // 2))
+
+
+def test_a_flight_that_is_cancelled_between_the_halves_has_told_everybody():
+    """What the store has said stands, whoever stops the task that was about to pass it on."""
+
+    async def main() -> None:
+        halves = Halves(SPLIT_ROWS)
+        tasks = halves.begin()
+        halves.claims[0].add_done_callback(lambda _: next(iter(halves.group._flights)).cancel())
+        halves.hold.open()
+        await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_SECONDS)
+        assert {claim.result().decision for claim in halves.claims} == {Decision.ADMIT}
+        await halves.group.drain()
+        assert halves.counts == (0, 0, 0)
+
+    drive(main())
+
+
+def test_a_claim_that_is_let_go_between_the_halves_is_given_back():
+    """It was granted, and its caller goes before it is told: nobody is going to run it."""
+
+    async def main() -> None:
+        halves = Halves(SPLIT_ROWS)
+        last = halves.requests[-1]
+
+        def let_go(_: object) -> None:
+            halves.group.let_go(last.key)
+            tasks[-1].cancel()
+
+        tasks = halves.begin()
+        halves.claims[0].add_done_callback(let_go)
+        halves.hold.open()
+        await asyncio.gather(*tasks[:-1])
+        assert isinstance(await raised(tasks[-1]), asyncio.CancelledError)
+        await halves.group.drain()
+        released = [
+            item.token
+            for commit in halves.store.commits
+            for item in commit.settlements
+            if item.kind is SettleKind.RELEASE
+        ]
+        assert released == [last.token]
+        again = _request(last.key.text)
+        (answer,), _ = await halves.store.inner.commit([again], [])
+        assert (answer.decision, answer.attempt) == (Decision.ADMIT, 1)
+
+    drive(main())
+
+
+def test_a_flight_that_is_over_is_not_taken_for_one_that_hangs():
+    """Somebody may look out for one while its second half waits to be told."""
+
+    async def main() -> None:
+        halves = Halves(SPLIT_ROWS)
+
+        def look_out(_: object) -> None:
+            for flight in halves.group._flights.values():
+                halves.group._pass_over(flight)
+
+        tasks = halves.begin()
+        halves.claims[0].add_done_callback(look_out)
+        halves.hold.open()
+        await asyncio.gather(*tasks)
+        await halves.group.drain()
+        assert halves.counts == (0, 0, 0)
 
     drive(main())
