@@ -102,8 +102,9 @@ class Ways:
 
 def run(is_quick: bool = False) -> Report:
     # Many short rounds rather than few long ones: the machine is slow for seconds at a time, and a
-    # round's ratios are of what was measured within a minute or two.
-    rounds, seconds = (1 if is_quick else 5), 2.0
+    # round's ratios are of what was measured within a minute or two. Longer than an outcome is
+    # remembered in the process, so that replays ask the store now and then.
+    rounds, seconds = (1 if is_quick else 5), 3.0
     with tempfile.TemporaryDirectory() as folder, PostgresServer(settings=SETTINGS) as postgres:
         url = postgres.url()
         if not is_quick:

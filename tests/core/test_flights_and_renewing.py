@@ -120,15 +120,19 @@ def test_threads_that_share_an_engine_land_and_remember_one_at_a_time():
             seen.append(("asked for again", lock.is_held))
             super().move(digest)
 
-    process = World().first
-    engine = process.engine
-    engine._lock = engine._flights._lock = engine._runner._lock = lock
-    engine._flights._by_digest = Watched()
-    engine._cache = engine._runner._cache = Cache()
+    world = World()
+    process, other = world.first, world.process()
+    for engine in (process.engine, other.engine):
+        engine._lock = engine._flights._lock = engine._runner._lock = lock
+        engine._flights._by_digest = Watched()
+        engine._cache = engine._runner._cache = Cache()
     assert not process.answer(call()).replayed
     assert process.answer(call()).replayed
     assert process.answer(call()).replayed
     assert seen == [("remembered", True), ("landed", True), ("asked for again", True)]
+    seen.clear()
+    assert other.answer(call()).replayed
+    assert seen == [("remembered", True), ("asked for again", True), ("landed", True)]
 
 
 def test_a_replay_from_the_store_was_asked_for_again():

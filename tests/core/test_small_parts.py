@@ -105,7 +105,7 @@ def test_what_was_asked_for_again_is_not_pushed_out_by_what_is_new():
 
 
 def test_of_those_that_were_asked_for_again_the_oldest_goes_first():
-    cache = ReplayCache(new_limit=1, entries_limit=3)
+    cache = ReplayCache(new_limit=1, replayed_limit=2)
     for digest in (b"a", b"b", b"c"):
         keep(cache, digest, outcome())
         cache.move(digest)
@@ -154,7 +154,7 @@ def test_one_large_outcome_does_not_push_out_the_small_ones():
 )
 def test_the_cache_is_bounded_and_counts_right(actions):
     """After any history all bounds hold, and forgetting everything gives every byte back."""
-    cache = ReplayCache(new_limit=4, entries_limit=6, bytes_limit=160)
+    cache = ReplayCache(new_limit=4, replayed_limit=2, bytes_limit=160)
     for number, size_bytes, action in actions:
         if action == "keep":
             keep(cache, bytes([number]), outcome(size_bytes))
@@ -181,10 +181,25 @@ def test_clearing_leaves_nothing():
     for digest in (b"a", b"b"):
         keep(cache, digest, outcome())
         cache.move(digest)
+    keep(cache, b"c", outcome())
     cache.clear()
-    assert cache.find(b"a", 0) is cache.find(b"b", 0) is None
-    keep(cache, b"c", outcome())  # The counts of bytes started over, too.
+    assert [cache.find(digest, 0) for digest in (b"a", b"b", b"c")] == [None] * 3
+    assert (cache._new_bytes, cache._replayed_bytes) == (0, 0)
+
+
+def test_counts_that_a_signal_has_left_too_high_are_put_right():
+    """It may raise between an entry's end and its count; the cache must go on all the same."""
+    cache = ReplayCache(bytes_limit=160)
+    cache._new_bytes = cache._replayed_bytes = 1_000
+    keep(cache, b"a", outcome())
+    keep(cache, b"b", outcome())
+    cache.move(b"b")
+    keep(cache, b"c", outcome())
+    cache.move(b"c")
+    keep(cache, b"d", outcome())
     assert cache.find(b"c", 0) is not None
+    assert cache.find(b"d", 0) is not None
+    assert (cache._new_bytes, cache._replayed_bytes) == (1, 1)
 
 
 # The lease as its owner knows it.

@@ -790,6 +790,53 @@ def test_a_loop_may_begin_its_tasks_at_once():
     drive(main())
 
 
+def test_batches_of_a_store_that_answers_at_once_do_not_begin_within_each_other():
+    """Where tasks begin at once, each batch would end in the one before it, down to no stack."""
+
+    async def main() -> None:
+        store = StagedStore(waits=Waits.SUSPENDING, batch_limit=1)
+        hold = TaskHold()
+        store.before = lambda commit: hold() if len(store.commits) == 1 else None
+        group = TaskGroupCommit(store, asyncio.get_running_loop())
+        asyncio.get_running_loop().set_task_factory(begin_at_once)
+        count = sys.getrecursionlimit()
+        rows = [group.claim(_request(str(number))) for number in range(count)]
+        await turns()
+        hold.open()
+        answers = await asyncio.wait_for(asyncio.gather(*rows), PATIENCE_SECONDS)
+        assert [answer.decision for answer in answers] == [Decision.ADMIT] * count
+        await group.drain()
+
+    drive(main())
+
+
+def test_rows_stand_and_are_told_though_the_next_batch_cannot_leave(monkeypatch):
+    """Nobody waits for ever for what the store has done; and the group goes on with the next."""
+
+    async def main() -> None:
+        stage = TaskStage()
+        first = stage.group.claim(_request("first"))
+        await stage.hold.reached()
+        (behind,) = await stage.queue_up(1)
+        with monkeypatch.context() as patched:
+
+            def refuse(flow, **_: object) -> None:
+                flow.close()
+                raise MemoryError
+
+            patched.setattr(task_commit.asyncio, "Task", refuse)
+            stage.hold.open()
+            answer = await asyncio.wait_for(first, PATIENCE_SECONDS)
+        assert answer.decision is Decision.ADMIT
+        later = stage.group.claim(_request("later"))
+        answers = await asyncio.wait_for(asyncio.gather(behind, later), PATIENCE_SECONDS)
+        assert [answer.decision for answer in answers] == [Decision.ADMIT] * 2
+        await stage.group.drain()
+        assert (stage.group._flights_count, stage.group._is_boarding) == (0, False)
+
+    drive(main())
+
+
 def test_rows_of_tasks_that_wait_leave_together():
     """Thirty rows behind one commit leave in batches of the store's limit."""
 
@@ -1103,6 +1150,7 @@ def test_a_batch_of_tasks_that_is_held_up_is_waited_for_once(monkeypatch):
         holds[6].open()
         await asyncio.gather(*last)
         await group.drain()
+        assert (group._flights_count, group._held_up_count, group._rows_in_flight) == (0, 0, 0)
 
     drive(main())
 
@@ -1158,17 +1206,19 @@ def test_a_full_batch_keeps_the_others_waiting():
     drive(main())
 
 
-def test_replays_leave_in_two_batches_side_by_side():
+@pytest.mark.parametrize("is_at_once", [False, True], ids=["in a later turn", "at once"])
+def test_replays_leave_in_two_batches_side_by_side(is_at_once):
     """What is only read gains nothing by leaving together: one half is served beside the other.
 
     Only many, and only where the store takes two batches; new keys share one flush again at once.
+    A store that answers in the same turn is done with one half before the other leaves, which is
+    parted once more.
     """
 
     async def main() -> None:
         store = StagedStore(waits=Waits.SUSPENDING)
         store.capabilities = Capabilities(Waits.SUSPENDING, batch_limit=128, batches_in_flight=2)
-        # As any store that is asked over a connection: the answer never comes in the same turn.
-        store.after = lambda commit: asyncio.sleep(0)
+        store.after = lambda commit: None if is_at_once else asyncio.sleep(0)
         group = TaskGroupCommit(store, asyncio.get_running_loop())
 
         async def run(name: str) -> None:
@@ -1189,7 +1239,8 @@ def test_replays_leave_in_two_batches_side_by_side():
         many = 2 * REPLAYS_SHARE + 10
         await asyncio.gather(*(run(str(number)) for number in range(many)))
         assert await sizes(many) == [many]  # Nobody knows yet that they are replays.
-        assert await sizes(many) == [many // 2, many // 2]
+        parts = [many // 2, REPLAYS_SHARE, 5] if is_at_once else [many // 2, many // 2]
+        assert await sizes(many) == parts
         assert await sizes(REPLAYS_SHARE + 4) == [REPLAYS_SHARE, 4]
         assert await sizes(REPLAYS_SHARE) == [REPLAYS_SHARE]
         assert await sizes(many, "new ") == [many // 2, many // 2]
@@ -1278,6 +1329,81 @@ def test_those_of_a_large_batch_go_on_in_two_halves():
         await asyncio.gather(*tasks)
         await halves.group.drain()
         assert halves.counts == (0, 0, 0)
+
+    drive(main())
+
+
+def test_everybody_hears_its_own_answer_in_whichever_half():
+    """Somebody's claim told to another would run an operation twice."""
+
+    async def main() -> None:
+        store = StagedStore(waits=Waits.SUSPENDING)
+        store.capabilities = Capabilities(Waits.SUSPENDING, batch_limit=128, batches_in_flight=2)
+        commit = store.commit
+        refusal = StoreRejected("too large")
+
+        async def refusing(claims, settlements):
+            claimed, settled = await commit(claims, settlements)
+            return [*claimed[:-1], refusal], settled
+
+        store.commit = refusing
+        group = TaskGroupCommit(store, asyncio.get_running_loop())
+        held = [_request(f"held {number}") for number in range(SPLIT_ROWS)]
+        taken = [_request(f"claim {number}") for number in range(0, SPLIT_ROWS, 3)]
+        await store.inner.commit([*held, *taken], [])
+        endings = [
+            group.settle(
+                Settlement(
+                    SettleKind.COMPLETE,
+                    request.key,
+                    os.urandom(16) if number % 4 == 0 else request.token,
+                    active_ms=1000,
+                )
+            )
+            for number, request in enumerate(held)
+        ]
+        claims = [group.claim(_request(f"claim {number}")) for number in range(SPLIT_ROWS)]
+        told = [raised(row) if row is claims[-1] else row for row in (*endings, *claims)]
+        answers = await asyncio.gather(*told)
+        assert len(store.commits) == 1
+        assert [answer.decision for answer in answers[:SPLIT_ROWS]] == [
+            Decision.LOST if number % 4 == 0 else Decision.APPLY for number in range(SPLIT_ROWS)
+        ]
+        assert [answer.decision for answer in answers[SPLIT_ROWS:-1]] == [
+            Decision.IN_FLIGHT if number % 3 == 0 else Decision.ADMIT
+            for number in range(SPLIT_ROWS - 1)
+        ]
+        assert answers[-1] is refusal
+        await group.drain()
+
+    drive(main())
+
+
+@pytest.mark.parametrize("is_beside", [False, True], ids=["alone", "beside another"])
+def test_only_a_batch_that_is_alone_is_told_in_halves(monkeypatch, is_beside):
+    """While another one is with the store, there is no rest to be avoided."""
+    monkeypatch.setattr(task_commit, "HELD_UP_SECONDS", 3600)
+
+    async def main() -> None:
+        store = StagedStore(waits=Waits.SUSPENDING)
+        store.capabilities = Capabilities(Waits.SUSPENDING, batch_limit=128, batches_in_flight=2)
+        holds = [TaskHold(), TaskHold()]
+        store.before = lambda commit: holds[len(store.commits) - 1]()
+        group = TaskGroupCommit(store, asyncio.get_running_loop())
+        rows = [group.claim(_request(f"first {number}")) for number in range(SPLIT_ROWS)]
+        await holds[0].reached()
+        others = []
+        if is_beside:
+            others = [group.claim(_request(f"second {number}")) for number in range(SPLIT_ROWS)]
+            await holds[1].reached()
+        told: list[int] = []
+        rows[0].add_done_callback(lambda _: told.append(sum(row.done() for row in rows)))
+        holds[0].open()
+        await asyncio.gather(*rows)
+        assert told == [SPLIT_ROWS if is_beside else SPLIT_ROWS // 2]
+        holds[1].open()
+        await asyncio.gather(*others)
+        await group.drain()
 
     drive(main())
 

@@ -16,9 +16,9 @@ from retrysafe.core.model import Fingerprint, Payload
 TIME_TO_LIVE_SECONDS: Final = 2.0
 # 16 MiB and 10,000 entries: a bound on memory that needs no tuning in an ordinary worker.
 BYTES_LIMIT: Final = 16 * 1024 * 1024
-ENTRIES_LIMIT: Final = 10_000
-# How many of them may be outcomes that nobody has asked for again, and their share of the bytes. As
-# many as 500 operations a second leave behind until they are too old; see `ReplayCache`.
+REPLAYED_LIMIT: Final = 9_000
+# How many more may be outcomes that nobody has asked for again, and which part of the bytes is for
+# them: for as many as 500 operations a second leave behind until they are too old, at 4 KiB each.
 NEW_LIMIT: Final = 1_000
 NEW_BYTES_SHARE: Final = 4
 
@@ -101,13 +101,12 @@ class ReplayCache:
         *,
         seconds: float = TIME_TO_LIVE_SECONDS,
         new_limit: int = NEW_LIMIT,
-        entries_limit: int = ENTRIES_LIMIT,
+        replayed_limit: int = REPLAYED_LIMIT,
         bytes_limit: int = BYTES_LIMIT,
     ) -> None:
         self._seconds = seconds
         self._new_limit = new_limit
-        # The new ones are part of the whole, whether there are any or not.
-        self._replayed_limit = max(0, entries_limit - new_limit)
+        self._replayed_limit = replayed_limit
         self._bytes_limit = bytes_limit
         self._new_bytes_limit = bytes_limit // NEW_BYTES_SHARE
         self._replayed_bytes_limit = bytes_limit - self._new_bytes_limit
@@ -119,7 +118,8 @@ class ReplayCache:
 
     def find(self, digest: bytes, monotonic: float) -> CachedOutcome | None:
         """The outcome, if it is still fresh."""
-        kept = self.replayed.get(digest) or self.new.get(digest)
+        # In this order: what is moved is in the other part before it leaves this one.
+        kept = self.new.get(digest) or self.replayed.get(digest)
         if kept is None:
             return None
         # A stale entry stays until it is replaced or pushed out: only the writers hold the lock.
@@ -132,7 +132,8 @@ class ReplayCache:
 
         What `find` tells, without an object for it: most replays need nothing else.
         """
-        kept = self.replayed.get(digest) or self.new.get(digest)
+        # In this order: what is moved is in the other part before it leaves this one.
+        kept = self.new.get(digest) or self.replayed.get(digest)
         if (
             kept is None
             or monotonic >= kept[0]
@@ -176,22 +177,29 @@ class ReplayCache:
         new[digest] = kept
         self._new_bytes += size_bytes
         while len(new) > self._new_limit or self._new_bytes > self._new_bytes_limit:
+            if not new:
+                self._new_bytes = 0  # A signal has raised between an entry and its count.
+                break
             self._new_bytes -= _size_bytes(new.popitem(last=False)[1])
 
     def move(self, digest: bytes) -> None:
         """Takes note that an outcome was asked for again: no new one pushes it out any more."""
-        kept = self.new.pop(digest, None)
+        new, replayed = self.new, self.replayed
+        kept = new.get(digest)
         if kept is None:
             return
         size_bytes = _size_bytes(kept)
-        self._new_bytes -= size_bytes
-        replayed = self.replayed
         replayed[digest] = kept
         self._replayed_bytes += size_bytes
+        del new[digest]
+        self._new_bytes -= size_bytes
         while (
             len(replayed) > self._replayed_limit
             or self._replayed_bytes > self._replayed_bytes_limit
         ):
+            if not replayed:
+                self._replayed_bytes = 0  # As above.
+                break
             self._replayed_bytes -= _size_bytes(replayed.popitem(last=False)[1])
 
     def forget(self, digest: bytes) -> None:

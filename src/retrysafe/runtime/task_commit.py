@@ -165,12 +165,13 @@ class TaskGroupCommit:
         )
 
     def _launch(self) -> None:
-        # It leaves in the next turn of the loop: what other ready tasks add comes along. A loop
-        # with eager tasks lets it leave before `create_task` returns, with what there is by then.
+        # It leaves in the next turn of the loop: what other ready tasks add comes along. Not by the
+        # loop's factory, which may begin a task at once: where the store answers at once as well,
+        # each batch would begin within the one before it.
         flight = _Flight()
+        task = asyncio.Task(self._fly(flight), loop=self._loop)
         self._flights_count += 1
         self._is_boarding = True
-        task = self._loop.create_task(self._fly(flight))
         self._flights[task] = flight
         task.add_done_callback(self._landed)
 
@@ -223,8 +224,11 @@ class TaskGroupCommit:
             if not isinstance(error, StoreError):
                 raise
             return
-        self._end(flight)
-        await self._tell([*flight.settling, *flight.claiming], [*settled, *claimed])
+        try:
+            self._end(flight)
+        finally:
+            # Whatever becomes of the next batch, these rows stand.
+            await self._tell([*flight.settling, *flight.claiming], [*settled, *claimed])
 
     async def _tell(
         self, waiting: Sequence[asyncio.Future[Any]], answers: Sequence[ClaimResult | SettleResult]
@@ -241,7 +245,8 @@ class TaskGroupCommit:
         elif self._flights_limit > 1 and not self._flights_count and len(waiting) >= SPLIT_ROWS:
             # Nothing else is. Were all of them told at once, they would all leave at once again:
             # the store would rest for as long as they work, and they for as long as it does. The
-            # first half works in this turn, and what it has to write leaves in the next one.
+            # first half works in the next turn, what it has to write leaves in the one after, and
+            # then the others begin.
             told, turns = len(waiting) // 2, 2
             _answer(waiting[:told], answers[:told])
         try:
