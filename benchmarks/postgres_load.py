@@ -151,15 +151,20 @@ async def paced(task: Task) -> Found:
     claims: list[float] = []
     asked_at: list[float] = []
     async with AsyncIdempotency(task["url"], caller=GLOBAL) as idem:
+        # One function for all, as services have it: what every call of it has in common is found
+        # out once. By its task, an operation finds out when it was due.
+        due_of: dict[asyncio.Task[Any] | None, float] = {}
+
+        async def timed() -> str:
+            due = due_of.pop(asyncio.current_task())
+            # From when it was due: a loop that stands still asks for nothing meanwhile.
+            claims.append(time.monotonic() - due)
+            asked_at.append(due)
+            return BODY
 
         async def run_one(number: int, due: float) -> None:
-            async def timed() -> str:
-                # From when it was due: a loop that stands still asks for nothing meanwhile.
-                claims.append(time.monotonic() - due)
-                asked_at.append(due)
-                return BODY
-
-            await idem.run(f"{name}-{number}", timed, name="benchmarks.operation")
+            due_of[asyncio.current_task()] = due
+            await idem.run(f"{name}-{number}", timed)
 
         async def warm_up(number: int, due: float) -> None:
             await run_one(-1 - number, due)
