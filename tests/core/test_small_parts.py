@@ -176,17 +176,6 @@ def test_the_cache_is_bounded_and_counts_right(actions):
     assert (cache._new_bytes, cache._replayed_bytes) == (0, 0)
 
 
-def test_clearing_leaves_nothing():
-    cache = ReplayCache(new_limit=1, bytes_limit=16)
-    for digest in (b"a", b"b"):
-        keep(cache, digest, outcome())
-        cache.move(digest)
-    keep(cache, b"c", outcome())
-    cache.clear()
-    assert [cache.find(digest, 0) for digest in (b"a", b"b", b"c")] == [None] * 3
-    assert (cache._new_bytes, cache._replayed_bytes) == (0, 0)
-
-
 def test_counts_that_a_signal_has_left_too_high_are_put_right():
     """It may raise between an entry's end and its count; the cache must go on all the same."""
     cache = ReplayCache(bytes_limit=160)

@@ -211,12 +211,6 @@ class ReplayCache:
         if kept is not None:
             self._replayed_bytes -= _size_bytes(kept)
 
-    def clear(self) -> None:
-        """Drops everything."""
-        self.new.clear()
-        self.replayed.clear()
-        self._new_bytes = self._replayed_bytes = 0
-
 
 def _size_bytes(kept: Kept) -> int:
     return len(kept[4]) + len(kept[5])

@@ -243,7 +243,7 @@ class TaskGroupCommit:
             # The next batch leaves in this turn, and they begin in the one after.
             turns = 1
         elif self._flights_limit > 1 and not self._flights_count and len(waiting) >= SPLIT_ROWS:
-            # Nothing else is. Were all of them told at once, they would all leave at once again:
+            # Nothing is on its way. Were all of them told at once, all would leave at once again:
             # the store would rest for as long as they work, and they for as long as it does. The
             # first half works in the next turn, what it has to write leaves in the one after, and
             # then the others begin.
