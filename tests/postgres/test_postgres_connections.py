@@ -6,7 +6,7 @@ import asyncio
 from datetime import timedelta
 
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.postgres.asyncpg_connector import AsyncpgConnector
+from retrysafe.stores.postgres.asyncpg_connector import STATEMENTS_LIMIT, AsyncpgConnector, Held
 from retrysafe.stores.postgres.connector import PLANNER_SETTINGS, PoolOptions
 from retrysafe.stores.postgres.psycopg_connector import PsycopgConnector
 
@@ -68,6 +68,79 @@ def test_plans_are_made_once_and_by_the_primary_key(postgres_server):
             await connector.close()
 
     assert asyncio.run(main()) == PLANNER_SETTINGS
+
+
+def test_a_prepared_statement_outlives_a_migration(postgres_server):
+    """A release that changes a column's type must not break the processes of the one before."""
+
+    async def main() -> list[object]:
+        connector = _connector(postgres_server.url(), 1)
+        try:
+            async with connector.transaction() as session:
+                await session.script(
+                    "CREATE TABLE changing (size int); INSERT INTO changing VALUES (7)"
+                )
+            select = "SELECT size FROM changing"
+            found = [(await connector.fetch(select))[0][0]]
+            async with connector.transaction() as session:
+                await session.script("ALTER TABLE changing ALTER size TYPE text")
+            found += [(await connector.fetch(select))[0][0] for _ in range(2)]
+            async with connector.transaction() as session:
+                await session.script("DROP TABLE changing")
+            return found
+        finally:
+            await connector.close()
+
+    assert asyncio.run(main()) == [7, "7", "7"]
+
+
+def test_a_statement_is_prepared_once(postgres_server):
+    """To prepare it again would be a round trip of its own."""
+
+    async def main() -> list[int]:
+        connector = _connector(postgres_server.url(), 1)
+        try:
+            for number in range(3):
+                await connector.fetch("SELECT $1::bigint AS asked", [number])
+            return [
+                row[0]
+                for row in await connector.fetch(
+                    "SELECT generic_plans + custom_plans FROM pg_prepared_statements"
+                    " WHERE statement LIKE '% AS asked'"
+                )
+            ]
+        finally:
+            await connector.close()
+
+    assert asyncio.run(main()) == [3]
+
+
+def test_nothing_is_prepared_for_a_pooler():
+    """The next transaction may meet a connection of the server's that does not know it."""
+
+    class Pooled:
+        """As much of a connection as may be used behind a pooler."""
+
+        async def fetch(self, sql: str, *params: object) -> list[tuple[object, ...]]:
+            return [(sql, *params)]
+
+    held = Held(Pooled(), prepares=False)
+    assert asyncio.run(held.fetch("SELECT $1", [7])) == [("SELECT $1", 7)]
+
+
+def test_statements_that_differ_do_not_pile_up(postgres_server):
+    """Some texts have a name or a date in them, and a connection may live for weeks."""
+
+    async def main() -> int:
+        connector = _connector(postgres_server.url(), 1)
+        try:
+            for number in range(2 * STATEMENTS_LIMIT + 5):
+                await connector.fetch(f"SELECT {number}")
+            return (await connector.fetch("SELECT count(*) FROM pg_prepared_statements"))[0][0]
+        finally:
+            await connector.close()
+
+    assert asyncio.run(main()) <= STATEMENTS_LIMIT
 
 
 def test_a_shared_connection_keeps_its_settings(pgbouncer):
