@@ -106,6 +106,20 @@ def progress(text: str) -> None:
     print(f"\r  {text:<70}", end="", file=sys.stderr, flush=True)
 
 
+def discards_at_once(folder: Path, mounts: str) -> bool:
+    """Whether the disk under a folder is told of every block that is freed, while commits wait.
+
+    `mounts` is what the system says is mounted where, and how: Linux tells in /proc/mounts.
+    """
+    found, is_found_discarding = Path("/"), False
+    for line in mounts.splitlines():
+        _, place, _, options, *_ = line.split()
+        # The last one counts where several are mounted at one place.
+        if folder.is_relative_to(place) and Path(place).is_relative_to(found):
+            found, is_found_discarding = Path(place), "discard" in options.split(",")
+    return is_found_discarding
+
+
 def median_ratio(ways: list[float], baseline: list[float]) -> float:
     """The median over the rounds of each round's own ratio."""
     return statistics.median(way / base for way, base in zip(ways, baseline, strict=True))

@@ -269,7 +269,7 @@ def run_cleanup(is_quick: bool = False) -> Report:
 
 def _extent(is_quick: bool) -> tuple[int, float]:
     """How many rounds, and how many seconds of each way in a round."""
-    return (1, 2.0) if is_quick else (3, 5.0)
+    return (1, 2.0) if is_quick else (5, 4.0)
 
 
 def _title(what: str) -> str:

@@ -10,9 +10,10 @@ after the sweep's deletions falls on both kinds of times alike. A claim counts f
 which it was due. A stall of less than fifty milliseconds does not show in the p99 of five seconds,
 so the slowest claims are told beside it.
 
-Freeing as much space as a day takes shows whoever does it, most on a file system that discards
-freed blocks at once (the mount option `discard`). So plain files of that size are removed as well,
-and how likely the drop is only as slow as that by chance is told by the ranks of their times.
+Freeing as much space as a day takes shows whoever does it, on a file system that discards freed
+blocks at once (the mount option `discard`, which the rows tell of). So plain files of that size are
+removed as well, and how likely the drop is only as slow as that by chance is told by the ranks of
+their times.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 
 import psycopg
 
-from benchmarks.measuring import Row, chance, progress
+from benchmarks.measuring import Row, chance, discards_at_once, progress
 from benchmarks.postgres_filling import fill, fill_past_day, migrate, tidy
 from benchmarks.postgres_load import Load, Overloaded, percentile
 from retrysafe.core.model import SweepReport
@@ -246,6 +247,13 @@ class Cleanup:
         return Path(row[0]).parent, row[1]
 
 
+def _disk_note(folder: Path) -> str:
+    mounts = Path("/proc/mounts")
+    if mounts.exists() and discards_at_once(folder, mounts.read_text()):
+        return "on a file system that is mounted with discard; "
+    return ""
+
+
 def _written(folder: Path, size: int) -> Path:
     """A plain file as large as the day, beside the server's."""
     path = folder / "as-large-as-a-day"
@@ -307,6 +315,7 @@ def _measured(url: str, rate: float, *, is_quick: bool) -> list[Row]:
         ]
         # Each of them is the first in turn.
         cleanup.during(actions[::-1] if day % 2 else actions)
+    disk = _disk_note(folder)
     return [
         Row(
             f"claim p99 while {expired:,} of {keys:,} are swept",
@@ -322,14 +331,14 @@ def _measured(url: str, rate: float, *, is_quick: bool) -> list[Row]:
             dropped.ratio,
             # What quiet times differ by on a calm machine.
             1.25,
-            dropped.note,
+            disk + dropped.note,
             is_ceiling=True,
         ),
         Row(
             f"the same while a plain file of {size / 2**20:,.0f} MB is removed instead",
             rate,
             freed.ratio,
-            note=freed.note,
+            note=disk + freed.note,
         ),
         Row(
             "the drop beside that: how often chance alone is as slow",

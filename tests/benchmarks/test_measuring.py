@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from math import comb
+from pathlib import Path
 
 import pytest
 
 from benchmarks import measuring
-from benchmarks.measuring import Report, Row, chance, median_ratio
+from benchmarks.measuring import Report, Row, chance, discards_at_once, median_ratio
 
 
 @pytest.mark.parametrize(
@@ -92,3 +93,32 @@ def test_the_unit_of_the_values_does_not_matter():
     slow, others = [3.0, 9.0, 4.0], [1.0, 8.0, 2.0, 2.5]
     scaled = chance([value * 1000 for value in slow], [value * 1000 for value in others])
     assert chance(slow, others) == scaled
+
+
+MOUNTS = """\
+/dev/vda / ext4 rw,relatime,discard 0 0
+/dev/vdb /data ext4 rw,nodiscard 0 0
+/dev/vdc /data/pg/old ext4 rw,discard,relatime 0 0
+proc /proc proc rw,nosuid 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "does_discard"),
+    [
+        ("/tmp/server", True),
+        ("/data", False),
+        ("/data/pg/new", False),
+        ("/data/pg/old/base", True),
+        ("/database", True),
+    ],
+)
+def test_how_a_folder_is_mounted(folder, does_discard):
+    """The mount nearest to it counts, by whole names, in whatever order they are told."""
+    lines = MOUNTS.splitlines()
+    for mounts in (lines, lines[::-1]):
+        assert discards_at_once(Path(folder), "\n".join(mounts)) is does_discard
+
+
+def test_nothing_is_known_of_what_is_not_mounted():
+    assert not discards_at_once(Path("/tmp/server"), "")
