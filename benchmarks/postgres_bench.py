@@ -156,7 +156,9 @@ def throughput(server: Server, *, rounds: int, seconds: float) -> tuple[list[Row
     found = in_turn(ways, rounds)
     rows = []
     for name, rates in found.items():
-        note = way.python_note(name) if name in loads else ""
+        note = f"from {min(rates):,.0f} to {max(rates):,.0f} in its rounds"
+        if name in loads:
+            note += f", {way.python_note(name)}"
         ratio = median_ratio(rates, found[ONE_ROW])
         rows.append(Row(name, statistics.median(rates), ratio, TARGETS.get(name), note))
     half = median_ratio(found[TWO_PROCESSES], found[MERGED])

@@ -6,7 +6,7 @@ import asyncio
 from datetime import timedelta
 
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.postgres.asyncpg_connector import STATEMENTS_LIMIT, AsyncpgConnector, Held
+from retrysafe.stores.postgres.asyncpg_connector import AsyncpgConnector
 from retrysafe.stores.postgres.connector import PLANNER_SETTINGS, PoolOptions
 from retrysafe.stores.postgres.psycopg_connector import PsycopgConnector
 
@@ -115,32 +115,19 @@ def test_a_statement_is_prepared_once(postgres_server):
     assert asyncio.run(main()) == [3]
 
 
-def test_nothing_is_prepared_for_a_pooler():
-    """The next transaction may meet a connection of the server's that does not know it."""
-
-    class Pooled:
-        """As much of a connection as may be used behind a pooler."""
-
-        async def fetch(self, sql: str, *params: object) -> list[tuple[object, ...]]:
-            return [(sql, *params)]
-
-    held = Held(Pooled(), prepares=False)
-    assert asyncio.run(held.fetch("SELECT $1", [7])) == [("SELECT $1", 7)]
-
-
 def test_statements_that_differ_do_not_pile_up(postgres_server):
     """Some texts have a name or a date in them, and a connection may live for weeks."""
 
     async def main() -> int:
         connector = _connector(postgres_server.url(), 1)
         try:
-            for number in range(2 * STATEMENTS_LIMIT + 5):
+            for number in range(250):
                 await connector.fetch(f"SELECT {number}")
             return (await connector.fetch("SELECT count(*) FROM pg_prepared_statements"))[0][0]
         finally:
             await connector.close()
 
-    assert asyncio.run(main()) <= STATEMENTS_LIMIT
+    assert asyncio.run(main()) <= 110
 
 
 def test_a_shared_connection_keeps_its_settings(pgbouncer):

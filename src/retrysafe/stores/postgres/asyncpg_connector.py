@@ -33,8 +33,6 @@ _GONE: Final = (
 
 # A connection that rested longer goes through the pool, which closes what nobody uses.
 REST_SECONDS: Final = 30.0
-# More than the store has statements. Texts that differ each time must not pile up at the server.
-STATEMENTS_LIMIT: Final = 100
 
 
 class _Session:
@@ -69,55 +67,21 @@ async def _set_planner(connection: Any) -> None:
         raise
 
 
-class Held:
-    """A connection out of its pool, and what is prepared on it until it is given back.
+def _is_open(connection: Any) -> bool:
+    """Whether the server has not ended the connection; the pool takes such a one back by itself."""
+    try:
+        return not connection.is_closed()
+    except asyncpg.InterfaceError:
+        return False
 
-    Finding a statement in asyncpg's own cache, through the pool's stand-in for the connection, is a
-    tenth of what a single operation takes on an idle server.
+
+async def _release(pool: Any, connection: Any) -> None:
+    """Gives a connection back to its pool, which also has it back when this fails.
+
+    A restarted server ends all connections at once, each of them perhaps at this very moment.
     """
-
-    __slots__ = ("_statements", "connection", "rested_since")
-
-    def __init__(self, connection: Any, *, prepares: bool) -> None:
-        self.connection = connection
-        self.rested_since = 0.0
-        # None behind a pooler, which would lose them.
-        self._statements: dict[str, Any] | None = {} if prepares else None
-
-    async def fetch(self, sql: str, params: Sequence[Any]) -> Rows:
-        """Runs one statement."""
-        statements = self._statements
-        if statements is None:
-            rows: Rows = await self.connection.fetch(sql, *params)
-            return rows
-        statement = statements.get(sql)
-        if statement is None:
-            if len(statements) >= STATEMENTS_LIMIT:
-                statements.clear()
-            statement = statements[sql] = await self.connection.prepare(sql)
-        try:
-            rows = await statement.fetch(*params)
-        except asyncpg.InvalidCachedStatementError:
-            # A migration has changed the type of a column that it gives. The server says so before
-            # it does anything, so it is prepared and sent again.
-            statements.clear()
-            rows = await self.connection.fetch(sql, *params)
-        return rows
-
-    def is_open(self) -> bool:
-        """Whether the server has not ended it; the pool takes such a one back by itself."""
-        try:
-            return not self.connection.is_closed()
-        except asyncpg.InterfaceError:
-            return False
-
-    async def release(self, pool: Any) -> None:
-        """Gives the connection back to its pool, which also has it back when this fails.
-
-        A restarted server ends all connections at once, each of them perhaps at this very moment.
-        """
-        with suppress(*_GONE):
-            await pool.release(self.connection)
+    with suppress(*_GONE):
+        await pool.release(connection)
 
 
 class AsyncpgConnector:
@@ -131,7 +95,7 @@ class AsyncpgConnector:
         self._options = options
         self._pool: Any = None
         # Connections at hand. The pool's own way to take one and to give it back costs two tasks.
-        self._resting: list[Held] = []
+        self._resting: list[tuple[Any, float]] = []
         self._waiting = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opening: asyncio.Lock | None = None
@@ -143,14 +107,14 @@ class AsyncpgConnector:
         if pool is None or self._loop is not asyncio.get_running_loop():
             pool = await self._opened()
         try:
-            held = await self._taken(pool)
+            connection = await self._taken(pool)
             is_fine = False
             try:
-                rows = await held.fetch(sql, params)
+                rows: Rows = await connection.fetch(sql, *params)
                 is_fine = True
                 return rows
             finally:
-                await self._give_back(pool, held, is_fine=is_fine)
+                await self._give_back(pool, connection, is_fine=is_fine)
         except Exception as error:
             translation = await self._told(pool, error)
             if translation is None:
@@ -200,8 +164,8 @@ class AsyncpgConnector:
         pool, self._pool = self._pool, None
         resting, self._resting = self._resting, []
         if pool is not None and self._loop is asyncio.get_running_loop():
-            for held in resting:
-                await held.release(pool)
+            for connection, _ in resting:
+                await _release(pool, connection)
             await pool.close()
 
     def after_fork_in_child(self) -> None:
@@ -215,13 +179,13 @@ class AsyncpgConnector:
     async def _connection(self) -> AsyncIterator[Any]:
         pool = await self._opened()
         try:
-            held = await self._taken(pool)
+            connection = await self._taken(pool)
             is_fine = False
             try:
-                yield held.connection
+                yield connection
                 is_fine = True
             finally:
-                await self._give_back(pool, held, is_fine=is_fine)
+                await self._give_back(pool, connection, is_fine=is_fine)
         except Exception as error:
             translation = await self._told(pool, error)
             if translation is None:
@@ -242,36 +206,33 @@ class AsyncpgConnector:
             return StoreUnavailable(f"{self._location} does not answer: {error!r}")
         return None
 
-    async def _taken(self, pool: Any) -> Held:
+    async def _taken(self, pool: Any) -> Any:
         while self._resting:
-            held = self._resting.pop()
-            if time.monotonic() - held.rested_since < REST_SECONDS and held.is_open():
-                return held
-            await held.release(pool)
-        options = self._options
+            connection, rested_since = self._resting.pop()
+            if time.monotonic() - rested_since < REST_SECONDS and _is_open(connection):
+                return connection
+            await _release(pool, connection)
         self._waiting += 1
         try:
-            connection = await pool.acquire(timeout=options.connect_timeout.total_seconds())
+            return await pool.acquire(timeout=self._options.connect_timeout.total_seconds())
         finally:
             self._waiting -= 1
-        return Held(connection, prepares=options.has_prepared_statements)
 
-    async def _give_back(self, pool: Any, held: Held, *, is_fine: bool) -> None:
+    async def _give_back(self, pool: Any, connection: Any, *, is_fine: bool) -> None:
         # Whether it is still open is looked at when it is taken again.
         if is_fine and not self._waiting and pool is self._pool:
-            held.rested_since = time.monotonic()
-            self._resting.append(held)
+            self._resting.append((connection, time.monotonic()))
         else:
             # The pool looks after what was cancelled or broken, and after those who wait for one.
-            await held.release(pool)
+            await _release(pool, connection)
 
     async def _expire(self, pool: Any) -> None:
         if pool is not self._pool:
             return  # It was closed meanwhile, and those at hand are another one's.
         await pool.expire_connections()
         resting, self._resting = self._resting, []
-        for held in resting:
-            await held.release(pool)
+        for connection, _ in resting:
+            await _release(pool, connection)
 
     async def _opened(self) -> Any:
         loop = asyncio.get_running_loop()
