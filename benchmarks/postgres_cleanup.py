@@ -13,8 +13,8 @@ so the slowest claims are told beside it.
 Freeing as much space as a day takes shows whoever does it, on a file system that discards freed
 blocks at once (the mount option `discard`, which the rows tell of). So plain files of that size are
 removed as well. Quiet times differ from each other by more than any ratio could stand for, so
-whether a drop shows is told by ranks as well: how often as many times, picked at random from all, are as
-slow.
+whether a drop shows is told by ranks as well: how often as many times, picked at random from all,
+are as slow.
 """
 
 from __future__ import annotations
