@@ -9,10 +9,10 @@ PORT ?= 8000
 STORE ?= sqlite:///var/demo.db
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup run story test lint format bench soak docs pins clean tested-aside tested-rest
+.PHONY: help setup run story test test-all lint format bench soak docs pins clean tested-aside tested-rest
 
 help: ## Show what can be made
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 
 setup: $(STAMP) ## Make the environment in .venv
 
@@ -35,9 +35,12 @@ test: setup lint ## Run the whole test suite
 	$(BIN)/python -m coverage report
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=line tested-aside tested-rest
 
+test-all: ## Run the whole test suite and what takes long: leases of default length, every server
+	$(MAKE) --no-print-directory test PYTEST_ADDOPTS="-m 'long or not long'"
+
 # Beside the rest, about half of the time: most of them wait, for leases to end and for processes to
 # start and to die.
-ASIDE := tests/demo tests/story tests/processes tests/docs tests/client tests/atomic
+ASIDE := tests/attacks tests/demo tests/story tests/processes tests/docs tests/client tests/atomic
 
 tested-aside:
 	$(BIN)/python -m pytest $(ASIDE)
