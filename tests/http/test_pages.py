@@ -236,3 +236,13 @@ def test_the_status_page_tells_of_a_store_that_is_down(make_subject):
     store.fail(Moment.BEFORE, method="read")
     reply = subject.ask("GET", "/idempotency-status/k-1")
     assert (reply.status, reply.problem) == (503, "store-unavailable")
+
+
+@pytest.mark.parametrize("caller", ["", "x" * 256, None], ids=["empty", "over-long", "nobody"])
+def test_the_status_page_refuses_the_callers_that_requests_are_refused_for(make_subject, caller):
+    """What is no caller gets 401 at the status URL as well, and never a 500."""
+    subject = make_subject(caller=lambda _: caller)
+    asked, looked = subject.ask(), subject.ask("GET", "/idempotency-status/k", key=None)
+    assert (asked.status, asked.problem) == (401, "caller-unknown")
+    assert (looked.status, looked.problem) == (401, "caller-unknown")
+    assert looked.headers["www-authenticate"] == "Bearer"

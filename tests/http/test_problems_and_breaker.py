@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 from retrysafe import errors
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.problems import KINDS, Place, kind_of, problem_of
+from tests.http.codes import CODES
 from tests.http.driving import Reply
 
 PLACE = Place("/policy", "/charges")
@@ -19,6 +21,21 @@ def reply_of(error):
     response = problem_of(error, PLACE, key="k")
     lines = [(name.decode(), value.decode()) for name, value in response.headers]
     return Reply(response.status, lines, response.body)
+
+
+def test_codes_never_change():
+    """Each reason has one code for ever, and no two share one."""
+    codes = {kind.slug: kind.code for kind in KINDS}
+    assert {slug: codes[slug] for slug in CODES} == CODES
+    assert len(set(codes.values())) == len(KINDS)
+    assert all(code.startswith("idempotency_") for code in codes.values())
+
+
+def test_the_documents_list_every_code():
+    """docs/http.md has a row for each code, with its status."""
+    text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    for kind in KINDS:
+        assert f"| `{kind.code}` | {kind.status} |" in text, kind.code
 
 
 @pytest.mark.parametrize(
@@ -58,6 +75,7 @@ def test_every_error_has_its_problem(error, status, slug, retryable, is_spoken):
     assert ("retry-after" in reply.headers) is retryable
     assert (SECRET_TEXT in reply.body.decode()) is is_spoken
     assert reply.json["type"] == f"/policy#{slug}"
+    assert reply.json["code"] == CODES[slug]
     assert reply.json["instance"] == "/charges"
     assert reply.json["key"] == "k"
     assert reply.headers["cache-control"] == "no-store"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote_to_bytes
 
+from tests.http.codes import CODES
 from tests.http_cases import cases
 from tests.http_cases.acts import FIRST_ONLY, digest_of
 from tests.http_cases.cases import ANY, PROBLEMS, Ask, Headers
@@ -119,6 +120,7 @@ def _check_refused(expectation: cases.Refused, ask: Ask, answer: Answer) -> None
     policy_url = f"{mount_of(ask.path).prefix}/idempotency-policy"
     assert content["type"] == f"{policy_url}#{expectation.problem}"
     assert answer.status == content["status"] == status
+    assert content["code"] == CODES[expectation.problem]
     assert content["title"]
     assert expectation.says in content["detail"]
     assert content["instance"] == quote(unquote_to_bytes(ask.path.partition("?")[0]))

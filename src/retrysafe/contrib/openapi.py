@@ -23,11 +23,12 @@ PROBLEM_SCHEMA: Final[dict[str, Any]] = {
     "title": PROBLEM_NAME,
     "type": "object",
     "description": "Why a request was refused before it was carried out, or cannot be repeated.",
-    "required": ["type", "title", "status", "detail", "instance", "retryable"],
+    "required": ["type", "title", "status", "code", "detail", "instance", "retryable"],
     "properties": {
         "type": {"type": "string", "description": "The policy page, at the reason."},
         "title": {"type": "string"},
         "status": {"type": "integer"},
+        "code": {"type": "string", "description": "The reason, for programs; it never changes."},
         "detail": {"type": "string"},
         "instance": {"type": "string"},
         "retryable": {

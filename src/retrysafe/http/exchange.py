@@ -20,6 +20,7 @@ from retrysafe.core.keys import GlobalCaller, Key, scoped_key
 from retrysafe.core.model import StoredKey
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import (
+    CallerMissing,
     Closed,
     KeyInvalid,
     KeyReused,
@@ -157,6 +158,9 @@ class Protection:
             return self.refusals.unknown_caller(request, prefix)
         try:
             return Key(path[len(self.status_path) :], caller=caller)
+        except CallerMissing:
+            # Empty or over-long: as for a request with a key, whose it is cannot be told.
+            return self.refusals.unknown_caller(request, prefix)
         except KeyInvalid:
             return self.refusals.problem(problems.KEY_UNKNOWN, request, prefix)
 

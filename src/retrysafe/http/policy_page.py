@@ -77,6 +77,7 @@ def policy_content(
         "problems": [
             {
                 "type": f"{policy_url}#{kind.slug}",
+                "code": kind.code,
                 "status": kind.status,
                 "title": kind.title,
                 "meaning": kind.meaning,
@@ -138,7 +139,8 @@ def _html(content: dict[str, Any]) -> str:
     routes = "\n".join(_html_route(route) for route in content["routes"])
     problems = "\n".join(
         f'<section id="{escape(item["type"].partition("#")[2])}"><h3>{item["status"]} '
-        f"{escape(item['title'])}</h3><p>{escape(item['meaning'])}</p><p>"
+        f"{escape(item['title'])}</h3><p><code>{escape(item['code'])}</code></p>"
+        f"<p>{escape(item['meaning'])}</p><p>"
         + ("The same request may be sent again." if item["retryable"] else "Do not retry.")
         + "</p></section>"
         for item in content["problems"]
@@ -168,8 +170,8 @@ response.{_html_async(content)}</p>
 <p>The first one that matches counts.</p>
 {routes}
 <h2>Problems</h2>
-<p>Refusals are <code>application/problem+json</code>; <code>retryable</code> says whether the same
-request may be sent again.</p>
+<p>Refusals are <code>application/problem+json</code>; <code>code</code> names the reason for
+programs, and <code>retryable</code> says whether the same request may be sent again.</p>
 {problems}
 </body>
 </html>

@@ -33,9 +33,12 @@ from retrysafe.http.responses import Header, Response
 
 @dataclass(frozen=True, slots=True)
 class ProblemKind:
-    """One reason for a refusal; the slug is its anchor on the policy page and never changes."""
+    """One reason for a refusal; neither its slug nor its code ever changes."""
 
+    # Its anchor on the policy page.
     slug: str
+    # What programs tell it by. The Agentic Commerce Protocol's word where it has one.
+    code: str
     status: int
     title: str
     # For the policy page: what it means, and what a client does about it.
@@ -45,6 +48,7 @@ class ProblemKind:
 
 KEY_MISSING: Final = ProblemKind(
     "key-missing",
+    "idempotency_key_required",
     400,
     "Idempotency-Key is missing",
     "This request must bring an Idempotency-Key header. Nothing was run; send the request with a "
@@ -52,6 +56,7 @@ KEY_MISSING: Final = ProblemKind(
 )
 KEY_INVALID: Final = ProblemKind(
     "key-invalid",
+    "idempotency_key_invalid",
     400,
     "Idempotency-Key is malformed",
     "The key cannot be read. Nothing was run; send one header line with a quoted string of 1 to "
@@ -59,6 +64,7 @@ KEY_INVALID: Final = ProblemKind(
 )
 CALLER_UNKNOWN: Final = ProblemKind(
     "caller-unknown",
+    "idempotency_caller_unknown",
     401,
     "Caller is unknown",
     "Keys belong to callers, and this request does not say who calls. Nothing was run; send the "
@@ -66,12 +72,14 @@ CALLER_UNKNOWN: Final = ProblemKind(
 )
 KEY_UNKNOWN: Final = ProblemKind(
     "key-unknown",
+    "idempotency_key_unknown",
     404,
     "Idempotency-Key is unknown",
     "No operation of this caller has this key, or it is no longer remembered.",
 )
 IN_FLIGHT: Final = ProblemKind(
     "in-flight",
+    "idempotency_in_flight",
     409,
     "A request with this Idempotency-Key is outstanding",
     "The first request with this key has not ended. Nothing was run; send the same request with "
@@ -80,6 +88,7 @@ IN_FLIGHT: Final = ProblemKind(
 )
 OUTCOME_UNAVAILABLE: Final = ProblemKind(
     "outcome-unavailable",
+    "idempotency_outcome_unavailable",
     409,
     "The operation is done and its response was not kept",
     "The first request with this key was carried out and answered, but its response was too large "
@@ -88,6 +97,7 @@ OUTCOME_UNAVAILABLE: Final = ProblemKind(
 )
 CLAIM_LOST: Final = ProblemKind(
     "claim-lost",
+    "idempotency_claim_lost",
     409,
     "Another attempt has taken over this request",
     "This attempt took too long and another one carries on. Send the same request with the same "
@@ -96,6 +106,7 @@ CLAIM_LOST: Final = ProblemKind(
 )
 BODY_INCOMPLETE: Final = ProblemKind(
     "body-incomplete",
+    "idempotency_body_incomplete",
     400,
     "The request body is incomplete",
     "The connection ended before the whole body had arrived. Nothing was run; send the same "
@@ -104,12 +115,14 @@ BODY_INCOMPLETE: Final = ProblemKind(
 )
 BODY_TOO_LARGE: Final = ProblemKind(
     "body-too-large",
+    "idempotency_body_too_large",
     413,
     "The request body is too large",
     "The body is over the limit up to which requests with a key are taken. Nothing was run.",
 )
 KEY_REUSED: Final = ProblemKind(
     "key-reused",
+    "idempotency_conflict",
     422,
     "Idempotency-Key is already used",
     "The key was first used for a different request. Nothing was run; use a new key for a new "
@@ -120,6 +133,7 @@ KEY_REUSED: Final = ProblemKind(
 _ROUTE: Final = re.compile(r"[A-Z-]+ /\S*")
 OPERATION_FAILED: Final = ProblemKind(
     "operation-failed",
+    "idempotency_operation_failed",
     500,
     "The operation failed",
     "The request with this key was run and failed for good. It will not be run again under this "
@@ -127,6 +141,7 @@ OPERATION_FAILED: Final = ProblemKind(
 )
 ATTEMPTS_EXHAUSTED: Final = ProblemKind(
     "attempts-exhausted",
+    "idempotency_attempts_exhausted",
     500,
     "All attempts failed",
     "Every allowed attempt at this request failed or was cut off. It will not be run again under "
@@ -134,6 +149,7 @@ ATTEMPTS_EXHAUSTED: Final = ProblemKind(
 )
 OUTCOME_NOT_STORED: Final = ProblemKind(
     "outcome-not-stored",
+    "idempotency_outcome_not_stored",
     500,
     "The operation ran and its outcome could not be stored",
     "The request was carried out, but its outcome could not be stored. A retry may carry it out "
@@ -141,6 +157,7 @@ OUTCOME_NOT_STORED: Final = ProblemKind(
 )
 STORE_UNAVAILABLE: Final = ProblemKind(
     "store-unavailable",
+    "idempotency_store_unavailable",
     503,
     "Idempotency cannot be guaranteed at the moment",
     "What is known about keys cannot be read right now. Nothing was run; send the same request "
@@ -149,6 +166,7 @@ STORE_UNAVAILABLE: Final = ProblemKind(
 )
 STORE_UNUSABLE: Final = ProblemKind(
     "store-unusable",
+    "idempotency_store_unusable",
     503,
     "Idempotency is out of order",
     "The service is not set up rightly. Nothing was run; retrying does not help until its operator "
@@ -156,6 +174,7 @@ STORE_UNUSABLE: Final = ProblemKind(
 )
 CLOSING: Final = ProblemKind(
     "closing",
+    "idempotency_closing",
     503,
     "The server is shutting down",
     "This server takes no new requests. Nothing was run; send the same request again.",
@@ -232,6 +251,7 @@ def problem(
         "type": f"{place.policy_url}#{kind.slug}",
         "title": kind.title,
         "status": kind.status,
+        "code": kind.code,
         "detail": kind.meaning if detail is None else detail,
         "instance": place.instance,
         "retryable": kind.retryable if retryable is None else retryable,
