@@ -26,6 +26,7 @@ from retrysafe.core.model import (
     ClaimRequest,
     Condition,
     Decision,
+    Extension,
     Fingerprint,
     OperatorCommand,
     Record,
@@ -53,7 +54,6 @@ _SETTLES: Final = {
     Event.COMPLETE: SettleKind.COMPLETE,
     Event.FAIL: SettleKind.FAIL,
     Event.RELEASE: SettleKind.RELEASE,
-    Event.EXTEND: SettleKind.EXTEND,
 }
 _OPERATOR_COMMANDS: Final = {
     Event.OPERATOR_RELEASE: OperatorCommand.RELEASE,
@@ -130,10 +130,10 @@ def _target(event: Event, condition: Condition) -> Condition | None:
         request = ClaimRequest(_KEY, _SAME, token, _LEASE_MS)
         changed = transitions.claim(record, request, _NOW_MS)[0]
     elif event in _SETTLES:
-        settlement = Settlement(
-            _SETTLES[event], _KEY, _TOKEN, lease_ms=_LEASE_MS, active_ms=_ACTIVE_MS
-        )
+        settlement = Settlement(_SETTLES[event], _KEY, _TOKEN, active_ms=_ACTIVE_MS)
         changed = transitions.settle(record, settlement, _NOW_MS)[0]
+    elif event is Event.EXTEND:
+        changed = transitions.extend(record, Extension(_KEY, _TOKEN, _LEASE_MS), _NOW_MS)[0]
     elif event in _OPERATOR_COMMANDS:
         changed = transitions.operate(record, _OPERATOR_COMMANDS[event], _NOW_MS)[0]
     elif event is Event.SWEEP and TABLE[event, condition] is Decision.DELETE:

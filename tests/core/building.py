@@ -55,8 +55,7 @@ def request(token: bytes = TOKEN, *marks: Fingerprint, key: Key = KEY) -> ClaimR
 
 def settlement(kind: SettleKind, token: bytes = TOKEN, **changes: Any) -> Settlement:
     fields = {
-        "payload": None if kind is SettleKind.EXTEND else Payload("json.1", b"", b"1"),
-        "lease_ms": LEASE_MS if kind is SettleKind.EXTEND else 0,
+        "payload": Payload("json.1", b"", b"1"),
         "active_ms": ACTIVE_MS,
         "audit_ms": 2 * ACTIVE_MS,
     }

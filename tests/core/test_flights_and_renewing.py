@@ -13,7 +13,7 @@ from retrysafe.core.events import Event, EventKind, Reporter
 from retrysafe.core.flights import Flight, Flights, Phase, is_same_request
 from retrysafe.core.keys import Key
 from retrysafe.core.lease import Lease
-from retrysafe.core.model import Decision, Fingerprint, Payload, SettleAnswer, SettleKind
+from retrysafe.core.model import Decision, ExtendAnswer, Fingerprint, Payload
 from retrysafe.core.ports import UNSHARED, Capabilities, Waits
 from retrysafe.core.renewing import due_leases, next_renewal, renew
 from retrysafe.errors import StoreRejected, StoreUnavailable
@@ -247,15 +247,14 @@ class Extends:
     batches: list[list[bytes]] = field(default_factory=list)
     capabilities = Capabilities(Waits.NEVER, batch_limit=2)
 
-    async def commit(self, claims, settlements):
-        assert claims == []
-        assert all(item.kind is SettleKind.EXTEND for item in settlements)
-        assert all(item.lease_ms == 30_000 for item in settlements)
-        self.batches.append([item.token for item in settlements])
+    async def extend(self, extensions, timeout_seconds):
+        assert timeout_seconds == 5.0
+        assert all(item.lease_ms == 30_000 for item in extensions)
+        self.batches.append([item.token for item in extensions])
         if self.error is not None:
             raise self.error
-        applied = SettleAnswer(Decision.APPLY, 30_000, 77)
-        return [], [self.answers.get(item.token, applied) for item in settlements]
+        applied = ExtendAnswer(Decision.APPLY, 30_000, 77)
+        return [self.answers.get(item.token, applied) for item in extensions]
 
 
 def renewed(store: Extends, leases: list[Lease], now: float = 15.0) -> list[Event]:
@@ -294,7 +293,7 @@ def test_leases_are_renewed_in_batches_of_the_stores_size():
 
 def test_a_lost_lease_is_revoked_and_its_neighbour_renewed():
     lost, kept = lease(b"a"), lease(b"b")
-    renewed(Extends({b"a": SettleAnswer(Decision.LOST)}), [lost, kept])
+    renewed(Extends({b"a": ExtendAnswer(Decision.LOST)}), [lost, kept])
     assert lost.is_revoked
     assert kept.seconds_left(15.0) == 30.0
 
@@ -303,7 +302,7 @@ def test_a_lease_is_not_revoked_by_the_commit_that_ended_its_attempt():
     """The operation may still be at work after its own commit; it is asked for no more."""
     joined = lease(b"a")
     joined.join()
-    assert renewed(Extends({b"a": SettleAnswer(Decision.LOST)}), [joined]) == []
+    assert renewed(Extends({b"a": ExtendAnswer(Decision.LOST)}), [joined]) == []
     assert not joined.is_lost(15.0)
     assert joined.seconds_left(15.0) == 15.0
     assert next_renewal([joined], 15.0) is None
@@ -336,9 +335,9 @@ def test_a_renewal_under_way_says_nothing_of_a_transaction_that_begins_meanwhile
     joining = lease(b"a")
 
     class Meanwhile(Extends):
-        async def commit(self, claims, settlements):
+        async def extend(self, extensions, timeout_seconds):
             joining.join()
-            return await super().commit(claims, settlements)
+            return await super().extend(extensions, timeout_seconds)
 
     assert renewed(Meanwhile(), [joining]) == []
     assert renewed(Extends({b"a": StoreUnavailable("locked")}), [joining]) == []

@@ -298,5 +298,4 @@ def test_stored_numbers_never_change():
         "COMPLETE": State.SUCCEEDED,
         "FAIL": State.FAILED,
         "RELEASE": State.RELEASED,
-        "EXTEND": State.PENDING,
     }

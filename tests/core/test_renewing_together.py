@@ -49,7 +49,7 @@ def test_renewal_outlives_an_error_that_no_store_should_raise(error):
     """Whatever a store raises, the lease is only put off and tried again."""
 
     class BrokenStore(MemoryStore):
-        async def commit(self, claims, settlements):
+        async def extend(self, extensions, timeout_seconds):
             raise error
 
     lease = _lease(100.0)

@@ -14,6 +14,7 @@ from retrysafe.core.machine import Event, condition_of, decide
 from retrysafe.core.model import (
     Condition,
     Decision,
+    Extension,
     Fingerprint,
     OperatorCommand,
     Payload,
@@ -200,7 +201,7 @@ def test_an_ending_writes_state_and_window_only(kind, state, now_ms):
 
 def test_an_extend_moves_the_end_of_the_lease_only():
     old = record()
-    made, answer = transitions.settle(old, settlement(SettleKind.EXTEND), NOW + 10)
+    made, answer = transitions.extend(old, Extension(KEY, TOKEN, LEASE_MS), NOW + 10)
     assert changed(old, made) == {"lease_ends_at_ms"}
     assert made.lease_ends_at_ms == answer.lease_ends_at_ms == NOW + 10 + LEASE_MS
     assert answer.remaining_ms == LEASE_MS
@@ -208,7 +209,7 @@ def test_an_extend_moves_the_end_of_the_lease_only():
 
 def test_an_extend_never_makes_a_lease_shorter():
     """An extend that was delayed on its way, or asks for less, must not cut a longer lease."""
-    made, answer = transitions.settle(record(), settlement(SettleKind.EXTEND, lease_ms=5), NOW)
+    made, answer = transitions.extend(record(), Extension(KEY, TOKEN, 5), NOW)
     assert made.lease_ends_at_ms == NOW + LEASE_MS
     assert answer.remaining_ms == LEASE_MS
 

@@ -160,9 +160,9 @@ GUARDS: tuple[Guard, ...] = (
         "a delayed renewal ends a lease that its owner counts on",
         (
             InCode(
-                transitions.settle,
-                "max(record.lease_ends_at_ms, now_ms + settlement.lease_ms)",
-                "now_ms + settlement.lease_ms",
+                transitions.extend,
+                "max(record.lease_ends_at_ms, now_ms + extension.lease_ms)",
+                "now_ms + extension.lease_ms",
             ),
         ),
         properties.test_an_extend_never_shortens_a_lease,

@@ -50,6 +50,7 @@ from retrysafe.core.lease import Lease
 from retrysafe.core.model import (
     ClaimRequest,
     Decision,
+    Extension,
     Fingerprint,
     Payload,
     SettleKind,
@@ -322,8 +323,7 @@ def test_an_extend_never_shortens_a_lease():
     """An extend that was long on its way leaves a longer lease as it is."""
     store = MemoryStore(now_ms=Clock())
     run_sync(store.commit([claim_of(b"t" * 16)], []))
-    late = Settlement(SettleKind.EXTEND, KEY, b"t" * 16, lease_ms=1)
-    _, (answer,) = run_sync(store.commit([], [late]))
+    (answer,) = run_sync(store.extend([Extension(KEY, b"t" * 16, 1)], 1.0))
     assert answer.remaining_ms == LEASE_MS
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Store
+from retrysafe.core.ports import Capabilities, ClaimResult, ExtendResult, SettleResult, Store
 from retrysafe.errors import StoreUnavailable
 from tests.http_cases.stage import Line
 
@@ -56,6 +56,10 @@ class ControlledStore:
             claimed, _ = await self._store.commit(claims, ())
             return claimed, [_outage() for _ in settlements]
         return await self._store.commit(claims, settlements)
+
+    async def extend(self, extensions: Sequence[Any], timeout_seconds: float) -> list[ExtendResult]:
+        self._begin()
+        return await self._store.extend(extensions, timeout_seconds)
 
     async def read(self, key: Any, *, with_audit: bool = False) -> Any:
         self._begin()

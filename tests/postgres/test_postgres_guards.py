@@ -12,7 +12,7 @@ import pytest
 
 from retrysafe.core import transitions
 from retrysafe.core.keys import Key
-from retrysafe.core.model import Decision, Payload, SettleKind, Step, StepWrite
+from retrysafe.core.model import Decision, Extension, Payload, SettleKind, Step, StepWrite
 from retrysafe.errors import OperationInFlight, StoreUnavailable
 from retrysafe.runtime.blocking import BlockingIdempotency
 from retrysafe.runtime.drive import run_sync
@@ -97,7 +97,7 @@ def only_one_takes_over(store: PostgresStore) -> None:
 
 def zombie_cannot_extend(store: PostgresStore) -> None:
     zombie, _ = taken_over(store)
-    _, (answer,) = run_sync(store.commit([], [settlement(SettleKind.EXTEND, KEY, zombie)]))
+    (answer,) = run_sync(store.extend([Extension(KEY, zombie, 30_000)], 30.0))
     assert answer.decision is Decision.LOST
 
 

@@ -13,6 +13,7 @@ import pytest
 from retrysafe import Idempotency, InFlight, Key, OperationInFlight, Policy
 from retrysafe.core.model import (
     Decision,
+    Extension,
     Payload,
     SettleKind,
     StagedEntry,
@@ -390,9 +391,9 @@ def test_renewals_do_not_wait_for_an_attempt_that_completes(scene):
     held = others()
     scene.commit([request(KEY, token), *held])
     scene.complete_in(token)
-    wishes = [settlement(SettleKind.EXTEND, item.key, item.token) for item in held]
-    own = settlement(SettleKind.EXTEND, KEY, token)
-    _, (busy, *extended) = scene.commit([], [own, *wishes])
+    wishes = [Extension(item.key, item.token, 30_000) for item in held]
+    own = Extension(KEY, token, 30_000)
+    busy, *extended = scene.run(scene.store.extend([own, *wishes], 30.0))
     assert isinstance(busy, StoreUnavailable)
     assert decisions(extended) == {Decision.APPLY}
     assert scene.locked == 0

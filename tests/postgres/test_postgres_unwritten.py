@@ -5,7 +5,7 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from retrysafe.core.model import Decision, SettleKind, StagedEntry, State
+from retrysafe.core.model import Decision, Extension, SettleKind, StagedEntry, State
 from retrysafe.errors import StoreUnavailable
 from retrysafe.testing.suite.probe import ENDINGS, key_of, kind_name, request, settlement
 from tests.postgres.counting import Counted
@@ -18,6 +18,10 @@ def claimed(desk, count=COUNT):
     claims = [request(key_of(f"key {number}"), lease_ms=60_000) for number in range(count)]
     desk.commit(claims)
     return claims
+
+
+def extensions_of(claims):
+    return [Extension(item.key, item.token, 60_000) for item in claims]
 
 
 def of_kind(kind, claims):
@@ -43,19 +47,22 @@ def test_renewals_of_locked_rows_share_their_statements(desk):
     counted = Counted(desk.store)
     with psycopg.connect(desk.plain_url) as user:
         user.execute(f"SELECT 1 FROM {desk.schema}.keys FOR UPDATE")
-        _, told = desk.commit([], of_kind(SettleKind.EXTEND, claims))
+        told = desk.extend_all(extensions_of(claims))
     assert counted.statements <= 3
     assert {type(result) for result in told} == {StoreUnavailable}
     assert [result.key for result in told] == [item.key.text for item in claims]
     assert "being written" in str(told[0])
 
 
-@pytest.mark.parametrize("kind", [SettleKind.EXTEND, SettleKind.COMPLETE, SettleKind.RELEASE])
+@pytest.mark.parametrize("kind", [None, SettleKind.COMPLETE, SettleKind.RELEASE])
 def test_owners_who_have_lost_their_keys_are_told_together(desk, kind):
     claims = claimed(desk)
     desk.sql("UPDATE {schema}.keys SET token = '\\x00'")
     counted = Counted(desk.store)
-    _, told = desk.commit([], of_kind(kind, claims))
+    if kind is None:
+        told = desk.extend_all(extensions_of(claims))
+    else:
+        _, told = desk.commit([], of_kind(kind, claims))
     assert counted.statements <= 3
     assert {answer.decision for answer in told} == {Decision.LOST}
 
@@ -65,7 +72,7 @@ def test_several_rows_of_keys_that_are_lost_are_told_together(desk):
     claims = claimed(desk)
     desk.sql("UPDATE {schema}.keys SET token = '\\x00'")
     counted = Counted(desk.store)
-    items = [*of_kind(SettleKind.EXTEND, claims), *of_kind(SettleKind.COMPLETE, claims)]
+    items = [*of_kind(SettleKind.RELEASE, claims), *of_kind(SettleKind.COMPLETE, claims)]
     _, told = desk.commit([], items)
     assert counted.statements <= 3
     assert {answer.decision for answer in told} == {Decision.LOST}
@@ -75,7 +82,7 @@ def test_keys_that_are_gone_are_told_together(desk):
     claims = claimed(desk)
     desk.sql("DELETE FROM {schema}.keys")
     counted = Counted(desk.store)
-    _, told = desk.commit([], of_kind(SettleKind.EXTEND, claims))
+    told = desk.extend_all(extensions_of(claims))
     assert counted.statements <= 3
     assert {answer.decision for answer in told} == {Decision.LOST}
 
@@ -94,22 +101,9 @@ def test_a_renewal_that_was_only_in_the_way_of_a_moment_is_written(desk):
         return await fetch(sql, params)
 
     desk.store._connector.fetch = blind
-    _, told = desk.commit([], of_kind(SettleKind.EXTEND, claims))
+    told = desk.extend_all(extensions_of(claims))
     assert {answer.decision for answer in told} == {Decision.APPLY}
     assert not is_first
-
-
-def test_a_renewal_beside_the_ending_of_its_key_is_told_of_the_ending(desk):
-    claims = claimed(desk, 3)
-    endings = of_kind(SettleKind.COMPLETE, claims)
-    renewals = of_kind(SettleKind.EXTEND, claims)
-    _, told = desk.commit([], [*renewals, *endings])
-    assert [answer.decision for answer in told[:3]] == [Decision.APPLY] * 3
-    assert [answer.decision for answer in told[3:]] == [Decision.APPLY] * 3
-    _, told = desk.commit([], [*endings, *renewals])
-    assert [answer.decision for answer in told[3:]] == [Decision.LOST] * 3
-    for item in claims:
-        assert desk.read(item.key).record.settled_at_ms is not None
 
 
 def test_some_are_written_and_the_others_told_why_not(desk):
@@ -118,7 +112,7 @@ def test_some_are_written_and_the_others_told_why_not(desk):
     for item in claims[::4]:
         desk.sql("UPDATE {schema}.keys SET token = '\\x00' WHERE digest = %s", item.key.digest)
     items = [
-        settlement(SettleKind.EXTEND if place % 2 else SettleKind.COMPLETE, item.key, item.token)
+        settlement(SettleKind.FAIL if place % 2 else SettleKind.COMPLETE, item.key, item.token)
         for place, item in enumerate(claims)
     ]
     _, told = desk.commit([], items)
@@ -157,26 +151,6 @@ def test_endings_of_locked_rows_are_to_be_asked_for_again(desk, kind):
     assert [result.key for result in told] == [item.key.text for item in claims]
     _, told = desk.commit([], of_kind(kind, claims))
     assert [answer.decision for answer in told] == [Decision.APPLY] * 3
-
-
-@pytest.mark.parametrize("is_renewed_first", [True, False], ids=["renewed first", "ended first"])
-def test_a_renewal_and_an_ending_that_were_both_in_the_way(desk, locked, is_renewed_first):
-    """Each is decided in its turn: the answer to the renewal is not that to the ending."""
-    claims = claimed(desk, 3)
-    renewals = of_kind(SettleKind.EXTEND, claims)
-    endings = of_kind(SettleKind.COMPLETE, claims)
-    locked()
-    if is_renewed_first:
-        _, told = desk.commit([], [*renewals, *endings])
-        renewed, ended = told[:3], told[3:]
-    else:
-        _, told = desk.commit([], [*endings, *renewals])
-        ended, renewed = told[:3], told[3:]
-    expected = Decision.APPLY if is_renewed_first else Decision.LOST
-    assert [answer.decision for answer in renewed] == [expected] * 3
-    assert [answer.decision for answer in ended] == [Decision.APPLY] * 3
-    for item in claims:
-        assert desk.read(item.key).record.state is State.SUCCEEDED
 
 
 @pytest.mark.parametrize("kind", SettleKind, ids=kind_name)

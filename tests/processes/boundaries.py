@@ -16,7 +16,6 @@ from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
     Decision,
-    SettleKind,
     Settlement,
     StepWrite,
 )
@@ -75,10 +74,7 @@ class MortalStore(SqliteStore):
     async def commit(
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
-        kind: str | None = "claim"
-        if not claims:
-            ending = settlements[0].kind
-            kind = None if ending is SettleKind.EXTEND else f"settle-{ending.name.lower()}"
+        kind = "claim" if claims else f"settle-{settlements[0].kind.name.lower()}"
         with self._counted(kind):
             return await super().commit(claims, settlements)
 
@@ -104,8 +100,6 @@ class MortalPostgresStore(PostgresStore):
         self._kind = ""
 
     async def commit(self, claims, settlements):
-        if not claims and settlements[0].kind is SettleKind.EXTEND:
-            return await super().commit(claims, settlements)
         self._kind = "claim" if claims else f"settle-{settlements[0].kind.name.lower()}"
         self._boundaries.cross(f"{self._kind}:before")
         answers = await super().commit(claims, settlements)

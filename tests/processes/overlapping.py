@@ -22,6 +22,8 @@ from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
     Decision,
+    ExtendAnswer,
+    Extension,
     Fingerprint,
     Payload,
     SettleAnswer,
@@ -59,7 +61,7 @@ class _Owner:
         dice.shuffle(held)
         chosen = held[: dice.randint(0, 64)]
         endings = [
-            Settlement(kind, key, token, Payload("json.1", b"", b"1"), 0, active_ms, 60_000)
+            Settlement(kind, key, token, Payload("json.1", b"", b"1"), active_ms, 60_000)
             for token, key in chosen
             for kind, active_ms in [dice.choice(ENDINGS)]
         ]
@@ -79,13 +81,11 @@ class _Owner:
     def renew(self, dice: random.Random) -> None:
         held = list(self.held.items())
         dice.shuffle(held)
-        extends = [
-            Settlement(SettleKind.EXTEND, key, token, lease_ms=30_000) for token, key in held[:64]
-        ]
+        extends = [Extension(key, token, 30_000) for token, key in held[:64]]
         if extends:
-            for answer in run_sync(self.store.commit([], extends))[1]:
+            for answer in run_sync(self.store.extend(extends, 30.0)):
                 is_busy = isinstance(answer, StoreUnavailable)
-                assert is_busy or isinstance(answer, SettleAnswer), answer
+                assert is_busy or isinstance(answer, ExtendAnswer), answer
                 self.counts["extend busy" if is_busy else f"extend {answer.decision}"] += 1
 
     def work(self, number: int, until: float) -> None:

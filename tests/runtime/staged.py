@@ -11,12 +11,12 @@ import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from retrysafe.core.keys import Key
-from retrysafe.core.model import ClaimRequest, SettleKind, Settlement
-from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Store, Waits
+from retrysafe.core.model import ClaimRequest, Extension, Settlement
+from retrysafe.core.ports import Capabilities, ClaimResult, ExtendResult, SettleResult, Store, Waits
 from retrysafe.stores.memory import MemoryStore
 
 PATIENCE_SECONDS = 30
@@ -37,20 +37,21 @@ class Clock:
 
 @dataclass
 class Commit:
-    """One commit as the store saw it."""
+    """One commit, or one renewal, as the store saw it."""
 
     claims: list[ClaimRequest]
     settlements: list[Settlement]
+    extensions: list[Extension] = field(default_factory=list)
 
     @property
     def kinds(self) -> list[str]:
         """What the rows are, such as ["claim", "complete"]."""
         settled = [item.kind.name.lower() for item in self.settlements]
-        return ["claim"] * len(self.claims) + settled
+        return ["claim"] * len(self.claims) + settled + ["extend"] * len(self.extensions)
 
     @property
     def is_renewal(self) -> bool:
-        return any(item.kind is SettleKind.EXTEND for item in self.settlements)
+        return bool(self.extensions)
 
 
 class StagedStore:
@@ -104,6 +105,18 @@ class StagedStore:
             self._news.notify_all()
         await _play(self.before, commit)
         answers = await self.inner.commit(claims, settlements)
+        await _play(self.after, commit)
+        return answers
+
+    async def extend(
+        self, extensions: Sequence[Extension], timeout_seconds: float
+    ) -> list[ExtendResult]:
+        commit = Commit([], [], list(extensions))
+        with self._news:
+            self.commits.append(commit)
+            self._news.notify_all()
+        await _play(self.before, commit)
+        answers = await self.inner.extend(extensions, timeout_seconds)
         await _play(self.after, commit)
         return answers
 

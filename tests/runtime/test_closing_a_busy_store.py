@@ -13,7 +13,6 @@ from datetime import timedelta
 import pytest
 
 from retrysafe import AsyncIdempotency, Condition, Idempotency, Policy, SqliteStore
-from retrysafe.core.model import SettleKind
 from retrysafe.core.ports import Waits
 from retrysafe.runtime.ending import Limit, end_aside_within, end_within
 from tests.runtime.staged import KEY, Hold, StagedStore, TaskHold, Worker, drive, until
@@ -28,14 +27,13 @@ OFTEN = Policy(lease=timedelta(milliseconds=300))
 def renewing(monkeypatch):
     """Set when a renewal has reached the store."""
     reached = threading.Event()
-    commit = SqliteStore._commit
+    extend = SqliteStore.extend
 
-    def noting(self, claims, settlements):
-        if any(item.kind is SettleKind.EXTEND for item in settlements):
-            reached.set()
-        return commit(self, claims, settlements)
+    def noting(self, extensions, timeout_seconds):
+        reached.set()
+        return extend(self, extensions, timeout_seconds)
 
-    monkeypatch.setattr(SqliteStore, "_commit", noting)
+    monkeypatch.setattr(SqliteStore, "extend", noting)
     return reached
 
 

@@ -83,7 +83,7 @@ def _wait_for_one_batch(store: StagedStore) -> None:
     sizes: list[int] = []
 
     def is_reached() -> bool:
-        sizes[:] = [len(commit.settlements) for commit in store.renewals]
+        sizes[:] = [len(commit.extensions) for commit in store.renewals]
         return MANY in sizes or len(sizes) >= 5
 
     store.wait_until(is_reached)
@@ -106,7 +106,7 @@ def test_one_thread_renews_many_operations_in_one_batch():
         start = len(store.renewals)
         store.wait_until(lambda: len(store.renewals) >= start + 3)
         rounds = store.renewals[start : start + 3]
-        assert [len(commit.settlements) for commit in rounds] == [MANY] * 3
+        assert [len(commit.extensions) for commit in rounds] == [MANY] * 3
         hold.open()
         for worker in workers:
             worker.result()
@@ -140,10 +140,10 @@ def test_renewal_batches_respect_the_limit_of_the_store():
         hold.reached(MANY)
 
         def renewed() -> set[bytes]:
-            return {item.token for commit in store.renewals for item in commit.settlements}
+            return {item.token for commit in store.renewals for item in commit.extensions}
 
         store.wait_until(lambda: len(renewed()) == MANY)
-        assert max(len(commit.settlements) for commit in store.renewals) <= 8
+        assert max(len(commit.extensions) for commit in store.renewals) <= 8
         hold.open()
         for worker in workers:
             worker.result()
@@ -160,7 +160,7 @@ def test_renewal_stops_when_the_operation_ends():
             store.wait_until(lambda: len(store.renewals) >= 2)
 
         idem.run("long", operation)
-    renewed = {item.key.text for commit in store.renewals for item in commit.settlements}
+    renewed = {item.key.text for commit in store.renewals for item in commit.extensions}
     assert renewed == {"long"}
 
 
@@ -326,4 +326,4 @@ def test_a_lease_is_added_while_another_one_is_due(new_loop):
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(main())
     (renewal,) = store.renewals
-    assert {item.token for item in renewal.settlements} == {lease.token for lease in late}
+    assert {item.token for item in renewal.extensions} == {lease.token for lease in late}

@@ -15,6 +15,8 @@ from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
     Decision,
+    ExtendAnswer,
+    Extension,
     OperatorCommand,
     Payload,
     SettleAnswer,
@@ -346,18 +348,16 @@ class Ledger:
     # Writes.
 
     def settled(self, row: Settlement, answer: SettleAnswer, now_ms: int) -> None:
-        """Judges the store's answer to an owner's write, and takes note of it."""
+        """Judges the store's answer to an owner's ending, and takes note of it."""
         key, token = row.key.text, row.token
         truth = self.truths.get(key)
-        is_extend = row.kind is SettleKind.EXTEND
-        if not is_extend:
-            self.answered_tokens.add(token)
-            self._check_fits(row)
+        self.answered_tokens.add(token)
+        self._check_fits(row)
         expected = Decision.LOST
         if truth is not None and truth.token == token:
             if truth.status is Status.PENDING:
                 expected = Decision.APPLY
-            elif not is_extend and truth.status is SETTLED_STATUS[row.kind]:
+            elif truth.status is SETTLED_STATUS[row.kind]:
                 expected = Decision.CONFIRM if now_ms < truth.expires_at_ms else Decision.LOST
         if answer.decision is not expected:
             self.violated(
@@ -368,14 +368,11 @@ class Ledger:
             return
         if expected is Decision.APPLY:
             assert truth is not None
-            if is_extend:
-                self._extended(truth, row, answer, now_ms)
-            else:
-                truth.status = SETTLED_STATUS[row.kind]
-                truth.expires_at_ms = now_ms + row.active_ms
-                truth.payload = row.payload
-                assert row.payload is not None
-                self.stored[token] = Stored(key, truth.request, row.kind, row.payload)
+            truth.status = SETTLED_STATUS[row.kind]
+            truth.expires_at_ms = now_ms + row.active_ms
+            truth.payload = row.payload
+            assert row.payload is not None
+            self.stored[token] = Stored(key, truth.request, row.kind, row.payload)
 
     def told(self, row: Any, answer: Any) -> None:
         """Takes note of an answer that reached its process; not every one does."""
@@ -384,10 +381,23 @@ class Ledger:
                 self.learned_of_loss(row.token)
         elif isinstance(answer, ClaimAnswer):
             return  # A claim that is lost has nothing to lose.
-        elif answer.decision is Decision.LOST and row.kind is not SettleKind.EXTEND:
+        elif answer.decision is Decision.LOST and isinstance(row, Settlement):
             self.lost_tokens.add(row.token)
 
-    def _extended(self, truth: Truth, row: Settlement, answer: SettleAnswer, now_ms: int) -> None:
+    def extended(self, row: Extension, answer: ExtendAnswer, now_ms: int) -> None:
+        """Judges the store's answer to a renewal, and takes note of it."""
+        truth = self.truths.get(row.key.text)
+        is_held = truth is not None and truth.token == row.token and truth.status is Status.PENDING
+        expected = Decision.APPLY if is_held else Decision.LOST
+        if answer.decision is not expected:
+            self.violated(
+                Invariant.OUTCOME_STANDS if is_held else Invariant.ZOMBIE,
+                f"{row.key.text}: extend answered {answer.decision.value}, "
+                f"should be {expected.value}",
+            )
+            return
+        if truth is None or not is_held:
+            return
         grant = truth.grant
         if answer.lease_ends_at_ms < grant.lease_ends_at_ms:
             self.violated(Invariant.LEASE_KEPT, f"{row.key.text}: an extend cut the lease")

@@ -17,6 +17,8 @@ from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
     Decision,
+    ExtendAnswer,
+    Extension,
     SettleAnswer,
     Settlement,
     StepWrite,
@@ -77,8 +79,12 @@ class SimulatedWriter:
         return await self._transmit(TakeOver(request, held))
 
     async def settle(self, settlement: Settlement) -> SettleAnswer:
-        """Ends or extends an attempt, with faults."""
+        """Ends an attempt, with faults."""
         return await self._transmit(settlement)
+
+    async def extend(self, extension: Extension) -> ExtendAnswer:
+        """Extends a lease, with faults."""
+        return await self._transmit(extension)
 
     async def record_step(self, write: StepWrite) -> Decision:
         """Records a step, with faults."""
@@ -137,12 +143,11 @@ class HeartbeatStore:
     def __init__(self, writer: SimulatedWriter) -> None:
         self._writer = writer
 
-    async def commit(
-        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
-    ) -> tuple[list[ClaimAnswer], list[SettleAnswer]]:
-        """Sends the extends one after the other."""
-        assert not claims
-        return [], [await self._writer.settle(settlement) for settlement in settlements]
+    async def extend(
+        self, extensions: Sequence[Extension], timeout_seconds: float
+    ) -> list[ExtendAnswer]:
+        """Sends them one after the other; that an answer is late is one of the faults."""
+        return [await self._writer.extend(extension) for extension in extensions]
 
 
 class SimulatedSignal:

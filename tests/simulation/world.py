@@ -24,10 +24,10 @@ from retrysafe.core.keys import Key
 from retrysafe.core.model import (
     ClaimRequest,
     Decision,
+    Extension,
     Fingerprint,
     OperatorCommand,
     Payload,
-    SettleKind,
     Settlement,
     StepWrite,
     StoredKey,
@@ -210,6 +210,10 @@ class World:
             self.saw(f"step: {decision.value}")
             self.note(f"store: {_told(row)} -> {decision.value}")
             return decision
+        elif isinstance(row, Extension):
+            (answer,) = await self.store.extend([row], 1.0)
+            self.ledger.extended(row, answer, now_ms)
+            self.saw(f"extend: {answer.decision.value}")
         else:
             self._maybe_refuse(row)
             (_, (answer,)) = await self.store.commit([], [row])
@@ -237,7 +241,7 @@ class World:
 
     def _maybe_refuse(self, row: Settlement) -> None:
         """Some outcomes the store cannot hold; it refuses them however often they are sent."""
-        if row.kind is SettleKind.EXTEND or row.payload is None or row.payload.form == WITHHELD:
+        if row.payload is None or row.payload.form == WITHHELD:
             return
         ledger = self.ledger
         if row.token in ledger.answered_tokens:
@@ -544,6 +548,8 @@ def _told(row: Any) -> str:
     kind = "claim"
     if isinstance(row, Settlement):
         kind = row.kind.name.lower()
+    elif isinstance(row, Extension):
+        kind = "extend"
     elif isinstance(row, StepWrite):
         kind = row.step.name
     elif isinstance(row, TakeOver):

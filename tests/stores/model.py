@@ -12,7 +12,6 @@ from retrysafe.core.model import (
     Decision,
     Payload,
     Record,
-    SettleKind,
     State,
     Step,
     StoredOutcome,
@@ -85,7 +84,7 @@ class Model:
         changed, answer = transitions.settle(shelf.record, settlement, now_ms)
         if changed is not None:
             shelf.record = changed
-            if settlement.kind is not SettleKind.EXTEND and settlement.payload is not None:
+            if settlement.payload is not None:
                 ending = StoredOutcome(
                     settlement.token,
                     changed.attempt,
@@ -95,6 +94,13 @@ class Model:
                     now_ms + settlement.audit_ms,
                 )
                 shelf.outcomes.append(ending)
+        return answer
+
+    def extend(self, extension):
+        shelf = self.shelf(extension.key)
+        changed, answer = transitions.extend(shelf.record, extension, self._now_ms())
+        if changed is not None:
+            shelf.record = changed
         return answer
 
     def record_step(self, write):

@@ -19,6 +19,7 @@ from retrysafe.core.machine import condition_of
 from retrysafe.core.model import (
     ClaimRequest,
     Condition,
+    Extension,
     Fingerprint,
     OperatorCommand,
     Payload,
@@ -77,10 +78,10 @@ settlements = st.builds(
     key=keys,
     token=tokens,
     payload=st.sampled_from(PAYLOADS),
-    lease_ms=durations_ms,
     active_ms=durations_ms,
     audit_ms=durations_ms,
 )
+extensions = st.builds(Extension, key=keys, token=tokens, lease_ms=durations_ms)
 steps = st.builds(
     Step,
     name=st.sampled_from(("reserve", "charge")),
@@ -127,7 +128,18 @@ class StoreAgainstModel(RuleBasedStateMachine):
         """Random tokens seldom hold a key, so here the owner writes, if there is one."""
         record = self.model.shelf(key).record
         if record is not None:
-            self.commit([], [Settlement(kind, key, record.token, payload, 100, 1_000, 1_000)])
+            self.commit([], [Settlement(kind, key, record.token, payload, 1_000, 1_000)])
+
+    @rule(items=st.lists(extensions, min_size=1, max_size=4))
+    def extend(self, items):
+        answers = run_sync(self.store.extend(items, 30.0))
+        assert answers == [self.model.extend(item) for item in items]
+
+    @rule(key=keys, lease_ms=durations_ms)
+    def extend_by_owner(self, key, lease_ms):
+        record = self.model.shelf(key).record
+        if record is not None:
+            self.extend([Extension(key, record.token, lease_ms)])
 
     @rule(request=claims, held=tokens)
     def take_over(self, request, held):

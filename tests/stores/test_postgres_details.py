@@ -18,6 +18,7 @@ from retrysafe import Key, StoreRejected, StoreUnavailable
 from retrysafe.core.model import (
     ClaimAnswer,
     Decision,
+    Extension,
     Payload,
     RecordQuery,
     SettleKind,
@@ -63,6 +64,9 @@ class Scene:
         except StopIteration as stop:
             return stop.value
         raise AssertionError("a blocking store suspended")
+
+    def extend(self, *extensions):
+        return self.run(self.store.extend(extensions, 30.0))
 
     def commit(self, claims=(), settlements=()):
         return self.run(self.store.commit(claims, settlements))
@@ -141,11 +145,11 @@ def test_an_extend_of_one_does_not_wait_either(scene, postgres_url):
     """A user's transaction that has recorded a step must not hold up the renewals of others."""
     key, token = key_of("key"), mint_token()
     scene.commit([request(key, token)])
-    extend = settlement(SettleKind.EXTEND, key, token)
+    extension = Extension(key, token, 30_000)
     with locked(postgres_url, key):
-        _, (answer,) = scene.commit([], [extend])
+        (answer,) = scene.extend(extension)
     assert isinstance(answer, StoreUnavailable)
-    assert scene.commit([], [extend])[1][0].decision is Decision.APPLY
+    assert scene.extend(extension)[0].decision is Decision.APPLY
 
 
 @FACES
@@ -154,12 +158,12 @@ def test_an_extend_of_many_never_waits_for_a_row(scene, postgres_url):
     keys = [key_of(f"key-{number}") for number in range(3)]
     claims = [request(key) for key in keys]
     scene.commit(claims)
-    extends = [settlement(SettleKind.EXTEND, item.key, item.token) for item in claims]
+    extensions = [Extension(item.key, item.token, 30_000) for item in claims]
     with locked(postgres_url, keys[1]):
-        _, answers = scene.commit([], extends)
+        answers = scene.extend(*extensions)
     assert isinstance(answers[1], StoreUnavailable)
     assert [answers[0].decision, answers[2].decision] == [Decision.APPLY] * 2
-    assert [answer.decision for answer in scene.commit([], extends)[1]] == [Decision.APPLY] * 3
+    assert [answer.decision for answer in scene.extend(*extensions)] == [Decision.APPLY] * 3
 
 
 @FACES

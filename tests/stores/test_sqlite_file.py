@@ -438,12 +438,13 @@ def test_what_is_not_json_does_not_break_the_view(probe, path, payload):
 def test_the_view_shows_states_in_words(probe, path):
     """One row per key, settled or not, with the outcome of its present life only."""
     names = {"succeeded": SettleKind.COMPLETE, "failed": SettleKind.FAIL}
-    names |= {"released": SettleKind.RELEASE, "pending": SettleKind.EXTEND}
+    names |= {"released": SettleKind.RELEASE}
     for name, kind in names.items():
         probe.settle(settlement(kind, key_of(name), probe.hold(key_of(name))))
+    probe.hold(key_of("pending"))
     query = "SELECT key, state, caller, operation, attempt, owner FROM retrysafe_records"
     assert sorted(rows_of(path, query)) == [
-        (name, name, "caller-1", "charge", 1, "owner-1") for name in sorted(names)
+        (name, name, "caller-1", "charge", 1, "owner-1") for name in sorted([*names, "pending"])
     ]
     probe.advance(ACTIVE_MS)
     probe.hold(key_of("succeeded"))

@@ -82,7 +82,7 @@ def settlement_of(
 ) -> Settlement:
     """The ending of an attempt as it is written in the user's transaction."""
     policy = call.policy
-    return Settlement(kind, call.key, token, payload, 0, policy.active_ms, policy.audit_ms, entries)
+    return Settlement(kind, call.key, token, payload, policy.active_ms, policy.audit_ms, entries)
 
 
 class AtomicBlock:

@@ -10,6 +10,9 @@ from retrysafe.core.keys import Key
 
 # Two renewals may fail before a lease ends.
 RENEWALS_PER_LEASE = 3
+# A renewal gives up after this part of its lease: a connection that has gone silent may cost one
+# try, and never so much of the lease that none is left for a fresh connection.
+TIMEOUTS_PER_LEASE = 6
 
 
 class Lease:
@@ -61,6 +64,11 @@ class Lease:
         self.ends_at_ms = ends_at_ms
         self.ends_monotonic = asked_monotonic + remaining_seconds
         self.renew_monotonic = asked_monotonic + remaining_seconds / RENEWALS_PER_LEASE
+
+    @property
+    def renewal_timeout_seconds(self) -> float:
+        """How long the store may take to answer a renewal."""
+        return self.lease_ms / 1000 / TIMEOUTS_PER_LEASE
 
     def put_off(self, monotonic: float) -> None:
         """Sets the next try after a renewal that the store did not answer."""

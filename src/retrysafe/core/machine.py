@@ -96,7 +96,6 @@ _SETTLE_EVENTS: Final = {
     SettleKind.COMPLETE: Event.COMPLETE,
     SettleKind.FAIL: Event.FAIL,
     SettleKind.RELEASE: Event.RELEASE,
-    SettleKind.EXTEND: Event.EXTEND,
 }
 
 _OPERATOR_EVENTS: Final = {
@@ -173,7 +172,7 @@ def recover_event(record: Record | None, *, held: bytes, token: bytes) -> Event:
 
 
 def settle_event(record: Record | None, kind: SettleKind, token: bytes) -> Event:
-    """The event of an owner's write."""
+    """The event of an owner's ending."""
     return held_event(record, _SETTLE_EVENTS[kind], token)
 
 

@@ -157,23 +157,21 @@ class StagedEntry:
 
 
 class SettleKind(IntEnum):
-    """What a claim's owner writes; the first three end the attempt."""
+    """How a claim's owner ends its attempt."""
 
     COMPLETE = State.SUCCEEDED
     FAIL = State.FAILED
     RELEASE = State.RELEASED
-    EXTEND = State.PENDING
 
 
 @dataclass(slots=True)
 class Settlement:
-    """A write by a claim's owner; it counts only while the token is the record's."""
+    """An owner's ending of its attempt; it counts only while the token is the record's."""
 
     kind: SettleKind
     key: Key
     token: bytes
     payload: Payload | None = None
-    lease_ms: int = 0
     active_ms: int = 0
     audit_ms: int = 0
     # Outbox entries that become deliverable with this ending, written in its transaction.
@@ -182,7 +180,23 @@ class Settlement:
 
 @dataclass(slots=True)
 class SettleAnswer:
-    """APPLY and CONFIRM mean that the write stands; LOST means that nothing was written."""
+    """APPLY and CONFIRM mean that the ending stands; LOST means that nothing was written."""
+
+    decision: Decision
+
+
+@dataclass(slots=True)
+class Extension:
+    """A longer lease for a running attempt; it counts only while the token is the record's."""
+
+    key: Key
+    token: bytes
+    lease_ms: int
+
+
+@dataclass(slots=True)
+class ExtendAnswer:
+    """APPLY means that the lease is extended, and for how long; LOST that nothing was written."""
 
     decision: Decision
     remaining_ms: int = 0

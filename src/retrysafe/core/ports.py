@@ -19,6 +19,8 @@ from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
     Decision,
+    ExtendAnswer,
+    Extension,
     OperatorCommand,
     RecordQuery,
     SettleAnswer,
@@ -60,6 +62,7 @@ class Capabilities:
 
 ClaimResult = ClaimAnswer | StoreError
 SettleResult = SettleAnswer | StoreError
+ExtendResult = ExtendAnswer | StoreError
 
 
 class Store(Protocol):
@@ -81,6 +84,17 @@ class Store(Protocol):
         A row that the store cannot take is answered with its own `StoreError`, and the others
         stand. Rows for one key are applied as if one after the other, settlements before claims: an
         outcome that is there must not lose to a takeover beside it.
+        """
+
+    async def extend(
+        self, extensions: Sequence[Extension], timeout_seconds: float
+    ) -> list[ExtendResult]:
+        """Extends leases and answers each in order; a row that cannot be taken as in `commit`.
+
+        A healthy owner loses its key when this comes late. So it waits for nothing that is not the
+        file or the server itself: neither for a `commit` under way, nor for a connection of a pool
+        that is used up. When the time is over it raises `StoreUnavailable`, and what it waited for
+        is given up: the next call goes over a fresh connection.
         """
 
     async def record_step(self, write: StepWrite) -> Decision:
@@ -148,7 +162,7 @@ class Writer(Protocol):
         """Claims a key; raises the row's `StoreError`."""
 
     def settle(self, settlement: Settlement) -> Awaitable[SettleAnswer]:
-        """Ends or extends an attempt; raises the row's `StoreError`."""
+        """Ends an attempt; raises the row's `StoreError`."""
 
 
 class Fate(Enum):

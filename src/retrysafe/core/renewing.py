@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from retrysafe.core.events import EventKind, Reporter
 from retrysafe.core.lease import Lease
-from retrysafe.core.model import Decision, SettleAnswer, SettleKind, Settlement
-from retrysafe.core.ports import Store
+from retrysafe.core.model import Decision, Extension
+from retrysafe.core.ports import ExtendResult, Store
 from retrysafe.errors import StoreError
 
 
@@ -46,15 +46,13 @@ async def _renew_batch(
     store: Store, leases: list[Lease], monotonic: Callable[[], float], report: Reporter
 ) -> None:
     asked = monotonic()
-    extends = [
-        Settlement(SettleKind.EXTEND, lease.key, lease.token, lease_ms=lease.lease_ms)
-        for lease in leases
-    ]
+    extensions = [Extension(lease.key, lease.token, lease.lease_ms) for lease in leases]
+    timeout_seconds = min(lease.renewal_timeout_seconds for lease in leases)
     # One that is joined meanwhile may be locked after its renewal.
     joined = [lease.is_joined for lease in leases]
-    answers: Sequence[SettleAnswer | StoreError]
+    answers: Sequence[ExtendResult]
     try:
-        _, answers = await store.commit([], extends)
+        answers = await store.extend(extensions, timeout_seconds)
     except Exception as error:
         # Whatever a store raises: a heartbeat that died of it would let every lease run out.
         told = (

@@ -60,7 +60,7 @@ def settlement_of(
     """
     policy = call.policy
     settlement = Settlement(
-        _KINDS[ending][0], call.key, lease.token, payload, 0, policy.active_ms, policy.audit_ms
+        _KINDS[ending][0], call.key, lease.token, payload, policy.active_ms, policy.audit_ms
     )
     if entries and ending is not _RELEASED:
         settlement.entries = entries

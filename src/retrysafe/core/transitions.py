@@ -24,6 +24,8 @@ from retrysafe.core.model import (
     ClaimRequest,
     Condition,
     Decision,
+    ExtendAnswer,
+    Extension,
     OperatorCommand,
     Payload,
     Record,
@@ -172,20 +174,30 @@ def _granted(
 def settle(
     record: Record | None, settlement: Settlement, now_ms: int
 ) -> tuple[Record | None, SettleAnswer]:
-    """Ends or extends an attempt; the new record is None when nothing is to be written."""
+    """Ends an attempt; the new record is None when nothing is to be written."""
     event = settle_event(record, settlement.kind, settlement.token)
     decision = decide(event, condition_of(record, now_ms))
     if decision is not Decision.APPLY:
         return None, SettleAnswer(decision)
     assert record is not None  # Nothing is applied to an absent record.
-    if settlement.kind is SettleKind.EXTEND:
-        # A lease never gets shorter: an extend that was delayed on its way must not cut it.
-        ends_at_ms = max(record.lease_ends_at_ms, now_ms + settlement.lease_ms)
-        return (
-            replace(record, lease_ends_at_ms=ends_at_ms),
-            SettleAnswer(decision, ends_at_ms - now_ms, ends_at_ms),
-        )
     return _settled(record, settlement, now_ms), SettleAnswer(decision)
+
+
+def extend(
+    record: Record | None, extension: Extension, now_ms: int
+) -> tuple[Record | None, ExtendAnswer]:
+    """Extends a lease; the new record is None when nothing is to be written."""
+    event = held_event(record, Event.EXTEND, extension.token)
+    decision = decide(event, condition_of(record, now_ms))
+    if decision is not Decision.APPLY:
+        return None, ExtendAnswer(decision)
+    assert record is not None  # Nothing is applied to an absent record.
+    # A lease never gets shorter: an extension that was delayed on its way must not cut it.
+    ends_at_ms = max(record.lease_ends_at_ms, now_ms + extension.lease_ms)
+    return (
+        replace(record, lease_ends_at_ms=ends_at_ms),
+        ExtendAnswer(decision, ends_at_ms - now_ms, ends_at_ms),
+    )
 
 
 def _settled(record: Record, settlement: Settlement, now_ms: int) -> Record:

@@ -57,7 +57,7 @@ class DirectWriter:
         return answer
 
     async def settle(self, settlement: Settlement) -> SettleAnswer:
-        """Ends or extends an attempt."""
+        """Ends an attempt."""
         (_, (answer,)) = await self._store.commit([], [settlement])
         if isinstance(answer, StoreError):
             raise answer

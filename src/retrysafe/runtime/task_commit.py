@@ -104,7 +104,7 @@ class TaskGroupCommit:
         return future
 
     def settle(self, settlement: Settlement) -> asyncio.Future[SettleAnswer]:
-        """Ends or extends an attempt in the next batch; cancelling the wait does not stop it."""
+        """Ends an attempt in the next batch; cancelling the wait does not stop it."""
         future = self._new_future()
         self._endings.append((settlement, future))
         if not self._is_boarding:

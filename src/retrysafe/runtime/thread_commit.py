@@ -79,7 +79,7 @@ class ThreadGroupCommit:
         return answer
 
     async def settle(self, settlement: Settlement) -> SettleAnswer:
-        """Ends or extends an attempt in the next batch."""
+        """Ends an attempt in the next batch."""
         answer: SettleAnswer = self._submit(settlement)
         return answer
 

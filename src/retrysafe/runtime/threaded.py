@@ -14,6 +14,7 @@ from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
     Decision,
+    Extension,
     OperatorCommand,
     RecordQuery,
     Settlement,
@@ -26,6 +27,7 @@ from retrysafe.core.outbox_ports import outbox_of
 from retrysafe.core.ports import (
     Capabilities,
     ClaimResult,
+    ExtendResult,
     Fate,
     SettleResult,
     Store,
@@ -81,6 +83,12 @@ class ThreadedStore:
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
         """Makes a batch durable."""
         return await self._hop(self._store.commit, claims, settlements)
+
+    async def extend(
+        self, extensions: Sequence[Extension], timeout_seconds: float
+    ) -> list[ExtendResult]:
+        """Extends leases."""
+        return await self._hop(self._store.extend, extensions, timeout_seconds)
 
     async def record_step(self, write: StepWrite) -> Decision:
         """Stores a step's result."""

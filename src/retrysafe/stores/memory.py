@@ -18,12 +18,12 @@ from retrysafe.core.model import (
     ClaimRequest,
     Condition,
     Decision,
+    Extension,
     OperatorCommand,
     Payload,
     Record,
     RecordQuery,
     SettleAnswer,
-    SettleKind,
     Settlement,
     State,
     Step,
@@ -32,7 +32,7 @@ from retrysafe.core.model import (
     StoredOutcome,
     SweepReport,
 )
-from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Waits
+from retrysafe.core.ports import Capabilities, ClaimResult, ExtendResult, SettleResult, Waits
 from retrysafe.errors import StoreError
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.memory_outbox import MemoryOutbox
@@ -112,11 +112,26 @@ class MemoryStore:
         changed, answer = transitions.settle(self._records.find(digest), settlement, now_ms)
         if changed is not None:
             self._records[digest] = changed
-            if settlement.payload is not None and settlement.kind is not SettleKind.EXTEND:
+            if settlement.payload is not None:
                 ending = ending_of(settlement, settlement.payload, changed, now_ms)
                 self._outcomes[digest] = (*self._outcomes.get(digest, ()), ending)
                 self.outbox.insert(settlement.entries, settlement.key, now_ms)
         return answer
+
+    async def extend(
+        self, extensions: Sequence[Extension], timeout_seconds: float
+    ) -> list[ExtendResult]:
+        """Extends leases under the lock, which nobody holds for long."""
+        with self._lock:
+            now_ms = self._now_ms()
+            answers: list[ExtendResult] = []
+            for item in extensions:
+                digest = item.key.digest
+                changed, answer = transitions.extend(self._records.find(digest), item, now_ms)
+                if changed is not None:
+                    self._records[digest] = changed
+                answers.append(answer)
+            return answers
 
     def _ending(self, record: Record) -> Ending | None:
         """What the attempt that settled the record left behind."""

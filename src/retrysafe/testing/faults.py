@@ -19,6 +19,7 @@ from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
     Decision,
+    Extension,
     OperatorCommand,
     RecordQuery,
     Settlement,
@@ -37,7 +38,14 @@ from retrysafe.core.outbox import (
     StoredEntry,
 )
 from retrysafe.core.outbox_ports import Outbox, outbox_of
-from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Store, Transaction
+from retrysafe.core.ports import (
+    Capabilities,
+    ClaimResult,
+    ExtendResult,
+    SettleResult,
+    Store,
+    Transaction,
+)
 from retrysafe.errors import StoreUnavailable
 from retrysafe.testing.faulty_transaction import FaultyTransaction
 
@@ -170,6 +178,12 @@ class FaultyStore:
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
         """Makes a batch durable."""
         return await self._call("commit", self._store.commit, claims, settlements)
+
+    async def extend(
+        self, extensions: Sequence[Extension], timeout_seconds: float
+    ) -> list[ExtendResult]:
+        """Extends leases."""
+        return await self._call("extend", self._store.extend, extensions, timeout_seconds)
 
     async def record_step(self, write: StepWrite) -> Decision:
         """Stores a step's result."""
@@ -309,6 +323,7 @@ class FaultyOutbox:
 # Every method of the ports, by name.
 METHODS: Final = (
     "commit",
+    "extend",
     "record_step",
     "read",
     "last_outcome",

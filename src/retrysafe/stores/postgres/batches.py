@@ -18,8 +18,6 @@ from retrysafe.core.model import (
     Decision,
     Payload,
     Record,
-    SettleAnswer,
-    SettleKind,
     Settlement,
 )
 from retrysafe.core.ports import ClaimResult, SettleResult
@@ -42,12 +40,9 @@ BALANCE_LIMIT: Final = 32
 # For a row that was busy a moment ago: a look at its lock, and no wait.
 _NO_WAIT: Final = "1ms"
 
-# Looked up once: members of an enum are dear to look up per row.
-_EXTEND: Final = SettleKind.EXTEND
-
 
 def _is_plain_ending(item: Settlement) -> bool:
-    return item.kind is not _EXTEND and not item.entries
+    return not item.entries
 
 
 def _is_plain_claim(request: ClaimRequest) -> bool:
@@ -78,7 +73,7 @@ class Batches:
         self._reader = reader
         self._outbox = outbox
         self._sifter = sifter
-        self._unwritten = Unwritten(fetch, reader, sifter, self._end)
+        self._unwritten = Unwritten(reader, sifter, self._end)
         # By how much the last claims that met a row outnumber those of new keys, within the limit.
         self._balance = -BALANCE_LIMIT
 
@@ -155,33 +150,21 @@ class Batches:
         known to be locked is sifted at once.
         """
         endings: dict[bytes, Settlement] = {}
-        extends: dict[bytes, Settlement] = {}
         for item in settlements:
-            digest = item.key.digest
-            if digest not in endings and digest not in extends:
-                (extends if item.kind is _EXTEND else endings)[digest] = item
+            endings.setdefault(item.key.digest, item)
         wishes: dict[bytes, ClaimRequest] = {}
         for request in claims:
-            digest = request.key.digest
-            if digest not in endings and digest not in extends:
-                wishes.setdefault(digest, request)
+            if request.key.digest not in endings:
+                wishes.setdefault(request.key.digest, request)
         admissions, written = await self._write_apart(
             wishes.values(), endings.values(), is_locked=is_locked
         )
-        extended: dict[bytes, SettleAnswer] = {}
-        if extends:
-            extended = await self._unwritten.extend(extends.values())
         settled: list[SettleResult | None] = []
         for item in settlements:
             digest = item.key.digest
             # Each write is told to the first row of its key; a second one asks for itself.
-            is_extended = extends.pop(digest, None) is not None
-            if endings.pop(digest, None) is not None and digest in written:
-                settled.append(APPLIED)
-            elif is_extended and digest in extended:
-                settled.append(extended[digest])
-            else:
-                settled.append(None)
+            is_written = endings.pop(digest, None) is not None and digest in written
+            settled.append(APPLIED if is_written else None)
         told = await self._unwritten.told(settlements, settled)
         return await self._answer_claims(claims, admissions), told
 

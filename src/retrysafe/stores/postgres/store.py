@@ -18,6 +18,7 @@ from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
     Decision,
+    Extension,
     OperatorCommand,
     Payload,
     Record,
@@ -30,12 +31,12 @@ from retrysafe.core.model import (
     StoredOutcome,
     SweepReport,
 )
-from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult
+from retrysafe.core.ports import Capabilities, ClaimResult, ExtendResult, SettleResult
 from retrysafe.errors import StoreError, StoreRejected, StoreUnavailable
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.postgres import diagnosis, schema
+from retrysafe.stores.postgres import diagnosis, leases, schema
 from retrysafe.stores.postgres.atomic import PostgresTransaction
 from retrysafe.stores.postgres.batches import Batches
 from retrysafe.stores.postgres.connections import adapted
@@ -112,6 +113,12 @@ class PostgresStore:
         first = await self.commit(claims[:middle], settlements[:middle])
         second = await self.commit(claims[middle:], settlements[middle:])
         return first[0] + second[0], first[1] + second[1]
+
+    async def extend(
+        self, extensions: Sequence[Extension], timeout_seconds: float
+    ) -> list[ExtendResult]:
+        """Extends leases; a row that somebody else is writing is not waited for."""
+        return await leases.extend(self._fetch, extensions)
 
     async def record_step(self, write: StepWrite) -> Decision:
         """Stores a step's result while the token holds the key."""

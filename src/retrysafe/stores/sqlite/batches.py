@@ -18,14 +18,14 @@ from retrysafe.core.model import (
     ClaimRequest,
     Condition,
     Decision,
+    Extension,
     Payload,
     Record,
     SettleAnswer,
-    SettleKind,
     Settlement,
     State,
 )
-from retrysafe.core.ports import ClaimResult, SettleResult
+from retrysafe.core.ports import ClaimResult, ExtendResult, SettleResult
 from retrysafe.errors import StoreError
 from retrysafe.stores.sql import repeated
 from retrysafe.stores.sqlite import outbox, recovery, rows
@@ -168,7 +168,7 @@ def _decide(
 def settle(
     connection: sqlite3.Connection, settlements: Sequence[Settlement], now_ms: int
 ) -> list[SettleResult]:
-    """Ends or extends attempts, as if one after the other."""
+    """Ends attempts, as if one after the other."""
     answers: list[SettleResult]
     if len(settlements) > 1 and _settle_all(connection, settlements, now_ms):
         answers = [SettleAnswer(Decision.APPLY) for _ in settlements]
@@ -185,7 +185,7 @@ def _settle_all(
     connection: sqlite3.Connection, settlements: Sequence[Settlement], now_ms: int
 ) -> bool:
     """Ends all attempts at once, or changes nothing when one of them cannot be ended."""
-    if any(item.kind is SettleKind.EXTEND or item.payload is None for item in settlements):
+    if any(item.payload is None for item in settlements):
         return False
     if len({item.key.digest for item in settlements}) != len(settlements):
         return False  # Two endings of one key: the order matters, so one after the other.
@@ -214,7 +214,7 @@ def _settle_one(
     connection: sqlite3.Connection, settlement: Settlement, now_ms: int
 ) -> SettleAnswer:
     kind, payload, digest = settlement.kind, settlement.payload, settlement.key.digest
-    if kind is not SettleKind.EXTEND and payload is not None:
+    if payload is not None:
         blob = _blob(digest)
         audit_ends_at_ms = now_ms + settlement.audit_ms
         number = int(kind)
@@ -229,3 +229,20 @@ def _settle_one(
     if changed is not None:
         rows.update(connection, changed)
     return answer
+
+
+# Leases.
+
+
+def extend(
+    connection: sqlite3.Connection, extensions: Sequence[Extension], now_ms: int
+) -> list[ExtendResult]:
+    """Extends leases, as if one after the other."""
+    answers: list[ExtendResult] = []
+    for item in extensions:
+        record = rows.select(connection, item.key.digest)
+        changed, answer = transitions.extend(record, item, now_ms)
+        if changed is not None:
+            rows.update(connection, changed)
+        answers.append(answer)
+    return answers

@@ -24,6 +24,7 @@ from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
     Decision,
+    Extension,
     OperatorCommand,
     Payload,
     RecordQuery,
@@ -34,7 +35,7 @@ from retrysafe.core.model import (
     StoredOutcome,
     SweepReport,
 )
-from retrysafe.core.ports import Capabilities, ClaimResult, SettleResult, Waits
+from retrysafe.core.ports import Capabilities, ClaimResult, ExtendResult, SettleResult, Waits
 from retrysafe.errors import StoreError, StoreRejected
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.diagnosis import Finding
@@ -164,6 +165,21 @@ class SqliteStore:
         except _SQLITE_ERRORS as error:
             raise self._told(error) from error
         return claimed, settled
+
+    async def extend(
+        self, extensions: Sequence[Extension], timeout_seconds: float
+    ) -> list[ExtendResult]:
+        """Extends leases in one transaction, or one by one when a row is refused."""
+        try:
+            with self._transaction() as connection:
+                return batches.extend(connection, extensions, self._now_ms())
+        except StoreRejected as rejected:
+            if len(extensions) == 1:
+                return [rejected]
+        answers: list[ExtendResult] = []
+        for item in extensions:
+            answers += await self.extend([item], timeout_seconds)
+        return answers
 
     async def record_step(self, write: StepWrite) -> Decision:
         """Stores a step's result while the token holds the key."""

@@ -27,7 +27,6 @@ from retrysafe.testing.suite.probe import (
     Probe,
     colliding,
     key_of,
-    kind_name,
     request,
     settlement,
 )
@@ -96,24 +95,19 @@ class BatchCases(SuiteBase):
             SettleKind.COMPLETE: Condition.SUCCEEDED,
             SettleKind.FAIL: Condition.FAILED,
             SettleKind.RELEASE: Condition.RELEASED,
-            SettleKind.EXTEND: Condition.RUNNING,
         }
-        extended = probe.read(keys[SettleKind.EXTEND]).record
-        assert extended.lease_ends_at_ms == probe.clock() + LEASE_MS
 
-    @pytest.mark.parametrize("kind", [SettleKind.COMPLETE, SettleKind.EXTEND], ids=kind_name)
-    def test_an_owner_wins_over_a_takeover_beside_it(self, probe: Probe, kind: SettleKind) -> None:
-        """The lease is over, and its owner's write shares a batch with a rival's claim.
+    def test_an_owner_wins_over_a_takeover_beside_it(self, probe: Probe) -> None:
+        """The lease is over, and its owner's ending shares a batch with a rival's claim.
 
-        Settlements count first: an outcome that is there is not thrown away, and an operation
-        that still runs is not run a second time.
+        Settlements count first: an outcome that is there is not thrown away.
         """
         token = probe.hold()
         probe.advance(LEASE_MS)
-        claimed, settled = probe.commit([request()], [settlement(kind, KEY, token)])
+        ending = settlement(SettleKind.COMPLETE, KEY, token)
+        claimed, settled = probe.commit([request()], [ending])
         assert _decisions(settled) == [Decision.APPLY]
-        expected = Decision.REPLAY if kind is SettleKind.COMPLETE else Decision.IN_FLIGHT
-        assert _decisions(claimed) == [expected]
+        assert _decisions(claimed) == [Decision.REPLAY]
 
     def test_one_key_twice_in_a_batch_has_one_winner(self, probe: Probe) -> None:
         """Rows for one key count as if one came after the other."""

@@ -6,10 +6,19 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe.core.model import Condition, Decision, SettleKind
+from retrysafe.core.model import Condition, Decision, ExtendAnswer, Extension, SettleKind
+from retrysafe.errors import StoreError
 from retrysafe.runtime.face import mint_token
 from retrysafe.testing.suite.base import SuiteBase
-from retrysafe.testing.suite.probe import ACTIVE_MS, ENDINGS, KEY, LEASE_MS, Probe, kind_name
+from retrysafe.testing.suite.probe import (
+    ACTIVE_MS,
+    ENDINGS,
+    KEY,
+    LEASE_MS,
+    Probe,
+    key_of,
+    kind_name,
+)
 
 
 class LeaseCases(SuiteBase):
@@ -71,6 +80,48 @@ class LeaseCases(SuiteBase):
         assert probe.claim().decision is Decision.IN_FLIGHT
         probe.advance(1)
         assert probe.claim().decision is Decision.TAKE_OVER
+
+    def test_extensions_are_answered_in_order(self, probe: Probe) -> None:
+        """One batch extends what is held, and tells each of the others that it lost."""
+        keys = [key_of(f"key-{number}") for number in range(40)]
+        tokens = [probe.hold(key) for key in keys]
+        for key, token in list(zip(keys, tokens, strict=True))[::4]:
+            probe.end(SettleKind.COMPLETE, token, key)
+        probe.advance(1_000)
+        wishes = [Extension(key, token, LEASE_MS) for key, token in zip(keys, tokens, strict=True)]
+        # In another order than the keys were claimed in, which is that of no index.
+        wishes.reverse()
+        answers = probe.extend_all(wishes)
+        ends_at_ms = probe.clock() + LEASE_MS
+        kept = ExtendAnswer(Decision.APPLY, LEASE_MS, ends_at_ms)
+        lost = ExtendAnswer(Decision.LOST)
+        assert answers[::-1] == [kept if place % 4 else lost for place in range(40)]
+        assert probe.read(keys[1]).record.lease_ends_at_ms == ends_at_ms
+
+    def test_a_former_owner_beside_the_owner_is_told_apart(self, probe: Probe) -> None:
+        """Two processes may be merged on their way; each token hears its own answer."""
+        zombie = probe.hold()
+        probe.advance(LEASE_MS)
+        owner = probe.hold()
+        for tokens in ((zombie, owner), (owner, zombie)):
+            answers = probe.extend_all([Extension(KEY, token, LEASE_MS) for token in tokens])
+            decisions = {
+                token: answer.decision
+                for token, answer in zip(tokens, answers, strict=True)
+                if isinstance(answer, ExtendAnswer)
+            }
+            assert decisions == {zombie: Decision.LOST, owner: Decision.APPLY}
+
+    def test_a_poisoned_extension_fails_alone(self, probe: Probe) -> None:
+        """A lease that cannot be stored is refused or kept exactly; its neighbours stand."""
+        keys = [key_of(f"key-{number}") for number in range(3)]
+        wishes = [Extension(key, probe.hold(key), LEASE_MS) for key in keys]
+        wishes[1].lease_ms = 2**70
+        answers = probe.extend_all(wishes)
+        kept = ExtendAnswer(Decision.APPLY, LEASE_MS, probe.clock() + LEASE_MS)
+        assert [answers[0], answers[2]] == [kept, kept]
+        refused = answers[1]
+        assert isinstance(refused, StoreError) or refused.remaining_ms == 2**70
 
     def test_an_extension_never_shortens(self, probe: Probe) -> None:
         """An extension that ends before the standing lease leaves it, and tells what stands."""

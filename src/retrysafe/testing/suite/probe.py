@@ -13,6 +13,8 @@ from retrysafe.core.model import (
     ClaimRequest,
     Condition,
     Decision,
+    ExtendAnswer,
+    Extension,
     Fingerprint,
     OperatorCommand,
     Payload,
@@ -26,7 +28,7 @@ from retrysafe.core.model import (
     StoredOutcome,
     SweepReport,
 )
-from retrysafe.core.ports import ClaimResult, SettleResult, Store
+from retrysafe.core.ports import ClaimResult, ExtendResult, SettleResult, Store
 from retrysafe.errors import StoreError
 from retrysafe.runtime.face import mint_token
 from retrysafe.testing.clock import ManualClock
@@ -42,6 +44,9 @@ OTHER: Final = Fingerprint(1, b"other other oth.")
 
 RESULT: Final = Payload("json.1", b"", b'{"charged": 1000}')
 FAILURE: Final = Payload("failure.1", b"", b'{"type": "CardDeclined"}')
+
+# Only a store that hangs lets a renewal take so long.
+PATIENCE_SECONDS: Final = 30.0
 
 ENDINGS: Final = (SettleKind.COMPLETE, SettleKind.FAIL, SettleKind.RELEASE)
 # The conditions in which a key has a row.
@@ -91,13 +96,10 @@ def settlement(
     token: bytes,
     *,
     payload: Payload | None = RESULT,
-    lease_ms: int = LEASE_MS,
     active_ms: int = ACTIVE_MS,
     audit_ms: int = AUDIT_MS,
 ) -> Settlement:
-    """An owner's write; an extension carries the lease, an ending everything else."""
-    if kind is SettleKind.EXTEND:
-        return Settlement(kind, key, token, lease_ms=lease_ms)
+    """An owner's ending."""
     return Settlement(kind, key, token, payload, active_ms=active_ms, audit_ms=audit_ms)
 
 
@@ -149,7 +151,7 @@ class Probe:
         return token
 
     def settle(self, wish: Settlement) -> SettleAnswer:
-        """An owner's write as it is; raises the row's error."""
+        """An owner's ending as it is; raises the row's error."""
         result = self.commit([], [wish])[1][0]
         if isinstance(result, StoreError):
             raise result
@@ -170,9 +172,18 @@ class Probe:
             settlement(kind, key, token, payload=payload, active_ms=active_ms, audit_ms=audit_ms)
         ).decision
 
-    def extend(self, token: bytes, key: Key = KEY, *, lease_ms: int = LEASE_MS) -> SettleAnswer:
-        """Extends a lease."""
-        return self.settle(settlement(SettleKind.EXTEND, key, token, lease_ms=lease_ms))
+    def extend_all(self, extensions: Sequence[Extension]) -> list[ExtendResult]:
+        """Extends leases together; asserts that every row has an answer."""
+        answers: list[ExtendResult] = self._run(self.store.extend(extensions, PATIENCE_SECONDS))
+        assert len(answers) == len(extensions)
+        return answers
+
+    def extend(self, token: bytes, key: Key = KEY, *, lease_ms: int = LEASE_MS) -> ExtendAnswer:
+        """Extends a lease; raises the row's error."""
+        (result,) = self.extend_all([Extension(key, token, lease_ms)])
+        if isinstance(result, StoreError):
+            raise result
+        return result
 
     def record(
         self,

@@ -12,6 +12,7 @@ from retrysafe.core.model import (
     ClaimRequest,
     Condition,
     Decision,
+    Extension,
     OperatorCommand,
     Record,
     SettleKind,
@@ -22,6 +23,7 @@ from retrysafe.runtime.face import mint_token
 from retrysafe.testing.suite.base import SuiteBase
 from retrysafe.testing.suite.probe import (
     KEY,
+    LEASE_MS,
     OTHER,
     Probe,
     kind_name,
@@ -34,7 +36,6 @@ _SETTLE_KINDS: Final = {
     Event.COMPLETE: SettleKind.COMPLETE,
     Event.FAIL: SettleKind.FAIL,
     Event.RELEASE: SettleKind.RELEASE,
-    Event.EXTEND: SettleKind.EXTEND,
 }
 _COMMANDS: Final = {
     Event.OPERATOR_RELEASE: OperatorCommand.RELEASE,
@@ -114,6 +115,25 @@ class TableCases(SuiteBase):
         assert probe.settle(wish) == expected[1]
         assert expected[1].decision is decision
         if decision is Decision.APPLY:
+            assert probe.read().record == expected[0]
+        else:
+            assert probe.stored() == stored
+
+    @_cells(Event.EXTEND, Event.WRITE_UNHELD)
+    def test_extension_answers_as_the_table(
+        self, probe: Probe, event: Event, condition: Condition
+    ) -> None:
+        """A lease is extended for the owner of a pending record, and for nobody else."""
+        token = probe.arrange(condition)
+        if event is Event.WRITE_UNHELD:
+            token = mint_token()
+        before = probe.find()
+        stored = probe.stored()
+        wish = Extension(KEY, token, 2 * LEASE_MS)
+        expected = transitions.extend(_record(before), wish, probe.clock())
+        assert probe.extend_all([wish]) == [expected[1]]
+        assert expected[1].decision is TABLE[event, condition]
+        if expected[0] is not None:
             assert probe.read().record == expected[0]
         else:
             assert probe.stored() == stored
