@@ -79,8 +79,6 @@ def _defaults(options: dict[str, Any]) -> dict[str, Any]:
 class HttpxClient:
     """`httpx.Client`."""
 
-    reads_all = False
-
     def __init__(self, url: str, **options: Any) -> None:
         options = _defaults(options)
         self.timing = options["timing"]
@@ -115,8 +113,6 @@ class HttpxClient:
 
 class AsyncHttpxClient:
     """`httpx.AsyncClient` on a loop of its own."""
-
-    reads_all = False
 
     def __init__(self, url: str, **options: Any) -> None:
         options = _defaults(options)
@@ -166,8 +162,6 @@ class AsyncHttpxClient:
 
 class RequestsClient:
     """`requests.Session`."""
-
-    reads_all = True
 
     def __init__(self, url: str, **options: Any) -> None:
         options = _defaults(options)

@@ -69,6 +69,11 @@ def test_public_names_are_frozen():
         ({"retry-after": "٣"}, 0),
         ({"retry-after": "soon"}, 0),
         ({"retry-after": "Tue, 99 Nov 2023 22:13:50 GMT"}, 0),
+        # Years that no calendar has, and an instant before the first year.
+        ({"retry-after": "Tue, 14 Nov 99999999999999999999 22:13:50 GMT"}, 0),
+        ({"retry-after": "Mon, 01 Jan 0001 00:00:00 +2359"}, 0),
+        ({"retry-after": LATER_TEXT, "date": "Tue, 14 Nov 99999999999999999999 22:13:50 GMT"}, 30),
+        ({"retry-after": LATER_TEXT + " " * 100_000 + "x"}, 0),
     ],
 )
 def test_retry_after_is_seconds_or_a_date_and_nothing_else(headers, seconds):

@@ -14,7 +14,7 @@ import pytest
 
 from retrysafe import DeliveryFailed, InvalidInput, MemoryStore, SecretMissing
 from retrysafe.relay import AsyncRelay, Delivery, Relay
-from retrysafe.relay.signing import secret_bytes, signed_headers, verify_webhook
+from retrysafe.relay.signing import secret_bytes, signed_headers, verify_webhook, webhook_id
 from retrysafe.relay.webhooks import AsyncWebhook, Webhook, _retry_after
 from retrysafe.runtime.drive import run_sync
 from tests.relay.scripted import entry, stage
@@ -118,10 +118,11 @@ def test_a_request_says_what_it_is_and_who_sent_it(receiver, kind):
     assert (found["content-type"], found["retrysafe-topic"]) == ("application/json", "orders.paid")
     assert (found["retrysafe-attempt"], found["webhook-timestamp"]) == ("2", str(NOW))
     # By hand, as the scheme has it.
-    signed = f'entry:a"b\\c.{NOW}.'.encode() + body
+    message_id = webhook_id('entry:a"b\\c')
+    signed = f"{message_id}.{NOW}.".encode() + body
     mac = hmac.digest(SECRET.encode(), signed, "sha256")
     assert found["webhook-signature"] == f"v1,{b64encode(mac).decode()}"
-    assert verify_webhook(headers, body, SECRET, now_seconds=NOW + 1) == 'entry:a"b\\c'
+    assert verify_webhook(headers, body, SECRET, now_seconds=NOW + 1) == message_id
 
 
 @both
@@ -269,3 +270,41 @@ def test_anything_that_was_changed_is_refused():
             rest = {other: value for other, value in headers.items() if other != name}
             verify_webhook(rest, b"body", SECRET, now_seconds=NOW)
     assert verify_webhook(headers, b"body", SECRET, now_seconds=NOW + 300) == "entry:1"
+
+
+def test_the_body_of_a_recorded_request_cannot_become_part_of_its_head():
+    """The attack itself: the sender signed a body that begins with an instant of the future."""
+    later = NOW + 86_400
+    recorded = signed(SECRET, body=f"{later}.rest".encode())
+    moved = recorded | {"webhook-id": f"entry:1.{NOW}", "webhook-timestamp": str(later)}
+    with pytest.raises(InvalidInput, match="no dot"):
+        verify_webhook(moved, b"rest", SECRET, now_seconds=later)
+    with pytest.raises(InvalidInput, match="no dot"):
+        signed_headers([secret_bytes(SECRET)], "entry.1", NOW, b"body")
+
+
+@pytest.mark.parametrize("key", ["a.b", "entry:1", "ü.😀", "." * 255])
+def test_every_key_has_an_id_without_a_dot_and_of_its_own(key):
+    made = webhook_id(key)
+    assert "." not in made
+    assert made.isascii()
+    assert made == webhook_id(key) != webhook_id(key + "x")
+
+
+def test_a_published_message_of_the_scheme_verifies():
+    """The example that libraries of Standard Webhooks test themselves with."""
+    secret = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+    headers = {
+        "Webhook-Id": "msg_p5jXN8AQM9LWM0D4loKWxJek",
+        "Webhook-Timestamp": "1614265330",
+        "Webhook-Signature": "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE=",
+    }
+    body = b'{"test": 2432232314}'
+    message_id = headers["Webhook-Id"]
+    assert verify_webhook(headers, body, secret, now_seconds=1_614_265_330) == message_id
+    made = signed_headers([secret_bytes(secret)], message_id, 1_614_265_330, body)
+    assert {name.lower(): value for name, value in headers.items()} == made
+    # Signatures of other versions, and of other secrets, may stand beside it.
+    several = "v2,AAAA v1,AAAA " + headers["Webhook-Signature"]
+    changed = headers | {"Webhook-Signature": several}
+    assert verify_webhook(changed, body, secret, now_seconds=1_614_265_330) == message_id

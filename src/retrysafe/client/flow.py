@@ -153,6 +153,11 @@ class Delivery:
         self.waited_seconds = 0.0
         self.stopped = Stopped.FAILED
 
+    @property
+    def ends_at(self) -> float:
+        """When the time for all tries is over, by the monotonic clock; known from the first on."""
+        return self._started_at + self._settings.policy.time_seconds
+
     def begin_try(self) -> None:
         """Counts a try; raises what the key's scope raises when it must not be made."""
         if self.scope is not None:
@@ -191,7 +196,7 @@ class Delivery:
         settings = self._settings
         policy = settings.policy
         now = settings.timing.monotonic()
-        left_seconds = policy.time_seconds - (now - self._started_at)
+        left_seconds = self.ends_at - now
         if not self.is_repeatable:
             self.stopped = Stopped.BODY
         elif self.tries >= policy.tries_limit:

@@ -20,7 +20,7 @@ from retrysafe.client.flow import (
 )
 from retrysafe.client.keys import KEY_EXTENSION, KEY_HEADER
 from retrysafe.client.policy import RetryPolicy
-from retrysafe.client.replies import has_json
+from retrysafe.client.replies import problem_body
 from retrysafe.client.requesting import (
     NOT_GIVEN,
     PREFER_HEADER,
@@ -95,7 +95,7 @@ class RetryTransport(httpx.BaseTransport):
             if limit_bytes:
                 request.stream = _read(request.stream, limit_bytes)
             delivery.is_repeatable = isinstance(request.stream, httpx.ByteStream)
-        wire = _Wire(self._transport, request, settings.policy.response_buffer_bytes)
+        wire = _Wire(self._transport, request, settings, delivery)
         response = run_sync(deliver(wire, delivery, settings.timing))
         response.extensions[TRIES_EXTENSION] = delivery.report()
         return response
@@ -145,7 +145,7 @@ class AsyncRetryTransport(httpx.AsyncBaseTransport):
             if limit_bytes:
                 request.stream = await _async_read(request.stream, limit_bytes)
             delivery.is_repeatable = isinstance(request.stream, httpx.ByteStream)
-        wire = _AsyncWire(self._transport, request, settings.policy.response_buffer_bytes)
+        wire = _AsyncWire(self._transport, request, settings, delivery)
         response = await deliver(wire, delivery, settings.timing)
         response.extensions[TRIES_EXTENSION] = delivery.report()
         return response
@@ -195,11 +195,13 @@ def _begun(settings: Settings, request: httpx.Request) -> Delivery | None:
 class _OneWire:
     """A request and what is the same for both kinds of transport."""
 
-    __slots__ = ("_request", "_response_limit_bytes")
+    __slots__ = ("_delivery", "_monotonic", "_request", "_response_limit_bytes")
 
-    def __init__(self, request: httpx.Request, response_limit_bytes: int) -> None:
+    def __init__(self, request: httpx.Request, settings: Settings, delivery: Delivery) -> None:
         self._request = request
-        self._response_limit_bytes = response_limit_bytes
+        self._response_limit_bytes = settings.policy.response_buffer_bytes
+        self._monotonic = settings.timing.monotonic
+        self._delivery = delivery
 
     def is_transient(self, error: Exception) -> bool:
         """Whether the connection failed in a way that may not last."""
@@ -214,14 +216,22 @@ class _OneWire:
     def _is_read_at_once(self, response: httpx.Response) -> bool:
         return is_read_at_once(response.status_code, response.headers, self._response_limit_bytes)
 
+    def _is_over(self) -> bool:
+        """Whether a body that drips has used up the time; the caller reads the rest, if at all."""
+        return self._monotonic() >= self._delivery.ends_at
+
 
 class _Wire(_OneWire):
     __slots__ = ("_transport",)
 
     def __init__(
-        self, transport: httpx.BaseTransport, request: httpx.Request, response_limit_bytes: int
+        self,
+        transport: httpx.BaseTransport,
+        request: httpx.Request,
+        settings: Settings,
+        delivery: Delivery,
     ) -> None:
-        super().__init__(request, response_limit_bytes)
+        super().__init__(request, settings, delivery)
         self._transport = transport
 
     async def send(self) -> Reply[httpx.Response]:
@@ -230,7 +240,7 @@ class _Wire(_OneWire):
         if self._is_read_at_once(response):
             assert isinstance(response.stream, httpx.SyncByteStream)
             try:
-                response.stream = _read(response.stream, self._response_limit_bytes)
+                response.stream = _read(response.stream, self._response_limit_bytes, self._is_over)
             except BaseException:
                 response.close()
                 raise
@@ -248,9 +258,10 @@ class _AsyncWire(_OneWire):
         self,
         transport: httpx.AsyncBaseTransport,
         request: httpx.Request,
-        response_limit_bytes: int,
+        settings: Settings,
+        delivery: Delivery,
     ) -> None:
-        super().__init__(request, response_limit_bytes)
+        super().__init__(request, settings, delivery)
         self._transport = transport
 
     async def send(self) -> Reply[httpx.Response]:
@@ -259,7 +270,9 @@ class _AsyncWire(_OneWire):
         if self._is_read_at_once(response):
             assert isinstance(response.stream, httpx.AsyncByteStream)
             try:
-                response.stream = await _async_read(response.stream, self._response_limit_bytes)
+                response.stream = await _async_read(
+                    response.stream, self._response_limit_bytes, self._is_over
+                )
             except BaseException:
                 await response.aclose()
                 raise
@@ -271,26 +284,15 @@ class _AsyncWire(_OneWire):
 
 
 def _reply(response: httpx.Response) -> Reply[httpx.Response]:
-    status = response.status_code
-    body = None
-    if status >= 400 and isinstance(response.stream, httpx.ByteStream):
-        body = _decoded(response)
-    return Reply(response, status, response.headers, body)
+    """The response with its problem, which is unpacked on the side.
 
-
-def _decoded(response: httpx.Response) -> bytes | None:
-    """The body of a JSON answer that was read at once; None for others.
-
-    Decoded on the side: the caller's response must still be unread, so that it can be streamed.
+    The caller's response must still be unread, so that it can be streamed.
     """
-    assert isinstance(response.stream, httpx.ByteStream)
-    if not has_json(response.headers):
-        return None
-    raw = b"".join(response.stream)
-    try:
-        return httpx.Response(response.status_code, headers=response.headers, content=raw).content
-    except httpx.DecodingError:
-        return None
+    status, stream = response.status_code, response.stream
+    body = None
+    if status >= 400 and isinstance(stream, httpx.ByteStream):
+        body = problem_body(b"".join(stream), response.headers)
+    return Reply(response, status, response.headers, body)
 
 
 def _is_replayable(stream: object) -> bool:
@@ -350,21 +352,29 @@ class _AsyncResumed(httpx.AsyncByteStream):
         await self._stream.aclose()
 
 
-def _read(stream: httpx.SyncByteStream, limit_bytes: int) -> httpx.SyncByteStream:
-    """The same bytes, in memory if they are within the limit."""
+def _never() -> bool:
+    return False
+
+
+def _read(
+    stream: httpx.SyncByteStream, limit_bytes: int, is_over: Callable[[], bool] = _never
+) -> httpx.SyncByteStream:
+    """The same bytes, in memory if they are within the limit and come before the time is over."""
     chunks: list[bytes] = []
     size_bytes = 0
     rest = iter(stream)
     for chunk in rest:
         chunks.append(chunk)
         size_bytes += len(chunk)
-        if size_bytes > limit_bytes:
+        if size_bytes > limit_bytes or is_over():
             return _Resumed(chunks, rest, stream)
     stream.close()
     return httpx.ByteStream(b"".join(chunks))
 
 
-async def _async_read(stream: httpx.AsyncByteStream, limit_bytes: int) -> httpx.AsyncByteStream:
+async def _async_read(
+    stream: httpx.AsyncByteStream, limit_bytes: int, is_over: Callable[[], bool] = _never
+) -> httpx.AsyncByteStream:
     """`_read` for tasks."""
     chunks: list[bytes] = []
     size_bytes = 0
@@ -372,7 +382,7 @@ async def _async_read(stream: httpx.AsyncByteStream, limit_bytes: int) -> httpx.
     async for chunk in rest:
         chunks.append(chunk)
         size_bytes += len(chunk)
-        if size_bytes > limit_bytes:
+        if size_bytes > limit_bytes or is_over():
             return _AsyncResumed(chunks, rest, stream)
     await stream.aclose()
     return httpx.ByteStream(b"".join(chunks))

@@ -7,6 +7,7 @@ trusted to be well formed: what cannot be understood counts as not said.
 from __future__ import annotations
 
 import json
+import zlib
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Final, Protocol
@@ -15,6 +16,14 @@ from retrysafe.client.policy import RetryPolicy
 
 REPLAYED_HEADER: Final = "Idempotent-Replayed"
 CONFLICT: Final = 409
+# A problem is a few hundred bytes. What unpacks to more is not looked at: a small compressed answer
+# can stand for gigabytes.
+PROBLEM_LIMIT_BYTES: Final = 64 * 1024
+# zlib's number for data that begins with the header of gzip or of zlib.
+_GZIP_OR_ZLIB: Final = zlib.MAX_WBITS | 32
+_PACKED: Final = frozenset({"gzip", "x-gzip", "deflate"})
+# An HTTP date has 29 characters; what is much longer is no date.
+_DATE_LIMIT_CHARACTERS: Final = 64
 
 
 class Headers(Protocol):
@@ -64,6 +73,22 @@ def is_retryable(
     return told is not False
 
 
+def problem_body(raw: bytes, headers: Headers) -> bytes | None:
+    """What a JSON answer says, unpacked; None for other answers and for one over the limit."""
+    if not has_json(headers):
+        return None
+    packing = (headers.get("Content-Encoding") or "identity").strip().lower()
+    if packing in _PACKED:
+        unpacking = zlib.decompressobj(_GZIP_OR_ZLIB)
+        try:
+            raw = unpacking.decompress(raw, PROBLEM_LIMIT_BYTES + 1)
+        except zlib.error:
+            return None
+    elif packing != "identity":
+        return None
+    return raw if len(raw) <= PROBLEM_LIMIT_BYTES else None
+
+
 def problem_retryable(headers: Headers, body: bytes | None) -> bool | None:
     """The member `retryable` of a JSON body; None when the server does not say."""
     if not body or not has_json(headers):
@@ -102,11 +127,13 @@ def retry_after_seconds(headers: Headers, now: float) -> float:
 
 
 def _instant(text: str) -> float | None:
-    try:
-        moment = parsedate_to_datetime(text)
-    except (ValueError, IndexError):
+    if len(text) > _DATE_LIMIT_CHARACTERS:
         return None
-    return _utc(moment).timestamp()
+    try:
+        return _utc(parsedate_to_datetime(text)).timestamp()
+    except (ValueError, IndexError, OverflowError):
+        # No date, or a year that no calendar has: the answer itself is worth more than its date.
+        return None
 
 
 def _utc(moment: datetime) -> datetime:

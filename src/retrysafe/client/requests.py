@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random as system_random
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -13,12 +14,14 @@ from retrysafe.client.faults import is_certificate_refused
 from retrysafe.client.flow import TRIES_EXTENSION, Delivery, Reply, Settings, Timing, deliver
 from retrysafe.client.keys import KEY_HEADER
 from retrysafe.client.policy import RetryPolicy
+from retrysafe.client.replies import problem_body
 from retrysafe.client.requesting import PREFER_HEADER, begin, is_read_at_once, prefer_of, takes_key
 from retrysafe.client.timing import ThreadTiming
 from retrysafe.runtime.drive import run_sync
 
 try:
     import requests
+    import urllib3
     from requests.adapters import HTTPAdapter
     from requests.utils import rewind_body
 except ModuleNotFoundError as error:
@@ -38,6 +41,7 @@ _TRANSIENT: Final = (
     requests.exceptions.Timeout,
     requests.exceptions.ChunkedEncodingError,
 )
+_CHUNK_BYTES: Final = 64 * 1024
 
 
 class RetryAdapter(HTTPAdapter):
@@ -82,7 +86,7 @@ class RetryAdapter(HTTPAdapter):
         if not _is_replayable(request):
             limit_bytes = settings.policy.request_buffer_bytes
             delivery.is_repeatable = bool(limit_bytes) and _buffer(request, limit_bytes)
-        wire = _Wire(super().send, request, options, settings.policy.response_buffer_bytes)
+        wire = _Wire(super().send, request, options, settings, delivery)
         response = run_sync(deliver(wire, delivery, settings.timing))
         setattr(response, TRIES_EXTENSION, delivery.report())
         return response
@@ -115,19 +119,30 @@ def _text(value: str | bytes | None) -> str | None:
 
 
 class _Wire:
-    __slots__ = ("_options", "_request", "_response_limit_bytes", "_send", "_was_sent")
+    __slots__ = (
+        "_delivery",
+        "_monotonic",
+        "_options",
+        "_request",
+        "_response_limit_bytes",
+        "_send",
+        "_was_sent",
+    )
 
     def __init__(
         self,
         send: Callable[..., requests.Response],
         request: requests.PreparedRequest,
         options: tuple[Any, ...],
-        response_limit_bytes: int,
+        settings: Settings,
+        delivery: Delivery,
     ) -> None:
         self._send = send
         self._request = request
         self._options = options
-        self._response_limit_bytes = response_limit_bytes
+        self._response_limit_bytes = settings.policy.response_buffer_bytes
+        self._monotonic = settings.timing.monotonic
+        self._delivery = delivery
         self._was_sent = False
 
     async def send(self) -> Reply[requests.Response]:
@@ -136,17 +151,30 @@ class _Wire:
             rewind_body(self._request)
         self._was_sent = True
         response = self._send(self._request, *self._options)
-        is_streamed = self._options[0]
-        # The session would read the body anyway, only too late to try again.
-        if not is_streamed or self._is_read_at_once(response):
-            try:
-                body = response.content
-            except BaseException:
-                response.close()
-                raise
-        else:
-            body = None
+        try:
+            body = self._read(response)
+        except BaseException:
+            response.close()
+            raise
         return Reply(response, response.status_code, response.headers, body)
+
+    def _read(self, response: requests.Response) -> bytes | None:
+        """The answer's problem; what is read for it, or to see that it is whole, stays bounded."""
+        status, is_streamed = response.status_code, self._options[0]
+        if status < 400 and not is_streamed:
+            # The session would read the body anyway, only too late to try again.
+            _ = response.content
+            return None
+        if is_streamed and not is_read_at_once(
+            status, response.headers, self._response_limit_bytes
+        ):
+            return None
+        raw = _read_raw(response, self._response_limit_bytes, self._is_over)
+        return None if raw is None or status < 400 else problem_body(raw, response.headers)
+
+    def _is_over(self) -> bool:
+        """Whether a body that drips has used up the time; the session reads the rest, if at all."""
+        return self._monotonic() >= self._delivery.ends_at
 
     async def discard(self, response: requests.Response) -> None:
         """Gives the connection back."""
@@ -162,8 +190,67 @@ class _Wire:
         target = urlsplit(self._request.url or "")
         return f"{self._request.method} {target.hostname}{target.path}"
 
-    def _is_read_at_once(self, response: requests.Response) -> bool:
-        return is_read_at_once(response.status_code, response.headers, self._response_limit_bytes)
+
+class _Resumed(io.RawIOBase):
+    """A body whose beginning was read already, as it came: that once more, then the rest."""
+
+    def __init__(self, begun: bytes, rest: urllib3.HTTPResponse) -> None:
+        super().__init__()
+        self._begun = io.BytesIO(begun)
+        self._rest = rest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        chunk = self._begun.read(len(buffer)) or _next(self._rest, len(buffer))
+        buffer[: len(chunk)] = chunk
+        return len(chunk)
+
+    def close(self) -> None:
+        self._rest.close()
+        super().close()
+
+
+def _read_raw(
+    response: requests.Response, limit_bytes: int, is_over: Callable[[], bool]
+) -> bytes | None:
+    """The body as it came, still packed; None when it is over the limit, or the time is over.
+
+    Either way the response can be read from its beginning. Packed, because a few bytes can stand
+    for gigabytes, and unpacking is the caller's choice.
+    """
+    raw = response.raw
+    begun = bytearray()
+    try:
+        while chunk := _next(raw, _CHUNK_BYTES):
+            begun += chunk
+            if len(begun) > limit_bytes or is_over():
+                break
+    except urllib3.exceptions.ReadTimeoutError as error:
+        raise requests.exceptions.ConnectionError(error) from error
+    except urllib3.exceptions.ProtocolError as error:
+        raise requests.exceptions.ChunkedEncodingError(error) from error
+    response.raw = urllib3.HTTPResponse(
+        io.BufferedReader(_Resumed(bytes(begun), raw)) if chunk else io.BytesIO(begun),
+        headers=raw.headers,
+        status=raw.status,
+        reason=raw.reason,
+        version=raw.version,
+        preload_content=False,
+        # The session takes its cookies from it.
+        original_response=raw._original_response,  # noqa: SLF001
+        request_method=response.request.method,
+    )
+    return None if chunk else bytes(begun)
+
+
+def _next(raw: urllib3.HTTPResponse, size_bytes: int) -> bytes:
+    """What has come of a body, up to that size; empty at its end.
+
+    `read` would wait until there is as much, for as long as the server drips.
+    """
+    return raw.read1(size_bytes, decode_content=False)
 
 
 def _is_plain(body: object) -> bool:

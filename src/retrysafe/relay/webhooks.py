@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Final
 
@@ -11,16 +13,21 @@ from retrysafe.core.ports import Waits
 from retrysafe.errors import DeliveryFailed, InvalidInput
 from retrysafe.extras import missing_extra
 from retrysafe.relay.ports import Delivery
-from retrysafe.relay.signing import Secret, secret_bytes, signed_headers
+from retrysafe.relay.signing import Secret, secret_bytes, signed_headers, webhook_id
 
 try:
     import httpx
+
+    from retrysafe.relay.deadlines import DeadlineTransport, deadline
 except ModuleNotFoundError as error:
     raise missing_extra(__name__, "webhooks", error) from error
 
 # What a receiver may ask for; a day of silence on a typing error would be worse than a try.
 _RETRY_AFTER_MOST: Final = timedelta(hours=1)
 _GONE: Final = 410
+# What is read of an answer's body, which says nothing to a relay: a short one leaves the connection
+# ready for the next entry, and for a long one a new connection is cheaper.
+_BODY_LIMIT_BYTES: Final = 64 * 1024
 
 
 class _Request:
@@ -51,7 +58,7 @@ class _Request:
             "retrysafe-attempt": str(delivery.attempt),
         }
         signed = signed_headers(
-            self._secrets, delivery.key, int(self._now_seconds()), delivery.body
+            self._secrets, webhook_id(delivery.key), int(self._now_seconds()), delivery.body
         )
         return httpx.Request("POST", self._url, headers=headers | signed, content=delivery.body)
 
@@ -77,6 +84,24 @@ def _retry_after(response: httpx.Response) -> timedelta | None:
     return min(timedelta(seconds=int(text)), _RETRY_AFTER_MOST)
 
 
+def _skim(response: httpx.Response, ends_at: float) -> None:
+    """Reads what is left of a short answer. How it ends is of no matter: the head says it all."""
+    size_bytes = 0
+    with suppress(httpx.TransportError):
+        for chunk in response.iter_raw():
+            size_bytes += len(chunk)
+            if size_bytes > _BODY_LIMIT_BYTES or time.monotonic() >= ends_at:
+                return
+
+
+async def _async_skim(response: httpx.Response) -> None:
+    size_bytes = 0
+    async for chunk in response.aiter_raw():
+        size_bytes += len(chunk)
+        if size_bytes > _BODY_LIMIT_BYTES:
+            return
+
+
 class Webhook:
     """Posts entries to a URL, for `Relay`."""
 
@@ -93,16 +118,32 @@ class Webhook:
     ) -> None:
         """`secret` signs the requests; give several while receivers change over to a new one.
 
-        A client of your own stays yours. Raises `InvalidInput` and `SecretMissing`.
+        `timeout` limits each delivery as a whole. A client of your own stays yours, with its own
+        time-outs for connecting and for the head of the answer. Raises `InvalidInput` and
+        `SecretMissing`.
         """
         self._request = _Request(url, secret, now_seconds)
+        self._timeout_seconds = timeout.total_seconds()
         self._owns_client = client is None
-        self._client = client or httpx.Client(timeout=timeout.total_seconds())
+        self._client = client or httpx.Client(
+            timeout=self._timeout_seconds, transport=DeadlineTransport()
+        )
 
     async def deliver(self, delivery: Delivery) -> None:
         """Posts one entry; raises `DeliveryFailed`, and what httpx raises."""
-        # Redirects are not followed: whoever answers must not choose where signed data goes.
-        response = self._client.send(self._request.build(delivery), follow_redirects=False)
+        ends_at = time.monotonic() + self._timeout_seconds
+        token = deadline.set(ends_at)
+        try:
+            # Redirects are not followed: whoever answers must not choose where signed data goes.
+            response = self._client.send(
+                self._request.build(delivery), stream=True, follow_redirects=False
+            )
+            try:
+                _skim(response, ends_at)
+            finally:
+                response.close()
+        finally:
+            deadline.reset(token)
         self._request.judge(response, delivery.key)
 
     async def close(self) -> None:
@@ -127,12 +168,21 @@ class AsyncWebhook:
     ) -> None:
         """Takes what `Webhook` takes."""
         self._request = _Request(url, secret, now_seconds)
+        self._timeout_seconds = timeout.total_seconds()
         self._owns_client = client is None
-        self._client = client or httpx.AsyncClient(timeout=timeout.total_seconds())
+        self._client = client or httpx.AsyncClient(timeout=self._timeout_seconds)
 
     async def deliver(self, delivery: Delivery) -> None:
-        """Posts one entry; raises `DeliveryFailed`, and what httpx raises."""
-        response = await self._client.send(self._request.build(delivery), follow_redirects=False)
+        """Posts one entry; raises `DeliveryFailed`, `TimeoutError`, and what httpx raises."""
+        request = self._request.build(delivery)
+        async with asyncio.timeout(self._timeout_seconds) as limit:
+            response = await self._client.send(request, stream=True, follow_redirects=False)
+        try:
+            with suppress(httpx.TransportError, TimeoutError):
+                async with asyncio.timeout_at(limit.when()):
+                    await _async_skim(response)
+        finally:
+            await response.aclose()
         self._request.judge(response, delivery.key)
 
     async def close(self) -> None:
