@@ -2,13 +2,19 @@
 
 A child inherits memory, but no other thread: a lock that such a thread held stays locked for ever,
 and an open database connection belongs to the parent. Objects register here and start afresh.
+
+The same for locks of another make: gevent replaces threads and what they wait with, and where an
+application is preloaded it does so after our objects were made. A lock from before stops all of
+its greenlets at once, the one that would open the lock among them.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import weakref
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 
 class ForkAware(Protocol):
@@ -66,6 +72,43 @@ def _go_on_all() -> None:
 def _refresh_all() -> None:
     for item in list(_registered):
         item.after_fork_in_child()
+    # Last: whoever comes meanwhile must wait, and what an object refuses stays refused.
+    _origin.is_here()
+
+
+class _Origin:
+    """In which process the locks of the registered objects were made, and of what."""
+
+    def __init__(self) -> None:
+        self.is_here()
+
+    def is_here(self) -> None:
+        self._process_id = os.getpid()
+        self._make_lock: object = threading.Lock
+
+    def is_elsewhere(self) -> bool:
+        return threading.Lock is not self._make_lock or (
+            _FORKS_UNSEEN and os.getpid() != self._process_id
+        )
+
+
+# uWSGI forks in C, past Python's hooks, after it has loaded the application. Asked only there:
+# elsewhere every call would pay for a question to the system.
+_FORKS_UNSEEN: Final = "uwsgi" in sys.modules
+_origin: Final = _Origin()
+# One for each process and each make of locks: an older one may be held by nobody who lives.
+_latches: Final[dict[object, Any]] = {}
+
+
+def refresh_if_stale() -> None:
+    """Has all objects start afresh after a fork or a monkey-patch that came unseen.
+
+    Called wherever threads come in, before they touch a lock. Raises what an object refuses.
+    """
+    if _origin.is_elsewhere():
+        with _latches.setdefault((os.getpid(), threading.Lock), threading.Lock()):
+            if _origin.is_elsewhere():
+                _refresh_all()
 
 
 if hasattr(os, "register_at_fork"):

@@ -290,7 +290,7 @@ def test_an_interrupted_worker_stops_its_duties(idem, monkeypatch):
         def get(self, timeout):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("retrysafe.runtime.workers.SimpleQueue", Interrupted)
+    monkeypatch.setattr("retrysafe.runtime.workers.queue.SimpleQueue", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         worker.run()
     assert calls == [None] * len(worker.duties)

@@ -30,6 +30,7 @@ from retrysafe.http.callers import CallerOf
 from retrysafe.http.responses import Response as StoredResponse
 from retrysafe.http.responses import response_of
 from retrysafe.http.rules import KeyUse, Route, Rule
+from retrysafe.runtime.refusals import running_loop
 from retrysafe.runtime.tasks import AsyncFace
 
 try:
@@ -132,6 +133,7 @@ class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
     async def lifespan(self, app: Litestar) -> AsyncIterator[None]:
         """Closes the `AsyncIdempotency` at the end, after waiting for running requests."""
         self.require_open()
+        running_loop()
         try:
             yield
         finally:

@@ -17,6 +17,7 @@ from retrysafe.contrib.views import require_options, view_rule
 from retrysafe.errors import InvalidInput
 from retrysafe.extras import missing_extra
 from retrysafe.http.asgi_run import App, Receive, Scope, Send
+from retrysafe.runtime.refusals import running_loop
 
 try:
     from starlette.applications import Starlette
@@ -108,6 +109,7 @@ class Retrysafe(Endpoints):
         endpoint's rule; at the end it waits for running requests and closes the `AsyncIdempotency`.
         """
         self.require_open()
+        running_loop()
         if self._app is None:
             self.install(app)
         self.refresh()

@@ -23,6 +23,7 @@ from retrysafe.http.asgi_claims import ClaimLookout
 from retrysafe.http.asgi_io import (
     TOO_LARGE,
     is_protected,
+    is_refused,
     paths_of,
     prefix_of,
     read_body,
@@ -137,7 +138,8 @@ class IdempotencyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; what is not HTTP, or is protected already, passes untouched."""
         if scope["type"] != "http" or (PROTECTED_NAME in scope and is_protected(scope)):
-            await self.app(scope, receive, send)
+            if scope["type"] != "lifespan" or not await is_refused(receive, send):
+                await self.app(scope, receive, send)
             return
         body: bytes | object | None = _UNREAD
         if self._recent is not None and self._recent.entries:

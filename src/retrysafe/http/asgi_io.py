@@ -6,11 +6,16 @@ decides nothing about either.
 
 from __future__ import annotations
 
+import logging
 from typing import Final
 
+from retrysafe.errors import InvalidInput
 from retrysafe.http.asgi_run import REPLACED, Receive, Scope, Send, exact_path, is_below
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
+from retrysafe.runtime.refusals import running_loop
+
+_logger = logging.getLogger("retrysafe")
 
 
 def paths_of(scope: Scope) -> tuple[str, str]:
@@ -51,6 +56,22 @@ def prefix_of(scope: Scope) -> str:
     """Where the whole application is mounted; routers move `root_path` further down."""
     prefix: str = scope["app_root_path"] if "app_root_path" in scope else scope.get("root_path", "")
     return prefix
+
+
+async def is_refused(receive: Receive, send: Send) -> bool:
+    """Whether this server cannot run the layer; its start is refused then, in words that help.
+
+    Not by an exception: to most servers that means an application without a lifespan, and every
+    protected request would fail instead.
+    """
+    try:
+        running_loop()
+    except InvalidInput as error:
+        _logger.error("%s", error)  # noqa: TRY400 — the message says it all.
+        await receive()
+        await send({"type": "lifespan.startup.failed", "message": str(error)})
+        return True
+    return False
 
 
 # Bodies past the limit: read to their end, or with more of them to come.

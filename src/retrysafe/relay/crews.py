@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections import deque
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 
 from retrysafe.core.outbox import Entry
 from retrysafe.errors import DeliveryFailed
@@ -22,7 +22,7 @@ class ThreadCrew:
         self.size = size
         self._target = target
         # None ends the thread that finds it.
-        self._waiting: SimpleQueue[Entry | None] = SimpleQueue()
+        self._waiting: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
         self._ended: deque[Finished] = deque()
         self._news = ThreadSignal()
         self._threads: list[threading.Thread] = []
@@ -58,7 +58,7 @@ class ThreadCrew:
     def withdraw(self) -> list[Entry]:
         """Empties the queue."""
         taken = []
-        with suppress(Empty):
+        with suppress(queue.Empty):
             while True:
                 entry = self._waiting.get_nowait()
                 if entry is not None:

@@ -62,6 +62,7 @@ class Relay(Aside):
         after every commit. Raises `InvalidInput` for a store without an outbox, for the URL of one,
         and for what needs an event loop. Store and target stay yours.
         """
+        super().__init__()
         store = _checked_store(store, "open_store('sqlite:///app.db')")
         if store.capabilities.waits is Waits.SUSPENDING:
             raise InvalidInput("this store needs an event loop: use AsyncRelay with it")
@@ -94,6 +95,7 @@ class Relay(Aside):
         return self._run(until_idle=True)
 
     def _run(self, *, until_idle: bool) -> RelayReport:
+        self._begin()
         hints = self._outbox.hints
         hints.listen(self._crew.wake)
         try:

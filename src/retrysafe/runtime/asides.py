@@ -12,6 +12,9 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Any, ClassVar, Final, Self
 
+from retrysafe import forks
+from retrysafe.errors import InvalidInput
+
 _logger: Final = logging.getLogger("retrysafe")
 
 
@@ -22,6 +25,19 @@ class Aside(ABC):
     _ROLE: ClassVar[str]
     _thread: threading.Thread | None = None
     _error: BaseException | None = None
+
+    def __init__(self) -> None:
+        # Those who derive from it make what they wait with when they are made.
+        self._make_lock: object = threading.Lock
+
+    def _begin(self) -> None:
+        """Called first by all work; raises `InvalidInput` for what gevent has patched since."""
+        if threading.Lock is not self._make_lock:
+            raise InvalidInput(
+                f"this {self._ROLE} was made before gevent patched the process, and would stop all "
+                "of its greenlets: make it afterwards, where you run it"
+            )
+        forks.refresh_if_stale()
 
     @abstractmethod
     def run(self) -> Any:

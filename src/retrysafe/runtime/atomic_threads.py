@@ -9,6 +9,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
+from retrysafe import forks
 from retrysafe.conflicts import is_outage
 from retrysafe.core.atomic import AtomicBlock
 from retrysafe.core.call import Call
@@ -200,6 +201,7 @@ class AtomicThreads(Face):
         return self._atomic_context(call, connection)
 
     def _atomic_context(self, call: Call, connection: object) -> AtomicContext:
+        forks.refresh_if_stale()
         return AtomicContext(self._atomic_block(call, connection), self._gate)
 
     def _atomic_block(self, call: Call, connection: object) -> AtomicBlock:
@@ -233,6 +235,7 @@ class AtomicThreads(Face):
         raises.
         """
         entry = self._staged(topic, payload, key, aggregate, deliver_at, content_type)
+        forks.refresh_if_stale()
         transaction = self._join(connection, Waits.BLOCKING)
         return run_sync(stage_in(transaction, entry))
 

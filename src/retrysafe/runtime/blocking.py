@@ -45,7 +45,12 @@ from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.group_commit import DirectWriter
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
 from retrysafe.runtime.performing import perform_in_thread
-from retrysafe.runtime.refusals import misplaced_keywords, require_no_positional, require_plain
+from retrysafe.runtime.refusals import (
+    misplaced_keywords,
+    require_no_positional,
+    require_plain,
+    require_waiting_threads,
+)
 from retrysafe.runtime.steps import codec_of_step, perform_blocking
 from retrysafe.runtime.thread_commit import ThreadGroupCommit
 from retrysafe.runtime.waiting import ThreadWaiting
@@ -94,6 +99,8 @@ class BlockingIdempotency(AtomicThreads, Face):
         forks.register(self)
 
     def _build(self) -> None:
+        # Here and not only when it is made: a preloaded application is patched after that.
+        require_waiting_threads()
         store = self._store
         self._gate = ThreadGate()
         self._heartbeat = ThreadHeartbeat(store, self._report)
@@ -140,7 +147,10 @@ class BlockingIdempotency(AtomicThreads, Face):
         return self._join(connection, Waits.BLOCKING)
 
     def after_fork_in_child(self) -> None:
-        """Starts afresh: the parent's running operations are the parent's to renew."""
+        """Starts afresh: the parent's running operations are the parent's to renew.
+
+        Raises `InvalidInput` for threads that cannot wait.
+        """
         was_closed = self._gate.is_closed
         self._build()
         self._gate.is_closed = was_closed
@@ -275,10 +285,12 @@ class BlockingIdempotency(AtomicThreads, Face):
 
         None when it does not. Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
         """
+        forks.refresh_if_stale()
         return self._engine.recall(call)
 
     def remembered(self, call: Call) -> CachedOutcome | None:
         """For adapters: what this process remembers of the outcome; raises `KeyReused`."""
+        forks.refresh_if_stale()
         return self._engine.remembered(call)
 
     def repeats(self, call: Call, outcome: CachedOutcome) -> bool:
@@ -322,6 +334,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         async def invoke(attempt: AtomicAttempt) -> Any:
             return operation(attempt)
 
+        forks.refresh_if_stale()
         transacting = ThreadTransacting(transaction, self._atomic_block)
         gate = self._gate
         # As in `_answer`.
@@ -342,6 +355,7 @@ class BlockingIdempotency(AtomicThreads, Face):
     def _answer(
         self, call: Call, operation: Callable[..., Any], args: Any, kwargs: Any
     ) -> Answer[Any]:
+        forks.refresh_if_stale()
         gate = self._gate
         gate.require_open()
         remembered = self._engine.recall(call)
@@ -385,6 +399,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         Without the audit, its outcomes are only the one that a replay gives: for those who poll.
         """
         found = self._settings.key(key, caller)
+        forks.refresh_if_stale()
         return run_sync(self._store.read(found, with_audit=with_audit))
 
     def release(
@@ -406,6 +421,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         self._operate(self._settings.key(key, caller), OperatorCommand.EXPIRE)
 
     def _operate(self, key: Key, command: OperatorCommand) -> None:
+        forks.refresh_if_stale()
         decision = run_sync(self._store.operate(key, command))
         if decision is Decision.APPLY:
             self._engine.forget(key)
@@ -417,7 +433,9 @@ class BlockingIdempotency(AtomicThreads, Face):
         A large store is walked over in several calls: call again while the report `has_more`.
         Raises `InvalidInput` for a limit below 1.
         """
-        return run_sync(self._store.sweep(checked_limit(limit)))
+        limit = checked_limit(limit)
+        forks.refresh_if_stale()
+        return run_sync(self._store.sweep(limit))
 
     def worker(
         self, policy: WorkerPolicy | None = None, *, also: Mapping[str, Duty] | None = None
@@ -448,6 +466,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         closed as soon as it can be; that, too, is waited for no longer than the limit.
         """
         limit = Limit(wait)
+        forks.refresh_if_stale()
         has_ended = self._gate.close(limit.seconds)
         limit.spare_the_ending()
         self._heartbeat.stop(limit.left_seconds)

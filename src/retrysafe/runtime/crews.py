@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Coroutine
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from retrysafe.runtime.drive import run_sync
@@ -23,7 +23,7 @@ class ThreadCrew:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._places: SimpleQueue[bool] = SimpleQueue()
+        self._places: queue.SimpleQueue[bool] = queue.SimpleQueue()
         for _ in range(size):
             self._places.put(True)
         self._is_stopping = False
@@ -32,7 +32,7 @@ class ThreadCrew:
         """Blocks until a place is free or the crew is being stopped, or until the time is over."""
         try:
             place = self._places.get(timeout=min(timeout_seconds, threading.TIMEOUT_MAX))
-        except Empty:
+        except queue.Empty:
             return False
         self._places.put(place)
         return True

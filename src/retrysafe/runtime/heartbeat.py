@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import queue
 import threading
 import time
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 
 from retrysafe.core.events import Reporter
 from retrysafe.core.lease import Lease
@@ -32,7 +32,7 @@ class ThreadHeartbeat:
         self._report = report
         self._lock = threading.Lock()
         self._leases: dict[bytes, Lease] = {}
-        self._news: SimpleQueue[None] = SimpleQueue()
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._wakes_at = math.inf
         self._thread: threading.Thread | None = None
         # Kept by the thread itself: asking a thread whether it lives is dear.
@@ -95,7 +95,7 @@ class ThreadHeartbeat:
             if upcoming is not None:
                 self._wakes_at = upcoming
             # Without a lease it sleeps until one is added.
-            with suppress(Empty):
+            with suppress(queue.Empty):
                 self._news.get(timeout=None if upcoming is None else max(0.0, upcoming - now))
 
 

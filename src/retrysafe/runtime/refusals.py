@@ -6,7 +6,10 @@ cost an attempt of its key, and the corrected call would be another request than
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import sys
+import threading
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from types import CoroutineType, FunctionType, MethodType
@@ -227,3 +230,46 @@ def secret_bytes(secret: object) -> bytes | None:
     if not isinstance(secret, bytes):
         raise InvalidInput(f"secret takes text or bytes, got {shown_in_place(secret)}")
     return checked_secret(secret)
+
+
+def require_waiting_threads() -> None:
+    """Raises `InvalidInput` where threads are something that cannot wait as ours do.
+
+    Refused at the start: later such a process freezes, or answers nothing but errors.
+    """
+    eventlet = sys.modules.get("eventlet.patcher")
+    if eventlet is not None and eventlet.is_monkey_patched("thread"):
+        raise InvalidInput(
+            "eventlet has patched this process, and retrysafe does not work with it: use gevent "
+            "(gunicorn -k gevent) or threads (gunicorn -k gthread) instead"
+        )
+    uwsgi = sys.modules.get("uwsgi")
+    options = {} if uwsgi is None else uwsgi.opt
+    is_to_be_patched = "gevent-monkey-patch" in options
+    if "gevent" in options and not is_to_be_patched and not is_patched_by_gevent():
+        raise InvalidInput(
+            "uWSGI runs requests in greenlets here, and a thread's lock stops all of them: set "
+            "gevent-monkey-patch = true, or use threads instead of gevent"
+        )
+
+
+def is_patched_by_gevent() -> bool:
+    """Whether threads are gevent's greenlets."""
+    return threading.Lock.__module__.startswith("gevent")
+
+
+def running_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of asyncio that runs here; raises `InvalidInput` where there is none.
+
+    Trio and its like run coroutines as well, but no futures of asyncio. They need not be known by
+    their names: what they have in common is that no loop of asyncio is running.
+    """
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise InvalidInput(
+            "no event loop of asyncio is running here: call AsyncIdempotency from a coroutine "
+            "under asyncio or uvloop. Trio and other loops cannot run it: serve with uvicorn, "
+            "granian or hypercorn's asyncio worker instead of hypercorn -k trio, and use anyio "
+            "with its asyncio backend"
+        ) from None

@@ -40,7 +40,12 @@ from retrysafe.runtime.ending import Limit, end_aside_within
 from retrysafe.runtime.face import Face, checked_limit, operator_outcome, require_name
 from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.loop_parts import LoopParts
-from retrysafe.runtime.refusals import misplaced_keywords, require_async, require_no_positional
+from retrysafe.runtime.refusals import (
+    misplaced_keywords,
+    require_async,
+    require_no_positional,
+    running_loop,
+)
 from retrysafe.runtime.waiting import TaskWaiting
 from retrysafe.runtime.workers import AsyncDuty, AsyncWorker, TaskDuty
 
@@ -95,7 +100,7 @@ class AsyncFace(AtomicTasks, Face):
             and current_task(parts.loop) is not None
         ):
             return parts
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         if parts is not None and parts.loop is loop:
             parts.thread_id = get_ident()  # It may have gone on in another thread.
             return parts
@@ -436,6 +441,7 @@ class AsyncFace(AtomicTasks, Face):
         return has_ended
 
     async def __aenter__(self) -> Self:
+        running_loop()  # Refused here and not by the first call in the block.
         return self
 
     async def __aexit__(

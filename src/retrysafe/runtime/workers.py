@@ -7,9 +7,9 @@ relay is.
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Awaitable, Mapping
-from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
@@ -120,6 +120,7 @@ class Worker(Aside):
     _ROLE = "worker"
 
     def __init__(self, duties: Mapping[str, Duty]) -> None:
+        super().__init__()
         self.duties = dict(duties)
         self._is_stopped = False
 
@@ -133,7 +134,8 @@ class Worker(Aside):
 
         An outage of the store is waited for. Any other error ends the worker and is raised.
         """
-        ended: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._begin()
+        ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def work(duty: Duty) -> None:
             try:
@@ -172,6 +174,7 @@ class Worker(Aside):
 
         Raises `StoreUnavailable` when the store does not answer.
         """
+        self._begin()
         for duty in self.duties.values():
             duty.drain()
         return self.reports
@@ -183,12 +186,12 @@ class Worker(Aside):
             duty.stop()
 
 
-def _next_of(ended: SimpleQueue[BaseException | None]) -> BaseException | None:
+def _next_of(ended: queue.SimpleQueue[BaseException | None]) -> BaseException | None:
     """How the next duty ended."""
     while True:
         try:
             return ended.get(timeout=_TURN_SECONDS)
-        except Empty:
+        except queue.Empty:
             continue
 
 

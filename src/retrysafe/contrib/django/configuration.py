@@ -19,6 +19,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
+from retrysafe import forks
 from retrysafe.contrib.django.exchange import outcome_of, serve_view
 from retrysafe.errors import RetrysafeError
 from retrysafe.http.asgi import IdempotencyMiddleware
@@ -133,8 +134,13 @@ class _Holder:
     """The configuration that was made of the setting; None before that."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self.made: Configuration | None = None
+        self.after_fork_in_child()
+        forks.register(self)
+
+    def after_fork_in_child(self) -> None:
+        """Takes another lock: that one may be held by a thread of the parent."""
+        self.lock = threading.Lock()
 
 
 _holder: Final = _Holder()
@@ -145,6 +151,7 @@ def current() -> Configuration:
     made = _holder.made
     if made is not None:
         return made
+    forks.refresh_if_stale()
     with _holder.lock:
         if _holder.made is None:
             options = getattr(settings, SETTING, None)

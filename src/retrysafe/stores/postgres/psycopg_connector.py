@@ -9,9 +9,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import psycopg
+from psycopg import waiting
 from psycopg.pq import TransactionStatus
 
 from retrysafe import forks
@@ -27,6 +28,9 @@ from retrysafe.stores.postgres.psycopg_arrays import BytesArray, BytesArrayDumpe
 
 T = TypeVar("T")
 
+# How often an exchange looks whether its time is over, where psycopg does not say.
+_LOOK_SECONDS: Final = 0.1
+
 
 class _Connection(psycopg.Connection[tuple[Any, ...]]):
     """A connection that does not wait for ever for a server that hangs."""
@@ -35,7 +39,12 @@ class _Connection(psycopg.Connection[tuple[Any, ...]]):
 
     def wait(self, gen: Generator[Any, Any, T], *args: Any, **options: Any) -> T:
         """Drives one exchange with the server, within the limit."""
-        return super().wait(_limited(gen, self.statement_seconds), *args, **options)
+        exchange = _limited(gen, self.statement_seconds)
+        if select.poll.__module__.startswith("gevent"):
+            # psycopg chooses how to wait when it is imported. Where gevent has patched since, that
+            # would stop all greenlets, also the one whose transaction this one waits for.
+            return waiting.wait_poll(exchange, self.pgconn.socket, interval=_LOOK_SECONDS)
+        return super().wait(exchange, *args, **options)
 
 
 def _limited(gen: Generator[Any, Any, T], seconds: float) -> Generator[Any, Any, T]:

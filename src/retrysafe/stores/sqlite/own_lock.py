@@ -7,9 +7,9 @@ way of the store's own connection, waits for the block's transaction, which wait
 from __future__ import annotations
 
 import sqlite3
+import threading
 from contextvars import ContextVar
 from pathlib import Path
-from threading import get_ident
 from typing import Final
 
 from retrysafe.errors import StoreUnavailable
@@ -24,7 +24,7 @@ class Block:
         self._path = path
         # None once it is left, so that a copy of the marks does not keep it open.
         self._connection: sqlite3.Connection | None = connection
-        self._thread = get_ident()
+        self._thread = threading.get_ident()
         _BLOCKS.set((*_open_ones(), self))
 
     def leave(self) -> None:
@@ -50,7 +50,7 @@ class Block:
 
         Another thread may have the marks as well; it may wait, because the block goes on.
         """
-        return self._thread == get_ident() and self._path == path and self.is_open
+        return self._thread == threading.get_ident() and self._path == path and self.is_open
 
 
 # By context, too: a block may be left in another thread than it was entered in.

@@ -1,0 +1,1 @@
+"""Small protected applications that the tests put behind real servers."""

@@ -1,0 +1,17 @@
+"""The application behind eventlet's own server, patched before or after it is made."""
+
+from __future__ import annotations
+
+import sys
+
+import eventlet
+import eventlet.wsgi
+
+port, when = sys.argv[1:]
+if when == "before":
+    eventlet.monkey_patch()
+from tests.attacks.apps.wsgi_app import application  # noqa: E402 — the order is the point.
+
+if when == "after":
+    eventlet.monkey_patch()
+eventlet.wsgi.server(eventlet.listen(("127.0.0.1", int(port))), application)
