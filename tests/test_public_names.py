@@ -27,6 +27,7 @@ PUBLIC_NAMES = [
     "CallerMissing",
     "ClaimLost",
     "Closed",
+    "CommitHookFailed",
     "CompensationFailed",
     "Condition",
     "DeliveryFailed",

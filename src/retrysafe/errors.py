@@ -16,6 +16,7 @@
     ├── OperationFailed            the first run failed for good; this is its failure
     │   └── AttemptsExhausted      every allowed attempt died or failed
     ├── AwaitForgotten             the operation ran, and a part of it was never awaited
+    ├── CommitHookFailed           a hook raised after the view's transaction had committed
     ├── OutcomeUnavailable         the first run is done, and its outcome cannot be shown
     ├── OutcomeNotStored           the operation ran, and the store could not be told
     ├── StepsChanged               the code asks for other steps than an earlier attempt recorded
@@ -180,6 +181,17 @@ class AwaitForgotten(RetrysafeError):
     def __init__(self, message: str, *, key: str | None = None, is_final: bool = False) -> None:
         super().__init__(message, key=key)
         self.is_final = is_final
+
+
+class CommitHookFailed(RetrysafeError):
+    """A hook of Django's `transaction.on_commit` raised after the transaction had committed.
+
+    Its rows are there, and a second run would write them again, so this is a failure for good,
+    whatever the policy says of the hook's own exception, which is the cause. Register hooks with
+    `robust=True`, or store the response inside the transaction with `complete_in`.
+    """
+
+    is_final = True
 
 
 class OutcomeUnavailable(RetrysafeError):

@@ -349,6 +349,19 @@ def blocks_around() -> int:
     return len(connections[till.alias].atomic_blocks)
 
 
+def hooked(request):
+    """Writes an order, whose hook fails after the commit."""
+    till.note("hooked")
+
+    def hook():
+        raise ConnectionError("the mail server is down")
+
+    with transaction.atomic(using=till.alias):
+        till.write("pen")
+        transaction.on_commit(hook, using=till.alias)
+    return JsonResponse({"order": "pen"}, status=201)
+
+
 @idempotent()
 def writing(request):
     till.atomic_blocks.append(blocks_around())
@@ -446,6 +459,8 @@ urlpatterns = [
     path("orders", order),
     path("async-orders", async_order),
     path("atomic-orders", atomic_order),
+    path("hooked", idempotent()(hooked)),
+    path("hooked-by-rule", hooked),
     path("writing", writing),
     path("writing-alone", writing_alone),
     path("writing-alone-inside", writing_alone_inside),

@@ -8,7 +8,12 @@ import pytest
 from django.db import OperationalError, connections, transaction
 
 from retrysafe import Condition
+from retrysafe.http import Rule
+from tests.contrib import django_shop
 from tests.contrib.django_visits import database, is_replay, open_shop
+
+
+MIDDLEWARE = "retrysafe.contrib.django.middleware.RetrysafeMiddleware"
 
 
 @pytest.fixture(params=["wsgi", "asgi"])
@@ -78,6 +83,21 @@ def test_a_rule_with_a_transaction_makes_claim_writes_and_response_one(
         assert shop.post("/atomic-orders", json={"status": 201}, key="c").status_code == 500
         assert shop.till.orders() == ["pen"]
         assert shop.idem.read("c", caller="user:alice") is None
+
+
+@pytest.mark.parametrize("path", ["/hooked", "/hooked-by-rule"])
+def test_a_hook_that_fails_after_the_commit_does_not_free_the_key(world, path, tmp_path):
+    """The row is there; every further run would write another one."""
+    rules = [Rule(path="/hooked-by-rule")]
+    names = [*django_shop.SETTINGS["MIDDLEWARE"], MIDDLEWARE]
+    with opened(world, tmp_path, RULES=rules, middleware=names) as shop:
+        replies = [shop.post(path) for _ in range(3)]
+        assert [reply.status_code for reply in replies] == [500, 500, 500]
+        assert shop.till.runs == ["hooked"]
+        assert shop.till.orders() == ["pen"]
+        assert replies[1].json()["code"] == "idempotency_operation_failed"
+        stored = shop.idem.read("k-1", caller="user:alice")
+        assert stored.condition is Condition.FAILED
 
 
 # ATOMIC_REQUESTS.

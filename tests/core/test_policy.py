@@ -17,7 +17,7 @@ from retrysafe.core.policy import (
     InFlight,
     Policy,
 )
-from retrysafe.errors import AwaitForgotten, PolicyInvalid
+from retrysafe.errors import AwaitForgotten, CommitHookFailed, PolicyInvalid
 
 SECOND = timedelta(seconds=1)
 MOMENT = timedelta(microseconds=1)
@@ -195,3 +195,4 @@ def test_a_result_that_nobody_awaited_is_a_failure_for_good():
     policy = Policy(retryable=(Exception,))
     assert policy.judge(AwaitForgotten("the result", is_final=True)) is Ending.FAILED
     assert policy.judge(AwaitForgotten("a step")) is Ending.RELEASED
+    assert policy.judge(CommitHookFailed("rows are there")) is Ending.FAILED

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Final
 
 from retrysafe.core.model import Ending
-from retrysafe.errors import AwaitForgotten, PolicyInvalid
+from retrysafe.errors import AwaitForgotten, CommitHookFailed, PolicyInvalid
 
 _ZERO: Final = timedelta(0)
 # Renewal comes three times per lease; below this a busy machine would lose healthy claims.
@@ -100,7 +100,7 @@ class Policy:
 
     def judge(self, error: Exception) -> Ending:
         """How an attempt that raised this exception ended."""
-        if isinstance(error, AwaitForgotten) and error.is_final:
+        if isinstance(error, AwaitForgotten | CommitHookFailed) and error.is_final:
             # Running it again would do again what it did, whatever was declared for others.
             return Ending.FAILED
         for ancestor in type(error).__mro__:

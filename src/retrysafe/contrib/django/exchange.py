@@ -16,6 +16,7 @@ from django.http import HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
 
 from retrysafe.contrib.django.bodies import body_of, has_raw_body
+from retrysafe.contrib.django.transactions import HOOK_ERROR_NAME, hook_failure, raised_by_hook
 from retrysafe.contrib.views import ViewRun
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
@@ -221,6 +222,20 @@ async def _captured_on_loop(native: Any, rule: Rule, request: Any) -> tuple[Any,
 # Runs.
 
 
+def _require_no_hook_error(plain: Any) -> None:
+    """Raises what a hook has raised of which Django has made a response already."""
+    error = getattr(plain, HOOK_ERROR_NAME, None)
+    if error is not None:
+        raise error
+
+
+def _refuse_hook_error(error: Exception, plain: Any) -> None:
+    """Raises `CommitHookFailed` for an exception that came after a commit."""
+    if raised_by_hook(error):
+        match = plain.resolver_match
+        raise hook_failure(error, plain.path if match is None else match.view_name) from error
+
+
 def answer(
     protection: Protection,
     idempotency: BlockingIdempotency,
@@ -238,7 +253,9 @@ def answer(
         try:
             try:
                 native = view()
+                _require_no_hook_error(plain)
             except Exception as error:
+                _refuse_hook_error(error, plain)
                 if answering is None:
                     raise
                 native = answering(error)
@@ -319,11 +336,14 @@ class _TaskRun:
     async def serve(self, attempt: Attempt | AtomicAttempt | None, send: Send) -> None:
         """Runs the view and sends what it answers."""
         request = self._plan.request.host
-        django_request(request).idempotency = attempt
+        plain = django_request(request)
+        plain.idempotency = attempt
         _serving.set(request)  # The task has a context of its own.
         try:
             native = await self._view()
+            _require_no_hook_error(plain)
         except Exception as error:
+            _refuse_hook_error(error, plain)
             if self._answering is None:
                 raise
             native = await sync_to_async(self._answering)(error)

@@ -22,6 +22,7 @@ from retrysafe.contrib.django.exchange import (
     planned,
 )
 from retrysafe.contrib.django.pages import PAGE_METHODS, page
+from retrysafe.contrib.django.transactions import HOOK_ERROR_NAME, raised_by_hook
 from retrysafe.http.exchange import Plan
 from retrysafe.http.rules import REQUEST_LIMIT_BYTES
 
@@ -56,6 +57,11 @@ class RetrysafeMiddleware:
             return self.get_response(request) if plan is None else plan
         run = functools.partial(self.get_response, request)
         return answer(made.protection, made.idempotency, plan, run, None)
+
+    def process_exception(self, request: Any, error: Exception) -> None:
+        """Notes an exception that came after a commit, before Django makes a 500 of it."""
+        if raised_by_hook(error):
+            setattr(request, HOOK_ERROR_NAME, error)
 
     async def _answer_on_loop(self, request: Any) -> Any:
         made = current()

@@ -8,13 +8,23 @@ would stay when the commit fails. So protected views are exempt, and open it the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from traceback import walk_tb
+from typing import Any, Final
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from retrysafe.errors import CommitHookFailed
 
 # Where Django looks for the databases whose transactions a view does without.
 EXEMPTION_NAME = "_non_atomic_requests"
+# Where the middleware notes on its request what a hook has raised; Django has made a 500 of it by
+# the time that the middleware sees an answer.
+HOOK_ERROR_NAME: Final = "_retrysafe_hook_error"
+_HOOKS_CODE: Final = BaseDatabaseWrapper.run_and_clear_commit_hooks.__code__
+# A chain of causes is short; a cycle in it must not hang a request.
+_CHAIN_LIMIT: Final = 32
 
 
 class Exempt(set[str]):
@@ -70,3 +80,24 @@ def require_none_open() -> None:
                 "above transaction.atomic; with ATOMIC_REQUESTS put it on the view or on the "
                 "class's dispatch, or put non_atomic_requests there"
             )
+
+
+def raised_by_hook(error: BaseException) -> bool:
+    """Whether the exception, or what it came from, is that of a hook after a commit."""
+    found: BaseException | None = error
+    for _ in range(_CHAIN_LIMIT):
+        if found is None:
+            return False
+        if any(frame.f_code is _HOOKS_CODE for frame, _ in walk_tb(found.__traceback__)):
+            return True
+        found = found.__cause__ or found.__context__
+    return False
+
+
+def hook_failure(error: BaseException, view_name: str) -> CommitHookFailed:
+    """The failure that stands for a view whose rows are committed."""
+    return CommitHookFailed(
+        f"a hook of transaction.on_commit raised {type(error).__name__} after the transaction of "
+        f"{view_name} had committed: the view is not run again, which would write its rows again. "
+        "Register the hook with robust=True, or store the response with complete_in"
+    )
