@@ -10,10 +10,7 @@ from django.db import OperationalError, connections, transaction
 from retrysafe import Condition
 from retrysafe.http import Rule
 from tests.contrib import django_shop
-from tests.contrib.django_visits import database, is_replay, open_shop
-
-
-MIDDLEWARE = "retrysafe.contrib.django.middleware.RetrysafeMiddleware"
+from tests.contrib.django_visits import MIDDLEWARE, database, is_replay, open_shop
 
 
 @pytest.fixture(params=["wsgi", "asgi"])
