@@ -139,7 +139,11 @@ class KeyReused(RetrysafeError):
 
 
 class OperationInFlight(RetrysafeError):
-    """The first run of this key has not ended; `retry_after` is its remaining lease."""
+    """The first run of this key has not ended; `retry_after` says when to ask again.
+
+    It comes from how long the operation usually takes in this process, and from how long this run
+    has taken. It is never beyond what is left of the lease.
+    """
 
     retryable = True
     # Whether the process knew it by itself, so that it says nothing of the store.

@@ -314,7 +314,7 @@ def test_two_simultaneous_calls_with_one_child_key_are_refused(server, client, s
 
 def test_a_call_that_was_given_up_may_be_made_again(server, client, shop):
     """With the same key, so that it cannot happen twice."""
-    server.script(*[Drop(after_effect=True)] * 5)
+    server.script(*[Drop(after_effect=True)] * RetryPolicy().tries_limit)
 
     def pay():
         with for_attempt(current_attempt(), "payments"):

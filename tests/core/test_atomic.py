@@ -8,11 +8,12 @@ from datetime import timedelta
 import pytest
 
 from retrysafe.core import codec
-from retrysafe.core.atomic import RIVAL_RETRY_AFTER_SECONDS, AtomicBlock
+from retrysafe.core.atomic import AtomicBlock
 from retrysafe.core.events import Event, Reporter
 from retrysafe.core.keys import child_key
 from retrysafe.core.model import State
 from retrysafe.core.policy import InFlight, Policy
+from retrysafe.core.run_times import UNKNOWN_SECONDS
 from retrysafe.errors import (
     AttemptsExhausted,
     ClaimLost,
@@ -136,7 +137,7 @@ def test_a_rival_transaction_is_refused_at_once():
     made = Made(transaction)
     with pytest.raises(OperationInFlight) as caught:
         made.enter()
-    assert caught.value.retry_after == timedelta(seconds=RIVAL_RETRY_AFTER_SECONDS)
+    assert caught.value.retry_after == timedelta(seconds=UNKNOWN_SECONDS)
     assert transaction.calls == ["begin", "lock", "look", "undo"]
     assert made.kinds == ["conflicted"]
 
@@ -159,11 +160,11 @@ def test_a_wait_for_a_rival_that_runs_out():
 
 
 def test_a_leased_owner_is_in_flight():
-    """The remaining lease says when to come back."""
+    """As long as nothing is known of the operation, its duplicate comes back in a second."""
     transaction = pending(FakeTransaction())
     with pytest.raises(OperationInFlight) as caught:
         Made(transaction).enter()
-    assert caught.value.retry_after == timedelta(milliseconds=LEASE_MS + 1)
+    assert caught.value.retry_after == timedelta(seconds=UNKNOWN_SECONDS)
 
 
 def test_a_leased_owner_is_polled_until_it_ends():

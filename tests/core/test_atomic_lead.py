@@ -7,11 +7,12 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe.core.atomic import RIVAL_RETRY_AFTER_SECONDS, AtomicBlock
+from retrysafe.core.atomic import AtomicBlock
 from retrysafe.core.events import Reporter
 from retrysafe.core.keys import child_key
 from retrysafe.core.model import Decision, Ending, State
 from retrysafe.core.policy import InFlight, Policy
+from retrysafe.core.run_times import UNKNOWN_SECONDS
 from retrysafe.errors import (
     ClaimLost,
     InvalidInput,
@@ -268,7 +269,7 @@ def test_a_duplicate_of_a_running_one_opens_no_transaction(desk):
     leader = desk.start(paused_seven)
     with pytest.raises(OperationInFlight) as caught:
         desk.answer(never)
-    assert caught.value.retry_after == timedelta(seconds=RIVAL_RETRY_AFTER_SECONDS)
+    assert caught.value.retry_after == timedelta(seconds=UNKNOWN_SECONDS)
     assert "lease" not in str(caught.value)
     assert desk.ends == ["begin"]
     assert leader.step().value.value == 7

@@ -226,13 +226,14 @@ def test_a_record_of_an_earlier_rule_is_still_compared():
 
 
 def test_a_running_operation_of_another_process_is_told_with_the_time_left():
+    """When to ask again comes from the time since the claim, which the record holds."""
     world = World()
     other = world.process()
     other.start(call(), other.pausing(1))
     world.clock.advance(12)
     with pytest.raises(OperationInFlight, match=r"lease ends in 18\.0 s") as caught:
         world.first.answer(call())
-    assert caught.value.retry_after == timedelta(seconds=18)
+    assert caught.value.retry_after == timedelta(seconds=12)
     assert not caught.value.is_known_here
     assert (world.kinds[-1], world.heard[-1].source) == ("conflicted", "store")
     assert world.ran == [1]
@@ -272,7 +273,7 @@ def test_a_waiter_gives_up_at_its_limit():
     assert sum(slept) == pytest.approx(10.0)
     assert max(slept) == POLL_MAXIMUM_SECONDS
     assert slept[:-1] == sorted(slept[:-1])
-    assert caught.value.retry_after == timedelta(seconds=20)
+    assert caught.value.retry_after == timedelta(seconds=10)
     assert world.kinds[-1] == "wait ended"
 
 

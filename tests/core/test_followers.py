@@ -54,7 +54,7 @@ def test_a_duplicate_of_a_running_operation_is_told_without_a_store_call(world, 
     world.clock.advance(5)
     with pytest.raises(OperationInFlight) as caught:
         process.answer(call())
-    assert caught.value.retry_after == timedelta(seconds=25)
+    assert caught.value.retry_after == timedelta(seconds=5)
     assert caught.value.is_known_here
     assert len(process.writer.claims) == 1
     assert (world.kinds[-1], world.heard[-1].source) == ("conflicted", "process")
@@ -192,7 +192,7 @@ def test_a_followers_wait_has_a_limit(world, process):
     world.clock.advance(0.1)
     follower.step()
     assert isinstance(follower.error, OperationInFlight)
-    assert follower.error.retry_after == timedelta(seconds=20)
+    assert follower.error.retry_after == timedelta(seconds=10)
     assert world.kinds[-1] == "wait ended"
     assert leader.step().value.value == "first"
 
@@ -227,7 +227,7 @@ def test_a_duplicate_during_the_claim_waits_for_its_answer_only(world, process):
     leader.step()
     follower.step()
     assert isinstance(follower.error, OperationInFlight)
-    assert follower.error.retry_after == timedelta(seconds=30)
+    assert follower.error.retry_after == timedelta(seconds=1)
     assert len(process.writer.claims) == 1
     assert leader.step().value.value == "first"
 
@@ -302,7 +302,7 @@ def test_a_conflict_is_shared_with_those_who_do_not_wait(world, process):
     assert isinstance(leader.error, OperationInFlight)
     follower.step()
     assert isinstance(follower.error, OperationInFlight)
-    assert follower.error.retry_after == timedelta(seconds=20)
+    assert follower.error.retry_after == timedelta(seconds=10)
     assert len(process.writer.claims) == 1
     assert isinstance(stranger.step().error, KeyReused)
     assert len(process.writer.claims) == 2
@@ -388,7 +388,7 @@ def test_followers_of_a_polling_leader_share_its_news(world, process):
     leader = process.start(call(policy=WAITING))
     hurried = process.start(call())
     assert isinstance(hurried.error, OperationInFlight)
-    assert hurried.error.retry_after == timedelta(seconds=29, milliseconds=980)
+    assert hurried.error.retry_after == timedelta(seconds=1)
     stranger = process.start(call(OTHER_MARK, policy=WAITING))
     assert isinstance(stranger.error, KeyReused)
     follower = process.start(call(policy=WAITING))

@@ -17,7 +17,7 @@ PLACE = Place("/policy", "/status")
 
 
 def status_of(idem):
-    response = status_response(idem.read("k"), PLACE, "k")
+    response = status_response(idem.read("k"), PLACE, "k", idem.run_times)
     lines = [(name.decode(), value.decode()) for name, value in response.headers]
     return Reply(response.status, lines, response.body)
 

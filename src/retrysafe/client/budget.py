@@ -1,6 +1,6 @@
 """A budget of retries for all requests of a client, so that an outage does not multiply its load.
 
-A limit per request is not enough: with five tries each, every client sends five times its load at
+A limit per request is not enough: with six tries each, every client sends six times its load at
 the moment when the server can bear least. Here retries are a small share of all requests.
 Owns the arithmetic and a lock; it is told what time it is.
 """

@@ -28,8 +28,9 @@ SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 class RetryPolicy:
     """How one client retries; raises `PolicyInvalid` when it makes no sense."""
 
-    # How often a request is sent at most, the first time included.
-    tries_limit: int = 5
+    # How often a request is sent at most, the first time included. Enough for an operation of ten
+    # seconds of which the server knows nothing yet: the pauses that it tells double.
+    tries_limit: int = 6
     # No try begins later than this after the first one began.
     time_limit: timedelta = timedelta(seconds=60)
     # The wait before a retry is drawn between zero and a bound. The bound starts here, doubles
@@ -38,7 +39,7 @@ class RetryPolicy:
     backoff_limit: timedelta = timedelta(seconds=20)
     # How long a server may hold a request back whose first sending it is still at work on, in whole
     # seconds: `Prefer: wait=N`. The answer comes as soon as there is one, instead of a 409 that is
-    # retried when the lease would end. At zero nothing is asked for.
+    # retried after a pause. At zero nothing is asked for.
     wait: timedelta = _ZERO
     # Requests of these methods get a key when the caller sent none.
     methods: frozenset[str] = frozenset({"POST", "PATCH"})

@@ -30,11 +30,10 @@ from retrysafe.core.model import (
 from retrysafe.core.policy import InFlight
 from retrysafe.core.ports import Transaction, Waiting
 from retrysafe.core.replaying import in_flight, replayed_value, reused
+from retrysafe.core.run_times import RunTimes
 from retrysafe.core.staging import Staging
 from retrysafe.errors import ClaimLost, InvalidInput, OperationInFlight, OutcomeMissing
 
-# A rival's transaction has no lease, so nobody knows when it ends. Most are shorter than this.
-RIVAL_RETRY_AFTER_SECONDS: Final = 1.0
 # A leased owner under the same key is polled as the engine polls.
 POLL_SECONDS: Final = 0.02
 POLL_MAXIMUM_SECONDS: Final = 0.5
@@ -99,6 +98,7 @@ class AtomicBlock:
         owner: str = "",
         secret: bytes | None = None,
         has_outbox: bool = False,
+        run_times: RunTimes | None = None,
     ) -> None:
         self.call = call
         self._transaction = transaction
@@ -116,6 +116,8 @@ class AtomicBlock:
         # The replayed outcome as it is stored, and what is left of its active window.
         self.replayed_payload: Payload | None = None
         self.replayed_ms = 0
+        self._run_times = RunTimes() if run_times is None else run_times
+        self._began_monotonic = 0.0
 
     # Entering.
 
@@ -152,6 +154,7 @@ class AtomicBlock:
             await self._transaction.undo()
             return
         self._stage = Stage.CLAIMED
+        self._began_monotonic = self._waiting.monotonic()
         self.attempt = answer.attempt
         was_abandoned = answer.condition is Condition.ABANDONED
         self._tell(EventKind.TAKEN_OVER if was_abandoned else EventKind.CLAIMED)
@@ -172,7 +175,7 @@ class AtomicBlock:
             # rival commits cannot become the writer after it.
             seconds_left = max(0.0, wait_until - self._waiting.monotonic())
             if not await transaction.lock(call.key, seconds_left):
-                raise self._in_flight(RIVAL_RETRY_AFTER_SECONDS, has_waited=True)
+                raise self._in_flight(None, has_waited=True)
         return await self._claim(request, wait_until)
 
     async def _without_lock(self, request: ClaimRequest) -> ClaimAnswer:
@@ -182,7 +185,7 @@ class AtomicBlock:
             return seen
         if seen.decision is Decision.MISMATCH:
             raise self._reused(seen)
-        raise self._in_flight(RIVAL_RETRY_AFTER_SECONDS, has_waited=False)
+        raise self._in_flight(None, has_waited=False)
 
     async def _claim(self, request: ClaimRequest, wait_until: float | None) -> ClaimAnswer:
         """Claims under the lock; a leased owner of the key is waited for if that can help."""
@@ -196,9 +199,9 @@ class AtomicBlock:
             now = self._waiting.monotonic()
             lease_seconds = answer.remaining_ms / 1000 + 0.001
             if wait_until is None or not await self._transaction.sees_changes():
-                raise self._in_flight(lease_seconds, has_waited=False)
+                raise self._in_flight(answer, has_waited=False)
             if now >= wait_until:
-                raise self._in_flight(lease_seconds, has_waited=True)
+                raise self._in_flight(answer, has_waited=True)
             await self._waiting.sleep(min(poll_seconds, lease_seconds, wait_until - now))
             poll_seconds = min(poll_seconds * POLL_GROWTH, POLL_MAXIMUM_SECONDS)
 
@@ -277,6 +280,9 @@ class AtomicBlock:
         Raises `OutcomeMissing` when the block ended quietly without an outcome.
         """
         stage, self._stage = self._stage, Stage.LEFT
+        if stage in (Stage.SETTLED, Stage.CLAIMED):
+            seconds = self._waiting.monotonic() - self._began_monotonic
+            self._run_times.add(self.call.operation, seconds)
         if stage is Stage.SETTLED and error is None:
             await self._transaction.keep()
             self._stage = Stage.SETTLED
@@ -306,7 +312,12 @@ class AtomicBlock:
         self._tell(EventKind.MISMATCHED)
         return reused(self.call, answer.operation)
 
-    def _in_flight(self, seconds: float, *, has_waited: bool) -> OperationInFlight:
+    def _in_flight(self, answer: ClaimAnswer | None, *, has_waited: bool) -> OperationInFlight:
+        """The refusal beside a leased owner; None is a rival's transaction, which has no lease."""
         self._tell(EventKind.WAIT_ENDED if has_waited else EventKind.CONFLICTED)
         message = f"another run of {self.call.key.text!r} has not ended"
+        elapsed, left = 0.0, None
+        if answer is not None:
+            elapsed, left = answer.elapsed_ms / 1000, answer.remaining_ms / 1000
+        seconds = self._run_times.retry_after(self.call.operation, elapsed, left)
         return in_flight(self.call, message, seconds)

@@ -138,6 +138,7 @@ class AtomicLead:
 
     def started(self, flight: Flight) -> None:
         """The key is claimed: followers no longer wait for the claim."""
+        flight.began_monotonic = self._monotonic()
         self._flights.enter(flight, Phase.RUNNING)
 
     def payload_of(self, call: Call, value: Any, attempt: int) -> tuple[Ending, Payload]:

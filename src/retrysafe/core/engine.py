@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final, Protocol
 
-from retrysafe.core.atomic import RIVAL_RETRY_AFTER_SECONDS
 from retrysafe.core.atomic_lead import AtomicLead, Transacting
 from retrysafe.core.cache import CachedOutcome, ReplayCache
 from retrysafe.core.call import Answer, Call
@@ -23,6 +22,7 @@ from retrysafe.core.model import ClaimAnswer, ClaimRequest, Decision, Payload
 from retrysafe.core.policy import InFlight
 from retrysafe.core.ports import Lock, Orphanage, Renewals, Waiting, Writer
 from retrysafe.core.replaying import gone, in_flight, replayed_value, reused
+from retrysafe.core.run_times import MINIMUM_SECONDS, RunTimes
 from retrysafe.core.running import Endings, Perform, Runner
 from retrysafe.core.settling import RETRY_PAUSE_SECONDS, Settler
 from retrysafe.core.stepping import Stepper
@@ -45,7 +45,6 @@ LATE_ANSWERS_LIMIT: Final = 10
 POLL_SECONDS: Final = 0.02
 POLL_MAXIMUM_SECONDS: Final = 0.5
 POLL_GROWTH: Final = 1.5
-RETRY_AFTER_MINIMUM_SECONDS: Final = 0.1
 
 _BUSY: Final = frozenset({Phase.RUNNING, Phase.AWAITING})
 _GRANTED: Final = frozenset({Decision.ADMIT, Decision.TAKE_OVER, Decision.CONFIRM})
@@ -86,6 +85,7 @@ class Engine:
         joiner: Joiner | None = None,
         stepper: Stepper | None = None,
         recovers: Recovers | None = None,
+        run_times: RunTimes | None = None,
     ) -> None:
         self._writer = writer
         self._waiting = waiting
@@ -103,6 +103,7 @@ class Engine:
         )
         self._owner = owner
         self._recovers = recovers
+        self._run_times = run_times = RunTimes() if run_times is None else run_times
         self._flights = Flights(lock)
         self._runner = Runner(
             writer=writer,
@@ -119,6 +120,7 @@ class Engine:
             stepper=stepper,
             endings=endings,
             perform=perform,
+            run_times=run_times,
         )
         self._atomic_lead = AtomicLead(
             flights=self._flights,
@@ -326,6 +328,7 @@ class Engine:
                 )
             else:
                 flight.conflict_ends_monotonic = asked + answer.remaining_ms / 1000
+                flight.began_monotonic = asked - answer.elapsed_ms / 1000
                 now = self._monotonic()
                 if wait_until is None or now >= wait_until:
                     raise self._in_flight(call, flight, "store", has_waited=wait_until is not None)
@@ -454,11 +457,17 @@ class Engine:
     def _in_flight(
         self, call: Call, flight: Flight, source: str, *, has_waited: bool = False
     ) -> OperationInFlight:
-        # Never zero: whoever is told to come back at once comes back in a tight loop.
-        seconds = max(RETRY_AFTER_MINIMUM_SECONDS, flight.seconds_left(self._monotonic()))
-        lease = f"; its lease ends in {seconds:.1f} s unless it is renewed"
-        if flight.is_atomic:
-            seconds, lease = max(seconds, RIVAL_RETRY_AFTER_SECONDS), ""
+        now = self._monotonic()
+        left, lease = flight.seconds_left(now), ""
+        if flight.is_atomic and flight.conflict_ends_monotonic is not None:
+            # A run elsewhere, of which the leader was told when to ask again.
+            seconds = max(MINIMUM_SECONDS, left)
+        else:
+            if not flight.is_atomic:
+                lease = f"; its lease ends in {left:.1f} s unless it is renewed"
+            seconds = self._run_times.retry_after(
+                call.operation, flight.seconds_run(now), None if flight.is_atomic else left
+            )
         kind = EventKind.WAIT_ENDED if has_waited else EventKind.CONFLICTED
         self._report(kind, call.key, call.operation, source=source)
         waited = f" after a wait of {call.policy.wait_seconds:g} s" if has_waited else ""

@@ -35,6 +35,7 @@ class Flight:
 
     __slots__ = (
         "attempt",
+        "began_monotonic",
         "conflict_ends_monotonic",
         "fingerprints",
         "first_operation",
@@ -53,6 +54,8 @@ class Flight:
         self.operation = operation
         self.phase = _CLAIMING
         self.lease: Lease | None = None
+        # When the run began by the local clock, here or elsewhere, once there is one.
+        self.began_monotonic: float | None = None
         # When the foreign lease ends by the local clock, once it is known that there is one.
         self.conflict_ends_monotonic: float | None = None
         # Of which operation the key is, once it is known to be another request's.
@@ -75,6 +78,11 @@ class Flight:
         self.payload = payload
         self.attempt = attempt
         self.is_released = is_released
+
+    def seconds_run(self, monotonic: float) -> float:
+        """How long ago the run began, as far as that is known here."""
+        began = self.began_monotonic
+        return 0.0 if began is None else max(0.0, monotonic - began)
 
     def seconds_left(self, monotonic: float) -> float:
         """How long the running attempt's lease lasts, as far as it is known here."""

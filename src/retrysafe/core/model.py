@@ -139,6 +139,8 @@ class ClaimAnswer:
     payload: Payload | None = None
     # Of which operation the record is; told with a mismatch only.
     operation: str = ""
+    # How long ago the record was claimed; told of one that is in flight.
+    elapsed_ms: int = 0
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ from retrysafe.core.model import (
     StoredOutcome,
 )
 from retrysafe.core.ports import UNSHARED, Fate, Lock, Renewals, Writer
+from retrysafe.core.run_times import RunTimes
 from retrysafe.core.settling import Settler, settlement_of
 from retrysafe.core.stepping import Stepper
 from retrysafe.core.undoing import Concluder, Verdict
@@ -69,6 +70,7 @@ class Runner:
         "_perform",
         "_renewals",
         "_report",
+        "_run_times",
         "_secret",
         "_settler",
         "_stepper",
@@ -92,6 +94,7 @@ class Runner:
         stepper: Stepper | None,
         endings: Endings,
         perform: Perform,
+        run_times: RunTimes,
     ) -> None:
         self._writer = writer
         self._flights = flights
@@ -107,6 +110,7 @@ class Runner:
         self._stepper = stepper
         self._endings = endings
         self._perform = perform
+        self._run_times = run_times
 
     async def run(  # noqa: PLR0912 — told in one piece, every frame is paid for.
         self,
@@ -137,6 +141,7 @@ class Runner:
             policy.run_limit_seconds,
         )
         flight.lease = lease
+        flight.began_monotonic = began = asked
         # The owner that was in the way is gone: followers must not be told of it any more.
         flight.conflict_ends_monotonic = None
         self._flights.enter(flight, _RUNNING)
@@ -169,6 +174,7 @@ class Runner:
                     raise
                 return told
             asked = self._monotonic()
+            self._run_times.add(call.operation, asked - began)
             joined = attempt.joined
             if joined and await self._is_settled(flight, call, joined, number, asked, None):
                 return Answer(joined.value, False, number)
@@ -217,6 +223,7 @@ class Runner:
             # the key's run ended.
             return None
         asked, number = self._monotonic(), attempt.number
+        self._run_times.add(call.operation, flight.seconds_run(asked))
         joined = attempt.joined
         if joined and await self._is_settled(flight, call, joined, number, asked, error):
             return None

@@ -46,6 +46,7 @@ _PENDING: Final = State.PENDING
 _ADMIT: Final = Decision.ADMIT
 _TAKE_OVER: Final = Decision.TAKE_OVER
 _REPLAY: Final = Decision.REPLAY
+_IN_FLIGHT: Final = Decision.IN_FLIGHT
 _STATES: Final = {kind: State(kind) for kind in SettleKind}
 
 
@@ -108,6 +109,8 @@ def _claimed(
         record.lease_ends_at_ms,
         record.state,
         operation=record.operation if decision is Decision.MISMATCH else "",
+        # A clock that was set back may be behind the claim.
+        elapsed_ms=max(0, now_ms - record.claimed_at_ms) if decision is _IN_FLIGHT else 0,
     )
 
 

@@ -191,7 +191,7 @@ class IdempotencyMiddleware:
             key = page
             try:
                 stored = await self.idempotency.read(key, with_audit=False)
-                page = protection.status(stored, key, request, prefix)
+                page = protection.status(stored, key, request, prefix, self.idempotency.run_times)
             except StoreError as error:
                 page = protection.status_refused(error, key, request, prefix)
         if request.method == "HEAD":
@@ -284,7 +284,7 @@ class IdempotencyMiddleware:
                 run = AppRun(self.app, self._runs, plan, scope, receive, send, loop)
                 waiter = self._start(run, call)
                 if run.started is not None and not await _is_prompt(run, waiter):
-                    response = protection.accepted(plan)
+                    response = protection.accepted(plan, self._hint(call))
                 else:
                     response = protection.answered(plan, await waiter, run.response)
         except asyncio.CancelledError:
@@ -330,6 +330,14 @@ class IdempotencyMiddleware:
         What is known to run needs no store, and is never run unprotected beside that.
         """
         return None if self.idempotency.is_in_flight(call) else self.protection.closed_off(plan)
+
+    def _hint(self, call: Call) -> timedelta:
+        """When to look for the outcome of a run that has just begun."""
+        policy = call.policy
+        run_times = self.idempotency.run_times
+        return timedelta(
+            seconds=run_times.retry_after(call.operation, 0.0, policy.lease.total_seconds())
+        )
 
     def _keep(self, scope: Scope, plan: Plan, call: Call, response: Response) -> None:
         """Remembers what this replay looks like, for the next request that is the same."""

@@ -96,7 +96,7 @@ def page(
         key = shown
         try:
             stored = idempotency.read(key, with_audit=False)
-            shown = protection.status(stored, key, request, prefix)
+            shown = protection.status(stored, key, request, prefix, idempotency.run_times)
         except StoreError as error:
             shown = protection.status_refused(error, key, request, prefix)
     if request.method == "HEAD":

@@ -19,6 +19,7 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.keys import GlobalCaller, Key, scoped_key
 from retrysafe.core.model import StoredKey
 from retrysafe.core.policy import InFlight, Policy
+from retrysafe.core.run_times import RunTimes
 from retrysafe.errors import (
     CallerMissing,
     Closed,
@@ -67,8 +68,6 @@ _KEY_HEADER: Final = b"idempotency-key"
 _PREFER_HEADER: Final = b"prefer"
 _LENGTH_HEADER: Final = b"content-length"
 _NO_LINES: Final[list[bytes]] = []
-# How soon a client that was told 202 should look for the outcome.
-_POLL_AFTER: Final = timedelta(seconds=1)
 _logger = logging.getLogger("retrysafe")
 
 
@@ -164,9 +163,16 @@ class Protection:
         except KeyInvalid:
             return self.refusals.problem(problems.KEY_UNKNOWN, request, prefix)
 
-    def status(self, stored: StoredKey | None, key: Key, request: Request, prefix: str) -> Response:
+    def status(
+        self,
+        stored: StoredKey | None,
+        key: Key,
+        request: Request,
+        prefix: str,
+        run_times: RunTimes,
+    ) -> Response:
         """What a caller is shown of the record of its key."""
-        return status_response(stored, self.refusals.place(request, prefix), key.text)
+        return status_response(stored, self.refusals.place(request, prefix), key.text, run_times)
 
     def status_refused(
         self, error: StoreError, key: Key, request: Request, prefix: str
@@ -364,7 +370,7 @@ class Protection:
             # Not to a client who asked to wait instead, and did: it gets what every wait ends with.
             or (plan.route.accepts_duplicates and plan.policy.in_flight is not InFlight.WAIT)
         ):
-            return self.accepted(plan)
+            return self.accepted(plan, error.retry_after)
         detail: str | None = None
         if isinstance(error, KeyReused) and not isinstance(plan.caller, GlobalCaller):
             # In a namespace that all callers share, the first use may be somebody else's.
@@ -377,8 +383,8 @@ class Protection:
             response.headers += self.refusals.challenge
         return self.preferred(plan, response)
 
-    def accepted(self, plan: Plan) -> Response:
-        """202 with the place where the outcome will be found."""
+    def accepted(self, plan: Plan, retry_after: timedelta) -> Response:
+        """202 with the place where the outcome will be found, and when to look there."""
         assert plan.key is not None  # Only a call that was made can be running.
         url = f"{plan.prefix}{self.status_path}{quote(plan.key, safe='')}"
         body = json.dumps({"state": "running", "key": plan.key, "status_url": url}).encode()
@@ -388,7 +394,7 @@ class Protection:
                 (b"content-type", b"application/json"),
                 (b"content-length", b"%d" % len(body)),
                 (b"location", url.encode()),
-                (b"retry-after", retry_after_text(_POLL_AFTER)),
+                (b"retry-after", retry_after_text(retry_after)),
                 (b"cache-control", b"no-store"),
             ],
             body,

@@ -10,10 +10,11 @@ from datetime import timedelta
 
 from retrysafe.core import codec
 from retrysafe.core.model import Condition, Payload, StoredKey
+from retrysafe.core.run_times import RunTimes
 from retrysafe.core.values import NotReadable
 from retrysafe.http import problems
 from retrysafe.http.headers import retry_after_text
-from retrysafe.http.problems import RETRY_AFTER, Place, problem
+from retrysafe.http.problems import Place, problem
 from retrysafe.http.responses import Response, ResponseCodec
 
 _CODEC = ResponseCodec()
@@ -26,12 +27,14 @@ _ADVICE = {
 }
 
 
-def status_response(stored: StoredKey | None, place: Place, key: str) -> Response:
+def status_response(
+    stored: StoredKey | None, place: Place, key: str, run_times: RunTimes
+) -> Response:
     """What is known of a key: its state while there is no outcome, then the stored response."""
     if stored is None or stored.condition in (Condition.ABSENT, Condition.OUTLIVED):
         return problem(problems.KEY_UNKNOWN, place, key=key)
     if stored.condition in _ADVICE:
-        return _state(stored, key)
+        return _state(stored, key, run_times)
     payload = _payload_of(stored)
     if payload is None or payload.form == codec.WITHHELD:
         return problem(problems.OUTCOME_UNAVAILABLE, place, key=key)
@@ -55,7 +58,7 @@ def _payload_of(stored: StoredKey) -> Payload | None:
     return None
 
 
-def _state(stored: StoredKey, key: str) -> Response:
+def _state(stored: StoredKey, key: str, run_times: RunTimes) -> Response:
     body = json.dumps(
         {
             "state": stored.condition.value,
@@ -70,7 +73,11 @@ def _state(stored: StoredKey, key: str) -> Response:
         (b"cache-control", b"no-store"),
     ]
     if stored.condition is Condition.RUNNING:
-        left = timedelta(milliseconds=stored.record.lease_ends_at_ms - stored.now_ms)
-        # The lease is renewed for as long as the operation runs, so it only bounds the pause.
-        headers.append((b"retry-after", retry_after_text(min(left, RETRY_AFTER))))
+        record, now_ms = stored.record, stored.now_ms
+        seconds = run_times.retry_after(
+            record.operation,
+            max(0, now_ms - record.claimed_at_ms) / 1000,
+            (record.lease_ends_at_ms - now_ms) / 1000,
+        )
+        headers.append((b"retry-after", retry_after_text(timedelta(seconds=seconds))))
     return Response(200, headers, body)

@@ -174,6 +174,7 @@ class AtomicTasks(Face, ABC):
             owner=owner_name(),
             secret=self._settings.secret,
             has_outbox=self._store.capabilities.has_outbox,
+            run_times=self.run_times,
         )
 
     async def stage(

@@ -214,6 +214,7 @@ class AtomicThreads(Face):
             owner=owner_name(),
             secret=self._settings.secret,
             has_outbox=self._store.capabilities.has_outbox,
+            run_times=self.run_times,
         )
 
     def stage(

@@ -141,6 +141,7 @@ class BlockingIdempotency(AtomicThreads, Face):
             ),
             recovers=store,
             perform=perform_in_thread,
+            run_times=self.run_times,
         )
 
     def _join_blocking(self, connection: object) -> Transaction:

@@ -30,6 +30,7 @@ from retrysafe.core.model import (
 from retrysafe.core.outbox import staged_entry
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Transaction, Waits
+from retrysafe.core.run_times import RunTimes
 from retrysafe.errors import InvalidInput, OperatorRefused
 from retrysafe.runtime.calls import (
     UNSET,
@@ -139,6 +140,9 @@ class Face:
         self._has_cache = cache
         self._report = reporter(checked_observers(observers))
         self._owns_store = owns_store
+        # For adapters: how long the operations of this object took. Set before its first use, two
+        # objects share it.
+        self.run_times = RunTimes()
         self._resumables = Resumables()
         # What every call of a function has in common that brings nothing but its key.
         self._known: dict[Callable[..., Any], Known] = {}

@@ -18,6 +18,7 @@ from retrysafe.core.events import Reporter
 from retrysafe.core.joining import Joiner
 from retrysafe.core.model import ClaimAnswer, ClaimRequest
 from retrysafe.core.ports import UNSHARED, Store, Transaction, Waits, Writer
+from retrysafe.core.run_times import RunTimes
 from retrysafe.core.stepping import Stepper
 from retrysafe.runtime.calls import owner_name
 from retrysafe.runtime.current import current
@@ -72,6 +73,7 @@ class LoopParts:
         cache: ReplayCache | None,
         secret: bytes | None,
         join: Callable[[object, Waits | None], Transaction],
+        run_times: RunTimes,
     ) -> None:
         self.loop = loop
         self.thread_id = get_ident()
@@ -86,6 +88,7 @@ class LoopParts:
         self.heartbeat = TaskHeartbeat(store, report)
         self.orphans = TaskOrphanage()
         self._join = join
+        self._run_times = run_times
         self.engine = self._new_engine(report, cache, secret)
 
     def _new_engine(
@@ -127,6 +130,7 @@ class LoopParts:
             ),
             recovers=store,
             perform=perform_in_task,
+            run_times=self._run_times,
         )
 
     def _new_writer(self) -> Writer:

@@ -117,6 +117,7 @@ class AsyncFace(AtomicTasks, Face):
             cache=self._new_cache(),
             secret=self._settings.secret,
             join=self._join,
+            run_times=self.run_times,
         )
         parts.gate.is_closed = self._is_closed
         return parts

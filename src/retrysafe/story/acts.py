@@ -264,7 +264,7 @@ def _freeze_between_writes(stage: Stage, worker: WorkerProcess, charge: Charge) 
             continue
         if isinstance(result, OperationInFlight):
             seconds = result.retry_after.total_seconds()
-            stage.story.see(f"process {worker.pid} is frozen; its lease ends in {seconds:.1f} s")
+            stage.story.see(f"process {worker.pid} is frozen; retry in {seconds:.1f} s")
         return
 
 

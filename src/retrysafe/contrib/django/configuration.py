@@ -87,6 +87,7 @@ class Configuration:
             with self._lock:
                 if self._on_loop is None:
                     face = AsyncIdempotency(self._store, **self._face)
+                    face.run_times = self.idempotency.run_times
                     self._on_loop = IdempotencyMiddleware.sharing(serve_view, face, self.protection)
         return self._on_loop
 

@@ -48,6 +48,22 @@ class LeaseCases(SuiteBase):
             answer = probe.claim(KEY, presented, lease_ms=60_000)
             assert (answer.remaining_ms, answer.lease_ends_at_ms) == (7_500, ends_at_ms)
 
+    def test_a_conflict_tells_how_long_the_attempt_has_run(self, probe: Probe) -> None:
+        """Counted from the claim that runs now: neither a renewal nor an earlier attempt moves it.
+
+        Whoever is told when to come back, is told by this; no caller compares clocks.
+        """
+        token = probe.hold()
+        probe.advance(700)
+        probe.extend(token)
+        probe.advance(300)
+        answer = probe.claim()
+        assert (answer.decision, answer.elapsed_ms) == (Decision.IN_FLIGHT, 1_000)
+        probe.advance(LEASE_MS)
+        assert probe.claim().decision is Decision.TAKE_OVER
+        probe.advance(40)
+        assert probe.claim().elapsed_ms == 40
+
     def test_a_takeover_gets_its_own_lease(self, probe: Probe) -> None:
         """The new lease starts at the takeover and has the length that was asked for."""
         probe.hold()
