@@ -67,7 +67,7 @@ def pages_of_loop() -> float:
 def pages_of_run(*statements: str) -> float:
     with fresh_file() as path, Idempotency(f"sqlite:///{path}", caller=GLOBAL) as idem:
         idem.run("warm-up", operation)
-        connection = idem._store._connection
+        connection = idem._store._connections.writer
         for statement in statements:
             connection.execute(statement)
         start_log(connection)

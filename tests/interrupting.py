@@ -1,57 +1,114 @@
-"""A signal that raises, at every place in turn where Python might notice one."""
+"""A signal that raises, at every place in turn where Python looks for one."""
 
 from __future__ import annotations
 
+import dis
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType, ModuleType
+from types import CodeType, FrameType, ModuleType
 
 
 class Interrupted(BaseException):
     """What the signal raises."""
 
 
-@contextmanager
-def interrupted_at(place: int, modules: tuple[ModuleType, ...]) -> Iterator[list[int]]:
-    """Raises `Interrupted` once, at the place-th look for signals in one of the modules.
+def whole_tree() -> tuple[ModuleType, ...]:
+    """Every module of retrysafe that is imported by now: none is listed, so none drops out.
 
-    Python looks for them when it enters or resumes a function, and when a function written in C
-    has returned. Gives a list that is empty while it has not raised.
+    And the one that makes context managers of generators, in which such a manager is interrupted.
     """
-    files = {module.__file__ for module in modules}
-    seen = 0
-    struck: list[int] = []
-
-    def profile(frame: FrameType, event: str, _arg: object) -> None:
-        nonlocal seen
-        if event in ("call", "c_return") and frame.f_code.co_filename in files and not struck:
-            if seen == place:
-                struck.append(place)
-                raise Interrupted
-            seen += 1
-
-    sys.setprofile(profile)
-    try:
-        yield struck
-    finally:
-        sys.setprofile(None)
+    return tuple(
+        module
+        for name, module in sorted(sys.modules.items())
+        if name.partition(".")[0] in ("retrysafe", "contextlib") and module.__file__
+    )
 
 
-def at_every_place(act: Callable[[], object], *modules: ModuleType) -> Iterator[int]:
+class Struck(int):
+    """The number of a place, and where it is."""
+
+    where: str
+
+    def __str__(self) -> str:
+        return f"{int(self)}: {self.where}"
+
+
+class _Strike:
+    """Raises once, at the place-th look for signals in one of the files.
+
+    Python looks for signals when it enters or resumes a function, when a function that is written
+    in C has returned to Python code, and when a loop starts over (decision 31). A profiler hears of
+    the first two at the very place, a tracer of the third.
+    """
+
+    def __init__(self, place: int, files: set[str | None]) -> None:
+        self._place = place
+        self._files = files
+        self._seen = 0
+        self._loops: dict[CodeType, set[int]] = {}
+        # Where it has struck.
+        self.struck: list[str] = []
+
+    def profile(self, frame: FrameType, event: str, _arg: object) -> None:
+        """Called by Python."""
+        if event in ("call", "c_return"):
+            self._look(frame)
+
+    def trace(self, frame: FrameType, event: str, _arg: object) -> object:
+        """Called by Python for every function, and for every instruction of the chosen ones."""
+        if frame.f_code.co_filename not in self._files:
+            return None
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        if event == "opcode" and frame.f_lasti in self._loops_of(frame.f_code):
+            self._look(frame)
+        return self.trace
+
+    def _loops_of(self, code: CodeType) -> set[int]:
+        if code not in self._loops:
+            self._loops[code] = {
+                item.offset
+                for item in dis.get_instructions(code)
+                if item.opname.startswith("JUMP_BACKWARD") and "NO_INTERRUPT" not in item.opname
+            }
+        return self._loops[code]
+
+    def _look(self, frame: FrameType) -> None:
+        if self.struck or frame.f_code.co_filename not in self._files:
+            return
+        if self._seen == self._place:
+            self.struck.append(f"{frame.f_code.co_qualname}, line {frame.f_lineno}")
+            raise Interrupted
+        self._seen += 1
+
+
+def at_every_place(act: Callable[[], object], *modules: ModuleType) -> Iterator[Struck]:
     """Interrupts `act` at one place after the other, until it comes through.
 
-    Gives each place, for the test to look at what the interruption has left.
+    Gives each place, for the test to look at what the interruption has left. What was raised is
+    alive by then, and with it every frame that it went through, as in the handler of a caller.
     """
     modules = (*modules, threading)
+    files = {module.__file__ for module in modules}
+    tracer = sys.gettrace()
     for place in range(10_000):
-        with interrupted_at(place, modules) as struck:
-            try:
-                act()
-            except Interrupted:
-                pass
-        if not struck:
+        strike = _Strike(place, files)
+        caught: list[BaseException] = []
+        # No context manager around it: those of the standard library are struck, too.
+        sys.settrace(strike.trace)
+        sys.setprofile(strike.profile)
+        try:
+            act()
+        except Interrupted as error:
+            caught.append(error)
+        finally:
+            sys.setprofile(None)
+            sys.settrace(tracer)
+        if not strike.struck:
             return
-        yield place
+        found = Struck(place)
+        found.where = strike.struck[0]
+        yield found
+        caught.clear()
     raise AssertionError("it never came through")

@@ -21,7 +21,10 @@ class ForkAware(Protocol):
     """An object with state that must not cross a fork."""
 
     def after_fork_in_child(self) -> None:
-        """Replaces locks, threads and connections; runs before any other code of the child."""
+        """Replaces locks, threads and connections; runs before any other code of the child.
+
+        It may be called twice after one fork.
+        """
 
 
 _registered: weakref.WeakSet[ForkAware] = weakref.WeakSet()
@@ -44,7 +47,7 @@ class ForkGuarded(ForkAware, Protocol):
     """An object that must not be in the middle of something while its process forks."""
 
     def before_fork(self) -> None:
-        """Comes to rest; must not wait for long."""
+        """Comes to rest; must not wait for long. It may be called twice before one fork."""
 
     def after_fork_in_parent(self) -> None:
         """Goes on."""
@@ -112,4 +115,9 @@ def refresh_if_stale() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_rest_all, after_in_parent=_go_on_all, after_in_child=_refresh_all)
+    # Twice: a signal that came during the fork raises at the entry of the first function after it,
+    # and Python goes on with the next one. The locks that are held for the fork would stay taken.
+    for _ in range(2):
+        os.register_at_fork(
+            before=_rest_all, after_in_parent=_go_on_all, after_in_child=_refresh_all
+        )

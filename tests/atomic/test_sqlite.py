@@ -32,8 +32,7 @@ from retrysafe import (
     is_conflict,
 )
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.sqlite import own_lock
-from retrysafe.stores.sqlite import store as sqlite_store
+from retrysafe.stores.sqlite import connections, own_lock
 from retrysafe.testing import FaultyStore
 
 PATIENCE_SECONDS = 30
@@ -251,7 +250,7 @@ def test_a_thread_with_a_copy_of_the_blocks_context_waits_for_it(idem, connectio
         finally:
             asked.set()
 
-    monkeypatch.setattr(sqlite_store, "require_outside", require_outside)
+    monkeypatch.setattr(connections, "require_outside", require_outside)
     connection.execute("BEGIN IMMEDIATE")
     answers = []
     with idem.atomic(connection, "order-1") as run:

@@ -173,8 +173,8 @@ def test_a_file_locked_for_everybody_is_told(invoke, desk, command):
     with closing(sqlite3.connect(desk.path, isolation_level=None)) as rival:
         rival.execute("PRAGMA locking_mode = EXCLUSIVE")
         # The desk's own connection must not stand in the rival's way.
-        desk.store._connection.close()
-        desk.store._connection = None
+        desk.store._connections.writer.close()
+        desk.store._connections.writer = None
         rival.execute("BEGIN EXCLUSIVE")
         outcome = invoke(*command, "--store", desk.url, "--busy-timeout", "0.05")
     assert outcome.code == ExitCode.STORE

@@ -18,6 +18,7 @@ from retrysafe.runtime.thread_commit import ThreadGroupCommit
 from retrysafe.stores.memory import MemoryStore
 from retrysafe.stores.sqlite import batches, connecting
 from retrysafe.stores.sqlite import store as sqlite_store
+from retrysafe.stores.sqlite.connections import Connections
 from retrysafe.stores.sqlite.place import Place
 from retrysafe.stores.sqlite.schema import SQL
 from tests.core import test_interrupted as interrupted
@@ -448,7 +449,7 @@ GUARDS: tuple[Guard, ...] = (
                 sqlite_store.SqliteStore._commit,
                 "now_ms = self._now_ms()",
                 "pass",
-                also=("with self._lock:", "now_ms = self._now_ms()\n        with self._lock:"),
+                also=("    def apply(", "    now_ms = self._now_ms()\n    def apply("),
             ),
         ),
         properties.test_sqlite_reads_the_clock_under_the_write_lock,
@@ -466,7 +467,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "SQLite writes only to the file that its path leads to",
         "a file that is deleted while it is in use lets a key run in the old and in the new one",
-        (InCode(sqlite_store.SqliteStore._commit, "self._place.require()", "pass"),),
+        (InCode(Connections.write, "self.place.require()", "pass"),),
         properties.test_a_deleted_sqlite_file_grants_no_claim,
     ),
     Guard(

@@ -465,15 +465,13 @@ def test_a_key_that_came_back_is_not_swept():
         done = Settlement(SettleKind.COMPLETE, KEY, b"a" * 16, PAYLOAD, active_ms=1_000)
         run_sync(store.commit([], [done]))
         clock.now_ms += 1_000
-        writing = store._sweeping._writing
+        write = store._sweeping._write
 
-        @contextmanager
-        def claimed_before() -> Iterator[sqlite3.Connection]:
+        def claimed_before(work: Callable[[sqlite3.Connection], Any]) -> Any:
             run_sync(store.commit([claim_of(b"b" * 16)], []))
-            with writing() as connection:
-                yield connection
+            return write(work)
 
-        store._sweeping._writing = claimed_before
+        store._sweeping._write = claimed_before
         run_sync(store.sweep(10))
         found = run_sync(store.read(KEY))
     assert found is not None
@@ -659,7 +657,7 @@ def test_sqlite_commits_reach_the_disk():
     """`synchronous` is FULL (2): a power cut does not forget a claim that was answered."""
     with sqlite_store(Clock()) as store:
         run_sync(store.commit([claim_of(b"t" * 16)], []))
-        assert store._connection.execute("PRAGMA synchronous").fetchone() == (2,)
+        assert store._connections.writer.execute("PRAGMA synchronous").fetchone() == (2,)
 
 
 def test_a_deleted_sqlite_file_grants_no_claim():

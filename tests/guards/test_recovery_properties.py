@@ -150,7 +150,7 @@ def test_arguments_go_with_their_key():
             made.idem.run("order", made.pay, "personal")
         made.clock.advance(timedelta(days=2))
         made.idem.sweep()
-        connection = made.store._connection
+        connection = made.store._connections.writer
         assert connection.execute("SELECT count(*) FROM retrysafe_arguments").fetchone() == (0,)
 
 
@@ -159,7 +159,7 @@ def test_arguments_of_an_earlier_life_are_not_used():
     with durable_desk() as made:
         made.abandon("order", "old")
         # As a release of before would sweep, and claim the key for another request.
-        made.store._connection.execute("DELETE FROM retrysafe_keys")
+        made.store._connections.writer.execute("DELETE FROM retrysafe_keys")
         made.clock.advance(LEASE)
         with pytest.raises(Stop):
             made.idem.run("order", _dying, name="pay-later", request="new")

@@ -58,7 +58,9 @@ class MortalStore(SqliteStore):
     def _counted(self, kind: str | None) -> Iterator[None]:
         """Counts both sides, and every statement in between right before SQLite runs it."""
         with self._counting:
-            connection = self._connected()
+            self._connections.prepare()
+            connection = self._connections.writer
+            assert connection is not None
             if kind is None:
                 connection.set_trace_callback(None)
                 yield

@@ -10,6 +10,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -153,14 +154,16 @@ def _fork_while_reading(pipe, database: str) -> int:
     is_reading, is_forking = threading.Event(), threading.Event()
 
     def read() -> None:
-        with store._reading() as connection:
+        def look(connection: sqlite3.Connection) -> None:
             connection.execute("SELECT count(*) FROM retrysafe_keys").fetchall()
             is_reading.set()
             assert is_forking.wait(30)
 
+        store._read(look)
+
     def work() -> None:
         idem.run("in child", lambda: "done", request="r")
-        cut_back = store._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        cut_back = store._connections.writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         assert cut_back == (0, 0, 0)
 
     # Asked before the store's own, which was there first.

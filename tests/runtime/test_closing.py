@@ -111,7 +111,7 @@ def test_store_object_stays_its_owners(tmp_path):
     store = SqliteStore(tmp_path / "keys.db")
     with Idempotency(store) as idem:
         idem.run(KEY, lambda: 1)
-    assert store._connection is not None
+    assert store._connections.writer is not None
     run_sync(store.close())
 
 
@@ -255,7 +255,7 @@ def test_async_store_object_stays_its_owners(tmp_path):
             await idem.run(KEY, operation)
 
     drive(main())
-    assert store._connection is not None
+    assert store._connections.writer is not None
     run_sync(store.close())
 
 

@@ -102,7 +102,7 @@ def test_close_keeps_its_limit_while_an_operator_waits_for_a_locked_file(url, lo
     store = idem.store
     locked.execute("BEGIN IMMEDIATE")
     sweeper = Worker(idem.release, KEY)
-    until(store._lock.locked)
+    until(store._connections._lock.locked)
     began = time.monotonic()
     assert idem.close(BRIEFLY) is True
     assert time.monotonic() - began < SOON_SECONDS

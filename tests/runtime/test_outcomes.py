@@ -167,8 +167,7 @@ def test_purged_outcome_is_unavailable(subject, url):
     operation = Calls("first", "a second run")
     face.run(KEY, operation, request="r")
     store = SqliteStore(url.removeprefix("sqlite:///"))
-    with store._transaction() as connection:
-        connection.execute("DELETE FROM retrysafe_outcomes")
+    store._write(lambda connection: connection.execute("DELETE FROM retrysafe_outcomes"))
     run_sync(store.close())
     with pytest.raises(OutcomeUnavailable, match="no longer stored"):
         face.run(KEY, operation, request="r")

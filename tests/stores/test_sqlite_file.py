@@ -54,7 +54,7 @@ def is_open(path):
 def test_every_commit_reaches_the_disk(probe):
     """The connection that writes has synchronous=FULL (2) and a write-ahead log."""
     probe.hold()
-    connection = probe.store._connection
+    connection = probe.store._connections.writer
     assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
     assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
@@ -81,9 +81,9 @@ def test_a_batch_is_one_transaction(probe):
     """128 claims cost one BEGIN and one COMMIT: the disk is what a commit costs."""
     probe.find()
     statements = []
-    probe.store._connection.set_trace_callback(statements.append)
+    probe.store._connections.writer.set_trace_callback(statements.append)
     probe.commit([request(key_of(f"key-{number}")) for number in range(128)])
-    probe.store._connection.set_trace_callback(None)
+    probe.store._connections.writer.set_trace_callback(None)
     assert [item for item in statements if not item.startswith(("SELECT", "INSERT"))] == [
         "BEGIN IMMEDIATE",
         "COMMIT",
@@ -166,7 +166,7 @@ def test_a_locked_fresh_file_is_unavailable(path):
         store = SqliteStore(path, busy_timeout=timedelta(milliseconds=20))
         with pytest.raises(StoreUnavailable, match="locked by another writer"):
             run_sync(store.commit([request()], []))
-        assert store._connection is None
+        assert store._connections.writer is None
         rival.execute("ROLLBACK")
         assert run_sync(store.read(KEY)) is None
         run_sync(store.close())
@@ -218,7 +218,7 @@ def test_the_clock_is_read_under_the_write_lock(path, clock, rival, open_probe):
 def test_a_full_disk_is_unavailable_without_effect(probe):
     """An outcome that did not fit leaves its claim pending, and is stored once there is room."""
     token = probe.hold()
-    connection = probe.store._connection
+    connection = probe.store._connections.writer
     (pages,) = connection.execute("PRAGMA page_count").fetchone()
     connection.execute(f"PRAGMA max_page_count = {pages}")
     large = Payload("bytes.1", b"", bytes(1024 * 1024))
@@ -235,14 +235,14 @@ def plans_of_a_read(probe, read):
     """How SQLite finds what a read asks for, one line per table."""
     read()  # Opens the connection for reading.
     statements = []
-    probe.store._reader.set_trace_callback(statements.append)
+    probe.store._connections.reader.set_trace_callback(statements.append)
     read()
-    probe.store._reader.set_trace_callback(None)
+    probe.store._connections.reader.set_trace_callback(None)
     return [
         row[3]
         for statement in statements
         if statement.lstrip().startswith("SELECT")
-        for row in probe.store._reader.execute(f"EXPLAIN QUERY PLAN {statement}")
+        for row in probe.store._connections.reader.execute(f"EXPLAIN QUERY PLAN {statement}")
     ]
 
 
@@ -391,7 +391,7 @@ def test_a_failed_transaction_leaves_the_connection_usable(probe):
     now_ms, probe.store._now_ms = probe.store._now_ms, broken_clock
     with pytest.raises(ZeroDivisionError):
         probe.claim()
-    assert not probe.store._connection.in_transaction
+    assert not probe.store._connections.writer.in_transaction
     probe.store._now_ms = now_ms
     assert probe.claim().decision is Decision.ADMIT
 

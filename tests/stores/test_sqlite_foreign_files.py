@@ -43,8 +43,8 @@ def test_a_migrated_file_is_durable_whoever_opens_it(tmp_path):
     run_sync(SqliteStore(path).migrate())
     store = SqliteStore(path, create=False, migrate=False)
     run_sync(store.list_records(RecordQuery()))
-    assert store._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    assert store._connection.execute("PRAGMA synchronous").fetchone() == (2,)
+    assert store._connections.writer.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert store._connections.writer.execute("PRAGMA synchronous").fetchone() == (2,)
     run_sync(store.close())
 
 

@@ -313,7 +313,7 @@ def test_reading_that_starts_late_reads_the_same_file(probe, path):
     replace(path)
     with pytest.raises(StoreMissing, match=SAID):
         probe.read()
-    assert probe.store._reader is None
+    assert probe.store._connections.reader is None
 
 
 # Ways back.

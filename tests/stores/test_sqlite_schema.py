@@ -255,7 +255,7 @@ def test_a_too_new_schema_is_refused(migrated, execute, migrate):
         f"the database has schema version {NEXT}, and this release knows up to {NEXT - 1}: "
         "upgrade retrysafe before using this database"
     )
-    assert store._connection is None
+    assert store._connections.writer is None
     assert execute("SELECT count(*) FROM retrysafe_keys") == [(0,)]
     for look in (store.migrate, store.pending_migrations):
         with pytest.raises(SchemaTooNew):
@@ -269,7 +269,7 @@ def test_a_changed_migration_is_refused(migrated, execute, migrate):
     store = SqliteStore(migrated, migrate=migrate)
     with pytest.raises(SchemaChanged, match=r"migration 1 \(initial\) was applied with other"):
         claim(store)
-    assert store._connection is None
+    assert store._connections.writer is None
     assert execute("SELECT count(*) FROM retrysafe_keys") == [(0,)]
 
 

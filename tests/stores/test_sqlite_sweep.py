@@ -52,16 +52,14 @@ def total(removed):
 @contextmanager
 def between_look_and_removal(store, monkeypatch, act):
     """Does something when the sweep has looked and does not have the write lock yet."""
-    plain = store._sweeping._writing
+    plain = store._sweeping._write
 
-    @contextmanager
-    def writing():
+    def write(work):
         act()
-        with plain() as connection:
-            yield connection
+        return plain(work)
 
     with monkeypatch.context() as patched:
-        patched.setattr(store._sweeping, "_writing", writing)
+        patched.setattr(store._sweeping, "_write", write)
         yield
 
 
@@ -83,7 +81,7 @@ def test_no_look_is_made_under_the_write_lock(probe, short_looks, clock):
         settle(probe, number, active_ms=1, audit_ms=1)
     advance(clock, 1)
     seen = []
-    probe.store._connection.set_trace_callback(lambda text: seen.append(text.split()[0]))
+    probe.store._connections.writer.set_trace_callback(lambda text: seen.append(text.split()[0]))
     report = probe.sweep()
     assert (report.keys, report.outcomes) == (6, 6)
     assert seen == ["BEGIN", "SELECT", *["DELETE"] * 6, "COMMIT"]
@@ -194,7 +192,7 @@ def test_what_was_read_is_not_read_again_before_it_ends(probe, short_looks, cloc
         settle(probe, number, audit_ms=1_000 if number == 4 else AUDIT_MS)
     walk(probe)
     read = []
-    probe.store._reader.set_trace_callback(
+    probe.store._connections.reader.set_trace_callback(
         lambda text: read.append(text) if "retrysafe_outcomes" in text else None
     )
     walk(probe)
@@ -244,7 +242,7 @@ def test_a_walk_leaves_nothing_that_has_ended(probe, open_probe, short_looks, cl
     for sweeper in (probe, other):
         sweeper.find()
         # Nothing here depends on the disk, and hundreds of flushes take seconds.
-        sweeper.store._connection.execute("PRAGMA synchronous = OFF")
+        sweeper.store._connections.writer.execute("PRAGMA synchronous = OFF")
     for number in range(50):
         for place in range(chance.choice((0, 1, 2, 12))):
             window_ms = chance.choice((1, 5, 20, 1_000))

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 import os
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from retrysafe.core import transitions
 from retrysafe.core.keys import Key
@@ -26,12 +25,15 @@ from retrysafe.core.model import (
     StagedEntry,
     StepWrite,
 )
-from retrysafe.core.ports import Fate, Waits
+from retrysafe.core.ports import Fate, SettleResult, Waits
 from retrysafe.errors import InvalidInput, SchemaMissing, StoreError, TransactionMissing
 from retrysafe.stores.sqlite import batches, outbox, rows, steps
 from retrysafe.stores.sqlite.connecting import full_code, primary_code
 from retrysafe.stores.sqlite.own_lock import Block
 from retrysafe.stores.sqlite.schema import SQL
+
+T = TypeVar("T")
+Work = Callable[[sqlite3.Connection], T]
 
 _ENDED: Final = "the transaction ended inside the block: commit or roll back after it"
 
@@ -88,21 +90,21 @@ class SqliteTransaction:
 
     async def begin(self) -> None:
         """Sets a savepoint; a connection that begins by itself is made to do it now."""
-        connection = self._connection
-        with self._plain_rows():
-            self._require_place()
-            self._require_same_file()
-            if not connection.in_transaction:
-                if connection.isolation_level is None:
-                    raise TransactionMissing(
-                        "this connection has no open transaction, so nothing could commit together "
-                        "with your writes: run connection.execute('BEGIN IMMEDIATE') before the "
-                        "block"
-                    )
-                self._prepare()
-                # The binding would begin at the next write anyway, and the user commits.
-                connection.execute("BEGIN")
-            connection.execute("SAVEPOINT retrysafe")
+        self._plainly(self._begin)
+
+    def _begin(self, connection: sqlite3.Connection) -> None:
+        self._require_place()
+        self._require_same_file()
+        if not connection.in_transaction:
+            if connection.isolation_level is None:
+                raise TransactionMissing(
+                    "this connection has no open transaction, so nothing could commit together "
+                    "with your writes: run connection.execute('BEGIN IMMEDIATE') before the block"
+                )
+            self._prepare()
+            # The binding would begin at the next write anyway, and the user commits.
+            connection.execute("BEGIN")
+        connection.execute("SAVEPOINT retrysafe")
 
     async def keep(self) -> None:
         """Releases the savepoint; raises `TransactionMissing` when it is gone."""
@@ -129,44 +131,49 @@ class SqliteTransaction:
 
     async def lock(self, key: Key, wait_seconds: float | None) -> bool:
         """Takes the file's write lock, within the connection's own timeout or the given time."""
-        with self._plain_rows():
-            (earlier_ms,) = self._connection.execute("PRAGMA busy_timeout").fetchone()
-            if wait_seconds is not None:
-                limit_ms = math.ceil(wait_seconds * 1000)
-                self._connection.execute(f"PRAGMA busy_timeout = {limit_ms}")
-            try:
-                self._take_write_lock()
-                self._block = Block(self._path, self._connection)
-                return True
-            except sqlite3.OperationalError as error:
-                if full_code(error) == sqlite3.SQLITE_ERROR:
-                    raise self._schema_missing(error) from error
-                if primary_code(error) != sqlite3.SQLITE_BUSY:
-                    raise
-                if full_code(error) == sqlite3.SQLITE_BUSY_SNAPSHOT:
-                    # This transaction has read what a rival has changed since; only a new one can
-                    # go on, so the user must hear of it as it is.
-                    raise
-                return False
-            finally:
-                self._connection.execute(f"PRAGMA busy_timeout = {earlier_ms}")
+        return self._plainly(lambda connection: self._lock(connection, wait_seconds))
+
+    def _lock(self, connection: sqlite3.Connection, wait_seconds: float | None) -> bool:
+        (earlier_ms,) = connection.execute("PRAGMA busy_timeout").fetchone()
+        limit_ms = earlier_ms if wait_seconds is None else math.ceil(wait_seconds * 1000)
+        try:
+            # Inside the try: a signal that raises right after it must not change the user's limit.
+            if limit_ms != earlier_ms:
+                connection.execute(f"PRAGMA busy_timeout = {limit_ms}")
+            self._take_write_lock()
+            self._block = Block(self._path, connection)
+            return True
+        except sqlite3.OperationalError as error:
+            if full_code(error) == sqlite3.SQLITE_ERROR:
+                raise self._schema_missing(error) from error
+            if primary_code(error) != sqlite3.SQLITE_BUSY:
+                raise
+            if full_code(error) == sqlite3.SQLITE_BUSY_SNAPSHOT:
+                # This transaction has read what a rival has changed since; only a new one can
+                # go on, so the user must hear of it as it is.
+                raise
+            return False
+        finally:
+            if limit_ms != earlier_ms:
+                connection.execute(f"PRAGMA busy_timeout = {earlier_ms}")
 
     async def look(self, request: ClaimRequest) -> ClaimAnswer:
         """The table's answer to a claim, without making it."""
-        with self._plain_rows():
-            record = rows.select(self._connection, request.key.digest)
-            _, answer = transitions.claim(record, request, self._now_ms())
-            if answer.decision is Decision.REPLAY:
-                row = self._connection.execute(
-                    SQL["select_outcome"], (request.key.digest,)
-                ).fetchone()
-                answer.payload = None if row is None else Payload(*row)
-            return answer
+        return self._plainly(lambda connection: self._look(connection, request))
+
+    def _look(self, connection: sqlite3.Connection, request: ClaimRequest) -> ClaimAnswer:
+        record = rows.select(connection, request.key.digest)
+        _, answer = transitions.claim(record, request, self._now_ms())
+        if answer.decision is Decision.REPLAY:
+            row = connection.execute(SQL["select_outcome"], (request.key.digest,)).fetchone()
+            answer.payload = None if row is None else Payload(*row)
+        return answer
 
     async def claim(self, request: ClaimRequest) -> ClaimAnswer:
         """Claims a key as the store does, on the user's connection."""
-        with self._plain_rows():
-            (answer,) = batches.claim(self._connection, [request], self._now_ms())
+        (answer,) = self._plainly(
+            lambda connection: batches.claim(connection, [request], self._now_ms())
+        )
         if isinstance(answer, StoreError):
             raise answer
         return answer
@@ -179,34 +186,40 @@ class SqliteTransaction:
 
     async def settle(self, settlement: Settlement) -> Decision:
         """Writes the ending, if the token holds the key."""
-        with self._plain_rows():
+
+        def write(connection: sqlite3.Connection) -> list[SettleResult]:
             # Before the first read: a transaction that has read cannot always become the writer.
             self._take_write_lock()
-            (answer,) = batches.settle(self._connection, [settlement], self._now_ms())
+            return batches.settle(connection, [settlement], self._now_ms())
+
+        (answer,) = self._plainly(write)
         if isinstance(answer, StoreError):
             raise answer
         return answer.decision
 
     async def stage(self, entries: Sequence[StagedEntry]) -> None:
         """Writes outbox entries; the user's commit makes them deliverable."""
-        with self._plain_rows():
+
+        def write(connection: sqlite3.Connection) -> None:
             try:
                 self._take_write_lock()
-                outbox.insert(self._connection, entries, None, self._now_ms())
+                outbox.insert(connection, entries, None, self._now_ms())
             except sqlite3.OperationalError as error:
                 if full_code(error) == sqlite3.SQLITE_ERROR:
                     raise self._schema_missing(error) from error
                 raise
 
+        self._plainly(write)
+
     async def fate(self, settlement: Settlement) -> Fate:
         """Compares what the store sees with what the user's connection sees."""
         if self._has_outcome(settlement):
             return Fate.STANDS
+        sought = (settlement.key.digest, settlement.token)
         try:
-            with self._plain_rows():
-                (count,) = self._connection.execute(
-                    SQL["count_outcomes"], (settlement.key.digest, settlement.token)
-                ).fetchone()
+            (count,) = self._plainly(
+                lambda connection: connection.execute(SQL["count_outcomes"], sought).fetchone()
+            )
         except sqlite3.ProgrammingError:
             return Fate.OPEN if self.is_open() else Fate.UNDONE
         return Fate.OPEN if count else Fate.UNDONE
@@ -215,19 +228,21 @@ class SqliteTransaction:
 
     async def record_step(self, write: StepWrite) -> Decision:
         """Records the step as the store does, on the user's connection."""
-        with self._plain_rows():
+
+        def record(connection: sqlite3.Connection) -> Decision:
             self._take_write_lock()
-            if steps.is_there(self._connection, write):
+            if steps.is_there(connection, write):
                 return Decision.LOST
-            return steps.record(self._connection, write, self._now_ms())
+            return steps.record(connection, write, self._now_ms())
+
+        return self._plainly(record)
 
     async def step_fate(self, write: StepWrite) -> Fate:
         """Compares what the store sees with what the user's connection sees."""
         if self._has_step(write):
             return Fate.STANDS
         try:
-            with self._plain_rows():
-                is_open = steps.is_there(self._connection, write)
+            is_open = self._plainly(lambda connection: steps.is_there(connection, write))
         except sqlite3.ProgrammingError:
             return Fate.UNDONE  # Closed, so whatever was open was rolled back.
         return Fate.OPEN if is_open else Fate.UNDONE
@@ -254,14 +269,16 @@ class SqliteTransaction:
 
     # The user's connection.
 
-    @contextmanager
-    def _plain_rows(self) -> Iterator[None]:
-        """Rows and texts as they are, whatever shape the user has asked for."""
+    def _plainly(self, work: Work[T]) -> T:
+        """Runs the work with rows and texts as they are, whatever shape the user has asked for.
+
+        Not a context manager: a signal that raises before its body would leave them so.
+        """
         connection = self._connection
         row_factory, text_factory = connection.row_factory, connection.text_factory
-        connection.row_factory, connection.text_factory = None, str
         try:
-            yield
+            connection.row_factory, connection.text_factory = None, str
+            return work(connection)
         finally:
             connection.row_factory, connection.text_factory = row_factory, text_factory
 

@@ -78,7 +78,7 @@ def claim(
     if len(requests) == 1:
         return [_claim_one(connection, requests[0], now_ms)]
     digests: list[Any] = [_blob(request.key.digest) for request in requests]
-    existing: set[bytes] = {row[0] for row in _SELECT_EXISTING.run(connection, digests)}
+    existing: set[bytes] = {row[0] for row in _SELECT_EXISTING.run(connection, digests).fetchall()}
     fresh: list[Any] = []
     others: list[int] = []
     answers: list[ClaimResult | None] = [None] * len(requests)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from retrysafe.core import outbox
@@ -26,13 +25,12 @@ from retrysafe.core.outbox import (
     Hints,
     StoredEntry,
 )
+from retrysafe.stores.sqlite.connections import Connections
 from retrysafe.stores.sqlite.schema import SQL
 
 # Aggregates that one look may visit for each entry that is wanted. The heads of many may be waiting
 # for their time, and a look must stay short.
 VISITS_PER_ENTRY: Final = 4
-
-Opened = Callable[[], AbstractContextManager[sqlite3.Connection]]
 
 
 def insert(
@@ -68,29 +66,31 @@ def _entry(row: tuple[Any, ...]) -> Entry:
 class SqliteOutbox:
     """The entries of one file."""
 
-    def __init__(self, *, writing: Opened, reading: Opened, now_ms: Callable[[], int]) -> None:
+    def __init__(self, connections: Connections, now_ms: Callable[[], int]) -> None:
         self.hints = Hints()
-        self._writing = writing
-        self._reading = reading
+        self._write, self._read = connections.write, connections.read
         self._now_ms = now_ms
 
     async def claim(self, claim: EntryClaim) -> ClaimedEntries:
         """Takes free entries and heads."""
-        with self._reading() as connection:
-            ids, after = self._found(connection, claim)
+        ids, after = self._read(lambda connection: self._found(connection, claim))
         if not ids:
             return ClaimedEntries([], after)
-        with self._writing() as connection:
+        chosen = json.dumps(ids)
+
+        def take(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
             now_ms = self._now_ms()
-            rows = connection.execute(
+            return connection.execute(
                 SQL["claim_entries"],
                 {
                     "token": claim.token,
                     "lease_ends_at_ms": now_ms + claim.lease_ms,
-                    "ids": json.dumps(ids),
+                    "ids": chosen,
                     "now_ms": now_ms,
                 },
             ).fetchall()
+
+        rows = self._write(take)
         return ClaimedEntries(sorted(map(_entry, rows), key=lambda entry: entry.id), after)
 
     def _found(
@@ -118,7 +118,8 @@ class SqliteOutbox:
 
     async def settle(self, endings: Sequence[EntryEnding]) -> list[Decision]:
         """Writes what became of entries, all in one transaction."""
-        with self._writing() as connection:
+
+        def write(connection: sqlite3.Connection) -> list[Decision]:
             now_ms = self._now_ms()
             return [
                 _decision(
@@ -139,19 +140,23 @@ class SqliteOutbox:
                 for ending in endings
             ]
 
+        return self._write(write)
+
     async def extend(self, token: bytes, ids: Sequence[int], lease_ms: int) -> list[Decision]:
         """Extends leases."""
-        with self._writing() as connection:
+
+        def write(connection: sqlite3.Connection) -> list[Decision]:
             ends_at_ms = self._now_ms() + lease_ms
             return [
                 _decision(connection.execute(SQL["extend_entry"], (ends_at_ms, number, token)))
                 for number in ids
             ]
 
+        return self._write(write)
+
     async def read(self, number: int) -> StoredEntry | None:
         """One entry."""
-        with self._reading() as connection:
-            entry = _select(connection, number)
+        entry = self._read(lambda connection: _select(connection, number))
         now_ms = self._now_ms()
         if entry is None:
             return None
@@ -159,28 +164,27 @@ class SqliteOutbox:
 
     async def list_entries(self, query: EntryQuery) -> list[StoredEntry]:
         """Entries for an operator, newest first."""
-        with self._reading() as connection:
-            now_ms = self._now_ms()
-            rows = connection.execute(
-                SQL["select_entries"],
-                {
-                    "topic": query.topic,
-                    "aggregate": query.aggregate,
-                    "any_condition": not query.conditions,
-                    "conditions": json.dumps([item.value for item in query.conditions]),
-                    "now_ms": now_ms,
-                    "limit": query.limit,
-                },
-            )
-            found = map(_entry, rows.fetchall())
+        now_ms = self._now_ms()
+        sought = {
+            "topic": query.topic,
+            "aggregate": query.aggregate,
+            "any_condition": not query.conditions,
+            "conditions": json.dumps([item.value for item in query.conditions]),
+            "now_ms": now_ms,
+            "limit": query.limit,
+        }
+        rows = self._read(
+            lambda connection: connection.execute(SQL["select_entries"], sought).fetchall()
+        )
+        found = map(_entry, rows)
         return [StoredEntry(item, outbox.condition_of(item, now_ms), now_ms) for item in found]
 
     async def operate(self, number: int, command: EntryCommand) -> Decision:
         """Applies an operator's command."""
-        with self._writing() as connection:
-            changed, decision = outbox.operated(
-                _select(connection, number), command, self._now_ms()
-            )
+
+        def write(connection: sqlite3.Connection) -> Decision:
+            found = _select(connection, number)
+            changed, decision = outbox.operated(found, command, self._now_ms())
             if changed is not None:
                 connection.execute(
                     SQL["update_entry"],
@@ -194,6 +198,9 @@ class SqliteOutbox:
                         number,
                     ),
                 )
+            return decision
+
+        decision = self._write(write)
         if decision is Decision.APPLY:
             self.hints.tell()
         return decision

@@ -35,8 +35,9 @@ def arguments_of(connection: sqlite3.Connection, record: Record) -> Payload | No
 
 def abandoned(connection: sqlite3.Connection, limit: int, now_ms: int) -> list[StoredKey]:
     """Pending records whose lease has ended, longest ended first."""
-    found = map(rows.record, connection.execute(SQL["select_abandoned"], (now_ms, limit)))
-    return [StoredKey(item, condition_of(item, now_ms), now_ms) for item in found]
+    found = connection.execute(SQL["select_abandoned"], (now_ms, limit)).fetchall()
+    records = map(rows.record, found)
+    return [StoredKey(item, condition_of(item, now_ms), now_ms) for item in records]
 
 
 def resumable(
@@ -49,7 +50,7 @@ def resumable(
     """Those of the operations that have arguments, by their digests."""
     found = []
     sought = (after, now_ms, limit, json.dumps(operations))
-    for row in connection.execute(SQL["select_resumable"], sought):
+    for row in connection.execute(SQL["select_resumable"], sought).fetchall():
         record = rows.record(row[:-3])
         item = StoredKey(record, condition_of(record, now_ms), now_ms)
         item.arguments = Payload(*row[-3:])

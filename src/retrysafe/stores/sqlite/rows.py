@@ -27,6 +27,12 @@ def outcome(row: tuple[Any, ...]) -> StoredOutcome:
     return StoredOutcome(token, attempt, State(state), payload, settled_at_ms, audit_ends_at_ms)
 
 
+def outcomes(connection: sqlite3.Connection, block: str, key: Key) -> list[StoredOutcome]:
+    """Endings of a key: all that are kept, or the one that stands."""
+    found = connection.execute(SQL[block], (key.digest,)).fetchall()
+    return [outcome(row) for row in found]
+
+
 def select(connection: sqlite3.Connection, digest: bytes) -> Record | None:
     """The record under a digest, whosever it is."""
     row = connection.execute(_SELECT_KEY, (digest,)).fetchone()

@@ -24,7 +24,7 @@ def applied_migrations(connection: sqlite3.Connection) -> list[Applied]:
     (count,) = connection.execute(SQL["has_schema_table"]).fetchone()
     if not count:
         return []
-    return [Applied(*row) for row in connection.execute(SQL["select_schema"])]
+    return [Applied(*row) for row in connection.execute(SQL["select_schema"]).fetchall()]
 
 
 def pending_migrations(connection: sqlite3.Connection) -> list[Migration]:
@@ -45,8 +45,9 @@ def migrate(connection: sqlite3.Connection, now_ms: Callable[[], int]) -> list[M
     """Applies what is missing; safe when many processes start at once, and when one dies."""
     if not pending_migrations(connection):
         return []  # The common case takes no write lock.
-    connection.execute("BEGIN IMMEDIATE")
     try:
+        # Inside the try, as in `Connections.write`.
+        connection.execute("BEGIN IMMEDIATE")
         connection.execute(SQL["create_schema_table"])
         # Looked up again under the lock: a rival may have migrated while this one waited for it.
         missing = pending_migrations(connection)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sqlite3
 
 from retrysafe.core import transitions
-from retrysafe.core.model import Decision, Payload, StepWrite
+from retrysafe.core.keys import Key
+from retrysafe.core.model import Decision, Payload, Step, StepWrite
 from retrysafe.stores.sqlite import rows
 from retrysafe.stores.sqlite.schema import SQL
 
@@ -21,6 +22,15 @@ def record(connection: sqlite3.Connection, write: StepWrite, now_ms: int) -> Dec
         row = (digest, step.name, step.position, payload.form, payload.head, payload.body)
         connection.execute(SQL["insert_step"], (*row, now_ms))
     return decision
+
+
+def of(connection: sqlite3.Connection, key: Key) -> list[Step]:
+    """The steps of a key, in their order."""
+    found = connection.execute(SQL["select_steps"], (key.digest,)).fetchall()
+    return [
+        Step(name, position, Payload(form, head, body))
+        for name, position, form, head, body in found
+    ]
 
 
 def is_there(connection: sqlite3.Connection, write: StepWrite) -> bool:

@@ -11,11 +11,13 @@ import json
 import sqlite3
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
 from retrysafe.core.model import SweepReport
+from retrysafe.stores.reentry import reentered
+from retrysafe.stores.sqlite.connections import Connections
 from retrysafe.stores.sqlite.schema import SQL
 
 # Rows that one look reads, in a few milliseconds. Outcomes may be large, and their windows are
@@ -26,8 +28,6 @@ OUTCOMES_PER_LOOK: Final = 2_000
 # so that whoever calls can pause in between.
 LOOKS_PER_CALL: Final = 8
 _LAST_ID: Final = 2**63 - 1
-
-Opened = Callable[[], AbstractContextManager[sqlite3.Connection]]
 
 
 class _Walk(Protocol):
@@ -134,19 +134,23 @@ class OutcomeWalk:
 class Sweeping:
     """The sweep of one file by one process."""
 
-    def __init__(self, *, writing: Opened, reading: Opened, now_ms: Callable[[], int]) -> None:
-        self._writing = writing
-        self._reading = reading
+    def __init__(self, connections: Connections, now_ms: Callable[[], int]) -> None:
+        self._write, self._read = connections.write, connections.read
         self._now_ms = now_ms
         # Two threads that sweep take turns: they would look at the same rows.
         self._lock = threading.Lock()
+        self._thread: int | None = None
         self._keys = KeyWalk()
         self._outcomes = OutcomeWalk()
 
     def sweep(self, limit: int) -> SweepReport:
         """One round of the walk over the file; the round after the last one starts anew."""
+        thread = threading.get_ident()
+        if self._thread == thread:
+            raise reentered("the sweep of its store")
         with self._lock:
             try:
+                self._thread = thread
                 keys = self._look(self._keys, limit)
                 outcomes = self._look(self._outcomes, limit)
                 report = SweepReport()
@@ -157,6 +161,8 @@ class Sweeping:
                 # What was found and not removed lies behind the walk.
                 self._restart()
                 raise
+            finally:
+                self._thread = None
             if not report.has_more:
                 self._restart()
             return report
@@ -172,27 +178,31 @@ class Sweeping:
                 break
             # A short transaction each: a long one would keep the log from being written back, and
             # other readers waiting.
-            with self._reading() as connection:
-                found += walk.look(connection, self._now_ms(), limit - len(found))
+            look = partial(walk.look, now_ms=self._now_ms(), limit=limit - len(found))
+            found += self._read(look)
         return found
 
     def _has_others(self) -> bool:
-        with self._reading() as connection:
-            (is_there,) = connection.execute(SQL["look_at_others"], (self._now_ms(),)).fetchone()
-            return bool(is_there)
+        look = SQL["look_at_others"]
+        (is_there,) = self._read(
+            lambda connection: connection.execute(look, (self._now_ms(),)).fetchone()
+        )
+        return bool(is_there)
 
     def _remove(self, keys: list[int], outcomes: list[int], limit: int) -> SweepReport:
         """Removes what is past its window now, all in one short transaction."""
-        with self._writing() as connection:
+        listed_keys, listed_outcomes = json.dumps(keys), json.dumps(outcomes)
+
+        def remove(connection: sqlite3.Connection) -> SweepReport:
             now_ms = self._now_ms()
-            (ids,) = connection.execute(
-                SQL["still_outlived"], (json.dumps(keys), now_ms)
-            ).fetchone()
+            (ids,) = connection.execute(SQL["still_outlived"], (listed_keys, now_ms)).fetchone()
             connection.execute(SQL["delete_steps_of_keys"], (ids,))
             connection.execute(SQL["delete_arguments_of_keys"], (ids,))
             removed = connection.execute(SQL["delete_keys"], (ids,)).rowcount
-            past = connection.execute(SQL["delete_outcomes"], (json.dumps(outcomes), now_ms))
+            past = connection.execute(SQL["delete_outcomes"], (listed_outcomes, now_ms))
             entries = connection.execute(SQL["delete_entries"], (now_ms, limit)).rowcount
             needless = connection.execute(SQL["delete_needless_arguments"], (limit,)).rowcount
             has_more = limit in (entries, needless)
             return SweepReport(removed, past.rowcount, has_more, entries=entries)
+
+        return self._write(remove)
