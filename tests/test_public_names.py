@@ -68,6 +68,7 @@ PUBLIC_NAMES = [
     "StepsChanged",
     "StoreError",
     "StoreMissing",
+    "StoreNotWritable",
     "StoreRejected",
     "StoreUnavailable",
     "StoreUrlInvalid",
@@ -177,6 +178,7 @@ def test_exactly_these_errors_promise_that_a_retry_may_help():
         "CompensationFailed",
         "DeliveryFailed",
         "OperationInFlight",
+        "StoreNotWritable",
         "StoreUnavailable",
     }
 

@@ -28,6 +28,7 @@
     ├── OutcomeMissing             an atomic block ended without an outcome; nothing is kept
     ├── StoreError
     │   ├── StoreUnavailable       the store did not answer
+    │   │   └── StoreNotWritable   its server takes no writes now, as a standby does not
     │   ├── StoreRejected          the store refuses this one row
     │   ├── StoreMissing           the database is not there, or cannot be opened or written
     │   ├── SchemaMissing          the database has no retrysafe schema, or an old one
@@ -268,6 +269,13 @@ class StoreUnavailable(StoreError):
     retryable = True
     # Whether the key had been found in flight before the store fell silent.
     is_in_flight = False
+
+
+class StoreNotWritable(StoreUnavailable):
+    """The server takes no writes now: a standby, one that was demoted, or one that starts up.
+
+    A failover is under way, most likely, so the store is asked for a little longer.
+    """
 
 
 class StoreRejected(StoreError):

@@ -40,7 +40,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
         terminalreporter.write_line(f"{count} tests {reason}", red=True, bold=True)
 
 
-def _missing(server: str) -> None:
+def missing(server: str) -> None:
     """Ends a test whose server cannot be had."""
     if os.environ.get("CI"):
         pytest.fail(f"there is no {server}; with CI set, a missing server is a failure")
@@ -61,7 +61,7 @@ def postgres_15_binaries() -> Path:
     """Those of PostgreSQL 15; ends the test that asks where there are none."""
     binaries = debian_binaries()
     if binaries is None:
-        _missing("PostgreSQL 15 (apt-get install postgresql-15)")
+        missing("PostgreSQL 15 (apt-get install postgresql-15)")
     return binaries
 
 
@@ -83,7 +83,7 @@ def pgbouncer(postgres_server: PostgresServer) -> Iterator[PgBouncer]:
     """PgBouncer in transaction mode in front of `postgres_server`."""
     binary = pgbouncer_binary()
     if binary is None:
-        _missing("PgBouncer (apt-get install pgbouncer)")
+        missing("PgBouncer (apt-get install pgbouncer)")
     bouncer = PgBouncer(binary, postgres_server)
     try:
         yield bouncer.start()
@@ -96,7 +96,7 @@ def rabbitmq() -> Iterator[RabbitMQServer]:
     """A RabbitMQ broker."""
     binary = rabbitmq_binary()
     if binary is None:
-        _missing("RabbitMQ (apt-get install rabbitmq-server)")
+        missing("RabbitMQ (apt-get install rabbitmq-server)")
     server = RabbitMQServer(binary)
     try:
         yield server.start()

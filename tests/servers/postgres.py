@@ -38,7 +38,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _unprivileged() -> str | None:
+def unprivileged() -> str | None:
     """PostgreSQL refuses to run as root; then it runs as somebody who owns nothing."""
     return "nobody" if os.geteuid() == 0 else None
 
@@ -59,13 +59,16 @@ class PostgresServer:
         self, binaries: Path | None = None, settings: dict[str, str] | None = None
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="retrysafe-pg-"))
-        self.user = _unprivileged()
+        self.user = unprivileged()
         self.port = free_port()
         self.settings = settings or {}
         self.process: subprocess.Popen[bytes] | None = None
         self.binaries = self._reachable(binaries or embedded_binaries())
         self.data = self.folder / "data"
         self._own(self.folder)
+        self._make_data()
+
+    def _make_data(self) -> None:
         self._run(
             "initdb",
             "-D",

@@ -22,9 +22,10 @@ from retrysafe.core.model import ClaimAnswer, ClaimRequest, Decision, Payload
 from retrysafe.core.policy import InFlight
 from retrysafe.core.ports import Lock, Orphanage, Renewals, Waiting, Writer
 from retrysafe.core.replaying import gone, in_flight, replayed_value, reused
+from retrysafe.core.retries import Retries
 from retrysafe.core.run_times import MINIMUM_SECONDS, RunTimes
 from retrysafe.core.running import Endings, Perform, Runner
-from retrysafe.core.settling import RETRY_PAUSE_SECONDS, Settler
+from retrysafe.core.settling import Settler
 from retrysafe.core.stepping import Stepper
 from retrysafe.core.undoing import Concluder
 from retrysafe.errors import (
@@ -36,7 +37,8 @@ from retrysafe.errors import (
 )
 
 # A claim whose answer was lost is asked for again with the same token, which is harmless. Three
-# tries ride out a dropped connection; a store that is down is reported quickly.
+# tries ride out a dropped connection; a store that is down is reported quickly. One that only takes
+# no writes is asked for longer, see `Retries`.
 CLAIM_TRIES: Final = 3
 # A process that stands still now and then gets its turn; a store that is always slower than the
 # lease is reported instead of being asked for ever.
@@ -347,16 +349,17 @@ class Engine:
         self, flight: Flight, request: ClaimRequest, claim: Claim, error: StoreUnavailable
     ) -> ClaimAnswer:
         """Asks again when the answer was lost: the token tells whose claim it was."""
-        pause = RETRY_PAUSE_SECONDS
-        for _ in range(CLAIM_TRIES - 1):
+        retries = Retries(CLAIM_TRIES, self._monotonic)
+        while True:
             self._report(EventKind.STORE_UNAVAILABLE, request.key, detail=str(error))
+            pause = retries.pause_after(error)
+            if pause is None:
+                break
             await self._waiting.sleep(pause)
-            pause *= 2
             try:
                 return await claim(request)
             except StoreUnavailable as again:
                 error = again
-        self._report(EventKind.STORE_UNAVAILABLE, request.key, detail=str(error))
         flight.outage = str(error)
         if flight.conflict_ends_monotonic is not None:
             # Else a service that fails open would run what is known to be running.

@@ -23,6 +23,7 @@ from retrysafe.core.model import (
     StagedEntry,
 )
 from retrysafe.core.ports import Orphanage, Renewals, Waiting, Writer
+from retrysafe.core.retries import RETRY_PAUSE_SECONDS
 from retrysafe.errors import (
     ClaimLost,
     OutcomeNotStored,
@@ -32,7 +33,6 @@ from retrysafe.errors import (
     StoreUnavailable,
 )
 
-RETRY_PAUSE_SECONDS: Final = 0.05
 RETRY_PAUSE_MAXIMUM_SECONDS: Final = 1.0
 
 _KINDS: Final = {

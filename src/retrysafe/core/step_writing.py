@@ -15,7 +15,8 @@ from retrysafe.core.keys import Key
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Decision, Step, StepWrite, StoredKey
 from retrysafe.core.ports import Orphanage, Waiting
-from retrysafe.core.settling import RETRY_PAUSE_MAXIMUM_SECONDS, RETRY_PAUSE_SECONDS
+from retrysafe.core.retries import RETRY_PAUSE_SECONDS, Retries
+from retrysafe.core.settling import RETRY_PAUSE_MAXIMUM_SECONDS
 from retrysafe.errors import (
     ClaimLost,
     RetrysafeError,
@@ -75,19 +76,17 @@ class StepWriter:
 
     async def read(self) -> dict[str, Step]:
         """What earlier attempts have recorded; raises `ClaimLost` or `StoreUnavailable`."""
-        pause = RETRY_PAUSE_SECONDS
-        tried = 0
+        retries = Retries(READ_TRIES, self._waiting.monotonic)
         while True:
             try:
                 stored = await self._store.read(self._call.key)
                 break
             except StoreUnavailable as error:
-                tried += 1
                 self.tell(EventKind.STORE_UNAVAILABLE, str(error))
-                if tried == READ_TRIES:
+                pause = retries.pause_after(error)
+                if pause is None:
                     raise
             await self._waiting.sleep(pause)
-            pause *= 2
         if stored is None or stored.record.token != self._lease.token:
             # Whatever is stored now may be the work of the new owner.
             raise self.lost()

@@ -12,13 +12,19 @@ import asyncpg
 
 from retrysafe import forks
 from retrysafe.core.ports import Waits
-from retrysafe.errors import StoreUnavailable
+from retrysafe.errors import StoreNotWritable, StoreUnavailable
 from retrysafe.stores.postgres.connector import (
+    READ_ONLY_CODE,
     PoolOptions,
     RowRefused,
     Rows,
-    planner_statement,
     translated,
+)
+from retrysafe.stores.postgres.servers import (
+    Servers,
+    most_telling,
+    opening_script,
+    require_writable,
 )
 
 # What asyncpg raises when the server, or only a connection to it, is gone. A connection that ends
@@ -33,6 +39,9 @@ _GONE: Final = (
 
 # A connection that rested longer goes through the pool, which closes what nobody uses.
 REST_SECONDS: Final = 30.0
+
+
+_CONNECTING_SHARE: Final = 0.9
 
 
 class _Session:
@@ -58,15 +67,6 @@ class _Connection(asyncpg.Connection):  # type: ignore[misc]
         return ""
 
 
-async def _set_planner(connection: Any) -> None:
-    try:
-        await connection.execute(planner_statement(connection.get_server_pid()))
-    except asyncio.CancelledError:
-        # The pool would wait for a pooler that has no session for us to take note of that.
-        connection.terminate()
-        raise
-
-
 def _is_open(connection: Any) -> bool:
     """Whether the server has not ended the connection; the pool takes such a one back by itself."""
     try:
@@ -90,7 +90,7 @@ class AsyncpgConnector:
     waits = Waits.SUSPENDING
 
     def __init__(self, url: str, location: str, options: PoolOptions) -> None:
-        self._url = url
+        self._servers = Servers(url)
         self._location = location
         self._options = options
         self._pool: Any = None
@@ -134,8 +134,8 @@ class AsyncpgConnector:
         # A connection of its own, because those of the pool prepare every statement.
         seconds = self._options.connect_timeout.total_seconds()
         try:
-            connection = await asyncpg.connect(
-                self._url, timeout=seconds, command_timeout=seconds, statement_cache_size=0
+            connection = await self._connect(
+                timeout=seconds, command_timeout=seconds, statement_cache_size=0
             )
             try:
                 pid: int = await connection.fetchval("SELECT pg_backend_pid()")
@@ -197,7 +197,9 @@ class AsyncpgConnector:
         if isinstance(error, UnicodeError | asyncpg.DataError):
             return RowRefused(str(error))
         if isinstance(error, asyncpg.PostgresError):
-            if (error.sqlstate or "")[:2] in ("08", "57"):
+            code = error.sqlstate or ""
+            if code[:2] in ("08", "57") or code == READ_ONLY_CODE:
+                # The others lead to the same server.
                 await self._expire(pool)
             return translated(error.sqlstate, str(error), self._location)
         if isinstance(error, _GONE):
@@ -248,19 +250,53 @@ class AsyncpgConnector:
                 self._pool = await self._new_pool()
         return self._pool
 
+    async def _connect(self, _: str | None = None, *, timeout: float, **options: Any) -> Any:
+        """A connection to a server that takes writes, the first of the URL's that answers.
+
+        It stands in for `asyncpg.connect`, so the pool gives it a URL, of which it has none.
+        """
+        errors: list[Exception] = []
+        for url, seconds in self._servers.in_turn(timeout):
+            try:
+                async with asyncio.timeout(seconds):
+                    return await self._connect_to(url, options)
+            except (*_GONE, StoreNotWritable) as error:
+                self._servers.put_last(url)
+                errors.append(error)
+        raise most_telling(errors)
+
+    async def _connect_to(self, url: str, options: dict[str, Any]) -> Any:
+        try:
+            connection = await asyncpg.connect(
+                url, timeout=None, server_settings={"application_name": "retrysafe"}, **options
+            )
+        except asyncpg.TargetServerAttributeNotMatched as error:
+            raise StoreNotWritable(f"{self._location} takes no writes now: {error}") from error
+        script = opening_script(
+            connection.get_server_pid(),
+            has_prepared_statements=self._options.has_prepared_statements,
+        )
+        try:
+            require_writable(await connection.execute(script), self._location)
+        except BaseException:
+            # Not closed in order: a pooler that has no session for us would be waited for.
+            connection.terminate()
+            raise
+        return connection
+
     async def _new_pool(self) -> Any:
         options = self._options
         try:
             return await asyncpg.create_pool(
-                self._url,
+                connect=self._connect,
                 connection_class=_Connection,
                 min_size=0,
                 max_size=options.size_limit,
-                timeout=options.connect_timeout.total_seconds(),
+                # A little less than callers wait for a connection: what the servers have said must
+                # reach them.
+                timeout=options.connect_timeout.total_seconds() * _CONNECTING_SHARE,
                 command_timeout=options.statement_timeout.total_seconds(),
                 statement_cache_size=100 if options.has_prepared_statements else 0,
-                server_settings={"application_name": "retrysafe"},
-                init=_set_planner if options.has_prepared_statements else None,
             )
         except _GONE as error:
             raise StoreUnavailable(f"{self._location} does not answer: {error!r}") from error

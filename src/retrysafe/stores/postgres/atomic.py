@@ -28,11 +28,17 @@ from retrysafe.core.model import (
     StepWrite,
 )
 from retrysafe.core.ports import Fate, Waits
-from retrysafe.errors import SchemaMissing, StoreUnavailable, TransactionMissing
+from retrysafe.errors import (
+    SchemaMissing,
+    StoreNotWritable,
+    StoreUnavailable,
+    TransactionMissing,
+)
 from retrysafe.stores.postgres import rows
 from retrysafe.stores.postgres.connections import UserConnection
 from retrysafe.stores.postgres.connector import (
     MISSING_CODES,
+    READ_ONLY_CODE,
     Conflict,
     Connector,
     RowRefused,
@@ -286,10 +292,18 @@ class PostgresTransaction:
         try:
             return await self._connection.fetch(self._sql[name], params)
         except Exception as error:
-            if sqlstate_of(error) in MISSING_CODES:
+            code = sqlstate_of(error)
+            if code in MISSING_CODES:
                 raise SchemaMissing(
                     f"the connection's database has no current retrysafe schema "
                     f"{self._schema_name!r}: run 'retrysafe migrate' for {self._location}"
+                ) from error
+            if code == READ_ONLY_CODE:
+                # Its pool is the user's, who alone can keep it from being used again.
+                raise StoreNotWritable(
+                    "your transaction takes no writes: it is read-only, or its server is a standby "
+                    "or was demoted. After a failover, close this connection instead of giving it "
+                    "back to its pool, and connect with target_session_attrs=read-write"
                 ) from error
             raise
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, Final, Protocol
 
 from retrysafe.core.ports import Waits
-from retrysafe.errors import SchemaMissing, StoreError, StoreUnavailable
+from retrysafe.errors import SchemaMissing, StoreError, StoreNotWritable, StoreUnavailable
 
 Rows = Sequence[Sequence[Any]]
 
@@ -27,18 +27,6 @@ PLANNER_SETTINGS: Final = {
     "enable_hashjoin": "off",
     "enable_mergejoin": "off",
 }
-
-
-def planner_statement(server_pid: int) -> str:
-    """Makes the planner's settings on a new connection, if it leads to the server itself.
-
-    A pooler makes up the process id that it tells. Its connections are shared with others, who
-    must not inherit our settings.
-    """
-    settings = ", ".join(
-        f"set_config('{name}', '{value}', false)" for name, value in PLANNER_SETTINGS.items()
-    )
-    return f"SELECT {settings} WHERE pg_backend_pid() = {server_pid:d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +109,21 @@ UNAVAILABLE_CLASSES: Final = ("08", "53", "57", "58", "25")
 UNPREPARED_CODES: Final = ("26000", "42P05")
 MISSING_CODES: Final = ("42P01", "3F000", "42703")
 LOCKED_CODE: Final = "55P03"
+# The server is a standby or was demoted; and it starts up, shuts down or recovers from a crash.
+READ_ONLY_CODE: Final = "25006"
+NOT_WRITABLE_CODES: Final = (READ_ONLY_CODE, "57P03")
+# libpq has no codes for what it is told while it connects; these are its words and the server's.
+_NOT_WRITABLE_WORDS: Final = (
+    "session is read-only",
+    "server is in hot standby mode",
+    "the database system is ",
+)
 
 
 def translated(code: str | None, message: str, location: str) -> Exception:
     """The error of a SQLSTATE code in retrysafe's words."""
+    if code is None and any(words in message for words in _NOT_WRITABLE_WORDS):
+        code = READ_ONLY_CODE
     code = code or "08000"
     if code in UNPREPARED_CODES:
         return StoreError(
@@ -139,6 +138,8 @@ def translated(code: str | None, message: str, location: str) -> Exception:
         return SchemaMissing(
             f"{location} has no current retrysafe schema ({message}): run 'retrysafe migrate'"
         )
+    if code in NOT_WRITABLE_CODES:
+        return StoreNotWritable(f"{location} takes no writes now: {message}")
     if code[:2] in ROW_CLASSES:
         return RowRefused(message)
     if code[:2] in UNAVAILABLE_CLASSES:

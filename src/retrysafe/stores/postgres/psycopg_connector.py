@@ -17,14 +17,20 @@ from psycopg.pq import TransactionStatus
 
 from retrysafe import forks
 from retrysafe.core.ports import Waits
+from retrysafe.errors import StoreNotWritable
 from retrysafe.stores.postgres.connector import (
     PoolOptions,
     RowRefused,
     Rows,
-    planner_statement,
     translated,
 )
 from retrysafe.stores.postgres.psycopg_arrays import BytesArray, BytesArrayDumper, encoded
+from retrysafe.stores.postgres.servers import (
+    Servers,
+    most_telling,
+    opening_script,
+    require_writable,
+)
 
 T = TypeVar("T")
 
@@ -36,6 +42,8 @@ class _Connection(psycopg.Connection[tuple[Any, ...]]):
     """A connection that does not wait for ever for a server that hangs."""
 
     statement_seconds: float
+    # Which one of the pool's generations it is of, see `_Pool.discard`.
+    generation: object
 
     def wait(self, gen: Generator[Any, Any, T], *args: Any, **options: Any) -> T:
         """Drives one exchange with the server, within the limit."""
@@ -111,6 +119,7 @@ class _Pool:
         self._size_limit = options.size_limit
         self._slots = _Slots(options.size_limit)
         self._idle: list[_Connection] = []
+        self._generation = object()
         self._is_closed = False
 
     @contextmanager
@@ -126,9 +135,17 @@ class _Pool:
                 raise psycopg.OperationalError(
                     f"all {self._size_limit} connections were busy for {wait_seconds:g} s"
                 )
-            connection = self._quiet_one() or self._connect(limit_seconds)
+            # Looked at first: what is opened while others are discarded may lead where they do.
+            generation = self._generation
+            connection = self._quiet_one()
+            if connection is None:
+                connection = self._connect(limit_seconds)
+                connection.generation = generation
             try:
                 yield connection
+            except psycopg.errors.ReadOnlySqlTransaction:
+                self.discard(connection)
+                raise
             finally:
                 self._give_back(connection)
         finally:
@@ -138,6 +155,16 @@ class _Pool:
                 # A signal may raise before its first line; the slot must not be lost for that.
                 self._slots.leave(token)
                 raise
+
+    def discard(self, connection: _Connection) -> None:
+        """Uses this connection no more, nor those that were opened before or along with it.
+
+        Its server takes no writes any more, and they lead to the same one. Those that were opened
+        since then are kept: several callers at once hear of the same demotion.
+        """
+        if connection.generation is self._generation:
+            self._generation = object()
+            self.discard_idle()
 
     def discard_idle(self) -> None:
         """Closes the idle connections: a restarted server has killed all of them."""
@@ -168,7 +195,10 @@ class _Pool:
         return None
 
     def _give_back(self, connection: _Connection) -> None:
-        is_fine = connection.pgconn.transaction_status == TransactionStatus.IDLE
+        is_fine = (
+            connection.pgconn.transaction_status == TransactionStatus.IDLE
+            and connection.generation is self._generation
+        )
         if is_fine:
             self._idle.append(connection)
         # Looked at after the append: a close in between would have missed it.
@@ -201,7 +231,7 @@ class PsycopgConnector:
     waits = Waits.BLOCKING
 
     def __init__(self, url: str, location: str, options: PoolOptions) -> None:
-        self._url = url
+        self._servers = Servers(url)
         self._location = location
         self._options = options
         self._pool = _Pool(self._connect, options)
@@ -264,26 +294,42 @@ class PsycopgConnector:
         return self._options.statement_timeout.total_seconds()
 
     def _connect(self, limit_seconds: float) -> _Connection:
+        """A connection to a server that takes writes, the first of the URL's that answers."""
+        seconds = min(limit_seconds, self._options.connect_timeout.total_seconds())
+        errors: list[Exception] = []
+        for url, share_seconds in self._servers.in_turn(seconds):
+            try:
+                return self._connect_to(url, share_seconds)
+            except (psycopg.Error, StoreNotWritable) as error:
+                self._servers.put_last(url)
+                errors.append(error)
+        raise most_telling(errors)
+
+    def _connect_to(self, url: str, limit_seconds: float) -> _Connection:
         options = self._options
-        connect_seconds = min(limit_seconds, options.connect_timeout.total_seconds())
         connection = _Connection.connect(
-            self._url,
+            url,
             autocommit=True,
             cursor_factory=psycopg.RawCursor,
             prepare_threshold=0 if options.has_prepared_statements else None,
             # To psycopg two seconds is the least.
-            connect_timeout=max(1, int(connect_seconds)),
+            connect_timeout=max(1, int(limit_seconds)),
             application_name="retrysafe",
         )
         connection.adapters.register_dumper(BytesArray, BytesArrayDumper)
         connection.statement_seconds = min(limit_seconds, self._statement_seconds())
-        if options.has_prepared_statements:
-            statement = planner_statement(connection.info.backend_pid)
-            try:
-                psycopg.ClientCursor(connection).execute(statement.encode())
-            except BaseException:
-                # Nobody else has it yet.
-                connection.close()
-                raise
+        script = opening_script(
+            connection.info.backend_pid, has_prepared_statements=options.has_prepared_statements
+        )
+        try:
+            cursor = psycopg.ClientCursor(connection)
+            cursor.execute(script.encode())
+            while cursor.nextset():
+                continue
+            require_writable(cursor.statusmessage, self._location)
+        except BaseException:
+            # Nobody else has it yet.
+            connection.close()
+            raise
         connection.statement_seconds = self._statement_seconds()
         return connection

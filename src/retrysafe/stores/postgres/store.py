@@ -32,7 +32,7 @@ from retrysafe.core.model import (
     SweepReport,
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, ExtendResult, SettleResult
-from retrysafe.errors import StoreError, StoreRejected, StoreUnavailable
+from retrysafe.errors import StoreError, StoreNotWritable, StoreRejected, StoreUnavailable
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
@@ -339,6 +339,11 @@ class PostgresStore:
         for tries_left in range(_CONFLICT_TRIES - 1, -1, -1):
             try:
                 return await self._connector.fetch(self._statement(name), params)
+            except StoreNotWritable:
+                # Nothing happened, and the connection is discarded. A new one may lead to a
+                # primary already; if not, it is for the caller to be patient.
+                if tries_left < _CONFLICT_TRIES - 1:
+                    raise
             except RowRefused as error:
                 raise StoreRejected(f"PostgreSQL refuses this row: {error}") from error
             except Conflict as error:
@@ -357,6 +362,9 @@ class PostgresStore:
                         return await session.fetch(self._statement(patient), params)
 
                     return await flow(fetch)
+            except StoreNotWritable:
+                if tries_left < _CONFLICT_TRIES - 1:
+                    raise
             except RowRefused as error:
                 raise StoreRejected(f"PostgreSQL refuses this row: {error}") from error
             except Conflict as error:

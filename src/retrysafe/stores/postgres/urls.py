@@ -17,6 +17,9 @@ from retrysafe.stores.postgres.connector import PoolOptions
 from retrysafe.stores.postgres.naming import checked_schema_name
 
 _SSL_MODES: Final = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
+# Which servers a driver may take, by the words of libpq; claims cannot be made on the others.
+_WRITABLE_SERVERS: Final = ("read-write", "primary", "any")
+_OTHER_SERVERS: Final = ("read-only", "standby", "prefer-standby")
 _LONE_PERCENT: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _COLON_OR_AT: Final = re.compile(r":|%3a|@", re.IGNORECASE)
 _USER_AND_PASSWORD: Final = re.compile(r"([^:/@?]*?)(?::|%3a)[^@]*", re.IGNORECASE | re.DOTALL)
@@ -119,7 +122,7 @@ class PostgresUrl:
     @property
     def for_libpq(self) -> str:
         """The URL without retrysafe's own options."""
-        return self._with(self.options)
+        return _with(_place(self._parts), self.options)
 
     @property
     def for_asyncpg(self) -> str:
@@ -137,12 +140,7 @@ class PostgresUrl:
                     "whose driver can"
                 )
             options[name] = value
-        return self._with(options)
-
-    def _with(self, options: dict[str, str]) -> str:
-        # libpq takes a plus for a plus, so a space must stay %20.
-        query = urlencode(options, quote_via=quote)
-        return f"{_place(self._parts)}?{query}" if query else _place(self._parts)
+        return _with(_place(self._parts), options)
 
 
 def postgres_url(url: str) -> PostgresUrl:
@@ -164,6 +162,7 @@ def postgres_url(url: str) -> PostgresUrl:
         raise StoreUrlInvalid(f"{location}: connect_timeout is a number of seconds from 1 up")
     if options.get("sslmode", "prefer") not in _SSL_MODES:
         raise StoreUrlInvalid(f"{location}: sslmode is one of {', '.join(_SSL_MODES)}")
+    _check_servers(location, options.get("target_session_attrs", "any"))
     try:
         checked_schema_name(schema_name)
     except InvalidInput as error:
@@ -181,13 +180,65 @@ def postgres_url(url: str) -> PostgresUrl:
     )
 
 
+def one_per_server(url: str) -> list[str]:
+    """The URLs of the servers that a URL lists, in its order; itself when it lists only one.
+
+    Not left to the drivers: a silent server must not use up the time of the others, asyncpg does
+    not go on after every refusal, and both believe a pooler that tells old news of its server.
+    """
+    parts = _apart(url)
+    options = _options(parts)
+    login, at, hosts = parts.netloc.rpartition("@")
+    if "hostaddr" in options or (hosts and {"host", "port"} & options.keys()):
+        return [url]  # The drivers have their own rules for what overrides what.
+    if hosts:
+        places = [_place(parts._replace(netloc=f"{login}{at}{host}")) for host in hosts.split(",")]
+        return [_with(place, options) for place in places]
+    names = options.get("host", "").split(",")
+    ports = options.get("port", "").split(",")
+    if len(ports) == 1:
+        ports *= len(names)
+    if len(ports) != len(names):
+        return [url]  # The driver refuses it.
+    made = []
+    for name, port in zip(names, ports, strict=True):
+        own = {"host": name, "port": port}
+        asked = options | {key: value for key, value in own.items() if key in options}
+        made.append(_with(_place(parts), asked))
+    return made
+
+
+def _check_servers(location: str, wanted: str) -> None:
+    if wanted in _OTHER_SERVERS:
+        raise StoreUrlInvalid(
+            f"{location}: target_session_attrs={wanted} asks for a server that takes no writes, "
+            "and every claim is a write; leave it out, or write target_session_attrs=read-write"
+        )
+    if wanted not in _WRITABLE_SERVERS:
+        raise StoreUrlInvalid(
+            f"{location}: target_session_attrs is one of {', '.join(_WRITABLE_SERVERS)}"
+        )
+
+
+def _apart(url: str) -> SplitResult:
+    """As `urlsplit`, which takes only one host in some releases if one is in brackets."""
+    scheme, slashes, rest = url.partition("://")
+    netloc = re.split(r"[/?]", rest, maxsplit=1)[0]
+    login, at, hosts = netloc.rpartition("@")
+    first, *others = hosts.split(",")
+    for host in others:
+        urlsplit(f"//{host}")
+    parts = urlsplit(f"{scheme}{slashes}{login}{at}{first}{rest[len(netloc) :]}")
+    return parts._replace(netloc=",".join((parts.netloc, *others)))
+
+
 def _split(url: str) -> SplitResult:
     """The URL apart; raises `StoreUrlInvalid` where a driver would misread or refuse it."""
     shown = ascii(without_password(url).partition("?")[0])
     try:
         url.encode()
         # To libpq it is a letter like others.
-        parts = urlsplit(url.replace("#", "%23"))
+        parts = _apart(url.replace("#", "%23"))
     except ValueError:
         # Its words may quote the password.
         raise StoreUrlInvalid(
@@ -223,6 +274,12 @@ def _split(url: str) -> SplitResult:
 def _place(parts: SplitResult) -> str:
     # Not by `urlunsplit`: without a host it leaves out the slashes, which libpq looks for.
     return f"{parts.scheme}://{parts.netloc}{parts.path}"
+
+
+def _with(place: str, options: dict[str, str]) -> str:
+    # libpq takes a plus for a plus, so a space must stay %20.
+    query = urlencode(options, quote_via=quote)
+    return f"{place}?{query}" if query else place
 
 
 def _options(parts: SplitResult) -> dict[str, str]:

@@ -1,0 +1,114 @@
+"""Servers for the attacks: a primary, its standby, and an address that leads to either."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from retrysafe.runtime.drive import run_sync
+from retrysafe.wiring import postgres_store
+from tests.servers.fixtures import migrated, missing, schema_on
+from tests.servers.pgbouncer import PgBouncer, pgbouncer_binary
+from tests.servers.postgres import PostgresServer, unprivileged
+from tests.servers.replication import MovingAddress, StandbyServer
+
+
+@pytest.fixture(scope="package")
+def primary():
+    server = PostgresServer(settings={"fsync": "off"})
+    try:
+        yield server.start()
+    finally:
+        server.remove()
+
+
+@pytest.fixture(scope="package")
+def standby(primary):
+    server = StandbyServer(primary, {"fsync": "off"})
+    try:
+        server.start().wait_until_streaming()
+        yield server
+    finally:
+        server.remove()
+
+
+@pytest.fixture
+def schema_url(primary):
+    """The primary's own URL, with a schema of its own."""
+    with schema_on(primary.url()) as url:
+        yield migrated(url)
+
+
+@pytest.fixture
+def address(primary):
+    with MovingAddress(primary.port) as made:
+        yield made
+
+
+@pytest.fixture
+def url(schema_url, primary, address):
+    """The same schema through the address that moves."""
+    return schema_url.replace(f":{primary.port}/", f":{address.port}/")
+
+
+class Driven:
+    """A store of either kind, driven from a test without a loop."""
+
+    def __init__(self, url, *, is_async):
+        self._runner = asyncio.Runner() if is_async else None
+        self.store = postgres_store(url, is_async=is_async)
+        self.connector = self.store._connector
+
+    def __call__(self, flow):
+        return run_sync(flow) if self._runner is None else self._runner.run(flow)
+
+    def close(self):
+        self(self.store.close())
+        if self._runner is not None:
+            self._runner.close()
+
+
+@pytest.fixture
+def driven():
+    made = []
+
+    def make(url, *, is_async):
+        made.append(Driven(url, is_async=is_async))
+        return made[-1]
+
+    yield make
+    for item in made:
+        item.close()
+
+
+@pytest.fixture
+def silent_port():
+    """A host that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def pgbouncer_on():
+    """Starts a PgBouncer in front of a port."""
+    binary = pgbouncer_binary()
+    if binary is None:
+        missing("PgBouncer (apt-get install pgbouncer)")
+    made = []
+
+    def start(port):
+        # As much of a server as it looks at.
+        server = SimpleNamespace(
+            port=port,
+            user=unprivileged(),
+            url=lambda database, port: f"postgresql://retrysafe@127.0.0.1:{port}/{database}",
+        )
+        made.append(PgBouncer(binary, server))
+        return made[-1].start()
+
+    yield start
+    for item in made:
+        item.remove()

@@ -1,0 +1,225 @@
+"""Failover seen from one connection: which server it leads to, and what happens when that changes.
+
+Attacked with standbys, silent and closed hosts, read-only sessions, and a pooler that tells old
+news of its server. What must hold: only a server that takes writes is used, one failure is enough
+to give up all connections to a server without, and users are told what to do with theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+import asyncpg
+import psycopg
+import pytest
+
+from retrysafe import (
+    AsyncIdempotency,
+    Idempotency,
+    StoreNotWritable,
+    StoreUnavailable,
+    StoreUrlInvalid,
+    current_attempt,
+    open_store,
+)
+from retrysafe.core.model import Decision
+from retrysafe.testing.suite.probe import request
+from tests.attacks.failover_load import CALLER
+from tests.servers.replication import MovingAddress
+
+TOKEN = b"a token of a try"
+DRIVERS = pytest.mark.parametrize("is_async", [False, True], ids=["psycopg", "asyncpg"])
+
+
+@DRIVERS
+def test_a_connection_to_a_standby_is_refused_when_it_is_opened(standby, driven, is_async):
+    """Before anything is asked of it: what a standby would answer to a read may be old."""
+    found = driven(standby.url(), is_async=is_async)
+    with pytest.raises(StoreNotWritable, match="takes no writes"):
+        found(found.connector.fetch("SELECT 1"))
+
+
+@DRIVERS
+@pytest.mark.parametrize("prepared", ["on", "off"])
+def test_connections_that_became_read_only_are_discarded_together(
+    primary, driven, is_async, prepared
+):
+    """One failure is enough for all that lead to the same server; those opened since are kept."""
+    found = driven(f"{primary.url()}?prepared={prepared}", is_async=is_async)
+    connector = found.connector
+
+    async def demote_all():
+        # Each holds one connection open while the next one is made.
+        async with (
+            connector.transaction() as one,
+            connector.transaction() as two,
+            connector.transaction() as three,
+        ):
+            for session in (one, two, three):
+                await session.script("SET default_transaction_read_only = on")
+
+    write = "SELECT pg_current_xact_id()::text, pg_backend_pid()"
+    found(demote_all())
+    with pytest.raises(StoreNotWritable):
+        found(connector.fetch("CREATE TABLE never (id int)"))
+    pids = [found(connector.fetch(write))[0][1] for _ in range(5)]
+
+    async def three_at_once():
+        async with (
+            connector.transaction() as one,
+            connector.transaction() as two,
+            connector.transaction() as three,
+        ):
+            return [(await item.fetch(write))[0][1] for item in (one, two, three)]
+
+    assert len(set(pids)) == 1
+    assert pids[0] in found(three_at_once())
+
+
+@DRIVERS
+def test_a_write_that_was_refused_is_done_on_a_new_connection(schema_url, driven, is_async):
+    """Nothing had happened, so it is done at once, without anybody hearing of it."""
+    found = driven(schema_url, is_async=is_async)
+
+    async def demote():
+        async with found.connector.transaction() as session:
+            await session.script("SET default_transaction_read_only = on")
+
+    found(demote())
+    ((answer,), _) = found(found.store.commit([request()], []))
+    assert answer.decision is Decision.ADMIT
+
+
+@DRIVERS
+@pytest.mark.parametrize("wanted", ["read-write", "primary", "any"])
+def test_the_urls_own_wish_for_a_server_is_kept(standby, driven, is_async, wanted):
+    """With any of them a standby is refused as such, and not as a server that does not answer."""
+    found = driven(f"{standby.url()}?target_session_attrs={wanted}", is_async=is_async)
+    with pytest.raises(StoreNotWritable, match="takes no writes"):
+        found(found.connector.fetch("SELECT 1"))
+
+
+@pytest.mark.parametrize("wanted", ["read-only", "standby", "prefer-standby", "replica"])
+def test_a_url_that_wants_a_server_without_writes_is_refused(wanted):
+    """At once and in words, instead of with every claim."""
+    with pytest.raises(StoreUrlInvalid, match="target_session_attrs"):
+        open_store(f"postgresql://app@db/payments?target_session_attrs={wanted}")
+
+
+@DRIVERS
+def test_several_hosts_are_tried_until_one_takes_writes(
+    primary, standby, silent_port, driven, is_async
+):
+    """A silent host, a refused connection and a standby cost their share of the time once; an IPv6
+    address may stand anywhere in the list."""
+    with MovingAddress(primary.port, "::1") as behind_ipv6, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        hosts = (
+            f"127.0.0.1:{silent_port},127.0.0.1:{closed.getsockname()[1]},"
+            f"127.0.0.1:{standby.port},[::1]:{behind_ipv6.port}"
+        )
+        url = f"postgresql://retrysafe@{hosts}/postgres?connect_timeout=8"
+        found = driven(url, is_async=is_async)
+        ask = "SELECT current_setting('port')::int"
+        started = time.monotonic()
+        assert found(found.connector.fetch(ask))[0][0] == primary.port
+        first_seconds = time.monotonic() - started
+        found(found.connector.close())
+        started = time.monotonic()
+        assert found(found.connector.fetch(ask))[0][0] == primary.port
+        # A quarter of the limit was given to the silent host, and none of it the second time.
+        assert time.monotonic() - started < 1.5 < first_seconds < 8
+
+
+@DRIVERS
+def test_hosts_without_a_primary_are_told_as_such(standby, silent_port, driven, is_async):
+    """A standby among them says more than the silence of the others, which lasts until the end of
+    the time that a caller waits."""
+    hosts = f"127.0.0.1:{standby.port},127.0.0.1:{silent_port}"
+    url = f"postgresql://retrysafe@{hosts}/postgres?connect_timeout=1"
+    found = driven(url, is_async=is_async)
+    with pytest.raises(StoreNotWritable, match="takes no writes"):
+        found(found.connector.fetch("SELECT 1"))
+
+
+@DRIVERS
+def test_a_pooler_that_tells_old_news_is_not_believed(
+    pgbouncer_on, url, primary, standby, address, driven, is_async
+):
+    """PgBouncer goes on announcing that its first server was a standby; and under connections that
+    stay, its servers change. The server itself is asked, each time that it matters."""
+    standby.wait_until_caught_up()
+    address.move(standby.port, cut=True)
+    pooled = url.replace(f":{address.port}/", f":{pgbouncer_on(address.port).port}/")
+    found = driven(f"{pooled}&prepared=off", is_async=is_async)
+    for _ in range(2):
+        with pytest.raises(StoreNotWritable):
+            found(found.connector.fetch("SELECT 1"))
+        address.move(primary.port, cut=True)
+        ask_until_answered(found)
+        address.move(standby.port, cut=True)
+        with pytest.raises(StoreUnavailable):
+            found(found.store.commit([request()], []))
+    address.move(primary.port, cut=True)
+    ask_until_answered(found)
+
+
+def ask_until_answered(found):
+    """As the engine does: the pooler may have to find out first that its connections ended."""
+    for tries_left in range(9, -1, -1):
+        try:
+            ((answer,), _) = found(found.store.commit([request(token=TOKEN)], []))
+            break
+        except StoreUnavailable:
+            if not tries_left:
+                raise
+            time.sleep(0.05)
+    assert answer.decision in (Decision.ADMIT, Decision.CONFIRM)
+
+
+def test_a_users_connection_to_a_standby_is_told_what_it_is(schema_url, standby, primary):
+    """In atomic mode the pool is the user's, so the words say what to do with the connection; the
+    operation does not run."""
+    standby.wait_until_caught_up()
+    words = "close this connection instead of giving it back to its pool"
+    with (
+        Idempotency(schema_url, caller=CALLER) as idem,
+        psycopg.connect(standby.url()) as connection,
+        pytest.raises(StoreNotWritable, match=words),
+        idem.atomic(connection, "k", request=None),
+    ):
+        pytest.fail("the block was entered")
+
+    async def in_loop():
+        async with AsyncIdempotency(schema_url, caller=CALLER) as idem:
+            connection = await asyncpg.connect(standby.url())
+            try:
+                async with connection.transaction():
+                    with pytest.raises(StoreNotWritable, match=words):
+                        async with idem.atomic(connection, "k", request=None):
+                            pytest.fail("the block was entered")
+            finally:
+                await connection.close()
+
+    asyncio.run(in_loop())
+
+
+def test_an_outcome_joined_on_a_standby_is_told_what_it_is(schema_url, standby):
+    """The leased operation is released with that error, and runs when it is called again."""
+    standby.wait_until_caught_up()
+    ran = []
+
+    def operation(attempt, target):
+        ran.append(attempt.number)
+        with psycopg.connect(target) as connection:
+            attempt.complete_in(connection, "done")
+
+    with Idempotency(schema_url, caller=CALLER) as idem:
+        asked = {"request": None, "name": "joined"}
+        with pytest.raises(StoreNotWritable, match="takes no writes"):
+            idem.run("k", lambda: operation(current_attempt(), standby.url()), **asked)
+        plain = schema_url.partition("?")[0]
+        idem.run("k", lambda: operation(current_attempt(), plain), **asked)
+    assert ran == [1, 2]
