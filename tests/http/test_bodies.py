@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from retrysafe.core.canonical import ABSENT
 from retrysafe.core.numerals import Number
-from retrysafe.http.bodies import FIELD_LIMIT, RAW, content_of, field_of, fields_of
+from retrysafe.errors import FingerprintImpossible
+from retrysafe.http.bodies import (
+    CONTENT_TYPE_LIMIT_BYTES,
+    FIELD_LIMIT,
+    PART_HEAD_LIMIT_BYTES,
+    RAW,
+    content_of,
+    field_of,
+    fields_of,
+)
 from tests.http.building import FORM, field, multipart, request
 
 FILE = [("Content-Disposition", 'form-data; name="f"; filename="a.png"')]
@@ -106,11 +115,12 @@ def test_fields_are_read_as_browsers_write_them(text, fields):
     assert value(text, FORM) == fields
 
 
-def test_a_form_with_too_many_fields_is_raw():
+def test_a_form_with_too_many_fields_is_refused():
     """Reading is bounded: a megabyte of ampersands costs no more than looking for the limit."""
     assert len(fields_of(b"&".join(b"%d" % n for n in range(FIELD_LIMIT)))) == FIELD_LIMIT
-    assert fields_of(b"&".join(b"%d" % n for n in range(FIELD_LIMIT + 1))) is RAW
-    assert fields_of(b"&" * 1_000_000) is RAW
+    for text in (b"&".join(b"%d" % n for n in range(FIELD_LIMIT + 1)), b"&" * 1_000_000):
+        with pytest.raises(FingerprintImpossible, match="10,000 fields"):
+            fields_of(text)
 
 
 def test_parts_are_found_by_name():
@@ -217,7 +227,6 @@ GOOD = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n--b--\r\n'
             GOOD.replace(b'"a"', b'"a"\r\nContent-Type: x\r\nContent-Type: x'),
             "multipart/form-data; boundary=b",
         ),
-        (GOOD.replace(b'"a"', b'"%b"' % (b"a" * 8192)), "multipart/form-data; boundary=b"),
         (GOOD.replace(b"\r\n\r\n", b"\r\n"), "multipart/form-data; boundary=b"),
         (GOOD.replace(b"\r\n\r\n1", b""), "multipart/form-data; boundary=b"),
         (b"--b\r\n\r\n1\r\n--b--", "multipart/form-data; boundary=b"),
@@ -232,7 +241,23 @@ def test_odd_multipart_bodies_are_raw(body, content_type):
 def test_the_number_of_parts_is_bounded():
     parts = [field(str(number), b"") for number in range(FIELD_LIMIT + 1)]
     assert len(content_of(multipart(parts[:-1]))[1]) == FIELD_LIMIT
-    assert content_of(multipart(parts))[1] is RAW
+    with pytest.raises(FingerprintImpossible, match="10,000 parts"):
+        content_of(multipart(parts))
+
+
+def test_the_head_of_a_part_is_bounded():
+    """At the limit it is read, past it the request is refused."""
+    name = b"a" * (PART_HEAD_LIMIT_BYTES - len(b'\r\nContent-Disposition: form-data; name=""'))
+    kind = "multipart/form-data; boundary=b"
+    assert value(GOOD.replace(b'"a"', b'"%b"' % name), kind) == {name.decode(): [b"1"]}
+    with pytest.raises(FingerprintImpossible, match="8,192 bytes in the head"):
+        value(GOOD.replace(b'"a"', b'"%ba"' % name), kind)
+
+
+def test_the_content_type_is_bounded():
+    """A type past its limit is refused; a boundary never needs that much."""
+    with pytest.raises(FingerprintImpossible, match="Content-Type"):
+        value(GOOD, "multipart/form-data; boundary=b" + ";" * CONTENT_TYPE_LIMIT_BYTES)
 
 
 @given(

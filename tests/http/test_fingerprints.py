@@ -10,9 +10,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from retrysafe.core.canonical import DEPTH_LIMIT
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.flights import Flight, is_same_request
+from retrysafe.errors import FingerprintImpossible
 from retrysafe.http import fingerprints
+from retrysafe.http.bodies import FIELD_LIMIT
 from retrysafe.http.fingerprints import request_fingerprints
 from retrysafe.http.request import Request
 from tests.http.building import FORM, JSON, field, multipart, request
@@ -272,16 +275,39 @@ def test_raw_bytes_never_meet_a_reading(body):
         assert mark(request(b"\xff" + data)) != readable
 
 
-def test_a_query_with_too_many_fields_counts_byte_by_byte():
-    many = b"&".join(b"%d" % number for number in range(1_001))
-    assert mark(request(query=many)) == mark(request(query=many))
-    assert mark(request(query=many)) != mark(request(query=many + b"&"))
+def test_a_query_with_too_many_fields_is_refused():
+    many = b"&".join(b"%d" % number for number in range(FIELD_LIMIT))
+    assert mark(request(query=many)) != mark(request(query=many[:-1]))
+    with pytest.raises(FingerprintImpossible, match="10,000 fields"):
+        mark(request(query=many + b"&"))
 
 
-def test_json_that_is_nested_too_deep_counts_byte_by_byte():
-    deep = b"[" * 300 + b"]" * 300
-    assert mark(request(deep)) == mark(request(deep))
-    assert mark(request(deep)) != mark(request(deep + b" "))
+@pytest.mark.parametrize("depth", [DEPTH_LIMIT + 1, 100_000])
+def test_json_that_is_nested_too_deep_is_refused(depth):
+    """At the limit it counts by its value; past it, and past what Python can read, nothing does."""
+    good = b"[" * DEPTH_LIMIT + b"]" * DEPTH_LIMIT
+    assert mark(request(good)) == mark(request(good + b" "))
+    with pytest.raises(FingerprintImpossible, match="200 levels"):
+        mark(request(b"[" * depth + b"]" * depth))
+
+
+def test_a_stack_that_is_nearly_full_refuses_instead_of_failing():
+    """How deep a body can be read depends on the stack that is left: too little is a refusal, never
+    another fingerprint and never a RecursionError."""
+
+    def below(frames):
+        return mark(request(deep)) if frames == 0 else below(frames - 1)
+
+    deep = b"[" * 150 + b"]" * 150
+    expected, outcomes = mark(request(deep)), set()
+    for frames in range(600, 1_000, 7):
+        try:
+            outcomes.add(below(frames) == expected)
+        except FingerprintImpossible:
+            outcomes.add("refused")
+        except RecursionError:
+            break  # There is not even room to begin.
+    assert outcomes == {True, "refused"}
 
 
 EXCLUDING = FingerprintRule(exclude=("/sent_at", "/meta/trace"))

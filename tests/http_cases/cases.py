@@ -146,6 +146,8 @@ PROBLEMS: Mapping[str, tuple[int, bool]] = {
     "outcome-unavailable": (409, False),
     "body-incomplete": (400, True),
     "body-too-large": (413, False),
+    "body-too-complex": (400, False),
+    "header-too-long": (400, False),
     "key-reused": (422, False),
     "operation-failed": (500, False),
     "attempts-exhausted": (500, False),

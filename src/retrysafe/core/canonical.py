@@ -11,6 +11,7 @@ import json
 import re
 from datetime import datetime
 from decimal import Decimal
+from sys import get_int_max_str_digits
 from typing import Any, Final
 
 from retrysafe.core.framing import utc_text
@@ -21,6 +22,10 @@ class NotCanonical(Exception):
     """The text has no single meaning as JSON."""
 
 
+class TooDeep(NotCanonical):
+    """The text is nested too deep to be compared."""
+
+
 class _Absent:
     """Marks a pointer that leads nowhere; different from null."""
 
@@ -29,19 +34,24 @@ ABSENT: Final = _Absent()
 
 
 def parse(text: bytes) -> Any:
-    """The value of a JSON text with exact numbers; raises `NotCanonical` when it has none.
+    """The value of a JSON text with exact numbers; raises `NotCanonical` or `TooDeep` for none.
 
     Whole numbers are ints, unless they are longer than Python reads; all others are `Number`s.
     """
     try:
         stripped = text.decode("utf-8").strip(" \t\n\r")
         try:
-            value, end = _decode(stripped)
+            # A process may have lifted Python's own limit; the time that the digits of an integer
+            # take grows with the square of their number.
+            is_limited = 0 < get_int_max_str_digits() <= _DIGITS_LIMIT
+            value, end = (_decode if is_limited else _decode_long)(stripped)
         except json.JSONDecodeError:
             raise
         except ValueError:
             value, end = _decode_long(stripped)
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise TooDeep(str(error)) from None
+    except ValueError as error:
         raise NotCanonical(str(error)) from None
     if end != len(stripped):
         raise NotCanonical("the text goes on after the value")
@@ -63,7 +73,9 @@ def _no_constant(name: str) -> Any:
 _decode = json.JSONDecoder(
     object_pairs_hook=_object, parse_float=Number, parse_constant=_no_constant
 ).raw_decode
-# Some four thousand digits are the most that Python turns into an int; these may have more.
+# What Python sets itself: digits of an int take the square of their number in time.
+_DIGITS_LIMIT: Final = 4_300
+# For texts with longer numbers, which stay as they are written.
 _decode_long = json.JSONDecoder(
     object_pairs_hook=_object,
     parse_int=Number,
@@ -114,51 +126,72 @@ _UNORDERED_TAGS: Final = frozenset({"dict", "set", "frozenset"})
 
 
 def canonical_bytes(value: Any) -> bytes:
-    """The framed, type-tagged bytes of a parsed value; raises `NotCanonical` when too deep.
+    """The framed, type-tagged bytes of a parsed value; raises `TooDeep`.
 
     Raises `ValueError` for integers too long to be written out; `parse` gives none of those.
     """
-    return _framed(value, 0).encode("latin-1")
+    pieces: list[str] = []
+    try:
+        _write(value, pieces, 0)
+    except RecursionError as error:
+        # The caller's own stack was nearly full, which must not be the client's 500.
+        raise TooDeep(str(error)) from None
+    return "".join(pieces).encode("latin-1")
 
 
-def _framed(value: Any, depth: int) -> str:
-    """The bytes as text with one character for each byte, because that is faster to format.
+def _write(value: Any, pieces: list[str], depth: int) -> int:
+    """Adds the bytes as text with one character for each byte; returns how many.
 
-    The frames are those of `frame`, written out: this is most of what a fingerprint costs. Plain
-    loops: one frame of the stack per level, where a comprehension would take two.
+    The frames are those of `frame`, written out: this is most of what a fingerprint costs. All
+    pieces go into one list, and the size of a container takes its place when that is known: joined
+    level by level, a long text that is nested deep would be copied once for every level.
     """
     kind = type(value)
-    if kind is str:
-        return "s" + (value if value.isascii() else _byte_text(value))
     if kind not in _CONTAINERS:
-        return _scalar(value, kind)
+        text = _plain(value, kind)
+        pieces.append(text)
+        return len(text)
     if depth >= DEPTH_LIMIT:
-        raise NotCanonical(f"the text is nested deeper than {DEPTH_LIMIT} levels")
-    pieces: list[str] = []
+        raise TooDeep(f"the text is nested deeper than {DEPTH_LIMIT} levels")
+    total = 1
     if kind is list:
+        pieces.append("[")
         for item in value:
-            part = _framed(item, depth + 1)
-            pieces.append(f"{len(part)}:{part}")
-        return "[" + "".join(pieces)
+            kind = type(item)
+            if kind in _CONTAINERS:
+                place = len(pieces)
+                pieces.append("")
+                size = _write(item, pieces, depth + 1)
+                pieces[place] = mark = _SIZES[size] if size < _SIZES_READY else f"{size}:"
+            else:
+                text = _plain(item, kind)
+                size = len(text)
+                mark = _SIZES[size] if size < _SIZES_READY else f"{size}:"
+                pieces += (mark, text)
+            total += len(mark) + size
+        return total
     pieces.append("{")
     for name in sorted(value):
-        item = value[name]
-        # Text and numbers are what most fields hold; a call less for each of them counts.
+        item, label = value[name], _LABELS[name]
         kind = type(item)
         if kind is str:
-            part = item if item.isascii() else _byte_text(item)
-            size = len(part) + 1
-            pieces += (
-                _LABELS[name],
-                _SIZES[size] if size < _SIZES_READY else f"{size}:",
-                "s",
-                part,
-            )
+            # Text is what most fields hold; a call less for each of them counts.
+            text = item if item.isascii() else _byte_text(item)
+            size = len(text) + 1
+            mark = _SIZES[size] if size < _SIZES_READY else f"{size}:"
+            pieces += (label, mark, "s", text)
+        elif kind in _CONTAINERS:
+            pieces += (label, "")
+            place = len(pieces) - 1
+            size = _write(item, pieces, depth + 1)
+            pieces[place] = mark = _SIZES[size] if size < _SIZES_READY else f"{size}:"
         else:
-            part = _framed(item, depth + 1) if kind in _CONTAINERS else _scalar(item, kind)
-            size = len(part)
-            pieces += (_LABELS[name], _SIZES[size] if size < _SIZES_READY else f"{size}:", part)
-    return "".join(pieces)
+            text = _plain(item, kind)
+            size = len(text)
+            mark = _SIZES[size] if size < _SIZES_READY else f"{size}:"
+            pieces += (label, mark, text)
+        total += len(label) + len(mark) + size
+    return total
 
 
 # How a part begins, ready for the sizes that nearly all have: formatting a number costs more than
@@ -191,7 +224,10 @@ def _byte_text(text: str) -> str:
     return text.encode("utf-8", "surrogatepass").decode("latin-1")
 
 
-def _scalar(value: Any, kind: type) -> str:
+def _plain(value: Any, kind: type) -> str:
+    """A text, a number, bytes or a constant."""
+    if kind is str:
+        return "s" + (value if value.isascii() else _byte_text(value))
     if kind is int:
         digits = str(value)
         stripped = digits.rstrip("0")

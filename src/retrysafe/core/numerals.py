@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+# More digits than the exponent of any number has that means something. Python takes the square of
+# their number in time to read them.
+_EXPONENT_LIMIT_CHARACTERS: Final = 40
+
 
 class Number:
-    """A JSON number by its exact decimal value: digits without trailing zeros, and an exponent."""
+    """A JSON number by its exact decimal value: digits without trailing zeros, and an exponent.
+
+    Raises `ValueError` for an exponent of more than some 40 digits.
+    """
 
     __slots__ = ("text",)
 
     def __init__(self, lexeme: str) -> None:
         mantissa, _, exponent_text = lexeme.lower().partition("e")
+        if len(exponent_text) > _EXPONENT_LIMIT_CHARACTERS:
+            raise ValueError("the exponent of a number is too long")
         sign = "-" if mantissa.startswith("-") else ""
         whole, _, fraction = mantissa.lstrip("-").partition(".")
         digits = (whole + fraction).lstrip("0")

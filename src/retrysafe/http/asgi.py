@@ -49,6 +49,7 @@ from retrysafe.http.exchange import (
     Plan,
     Protection,
 )
+from retrysafe.http.large_bodies import LARGE_BODIES, LARGE_BODY_BYTES
 from retrysafe.http.recent import Recent, Repetition, head_of
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
@@ -271,7 +272,11 @@ class IdempotencyMiddleware:
         # None: the application runs unprotected, as was asked for.
         response: Response | None
         try:
-            call = protection.call(plan)
+            call = (
+                protection.call(plan)
+                if len(plan.request.body) < LARGE_BODY_BYTES
+                else await LARGE_BODIES.run(protection.call, plan)
+            )
             answer = self.idempotency.recall(call)
             if answer is not None:
                 response = protection.answered(plan, answer, is_news=False)

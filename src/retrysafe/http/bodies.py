@@ -2,8 +2,9 @@
 
 Owns the reading of JSON, forms and multipart bodies for the comparison of requests. A retry may
 order fields anew, escape them in another way or choose a new boundary, and is still the same
-request. Whatever is odd counts as the bytes that it is: nothing here raises for a bad body, because
-refusing it is the application's task.
+request. Whatever is odd counts as the bytes that it is, because refusing it is the application's
+task. Only what is past a limit raises: clients choose these bodies, so everything here takes time
+in proportion to their size and is bounded in number and depth.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from urllib.parse import unquote_to_bytes
 
 from retrysafe.core import canonical
 from retrysafe.core.framing import frame
+from retrysafe.errors import FingerprintImpossible
 from retrysafe.http.request import Request
 
-# More fields than any form has, and few enough to be read in about a millisecond.
-FIELD_LIMIT: Final = 1_000
+# Ten times what frameworks take unless they are configured otherwise: no honest form is refused.
+FIELD_LIMIT: Final = 10_000
 # A part's head names a field and a file; the limit is what common parsers have.
 PART_HEAD_LIMIT_BYTES: Final = 8_192
+# A media type with a boundary of 70 characters, many times over.
+CONTENT_TYPE_LIMIT_BYTES: Final = 4_096
 
 _JSON: Final = b"application/json"
 _ENCODING: Final = b"content-encoding"
@@ -34,7 +38,7 @@ _PARAMETER: Final = re.compile(
 )
 _BOUNDARY: Final = re.compile(rb"[0-9A-Za-z'()+_,\-./:=? ]{0,69}[0-9A-Za-z'()+_,\-./:=?]")
 _DISPOSITION: Final = re.compile(rb"[ \t]*+(%b)" % _TOKEN)
-_PART_HEADER: Final = re.compile(rb"(%b):[ \t]*+(.*?)[ \t]*+" % _TOKEN, re.DOTALL)
+_NAME: Final = re.compile(_TOKEN)
 # How the bytes of a part travel: as they are. Any other encoding counts as it was sent.
 _PLAIN_ENCODINGS: Final = frozenset({b"7bit", b"8bit", b"binary"})
 
@@ -54,19 +58,21 @@ Content = tuple[bytes, Any]
 
 
 def content_of(request: Request) -> Content:
-    """What the request's body says."""
+    """What the request's body says; raises `FingerprintImpossible` past a limit."""
     lines = request.lines_by_name()
     if lines is not None and lines.get(b"content-type") == _JSON and _ENCODING not in lines:
         # What nearly all requests to an API are.
-        try:
-            return _JSON, canonical.parse(request.body)
-        except canonical.NotCanonical:
-            pass  # It counts as it stands, with all that is said about it.
+        value = _json_of(request.body)
+        if value is not RAW:
+            return _JSON, value
+        # It counts as it stands, with all that is said about it.
     types = [value.strip(b" \t") for value in request.header_lines(b"content-type")]
     encodings = [value.strip(b" \t").lower() for value in request.header_lines(_ENCODING)]
     # Compressed bodies count as they are: unpacking one would let a small request take a lot of
     # memory, before the application had a chance to refuse it.
     if len(types) == 1 and (not encodings or encodings == [b"identity"]):
+        if len(types[0]) > CONTENT_TYPE_LIMIT_BYTES:
+            raise _too_many(CONTENT_TYPE_LIMIT_BYTES, "bytes in Content-Type")
         media_type, mark, _ = types[0].partition(b";")
         parameters = _parameters(types[0], len(media_type)) if mark else _NO_PARAMETERS
         media_type = media_type.rstrip(b" \t").lower()
@@ -78,6 +84,15 @@ def content_of(request: Request) -> Content:
 
 
 _NO_PARAMETERS: Final[dict[bytes, bytes]] = {}
+
+
+def too_deep() -> FingerprintImpossible:
+    """The refusal of a body that is nested deeper than it can be compared."""
+    return _too_many(canonical.DEPTH_LIMIT, "levels of nesting in the body")
+
+
+def _too_many(limit: int, of_what: str) -> FingerprintImpossible:
+    return FingerprintImpossible(f"at most {limit:,} {of_what} are compared. Nothing was run")
 
 
 def field_of(content: Content, tokens: tuple[str, ...]) -> Any:
@@ -110,10 +125,7 @@ def _is_readable(parameters: dict[bytes, bytes]) -> bool:
 
 def _value_of(media_type: bytes, parameters: dict[bytes, bytes], body: bytes) -> Any:
     if media_type == _JSON or media_type.endswith(b"+json"):
-        try:
-            return canonical.parse(body)
-        except canonical.NotCanonical:
-            return RAW
+        return _json_of(body)
     if media_type == _FORM:
         return fields_of(body)
     if media_type.startswith(b"multipart/"):
@@ -121,15 +133,26 @@ def _value_of(media_type: bytes, parameters: dict[bytes, bytes], body: bytes) ->
     return RAW
 
 
-def fields_of(text: bytes) -> Any:
+def _json_of(body: bytes) -> Any:
+    try:
+        return canonical.parse(body)
+    except canonical.TooDeep:
+        # How deep a text can be read depends on the stack that is left: counted as bytes, it could
+        # be another request the next time.
+        raise too_deep() from None
+    except canonical.NotCanonical:
+        return RAW
+
+
+def fields_of(text: bytes) -> dict[str, list[Any]]:
     """The fields of a form or a query, by name, each with its values in the order sent.
 
     The order of different names does not count, nor does how a character is escaped; `a` is the
-    same as `a=`, as it is to every framework. `RAW` when there are too many fields.
+    same as `a=`, as it is to every framework. Raises `FingerprintImpossible` for too many fields.
     """
     pieces = text.split(b"&", FIELD_LIMIT)
     if len(pieces) > FIELD_LIMIT:
-        return RAW
+        raise _too_many(FIELD_LIMIT, "fields of a form or a query")
     fields: dict[str, list[Any]] = {}
     for piece in pieces:
         if piece:
@@ -177,7 +200,9 @@ def _multipart(body: bytes, boundary: bytes, is_form: bool) -> Any:
     delimiter = b"--" + boundary
     if _BOUNDARY.fullmatch(boundary) is None or not body.startswith(delimiter):
         return RAW
-    segments = body[len(delimiter) :].split(b"\r\n" + delimiter, FIELD_LIMIT)
+    segments = body[len(delimiter) :].split(b"\r\n" + delimiter, FIELD_LIMIT + 1)
+    if len(segments) > FIELD_LIMIT + 1:
+        raise _too_many(FIELD_LIMIT, "parts of a multipart body")
     # What the last delimiter ends with; a text after the end is allowed, and nobody sends one.
     if segments.pop() not in (b"--", b"--\r\n"):
         return RAW
@@ -203,16 +228,22 @@ def _multipart(body: bytes, boundary: bytes, is_form: bool) -> Any:
 def _part(segment: bytes) -> tuple[dict[str, bytes] | None, bytes]:
     """What the head of a part says, and the part's content; None for an odd head."""
     head, mark, content = segment.partition(b"\r\n\r\n")
-    if not mark or len(head) > PART_HEAD_LIMIT_BYTES:
+    if not mark:
         return None, b""
+    if len(head) > PART_HEAD_LIMIT_BYTES:
+        raise _too_many(PART_HEAD_LIMIT_BYTES, "bytes in the head of a part")
     # A delimiter is followed by the end of its line; then comes the first line of the head.
     first, *lines = head.split(b"\r\n")
     if first:
         return None, b""
     headers: dict[str, bytes] = {}
     for line in lines:
-        header = _PART_HEADER.fullmatch(line)
-        if header is None or not _add_header(headers, header[1].lower(), header[2]):
+        # Not by a pattern: one that takes blanks at the end of what it takes anyway tries every
+        # length of them, and a line of blanks would take the square of its length.
+        name, colon, text = line.partition(b":")
+        if not colon or _NAME.fullmatch(name) is None:
+            return None, b""
+        if not _add_header(headers, name.lower(), text.strip(b" \t")):
             return None, b""
     return headers, content
 

@@ -41,8 +41,11 @@ from retrysafe.http.callers import (
 )
 from retrysafe.http.fingerprints import request_fingerprints
 from retrysafe.http.headers import (
+    HEADER_LIMIT_BYTES,
     NO_PREFERENCE,
     Preference,
+    length_of,
+    link_path,
     parse_key,
     parse_prefer,
     retry_after_text,
@@ -148,8 +151,8 @@ class Protection:
             return policy_response(
                 (*self.table.routes, *self.endpoints),
                 request.header(b"accept"),
-                policy_url=f"{prefix}{self.policy_path}",
-                status_url=f"{prefix}{self.status_path}",
+                policy_url=f"{link_path(prefix)}{self.policy_path}",
+                status_url=f"{link_path(prefix)}{self.status_path}",
                 has_callers=self._global is None,
             )
         caller = self.caller(request)
@@ -220,6 +223,8 @@ class Protection:
             return self.refusals.too_large(route, request, prefix, key)
         policy, preference = route.policy, NO_PREFERENCE
         if prefer:
+            if sum(map(len, prefer)) > HEADER_LIMIT_BYTES:
+                return self.refusals.problem(problems.HEADER_TOO_LONG, request, prefix, key)
             preference = _preference(route, prefer)
             if preference.wait_seconds is not None:
                 policy = self._waiting(policy, preference.wait_seconds)
@@ -234,7 +239,8 @@ class Protection:
     @staticmethod
     def is_too_large(route: Route, length: bytes) -> bool:
         """Whether a declared length is over the limit; a broken one is the server's to refuse."""
-        return length.isdigit() and int(length) > route.rule.request_limit_bytes
+        declared = length_of(length)
+        return declared is not None and declared > route.rule.request_limit_bytes
 
     @staticmethod
     def is_cut_off(request: Request) -> bool:
@@ -243,11 +249,10 @@ class Protection:
         For frameworks that give what has arrived as if it were all. A body that was decoded on its
         way has another length than the one that was declared.
         """
-        length = request.header(_LENGTH_HEADER)
+        length = length_of(request.header(_LENGTH_HEADER) or b"")
         return (
             length is not None
-            and length.isdigit()
-            and len(request.body) < int(length)
+            and len(request.body) < length
             and request.header(b"content-encoding") is None
         )
 
@@ -269,7 +274,10 @@ class Protection:
     # The call.
 
     def call(self, plan: Plan) -> Call:
-        """The call that the engine answers; raises `KeyInvalid` and `CallerMissing`."""
+        """The call that the engine answers.
+
+        Raises `KeyInvalid`, `CallerMissing`, and `FingerprintImpossible` past a limit.
+        """
         route, request = plan.route, plan.request
         operation = route.operations[request.method]
         text = plan.key
@@ -386,7 +394,7 @@ class Protection:
     def accepted(self, plan: Plan, retry_after: timedelta) -> Response:
         """202 with the place where the outcome will be found, and when to look there."""
         assert plan.key is not None  # Only a call that was made can be running.
-        url = f"{plan.prefix}{self.status_path}{quote(plan.key, safe='')}"
+        url = f"{link_path(plan.prefix)}{self.status_path}{quote(plan.key, safe='')}"
         body = json.dumps({"state": "running", "key": plan.key, "status_url": url}).encode()
         response = Response(
             202,

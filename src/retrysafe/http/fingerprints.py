@@ -10,11 +10,11 @@ import hashlib
 from functools import lru_cache
 from typing import Any, Final
 
-from retrysafe.core.canonical import NotCanonical, canonical_bytes
+from retrysafe.core.canonical import TooDeep, canonical_bytes
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.framing import DIGEST_BYTES
 from retrysafe.core.model import Fingerprint
-from retrysafe.http.bodies import RAW, content_of, fields_of
+from retrysafe.http.bodies import RAW, content_of, fields_of, too_deep
 from retrysafe.http.request import Request
 
 # Every part but the last carries its length. The last one's first byte says how it was made: as a
@@ -27,7 +27,7 @@ def request_fingerprints(request: Request, rule: FingerprintRule) -> tuple[Finge
 
     The rule's pointers lead into JSON bodies, and name the fields of forms and multipart forms:
     `/name` is all values that were sent under that name. Any other body counts byte by byte, and
-    so does the query's every field.
+    so does the query's every field. Raises `FingerprintImpossible` past a limit.
     """
     media_type, value = content_of(request)
     if request.query or len(request.path) + len(media_type) > _KEPT_LIMIT:
@@ -69,22 +69,18 @@ def _begun_before(method: str, path: str, media_type: bytes) -> hashlib.blake2b:
 
 
 def _under(rule: FingerprintRule, value: Any, body: bytes, state: hashlib.blake2b) -> Fingerprint:
-    counting = None
-    if value is not RAW:
-        try:
-            counting = rule.counting_bytes(value)
-        except NotCanonical:
-            pass  # Too deep: such a body equals itself, and nothing else.
-    if counting is None:
+    if value is RAW:
         state.update(b"r")
         # Apart, because joining the two would copy a body of any size.
         state.update(body)
     else:
-        state.update(counting)
+        try:
+            state.update(rule.counting_bytes(value))
+        except TooDeep:
+            raise too_deep() from None
     return Fingerprint(rule.version, state.digest())
 
 
 def query_bytes(query: bytes) -> bytes:
-    """The query as it counts: its fields by name, or its bytes when there are too many."""
-    fields = fields_of(query)
-    return b"r" + query if fields is RAW else canonical_bytes(fields)
+    """The query as it counts: its fields by name; raises `FingerprintImpossible` for too many."""
+    return canonical_bytes(fields_of(query))

@@ -1,7 +1,8 @@
 """The headers that retrysafe reads and writes, to the letter of their specifications.
 
-Owns the syntax of `Idempotency-Key` (a string item of RFC 8941), of `Prefer` (RFC 7240) and of
-`Retry-After`. It must not know what a key or a preference leads to.
+Owns the syntax of `Idempotency-Key` (a string item of RFC 8941), of `Prefer` (RFC 7240), of
+`Retry-After`, of lengths and of paths in links. It must not know what a key or a preference leads
+to.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ import re
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final, NamedTuple
+from urllib.parse import quote
 
 from retrysafe.core.keys import KEY_LIMIT_CHARACTERS
 from retrysafe.errors import KeyInvalid
+
+# A key of 255 characters with all of them escaped, and parameters of more than that.
+HEADER_LIMIT_BYTES: Final = 4_096
 
 # Quantifiers of characters are possessive, and every group that is repeated begins with a character
 # that nothing before it can take: no header makes a match take much longer than one pass over it.
@@ -53,6 +58,11 @@ def parse_key(lines: Sequence[bytes], *, strict: bool) -> str:
     plain = _PLAIN_KEY.fullmatch(lines[0])
     if plain is not None:
         return plain[1].decode("ascii")
+    if len(lines[0]) > HEADER_LIMIT_BYTES:
+        raise KeyInvalid(
+            f"the header line with the key has at most {HEADER_LIMIT_BYTES:,} bytes, "
+            f"got {len(lines[0]):,}"
+        )
     # HTTP allows tabs around a value, structured fields do not.
     line = lines[0] if strict else lines[0].strip(b" \t")
     item = _STRING_ITEM.fullmatch(line)
@@ -145,6 +155,29 @@ def parse_prefer(lines: Sequence[bytes]) -> Preference:
         # An empty value is the same as none; any other means something that nobody defined.
         found.get(b"respond-async") == b"",
     )
+
+
+# More digits than any size has that a computer can count.
+_LENGTH_DIGITS: Final = 18
+
+
+def length_of(text: str | bytes) -> int | None:
+    """The number of bytes in a `Content-Length`; None for what is no number of them.
+
+    One with more digits than any length has is the largest length: `int` would raise for it.
+    """
+    if not (text.isascii() and text.isdigit()):
+        return None
+    return int(text) if len(text) <= _LENGTH_DIGITS else 10**_LENGTH_DIGITS
+
+
+def link_path(path: str) -> str:
+    """A decoded path as it is written in links and in `Location`.
+
+    Clients choose it where an application is mounted under a parameter: a line break in it would
+    begin a header of the client's own.
+    """
+    return quote(path, safe="/:@!$&'()*+,;=~", errors="surrogateescape")
 
 
 _SECOND: Final = timedelta(seconds=1)

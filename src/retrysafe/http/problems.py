@@ -17,6 +17,7 @@ from retrysafe.errors import (
     CallerMissing,
     ClaimLost,
     Closed,
+    FingerprintImpossible,
     KeyInvalid,
     KeyReused,
     OperationFailed,
@@ -120,6 +121,20 @@ BODY_TOO_LARGE: Final = ProblemKind(
     "The request body is too large",
     "The body is over the limit up to which requests with a key are taken. Nothing was run.",
 )
+BODY_TOO_COMPLEX: Final = ProblemKind(
+    "body-too-complex",
+    400,
+    "The request is too complex to be compared",
+    "The body or the query has more fields, parts or levels than can be compared with those of a "
+    "retry. Nothing was run.",
+)
+HEADER_TOO_LONG: Final = ProblemKind(
+    "header-too-long",
+    400,
+    "The Prefer header is too long",
+    "The Prefer header is longer than it is read. Nothing was run; send the request with fewer "
+    "preferences.",
+)
 KEY_REUSED: Final = ProblemKind(
     "key-reused",
     "idempotency_conflict",
@@ -190,6 +205,8 @@ KINDS: Final = (
     CLAIM_LOST,
     BODY_INCOMPLETE,
     BODY_TOO_LARGE,
+    BODY_TOO_COMPLEX,
+    HEADER_TOO_LONG,
     KEY_REUSED,
     OPERATION_FAILED,
     ATTEMPTS_EXHAUSTED,
@@ -205,6 +222,7 @@ _KINDS_OF_ERRORS: Final[tuple[tuple[type[RetrysafeError], ProblemKind], ...]] = 
     (KeyReused, KEY_REUSED),
     (KeyInvalid, KEY_INVALID),
     (CallerMissing, CALLER_UNKNOWN),
+    (FingerprintImpossible, BODY_TOO_COMPLEX),
     (OutcomeUnavailable, OUTCOME_UNAVAILABLE),
     (AttemptsExhausted, ATTEMPTS_EXHAUSTED),
     (OperationFailed, OPERATION_FAILED),
@@ -215,7 +233,7 @@ _KINDS_OF_ERRORS: Final[tuple[tuple[type[RetrysafeError], ProblemKind], ...]] = 
     (Closed, CLOSING),
 )
 # Errors whose own words are made for the client and tell no more than it has sent.
-_SPOKEN: Final = frozenset({KEY_INVALID})
+_SPOKEN: Final = frozenset({KEY_INVALID, BODY_TOO_COMPLEX})
 # A client that is told nothing comes back at once.
 RETRY_AFTER: Final = timedelta(seconds=1)
 

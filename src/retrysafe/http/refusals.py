@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from urllib.parse import quote
-
 from retrysafe.http import problems
+from retrysafe.http.headers import link_path
 from retrysafe.http.problems import Place, ProblemKind, problem
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response
@@ -21,7 +20,7 @@ class Refusals:
 
     def place(self, request: Request, prefix: str) -> Place:
         """Where the request was refused, and where the reason is explained."""
-        return Place(f"{prefix}{self._policy_path}", quote(request.path, errors="surrogateescape"))
+        return Place(f"{link_path(prefix)}{self._policy_path}", link_path(request.path))
 
     def problem(
         self, kind: ProblemKind, request: Request, prefix: str, key: str | None = None

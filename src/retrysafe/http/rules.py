@@ -20,6 +20,7 @@ from retrysafe.core.model import Ending
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import PolicyInvalid
 from retrysafe.http.keys_of import FromBody, FromFields, FromHeader, KeySource
+from retrysafe.http.paths import PathPattern
 from retrysafe.http.responses import ResponseCodec
 from retrysafe.runtime.calls import Settings
 
@@ -323,13 +324,13 @@ class RouteTable:
         # Plain paths are looked up; only patterns before a plain match are tried one by one.
         self._nowhere: tuple[int, Match | None] = (len(self.routes), None)
         self._exact: dict[tuple[str, str], tuple[int, Match | None]] = {}
-        self._patterns: list[tuple[int, frozenset[str], re.Pattern[str] | None, Match | None]] = []
+        self._patterns: list[tuple[int, frozenset[str], PathPattern | None, Match | None]] = []
         for position, (route, match) in enumerate(zip(self.routes, matches, strict=True)):
             path = route.rule.path
             if path is not None:
                 _check_path(path)
             if path is None or "{" in path or path.endswith("*"):
-                pattern = None if path is None else _compiled(path)
+                pattern = None if path is None else PathPattern(path)
                 self._patterns.append((position, frozenset(route.rule.methods), pattern, match))
             else:
                 for method in route.rule.methods:
@@ -348,9 +349,9 @@ class RouteTable:
                 continue
             if pattern is None:
                 return match
-            found = pattern.fullmatch(path)
+            found = pattern.match(path)
             if found is not None:
-                return None if match is None else (match[0], found.groupdict())
+                return None if match is None else (match[0], found)
         return exact
 
 
@@ -375,24 +376,3 @@ def _check_path(path: str) -> None:
         f"the path {path!r} would be taken as it stands, and match nothing: write {{{name}}} for "
         "that segment"
     )
-
-
-_PARAMETER: Final = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
-
-
-def _compiled(path: str) -> re.Pattern[str]:
-    """The pattern of a path; raises `PolicyInvalid` for stray braces and doubled names."""
-    stem, star = (path[:-1], ".*") if path.endswith("*") else (path, "")
-    pieces = _PARAMETER.split(stem)
-    texts, names = pieces[::2], pieces[1::2]
-    if any("{" in text or "}" in text for text in texts):
-        raise PolicyInvalid(
-            f"the path {path!r} is no pattern: write {{name}} for one segment, and * at the end "
-            "for everything below"
-        )
-    if len(set(names)) != len(names):
-        raise PolicyInvalid(f"the path {path!r} names a parameter twice")
-    pattern = re.escape(texts[0])
-    for name, text in zip(names, texts[1:], strict=True):
-        pattern += f"(?P<{name}>[^/]+)" + re.escape(text)
-    return re.compile(pattern + star, re.DOTALL)

@@ -19,6 +19,7 @@ from retrysafe.http import blocking
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
+from retrysafe.http.headers import length_of
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Header, Response, is_event_stream
 from retrysafe.http.rules import Match, Rule, Streaming, checked_rules
@@ -322,10 +323,10 @@ class _BodyCutOff(Exception):
 def _read_body(environ: Environ, limit_bytes: int) -> bytes | None:
     """The whole body; None past the limit. Raises `_BodyCutOff`."""
     stream = environ["wsgi.input"]
-    declared = environ.get("CONTENT_LENGTH")
-    if declared and declared.isdigit():
+    declared = length_of(environ.get("CONTENT_LENGTH") or "")
+    if declared is not None:
         # The standard allows no more than that to be read: beyond it some servers block.
-        left = int(declared)
+        left = declared
     elif environ.get("wsgi.input_terminated"):
         left = limit_bytes + 1
     else:
@@ -337,7 +338,7 @@ def _read_body(environ: Environ, limit_bytes: int) -> bytes | None:
             break
         chunks.append(chunk)
         left -= len(chunk)
-    if left and declared:
+    if left and declared is not None:
         # Half a request was never asked for, and its key must stay free for the whole one. A body
         # without a length is for the server to check: it alone knows how that ends.
         raise _BodyCutOff

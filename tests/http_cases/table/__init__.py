@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.http_cases.cases import Case
-from tests.http_cases.table import abuse, callers, keys, outcomes, pages, requests, running
+from tests.http_cases.table import (
+    abuse,
+    callers,
+    hostile,
+    keys,
+    outcomes,
+    pages,
+    requests,
+    running,
+)
 
 GROUPS = {
     "Keys": keys,
@@ -15,6 +24,7 @@ GROUPS = {
     "Callers": callers,
     "Pages and safe methods": pages,
     "Bodies, clients that leave, streams, stores that fail": abuse,
+    "Hostile bytes": hostile,
 }
 CASES: tuple[Case, ...] = tuple(
     replace(case, group=group) for group, module in GROUPS.items() for case in module.CASES

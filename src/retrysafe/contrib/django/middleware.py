@@ -24,6 +24,7 @@ from retrysafe.contrib.django.exchange import (
 from retrysafe.contrib.django.pages import PAGE_METHODS, page
 from retrysafe.contrib.django.transactions import HOOK_ERROR_NAME, raised_by_hook
 from retrysafe.http.exchange import Plan
+from retrysafe.http.headers import length_of
 from retrysafe.http.rules import REQUEST_LIMIT_BYTES
 
 
@@ -85,11 +86,11 @@ def _is_page(request: Any) -> bool:
 
 def _readable(request: Any) -> Any:
     """The request, whose body is kept when it brings a key: a view further in may compare it."""
-    length = request.META.get("CONTENT_LENGTH") or "0"
+    length = length_of(request.META.get("CONTENT_LENGTH") or "0")
     if (
         "HTTP_IDEMPOTENCY_KEY" in request.META
-        and length.isdigit()
-        and int(length) <= REQUEST_LIMIT_BYTES
+        and length is not None
+        and length <= REQUEST_LIMIT_BYTES
     ):
         try:
             request.body  # noqa: B018 — reading it is what keeps it.
