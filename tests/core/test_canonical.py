@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from retrysafe.core import canonical
-from retrysafe.core.canonical import ABSENT, NotCanonical, Number, canonical_bytes, parse
+from retrysafe.core.canonical import (
+    ABSENT,
+    DEPTH_LIMIT,
+    NotCanonical,
+    Number,
+    TooDeep,
+    canonical_bytes,
+    parse,
+)
 from retrysafe.core.framing import frame
 
 JSON_VALUES = st.recursive(
@@ -126,7 +136,7 @@ def test_nesting_has_a_limit_of_its_own(opening, closing):
     """The limit is a number, and not what happens to be left of the caller's stack."""
     depth = canonical.DEPTH_LIMIT
     assert read(opening * depth + "1" + closing * depth)
-    with pytest.raises(NotCanonical, match="deeper than 200"):
+    with pytest.raises(TooDeep, match="deeper than 200"):
         read(opening * (depth + 1) + "1" + closing * (depth + 1))
 
 
@@ -273,3 +283,19 @@ def test_a_name_counts_by_its_text_whoever_came_first():
     canonical._LABELS.clear()
     assert canonical_bytes({_Name("amount"): 1}) == plain
     assert canonical_bytes({"amount": 1}) == plain
+
+
+def test_a_stack_that_is_nearly_full_is_told_as_too_deep():
+    """Writing takes one frame a level: without room for them the text is refused, with no error
+    that means something else to the caller."""
+
+    def below(frames: int) -> bytes:
+        return canonical_bytes(value) if frames == 0 else below(frames - 1)
+
+    value: object = []
+    for _ in range(DEPTH_LIMIT - 1):
+        value = [value]
+    assert below(1) == canonical_bytes(value)
+    room = sys.getrecursionlimit() - len(inspect.stack())
+    with pytest.raises(TooDeep):
+        below(room - DEPTH_LIMIT // 2)

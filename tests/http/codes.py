@@ -5,6 +5,8 @@ CODES = {
     "attempts-exhausted": "idempotency_attempts_exhausted",
     "body-incomplete": "idempotency_body_incomplete",
     "body-too-large": "idempotency_body_too_large",
+    "body-too-complex": "idempotency_body_too_complex",
+    "header-too-long": "idempotency_header_too_long",
     "caller-unknown": "idempotency_caller_unknown",
     "claim-lost": "idempotency_claim_lost",
     "closing": "idempotency_closing",

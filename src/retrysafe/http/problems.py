@@ -123,6 +123,7 @@ BODY_TOO_LARGE: Final = ProblemKind(
 )
 BODY_TOO_COMPLEX: Final = ProblemKind(
     "body-too-complex",
+    "idempotency_body_too_complex",
     400,
     "The request is too complex to be compared",
     "The body or the query has more fields, parts or levels than can be compared with those of a "
@@ -130,6 +131,7 @@ BODY_TOO_COMPLEX: Final = ProblemKind(
 )
 HEADER_TOO_LONG: Final = ProblemKind(
     "header-too-long",
+    "idempotency_header_too_long",
     400,
     "The Prefer header is too long",
     "The Prefer header is longer than it is read. Nothing was run; send the request with fewer "
