@@ -56,8 +56,8 @@ def filled(desk):
         ("delivered", EntryState.DELIVERED),
         ("discarded", EntryState.DEAD),
     ):
-        ending = EntryEnding(taken[name].id, b"t" * 16, state, 5_000, True, 60_000, f"no {name}")
-        run_sync(store.outbox.settle([ending]))
+        ending = EntryEnding(taken[name].id, b"t" * 16, state, 5_000, 60_000, f"no {name}")
+        run_sync(store.outbox.write([ending]))
     run_sync(store.outbox.operate(taken["discarded"].id, "discard"))
     desk.now_ms += 1_000
     desk.numbers = {name: item.id for name, item in taken.items()}
@@ -113,9 +113,7 @@ def lane(desk):
     claim = EntryClaim(b"t" * 16, 1, 30_000)
     for state in (EntryState.DELIVERED, EntryState.DEAD):
         (taken,) = run_sync(store.outbox.claim(claim)).entries
-        run_sync(
-            store.outbox.settle([EntryEnding(taken.id, b"t" * 16, state, 0, True, 60_000, "no")])
-        )
+        run_sync(store.outbox.write([EntryEnding(taken.id, b"t" * 16, state, 0, 60_000, "no")]))
     return desk
 
 
@@ -147,11 +145,11 @@ def test_an_entry_before_a_dead_one_is_not_held_back(invoke, lane):
     for _ in range(2):
         taken = run_sync(store.outbox.claim(EntryClaim(b"t" * 16, 9, 30_000, dead_blocks=False)))
         endings = [
-            EntryEnding(item.id, b"t" * 16, EntryState.DEAD, 0, True, 60_000, "no")
+            EntryEnding(item.id, b"t" * 16, EntryState.DEAD, 0, 60_000, "no")
             for item in taken.entries
             if item.aggregate == "pair"
         ]
-        run_sync(store.outbox.settle(endings))
+        run_sync(store.outbox.write(endings))
     invoke("outbox", "retry", 5, "--yes", "--store", lane.url)
     listed = invoke("outbox", "list", "--aggregate", "pair", "--store", lane.url, "--json").json
     assert [(item["state"], item["held_back_by"]) for item in listed["entries"]] == [

@@ -19,8 +19,10 @@ from retrysafe.core.outbox import (
     EntryCommand,
     EntryCondition,
     EntryEnding,
+    EntryStart,
     EntryState,
     Hints,
+    OpenTry,
     entry_key,
     error_text,
     staged_entry,
@@ -214,9 +216,32 @@ def test_dead_entries_hold_back_only_where_they_block():
         assert outbox.holds_back(found, dead_blocks=True) == (waits or state is EntryState.DEAD)
 
 
-def test_a_claim_counts_a_try_and_starts_a_lease():
+def test_a_claim_starts_a_lease_and_counts_no_try():
     found = outbox.claimed(entry(), EntryClaim(TOKEN, 1, LEASE_MS), NOW)
-    assert found == held()
+    assert found == replace(held(), attempts=0)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_start_counts_the_try_and_extends_the_lease(is_alone):
+    start = EntryStart(7, TOKEN, 3, 5_000, is_alone)
+    found = outbox.written(held(), start, NOW)
+    assert (found.attempts, found.due_at_ms) == (3, NOW + 5_000)
+    assert found.open_try is (OpenTry.ALONE if is_alone else OpenTry.SHARED)
+    assert outbox.written(held(), replace(start, lease_ms=1), NOW).due_at_ms == NOW + LEASE_MS
+
+
+def test_what_begins_with_a_claim_has_no_open_try():
+    found = [entry(id=1), entry(id=2, open_try=OpenTry.SHARED), entry(id=3), entry(id=4)]
+    chosen = outbox.beginning(found, EntryClaim(TOKEN, 4, LEASE_MS, begins=2))
+    assert [item.id for item in chosen] == [1, 3]
+
+
+def test_a_start_needs_the_token():
+    """What a relay has only queued may be over by now, or another one's."""
+    start = EntryStart(7, TOKEN, 3, 5_000)
+    assert outbox.written(None, start, NOW) is None
+    assert outbox.written(entry(token=OTHER_TOKEN), start, NOW) is None
+    assert outbox.written(held(state=EntryState.DISCARDED), start, NOW) is None
 
 
 @pytest.mark.parametrize("state", [s for s in EntryState if s is not EntryState.DISCARDED])
@@ -235,8 +260,8 @@ def test_endings_write_what_they_say():
     assert outbox.settled(held(), tried, NOW) == entry(
         attempts=1, due_at_ms=NOW + 50, last_error="no"
     )
-    returned = EntryEnding(7, TOKEN, EntryState.WAITING, is_counted=False)
-    assert outbox.settled(held(), returned, NOW) == entry()
+    returned = EntryEnding(7, TOKEN, EntryState.WAITING, attempts=0, open_try=OpenTry.SHARED)
+    assert outbox.written(held(), returned, NOW) == entry(open_try=OpenTry.SHARED)
     delivered = EntryEnding(7, TOKEN, EntryState.DELIVERED, keep_ms=9)
     assert outbox.settled(held(last_error="before"), delivered, NOW) == entry(
         state=EntryState.DELIVERED,

@@ -7,7 +7,9 @@ from retrysafe.core.attempt import Attempt
 from retrysafe.core.settling import settlement_of
 from retrysafe.core.staging import Staging
 from retrysafe.core.undoing import Concluder
+from retrysafe.relay.crews import TaskCrew, ThreadCrew
 from retrysafe.relay.engine import RelayEngine
+from retrysafe.relay.held_entries import HeldEntries
 from retrysafe.stores.sqlite import batches
 from retrysafe.stores.sqlite.schema import SQL
 from tests.guards import test_outbox_properties as outbox_properties
@@ -116,29 +118,98 @@ OUTBOX_GUARDS: tuple[Guard, ...] = (
     Guard(
         "a relay knows its own entry again",
         "after it stood still, one relay delivers an entry twice at the same time",
-        (InCode(RelayEngine._take_on, "if not is_flying:", "if True:"),),
-        outbox_properties.test_a_relay_does_not_deliver_an_entry_twice_at_once,
-    ),
-    Guard(
-        "tries are counted when they begin",
-        "an entry that kills its relay kills every relay after it",
         (
             InCode(
-                RelayEngine._take_on,
-                "if entry.attempts > self._policy.attempt_limit:",
+                HeldEntries.take_on,
+                "if known is not None and self.is_under_way(number):",
                 "if False:",
             ),
         ),
+        outbox_properties.test_a_relay_does_not_deliver_an_entry_twice_at_once,
+    ),
+    Guard(
+        "an entry that ends its relays is buried",
+        "an entry that kills its relay kills every relay after it",
+        (InCode(RelayEngine._claim, "if self._is_deadly(entry):", "if False:"),),
         outbox_properties.test_an_entry_that_kills_relays_is_buried,
+    ),
+    Guard(
+        "tries count when they begin",
+        "an entry that kills its relay buries those that the relay had only claimed",
+        (
+            InCode(
+                outbox.claimed,
+                "due_at_ms=now_ms + claim.lease_ms",
+                "due_at_ms=now_ms + claim.lease_ms, attempts=entry.attempts + 1",
+            ),
+        ),
+        outbox_properties.test_what_a_relay_only_claims_is_not_tried,
+    ),
+    Guard(
+        "what may have ended a relay begins alone",
+        "nobody can tell which of several deliveries kills the relays",
+        (
+            InCode(
+                HeldEntries._wait,
+                "if entry.open_try is OpenTry.NONE:",
+                "if entry.open_try is not OpenTry.ALONE:",
+            ),
+        ),
+        outbox_properties.test_what_a_dead_relay_had_begun_is_delivered_alone,
+    ),
+    Guard(
+        "tries beside others bury nobody",
+        "an entry dies for the company that it was in",
+        (InCode(RelayEngine._is_deadly, "entry.open_try is OpenTry.ALONE", "True"),),
+        outbox_properties.test_no_entry_is_buried_for_its_company,
+    ),
+    Guard(
+        "threads look at the lease before each delivery",
+        "a relay that stood still delivers what it had only queued, after a later entry",
+        (InCode(ThreadCrew._deliver_all, "is_begun = may_begin(entry)", "is_begun = True"),),
+        outbox_properties.test_a_thread_looks_before_it_delivers,
+    ),
+    Guard(
+        "tasks look at the lease before each delivery",
+        "the same, on an event loop",
+        (InCode(TaskCrew._deliver_all, "is_begun = may_begin(entry)", "is_begun = True"),),
+        outbox_properties.test_a_task_looks_before_it_delivers,
+    ),
+    Guard(
+        "fence of the outbox: only the claim's token begins a delivery",
+        "a relay that stood still delivers what an operator has discarded",
+        (
+            InCode(
+                outbox.begun,
+                "entry is None or entry.state is not EntryState.WAITING "
+                "or entry.token != start.token",
+                "entry is None",
+            ),
+        ),
+        outbox_properties.test_a_zombie_relay_begins_nothing,
+    ),
+    Guard(
+        "the same fence in SQLite's statement",
+        "the same, where the statement decides",
+        (
+            InStatement(
+                SQL,
+                "begin_entry",
+                "AND token = :token AND state = 1",
+                "AND :token IS NOT NULL",
+                f"{_OUTBOX}, `begin_entry`",
+            ),
+        ),
+        outbox_properties.test_a_zombie_relay_begins_nothing_in_sqlite,
     ),
     Guard(
         "an ending is forgotten only when the store has heard it",
         "a delivered entry is delivered again after every short outage",
         (
             InCode(
-                RelayEngine._write_endings,
-                "endings = self._endings\n    try:",
-                "endings, self._endings = self._endings, []\n    try:",
+                RelayEngine._write,
+                "endings = self._endings\n",
+                "endings, self._endings = self._endings, []\n",
             ),
         ),
         outbox_properties.test_an_ending_that_was_not_heard_is_told_again,
@@ -146,7 +217,13 @@ OUTBOX_GUARDS: tuple[Guard, ...] = (
     Guard(
         "the lease of a slow delivery is renewed",
         "a second relay delivers what the first is still delivering",
-        (InCode(RelayEngine._renew, "if at <= now:", "if False:"),),
+        (
+            InCode(
+                HeldEntries.due_renewals,
+                "    # The one that",
+                "    return {}\n    # The one that",
+            ),
+        ),
         outbox_properties.test_a_slow_delivery_is_renewed,
     ),
     Guard(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -11,7 +12,15 @@ import pytest
 from retrysafe import GLOBAL, Ending, Idempotency, InvalidInput, MemoryStore, SqliteStore
 from retrysafe import current_attempt as attempt
 from retrysafe.core.model import Decision, SettleKind
-from retrysafe.core.outbox import EntryClaim, EntryEnding, EntryQuery, EntryState
+from retrysafe.core.outbox import (
+    EntryClaim,
+    EntryCommand,
+    EntryEnding,
+    EntryQuery,
+    EntryStart,
+    EntryState,
+)
+from retrysafe.relay.crews import TaskCrew, ThreadCrew
 from retrysafe.runtime.drive import run_sync
 from retrysafe.testing import ManualClock, Moment
 from retrysafe.testing.suite.probe import KEY, request, settlement
@@ -46,7 +55,7 @@ def _zombie_is_refused(store, clock) -> None:
     (owner,) = _claimed(store)
     assert owner.token != zombie.token
     late = EntryEnding(zombie.id, zombie.token, EntryState.DEAD)
-    assert run_sync(store.outbox.settle([late])) == [Decision.LOST]
+    assert run_sync(store.outbox.write([late])) == [Decision.LOST]
     assert _listed(store)[0].condition.value == "claimed"
 
 
@@ -95,7 +104,7 @@ def test_a_head_holds_its_aggregate_back():
     (head,) = _claimed(store)
     assert _claimed(store) == []
     dead = EntryEnding(head.id, head.token, EntryState.DEAD)
-    run_sync(store.outbox.settle([dead]))
+    run_sync(store.outbox.write([dead]))
     assert _claimed(store) == []
 
 
@@ -146,18 +155,97 @@ def test_an_entry_that_kills_relays_is_buried():
     scene = Scene(attempt_limit=2)
     scene.stage("a")
     for _ in range(2):
-        assert len(_claimed(scene.store)) == 1
-        scene.pass_time(LEASE_MS / 1000)
+        assert scene.relay_dies() == ["a"]
     scene.run()
     assert scene.crew.taken == []
+
+
+def test_what_a_relay_only_claims_is_not_tried():
+    store = MemoryStore()
+    stage(store, entry("a"))
+    assert _claimed(store)[0].attempts == 0
+
+
+def test_what_a_dead_relay_had_begun_is_delivered_alone():
+    scene = Scene(size=2)
+    scene.stage("a", "b")
+    assert scene.relay_dies() == ["a", "b"]
+    assert scene.relay_dies() == ["a"]
+
+
+def test_no_entry_is_buried_for_its_company():
+    scene = Scene(size=2, attempt_limit=1)
+    scene.stage("a", "b")
+    scene.relay_dies()
+    scene.run(scene.crew.end, scene.crew.end)
+    assert scene.states() == {"a": "delivered", "b": "delivered"}
+
+
+class _Target:
+    def __init__(self) -> None:
+        self.delivered = []
+
+    async def deliver(self, delivery) -> None:
+        self.delivered.append(delivery.key)
+
+
+def test_a_thread_looks_before_it_delivers():
+    store, target = MemoryStore(), _Target()
+    stage(store, entry("a"))
+    crew = ThreadCrew(target, 1)
+    crew.start(_claimed(store)[0], lambda _: False)
+    run_sync(crew.wait(10))
+    run_sync(crew.close())
+    assert target.delivered == []
+
+
+def test_a_task_looks_before_it_delivers():
+    store, target = MemoryStore(), _Target()
+    stage(store, entry("a"))
+
+    async def main() -> None:
+        crew = TaskCrew(target, 1, 10)
+        crew.start(_claimed(store)[0], lambda _: False)
+        await crew.wait(10)
+        await crew.close()
+
+    asyncio.run(main())
+    assert target.delivered == []
+
+
+def _zombie_begins_nothing(store, clock) -> None:
+    stage(store, entry("a"))
+    (zombie,) = _claimed(store)
+    clock.advance(timedelta(milliseconds=LEASE_MS))
+    assert run_sync(store.outbox.operate(zombie.id, EntryCommand.DISCARD)) is Decision.APPLY
+    late = EntryStart(zombie.id, zombie.token, 1, LEASE_MS)
+    assert run_sync(store.outbox.write([late])) == [Decision.LOST]
+
+
+def test_a_zombie_relay_begins_nothing():
+    clock = ManualClock()
+    _zombie_begins_nothing(MemoryStore(now_ms=clock), clock)
+
+
+def test_a_zombie_relay_begins_nothing_in_sqlite():
+    with tempfile.TemporaryDirectory() as folder:
+        clock = ManualClock()
+        store = SqliteStore(Path(folder) / "x.db", now_ms=clock)
+        try:
+            _zombie_begins_nothing(store, clock)
+        finally:
+            run_sync(store.close())
 
 
 def test_an_ending_that_was_not_heard_is_told_again():
     scene = Scene()
     scene.stage("a")
-    scene.store.fail(Moment.BEFORE, method="outbox.settle")
-    scene.crew.script = [lambda: None] * 3
-    scene.crew.script[0] = scene.crew.end
+
+    def end():
+        scene.store.fail(Moment.BEFORE, method="outbox.write")
+        scene.crew.end()
+
+    scene.crew.script = [end, *[lambda: None] * 2]
     run_sync(scene.engine.run(until_idle=True))
     assert scene.states() == {"a": "delivered"}
 

@@ -62,6 +62,10 @@ class Child:
         assert self.exit_code() == 0
         return what
 
+    def wait_for_end(self, extra_seconds: float) -> None:
+        """Waits for a child that needs longer than others, such as for the end of a lease."""
+        self._process.join(PATIENCE_SECONDS + extra_seconds)
+
     def exit_code(self) -> int:
         """How the process ended: a negative number is the signal that killed it."""
         self._process.join(PATIENCE_SECONDS)

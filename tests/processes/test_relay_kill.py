@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 
 from retrysafe import GLOBAL, Idempotency, current_attempt, open_store
-from retrysafe.core.outbox import EntryQuery
+from retrysafe.core.outbox import EntryQuery, EntryStart
 from retrysafe.relay import Relay, RelayPolicy
 from retrysafe.runtime.drive import run_sync
 from tests.processes.boundaries import Boundaries
@@ -113,10 +113,11 @@ class _MortalOutbox:
         self._boundaries.cross("claim:after")
         return found
 
-    async def settle(self, endings):
-        self._boundaries.cross("settle:before")
-        decisions = await self._outbox.settle(endings)
-        self._boundaries.cross("settle:after")
+    async def write(self, writes):
+        kind = "start" if isinstance(writes[-1], EntryStart) else "settle"
+        self._boundaries.cross(f"{kind}:before")
+        decisions = await self._outbox.write(writes)
+        self._boundaries.cross(f"{kind}:after")
         return decisions
 
     async def extend(self, token, ids, lease_ms):
@@ -167,7 +168,9 @@ def test_a_relay_killed_at_each_boundary_loses_nothing(start, url, tmp_path):
     else:
         raise AssertionError("the relay never survives")
     assert seen == {
-        f"{what}:{when}" for what in ("claim", "deliver", "settle") for when in ("before", "after")
+        f"{what}:{when}"
+        for what in ("claim", "start", "deliver", "settle")
+        for when in ("before", "after")
     }
     # At least once is not exactly once: some deaths come between the delivery and the word of it.
     assert delivered_twice >= 3

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from types import SimpleNamespace
 
 from retrysafe import MemoryStore
 from retrysafe.core.keys import Key
@@ -11,7 +13,7 @@ from retrysafe.core.model import SettleKind, StagedEntry
 from retrysafe.core.outbox import Entry, EntryQuery
 from retrysafe.relay import RelayPolicy
 from retrysafe.relay.engine import RelayEngine
-from retrysafe.relay.ports import Finished
+from retrysafe.relay.ports import Finished, MayBegin
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import mint_token
 from retrysafe.testing import FaultyStore, ManualClock
@@ -43,12 +45,23 @@ class ScriptedCrew:
         self.rests: list[float] = []
         self.wakes = 0
         self._ended: list[Finished] = []
+        self._may_begin: dict[int, MayBegin] = {}
         # What happens during each rest, in order; a rest too many ends the test.
         self.script: list[Callable[[], None]] = []
 
-    def start(self, entry: Entry) -> None:
-        self.taken.append(entry.body.decode())
-        (self.begun if len(self.begun) < self.size else self.queued).append(entry)
+    def start(self, entry: Entry, may_begin: MayBegin) -> None:
+        self._may_begin[entry.id] = may_begin
+        self.queued.append(entry)
+        self._begin()
+
+    def _begin(self) -> None:
+        while self.queued and len(self.begun) < self.size:
+            entry = self.queued.pop(0)
+            if self._may_begin[entry.id](entry):
+                self.taken.append(entry.body.decode())
+                self.begun.append(entry)
+            else:
+                self._ended.append(Finished(entry, is_begun=False))
 
     def end(self, *errors: BaseException | None, name: str | None = None) -> None:
         """Ends the deliveries that were begun first, or the one of that name."""
@@ -57,8 +70,7 @@ class ScriptedCrew:
             if name is not None:
                 chosen = next(item for item in self.begun if item.body.decode() == name)
             self.begun.remove(chosen)
-            if self.queued:
-                self.begun.append(self.queued.pop(0))
+            self._begin()
             self._ended.append(Finished(chosen, error))
 
     def finished(self) -> list[Finished]:
@@ -79,6 +91,14 @@ class ScriptedCrew:
 
     async def close(self) -> None:
         """Nothing to end."""
+
+
+class _Died(BaseException):
+    """The end of a relay that tells nobody."""
+
+
+def _die() -> None:
+    raise _Died
 
 
 class Scene:
@@ -115,6 +135,19 @@ class Scene:
     def pass_time(self, seconds: float) -> None:
         self.clock.advance(timedelta(seconds=seconds))
 
+    def slow_writes(self, seconds: float) -> None:
+        """Lets every write of the relay take that long."""
+        outbox = self.engine._outbox
+
+        async def write(writes):
+            decisions = await outbox.write(writes)
+            self.pass_time(seconds)
+            return decisions
+
+        self.engine._outbox = SimpleNamespace(
+            claim=outbox.claim, write=write, extend=outbox.extend, hints=outbox.hints
+        )
+
     def stand_still_before_claim(self, number: int, seconds: float = 40) -> None:
         """Lets the process stand still right before its n-th claim, after it saw to its leases."""
         turns = iter(range(1, 1_000_000))
@@ -125,6 +158,15 @@ class Scene:
             return mint_token()
 
         self.engine._mint_token = mint
+
+    def relay_dies(self) -> list[str]:
+        """A relay begins what it can, ends nothing, and its leases run out; what it had begun."""
+        crew = ScriptedCrew(self.crew.size)
+        crew.script = [_die]
+        with suppress(_Died):
+            run_sync(self.relay(crew).run())
+        self.pass_time(self.policy.lease.total_seconds())
+        return crew.taken
 
     def states(self) -> dict[str, str]:
         found = run_sync(self.store.outbox.list_entries(EntryQuery(limit=1_000)))

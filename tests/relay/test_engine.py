@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
 
 from retrysafe import DeliveryFailed, PolicyInvalid, SchemaMissing, StoreUnavailable
-from retrysafe.core.outbox import BackOff, EntryClaim
+from retrysafe.core.outbox import BackOff, EntryClaim, OpenTry
 from retrysafe.relay import RelayPolicy
 from retrysafe.relay.engine import RelayReport
 from retrysafe.runtime.drive import run_sync
@@ -139,12 +140,163 @@ def test_an_entry_that_kills_its_relays_is_buried_without_another_try():
     scene = Scene(attempt_limit=3)
     scene.stage("a")
     for _ in range(3):
-        claim = EntryClaim(mint_token(), 1, 1_000)
-        assert len(run_sync(scene.store.outbox.claim(claim)).entries) == 1
-        scene.pass_time(1)
+        assert scene.relay_dies() == ["a"]
     assert scene.run() == RelayReport(dead=1)
     assert scene.crew.taken == []
     assert "without a word" in scene.stored("a").entry.last_error
+
+
+# Entries that end their relays.
+
+
+def test_a_try_counts_when_its_delivery_begins():
+    """What the crew has no room for is not counted, and neither is what a relay only claims."""
+    scene = Scene(size=2)
+    scene.stage("a", "b", "c", "d")
+    seen = {}
+
+    def look():
+        seen.update({name: scene.stored(name).entry.attempts for name in "abcd"})
+        scene.engine.stop()
+
+    scene.run(look, lambda: scene.crew.end(None, None), until_idle=False)
+    assert seen == {"a": 1, "b": 1, "c": 0, "d": 0}
+
+
+def test_what_a_dead_relay_had_begun_is_delivered_alone():
+    """One after the other, beside nothing else; what it had only claimed is under no suspicion."""
+    scene = Scene(size=3)
+    scene.stage("a", "b", "c", "d", "e")
+    assert scene.relay_dies() == ["a", "b", "c"]
+    seen = []
+
+    def act():
+        seen.append([item.body.decode() for item in scene.crew.begun])
+        scene.crew.end(*[None] * len(scene.crew.begun))
+
+    report = scene.run(*[act] * 4)
+    assert seen == [["d", "e"], ["a"], ["b"], ["c"]]
+    assert report == RelayReport(delivered=5)
+    assert scene.stored("a").entry.attempts == 2
+
+
+def test_only_the_entry_that_ends_its_relays_dies():
+    """Whatever the limit, an innocent one is never buried for the company it was in."""
+    for limit in (1, 2, 3):
+        scene = Scene(size=3, attempt_limit=limit)
+        scene.stage("a", "poison", "b", "c")
+        scene.stage("head", aggregate="lane")
+        crews = []
+        for _ in range(limit + 2):
+            crew = ScriptedCrew(3)
+            crew.script = [_ends_unless_poisonous(crew)] * 20
+            crews.append(crew)
+            with suppress(BrokenPipeError):
+                run_sync(scene.relay(crew).run(until_idle=True))
+            scene.pass_time(60)
+        poison = scene.stored("poison")
+        assert scene.states() == {
+            "a": "delivered",
+            "b": "delivered",
+            "c": "delivered",
+            "head": "delivered",
+            "poison": "dead",
+        }
+        # Once beside others, where nobody could tell, and then alone.
+        assert poison.entry.attempts == max(2, limit)
+        assert sum(crew.taken.count("poison") for crew in crews) == max(2, limit)
+
+
+def _ends_unless_poisonous(crew):
+    def act():
+        names = [item.body.decode() for item in crew.begun]
+        if "poison" in names:
+            raise BrokenPipeError
+        crew.end(*[None] * len(names))
+
+    return act
+
+
+def test_an_innocent_entry_does_not_wait_for_a_poisonous_one():
+    """The one that ended a relay alone comes last, and nothing else is held meanwhile."""
+    scene = Scene(size=2)
+    scene.stage("poison")
+    assert [scene.relay_dies() for _ in range(2)] == [["poison"]] * 2
+    scene.stage("a", "b", "c")
+    rival = []
+
+    def act():
+        claim = EntryClaim(mint_token(), 10, 1_000)
+        rival.extend(run_sync(scene.store.outbox.claim(claim)).entries)
+        scene.crew.end()
+
+    report = scene.run(lambda: scene.crew.end(None, None), act)
+    assert scene.crew.taken == ["a", "b", "poison"]
+    assert [(item.body.decode(), item.attempts) for item in rival] == [("c", 0)]
+    assert report == RelayReport(delivered=3, returned=1)
+
+
+def test_one_word_clears_an_entry():
+    """An error is an ending: the relay lived, and the next try is as any other."""
+    scene = Scene(size=2, back_off=BackOff(timedelta(seconds=1), timedelta(seconds=1)))
+    scene.stage("a", "b")
+    assert scene.relay_dies() == ["a", "b"]
+    scene.run(lambda: scene.crew.end(REFUSED), lambda: scene.crew.end(REFUSED))
+    scene.pass_time(1)
+    seen = []
+
+    def act():
+        seen.extend(item.body.decode() for item in scene.crew.begun)
+        scene.crew.end(None, None)
+
+    scene.run(act)
+    assert seen == ["a", "b"]
+
+
+def test_a_hanging_delivery_keeps_nobody_from_being_delivered_alone():
+    """A thread cannot be interrupted; after its time-out it does not count."""
+    scene = Scene(size=2, timeout=timedelta(seconds=5))
+    scene.stage("suspect")
+    scene.relay_dies()
+    held = run_sync(scene.store.outbox.claim(EntryClaim(mint_token(), 10, 1_000))).entries
+    scene.stage("hangs")
+
+    def wait():
+        scene.pass_time(1)
+
+    def look():
+        assert [item.body.decode() for item in scene.crew.begun] == ["hangs", "suspect"]
+        scene.crew.end(None, None)
+
+    assert [item.body.decode() for item in held] == ["suspect"]
+    scene.run(*[wait] * 5, look)
+    assert scene.states() == {"suspect": "delivered", "hangs": "delivered"}
+
+
+def test_a_start_whose_answer_was_lost_is_counted_once():
+    """It is asked for again, and says which try it is."""
+    scene = Scene(size=1)
+    scene.stage("a", "b")
+
+    def end():
+        scene.store.fail(Moment.AFTER, method="outbox.write")
+        scene.crew.end()
+
+    scene.run(end, lambda: None, scene.crew.end)
+    assert scene.stored("b").entry.attempts == 1
+
+
+def test_nothing_begins_with_a_claim_while_the_store_fails():
+    """Of a second claim whose answer is lost, nothing is counted that nobody delivers."""
+    scene = Scene(lease=timedelta(seconds=30), timeout=timedelta(seconds=5))
+    scene.stage("a")
+    scene.store.fail(Moment.AFTER, method="outbox.claim", times=2)
+    scene.run(
+        lambda: scene.pass_time(30),
+        lambda: scene.pass_time(30),
+        scene.crew.end,
+    )
+    assert scene.stored("a").entry.attempts == 2
 
 
 # Leases.
@@ -182,7 +334,7 @@ def test_a_zombie_relays_late_word_is_refused(caplog):
     report = scene.run(stand_still)
     assert report == RelayReport(failed=1, lost=1)
     assert scene.states() == {"a": "delivered"}
-    assert "another relay has entry number 1" in caplog.text
+    assert "has entry number 1" in caplog.text
 
 
 def test_a_relay_that_meets_its_own_entry_again_does_not_deliver_it_twice_at_once():
@@ -193,7 +345,7 @@ def test_a_relay_that_meets_its_own_entry_again_does_not_deliver_it_twice_at_onc
     scene.stand_still_before_claim(2)
     report = scene.run(scene.crew.end)
     assert scene.crew.taken == ["a"]
-    assert scene.stored("a").entry.attempts == 2
+    assert scene.stored("a").entry.attempts == 1
     assert report == RelayReport(delivered=1)
 
 
@@ -205,8 +357,12 @@ def test_an_ending_that_the_store_did_not_hear_is_told_again(moment):
     """Lost before or after it was written: the entry is delivered once, and counted once."""
     scene = Scene()
     scene.stage("a")
-    scene.store.fail(moment, method="outbox.settle")
-    report = scene.run(scene.crew.end, lambda: None)
+
+    def end():
+        scene.store.fail(moment, method="outbox.write")
+        scene.crew.end()
+
+    report = scene.run(end, lambda: None)
     assert report == RelayReport(delivered=1)
     assert scene.states() == {"a": "delivered"}
 
@@ -258,18 +414,36 @@ def test_a_stop_finishes_what_is_under_way_and_gives_the_rest_back():
     """What nobody has begun is free for other relays at once, and its try is not counted."""
     scene = Scene(size=2)
     scene.stage("a", "b", "c", "d")
-    queued = []
 
     def stop():
-        queued.extend(item.body.decode() for item in scene.crew.queued)
+        assert set(scene.states().values()) == {"claimed"}
         scene.engine.stop()
 
     report = scene.run(stop, lambda: None, lambda: scene.crew.end(None, None), until_idle=False)
-    assert len(queued) >= 1
-    assert report == RelayReport(delivered=2, returned=len(queued))
-    states = scene.states()
-    assert sorted(states.values()) == ["delivered", "delivered", "waiting", "waiting"]
-    assert {scene.stored(name).entry.attempts for name in queued} == {0}
+    assert report == RelayReport(delivered=2, returned=2)
+    assert scene.states() == {"a": "delivered", "b": "delivered", "c": "waiting", "d": "waiting"}
+    assert [scene.stored(name).entry.attempts for name in "cd"] == [0, 0]
+
+
+def test_a_stop_takes_back_what_was_counted_and_has_not_begun():
+    """A write may count what the crew begins soon; given back, it is as it was before."""
+    scene = Scene(size=1)
+    scene.slow_writes(0.01)
+    scene.stage(*(f"n{number}" for number in range(60)))
+    counted = []
+
+    def act():
+        scene.pass_time(0.005)
+        scene.crew.end()
+
+    def stop():
+        counted.extend(item.body.decode() for item in scene.crew.queued)
+        scene.engine.stop()
+
+    scene.run(*[act] * 30, stop, lambda: None, scene.crew.end, until_idle=False)
+    assert counted
+    assert {scene.stored(name).entry.attempts for name in counted} == {0}
+    assert {scene.stored(name).entry.open_try for name in counted} == {OpenTry.NONE}
 
 
 def test_a_stopped_relay_claims_nothing():
@@ -286,7 +460,7 @@ def test_a_stop_without_a_store_gives_up_after_a_few_tries():
     scene.stage("a")
 
     def stop():
-        scene.store.fail(Moment.BEFORE, method="outbox.settle", times=None)
+        scene.store.fail(Moment.BEFORE, method="outbox.write", times=None)
         scene.crew.end()
         scene.engine.stop()
 
@@ -320,8 +494,8 @@ def test_a_quick_target_gets_larger_batches():
     seen = []
 
     def act():
-        seen.append(len(scene.crew.begun) + len(scene.crew.queued))
-        scene.pass_time(0.05)
+        seen.append(list(scene.states().values()).count("claimed"))
+        scene.pass_time(0.002)
         while scene.crew.begun:
             scene.crew.end()
 
@@ -331,6 +505,25 @@ def test_a_quick_target_gets_larger_batches():
     assert scene.engine.report.delivered == 400
     assert max(seen) > 4
     assert max(seen) <= 40
+
+
+def test_a_quick_target_does_not_wait_for_the_store():
+    """Tries are counted ahead for what begins during the next writes; of a slow one, none are."""
+    for seconds, is_ahead in ((0.001, True), (1.0, False)):
+        scene = Scene(size=2)
+        scene.slow_writes(0.005)
+        scene.stage(*(f"n{number}" for number in range(200)))
+        seen = []
+
+        def act(scene=scene, seen=seen, seconds=seconds):
+            seen.append(len(scene.crew.begun) + len(scene.crew.queued))
+            scene.pass_time(seconds)
+            scene.crew.end(*[None] * len(scene.crew.begun))
+
+        scene.crew.script = [act] * 400
+        run_sync(scene.engine.run(until_idle=True))
+        assert scene.engine.report.delivered == 200
+        assert (max(seen) > 2) is is_ahead
 
 
 def test_a_walk_over_waiting_aggregates_ends_and_is_rested_from():
@@ -352,7 +545,7 @@ def test_free_entries_do_not_starve_aggregates():
     seen = []
 
     def look():
-        seen.extend(scene.crew.taken)
+        seen.extend(name for name, state in scene.states().items() if state == "claimed")
         scene.engine.stop()
 
     scene.run(

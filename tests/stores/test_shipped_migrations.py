@@ -17,12 +17,14 @@ SHIPPED = {
         (2, "outbox", "4acb053c7802aa13", 1),
         (3, "arguments", "d723e922d819b14b", 1),
         (4, "audit", "e7bf85a526b01434", 1),
+        (5, "open_tries", "9d0ea6c4cf5277bc", 1),
     ],
     "sqlite": [
         (1, "initial", "3df313ba5777f85e", 1),
         (2, "outbox", "1df19f7e99029a06", 1),
         (3, "arguments", "832c41ce12713694", 1),
         (4, "no_sweep_indexes", "64fa692efb759bd8", 1),
+        (5, "open_tries", "7be45aaec8ed56f8", 1),
     ],
 }
 

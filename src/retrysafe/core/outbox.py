@@ -15,10 +15,11 @@ import hmac
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from enum import IntEnum, StrEnum
+from itertools import islice
 from typing import Any, Final
 
 from retrysafe.core.framing import Part, frame, frame_parts
@@ -55,6 +56,19 @@ class EntryState(IntEnum):
     DISCARDED = 4
 
 
+class OpenTry(IntEnum):
+    """A try that has begun and whose end nobody has told; the numbers are in databases.
+
+    After its relay has died, it says under what suspicion the entry is.
+    """
+
+    NONE = 0
+    # Among other deliveries of the relay: any of them may be what ended it.
+    SHARED = 1
+    # As the only delivery of the relay.
+    ALONE = 2
+
+
 class EntryCondition(StrEnum):
     """What an entry amounts to at one instant."""
 
@@ -81,7 +95,7 @@ class Entry:
     state: EntryState
     # The claim's token while a relay has it.
     token: bytes | None
-    # How often it was claimed for delivery, this time included.
+    # How many deliveries of it have begun.
     attempts: int
     # From when on it may be claimed: its time, the end of its back-off or of its lease.
     due_at_ms: int
@@ -89,6 +103,7 @@ class Entry:
     settled_at_ms: int | None = None
     expires_at_ms: int | None = None
     last_error: str | None = None
+    open_try: OpenTry = OpenTry.NONE
 
 
 @dataclass(slots=True)
@@ -110,7 +125,9 @@ class EntryClaim:
     """A relay's wish for entries to deliver.
 
     At most `limit` free entries and `limit` heads of aggregates are claimed. A store looks at a
-    bounded number of aggregates behind `after`, in its own order of their names.
+    bounded number of aggregates behind `after`, in its own order of their names. Of what it claims,
+    the first `begins` that have no open try begin with the claim: they are delivered at once, and
+    need no other write before it.
     """
 
     token: bytes
@@ -119,14 +136,35 @@ class EntryClaim:
     after: str = ""
     # Whether a dead entry holds the later ones of its aggregate back.
     dead_blocks: bool = True
+    begins: int = 0
 
 
 @dataclass(slots=True)
 class ClaimedEntries:
-    """What a relay got, and where the walk over the aggregates stopped; None at its end."""
+    """What a relay got, and where the walk over the aggregates stopped; None at its end.
+
+    The entries are as they were before those began that began with the claim.
+    """
 
     entries: list[Entry]
     after: str | None
+    # The numbers of those that began.
+    begun: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class EntryStart:
+    """The beginning of a delivery, written before it; valid only while the token is the entry's.
+
+    Which try it is, is said and not counted up, so that repeating a start whose answer was lost
+    changes nothing.
+    """
+
+    id: int
+    token: bytes
+    attempt: int
+    lease_ms: int
+    is_alone: bool = False
 
 
 @dataclass(slots=True)
@@ -136,12 +174,19 @@ class EntryEnding:
     id: int
     token: bytes
     state: EntryState
-    # For another try: how long it waits, and whether this try counts.
+    # For another try: how long it waits.
     wait_ms: int = 0
-    is_counted: bool = True
     # For a delivered one: how long it can still be looked at.
     keep_ms: int = 0
     error: str | None = None
+    # For one that is given back undelivered: its tries and its open try as they were before. Of any
+    # other, the tries stand, and none is open any more.
+    attempts: int | None = None
+    open_try: OpenTry = OpenTry.NONE
+
+
+# What a relay writes in one go.
+EntryWrite = EntryEnding | EntryStart
 
 
 @dataclass(slots=True)
@@ -192,13 +237,33 @@ def is_claimable(entry: Entry, now_ms: int) -> bool:
 
 
 def claimed(entry: Entry, claim: EntryClaim, now_ms: int) -> Entry:
-    """The entry in the hands of a relay."""
+    """The entry in the hands of a relay. No try is counted: its delivery may never begin."""
+    return replace(entry, token=claim.token, due_at_ms=now_ms + claim.lease_ms)
+
+
+def beginning(entries: Iterable[Entry], claim: EntryClaim) -> list[Entry]:
+    """Which of the claimed entries, in the order of their numbers, begin with their claim."""
+    ready = (entry for entry in entries if entry.open_try is OpenTry.NONE)
+    return list(islice(ready, claim.begins))
+
+
+def begun(entry: Entry | None, start: EntryStart, now_ms: int) -> Entry | None:
+    """The entry whose delivery begins, with a new lease; None when the relay has lost it."""
+    if entry is None or entry.state is not EntryState.WAITING or entry.token != start.token:
+        return None
     return replace(
         entry,
-        token=claim.token,
-        attempts=entry.attempts + 1,
-        due_at_ms=now_ms + claim.lease_ms,
+        attempts=start.attempt,
+        open_try=OpenTry.ALONE if start.is_alone else OpenTry.SHARED,
+        due_at_ms=max(entry.due_at_ms, now_ms + start.lease_ms),
     )
+
+
+def written(entry: Entry | None, write: EntryWrite, now_ms: int) -> Entry | None:
+    """The entry after a relay's word about it; None when the relay has lost it."""
+    if isinstance(write, EntryStart):
+        return begun(entry, write, now_ms)
+    return settled(entry, write, now_ms)
 
 
 def settled(entry: Entry | None, ending: EntryEnding, now_ms: int) -> Entry | None:
@@ -211,7 +276,8 @@ def settled(entry: Entry | None, ending: EntryEnding, now_ms: int) -> Entry | No
         entry,
         state=ending.state,
         token=None,
-        attempts=entry.attempts - (not ending.is_counted),
+        attempts=entry.attempts if ending.attempts is None else ending.attempts,
+        open_try=ending.open_try,
         due_at_ms=entry.due_at_ms if is_over else now_ms + ending.wait_ms,
         settled_at_ms=now_ms if is_over else None,
         expires_at_ms=now_ms + ending.keep_ms if is_delivered else None,
@@ -231,8 +297,8 @@ def operated(
 ) -> tuple[Entry | None, Decision]:
     """The entry after an operator's command, and APPLY or REFUSE.
 
-    A retry starts the count of tries over. The token is dropped: a relay whose lease has ended
-    must not settle what an operator has decided since.
+    A retry starts the count of tries over, and the entry is under no suspicion any more. The token
+    is dropped: a relay whose lease has ended must not settle what an operator has decided since.
     """
     if entry is None or (command, condition_of(entry, now_ms)) not in _COMMANDS:
         return None, Decision.REFUSE
@@ -242,6 +308,7 @@ def operated(
             state=EntryState.WAITING,
             token=None,
             attempts=0,
+            open_try=OpenTry.NONE,
             due_at_ms=now_ms,
             settled_at_ms=None,
         )

@@ -10,8 +10,8 @@ from retrysafe.core.outbox import (
     ClaimedEntries,
     EntryClaim,
     EntryCommand,
-    EntryEnding,
     EntryQuery,
+    EntryWrite,
     Hints,
     StoredEntry,
 )
@@ -31,10 +31,17 @@ class Outbox(Protocol):
         """Told after every commit of this store object that staged something."""
 
     async def claim(self, claim: EntryClaim) -> ClaimedEntries:
-        """Takes due entries for one relay: free ones, and heads of aggregates."""
+        """Takes due entries for one relay: free ones, and heads of aggregates.
 
-    async def settle(self, endings: Sequence[EntryEnding]) -> list[Decision]:
-        """Writes what became of entries: APPLY, or LOST when the token is not the entry's."""
+        A try is counted of those alone that begin with the claim.
+        """
+
+    async def write(self, writes: Sequence[EntryWrite]) -> list[Decision]:
+        """Writes durably, in one go, what became of entries and which deliveries begin now.
+
+        APPLY, or LOST when the token is not the entry's. A start counts the try and extends the
+        lease, which never gets shorter.
+        """
 
     async def extend(self, token: bytes, ids: Sequence[int], lease_ms: int) -> list[Decision]:
         """Extends the leases of claimed entries: APPLY or LOST for each."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from retrysafe.core.outbox import Entry
 from retrysafe.errors import DeliveryFailed
-from retrysafe.relay.ports import Deliver, Finished, delivery_of
+from retrysafe.relay.ports import Deliver, Finished, MayBegin, delivery_of
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.waiting import ThreadSignal
 
@@ -22,14 +22,14 @@ class ThreadCrew:
         self.size = size
         self._target = target
         # None ends the thread that finds it.
-        self._waiting: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[Entry, MayBegin] | None] = queue.SimpleQueue()
         self._ended: deque[Finished] = deque()
         self._news = ThreadSignal()
         self._threads: list[threading.Thread] = []
 
-    def start(self, entry: Entry) -> None:
+    def start(self, entry: Entry, may_begin: MayBegin) -> None:
         """Queues the entry."""
-        self._waiting.put(entry)
+        self._waiting.put((entry, may_begin))
         if len(self._threads) < self.size:
             # Daemons: a delivery that hangs must not keep a process that wants to end.
             name = f"retrysafe-relay-{len(self._threads) + 1}"
@@ -38,13 +38,17 @@ class ThreadCrew:
             thread.start()
 
     def _deliver_all(self) -> None:
-        while (entry := self._waiting.get()) is not None:
+        while (queued := self._waiting.get()) is not None:
+            entry, may_begin = queued
             error: BaseException | None = None
-            try:
-                run_sync(self._target.deliver(delivery_of(entry)))
-            except BaseException as raised:
-                error = raised
-            self._ended.append(Finished(entry, error))
+            # Here and not where it was queued: the process may have stood still in between.
+            is_begun = may_begin(entry)
+            if is_begun:
+                try:
+                    run_sync(self._target.deliver(delivery_of(entry)))
+                except BaseException as raised:
+                    error = raised
+            self._ended.append(Finished(entry, error, is_begun))
             self._news.set()
 
     def finished(self) -> list[Finished]:
@@ -60,9 +64,9 @@ class ThreadCrew:
         taken = []
         with suppress(queue.Empty):
             while True:
-                entry = self._waiting.get_nowait()
-                if entry is not None:
-                    taken.append(entry)
+                queued = self._waiting.get_nowait()
+                if queued is not None:
+                    taken.append(queued[0])
         return taken
 
     async def wait(self, seconds: float) -> None:
@@ -90,14 +94,14 @@ class TaskCrew:
         self._target = target
         self._timeout_seconds = timeout_seconds
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[Entry] = deque()
+        self._waiting: deque[tuple[Entry, MayBegin]] = deque()
         self._ended: list[Finished] = []
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, entry: Entry) -> None:
+    def start(self, entry: Entry, may_begin: MayBegin) -> None:
         """Queues the entry; a task is made for it unless all of them are busy."""
-        self._waiting.append(entry)
+        self._waiting.append((entry, may_begin))
         if len(self._tasks) < self.size:
             task = self._loop.create_task(self._deliver_all())
             self._tasks.add(task)
@@ -105,13 +109,15 @@ class TaskCrew:
 
     async def _deliver_all(self) -> None:
         while self._waiting:
-            entry = self._waiting.popleft()
+            entry, may_begin = self._waiting.popleft()
             error: BaseException | None = None
-            try:
-                await self._deliver(entry)
-            except Exception as raised:
-                error = raised
-            self._ended.append(Finished(entry, error))
+            is_begun = may_begin(entry)
+            if is_begun:
+                try:
+                    await self._deliver(entry)
+                except Exception as raised:
+                    error = raised
+            self._ended.append(Finished(entry, error, is_begun))
             self._news.set()
 
     async def _deliver(self, entry: Entry) -> None:
@@ -133,7 +139,7 @@ class TaskCrew:
 
     def withdraw(self) -> list[Entry]:
         """Empties the queue."""
-        taken = list(self._waiting)
+        taken = [entry for entry, _ in self._waiting]
         self._waiting.clear()
         return taken
 

@@ -1,8 +1,9 @@
 """The relay's engine: claim due entries, have them delivered, write what became of them.
 
-Owns the order: an entry is claimed before it is delivered, and its ending is written after. A crash
-in between repeats a delivery and never loses one. One code for threads and for event loops; it
-speaks to the outbox port and to a crew. Which entries are due is the store's decision.
+Owns the order: an entry is claimed, its try is counted before its delivery begins, and its ending
+is written after. A crash in between repeats a delivery and never loses one. One code for threads
+and for event loops; it speaks to the outbox port and to a crew. Which entries are due is the
+store's decision.
 """
 
 from __future__ import annotations
@@ -14,20 +15,35 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from retrysafe.core.model import Decision
-from retrysafe.core.outbox import Entry, EntryClaim, EntryEnding, EntryState, error_text, tries_text
+from retrysafe.core.outbox import (
+    Entry,
+    EntryClaim,
+    EntryEnding,
+    EntryStart,
+    EntryState,
+    OpenTry,
+    error_text,
+    tries_text,
+)
 from retrysafe.core.outbox_ports import Outbox
 from retrysafe.errors import DeliveryFailed, StoreUnavailable
+from retrysafe.relay.held_entries import HeldEntries
 from retrysafe.relay.policy import RelayPolicy
 from retrysafe.relay.ports import Crew, Finished
 
 _logger: Final = logging.getLogger("retrysafe")
 
-# Entries on hand for each delivery at a time: the crew is not to wait for the store. A quick target
-# gets as many as it takes in this time, so that commits are shared by many; a slow one gets no
-# more than that, because an entry on hand is one that no other relay can deliver.
+# Entries on hand for each delivery at a time: the crew is not to wait for the store. A slow target
+# gets no more than that, because an entry on hand is one that no other relay can deliver.
 _ON_HAND: Final = 2
-_ON_HAND_SECONDS: Final = 0.1
 _RATE_WINDOW_SECONDS: Final = 0.05
+# Tries are counted by a write before they begin: for as many deliveries as the crew can begin at
+# once, and for those that it will have begun after this many turns of the relay. Else a quick
+# target would wait for the store between any two deliveries. Not for more, because what is counted
+# and has not begun is under suspicion when the relay dies.
+_TURNS_AHEAD: Final = 2
+# A turn that is quicker is taken for this long, so that a commit is shared by many.
+_TURN_MINIMUM_SECONDS: Final = 0.005
 # Outages in a row after which a relay that stops leaves its last endings to the leases, and after
 # which a drain is given up.
 _LAST_TRIES: Final = 3
@@ -46,9 +62,11 @@ class RelayReport:
     # Deliveries that failed and are tried again.
     failed: int = 0
     dead: int = 0
-    # Deliveries whose ending was refused: another relay had the entry by then.
+    # Entries that were another relay's by then, or an operator had discarded: before their delivery
+    # began, or when its ending was written.
     lost: int = 0
-    # Entries given back because the relay stopped.
+    # Entries given back before their delivery began: because the relay stopped, or because another
+    # one had to be delivered alone.
     returned: int = 0
 
 
@@ -75,9 +93,7 @@ class RelayEngine:
         self._on_report = on_report
         self._report = RelayReport()
         self._lease_ms = max(1, round(policy.lease.total_seconds() * 1000))
-        # By number: the entries that the crew has, and when their lease is to be renewed.
-        self._flying: dict[int, Entry] = {}
-        self._renew_at: dict[bytes, float] = {}
+        self._held = HeldEntries(policy, monotonic)
         # Endings that the store has not heard of yet.
         self._endings: list[EntryEnding] = []
         # Those among them that it may have heard of: its answer was lost.
@@ -86,7 +102,10 @@ class RelayEngine:
         self._outages = 0
         self._window_started = monotonic()
         self._window_finished = 0
+        # How many deliveries may have begun, by the store's count, and how many be on hand.
+        self._begun_limit = crew.size
         self._on_hand = crew.size * _ON_HAND
+        self._turn_seconds = _TURN_MINIMUM_SECONDS
         self.is_stopping = False
 
     @property
@@ -110,37 +129,68 @@ class RelayEngine:
             has_walked = False
             try:
                 self._collect()
-                await self._write_endings()
+                await self._write()
                 await self._renew()
                 if not self.is_stopping:
                     has_walked = await self._claim()
                 self._outages = 0
+                self._turned(self._monotonic() - started)
             except StoreUnavailable as error:
                 self._outages += 1
                 _logger.warning("the relay's store does not answer: %s", error)
-                if not self._flying and self._outages >= _LAST_TRIES:
+                if not self._held and self._outages >= _LAST_TRIES:
                     # The leases free what the store could not be told of.
                     if self.is_stopping:
                         return
                     if until_idle:
                         raise
-            is_busy = bool(self._flying or self._endings)
+            is_busy = bool(self._held or self._endings)
             if not is_busy and (self.is_stopping or (until_idle and has_walked)):
                 return
-            if self._outages or has_walked or self._is_full() or self.is_stopping:
+            if self._outages or not self._has_more_to_do(has_walked=has_walked):
                 await self._crew.wait(self._rest_seconds(self._monotonic() - started))
+
+    def _has_more_to_do(self, *, has_walked: bool) -> bool:
+        if self.is_stopping:
+            return False
+        return bool(self._starts()) or not (has_walked or self._is_full())
 
     # What has ended.
 
     def _collect(self) -> None:
         if self.is_stopping:
-            for entry in self._crew.withdraw():
-                self._end(entry, EntryState.WAITING, is_counted=False)
-                self._report.returned += 1
+            withdrawn = [entry.id for entry in self._crew.withdraw()]
+            self._give_back(withdrawn + self._held.waiting(with_suspects=True))
         ended = self._crew.finished()
         for finished in ended:
-            self._judge(finished)
+            if finished.is_begun:
+                self._judge(finished)
+            else:
+                # The store is asked before it begins after all.
+                self._held.put_back(finished.entry.id)
         self._measure(len(ended))
+
+    def _give_back(self, numbers: list[int]) -> None:
+        """Frees entries whose delivery has not begun for other relays, as they were claimed."""
+        for number in numbers:
+            entry = self._held.remove(number)
+            if entry is not None:
+                assert entry.token is not None  # Only claimed entries are held.
+                self._endings.append(
+                    EntryEnding(
+                        number,
+                        entry.token,
+                        EntryState.WAITING,
+                        attempts=entry.attempts,
+                        open_try=entry.open_try,
+                    )
+                )
+                self._report.returned += 1
+
+    def _turned(self, seconds: float) -> None:
+        """Notes how long a turn takes; a slow one is forgotten slowly."""
+        slowest = max(seconds, self._turn_seconds * 0.9)
+        self._turn_seconds = max(slowest, _TURN_MINIMUM_SECONDS)
 
     def _measure(self, count: int) -> None:
         """Adapts how many entries are on hand to how quickly they are delivered."""
@@ -148,9 +198,10 @@ class RelayEngine:
         now = self._monotonic()
         seconds = now - self._window_started
         if seconds >= _RATE_WINDOW_SECONDS:
-            wanted = round(self._window_finished / seconds * _ON_HAND_SECONDS)
-            least, most = self._crew.size * _ON_HAND, self._policy.batch_limit * 4
-            self._on_hand = max(least, min(wanted, most))
+            per_turn = self._window_finished / seconds * self._turn_seconds
+            ahead = min(round(per_turn * _TURNS_AHEAD), self._policy.batch_limit * 4)
+            self._begun_limit = self._crew.size + ahead
+            self._on_hand = max(self._crew.size * _ON_HAND, self._begun_limit)
             self._window_started, self._window_finished = now, 0
 
     def _judge(self, finished: Finished) -> None:
@@ -192,70 +243,88 @@ class RelayEngine:
         self._end(entry, EntryState.DEAD, error=text)
 
     def _end(
-        self,
-        entry: Entry,
-        state: EntryState,
-        *,
-        wait_ms: int = 0,
-        is_counted: bool = True,
-        error: str | None = None,
+        self, entry: Entry, state: EntryState, *, wait_ms: int = 0, error: str | None = None
     ) -> None:
-        # Of a later claim by this same relay, if its lease had run out meanwhile.
-        held = self._flying.pop(entry.id, entry)
+        # With the token of a later claim by this same relay, if its lease had run out meanwhile.
+        held = self._held.remove(entry.id) or entry
         assert held.token is not None  # Only claimed entries come here.
         keep_ms = round(self._policy.keep.total_seconds() * 1000)
-        self._endings.append(
-            EntryEnding(entry.id, held.token, state, wait_ms, is_counted, keep_ms, error)
-        )
+        self._endings.append(EntryEnding(entry.id, held.token, state, wait_ms, keep_ms, error))
 
-    async def _write_endings(self) -> None:
-        """Tells the store in one go what has ended since the last time."""
-        if not self._endings:
-            return
+    # What is written, in one go.
+
+    def _starts(self) -> list[EntryStart]:
+        return self._held.next_starts(self._begun_limit)
+
+    async def _write(self) -> None:
+        """Tells the store what has ended, and what begins; then that begins."""
+        starts = [] if self.is_stopping else self._starts()
+        if starts and starts[0].is_alone:
+            # If it ends this relay, nothing else has to wait for a lease.
+            self._give_back(self._held.waiting(with_suspects=False))
         endings = self._endings
+        if not endings and not starts:
+            return
+        asked = self._monotonic()
         try:
-            decisions = await self._outbox.settle(endings)
+            decisions = await self._outbox.write([*endings, *starts])
         except StoreUnavailable:
             self._unsure.update(ending.id for ending in endings)
             raise
         # Forgotten only now: an answer that was lost is asked for again, and the token tells.
         self._endings, unsure, self._unsure = [], self._unsure, set()
-        for ending, decision in zip(endings, decisions, strict=True):
+        self._begin(starts, decisions[len(endings) :], asked)
+        for ending, decision in zip(endings, decisions, strict=False):
             is_delivered = ending.state is EntryState.DELIVERED
             if decision is Decision.LOST and ending.id not in unsure:
-                self._report.lost += 1
-                _logger.warning(
-                    "another relay has entry number %d by now: it may be delivered again",
-                    ending.id,
-                )
+                self._tell_lost(ending.id, "it may be delivered again")
             elif is_delivered:
                 self._report.delivered += 1
-        if self._on_report is not None:
+        if self._on_report is not None and endings:
             self._on_report(self.report)
+
+    def _begin(self, starts: list[EntryStart], decisions: list[Decision], asked: float) -> None:
+        """Hands to the crew what is still this relay's, with the try counted."""
+        for start, decision in zip(starts, decisions, strict=True):
+            if decision is Decision.LOST:
+                self._drop(start.id)
+            else:
+                begun = self._held.begun(start.id, asked, is_alone=start.is_alone)
+                self._crew.start(begun, self._held.may_begin)
+
+    def _drop(self, number: int) -> None:
+        if not self._held.lost(number):
+            self._tell_lost(number, "it is not delivered here")
+
+    def _tell_lost(self, number: int, consequence: str) -> None:
+        self._report.lost += 1
+        _logger.warning(
+            "another relay or an operator has entry number %d by now: %s", number, consequence
+        )
 
     # What is under way.
 
     async def _renew(self) -> None:
-        """Extends the leases of deliveries that take long."""
-        now = self._monotonic()
-        held: dict[bytes, list[int]] = {}
-        for entry in self._flying.values():
-            assert entry.token is not None  # Only claimed entries fly.
-            held.setdefault(entry.token, []).append(entry.id)
-        self._renew_at = {token: at for token, at in self._renew_at.items() if token in held}
-        for token, at in list(self._renew_at.items()):
-            if at <= now:
-                await self._outbox.extend(token, held[token], self._lease_ms)
-                self._renew_at[token] = now + self._policy.lease.total_seconds() / 3
+        """Extends the leases of what takes long, and stops what was lost before it began."""
+        for token, numbers in self._held.due_renewals().items():
+            asked = self._monotonic()
+            decisions = await self._outbox.extend(token, numbers, self._lease_ms)
+            answers = list(zip(numbers, decisions, strict=True))
+            kept = [number for number, decision in answers if decision is not Decision.LOST]
+            self._held.renewed(kept, asked)
+            for number, decision in answers:
+                if decision is Decision.LOST:
+                    self._drop(number)
 
     # What is next.
 
     def _room(self) -> int:
-        return self._on_hand - len(self._flying)
+        return self._on_hand - len(self._held)
 
     def _is_full(self) -> bool:
-        # Asked for only when a worthwhile number can be taken: each claim is a commit.
-        return self._room() <= self._on_hand // 4
+        # Asked for only when a worthwhile number can be taken: each claim is a commit. And nothing
+        # is kept from other relays while one entry is delivered alone.
+        return self._held.has_suspects or self._room() <= self._on_hand // 4
 
     async def _claim(self) -> bool:
         """Takes entries on; True when the walk over the aggregates is through and found nothing."""
@@ -270,37 +339,36 @@ class RelayEngine:
             self._lease_ms,
             self._after,
             self._policy.dead_blocks,
+            # Of a claim whose answer is lost, what began with it would be counted for nothing.
+            0 if self._outages else self._held.room_to_begin(self._begun_limit),
         )
         found = await self._outbox.claim(claim)
         was_start = not self._after
         self._after = found.after or ""
-        if found.entries:
-            self._renew_at[claim.token] = asked + self._policy.lease.total_seconds() / 3
         for entry in found.entries:
-            self._take_on(entry)
+            self._held.take_on(entry, asked)
+            if self._held.is_under_way(entry.id):
+                continue
+            if self._is_deadly(entry):
+                self._bury(entry, "its last try, alone, ended without a word from its relay")
+            elif entry.id in found.begun:
+                self._crew.start(self._held.begun(entry.id, asked), self._held.may_begin)
         return not found.entries and found.after is None and was_start
 
-    def _take_on(self, entry: Entry) -> None:
-        if entry.attempts > self._policy.attempt_limit:
-            # Every try so far ended with the relay itself, or nobody heard how; the next one may
-            # end the next relay.
-            self._flying[entry.id] = entry
-            error = entry.last_error or "every try ended without a word from its relay"
-            self._bury(entry, error)
-            return
-        is_flying = entry.id in self._flying
-        self._flying[entry.id] = entry
-        if not is_flying:
-            self._crew.start(entry)
+    def _is_deadly(self, entry: Entry) -> bool:
+        """Whether it ended its last relay while nothing else was under way, and may end this one.
+
+        Tries beside others do not bury: any of those may have ended the relay.
+        """
+        return entry.open_try is OpenTry.ALONE and entry.attempts >= self._policy.attempt_limit
 
     def _rest_seconds(self, worked_seconds: float) -> float:
         poll_seconds = self._policy.poll.total_seconds()
         if self._outages:
             grown = _OUTAGE_SECONDS * float(2 ** min(self._outages - 1, 10))
             return min(grown, _OUTAGE_MAXIMUM_SECONDS) * (0.5 + self._jitter() / 2)
-        if self._renew_at:
-            due = min(self._renew_at.values()) - self._monotonic()
-            return max(0.0, min(poll_seconds, due))
+        if self._held:
+            return max(0.0, min(poll_seconds, self._held.seconds_to_renewal()))
         # Spread, so that relays that were started together do not ask together for ever.
         rest = poll_seconds * (0.75 + self._jitter() / 2)
         return max(rest, worked_seconds * _REST_SHARE)

@@ -74,10 +74,16 @@ Target = Deliver | Callable[[Delivery], Any] | Callable[[Delivery], Awaitable[An
 
 @dataclass(slots=True)
 class Finished:
-    """A delivery that has ended: well, or with an error."""
+    """A delivery that has ended: well, with an error, or before it began."""
 
     entry: Entry
     error: BaseException | None = None
+    # False when the look before it said that the entry may be somebody else's by now.
+    is_begun: bool = True
+
+
+# The look at an entry's lease right before its delivery begins.
+MayBegin = Callable[[Entry], bool]
 
 
 class Crew(Protocol):
@@ -87,8 +93,8 @@ class Crew(Protocol):
     def size(self) -> int:
         """How many deliveries it can carry out at once."""
 
-    def start(self, entry: Entry) -> None:
-        """Takes an entry on; it is delivered when somebody is free."""
+    def start(self, entry: Entry, may_begin: MayBegin) -> None:
+        """Takes an entry on; it is delivered when somebody is free, if it may still begin then."""
 
     def finished(self) -> list[Finished]:
         """The deliveries that have ended since the last question."""

@@ -10,8 +10,8 @@ from retrysafe.core.outbox import (
     ClaimedEntries,
     EntryClaim,
     EntryCommand,
-    EntryEnding,
     EntryQuery,
+    EntryWrite,
     Hints,
     StoredEntry,
 )
@@ -37,9 +37,9 @@ class ThreadedOutbox:
         found: ClaimedEntries = await self._hop(self._outbox.claim, claim)
         return found
 
-    async def settle(self, endings: Sequence[EntryEnding]) -> list[Decision]:
-        """Writes what became of entries."""
-        decisions: list[Decision] = await self._hop(self._outbox.settle, endings)
+    async def write(self, writes: Sequence[EntryWrite]) -> list[Decision]:
+        """Writes what became of entries, and what begins."""
+        decisions: list[Decision] = await self._hop(self._outbox.write, writes)
         return decisions
 
     async def extend(self, token: bytes, ids: Sequence[int], lease_ms: int) -> list[Decision]:

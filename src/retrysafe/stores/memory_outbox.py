@@ -13,8 +13,9 @@ from retrysafe.core.outbox import (
     Entry,
     EntryClaim,
     EntryCommand,
-    EntryEnding,
     EntryQuery,
+    EntryStart,
+    EntryWrite,
     Hints,
     StoredEntry,
 )
@@ -83,15 +84,20 @@ class MemoryOutbox:
                 self._entries[entry.id] = outbox.claimed(entry, claim, now_ms)
             names = [entry.aggregate for entry in chosen if entry.aggregate is not None]
             entries = sorted((self._entries[entry.id] for entry in chosen), key=lambda e: e.id)
-            return ClaimedEntries(entries, max(names) if len(names) == claim.limit else None)
+            begun = outbox.beginning(entries, claim)
+            for entry in begun:
+                start = EntryStart(entry.id, claim.token, entry.attempts + 1, claim.lease_ms)
+                self._changed(outbox.begun(entry, start, now_ms))
+            after = max(names) if len(names) == claim.limit else None
+            return ClaimedEntries(entries, after, frozenset(entry.id for entry in begun))
 
-    async def settle(self, endings: Sequence[EntryEnding]) -> list[Decision]:
-        """Writes what became of entries."""
+    async def write(self, writes: Sequence[EntryWrite]) -> list[Decision]:
+        """Writes what became of entries, and what begins."""
         with self._lock():
             now_ms = self._now_ms()
             return [
-                self._changed(outbox.settled(self._entries.get(ending.id), ending, now_ms))
-                for ending in endings
+                self._changed(outbox.written(self._entries.get(write.id), write, now_ms))
+                for write in writes
             ]
 
     async def extend(self, token: bytes, ids: Sequence[int], lease_ms: int) -> list[Decision]:

@@ -32,8 +32,8 @@ from retrysafe.core.outbox import (
     ClaimedEntries,
     EntryClaim,
     EntryCommand,
-    EntryEnding,
     EntryQuery,
+    EntryWrite,
     Hints,
     StoredEntry,
 )
@@ -288,9 +288,9 @@ class FaultyOutbox:
         found: ClaimedEntries = await self._call("outbox.claim", self._outbox.claim, claim)
         return found
 
-    async def settle(self, endings: Sequence[EntryEnding]) -> list[Decision]:
-        """Writes what became of entries."""
-        decisions: list[Decision] = await self._call("outbox.settle", self._outbox.settle, endings)
+    async def write(self, writes: Sequence[EntryWrite]) -> list[Decision]:
+        """Writes what became of entries, and what begins."""
+        decisions: list[Decision] = await self._call("outbox.write", self._outbox.write, writes)
         return decisions
 
     async def extend(self, token: bytes, ids: Sequence[int], lease_ms: int) -> list[Decision]:
@@ -335,7 +335,7 @@ METHODS: Final = (
     "sweep",
     "close",
     "outbox.claim",
-    "outbox.settle",
+    "outbox.write",
     "outbox.extend",
     "outbox.read",
     "outbox.list_entries",

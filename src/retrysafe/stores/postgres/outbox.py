@@ -19,8 +19,11 @@ from retrysafe.core.outbox import (
     EntryCommand,
     EntryEnding,
     EntryQuery,
+    EntryStart,
     EntryState,
+    EntryWrite,
     Hints,
+    OpenTry,
     StoredEntry,
 )
 from retrysafe.errors import StoreUnavailable
@@ -56,6 +59,7 @@ def stage_parameters(entries: Sequence[StagedEntry], key: Key | None) -> tuple[A
 def _entry(row: Sequence[Any]) -> Entry:
     made = Entry(*row)
     made.state = EntryState(made.state)
+    made.open_try = OpenTry(made.open_try)
     # Drivers may give memory views for bytes.
     made.body = bytes(made.body)
     made.token = None if made.token is None else bytes(made.token)
@@ -109,26 +113,42 @@ class PostgresOutbox:
             claim.after,
             claim.dead_blocks,
             claim.limit * VISITS_PER_ENTRY,
+            claim.begins,
         )
         # One row says where the walk stopped, even when nothing was claimed.
-        entries = [_entry(tuple(row)[1:]) for row in rows if row[1] is not None]
-        return ClaimedEntries(entries, rows[0][0])
+        entries, begun = [], set()
+        for _, is_begun, *columns in rows:
+            if columns[0] is None:
+                continue
+            entry = _entry(columns)
+            if is_begun:
+                begun.add(entry.id)
+                entry.attempts -= 1
+                entry.open_try = OpenTry.NONE
+            entries.append(entry)
+        return ClaimedEntries(entries, rows[0][0], frozenset(begun))
 
-    async def settle(self, endings: Sequence[EntryEnding]) -> list[Decision]:
-        """Writes what became of entries in one statement."""
-        # In the order of the numbers: two relays cannot deadlock over entries that both had.
-        ends = sorted(endings, key=lambda ending: ending.id)
+    async def write(self, writes: Sequence[EntryWrite]) -> list[Decision]:
+        """Writes what became of entries, and what begins, in one statement."""
+        ends = [write for write in writes if isinstance(write, EntryEnding)]
+        starts = [write for write in writes if isinstance(write, EntryStart)]
         rows = await self._fetch(
-            "settle_entries",
+            "write_entries",
             [ending.id for ending in ends],
             [ending.token for ending in ends],
             [int(ending.state) for ending in ends],
+            [ending.attempts for ending in ends],
+            [int(ending.open_try) for ending in ends],
             [ending.wait_ms for ending in ends],
-            [int(not ending.is_counted) for ending in ends],
             [ending.keep_ms for ending in ends],
             [ending.error for ending in ends],
+            [start.id for start in starts],
+            [start.token for start in starts],
+            [start.attempt for start in starts],
+            [int(OpenTry.ALONE if start.is_alone else OpenTry.SHARED) for start in starts],
+            [start.lease_ms for start in starts],
         )
-        return _decisions([ending.id for ending in endings], rows)
+        return _decisions([write.id for write in writes], rows)
 
     async def extend(self, token: bytes, ids: Sequence[int], lease_ms: int) -> list[Decision]:
         """Extends leases in one statement."""

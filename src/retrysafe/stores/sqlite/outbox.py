@@ -19,10 +19,12 @@ from retrysafe.core.outbox import (
     Entry,
     EntryClaim,
     EntryCommand,
-    EntryEnding,
     EntryQuery,
+    EntryStart,
     EntryState,
+    EntryWrite,
     Hints,
+    OpenTry,
     StoredEntry,
 )
 from retrysafe.stores.sqlite.connections import Connections
@@ -60,6 +62,7 @@ def insert(
 def _entry(row: tuple[Any, ...]) -> Entry:
     made = Entry(*row)
     made.state = EntryState(made.state)
+    made.open_try = OpenTry(made.open_try)
     return made
 
 
@@ -73,30 +76,33 @@ class SqliteOutbox:
 
     async def claim(self, claim: EntryClaim) -> ClaimedEntries:
         """Takes free entries and heads."""
-        ids, after = self._read(lambda connection: self._found(connection, claim))
-        if not ids:
+        found, after = self._read(lambda connection: self._found(connection, claim))
+        if not found:
             return ClaimedEntries([], after)
-        chosen = json.dumps(ids)
+        ready = sorted(number for number, open_try in found if not open_try)
+        begins = frozenset(ready[: claim.begins])
+        chosen = {
+            "token": claim.token,
+            "ids": json.dumps([number for number, _ in found]),
+            "begins": json.dumps(list(begins)),
+        }
 
         def take(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
             now_ms = self._now_ms()
-            return connection.execute(
-                SQL["claim_entries"],
-                {
-                    "token": claim.token,
-                    "lease_ends_at_ms": now_ms + claim.lease_ms,
-                    "ids": chosen,
-                    "now_ms": now_ms,
-                },
-            ).fetchall()
+            lease = {"lease_ends_at_ms": now_ms + claim.lease_ms, "now_ms": now_ms}
+            return connection.execute(SQL["claim_entries"], chosen | lease).fetchall()
 
-        rows = self._write(take)
-        return ClaimedEntries(sorted(map(_entry, rows), key=lambda entry: entry.id), after)
+        entries = sorted(map(_entry, self._write(take)), key=lambda entry: entry.id)
+        begun = [entry for entry in entries if entry.id in begins]
+        for entry in begun:
+            entry.attempts -= 1
+            entry.open_try = OpenTry.NONE
+        return ClaimedEntries(entries, after, frozenset(entry.id for entry in begun))
 
     def _found(
         self, connection: sqlite3.Connection, claim: EntryClaim
-    ) -> tuple[list[int], str | None]:
-        """The entries to claim, and the aggregate at which the look stopped."""
+    ) -> tuple[list[tuple[int, int]], str | None]:
+        """The entries to claim with their open tries, and where the look stopped."""
         now_ms = self._now_ms()
         free = connection.execute(SQL["free_entries"], (now_ms, claim.limit)).fetchall()
         visits = claim.limit * VISITS_PER_ENTRY
@@ -109,38 +115,21 @@ class SqliteOutbox:
                 "now_ms": now_ms,
             },
         ).fetchall()
-        due = [(aggregate, number) for aggregate, number, is_due in heads if is_due]
+        due = [head for head in heads if head[-1]]
         after: str | None = heads[-1][0] if len(heads) == visits else None
         if len(due) > claim.limit:
             due = due[: claim.limit]
             after = due[-1][0]
-        return [number for (number,) in free] + [number for _, number in due], after
+        return free + [(number, open_try) for _, number, open_try, _ in due], after
 
-    async def settle(self, endings: Sequence[EntryEnding]) -> list[Decision]:
-        """Writes what became of entries, all in one transaction."""
+    async def write(self, writes: Sequence[EntryWrite]) -> list[Decision]:
+        """Writes what became of entries, and what begins, all in one transaction."""
 
-        def write(connection: sqlite3.Connection) -> list[Decision]:
+        def write_all(connection: sqlite3.Connection) -> list[Decision]:
             now_ms = self._now_ms()
-            return [
-                _decision(
-                    connection.execute(
-                        SQL["settle_entry"],
-                        {
-                            "id": ending.id,
-                            "token": ending.token,
-                            "state": int(ending.state),
-                            "wait_ms": ending.wait_ms,
-                            "uncounted": not ending.is_counted,
-                            "keep_ms": ending.keep_ms,
-                            "error": ending.error,
-                            "now_ms": now_ms,
-                        },
-                    )
-                )
-                for ending in endings
-            ]
+            return [_decision(_written(connection, write, now_ms)) for write in writes]
 
-        return self._write(write)
+        return self._write(write_all)
 
     async def extend(self, token: bytes, ids: Sequence[int], lease_ms: int) -> list[Decision]:
         """Extends leases."""
@@ -192,6 +181,7 @@ class SqliteOutbox:
                         changed.state,
                         changed.token,
                         changed.attempts,
+                        changed.open_try,
                         changed.due_at_ms,
                         changed.settled_at_ms,
                         changed.expires_at_ms,
@@ -204,6 +194,34 @@ class SqliteOutbox:
         if decision is Decision.APPLY:
             self.hints.tell()
         return decision
+
+
+def _written(connection: sqlite3.Connection, write: EntryWrite, now_ms: int) -> sqlite3.Cursor:
+    if isinstance(write, EntryStart):
+        return connection.execute(
+            SQL["begin_entry"],
+            {
+                "id": write.id,
+                "token": write.token,
+                "attempt": write.attempt,
+                "open_try": int(OpenTry.ALONE if write.is_alone else OpenTry.SHARED),
+                "lease_ends_at_ms": now_ms + write.lease_ms,
+            },
+        )
+    return connection.execute(
+        SQL["settle_entry"],
+        {
+            "id": write.id,
+            "token": write.token,
+            "state": int(write.state),
+            "attempts": write.attempts,
+            "open_try": int(write.open_try),
+            "wait_ms": write.wait_ms,
+            "keep_ms": write.keep_ms,
+            "error": write.error,
+            "now_ms": now_ms,
+        },
+    )
 
 
 def _select(connection: sqlite3.Connection, number: int) -> Entry | None:

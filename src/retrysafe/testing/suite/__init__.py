@@ -53,6 +53,7 @@ from retrysafe.testing.suite.outbox_operators import OutboxOperatorCases
 from retrysafe.testing.suite.outbox_order import OutboxOrderCases
 from retrysafe.testing.suite.outbox_relaying import OutboxRelayCases
 from retrysafe.testing.suite.outbox_staging import OutboxStagingCases
+from retrysafe.testing.suite.outbox_tries import OutboxTryCases
 from retrysafe.testing.suite.payloads import PayloadCases
 from retrysafe.testing.suite.recovery import RecoveryCases
 from retrysafe.testing.suite.retention import RetentionCases
@@ -69,6 +70,7 @@ class StoreSuite(
     PayloadCases,
     StepCases,
     OutboxStagingCases,
+    OutboxTryCases,
     OutboxRelayCases,
     OutboxOrderCases,
     OutboxOperatorCases,

@@ -42,7 +42,7 @@ class OutboxOperatorCases(OutboxBase):
         elif command is EntryCommand.RETRY:
             assert (decision, after.condition) == (Decision.APPLY, EntryCondition.WAITING)
             (again,) = outbox.taken()
-            assert (again.id, again.attempts) == (entry.id, 1)
+            assert (again.id, again.attempts) == (entry.id, 0)
         else:
             assert (decision, after.condition) == (Decision.APPLY, EntryCondition.DISCARDED)
             assert after.entry.expires_at_ms == after.now_ms + DISCARDED_KEEP_MS

@@ -67,7 +67,7 @@ class OutboxOrderCases(OutboxBase):
         assert outbox.taken() == []
         assert outbox.operate(EntryCommand.RETRY, head.id) is Decision.APPLY
         (again,) = outbox.taken()
-        assert (again.id, again.attempts) == (head.id, 1)
+        assert (again.id, again.attempts) == (head.id, 0)
         outbox.settle(again, EntryState.DEAD)
         assert outbox.operate(EntryCommand.DISCARD, head.id) is Decision.APPLY
         assert outbox.names() == ["a2"]

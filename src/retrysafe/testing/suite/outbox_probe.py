@@ -17,7 +17,9 @@ from retrysafe.core.outbox import (
     EntryCondition,
     EntryEnding,
     EntryQuery,
+    EntryStart,
     EntryState,
+    OpenTry,
     StoredEntry,
 )
 from retrysafe.core.outbox_ports import Outbox, outbox_of
@@ -83,9 +85,10 @@ class OutboxProbe:
         after: str = "",
         dead_blocks: bool = True,
         lease_ms: int = LEASE_MS,
+        begins: int = 0,
     ) -> ClaimedEntries:
         """One claim of a relay."""
-        wish = EntryClaim(mint_token(), limit, lease_ms, after, dead_blocks)
+        wish = EntryClaim(mint_token(), limit, lease_ms, after, dead_blocks, begins)
         found: ClaimedEntries = self._run(self.outbox.claim(wish))
         assert all(entry.token == wish.token for entry in found.entries)
         return found
@@ -105,15 +108,39 @@ class OutboxProbe:
         state: EntryState,
         *,
         error: str | None = None,
-        is_counted: bool = True,
         wait_ms: int = 0,
     ) -> Decision:
         """What became of a delivery."""
         assert entry.token is not None
-        ending = EntryEnding(entry.id, entry.token, state, wait_ms, is_counted, KEEP_MS, error)
-        (decision,) = self._run(self.outbox.settle([ending]))
+        ending = EntryEnding(entry.id, entry.token, state, wait_ms, KEEP_MS, error)
+        (decision,) = self._run(self.outbox.write([ending]))
         assert isinstance(decision, Decision)
         return decision
+
+    def begin(self, entry: Entry, *, is_alone: bool = False, lease_ms: int = LEASE_MS) -> Decision:
+        """The next delivery of an entry begins."""
+        start = EntryStart(entry.id, entry.token or b"", entry.attempts + 1, lease_ms, is_alone)
+        (decision,) = self._run(self.outbox.write([start]))
+        assert isinstance(decision, Decision)
+        return decision
+
+    def give_back(self, entry: Entry) -> Decision:
+        """A relay lets an entry go that it has not begun to deliver."""
+        ending = EntryEnding(
+            entry.id,
+            entry.token or b"",
+            EntryState.WAITING,
+            attempts=entry.attempts,
+            open_try=entry.open_try,
+        )
+        (decision,) = self._run(self.outbox.write([ending]))
+        assert isinstance(decision, Decision)
+        return decision
+
+    def tries(self, number: int) -> tuple[int, OpenTry]:
+        """How many have begun, and what is known of the last one's end."""
+        entry = self.read(number).entry
+        return entry.attempts, entry.open_try
 
     def deliver(self, *entries: Entry) -> None:
         """Marks entries as delivered, together."""
@@ -121,7 +148,7 @@ class OutboxProbe:
             EntryEnding(entry.id, entry.token or b"", EntryState.DELIVERED, keep_ms=KEEP_MS)
             for entry in entries
         ]
-        assert self._run(self.outbox.settle(endings)) == [Decision.APPLY] * len(entries)
+        assert self._run(self.outbox.write(endings)) == [Decision.APPLY] * len(entries)
 
     def extend(self, entry: Entry, lease_ms: int = LEASE_MS) -> Decision:
         """Extends a relay's lease."""

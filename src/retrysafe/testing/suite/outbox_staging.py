@@ -47,7 +47,7 @@ class OutboxStagingCases(OutboxBase):
             b"{}",
         )
         assert (first.caller, first.origin) == (KEY.caller, KEY.text)
-        assert (first.state, first.attempts, first.aggregate) == (EntryState.WAITING, 1, None)
+        assert (first.state, first.attempts, first.aggregate) == (EntryState.WAITING, 0, None)
         assert (first.staged_at_ms, first.due_at_ms) == (now_ms, now_ms + LEASE_MS)
         assert (first.settled_at_ms, first.expires_at_ms, first.last_error) == (None, None, None)
         assert outbox.probe.read().outcomes[0].payload == RESULT

@@ -66,7 +66,8 @@ ORDER BY e.place;
 -- from one aggregate to the next in the index, for a bounded number of them, and never reads the
 -- entries behind a head. Rivals skip each other's rows. The lock looks at the newest version of a
 -- row, so it takes nothing that a rival has claimed or settled since the walk; and whatever was a
--- head then is a head now or is over, because an earlier entry never comes back.
+-- head then is a head now or is over, because an earlier entry never comes back. The first of them
+-- without an open try, up to a limit, begin with the claim.
 WITH RECURSIVE clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms
 ), walk AS (
@@ -92,24 +93,33 @@ WITH RECURSIVE clock AS MATERIALIZED (
     WHERE w.state = 1 AND w.due_at_ms <= (SELECT now_ms FROM clock)
     ORDER BY w.visited LIMIT $3::integer
 ), free AS MATERIALIZED (
-    SELECT o.id FROM {schema}.outbox AS o
+    SELECT o.id, o.open_try FROM {schema}.outbox AS o
     WHERE o.aggregate IS NULL AND o.state = 1 AND o.due_at_ms <= (SELECT now_ms FROM clock)
     ORDER BY o.due_at_ms, o.id LIMIT $3::integer
     FOR UPDATE SKIP LOCKED
 ), held AS MATERIALIZED (
-    SELECT o.id FROM {schema}.outbox AS o
+    SELECT o.id, o.open_try FROM {schema}.outbox AS o
     WHERE o.id = ANY (ARRAY(SELECT id FROM heads))
         AND o.state = 1 AND o.due_at_ms <= (SELECT now_ms FROM clock)
     FOR UPDATE SKIP LOCKED
+), chosen AS MATERIALIZED (
+    SELECT id, open_try FROM free UNION ALL SELECT id, open_try FROM held
+), begins AS MATERIALIZED (
+    SELECT id FROM chosen WHERE open_try = 0 ORDER BY id LIMIT $7::integer
 ), claimed AS (
     UPDATE {schema}.outbox AS o SET
-        token = $1::bytea, attempts = o.attempts + 1, due_at_ms = c.now_ms + $2::bigint
-    FROM clock AS c
-    WHERE o.id = ANY (ARRAY(SELECT id FROM free UNION ALL SELECT id FROM held))
+        token = $1::bytea,
+        due_at_ms = c.now_ms + $2::bigint,
+        attempts = o.attempts + (o.open_try = 0 AND o.id <= c.begins_to)::integer,
+        open_try = CASE WHEN o.open_try = 0 AND o.id <= c.begins_to THEN 1 ELSE o.open_try END
+    FROM (
+        SELECT now_ms, coalesce((SELECT max(id) FROM begins), 0) AS begins_to FROM clock
+    ) AS c
+    WHERE o.id = ANY (ARRAY(SELECT id FROM chosen))
     RETURNING
         o.id, o.entry_key, o.topic, o.aggregate, o.content_type, o.body, o.caller, o.origin,
         o.state, o.token, o.attempts, o.due_at_ms, o.staged_at_ms, o.settled_at_ms,
-        o.expires_at_ms, o.last_error
+        o.expires_at_ms, o.last_error, o.open_try
 ), stop AS (
     -- Where the walk goes on: behind the last head if there were as many as wanted, else behind the
     -- last aggregate that was looked at; nowhere if there was no further one.
@@ -120,26 +130,45 @@ WITH RECURSIVE clock AS MATERIALIZED (
             THEN (SELECT aggregate FROM walk ORDER BY visited DESC LIMIT 1)
     END AS aggregate
 )
-SELECT stop.aggregate, claimed.* FROM stop LEFT JOIN claimed ON true ORDER BY claimed.id;
+SELECT stop.aggregate, begins.id IS NOT NULL, claimed.*
+FROM stop LEFT JOIN claimed ON true LEFT JOIN begins ON begins.id = claimed.id
+ORDER BY claimed.id;
 
--- name: settle_entries
--- Writes what became of deliveries, for the entries whose token is still the relay's.
+-- name: write_entries
+-- Writes what became of deliveries, and counts the tries that begin now with a new lease for each,
+-- for the entries whose token is still the relay's. Both in one statement, so that they are one
+-- commit; no entry is in both. A row that is not the relay's is not locked, so two relays that had
+-- the same entries cannot wait for each other.
 WITH clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms
+), ended AS (
+    UPDATE {schema}.outbox AS o SET
+        state = w.state,
+        token = NULL,
+        attempts = coalesce(w.attempts, o.attempts),
+        open_try = w.open_try,
+        due_at_ms = CASE WHEN w.state = 1 THEN c.now_ms + w.wait_ms ELSE o.due_at_ms END,
+        settled_at_ms = CASE WHEN w.state = 1 THEN NULL ELSE c.now_ms END,
+        expires_at_ms = CASE WHEN w.state = 3 THEN c.now_ms + w.keep_ms END,
+        last_error = coalesce(w.error, o.last_error)
+    FROM clock AS c, unnest(
+        $1::bigint[], $2::bytea[], $3::smallint[], $4::integer[], $5::smallint[], $6::bigint[],
+        $7::bigint[], $8::text[]
+    ) AS w (id, token, state, attempts, open_try, wait_ms, keep_ms, error)
+    WHERE o.id = w.id AND o.token = w.token AND o.state = 1
+    RETURNING o.id
+), begun AS (
+    UPDATE {schema}.outbox AS o SET
+        attempts = w.attempt,
+        open_try = w.open_try,
+        due_at_ms = greatest(o.due_at_ms, c.now_ms + w.lease_ms)
+    FROM clock AS c, unnest(
+        $9::bigint[], $10::bytea[], $11::integer[], $12::smallint[], $13::bigint[]
+    ) AS w (id, token, attempt, open_try, lease_ms)
+    WHERE o.id = w.id AND o.token = w.token AND o.state = 1
+    RETURNING o.id
 )
-UPDATE {schema}.outbox AS o SET
-    state = w.state,
-    token = NULL,
-    attempts = o.attempts - w.uncounted,
-    due_at_ms = CASE WHEN w.state = 1 THEN c.now_ms + w.wait_ms ELSE o.due_at_ms END,
-    settled_at_ms = CASE WHEN w.state = 1 THEN NULL ELSE c.now_ms END,
-    expires_at_ms = CASE WHEN w.state = 3 THEN c.now_ms + w.keep_ms END,
-    last_error = coalesce(w.error, o.last_error)
-FROM clock AS c, unnest(
-    $1::bigint[], $2::bytea[], $3::smallint[], $4::bigint[], $5::integer[], $6::bigint[], $7::text[]
-) AS w (id, token, state, wait_ms, uncounted, keep_ms, error)
-WHERE o.id = w.id AND o.token = w.token AND o.state = 1
-RETURNING o.id;
+SELECT id FROM ended UNION ALL SELECT id FROM begun;
 
 -- name: extend_entries
 -- Extends leases whose token is still the relay's; a lease never gets shorter.
@@ -156,7 +185,7 @@ RETURNING o.id;
 SELECT
     {now_ms}, o.id, o.entry_key, o.topic, o.aggregate, o.content_type, o.body, o.caller, o.origin,
     o.state, o.token, o.attempts, o.due_at_ms, o.staged_at_ms, o.settled_at_ms, o.expires_at_ms,
-    o.last_error
+    o.last_error, o.open_try
 FROM {schema}.outbox AS o WHERE o.id = $1::bigint;
 
 -- name: list_entries
@@ -167,7 +196,7 @@ WITH clock AS MATERIALIZED (
 SELECT
     c.now_ms, o.id, o.entry_key, o.topic, o.aggregate, o.content_type, o.body, o.caller, o.origin,
     o.state, o.token, o.attempts, o.due_at_ms, o.staged_at_ms, o.settled_at_ms, o.expires_at_ms,
-    o.last_error
+    o.last_error, o.open_try
 FROM {schema}.outbox AS o, clock AS c
 WHERE ($1::text IS NULL OR o.topic = $1)
   AND ($2::text IS NULL OR o.aggregate = $2)
@@ -184,7 +213,8 @@ LIMIT $4;
 -- name: replace_entry
 -- Writes an operator's decision, if the row is still the one that it was made from.
 UPDATE {schema}.outbox SET
-    state = $1, token = NULL, attempts = $2, due_at_ms = $3, settled_at_ms = $4, expires_at_ms = $5
+    state = $1, token = NULL, attempts = $2, open_try = 0, due_at_ms = $3, settled_at_ms = $4,
+    expires_at_ms = $5
 WHERE id = $6 AND state = $7 AND attempts = $8 AND due_at_ms = $9
     AND token IS NOT DISTINCT FROM $10::bytea
 RETURNING id;

@@ -10,7 +10,7 @@ INSERT INTO retrysafe_outbox (
 -- name: free_entries
 -- Due entries without an aggregate, the longest due first. Reads without a lock: claiming checks
 -- again.
-SELECT id FROM retrysafe_outbox
+SELECT id, open_try FROM retrysafe_outbox
 WHERE aggregate IS NULL AND state = 1 AND due_at_ms <= ?
 ORDER BY due_at_ms, id LIMIT ?;
 
@@ -34,29 +34,42 @@ WITH RECURSIVE walk (aggregate, id, visited) AS (
     )
     WHERE walk.visited < :visits
 )
-SELECT walk.aggregate, o.id, o.state = 1 AND o.due_at_ms <= :now_ms
+SELECT walk.aggregate, o.id, o.open_try, o.state = 1 AND o.due_at_ms <= :now_ms
 FROM walk JOIN retrysafe_outbox AS o ON o.id = walk.id
 ORDER BY walk.visited;
 
 -- name: claim_entries
 -- Takes the chosen entries that are still due. They were chosen without a lock, and whatever was a
--- head then is a head now or is over: an earlier entry never comes back.
-UPDATE retrysafe_outbox SET token = :token, attempts = attempts + 1, due_at_ms = :lease_ends_at_ms
+-- head then is a head now or is over: an earlier entry never comes back. Some of them begin at once;
+-- one of which a try was left open since the look is left to the next one.
+UPDATE retrysafe_outbox SET
+    token = :token,
+    due_at_ms = :lease_ends_at_ms,
+    attempts = attempts + (id IN (SELECT value FROM json_each(:begins))),
+    open_try = max(open_try, id IN (SELECT value FROM json_each(:begins)))
 WHERE id IN (SELECT value FROM json_each(:ids)) AND state = 1 AND due_at_ms <= :now_ms
+    AND (open_try = 0 OR id NOT IN (SELECT value FROM json_each(:begins)))
 RETURNING
     id, entry_key, topic, aggregate, content_type, body, caller, origin, state, token, attempts,
-    due_at_ms, staged_at_ms, settled_at_ms, expires_at_ms, last_error;
+    due_at_ms, staged_at_ms, settled_at_ms, expires_at_ms, last_error, open_try;
 
 -- name: settle_entry
 -- Writes what became of a delivery, if the token is still the entry's.
 UPDATE retrysafe_outbox SET
     state = :state,
     token = NULL,
-    attempts = attempts - :uncounted,
+    attempts = coalesce(:attempts, attempts),
+    open_try = :open_try,
     due_at_ms = CASE WHEN :state = 1 THEN :now_ms + :wait_ms ELSE due_at_ms END,
     settled_at_ms = CASE WHEN :state = 1 THEN NULL ELSE :now_ms END,
     expires_at_ms = CASE WHEN :state = 3 THEN :now_ms + :keep_ms END,
     last_error = coalesce(:error, last_error)
+WHERE id = :id AND token = :token AND state = 1;
+
+-- name: begin_entry
+-- Counts a try before its delivery begins and extends the lease, if the token is still the entry's.
+UPDATE retrysafe_outbox SET
+    attempts = :attempt, open_try = :open_try, due_at_ms = max(due_at_ms, :lease_ends_at_ms)
 WHERE id = :id AND token = :token AND state = 1;
 
 -- name: extend_entry
@@ -68,14 +81,14 @@ WHERE id = ? AND token = ? AND state = 1;
 -- One entry, for a decision under the write lock or for an operator.
 SELECT
     id, entry_key, topic, aggregate, content_type, body, caller, origin, state, token, attempts,
-    due_at_ms, staged_at_ms, settled_at_ms, expires_at_ms, last_error
+    due_at_ms, staged_at_ms, settled_at_ms, expires_at_ms, last_error, open_try
 FROM retrysafe_outbox WHERE id = ?;
 
 -- name: select_entries
 -- Entries for an operator, newest first.
 SELECT
     id, entry_key, topic, aggregate, content_type, body, caller, origin, state, token, attempts,
-    due_at_ms, staged_at_ms, settled_at_ms, expires_at_ms, last_error
+    due_at_ms, staged_at_ms, settled_at_ms, expires_at_ms, last_error, open_try
 FROM retrysafe_outbox
 WHERE (:topic IS NULL OR topic = :topic)
   AND (:aggregate IS NULL OR aggregate = :aggregate)
@@ -93,7 +106,8 @@ LIMIT :limit;
 -- name: update_entry
 -- Writes an operator's decision; the write lock has kept the row as it was read.
 UPDATE retrysafe_outbox SET
-    state = ?, token = ?, attempts = ?, due_at_ms = ?, settled_at_ms = ?, expires_at_ms = ?
+    state = ?, token = ?, attempts = ?, open_try = ?, due_at_ms = ?, settled_at_ms = ?,
+    expires_at_ms = ?
 WHERE id = ?;
 
 -- name: delete_entries

@@ -1,0 +1,205 @@
+"""What a relay holds: which entries wait to begin, which are under way, and how long they are its.
+
+Owns the order in which claimed entries begin, and the look at their leases by the local clock. An
+entry whose last try ended without a word may be what ended its relay, so it begins alone: if this
+relay dies too, it is known why. It must not know stores, crews and targets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+
+from retrysafe.core.outbox import Entry, EntryStart, OpenTry
+from retrysafe.relay.policy import RelayPolicy
+
+# Two renewals may fail before a lease ends.
+_RENEWALS_PER_LEASE = 3
+
+
+class HeldEntries:
+    """The entries of one relay, from their claim to their end."""
+
+    def __init__(self, policy: RelayPolicy, monotonic: Callable[[], float]) -> None:
+        self._monotonic = monotonic
+        self._lease_seconds = policy.lease.total_seconds()
+        self._lease_ms = max(1, round(self._lease_seconds * 1000))
+        # A delivery that takes longer than this hangs, and is not waited for by one that begins
+        # alone: threads cannot be interrupted.
+        self._patience_seconds = policy.timeout.total_seconds()
+        # By number, as they were claimed.
+        self._entries: dict[int, Entry] = {}
+        # When their leases end, counted from before the store was asked, so never too late.
+        self._ends: dict[int, float] = {}
+        self._renew_at = math.inf
+        # Those that wait, in the order of their claims, and those that wait to begin alone.
+        self._waiting: dict[int, None] = {}
+        self._suspects: list[int] = []
+        # When those began that the crew has, and which of them began alone.
+        self._begun_at: dict[int, float] = {}
+        self._alone: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether one waits to begin alone, or has begun so; it shares its relay with nothing."""
+        return bool(self._suspects) or self._alone_under_way()
+
+    def take_on(self, entry: Entry, asked: float) -> None:
+        """Adds an entry of a claim that was asked for at that time.
+
+        It may be one that this relay has already, if its lease had run out: then it has a new
+        token, and what is under way stays under way.
+        """
+        number = entry.id
+        known = self._entries.get(number)
+        if known is not None and self.is_under_way(number):
+            # The row has counted the try that is under way.
+            entry = replace(entry, attempts=entry.attempts - 1, open_try=known.open_try)
+            self._entries[number] = entry
+        else:
+            self.remove(number)
+            self._entries[number] = entry
+            self._wait(entry)
+        self._held_until(number, asked)
+
+    def _wait(self, entry: Entry) -> None:
+        if entry.open_try is OpenTry.NONE:
+            self._waiting[entry.id] = None
+            return
+        self._suspects.append(entry.id)
+        # Those that nothing speaks against but their company come first: one that has ended a
+        # relay alone must not keep them waiting for a lease each time.
+        self._suspects.sort(key=self._suspicion)
+
+    def _suspicion(self, number: int) -> tuple[int, int, int]:
+        entry = self._entries[number]
+        return entry.open_try, entry.attempts, number
+
+    def _held_until(self, number: int, asked: float) -> None:
+        self._ends[number] = asked + self._lease_seconds
+        self._renew_at = min(self._renew_at, asked + self._lease_seconds / _RENEWALS_PER_LEASE)
+
+    def is_under_way(self, number: int) -> bool:
+        """Whether the crew has it."""
+        return number in self._begun_at
+
+    def remove(self, number: int) -> Entry | None:
+        """Takes an entry out, as it was claimed with the token it has now; None if unknown."""
+        self._waiting.pop(number, None)
+        if number in self._suspects:
+            self._suspects.remove(number)
+        self._begun_at.pop(number, None)
+        if self._alone == number:
+            self._alone = None
+        self._ends.pop(number, None)
+        return self._entries.pop(number, None)
+
+    # What begins.
+
+    def may_begin(self, entry: Entry) -> bool:
+        """Whether the entry is still this relay's by the local clock; asked from any thread.
+
+        A process that stood still may have lost it meanwhile to another relay, or to an operator.
+        """
+        return self._monotonic() < self._ends.get(entry.id, -math.inf)
+
+    def next_starts(self, limit: int) -> list[EntryStart]:
+        """Which deliveries begin now, if at most `limit` may be under way."""
+        if self._suspects:
+            if self._is_quiet():
+                return [self._start(self._suspects[0], is_alone=True)]
+            return []
+        if self._alone_under_way():
+            return []
+        return [self._start(number) for number in islice(self._waiting, self._room(limit))]
+
+    def _room(self, limit: int) -> int:
+        return max(0, limit - len(self._begun_at))
+
+    def room_to_begin(self, limit: int) -> int:
+        """How many may begin beside what is under way and what waits already."""
+        return max(0, self._room(limit) - len(self._waiting))
+
+    def _start(self, number: int, *, is_alone: bool = False) -> EntryStart:
+        entry = self._entries[number]
+        assert entry.token is not None  # Only claimed entries are held.
+        return EntryStart(number, entry.token, entry.attempts + 1, self._lease_ms, is_alone)
+
+    def _is_quiet(self) -> bool:
+        now = self._monotonic()
+        return all(now >= begun + self._patience_seconds for begun in self._begun_at.values())
+
+    def _alone_under_way(self) -> bool:
+        return self._alone is not None and not self._is_quiet()
+
+    def begun(self, number: int, asked: float, *, is_alone: bool = False) -> Entry:
+        """Notes that a start was written, and gives the entry for its delivery."""
+        if is_alone:
+            self._suspects.remove(number)
+            self._alone = number
+        self._waiting.pop(number, None)
+        self._begun_at[number] = asked
+        self._held_until(number, asked)
+        entry = self._entries[number]
+        return replace(entry, attempts=entry.attempts + 1)
+
+    def put_back(self, number: int) -> None:
+        """Lets an entry wait again: its lease may have ended before its delivery began."""
+        entry = self._entries.get(number)
+        if entry is not None:
+            del self._begun_at[number]
+            if self._alone == number:
+                self._alone = None
+            self._wait(entry)
+
+    def waiting(self, *, with_suspects: bool) -> list[int]:
+        """Those whose delivery has not begun."""
+        return [*self._waiting, *(self._suspects if with_suspects else ())]
+
+    # Leases.
+
+    def due_renewals(self) -> dict[bytes, list[int]]:
+        """The entries to renew, by their tokens; none before one of them is due, then all."""
+        if self._monotonic() < self._renew_at:
+            return {}
+        # The one that this was set for may have ended, or begun with a new lease.
+        self._set_renewal()
+        if self._monotonic() < self._renew_at:
+            return {}
+        held: dict[bytes, list[int]] = {}
+        for number, entry in self._entries.items():
+            if self._ends[number] > -math.inf:
+                assert entry.token is not None  # Only claimed entries are held.
+                held.setdefault(entry.token, []).append(number)
+        return held
+
+    def renewed(self, numbers: list[int], asked: float) -> None:
+        """Notes new leases, asked for at that time."""
+        for number in numbers:
+            self._ends[number] = asked + self._lease_seconds
+        self._set_renewal()
+
+    def lost(self, number: int) -> bool:
+        """Notes that the entry is somebody else's; whether its delivery is under way here."""
+        if not self.is_under_way(number):
+            self.remove(number)
+            self._set_renewal()
+            return False
+        # What the crew has only queued must not begin any more.
+        self._ends[number] = -math.inf
+        self._set_renewal()
+        return True
+
+    def _set_renewal(self) -> None:
+        after_ends = self._lease_seconds * (1 / _RENEWALS_PER_LEASE - 1)
+        ends = [end for end in self._ends.values() if end > -math.inf]
+        self._renew_at = min(ends, default=math.inf) + after_ends
+
+    def seconds_to_renewal(self) -> float:
+        """How long until a lease is due; infinite without one."""
+        return self._renew_at - self._monotonic()
