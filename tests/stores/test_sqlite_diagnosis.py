@@ -80,6 +80,15 @@ def test_what_is_no_database_is_told(tmp_path):
         problems(wrong)
 
 
+def test_a_file_that_others_may_read_is_worth_knowing(path):
+    """Not a problem: a group may share it."""
+    assert diagnosis.reader_findings(path) == []
+    path.chmod(0o640)
+    (found,) = diagnosis.reader_findings(path)
+    assert "chmod 600" in found.text
+    assert not found.is_problem
+
+
 def test_another_journal_mode_is_worth_knowing(path):
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA journal_mode = DELETE")

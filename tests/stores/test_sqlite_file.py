@@ -1,8 +1,10 @@
 """What only a SQLite file has: pragmas, locks, permissions, the view, connections."""
 
+import errno
 import os
 import shutil
 import sqlite3
+import stat
 import tempfile
 import threading
 from contextlib import closing
@@ -394,6 +396,69 @@ def test_a_failed_transaction_leaves_the_connection_usable(probe):
     assert not probe.store._connections.writer.in_transaction
     probe.store._now_ms = now_ms
     assert probe.claim().decision is Decision.ADMIT
+
+
+# Who may read it.
+
+
+@pytest.fixture
+def _open_umask():
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def modes(folder):
+    return {item.name: stat.S_IMODE(item.stat().st_mode) for item in folder.iterdir()}
+
+
+@pytest.mark.usefixtures("_open_umask")
+@pytest.mark.parametrize("how", ["claim", "migrate"])
+def test_a_new_file_is_for_its_owner_alone(tmp_path, how):
+    """It holds callers, keys and outcomes; so do the log and the shared memory beside it."""
+    store = SqliteStore(tmp_path / "keys.db")
+    if how == "migrate":
+        run_sync(store.migrate())
+        assert modes(tmp_path) == {"keys.db": 0o600}
+    run_sync(store.commit([request()], []))
+    assert modes(tmp_path) == dict.fromkeys(("keys.db", "keys.db-wal", "keys.db-shm"), 0o600)
+    run_sync(store.close())
+
+
+@pytest.mark.usefixtures("_open_umask")
+def test_a_new_file_behind_a_link_is_for_its_owner_alone(tmp_path):
+    """The link is there before the file that it leads to."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "keys.db").symlink_to(tmp_path / "data" / "real.db")
+    store = SqliteStore(tmp_path / "keys.db")
+    run_sync(store.commit([request()], []))
+    assert set(modes(tmp_path / "data").values()) == {0o600}
+    run_sync(store.close())
+
+
+@pytest.mark.usefixtures("_open_umask")
+def test_a_new_file_is_private_where_nodes_may_not_be_made(tmp_path, monkeypatch):
+    """As on macOS."""
+
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(os, "mknod", refuse)
+    store = SqliteStore(tmp_path / "keys.db")
+    run_sync(store.commit([request()], []))
+    assert set(modes(tmp_path).values()) == {0o600}
+    run_sync(store.close())
+
+
+def test_a_file_that_is_there_keeps_its_mode(tmp_path):
+    """A group that shares it goes on."""
+    path = tmp_path / "keys.db"
+    path.touch()
+    path.chmod(0o640)
+    store = SqliteStore(path)
+    run_sync(store.commit([request()], []))
+    assert set(modes(tmp_path).values()) == {0o640}
+    run_sync(store.close())
 
 
 # What people query.

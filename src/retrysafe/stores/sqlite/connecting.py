@@ -6,8 +6,11 @@ although the operation behind it already ran.
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +20,8 @@ from retrysafe.errors import StoreError, StoreMissing, StoreUnavailable
 _PRIMARY_MASK: Final = 0xFF
 # Switching a fresh file to WAL fails at once while a rival does the same; it takes milliseconds.
 _WAL_PAUSE_SECONDS: Final = 0.01
+# For its owner alone.
+_PRIVATE_MODE: Final = stat.S_IRUSR | stat.S_IWUSR
 
 
 def connect(path: Path, create: bool, busy_seconds: float) -> sqlite3.Connection:
@@ -39,9 +44,30 @@ def connect(path: Path, create: bool, busy_seconds: float) -> sqlite3.Connection
     except OSError as error:
         # A name that is too long, or a folder that may not be searched.
         raise StoreMissing(f"{path} cannot be opened: {error.strerror}") from error
+    if create:
+        _make_private(path)
     return sqlite3.connect(
         path, timeout=busy_seconds, isolation_level=None, check_same_thread=False
     )
+
+
+def _make_private(path: Path) -> None:
+    """Makes a missing file that only its owner may read: it holds callers, keys and outcomes.
+
+    SQLite gives the same mode to what it keeps beside the file. A file that is there stays as it
+    is.
+    """
+    # The file that a link leads to: a link itself cannot be made anew.
+    real = os.path.realpath(path)
+    # Whatever cannot be made here, SQLite tries next, and says why in its own words.
+    with suppress(OSError):
+        try:
+            # Made without being opened. Closing a file of one's own takes back the locks of the
+            # whole process on it, and another thread may have opened it meanwhile.
+            os.mknod(real, stat.S_IFREG | _PRIVATE_MODE)
+        except (AttributeError, PermissionError):
+            # Where only a superuser may do that, as on macOS, or nobody.
+            os.close(os.open(real, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _PRIVATE_MODE))
 
 
 def make_durable(connection: sqlite3.Connection, busy_seconds: float) -> None:

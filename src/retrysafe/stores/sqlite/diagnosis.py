@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import stat
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -48,7 +49,7 @@ def look(path: Path, busy_seconds: float) -> list[Finding]:
         with closing(connecting.connect(path, False, busy_seconds)) as connection:
             found += schema_findings(connection)
             found += mode_findings(connection)
-    return found + place_findings(file_system_of(path, _mounts()))
+    return found + reader_findings(path) + place_findings(file_system_of(path, _mounts()))
 
 
 def access_findings(path: Path) -> list[Finding]:
@@ -66,6 +67,20 @@ def access_findings(path: Path) -> list[Finding]:
             )
         )
     return found
+
+
+def reader_findings(path: Path) -> list[Finding]:
+    """Who else may read the file."""
+    if not path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        return []
+    return [
+        Finding(
+            f"{path} may be read by other users of this machine, with the callers, keys and "
+            "outcomes in it. The files that retrysafe makes are for their owner alone: run chmod "
+            "600 on this one and on the -wal and -shm beside it, unless it is meant to be read.",
+            is_problem=False,
+        )
+    ]
 
 
 def schema_findings(connection: sqlite3.Connection) -> list[Finding]:
