@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
+from zoneinfo import ZoneInfo
 
 import pytest
 
@@ -28,6 +29,7 @@ from retrysafe import (
 from retrysafe.core.ports import Waits
 from retrysafe.runtime.drive import run_sync
 from tests.runtime.staged import KEY, StagedStore
+from tests.servers.fixtures import migrated
 
 NO_PATIENCE = Policy(settle_patience=timedelta(0))
 
@@ -159,6 +161,20 @@ def test_unreadable_result_is_unavailable_and_never_run_again(subject, url):
     with pytest.raises(OutcomeUnavailable, match="cannot be read here"):
         face.run(KEY, retry, request="r", name="")
     assert retry.count == 0
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_a_moment_comes_back_in_its_zone(subject, url, kind, request):
+    """Also in the hour that its clock repeats."""
+    if kind == "postgresql":
+        url = migrated(request.getfixturevalue("postgres_url"))
+    # On that night the clock shows half past two twice; this is the second time.
+    moment = datetime(2024, 10, 27, 2, 30, fold=1, tzinfo=ZoneInfo("Europe/Berlin"))
+    first = subject(url, cache=False).run(KEY, Calls(moment), request="r", name="")
+    for face in (subject(url, cache=False), subject(url)):
+        back = face.run(KEY, Calls("a second run"), request="r", name="")
+        assert back == first == moment
+        assert repr(back) == repr(moment)
 
 
 def test_purged_outcome_is_unavailable(subject, url):

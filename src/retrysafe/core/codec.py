@@ -18,6 +18,7 @@ from retrysafe.core.model import Payload
 from retrysafe.core.models import is_dataclass, is_msgspec, is_pydantic
 from retrysafe.core.sameness import difference
 from retrysafe.core.values import NotReadable, NotStorable, Types, Walk
+from retrysafe.core.zones import held_in
 from retrysafe.errors import AttemptsExhausted, OperationFailed, OutcomeUnavailable
 
 JSON: Final = "json.1"
@@ -97,6 +98,9 @@ class ValueCodec:
 
 def _written(value: Any) -> Payload:
     """The payload of a value that is no plain JSON; raises `NotStorable` if it would change."""
+    if (is_pydantic(value) or is_msgspec(value)) and held_in(value):
+        # Their libraries write no time zones; the tree does.
+        return Payload(TAGGED, b"", values.json_bytes(_tree_that_comes_back(value)))
     if is_pydantic(value):
         text: str = value.model_dump_json(**values.PYDANTIC_OPTIONS)
         return _comes_back(value, Payload(PYDANTIC, _head(value), text.encode()))

@@ -54,6 +54,17 @@ def fields_of(value: Any) -> Fields | None:
     return None
 
 
+def set_field(model: Any, name: str, item: Any) -> None:
+    """Changes a field of a model or dataclass that was just made, also of a frozen one."""
+    if is_pydantic(model):
+        is_own = name in type(model).model_fields
+        (vars(model) if is_own else model.__pydantic_extra__)[name] = item
+    elif is_msgspec(model):
+        sys.modules["msgspec"].structs.force_setattr(model, name, item)
+    else:
+        object.__setattr__(model, name, item)
+
+
 def uses_enum_values(model: type) -> bool:
     """Whether fields of the model are declared to hold the values of enums, and not the members."""
     config = getattr(model, "model_config", None)

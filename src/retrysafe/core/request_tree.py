@@ -38,6 +38,7 @@ class _Asked(Walk):
     """The walk through a request."""
 
     __slots__ = ()
+    is_stored = False
 
     def encoder(self, value: Any) -> Encoder | None:
         """What makes a tree of the value; None when it has no stable form."""

@@ -7,7 +7,7 @@ itself, `1` equals `True`, and a class may compare by identity, or not at all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from datetime import UTC, date, datetime, time, timedelta
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from numbers import Number
@@ -17,6 +17,7 @@ from uuid import UUID
 from retrysafe.core.models import fields_of, is_msgspec, is_pydantic, uses_enum_values
 from retrysafe.core.request_tree import asked_tree
 from retrysafe.core.values import NotStorable, sorted_json_bytes, type_name
+from retrysafe.core.zones import zone_name
 
 # Where, as it is written behind the name of the value, and what.
 Difference = tuple[str, str]
@@ -118,7 +119,7 @@ def _paired(value: Set[Any], back: Set[Any]) -> tuple[list[Any], list[Any]]:
     if _is_equal(value, back):
         found = {member: member for member in back}
         return list(value), [found[member] for member in value]
-    # NaN, an hour that a clock repeats, or a class that compares by identity.
+    # NaN, or a class that compares by identity.
     return sorted(value, key=_order), sorted(back, key=_order)
 
 
@@ -130,24 +131,27 @@ def _order(member: Any) -> str:
         return repr(member)
 
 
-_minus = datetime.__sub__
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_EPOCH_ON_THE_WALL: Final = datetime(1970, 1, 1)  # noqa: DTZ001 — for those without a zone.
-
-
-def _instant(moment: datetime) -> tuple[bool, timedelta]:
-    """What is equal for one instant in two zones.
-
-    Python's own comparison says no in the hour that a clock repeats when summer time ends.
-    """
-    has_zone = moment.utcoffset() is not None
-    return has_zone, _minus(moment, _EPOCH if has_zone else _EPOCH_ON_THE_WALL)
-
-
 def _is_equal(value: Any, back: Any) -> bool:
     try:
         if isinstance(value, datetime) and isinstance(back, datetime):
-            return _instant(value) == _instant(back)
+            return _is_same_moment(value, back)
+        if isinstance(value, time) and isinstance(back, time):
+            return zone_name(value.tzinfo) == zone_name(back.tzinfo) and value == back
         return bool(value == back)
     except Exception:
         return False  # What cannot be compared cannot be known to be the same.
+
+
+def _is_same_moment(value: datetime, back: datetime) -> bool:
+    """Whether two moments are one, in zones of the same name."""
+    name = zone_name(value.tzinfo)
+    if name != zone_name(back.tzinfo):
+        return False
+    if name is None:
+        return value == back
+    # By the wall: in the hour that a clock repeats, Python takes both for one.
+    return _on_the_wall(value) == _on_the_wall(back)
+
+
+def _on_the_wall(moment: datetime) -> tuple[Any, ...]:
+    return (*moment.timetuple()[:6], moment.microsecond, moment.fold)

@@ -19,6 +19,7 @@ from enum import Enum, Flag
 from typing import Any, Final
 from uuid import UUID
 
+from retrysafe.core import zones
 from retrysafe.core.models import is_dataclass, is_msgspec, is_pydantic
 
 # Deeper values are almost always cycles; the limit is well below the interpreter's own.
@@ -100,6 +101,9 @@ class Walk:
     """
 
     __slots__ = ("met",)
+
+    # Whether what is met has to come back; a request is only hashed.
+    is_stored = True
 
     def __init__(self, met: set[type] | None = None) -> None:
         self.met = met
@@ -183,6 +187,20 @@ def _encode_set(tag: str) -> Encoder:
     }
 
 
+def _encode_moment(tag: str) -> Encoder:
+    def encode(value: datetime | time, path: str, depth: int, walk: Walk) -> Any:
+        notes = zones.notes_of(value)
+        if walk.is_stored and "z" not in notes and not zones.is_offset_enough(value):
+            raise NotStorable(
+                f"{path} is a {tag} whose time zone, a {type_name(type(value.tzinfo))}, has no "
+                "stored form, and without it would not come back equal: use zoneinfo.ZoneInfo, or "
+                "convert it to UTC"
+            )
+        return {"$": tag, "v": value.isoformat(), **notes}
+
+    return encode
+
+
 _ENCODERS: Final[dict[type, Encoder]] = {
     dict: _encode_dict,
     list: _items,
@@ -193,9 +211,9 @@ _ENCODERS: Final[dict[type, Encoder]] = {
     bytes: _tagged("bytes")(lambda value: base64.b64encode(value).decode()),
     Decimal: _tagged("decimal")(str),
     UUID: _tagged("uuid")(str),
-    datetime: _tagged("datetime")(datetime.isoformat),
+    datetime: _encode_moment("datetime"),
     date: _tagged("date")(date.isoformat),
-    time: _tagged("time")(time.isoformat),
+    time: _encode_moment("time"),
     timedelta: _tagged("timedelta")(lambda value: [value.days, value.seconds, value.microseconds]),
 }
 
@@ -218,11 +236,18 @@ def _encode_enum(value: Enum, path: str, depth: int, walk: Walk) -> Any:
 
 
 def _encode_pydantic(value: Any, path: str, depth: int, walk: Walk) -> Any:
-    return typed("pydantic", value, value.model_dump(mode="json", **PYDANTIC_OPTIONS), walk)
+    tree = value.model_dump(mode="json", **PYDANTIC_OPTIONS)
+    return _with_zones(typed("pydantic", value, tree, walk), value)
 
 
 def _encode_msgspec(value: Any, path: str, depth: int, walk: Walk) -> Any:
-    return typed("msgspec", value, sys.modules["msgspec"].to_builtins(value), walk)
+    tree = sys.modules["msgspec"].to_builtins(value)
+    return _with_zones(typed("msgspec", value, tree, walk), value)
+
+
+def _with_zones(tree: dict[str, Any], model: Any) -> dict[str, Any]:
+    held = zones.held_in(model)
+    return {**tree, "z": held} if held else tree
 
 
 def _encode_dataclass(value: Any, path: str, depth: int, walk: Walk) -> Any:
@@ -365,6 +390,20 @@ def read_msgspec(kind: Any, body: bytes) -> Any:
         raise NotReadable(f"{type_name(kind)} no longer fits what was stored: {error}") from None
 
 
+def _read_model(read: Callable[[Any, bytes], Any], tree: Any, types: Types) -> Any:
+    made = read(types.find(tree["t"]), json_bytes(tree["v"]))
+    return _read_zoned(zones.put_into, made, tree["z"]) if "z" in tree else made
+
+
+def _read_zoned(read: Callable[[Any, Any], Any], held: Any, stored: Any) -> Any:
+    try:
+        return read(held, stored)
+    except LookupError as error:
+        raise NotReadable(
+            f"a stored time zone is not known here ({error.args[0]}): install tzdata"
+        ) from error
+
+
 _DECODERS: Final[dict[str, Callable[[Any, Types], Any]]] = {
     "dict": lambda tree, types: {
         from_tree(name, types): from_tree(item, types) for name, item in tree["v"]
@@ -376,14 +415,14 @@ _DECODERS: Final[dict[str, Callable[[Any, Types], Any]]] = {
     "bytes": lambda tree, types: base64.b64decode(tree["v"]),
     "decimal": lambda tree, types: Decimal(tree["v"]),
     "uuid": lambda tree, types: UUID(tree["v"]),
-    "datetime": lambda tree, types: datetime.fromisoformat(tree["v"]),
+    "datetime": lambda tree, types: _read_zoned(zones.read, datetime, tree),
     "date": lambda tree, types: date.fromisoformat(tree["v"]),
-    "time": lambda tree, types: time.fromisoformat(tree["v"]),
+    "time": lambda tree, types: _read_zoned(zones.read, time, tree),
     "timedelta": lambda tree, types: timedelta(*tree["v"]),
     "enum": _read_enum,
     "flag": _read_enum,
     "dataclass": lambda tree, types: read_dataclass(types.find(tree["t"]), tree["v"], types),
     "namedtuple": _read_namedtuple,
-    "pydantic": lambda tree, types: read_pydantic(types.find(tree["t"]), json_bytes(tree["v"])),
-    "msgspec": lambda tree, types: read_msgspec(types.find(tree["t"]), json_bytes(tree["v"])),
+    "pydantic": lambda tree, types: _read_model(read_pydantic, tree, types),
+    "msgspec": lambda tree, types: _read_model(read_msgspec, tree, types),
 }
