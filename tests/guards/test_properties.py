@@ -314,9 +314,9 @@ def test_a_running_operation_is_not_run_again():
 def test_a_running_operation_is_renewed():
     """The heartbeat knows the lease for as long as the operation runs, and no longer."""
     with process(MemoryStore()) as owner:
-        known = owner.run("k", lambda: len(owner._heartbeat._leases), request=1, name="pay")
+        known = owner.run("k", lambda: len(owner._heartbeat.leases), request=1, name="pay")
         assert known == 1
-        assert not owner._heartbeat._leases
+        assert not owner._heartbeat.leases
 
 
 def test_an_extend_never_shortens_a_lease():

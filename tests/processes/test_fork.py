@@ -104,7 +104,8 @@ def _fork_while_locked(pipe, database: str, ledger: str, kind: str) -> int:
     store = MemoryStore() if kind == "memory" else None
     idem = Idempotency(store or f"sqlite:///{database}", caller="owner", policy=POLICY)
     idem.run("before", lambda: "done", request="r")
-    locks = [idem._heartbeat._lock, idem._engine._lock]
+    (beat,) = idem._heartbeat._beats.values()
+    locks = [beat._lock, idem._engine._lock]
     if kind == "sqlite":
         # A fork waits for the locks around a commit and a reading, so those are not held for long.
         locks.append(idem._engine._writer._lock)

@@ -192,13 +192,14 @@ def test_claim_that_outlives_close_starts_no_renewal():
         closer = asyncio.create_task(idem.close(BRIEFLY))
         for _ in range(30_000):
             # close() gave up waiting for the call when it stops the renewals.
-            if idem._parts.heartbeat._is_stopped:
+            if idem._parts.heartbeat.is_stopped:
                 break
             await asyncio.sleep(0.001)
         hold.open()
         assert await closer is False
         assert await runner == 1
-        assert idem._parts.heartbeat._timer is None
+        beats = idem._parts.heartbeat._beats.values()
+        assert [beat._timer for beat in beats] == [None]
 
     drive(main())
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 from retrysafe.core.keys import Key
 from retrysafe.core.lease import Lease
@@ -153,6 +153,22 @@ class Store(Protocol):
 
     async def close(self) -> None:
         """Gives back what the store holds; closing twice is harmless."""
+
+
+@runtime_checkable
+class ExtendsAnywhere(Protocol):
+    """A suspending store that renews leases in any event loop, also beside its user's.
+
+    Then a loop that is busy, or blocked, does not hold up the renewals of what runs on it.
+    """
+
+    async def extend(
+        self, extensions: Sequence[Extension], timeout_seconds: float
+    ) -> list[ExtendResult]:
+        """As `Store.extend`, over connections of the running loop."""
+
+    async def end_extending(self) -> None:
+        """Closes what `extend` has opened in the running loop, which ends."""
 
 
 class Writer(Protocol):

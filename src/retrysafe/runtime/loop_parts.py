@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from threading import get_ident
 from typing import Any, TypeVar
 
@@ -17,15 +18,16 @@ from retrysafe.core.engine import Engine
 from retrysafe.core.events import Reporter
 from retrysafe.core.joining import Joiner
 from retrysafe.core.model import ClaimAnswer, ClaimRequest
-from retrysafe.core.ports import UNSHARED, Store, Transaction, Waits, Writer
+from retrysafe.core.ports import UNSHARED, ExtendsAnywhere, Store, Transaction, Waits, Writer
 from retrysafe.core.run_times import RunTimes
 from retrysafe.core.stepping import Stepper
 from retrysafe.runtime.calls import owner_name
 from retrysafe.runtime.current import current
+from retrysafe.runtime.ending import Limit, end_aside_within
 from retrysafe.runtime.face import mint_token
 from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.group_commit import DirectWriter
-from retrysafe.runtime.heartbeat import TaskHeartbeat
+from retrysafe.runtime.heartbeat import TaskHeartbeat, ThreadHeartbeat
 from retrysafe.runtime.joining import drive_either
 from retrysafe.runtime.orphanage import TaskOrphanage
 from retrysafe.runtime.performing import perform_in_task
@@ -61,6 +63,16 @@ class OutsideWriter:
         return self._claim(request)
 
 
+def _heartbeat(
+    loop: asyncio.AbstractEventLoop, store: Store, report: Reporter
+) -> ThreadHeartbeat | TaskHeartbeat:
+    """In a thread of its own, if the store can be asked there: a busy loop is late."""
+    is_blocking = store.capabilities.waits is Waits.BLOCKING
+    if is_blocking or isinstance(store, ExtendsAnywhere):
+        return ThreadHeartbeat(store, report, loop)
+    return TaskHeartbeat(store, report)
+
+
 class LoopParts:
     """Everything of a face that belongs to one event loop; made in the thread that runs it."""
 
@@ -77,6 +89,7 @@ class LoopParts:
     ) -> None:
         self.loop = loop
         self.thread_id = get_ident()
+        self.heartbeat = _heartbeat(loop, store, report)
         self.threaded: ThreadedStore | None = None
         if store.capabilities.waits is Waits.BLOCKING:
             store = self.threaded = ThreadedStore(store)
@@ -85,7 +98,6 @@ class LoopParts:
         if store.capabilities.waits is not Waits.NEVER:
             self.group_commit = TaskGroupCommit(store, loop)
         self.gate = TaskGate()
-        self.heartbeat = TaskHeartbeat(store, report)
         self.orphans = TaskOrphanage()
         self._join = join
         self._run_times = run_times
@@ -139,6 +151,20 @@ class LoopParts:
         if self.threaded is not None and self.store.capabilities.has_one_writer:
             return OutsideWriter(self.group_commit, self.threaded.require_outside)
         return self.group_commit
+
+    async def end_renewals(self, limit: Limit) -> None:
+        """Renews nothing more, and waits for what is under way within the limit."""
+        heartbeat = self.heartbeat
+        if isinstance(heartbeat, TaskHeartbeat):
+            await heartbeat.stop(limit.left_seconds)
+        else:
+            await end_aside_within(partial(heartbeat.stop, limit.left_seconds), limit)
+
+    def leave(self) -> None:
+        """Ends what is left of the parts of a loop that has ended."""
+        self.heartbeat.end()
+        if self.threaded is not None:
+            self.threaded.end_workers()
 
     async def settle(self) -> None:
         """Waits until everything that was submitted is answered; cancelling stops none of it."""

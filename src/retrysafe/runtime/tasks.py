@@ -108,8 +108,8 @@ class AsyncFace(AtomicTasks, Face):
             raise InvalidInput(
                 "this object is in use by another event loop: make one per loop, or close it there"
             )
-        if parts is not None and parts.threaded is not None:
-            parts.threaded.end_workers()
+        if parts is not None:
+            parts.leave()
         self._parts = parts = LoopParts(
             loop,
             self._store,
@@ -427,7 +427,7 @@ class AsyncFace(AtomicTasks, Face):
         parts = self._bound()
         has_ended = await parts.gate.close(limit.seconds)
         limit.spare_the_ending()
-        await parts.heartbeat.stop(limit.left_seconds)
+        await parts.end_renewals(limit)
         try:
             async with asyncio.timeout(limit.left_seconds):
                 await parts.settle()
