@@ -89,7 +89,7 @@ class CuttingProxy:
                     return
                 server.sendall(data)
                 if cut is Cut.AFTER:
-                    _drain_answer(server)
+                    drain_answer(server)
                     return
 
     def _cut_for(self, sent: bytes) -> Cut | None:
@@ -102,7 +102,7 @@ class CuttingProxy:
             return self._cut
 
 
-def _drain_answer(server: socket.socket) -> None:
+def drain_answer(server: socket.socket) -> None:
     """Reads until the server says that the transaction is over and it waits for the next one."""
     server.settimeout(10)
     answer = b""

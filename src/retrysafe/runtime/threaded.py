@@ -40,7 +40,8 @@ from retrysafe.runtime.threaded_outbox import ThreadedOutbox
 
 T = TypeVar("T")
 
-# One for the batch under way and one for renewals and operators, which must not queue behind it.
+# One for the batch under way and one for steps and operators, which must not queue behind it.
+# Renewals do not come this way: the heartbeat's own thread asks the blocking store.
 WORKERS: Final = 2
 
 

@@ -13,6 +13,12 @@ import asyncpg
 from retrysafe import forks
 from retrysafe.core.ports import Waits
 from retrysafe.errors import StoreNotWritable, StoreUnavailable
+from retrysafe.stores.postgres.asyncpg_renewals import (
+    RenewalConnections,
+    drop,
+    is_open,
+    set_keepalive,
+)
 from retrysafe.stores.postgres.connector import (
     READ_ONLY_CODE,
     PoolOptions,
@@ -37,6 +43,10 @@ _GONE: Final = (
     TimeoutError,
 )
 
+# The errors that an answer of the server, or none that was needed, leaves behind: the connection is
+# as good as before.
+_ANSWERED: Final = (asyncpg.PostgresError, asyncpg.DataError, UnicodeError)
+
 # A connection that rested longer goes through the pool, which closes what nobody uses.
 REST_SECONDS: Final = 30.0
 
@@ -45,15 +55,21 @@ _CONNECTING_SHARE: Final = 0.9
 
 
 class _Session:
-    def __init__(self, connection: Any) -> None:
+    def __init__(self, connection: Any, patient_seconds: float) -> None:
         self._connection = connection
+        self._patient_seconds = patient_seconds
 
     async def fetch(self, sql: str, params: Sequence[Any] = ()) -> Rows:
-        rows: Rows = await self._connection.fetch(sql, *params)
+        try:
+            rows: Rows = await self._connection.fetch(sql, *params)
+        except TimeoutError:
+            # At once: asyncpg would ask for a rollback, and wait for that answer too.
+            drop(self._connection)
+            raise
         return rows
 
     async def script(self, sql: str) -> None:
-        await self._connection.execute(sql)
+        await self._connection.execute(sql, timeout=self._patient_seconds)
 
 
 class _Connection(asyncpg.Connection):  # type: ignore[misc]
@@ -65,14 +81,6 @@ class _Connection(asyncpg.Connection):  # type: ignore[misc]
 
     def get_reset_query(self) -> str:
         return ""
-
-
-def _is_open(connection: Any) -> bool:
-    """Whether the server has not ended the connection; the pool takes such a one back by itself."""
-    try:
-        return not connection.is_closed()
-    except asyncpg.InterfaceError:
-        return False
 
 
 async def _release(pool: Any, connection: Any) -> None:
@@ -99,6 +107,10 @@ class AsyncpgConnector:
         self._waiting = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opening: asyncio.Lock | None = None
+        self._commit_seconds = min(
+            options.commit_timeout.total_seconds(), options.statement_timeout.total_seconds()
+        )
+        self._renewals = RenewalConnections(self._connect_for_renewal)
 
     async def fetch(self, sql: str, params: Sequence[Any] = ()) -> Rows:
         """Runs one statement in a transaction of its own."""
@@ -113,6 +125,11 @@ class AsyncpgConnector:
                 rows: Rows = await connection.fetch(sql, *params)
                 is_fine = True
                 return rows
+            except _ANSWERED:
+                raise
+            except BaseException:
+                drop(connection)
+                raise
             finally:
                 await self._give_back(pool, connection, is_fine=is_fine)
         except Exception as error:
@@ -125,7 +142,7 @@ class AsyncpgConnector:
     async def transaction(self) -> AsyncIterator[_Session]:
         """A transaction that commits at the end."""
         async with self._connection() as connection, connection.transaction():
-            yield _Session(connection)
+            yield _Session(connection, self._options.statement_timeout.total_seconds())
 
     async def has_forgetful_pooler(self) -> bool:
         """Whether prepared statements would meet a server connection that does not know them."""
@@ -145,16 +162,32 @@ class AsyncpgConnector:
         except _GONE as error:
             raise StoreUnavailable(f"{self._location} does not answer: {error!r}") from error
 
+    async def fetch_patiently(self, sql: str, params: Sequence[Any] = ()) -> Rows:
+        """The same for a statement that may take long."""
+        seconds = self._options.statement_timeout.total_seconds()
+        async with self._connection() as connection:
+            rows: Rows = await connection.fetch(sql, *params, timeout=seconds)
+            return rows
+
+    async def fetch_renewal(self, seconds: float, sql: str, params: Sequence[Any] = ()) -> Rows:
+        """The same over a connection that nobody else uses, within that time; in any loop."""
+        try:
+            return await self._renewals.fetch(seconds, sql, params)
+        except Exception as error:
+            translation = self._translated(error)
+            if translation is None:
+                raise
+            raise translation from error
+
+    async def close_renewals(self) -> None:
+        """Closes the connections of `fetch_renewal` that belong to the running loop."""
+        await self._renewals.close()
+
     async def fetch_within(self, seconds: float, sql: str) -> Rows:
         """Runs a statement that must not take long, waiting for a connection included."""
         try:
             async with asyncio.timeout(seconds), self._connection() as connection:
-                try:
-                    rows: Rows = await connection.fetch(sql)
-                except asyncio.CancelledError:
-                    # To give it back would wait for the server to take note, as long again.
-                    connection.terminate()
-                    raise
+                rows: Rows = await connection.fetch(sql)
                 return rows
         except TimeoutError as error:
             raise StoreUnavailable(f"{self._location} did not answer in time") from error
@@ -163,6 +196,7 @@ class AsyncpgConnector:
         """Closes the connections."""
         pool, self._pool = self._pool, None
         resting, self._resting = self._resting, []
+        await self.close_renewals()
         if pool is not None and self._loop is asyncio.get_running_loop():
             for connection, _ in resting:
                 await _release(pool, connection)
@@ -170,8 +204,9 @@ class AsyncpgConnector:
 
     def after_fork_in_child(self) -> None:
         """Leaves the parent's connections alone."""
-        forks.park((self._pool, self._resting))
+        forks.park((self._pool, self._resting, self._renewals))
         self._pool = None
+        self._renewals = RenewalConnections(self._connect_for_renewal)
         self._resting = []
         self._loop = None
 
@@ -184,6 +219,12 @@ class AsyncpgConnector:
             try:
                 yield connection
                 is_fine = True
+            except _ANSWERED:
+                raise
+            except BaseException:
+                # To give it back would wait for the server to take note, as long again.
+                drop(connection)
+                raise
             finally:
                 await self._give_back(pool, connection, is_fine=is_fine)
         except Exception as error:
@@ -193,25 +234,33 @@ class AsyncpgConnector:
             raise translation from error
 
     async def _told(self, pool: Any, error: Exception) -> Exception | None:
-        """The error in the store's words; None when it is not PostgreSQL's."""
-        if isinstance(error, UnicodeError | asyncpg.DataError):
-            return RowRefused(str(error))
+        """The error in the store's words; None when it is not PostgreSQL's.
+
+        A restarted server has killed the other connections too, and a network that has gone silent
+        carries nothing for them either.
+        """
         if isinstance(error, asyncpg.PostgresError):
             code = error.sqlstate or ""
             if code[:2] in ("08", "57") or code == READ_ONLY_CODE:
                 # The others lead to the same server.
                 await self._expire(pool)
+        elif isinstance(error, _GONE) and not isinstance(error, _ANSWERED):
+            await self._expire(pool)
+        return self._translated(error)
+
+    def _translated(self, error: BaseException) -> Exception | None:
+        if isinstance(error, UnicodeError | asyncpg.DataError):
+            return RowRefused(str(error))
+        if isinstance(error, asyncpg.PostgresError):
             return translated(error.sqlstate, str(error), self._location)
         if isinstance(error, _GONE):
-            # A restarted server has killed the others too.
-            await self._expire(pool)
             return StoreUnavailable(f"{self._location} does not answer: {error!r}")
         return None
 
     async def _taken(self, pool: Any) -> Any:
         while self._resting:
             connection, rested_since = self._resting.pop()
-            if time.monotonic() - rested_since < REST_SECONDS and _is_open(connection):
+            if time.monotonic() - rested_since < REST_SECONDS and is_open(connection):
                 return connection
             await _release(pool, connection)
         self._waiting += 1
@@ -272,6 +321,7 @@ class AsyncpgConnector:
             )
         except asyncpg.TargetServerAttributeNotMatched as error:
             raise StoreNotWritable(f"{self._location} takes no writes now: {error}") from error
+        set_keepalive(connection, self._options.keepalive)
         script = opening_script(
             connection.get_server_pid(),
             has_prepared_statements=self._options.has_prepared_statements,
@@ -280,23 +330,31 @@ class AsyncpgConnector:
             require_writable(await connection.execute(script), self._location)
         except BaseException:
             # Not closed in order: a pooler that has no session for us would be waited for.
-            connection.terminate()
+            drop(connection)
             raise
         return connection
+
+    async def _connect_for_renewal(self, seconds: float) -> Any:
+        return await self._connect(timeout=seconds, **self._connection_options())
+
+    def _connection_options(self) -> dict[str, Any]:
+        return {
+            "connection_class": _Connection,
+            "command_timeout": self._commit_seconds,
+            "statement_cache_size": 100 if self._options.has_prepared_statements else 0,
+        }
 
     async def _new_pool(self) -> Any:
         options = self._options
         try:
             return await asyncpg.create_pool(
                 connect=self._connect,
-                connection_class=_Connection,
                 min_size=0,
                 max_size=options.size_limit,
                 # A little less than callers wait for a connection: what the servers have said must
                 # reach them.
                 timeout=options.connect_timeout.total_seconds() * _CONNECTING_SHARE,
-                command_timeout=options.statement_timeout.total_seconds(),
-                statement_cache_size=100 if options.has_prepared_statements else 0,
+                **self._connection_options(),
             )
         except _GONE as error:
             raise StoreUnavailable(f"{self._location} does not answer: {error!r}") from error

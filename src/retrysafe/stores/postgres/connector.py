@@ -30,16 +30,39 @@ PLANNER_SETTINGS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
+class Keepalive:
+    """How the operating system finds out that a peer is gone, in the words and units of libpq.
+
+    Without it a connection whose packets are dropped is waited for as long as a statement may take,
+    and one that is idle is never found out. A peer that acknowledges and never answers is not found
+    out by it at all: for that one there are limits on statements.
+    """
+
+    keepalives: int = 1
+    # Seconds. Often enough that no firewall forgets an idle connection, which takes it minutes.
+    keepalives_idle: int = 10
+    keepalives_interval: int = 5
+    keepalives_count: int = 3
+    # Milliseconds that what was sent may stay unacknowledged.
+    tcp_user_timeout: int = 10_000
+
+
+@dataclass(frozen=True, slots=True)
 class PoolOptions:
     """How connections are made and kept."""
 
-    # Three small batches in flight, a renewal, an operator and one to spare; more only adds
-    # contention. They are opened when they are needed.
+    # Three small batches in flight, a step, an operator and one to spare; more only adds
+    # contention. They are opened when they are needed. Renewals have their own beside them.
     size_limit: int = 6
     # How long a call waits for a free connection, and for the server to accept a new one.
     connect_timeout: timedelta = timedelta(seconds=5)
-    # How long one statement may take before its connection is given up.
+    # How long a claim, a step or an ending may take before its connection is given up and the
+    # same is asked over another one. They take milliseconds; a network that has gone silent costs
+    # an operation this much.
+    commit_timeout: timedelta = timedelta(seconds=5)
+    # The same for statements that read much, of operators, sweeps and migrations.
     statement_timeout: timedelta = timedelta(seconds=30)
+    keepalive: Keepalive = Keepalive()
     # Off behind PgBouncer in transaction mode: another server connection would not know them.
     has_prepared_statements: bool = True
 
@@ -63,7 +86,7 @@ class Session(Protocol):
         """Runs a statement with `$1`-style parameters."""
 
     async def script(self, sql: str) -> None:
-        """Runs several statements without parameters."""
+        """Runs several statements without parameters, which may take long."""
 
 
 class Connector(Protocol):
@@ -74,10 +97,19 @@ class Connector(Protocol):
         """Whether its methods block or suspend."""
 
     async def fetch(self, sql: str, params: Sequence[Any] = ()) -> Rows:
-        """Runs one statement in a transaction of its own.
+        """Runs one statement in a transaction of its own, within the time of a commit.
 
         Raises `StoreUnavailable`, `RowRefused`, `Conflict`, `SchemaMissing` or another
         `StoreError`.
+        """
+
+    async def fetch_patiently(self, sql: str, params: Sequence[Any] = ()) -> Rows:
+        """The same for a statement that may take long."""
+
+    async def fetch_renewal(self, seconds: float, sql: str, params: Sequence[Any] = ()) -> Rows:
+        """The same over a connection that nobody else uses, within that time.
+
+        After any failure the next call gets a fresh connection. Raises what `fetch` raises.
         """
 
     async def fetch_within(self, seconds: float, sql: str) -> Rows:
@@ -87,13 +119,19 @@ class Connector(Protocol):
         """
 
     def transaction(self) -> AbstractAsyncContextManager[Session]:
-        """A transaction that commits at the end, or rolls back when something is raised."""
+        """A transaction that commits at the end, or rolls back when something is raised.
+
+        Its statements are within the time of a commit, unless they are patient.
+        """
 
     async def has_forgetful_pooler(self) -> bool:
         """Whether prepared statements are on and the server is not the one that was dialled.
 
         A pooler announces a process id of its own making; the server answers with its real one.
         """
+
+    async def close_renewals(self) -> None:
+        """Closes the connections of `fetch_renewal` that belong to the running loop."""
 
     async def close(self) -> None:
         """Closes the connections; the next use opens new ones."""

@@ -13,6 +13,7 @@ from retrysafe.core import transitions
 from retrysafe.core.model import Decision, ExtendAnswer, Extension
 from retrysafe.core.ports import ExtendResult
 from retrysafe.errors import StoreRejected
+from retrysafe.stores.postgres.connector import RowRefused
 from retrysafe.stores.postgres.reading import Reader
 from retrysafe.stores.postgres.sifting import Fetch
 from retrysafe.stores.postgres.unwritten import NO_RECORD, being_written
@@ -24,9 +25,9 @@ async def extend(fetch: Fetch, extensions: Sequence[Extension]) -> list[ExtendRe
     """Extends leases; where a row is refused, the batch is halved until it stands alone."""
     try:
         return await _extend(fetch, extensions)
-    except StoreRejected as error:
+    except RowRefused as error:
         if len(extensions) == 1:
-            return [error]
+            return [StoreRejected(f"PostgreSQL refuses this row: {error}")]
     middle = len(extensions) // 2
     first = await extend(fetch, extensions[:middle])
     return first + await extend(fetch, extensions[middle:])

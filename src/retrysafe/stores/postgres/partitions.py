@@ -64,8 +64,8 @@ class Partitions:
 
         Raises `StoreError` when this role may not: partitions belong to the owner of the schema.
         """
-        ((now_ms,),) = await self._connector.fetch(self._statement("now_ms"))
-        rows = await self._connector.fetch(self._statement("list_partitions"))
+        ((now_ms,),) = await self._connector.fetch_patiently(self._statement("now_ms"))
+        rows = await self._connector.fetch_patiently(self._statement("list_partitions"))
         existing = {row[0] for row in rows}
         today_ms = day_start_ms(now_ms)
         today = partition_name(today_ms)
@@ -87,7 +87,7 @@ class Partitions:
         """The days that should have a partition, can have one, and have none."""
         last_ms = max((_start_of(name) for name in existing), default=today_ms)
         limit_ms = today_ms + HORIZON_LIMIT_DAYS * DAY_MS
-        ((default_ms, is_last_in_use),) = await self._connector.fetch(
+        ((default_ms, is_last_in_use),) = await self._connector.fetch_patiently(
             self._statement("last_audit_day"), (last_ms - (SPARE_DAYS - 1) * DAY_MS, limit_ms)
         )
         wanted_ms = today_ms + HORIZON_DAYS * DAY_MS
@@ -102,7 +102,7 @@ class Partitions:
         ]
         if not days:
             return []
-        rows = await self._connector.fetch(self._statement("days_in_default"), (days,))
+        rows = await self._connector.fetch_patiently(self._statement("days_in_default"), (days,))
         blocked = {row[0] for row in rows}
         return [start_ms for start_ms in days if start_ms not in blocked]
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict
 from itertools import islice
 from typing import Any, Final, TypeVar
 
@@ -25,6 +26,7 @@ from retrysafe.stores.postgres.connector import (
     translated,
 )
 from retrysafe.stores.postgres.psycopg_arrays import BytesArray, BytesArrayDumper, encoded
+from retrysafe.stores.postgres.psycopg_renewals import RenewalConnections
 from retrysafe.stores.postgres.servers import (
     Servers,
     most_telling,
@@ -48,11 +50,20 @@ class _Connection(psycopg.Connection[tuple[Any, ...]]):
     def wait(self, gen: Generator[Any, Any, T], *args: Any, **options: Any) -> T:
         """Drives one exchange with the server, within the limit."""
         exchange = _limited(gen, self.statement_seconds)
-        if select.poll.__module__.startswith("gevent"):
-            # psycopg chooses how to wait when it is imported. Where gevent has patched since, that
-            # would stop all greenlets, also the one whose transaction this one waits for.
-            return waiting.wait_poll(exchange, self.pgconn.socket, interval=_LOOK_SECONDS)
-        return super().wait(exchange, *args, **options)
+        try:
+            if select.poll.__module__.startswith("gevent"):
+                # psycopg chooses how to wait when it is imported. Where gevent has patched since,
+                # that would stop all greenlets, also the one whose transaction this one waits for.
+                return waiting.wait_poll(exchange, self.pgconn.socket, interval=_LOOK_SECONDS)
+            return super().wait(exchange, *args, **options)
+        except _Silence:
+            # At once: psycopg would ask for a rollback, and wait for that answer too.
+            self.close()
+            raise
+
+
+class _Silence(psycopg.OperationalError):
+    """The server has not answered in time."""
 
 
 def _limited(gen: Generator[Any, Any, T], seconds: float) -> Generator[Any, Any, T]:
@@ -63,7 +74,7 @@ def _limited(gen: Generator[Any, Any, T], seconds: float) -> Generator[Any, Any,
         while True:
             ready = yield wanted
             if not ready and time.monotonic() > until:
-                raise psycopg.OperationalError(f"no answer within {seconds:g} s")
+                raise _Silence(f"no answer within {seconds:.3g} s")
             wanted = gen.send(ready)
     except StopIteration as stop:
         result: T = stop.value
@@ -209,15 +220,21 @@ class _Pool:
 
 
 class _Session:
-    def __init__(self, connection: _Connection) -> None:
+    def __init__(self, connection: _Connection, patient_seconds: float) -> None:
         self._connection = connection
+        self._patient_seconds = patient_seconds
 
     async def fetch(self, sql: str, params: Sequence[Any] = ()) -> Rows:
         return _fetch(self._connection, sql, params)
 
     async def script(self, sql: str) -> None:
-        # Without parameters the simple protocol is used, which takes several statements.
-        psycopg.ClientCursor(self._connection).execute(sql.encode())
+        connection = self._connection
+        usual, connection.statement_seconds = connection.statement_seconds, self._patient_seconds
+        try:
+            # Without parameters the simple protocol is used, which takes several statements.
+            psycopg.ClientCursor(connection).execute(sql.encode())
+        finally:
+            connection.statement_seconds = usual
 
 
 def _fetch(connection: _Connection, sql: str, params: Sequence[Any]) -> Rows:
@@ -234,28 +251,47 @@ class PsycopgConnector:
         self._servers = Servers(url)
         self._location = location
         self._options = options
+        self._commit_seconds = min(
+            options.commit_timeout.total_seconds(), options.statement_timeout.total_seconds()
+        )
         self._pool = _Pool(self._connect, options)
+        self._renewals = RenewalConnections(self._connect, _fetch)
 
     async def fetch(self, sql: str, params: Sequence[Any] = ()) -> Rows:
         """Runs one statement in a transaction of its own."""
         with self._connection() as connection:
             return _fetch(connection, sql, params)
 
+    async def fetch_patiently(self, sql: str, params: Sequence[Any] = ()) -> Rows:
+        """The same for a statement that may take long."""
+        with self._connection() as connection:
+            connection.statement_seconds = self._options.statement_timeout.total_seconds()
+            try:
+                return _fetch(connection, sql, params)
+            finally:
+                connection.statement_seconds = self._commit_seconds
+
+    async def fetch_renewal(self, seconds: float, sql: str, params: Sequence[Any] = ()) -> Rows:
+        """The same over a connection that nobody else uses, within that time."""
+        try:
+            return self._renewals.fetch(seconds, sql, params)
+        except (UnicodeError, psycopg.Error) as error:
+            raise self._told(error) from error
+
     async def fetch_within(self, seconds: float, sql: str) -> Rows:
         """Runs a statement that must not take long, waiting for a connection included."""
         with self._connection(seconds) as connection:
-            usual = self._statement_seconds()
-            connection.statement_seconds = min(seconds, usual)
+            connection.statement_seconds = min(seconds, self._commit_seconds)
             try:
                 return _fetch(connection, sql, ())
             finally:
-                connection.statement_seconds = usual
+                connection.statement_seconds = self._commit_seconds
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[_Session]:
         """A transaction that commits at the end."""
         with self._connection() as connection, connection.transaction():
-            yield _Session(connection)
+            yield _Session(connection, self._options.statement_timeout.total_seconds())
 
     async def has_forgetful_pooler(self) -> bool:
         """Whether prepared statements would meet a server connection that does not know them."""
@@ -265,15 +301,23 @@ class PsycopgConnector:
             row = connection.execute("SELECT pg_backend_pid()", prepare=False).fetchone()
             return row is not None and row[0] != connection.info.backend_pid
 
+    async def close_renewals(self) -> None:
+        """Closes the connections of `fetch_renewal`."""
+        renewals = self._renewals
+        self._renewals = RenewalConnections(self._connect, _fetch)
+        renewals.close()
+
     async def close(self) -> None:
         """Closes the connections."""
+        await self.close_renewals()
         pool, self._pool = self._pool, _Pool(self._connect, self._options)
         pool.close()
 
     def after_fork_in_child(self) -> None:
         """Leaves the parent's connections alone."""
-        forks.park(self._pool)
+        forks.park((self._pool, self._renewals))
         self._pool = _Pool(self._connect, self._options)
+        self._renewals = RenewalConnections(self._connect, _fetch)
 
     @contextmanager
     def _connection(self, limit_seconds: float = math.inf) -> Iterator[_Connection]:
@@ -281,17 +325,20 @@ class PsycopgConnector:
         try:
             with pool.connection(limit_seconds) as connection:
                 yield connection
-        except (UnicodeError, psycopg.DataError) as error:
-            raise RowRefused(str(error)) from error
-        except psycopg.Error as error:
+        except (UnicodeError, psycopg.Error) as error:
             if isinstance(error, psycopg.OperationalError) and (
                 error.sqlstate is None or error.sqlstate[:2] in ("08", "57")
             ):
+                # A restarted server has killed the others too, and a network that has gone silent
+                # carries nothing for them either.
                 pool.discard_idle()
-            raise translated(error.sqlstate, str(error).strip(), self._location) from error
+            raise self._told(error) from error
 
-    def _statement_seconds(self) -> float:
-        return self._options.statement_timeout.total_seconds()
+    def _told(self, error: UnicodeError | psycopg.Error) -> Exception:
+        """The error in the store's words."""
+        if isinstance(error, UnicodeError | psycopg.DataError):
+            return RowRefused(str(error))
+        return translated(error.sqlstate, str(error).strip(), self._location)
 
     def _connect(self, limit_seconds: float) -> _Connection:
         """A connection to a server that takes writes, the first of the URL's that answers."""
@@ -315,9 +362,10 @@ class PsycopgConnector:
             # To psycopg two seconds is the least.
             connect_timeout=max(1, int(limit_seconds)),
             application_name="retrysafe",
+            **asdict(options.keepalive),
         )
         connection.adapters.register_dumper(BytesArray, BytesArrayDumper)
-        connection.statement_seconds = min(limit_seconds, self._statement_seconds())
+        connection.statement_seconds = min(limit_seconds, self._commit_seconds)
         script = opening_script(
             connection.info.backend_pid, has_prepared_statements=options.has_prepared_statements
         )
@@ -331,5 +379,5 @@ class PsycopgConnector:
             # Nobody else has it yet.
             connection.close()
             raise
-        connection.statement_seconds = self._statement_seconds()
+        connection.statement_seconds = self._commit_seconds
         return connection

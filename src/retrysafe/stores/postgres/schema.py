@@ -26,6 +26,24 @@ NOW_MS: Final = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 # which is mostly shorter; a user's transaction may last for ever. Below the second after which the
 # server looks for deadlocks: the batch gives way, and not the user's transaction.
 LOCK_WAIT: Final = "50ms"
+
+# What reads much, for operators and sweeps, and may take longer than a commit.
+PATIENT: Final = frozenset(
+    {
+        "abandoned_in_pages",
+        "list_entries",
+        "list_partitions",
+        "list_records",
+        "list_resumable",
+        "read_outcomes",
+        "read_table_options",
+        "sweep_arguments",
+        "sweep_default_outcomes",
+        "sweep_entries",
+        "sweep_pages",
+        "table_pages",
+    }
+)
 _NO_LIMIT: Final = "0"
 
 # Any constant will do, as long as every release takes the same one: it is the lock that makes ten

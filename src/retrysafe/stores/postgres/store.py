@@ -7,6 +7,7 @@ Nothing here keeps state in a session or holds a lock between two statements.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
@@ -118,7 +119,23 @@ class PostgresStore:
         self, extensions: Sequence[Extension], timeout_seconds: float
     ) -> list[ExtendResult]:
         """Extends leases; a row that somebody else is writing is not waited for."""
-        return await leases.extend(self._fetch, extensions)
+        until = time.monotonic() + timeout_seconds
+
+        async def fetch(name: str, *params: Any) -> Sequence[Sequence[Any]]:
+            # Without a look at the schema, which goes over the pool: what is extended was claimed.
+            seconds = until - time.monotonic()
+            if seconds <= 0:
+                raise StoreUnavailable(f"{self.location} did not answer in time")
+            return await self._connector.fetch_renewal(seconds, self._statement(name), params)
+
+        try:
+            return await leases.extend(fetch, extensions)
+        except Conflict as error:
+            raise StoreUnavailable(f"rivals kept winning: {error}") from error
+
+    async def end_extending(self) -> None:
+        """Closes the connections of renewals in the running loop."""
+        await self._connector.close_renewals()
 
     async def record_step(self, write: StepWrite) -> Decision:
         """Stores a step's result while the token holds the key."""
@@ -336,9 +353,11 @@ class PostgresStore:
         """Runs a statement, again after a deadlock or a serialization failure."""
         if not self._is_current:
             await self._require_current()
+        connector = self._connector
+        fetch = connector.fetch_patiently if name in schema.PATIENT else connector.fetch
         for tries_left in range(_CONFLICT_TRIES - 1, -1, -1):
             try:
-                return await self._connector.fetch(self._statement(name), params)
+                return await fetch(self._statement(name), params)
             except StoreNotWritable:
                 # Nothing happened, and the connection is discarded. A new one may lead to a
                 # primary already; if not, it is for the caller to be patient.

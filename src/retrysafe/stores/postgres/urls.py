@@ -7,13 +7,13 @@ the server as settings, which refuses them.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Final
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
 from retrysafe.errors import InvalidInput, StoreUrlInvalid
-from retrysafe.stores.postgres.connector import PoolOptions
+from retrysafe.stores.postgres.connector import Keepalive, PoolOptions
 from retrysafe.stores.postgres.naming import checked_schema_name
 
 _SSL_MODES: Final = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
@@ -25,19 +25,16 @@ _COLON_OR_AT: Final = re.compile(r":|%3a|@", re.IGNORECASE)
 _USER_AND_PASSWORD: Final = re.compile(r"([^:/@?]*?)(?::|%3a)[^@]*", re.IGNORECASE | re.DOTALL)
 # In a URL, and in the list of settings that libpq takes as well; there the rest is hidden with it.
 _PASSWORD_OPTION: Final = re.compile(r"(password\s*=)[^&]*", re.IGNORECASE)
+_WHOLE_NUMBER: Final = re.compile(r"-?[0-9]{1,9}")
 _PORT_LIMIT: Final = 65_535
 # More connections than this, or more seconds, are a mistake.
 _NUMBER_LIMIT: Final = 100_000
 
-# What libpq knows and asyncpg does not, and may be left out: how a silent peer is noticed (every
-# statement has a limit of its own), names and encodings that retrysafe decides, and wishes.
-_LEFT_OUT: Final = frozenset(
+# What libpq knows and asyncpg does not, and may be left out of its URL: how a silent peer is found
+# out (set on the socket instead), names and encodings that retrysafe decides, and wishes.
+KEEPALIVE_NAMES: Final = frozenset(field.name for field in fields(Keepalive))
+_LEFT_OUT: Final = KEEPALIVE_NAMES | frozenset(
     {
-        "keepalives",
-        "keepalives_idle",
-        "keepalives_interval",
-        "keepalives_count",
-        "tcp_user_timeout",
         "application_name",
         "fallback_application_name",
         "client_encoding",
@@ -160,6 +157,7 @@ def postgres_url(url: str) -> PostgresUrl:
         raise StoreUrlInvalid(f"{location}: prepared is on or off, pool is a number from 1 up")
     if seconds is None:
         raise StoreUrlInvalid(f"{location}: connect_timeout is a number of seconds from 1 up")
+    keepalive = _keepalive(location, options)
     if options.get("sslmode", "prefer") not in _SSL_MODES:
         raise StoreUrlInvalid(f"{location}: sslmode is one of {', '.join(_SSL_MODES)}")
     _check_servers(location, options.get("target_session_attrs", "any"))
@@ -174,6 +172,7 @@ def postgres_url(url: str) -> PostgresUrl:
             size_limit=pool,
             connect_timeout=timedelta(seconds=seconds),
             has_prepared_statements=prepared == "on",
+            keepalive=keepalive,
         ),
         _parts=parts,
         options=options,
@@ -230,6 +229,15 @@ def _apart(url: str) -> SplitResult:
         urlsplit(f"//{host}")
     parts = urlsplit(f"{scheme}{slashes}{login}{at}{first}{rest[len(netloc) :]}")
     return parts._replace(netloc=",".join((parts.netloc, *others)))
+
+
+def _keepalive(location: str, options: dict[str, str]) -> Keepalive:
+    """What the URL says of it, by libpq's names; they stay in the URL, too."""
+    wanted = {name: options[name] for name in KEEPALIVE_NAMES if name in options}
+    for name, value in wanted.items():
+        if not _WHOLE_NUMBER.fullmatch(value):
+            raise StoreUrlInvalid(f"{location}: {name} is a whole number, 0 for the system's own")
+    return Keepalive(**{name: int(value) for name, value in wanted.items()})
 
 
 def _split(url: str) -> SplitResult:
