@@ -15,23 +15,21 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from typing import Any
 
-import psycopg
 import pytest
 
 from retrysafe import AsyncIdempotency, Idempotency, InFlight, Key, Policy
 from retrysafe.core.events import Event, EventKind
-from retrysafe.errors import StoreUnavailable, StoreUrlInvalid
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.postgres.asyncpg_connector import AsyncpgConnector
-from retrysafe.stores.postgres.connector import Keepalive, PoolOptions
+from retrysafe.stores.postgres.connector import PoolOptions
 from retrysafe.stores.postgres.psycopg_connector import PsycopgConnector
 from retrysafe.stores.postgres.store import PostgresStore
 from retrysafe.stores.postgres.urls import postgres_url

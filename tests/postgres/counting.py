@@ -11,7 +11,7 @@ class Counted:
     def __init__(self, store):
         self.statements = 0
         self.locked = 0
-        fetch = store._connector.fetch
+        fetch, fetch_renewal = store._connector.fetch, store._connector.fetch_renewal
 
         async def counting(sql, params=()):
             self.statements += 1
@@ -21,4 +21,9 @@ class Counted:
                 self.locked += 1
                 raise
 
+        async def counting_renewals(seconds, sql, params=()):
+            self.statements += 1
+            return await fetch_renewal(seconds, sql, params)
+
         store._connector.fetch = counting
+        store._connector.fetch_renewal = counting_renewals

@@ -90,17 +90,17 @@ def test_keys_that_are_gone_are_told_together(desk):
 def test_a_renewal_that_was_only_in_the_way_of_a_moment_is_written(desk):
     """The rows are free again when they are read: none of the renewals is lost."""
     claims = claimed(desk)
-    fetch = desk.store._connector.fetch
+    fetch = desk.store._connector.fetch_renewal
     is_first = True
 
-    async def blind(sql, params=()):
+    async def blind(seconds, sql, params=()):
         nonlocal is_first
         if is_first:
             is_first = False
             return []  # As if every row had been locked.
-        return await fetch(sql, params)
+        return await fetch(seconds, sql, params)
 
-    desk.store._connector.fetch = blind
+    desk.store._connector.fetch_renewal = blind
     told = desk.extend_all(extensions_of(claims))
     assert {answer.decision for answer in told} == {Decision.APPLY}
     assert not is_first
