@@ -187,7 +187,7 @@ async def _migrate_locked(session: Session, schema: str) -> list[Migration]:
     sql = statements(schema)
     await session.script(_READ_COMMITTED)
     await session.script(_RIVAL_TIMEOUT)
-    await session.fetch(LOCK_SQL)
+    await session.script(LOCK_SQL)
     await session.script(_TABLE_TIMEOUT)
     ((has_schema,),) = await session.fetch(sql["has_schema"], (schema,))
     if not has_schema:

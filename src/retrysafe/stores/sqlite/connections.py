@@ -69,6 +69,9 @@ class Connections:
         self.writer: sqlite3.Connection | None = None
         self._lock = threading.Lock()
         self._writing_thread: int | None = None
+        # What writers queue at, except for renewals, and who is the next of them.
+        self._turn = threading.Lock()
+        self._next_thread: int | None = None
         self.reader: sqlite3.Connection | None = None
         self._reading_lock = threading.Lock()
         self._reading_thread: int | None = None
@@ -80,6 +83,20 @@ class Connections:
 
         Raises a `StoreError`, and what the work raises; nothing of it was written then.
         """
+        thread = threading.get_ident()
+        if thread in (self._next_thread, self._writing_thread):
+            raise reentered(self._location)
+        # One at a time waits for the lock: a renewal that comes meanwhile is next, however many
+        # others there are.
+        with self._turn:
+            try:
+                self._next_thread = thread
+                return self.write_first(work)
+            finally:
+                self._next_thread = None
+
+    def write_first(self, work: Work[T]) -> T:
+        """The same before all others that wait: for renewals, whose leases do not wait."""
         require_outside(self._path)
         thread = threading.get_ident()
         if self._writing_thread == thread:
@@ -280,5 +297,6 @@ class Connections:
         self.place.after_fork_in_child()
         self.writer = self.reader = None
         self._lock, self._reading_lock = threading.Lock(), threading.Lock()
-        self._writing_thread = self._reading_thread = None
+        self._turn = threading.Lock()
+        self._next_thread = self._writing_thread = self._reading_thread = None
         self._resting = {}

@@ -134,9 +134,13 @@ class SqliteStore:
     async def extend(
         self, extensions: Sequence[Extension], timeout_seconds: float
     ) -> list[ExtendResult]:
-        """Extends leases in one transaction, or one by one when a row is refused."""
+        """Extends leases in one transaction, or one by one when a row is refused.
+
+        What it waits for is the file itself, which nobody else could write to in that time; so the
+        time limit is the one that the store waits for the file.
+        """
         try:
-            return self._write(
+            return self._connections.write_first(
                 lambda connection: batches.extend(connection, extensions, self._now_ms())
             )
         except StoreRejected as rejected:
