@@ -194,7 +194,7 @@ def hold_out(server: Any, face: str, silence: Silence, moment: Moment, timing: T
         assert EventKind.CLAIM_LOST not in play.events, moment
         if moment is not Moment.BETWEEN_RENEWALS:
             assert play.proxy.cuts == 1, moment
-        # The silence costs one wait for a commit, and a few retries; the rest is for a slow machine.
+        # The silence costs one wait for a commit and a few retries; the rest is for a slow machine.
         commit_seconds = timing.pool.commit_timeout.total_seconds()
         assert took < timing.operation_seconds + commit_seconds + 4, moment
 
