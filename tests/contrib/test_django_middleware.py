@@ -334,3 +334,28 @@ def test_a_changed_setting_is_made_anew():
         with override_settings(RETRYSAFE=dict(options)):
             assert current() is not first
         assert first.idempotency._gate.is_closed
+
+
+def test_no_spelling_passes_a_rule_by(world):
+    """`post`, and a slash more or less: the view runs once, and a 404 takes no key."""
+    with open_shop(world, middleware=LIST, RULES=[Rule(path="/plain")]) as shop:
+        assert shop.post("/plain/", key="a").status_code == 404
+        assert (first := shop.post("/plain", key="a")).json() == {"run": 1}
+        assert not is_replay(first)
+        lower = shop.ask("post", "/plain", key="a", json={"amount": 7})
+        assert (lower.json(), is_replay(lower)) == ({"run": 1}, True)
+
+
+@pytest.mark.parametrize("path", ["/plain", "/async-plain"])
+def test_a_key_that_no_rule_looks_at_is_told_of(world, path, caplog):
+    """Once for each route; not for a view that carries its own rule."""
+    with (
+        caplog.at_level("WARNING", "retrysafe"),
+        open_shop(world, middleware=LIST, RULES=[Rule(path="/other")]) as shop,
+    ):
+        for _ in range(2):
+            assert shop.post(path).status_code == 200
+        assert shop.post("/charges").status_code == 201
+    lines = [record.message for record in caplog.records if "no rule" in record.message]
+    assert len(lines) == 1
+    assert f"POST '{path}'" in lines[0]

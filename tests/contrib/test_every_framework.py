@@ -8,6 +8,7 @@ import pytest
 
 from retrysafe import GLOBAL
 from tests.contrib.conftest import is_replay, problem
+from tests.http.driving import ask
 
 
 @pytest.mark.parametrize("path", ["/charges", "/sync-charges"])
@@ -297,5 +298,36 @@ def test_a_closed_application_refuses(visit):
         with pytest.raises(ValueError, match="shut down"):
             async with shop.retrysafe.lifespan(shop.app):
                 pass
+
+    visit(scenario)
+
+
+def test_a_key_that_comes_to_an_endpoint_without_a_rule_is_told_of(visit):
+    """Where the framework shows us such endpoints, but for those that are taken out on purpose.
+
+    Starlette does not: put the middleware around the application there.
+    """
+
+    async def scenario(shop):
+        for _ in range(2):
+            assert (await shop.post("/plain")).status_code < 300
+            assert (await shop.post("/open")).status_code < 300
+        logged = shop.retrysafe.protection.unmatched._logged
+        assert logged == (set() if shop.framework == "starlette" else {("POST", "/plain")})
+
+    visit(scenario)
+
+
+def test_a_method_in_lower_case_does_not_pass_the_rule_by(visit):
+    """Whether the framework serves it or refuses it, it runs once."""
+
+    async def scenario(shop):
+        replies = [
+            await ask(shop.app, method, "/charges", key="k", body=b'{"amount": 7}')
+            for method in ("post", "post", "POST", "POST")
+        ]
+        assert {reply.status for reply in replies} <= {201, 405}
+        assert shop.till.runs == ["charge"]
+        assert replies[-1].is_replay
 
     visit(scenario)

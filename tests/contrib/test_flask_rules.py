@@ -177,3 +177,23 @@ def test_a_preloaded_application_keeps_its_promise_in_every_process(served):
     assert all(map(is_replay, again))
     assert all(reply.json()["attempt"] == 1 for reply in again)
     assert len({reply.json()["process"] for reply in again}) == 2
+
+
+def test_a_key_that_comes_to_a_view_without_a_rule_is_told_of(make_shop, caplog):
+    """Once for each route; not for views that carry a rule, or are taken out by one."""
+    shop = make_shop(Rule(path="/plain/{more}"))
+    with caplog.at_level("WARNING", "retrysafe"):
+        for path in ("/plain", "/plain", "/charges"):
+            assert shop.post(path).status_code < 300
+    lines = [record.message for record in caplog.records if "no rule" in record.message]
+    assert len(lines) == 1
+    assert "POST '/plain'" in lines[0]
+
+
+def test_a_method_in_lower_case_is_no_other_method(make_shop):
+    """Flask takes `post` for POST, and the view's rule does too."""
+    shop = make_shop()
+    first, again = shop.post(), shop.post(environ_overrides={"REQUEST_METHOD": "post"})
+    assert (first.status_code, again.status_code) == (201, 201)
+    assert is_replay(again)
+    assert len(shop.till.runs) == 1

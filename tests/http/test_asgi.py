@@ -453,7 +453,7 @@ async def test_middlewares_inside_may_chunk_and_compress():
     assert first.body == second.body
     assert gzip.decompress(second.body) == b"x" * 5000
     assert second.headers["content-encoding"] == "gzip"
-    assert second.headers["vary"] == "Accept-Encoding"
+    assert second.headers["vary"] == "Accept-Encoding, Authorization"
     assert second.headers["content-length"] == str(len(second.body))
 
 

@@ -203,7 +203,7 @@ def test_method_path_query_type_encoding_and_body_count():
     requests = [
         request(body),
         request(body, method="PUT"),
-        request(body, path="/charges/"),
+        request(body, path="/charges/7"),
         request(body, path="/Charges"),
         request(body, query=b"a=1"),
         request(body, query=b"a=2"),
@@ -380,3 +380,14 @@ def test_every_earlier_rule_gives_the_fingerprint_that_it_gave_alone():
     assert request_fingerprints(made, new)[1:] == tuple(
         request_fingerprints(made, rule)[0] for rule in rules
     )
+
+
+@pytest.mark.parametrize("path", ["/charges/", "//charges", "/charges//"])
+@pytest.mark.parametrize("query", [b"", b"a=1"])
+def test_slashes_make_no_other_request_unless_the_path_is_exact(path, query):
+    """A retry by the other spelling is the same request."""
+    rule = FingerprintRule()
+    plain, other = request(b"{}", query=query), request(b"{}", path=path, query=query)
+    assert request_fingerprints(plain, rule) == request_fingerprints(other, rule)
+    plain.has_exact_path = other.has_exact_path = True
+    assert request_fingerprints(plain, rule) != request_fingerprints(other, rule)

@@ -59,7 +59,7 @@ def test_the_policy_is_made_from_the_live_rules(make_subject):
     assert charges["bare_keys"] is False
     assert charges["retention_seconds"] == 7200
     assert (charges["in_flight"], charges["wait_limit_seconds"]) == ("wait", 7)
-    assert charges["freed_statuses"] == ["404", "408", "425", "429", "500-599"]
+    assert charges["freed_statuses"] == ["307-308", "404", "408", "425", "429", "500-599"]
     assert "x-total" in charges["stored_headers"]
     assert charges["same_request"].endswith("these fields: /amount")
     assert (charges["request_limit_bytes"], charges["response_limit_bytes"]) == (1234, 4321)

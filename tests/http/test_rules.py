@@ -25,7 +25,9 @@ from retrysafe.http import (
     Streaming,
     WSGIIdempotencyMiddleware,
 )
-from retrysafe.http.rules import Route, RouteTable, checked_rules
+from retrysafe.http.responses import Response
+from retrysafe.http.routes import Route, RouteTable
+from retrysafe.http.rules import checked_rules
 from retrysafe.runtime.calls import Settings
 
 SETTINGS = Settings(None, Policy(), FingerprintRule(), None)
@@ -35,7 +37,11 @@ def found(rules, method, path):
     """The position of the rule that matches, with its parameters."""
     table = RouteTable(rules, SETTINGS)
     match = table.find(method, path)
-    return None if match is None else (table.routes.index(match[0]), dict(match[1]))
+    if match is None:
+        return None
+    # The spelling of the path may have a route of its own, of the same rule.
+    position = [route.rule for route in table.routes].index(match[0].rule)
+    return position, dict(match[1])
 
 
 @pytest.mark.parametrize(
@@ -43,10 +49,21 @@ def found(rules, method, path):
     [
         (None, "/anything/at/all", {}),
         ("/charges", "/charges", {}),
-        ("/charges", "/charges/", None),
+        ("/charges", "/charges/", {}),
+        ("/charges/", "/charges", {}),
+        ("/charges", "//charges", {}),
+        ("/charges", "/charges///", {}),
+        ("/charges", "/x/../charges", None),
+        ("/charges", "/./charges", None),
+        ("/charges", "/Charges", None),
+        ("/", "//", {}),
         ("/charges", "/chargesx", None),
         ("/charges/{id}", "/charges/7", {"id": "7"}),
         ("/charges/{id}", "/charges/", None),
+        ("/charges/{id}", "/charges/7/", {"id": "7"}),
+        ("/charges/{id}", "/charges//7", {"id": "7"}),
+        ("/charges/{id}/", "/charges/7", {"id": "7"}),
+        ("/charges/{id}/", "/charges/7/", {"id": "7"}),
         ("/charges/{id}", "/charges/7/refunds", None),
         ("/c/{a}/r/{b}", "/c/1/r/2", {"a": "1", "b": "2"}),
         ("/f/{name}.json", "/f/a.json", {"name": "a"}),
@@ -54,6 +71,7 @@ def found(rules, method, path):
         ("/v1/*", "/v1/a/b", {}),
         ("/v1/*", "/v1/", {}),
         ("/v1/*", "/v1", None),
+        ("/v1/*", "//v1//a/", {}),
         ("/v1/*", "/v1/a\nb", {}),
         ("/{version}/*", "/v2/a", {"version": "v2"}),
     ],
@@ -246,3 +264,56 @@ def test_the_wrong_face_is_refused_when_the_application_is_built(middleware, fac
         middleware(lambda *args: None, face(MemoryStore()), caller=GLOBAL)
     with pytest.raises(InvalidInput, match="needs an"):
         middleware(lambda *args: None, "sqlite:///b.db", caller=GLOBAL)
+
+
+def test_an_exact_path_is_one_spelling():
+    """With `exact_path`, slashes make another path, for plain ones and for patterns."""
+    rules = [Rule(path="/charges", exact_path=True), Rule(path="/c/{id}", exact_path=True)]
+    assert found(rules, "POST", "/charges") == (0, {})
+    assert found(rules, "POST", "/c/7") == (1, {"id": "7"})
+    for path in ("/charges/", "//charges", "/c/7/", "/c//7"):
+        assert found(rules, "POST", path) is None
+
+
+def test_another_spelling_does_not_slip_to_a_later_rule():
+    """A wide rule that is off does not take what an earlier one protects, by its other spelling."""
+    rules = [Rule(path="/charges"), Rule(path="/c/{id}"), Rule(path="/*", key=KeyUse.OFF)]
+    assert found(rules, "POST", "/charges/") == (0, {})
+    assert found(rules, "POST", "/c/7/") == (1, {"id": "7"})
+    assert found(rules, "POST", "/other/") is None
+
+
+def test_the_spelling_of_a_rule_comes_before_the_other_one():
+    """Two rules that differ in their last slash are two rules."""
+    rules = [Rule(path="/charges/", name="a"), Rule(path="/charges", name="b")]
+    assert found(rules, "POST", "/charges/") == (0, {})
+    assert found(rules, "POST", "/charges") == (1, {})
+
+
+def test_a_path_is_covered_by_a_rule_that_is_off():
+    """Somebody has decided about it."""
+    table = RouteTable([Rule(path="/charges"), Rule(path="/open/*", key=KeyUse.OFF)], SETTINGS)
+    assert table.is_covered("POST", "/charges/")
+    assert table.is_covered("POST", "/open/a")
+    assert not table.is_covered("POST", "/other")
+    assert not table.is_covered("GET", "/charges")
+
+
+@pytest.mark.parametrize("status", [301, 404, 405])
+def test_a_spelling_that_is_not_served_does_not_take_the_key(status):
+    """Beside the rule's own spelling these free the key, unless they are named as kept."""
+    rule = StatusRule()
+    response = Response(status, [], b"")
+    assert rule.ending_of(response) is not Ending.RELEASED
+    assert rule.ending_beside(response) is Ending.RELEASED
+    assert StatusRule(kept=[status]).ending_beside(response) is not Ending.RELEASED
+    assert rule.ending_beside(Response(201, [], b"")) is Ending.SUCCEEDED
+    # Posting and being sent to the receipt is done.
+    assert rule.ending_beside(Response(302, [], b"")) is Ending.SUCCEEDED
+
+
+@pytest.mark.parametrize("status", [307, 308])
+def test_a_request_that_is_to_be_sent_elsewhere_frees_its_key(status):
+    """Nothing was done, and a client that follows must not get the same answer again."""
+    assert StatusRule().ending(status) is Ending.RELEASED
+    assert StatusRule(kept=[status]).ending(status) is Ending.SUCCEEDED

@@ -23,7 +23,6 @@ PROBLEM_TYPE = "application/problem+json"
 MARK = "idempotent-replayed"
 # What a replay owes beside status and body.
 KEPT = (
-    "cache-control",
     "content-disposition",
     "content-encoding",
     "content-language",
@@ -32,8 +31,8 @@ KEPT = (
     "last-modified",
     "link",
     "location",
-    "vary",
 )
+VARIES = ("Authorization",)
 
 
 def check(expectation: Any, play: Play, ask: Ask, answer: Answer | None) -> None:
@@ -105,6 +104,12 @@ def _check_replay(first: Answer, answer: Answer) -> None:
     for name in KEPT:
         expected = [value for line, value in first.header_lines if line == name]
         assert [value for line, value in answer.header_lines if line == name] == expected
+    # Whoever shares a cache with the caller must not get it.
+    assert answer.header("cache-control") == "no-store"
+    told = {
+        name for line, value in answer.header_lines if line == "vary" for name in value.split(", ")
+    }
+    assert told >= {*VARIES, *(value for line, value in first.header_lines if line == "vary")}
     for name, _ in FIRST_ONLY:
         assert answer.header(name.lower()) is None, f"{name} was replayed"
     if answer.status not in (204, 304):

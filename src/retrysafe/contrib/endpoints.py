@@ -23,7 +23,9 @@ from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, STORE_TIMEOUT, Protection
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response, response_of
-from retrysafe.http.rules import NO_PARAMETERS, KeyUse, Route, Rule
+from retrysafe.http.routes import NO_PARAMETERS, Route
+from retrysafe.http.rules import KeyUse, Rule
+from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.runtime.tasks import AsyncFace
 
 # Where the attempt is in the request's state, for endpoints.
@@ -70,15 +72,20 @@ class Served:
         self, scope: Scope, receive: Receive, send: Send, path: str | None = None
     ) -> None:
         """Answers a request for the endpoint; `path` is its whole path where the scope's is not."""
+        if NOTICED_NAME in scope:
+            scope[NOTICED_NAME].append(self)
+        # Some endpoints take `post` for POST, and no rule may be passed by like that.
+        method: str = scope["method"].upper()
         if (
             not self._is_on
-            or scope["method"] not in self.route.operations
+            or method not in self.route.operations
             # A middleware further out protects this very request; a second claim would find it
             # in flight.
             or attempt_in(scope.get("state", NO_PARAMETERS)) is not None
         ):
             await self._middleware.app(scope, receive, send)
             return
+        scope["method"] = method
         root: str = scope.get("root_path", "")
         if path is None:
             path = scope["path"]
@@ -86,7 +93,7 @@ class Served:
                 path = root.rstrip("/") + path
         path = exact_path(scope, path)
         request = Request(
-            scope["method"], path, scope.get("query_string", b""), scope["headers"], b"", scope
+            method, path, scope.get("query_string", b""), scope["headers"], b"", scope
         )
         found = scope.get("path_params")
         parameters = {name: str(value) for name, value in found.items()} if found else NO_PARAMETERS
@@ -144,6 +151,14 @@ class Endpoints:
             methods = tuple(method for method in methods if method in place.methods) or methods
         located = replace(rule, path=place.path, methods=methods)
         return Served(self._pages.around(app), Route(located, self.idempotency.settings), place)
+
+    def note_unmatched(self, scope: Scope, place: str) -> None:
+        """Tells of a key that comes to an endpoint without a rule, which is about to be run."""
+        method = scope["method"].upper()
+        keys = keys_in(method, scope["headers"])
+        # A middleware further out looks after its own requests.
+        if keys and NOTICED_NAME not in scope and attempt_in(scope.get("state", {})) is None:
+            self.protection.unmatched.note(self.idempotency.report, method, place, keys)
 
     async def show_page(self, scope: Scope, send: Send, path: str, prefix: str) -> None:
         """Answers with the policy page or a status page; the path is the application's own."""

@@ -97,6 +97,7 @@ class IdempotentRoute(APIRoute):
             if served is not None:
                 await served(scope, receive, send)
                 return
+            retrysafe.note_unmatched(scope, self.path)
         await self.run(scope, receive, send)
 
     async def run(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -40,7 +40,9 @@ from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response, is_event_stream
-from retrysafe.http.rules import KeyUse, Route, Rule, Streaming
+from retrysafe.http.routes import Route
+from retrysafe.http.rules import KeyUse, Rule, Streaming
+from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.http.wsgi import ATTEMPT_NAME, prefix_of, request_of
 from retrysafe.runtime.blocking import BlockingIdempotency
 
@@ -48,6 +50,7 @@ EXTENSION: Final = "retrysafe"
 POLICY_ENDPOINT: Final = "idempotency_policy"
 STATUS_ENDPOINT: Final = "idempotency_status"
 _BODY_NAME: Final = "retrysafe.body"
+_KEY_NAME: Final = "HTTP_IDEMPOTENCY_KEY"
 _READ_BYTES: Final = 64 * 1024
 # Where the function of a protected view notes that a decorator stands above it.
 _BELOW_NAME: Final = "retrysafe_is_below"
@@ -254,6 +257,21 @@ class _Protected:
         route = self._route_by_path() if rule is None else self._route(rule, request.url_rule)
         if route is not None and route.rule.key is not KeyUse.OFF:
             _kept_body(route.rule.request_limit_bytes)
+        elif route is None and rule is None and _KEY_NAME in request.environ:
+            self._pass()
+
+    def _pass(self) -> None:
+        """Tells of a key that comes to a view without a rule."""
+        method, place, environ = request.method, request.url_rule, request.environ
+        around = isinstance(environ.get(ATTEMPT_NAME), Attempt | AtomicAttempt)
+        table = self._protection.table
+        if place is None or around or table.is_covered(method, request.path):
+            return
+        keys = keys_in(method, _request().headers)
+        # A middleware around the application looks after its own requests.
+        if keys and NOTICED_NAME not in environ:
+            unmatched = self._protection.unmatched
+            unmatched.note(self._idempotency.report, method, place.rule, keys)
 
     # Answers.
 
@@ -273,6 +291,8 @@ class _Protected:
         if route is None or request.method not in route.operations or route.rule.key is KeyUse.OFF:
             g.idempotency = None
             return view()
+        if NOTICED_NAME in request.environ:
+            request.environ[NOTICED_NAME].append(self)
         asked = _request()
         asked.parameters = {name: str(value) for name, value in (request.view_args or {}).items()}
         protection, prefix = self._protection, prefix_of(request.environ)

@@ -29,7 +29,8 @@ from retrysafe.http.asgi_run import ERROR_NAME, App
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.responses import Response as StoredResponse
 from retrysafe.http.responses import response_of
-from retrysafe.http.rules import KeyUse, Route, Rule
+from retrysafe.http.routes import Route
+from retrysafe.http.rules import KeyUse, Rule
 from retrysafe.runtime.refusals import running_loop
 from retrysafe.runtime.tasks import AsyncFace
 
@@ -154,6 +155,8 @@ class _Guard:
         if not self._is_known:
             self._get_to_know(scope)
         if self._served is None or scope["type"] != "http":
+            if scope["type"] == "http":
+                self._plugin.note_unmatched(scope, scope["path_template"])
             await self.app(scope, receive, send)
             return
         # Litestar takes the root path and the mount out of the path.

@@ -16,7 +16,8 @@ from retrysafe.http.durations import spoken
 from retrysafe.http.exchange import Protection
 from retrysafe.http.keys_of import FromBody, FromHeader
 from retrysafe.http.problems import ProblemKind
-from retrysafe.http.rules import KeyUse, Route, responds_async
+from retrysafe.http.routes import Route
+from retrysafe.http.rules import KeyUse, responds_async
 
 PROBLEM_NAME: Final = "IdempotencyProblem"
 PROBLEM_SCHEMA: Final[dict[str, Any]] = {

@@ -29,6 +29,7 @@ class EventKind(StrEnum):
     SETTLE_FAILED = "settle failed"
     STORE_UNAVAILABLE = "store unavailable"
     UNPROTECTED = "unprotected"
+    UNMATCHED = "unmatched"
     ABANDONED = "abandoned"
     POSTPONED = "postponed"
 

@@ -22,6 +22,7 @@ from retrysafe.errors import InvalidInput, StoreError
 from retrysafe.http.asgi_claims import ClaimLookout
 from retrysafe.http.asgi_io import (
     TOO_LARGE,
+    app_prefix_of,
     is_protected,
     is_refused,
     paths_of,
@@ -53,7 +54,9 @@ from retrysafe.http.large_bodies import LARGE_BODIES, LARGE_BODY_BYTES
 from retrysafe.http.recent import Recent, Repetition, head_of
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
-from retrysafe.http.rules import Match, Rule, checked_rules
+from retrysafe.http.routes import Match
+from retrysafe.http.rules import Rule, checked_rules
+from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.runtime.tasks import AsyncFace
 
 _PAGE_METHODS: Final = ("GET", "HEAD")
@@ -104,6 +107,8 @@ class IdempotencyMiddleware:
             breaker=breaker,
         )
         self._assemble(app, idempotency, protection)
+        # Around one endpoint of an application, the pages are where its other rules are.
+        self._prefix_of = prefix_of if rule is None else app_prefix_of
 
     @classmethod
     def sharing(cls, app: App, idempotency: AsyncFace, protection: Protection) -> Self:
@@ -126,6 +131,7 @@ class IdempotencyMiddleware:
         self.idempotency = idempotency
         self.protection = protection
         self._find = protection.find
+        self._prefix_of = prefix_of
         # The loop itself holds tasks weakly, so a run whose client has gone is held here.
         self._runs: set[AppRun] = set()
         self._recent: Recent | None = Recent() if protection.is_told_by_headers else None
@@ -151,17 +157,22 @@ class IdempotencyMiddleware:
                 if body is _REPEATED:
                     return
         inner, whole = paths_of(scope)
-        match = self._find(scope["method"], inner)
+        method: str = scope["method"]
+        if not method.isupper():
+            # Some frameworks take `post` for POST, and no rule may be passed by like that.
+            method = method.upper()
+        match = self._find(method, inner)
         if match is None:
-            if scope["method"] in _PAGE_METHODS and self.protection.has_page(inner):
-                await self.show_page(inner, request_of(scope), prefix_of(scope), send)
-            else:
-                await self.app(scope, receive, send)
+            await self._pass(method, inner, scope, receive, send)
             return
+        # What the rule has seen is what the application runs.
+        scope["method"] = method
+        if NOTICED_NAME in scope:
+            scope[NOTICED_NAME].append(self)
         route, parameters = match
         # As `request_of` and `prefix_of` do it.
         request = Request(
-            scope["method"],
+            method,
             whole,
             scope.get("query_string", b""),
             scope["headers"],
@@ -169,7 +180,7 @@ class IdempotencyMiddleware:
             scope,
             parameters,
         )
-        prefix = prefix_of(scope)
+        prefix = self._prefix_of(scope)
         # As in `protect`, whose coroutine every request would pay for.
         plan = self.protection.begin(route, request, prefix)
         if type(plan) is Plan:
@@ -180,6 +191,25 @@ class IdempotencyMiddleware:
                 await self.answer(plan, scope, receive, send, is_kept=self._recent is not None)
                 return
         await self._decline(plan, request, prefix, body, receive, send)
+
+    async def _pass(
+        self, method: str, path: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """A page, or a request that no rule protects; a key that comes with it is told of."""
+        if method in _PAGE_METHODS and self.protection.has_page(path):
+            await self.show_page(path, request_of(scope), self._prefix_of(scope), send)
+            return
+        keys = keys_in(method, scope["headers"])
+        if not keys or NOTICED_NAME in scope or self.protection.table.is_covered(method, path):
+            await self.app(scope, receive, send)
+            return
+        # Endpoints may have rules of their own.
+        noticed = scope[NOTICED_NAME] = []
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            if not noticed:
+                self.protection.unmatched.note(self.idempotency.report, method, path, keys)
 
     async def show_page(self, path: str, request: Request, prefix: str, send: Send) -> None:
         """Answers with the policy page, or with the status of a key.

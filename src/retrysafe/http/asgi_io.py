@@ -36,7 +36,7 @@ def paths_of(scope: Scope) -> tuple[str, str]:
 def request_of(scope: Scope) -> Request:
     """The request of a scope, with its body unread."""
     return Request(
-        scope["method"],
+        scope["method"].upper(),
         paths_of(scope)[1],
         scope.get("query_string", b""),
         scope["headers"],
@@ -53,8 +53,14 @@ def is_protected(scope: Scope) -> bool:
 
 
 def prefix_of(scope: Scope) -> str:
-    """Where the whole application is mounted; routers move `root_path` further down."""
-    prefix: str = scope["app_root_path"] if "app_root_path" in scope else scope.get("root_path", "")
+    """Where the application is mounted, behind a proxy or in another application."""
+    prefix: str = scope.get("root_path", "")
+    return prefix
+
+
+def app_prefix_of(scope: Scope) -> str:
+    """Where the outermost application is mounted; its routers move `root_path` further down."""
+    prefix: str = scope["app_root_path"] if "app_root_path" in scope else prefix_of(scope)
     return prefix
 
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from retrysafe.core.keys import CALLER_LIMIT_CHARACTERS, GlobalCaller
 from retrysafe.errors import InvalidInput, PolicyInvalid
@@ -25,13 +25,21 @@ from retrysafe.http.request import Request
 # None: nobody can be told, and the request is refused with 401.
 CallerOf = Callable[[Request], str | GlobalCaller | None]
 
-# The shipped callers: all of them are told by the headers and by nothing else of a request.
-_told_by_headers: WeakSet[CallerOf] = WeakSet()
+# The shipped callers, each with the header that tells it: it is told by nothing else of a request.
+_headers_of: WeakKeyDictionary[CallerOf, str] = WeakKeyDictionary()
 
 
 def is_told_by_headers(caller: CallerOf | GlobalCaller) -> bool:
     """Whether equal headers mean the same caller; of a function that is not ours nobody knows."""
-    return isinstance(caller, GlobalCaller) or caller in _told_by_headers
+    return isinstance(caller, GlobalCaller) or caller in _headers_of
+
+
+def vary_of(caller: CallerOf | GlobalCaller) -> str | None:
+    """What a response differs by that is for its caller alone, as `Vary` has it.
+
+    None where all callers are one. Of a function that is not ours nobody knows.
+    """
+    return None if isinstance(caller, GlobalCaller) else _headers_of.get(caller, "*")
 
 
 def checked_caller_of(caller: object) -> CallerOf:
@@ -130,7 +138,7 @@ def header_caller(name: str) -> CallerOf:
         text = _text(lines[0].strip(b" \t"))
         return None if text is None else _within_limit(text)
 
-    _told_by_headers.add(caller_in_header)
+    _headers_of[caller_in_header] = name
     return caller_in_header
 
 
@@ -158,4 +166,4 @@ def _within_limit(caller: str) -> str | None:
     return caller if len(caller) <= CALLER_LIMIT_CHARACTERS else None
 
 
-_told_by_headers.update((bearer_token, basic_user))
+_headers_of[bearer_token] = _headers_of[basic_user] = "Authorization"

@@ -38,6 +38,7 @@ from retrysafe.http.callers import (
     checked_caller,
     checked_caller_of,
     is_told_by_headers,
+    vary_of,
 )
 from retrysafe.http.fingerprints import request_fingerprints
 from retrysafe.http.headers import (
@@ -55,9 +56,11 @@ from retrysafe.http.policy_page import policy_response
 from retrysafe.http.problems import first_use, problem, problem_of
 from retrysafe.http.refusals import Refusals
 from retrysafe.http.request import Request
-from retrysafe.http.responses import Header, Response, response_of
-from retrysafe.http.rules import Match, Route, RouteTable, Rule, responds_async
+from retrysafe.http.responses import Header, Response, response_of, uncached
+from retrysafe.http.routes import Match, Route, RouteTable
+from retrysafe.http.rules import Rule, responds_async
 from retrysafe.http.status_page import status_response
+from retrysafe.http.unmatched import Unmatched
 from retrysafe.runtime.calls import Settings
 
 POLICY_PATH: Final = "/idempotency-policy"
@@ -122,6 +125,8 @@ class Protection:
         self._global = caller if isinstance(caller, GlobalCaller) else None
         self._caller_of = None if isinstance(caller, GlobalCaller) else checked_caller_of(caller)
         self.is_told_by_headers = is_told_by_headers(caller)
+        vary = vary_of(caller)
+        self._vary: Header | None = None if vary is None else (b"vary", vary.encode())
         self.settings = settings
         self.table = RouteTable((rule or Rule(),) if rules is None else tuple(rules), settings)
         self.find: Callable[[str, str], Match | None] = self.table.find
@@ -133,6 +138,7 @@ class Protection:
         self.policy_path = policy_path
         self.status_path = status_path.rstrip("/") + "/"
         self.breaker = breaker or Breaker()
+        self.unmatched = Unmatched()
         self.refusals = Refusals(policy_path, challenge)
         # What a view may complete its attempt with, as a response.
         self._outcome_of = outcome_of
@@ -175,7 +181,10 @@ class Protection:
         run_times: RunTimes,
     ) -> Response:
         """What a caller is shown of the record of its key."""
-        return status_response(stored, self.refusals.place(request, prefix), key.text, run_times)
+        place = self.refusals.place(request, prefix)
+        response = status_response(stored, place, key.text, run_times)
+        response.headers = uncached(response.headers, self._vary)
+        return response
 
     def status_refused(
         self, error: StoreError, key: Key, request: Request, prefix: str
@@ -280,6 +289,7 @@ class Protection:
         """
         route, request = plan.route, plan.request
         operation = route.operations[request.method]
+        request.has_exact_path = route.rule.exact_path
         text = plan.key
         if text is None:
             source = route.source
@@ -357,6 +367,7 @@ class Protection:
             response = response_of(response)
         if answer.replayed:
             # Decoded for this caller alone, so it may be changed.
+            response.headers = uncached(response.headers, self._vary)
             response.headers.append(REPLAYED)
         elif sent is not None and sent is not response and _is_same(sent, response):
             # Completed in the application's transaction: what middlewares added counts as well.

@@ -15,7 +15,7 @@ from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.framing import DIGEST_BYTES
 from retrysafe.core.model import Fingerprint
 from retrysafe.http.bodies import RAW, content_of, fields_of, too_deep
-from retrysafe.http.request import Request
+from retrysafe.http.request import Request, plain_path
 
 # Every part but the last carries its length. The last one's first byte says how it was made: as a
 # value (j, i) or as the bytes themselves (r).
@@ -27,22 +27,32 @@ def request_fingerprints(request: Request, rule: FingerprintRule) -> tuple[Finge
 
     The rule's pointers lead into JSON bodies, and name the fields of forms and multipart forms:
     `/name` is all values that were sent under that name. Any other body counts byte by byte, and
-    so does the query's every field. Raises `FingerprintImpossible` past a limit.
+    so does the query's every field. Unless the path is exact, slashes at its end and double ones do
+    not count: a retry by the other spelling is the same request. Raises `FingerprintImpossible` past
+    a limit.
     """
     media_type, value = content_of(request)
     if request.query or len(request.path) + len(media_type) > _KEPT_LIMIT:
-        state = _begun(request.method, request.path, request.query, media_type)
+        state = _begun(
+            request.method, request.path, request.query, media_type, request.has_exact_path
+        )
     else:
-        state = _begun_before(request.method, request.path, media_type)
+        state = _begun_before(request.method, request.path, media_type, request.has_exact_path)
     if not rule.previous:
         return (_under(rule, value, request.body, state.copy()),)
     return tuple(_under(each, value, request.body, state.copy()) for each in (rule, *rule.previous))
 
 
-def _begun(method: str, path: str, query: bytes, media_type: bytes) -> hashlib.blake2b:
+def _begun(
+    method: str,
+    path: str,
+    query: bytes,
+    media_type: bytes,
+    has_exact_path: bool,
+) -> hashlib.blake2b:
     """The hash of all but the body."""
     verb = method.encode()
-    place = path.encode("utf-8", "surrogatepass")
+    place = (path if has_exact_path else plain_path(path)).encode("utf-8", "surrogatepass")
     asked = query_bytes(query) if query else b""
     head = _FORM % (
         len(verb),
@@ -63,9 +73,14 @@ _KEPT_LIMIT: Final = 512
 
 # An application has few paths that are not made of ids, and they get nearly all of its requests.
 @lru_cache(maxsize=512)
-def _begun_before(method: str, path: str, media_type: bytes) -> hashlib.blake2b:
+def _begun_before(
+    method: str,
+    path: str,
+    media_type: bytes,
+    has_exact_path: bool,
+) -> hashlib.blake2b:
     """The same for a request without a query. To be copied, not to be changed."""
-    return _begun(method, path, b"", media_type)
+    return _begun(method, path, b"", media_type, has_exact_path)
 
 
 def _under(rule: FingerprintRule, value: Any, body: bytes, state: hashlib.blake2b) -> Fingerprint:

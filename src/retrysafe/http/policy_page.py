@@ -18,7 +18,8 @@ from retrysafe.http.durations import spoken
 from retrysafe.http.keys_of import FromHeader
 from retrysafe.http.problems import KINDS
 from retrysafe.http.responses import STORED_HEADERS, Response
-from retrysafe.http.rules import ACCEPT, KeyUse, Route, Streaming, responds_async
+from retrysafe.http.routes import Route
+from retrysafe.http.rules import ACCEPT, KeyUse, Streaming, responds_async
 
 _HEADER: Final = str(FromHeader())
 _NAMESPACES: Final = {

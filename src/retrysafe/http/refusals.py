@@ -7,7 +7,7 @@ from retrysafe.http.headers import link_path
 from retrysafe.http.problems import Place, ProblemKind, problem
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response
-from retrysafe.http.rules import Route
+from retrysafe.http.routes import Route
 
 
 class Refusals:

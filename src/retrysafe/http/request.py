@@ -6,6 +6,7 @@ nothing; what a header or a body means is decided by the modules that use it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -16,6 +17,16 @@ from typing import Any, Final
 PROTECTED_NAME: Final = "retrysafe.protected"
 
 
+_SLASHES: Final = re.compile("//+")
+
+
+def plain_path(path: str) -> str:
+    """The path as it counts: with single slashes, and none at its end."""
+    if "//" in path:
+        path = _SLASHES.sub("/", path)
+    return path[:-1] if path[-1:] == "/" and path != "/" else path
+
+
 @dataclass(slots=True)
 class Request:
     """One request: its head, and its whole body once that has been read.
@@ -23,7 +34,7 @@ class Request:
     Header names are lower-case, as in ASGI; a name may occur on several lines, in the order sent.
     """
 
-    # As sent, in upper case: methods are case-sensitive.
+    # In upper case: methods are case-sensitive, and many frameworks take them as if they were not.
     method: str
     # Decoded, with the prefix under which the application is mounted. Bytes that are no UTF-8 are
     # surrogates, so that two paths that differ in them stay two.
@@ -37,6 +48,8 @@ class Request:
     host: Any = None
     # What the matching rule's path pattern took from the path: {"id": "7"} for /charges/{id}.
     parameters: Mapping[str, str] = field(default_factory=dict)
+    # Whether slashes at the end of the path, and double ones, tell two requests apart.
+    has_exact_path: bool = False
     # What `lines_by_name` found, and the headers that it looked at.
     _lines: dict[bytes, bytes] | None = field(default=None, init=False, repr=False, compare=False)
     _looked_at: object = field(default=None, init=False, repr=False, compare=False)

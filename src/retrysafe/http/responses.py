@@ -163,6 +163,22 @@ class ResponseCodec:
         return Response(status, headers, body)
 
 
+_NO_STORE: Final[Header] = (b"cache-control", b"no-store")
+
+
+def uncached(headers: list[Header], vary: Header | None) -> list[Header]:
+    """The headers of a stored response, for one caller: no cache may keep it for another one."""
+    told = [_NO_STORE]
+    for header in headers:
+        if header[0] == b"vary" and vary is not None:
+            vary = (b"vary", b"%b, %b" % (header[1], vary[1]))
+        elif header[0] != b"cache-control":
+            told.append(header)
+    if vary is not None:
+        told.append(vary)
+    return told
+
+
 def is_event_stream(headers: Iterable[Header]) -> bool:
     """Whether these are the headers of server-sent events, which have no end to wait for."""
     for name, value in headers:

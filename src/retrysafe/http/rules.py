@@ -1,18 +1,15 @@
-"""Rules: which requests are protected, and how; checked and compiled once, when they are made.
+"""Rules: which requests are protected, and how; checked once, when they are made.
 
-Owns the words in which people configure routes, and the match of method and path. It must not
-know requests beyond that, nor any framework.
+Owns the words in which people configure routes. It must not know requests, nor any framework.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
-from types import MappingProxyType
 from typing import Any, Final
 
 from retrysafe.core.fingerprint import FingerprintRule
@@ -20,16 +17,13 @@ from retrysafe.core.model import Ending
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import PolicyInvalid
 from retrysafe.http.keys_of import FromBody, FromFields, FromHeader, KeySource
-from retrysafe.http.paths import PathPattern
-from retrysafe.http.responses import ResponseCodec
-from retrysafe.runtime.calls import Settings
 
 # The methods that change state. GET, HEAD and OPTIONS are safe by definition.
 STATE_CHANGING: Final = ("POST", "PUT", "PATCH", "DELETE")
-_SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 # What a rule can name: the methods that are registered for HTTP, and PURGE, which caches know.
 # fmt: off
-_KNOWN: Final = _SAFE.union(STATE_CHANGING, (
+_KNOWN: Final = SAFE_METHODS.union(STATE_CHANGING, (
     "ACL", "BASELINE-CONTROL", "BIND", "CHECKIN", "CHECKOUT", "COPY", "LABEL", "LINK", "LOCK",
     "MERGE", "MKACTIVITY", "MKCALENDAR", "MKCOL", "MKREDIRECTREF", "MKWORKSPACE", "MOVE",
     "ORDERPATCH", "PROPFIND", "PROPPATCH", "PURGE", "QUERY", "REBIND", "REPORT", "SEARCH", "UNBIND",
@@ -38,10 +32,11 @@ _KNOWN: Final = _SAFE.union(STATE_CHANGING, (
 # fmt: on
 # Enough for any JSON document; a larger body is held in memory once for every request in flight.
 REQUEST_LIMIT_BYTES: Final = 1024 * 1024
-# The column of the stores that holds an operation's name.
-_NAME_LIMIT_CHARACTERS: Final = 255
-# Answers that say "not now": a retry must get another chance.
-_TRANSIENT: Final = frozenset({408, 425, 429})
+# Answers that say "not now" or "send the same request there": nothing was done, and whoever follows
+# must not find the key taken, least of all by the answer that sends it round in a circle.
+_FREED: Final = frozenset({307, 308, 408, 425, 429})
+# What a framework answers to a path that differs from that of its route in slashes only.
+_NOT_SERVED: Final = frozenset({301, 404, 405})
 
 
 Transaction = (
@@ -85,8 +80,9 @@ ACCEPT: Final = Accept.ACCEPT
 class StatusRule:
     """Which responses are kept and replayed; all others free the key.
 
-    The default keeps everything below 500 except 408, 425 and 429, which ask for a retry. `kept`
-    and `freed` name statuses that differ from it. Raises `PolicyInvalid` for impossible ones.
+    The default keeps everything below 500 except 307, 308, 408, 425 and 429, which ask for the same
+    request elsewhere or later. `kept` and `freed` name statuses that differ from it. Raises
+    `PolicyInvalid` for impossible ones.
     """
 
     __slots__ = ("_endings", "freed", "kept")
@@ -105,7 +101,7 @@ class StatusRule:
 
     def _judged(self, status: int) -> Ending:
         is_kept = status in self.kept or (
-            status < 500 and status not in _TRANSIENT and status not in self.freed
+            status < 500 and status not in _FREED and status not in self.freed
         )
         if not is_kept:
             return Ending.RELEASED
@@ -118,6 +114,16 @@ class StatusRule:
     def ending_of(self, response: Any) -> Ending:
         """The same for a response."""
         return self._endings.get(response.status, Ending.RELEASED)
+
+    def ending_beside(self, response: Any) -> Ending:
+        """The same for a path that is not spelled like the rule's.
+
+        Most frameworks do not serve it: the key must be free for the path that they do serve.
+        """
+        status = response.status
+        if status in _NOT_SERVED and status not in self.kept:
+            return Ending.RELEASED
+        return self.ending(status)
 
     @property
     def freed_statuses(self) -> tuple[int, ...]:
@@ -135,7 +141,8 @@ class Rule:
     """How the requests of some routes are protected; raises `PolicyInvalid` when it cannot be.
 
     `path` is a path such as `/charges`, a pattern such as `/charges/{id}` (one segment) or
-    `/v1/*` (everything below), or None for all paths.
+    `/v1/*` (everything below), or None for all paths. `/charges/` and `//charges` are `/charges`,
+    because frameworks serve them so or send clients there; `exact_path` keeps them apart.
     """
 
     path: str | None = None
@@ -151,6 +158,8 @@ class Rule:
     stored: StatusRule = KEPT_BELOW_500
     # Headers that are stored beside the usual ones, such as "X-Total-Count".
     headers: tuple[str, ...] = ()
+    # Whether slashes at the end and double ones make another path, and another request.
+    exact_path: bool = False
     # Whether the key must be a quoted string, as the draft has it; else bare tokens are taken too.
     strict: bool = False
     request_limit_bytes: int = REQUEST_LIMIT_BYTES
@@ -170,6 +179,7 @@ class Rule:
             ("streaming", Streaming),
             ("stored", StatusRule),
             ("strict", bool),
+            ("exact_path", bool),
             ("source", FromHeader | FromFields | FromBody),
         ):
             value = getattr(self, name)
@@ -226,7 +236,7 @@ def checked_rules(rules: Iterable[Rule] | None) -> tuple[Rule, ...] | None:
         return rules  # type: ignore[return-value]
     given: object = rules
     listed: tuple[Any, ...] = (given,) if isinstance(given, str) else tuple(rules)
-    _require_rules(listed)
+    require_rules(listed)
     if not listed:
         raise PolicyInvalid(
             "an empty list of rules would protect nothing: leave rules out to protect every POST, "
@@ -235,7 +245,8 @@ def checked_rules(rules: Iterable[Rule] | None) -> tuple[Rule, ...] | None:
     return listed
 
 
-def _require_rules(listed: tuple[Any, ...]) -> None:
+def require_rules(listed: tuple[Any, ...]) -> None:
+    """Raises `PolicyInvalid` for a list with anything else in it."""
     for item in listed:
         if not isinstance(item, Rule):
             raise PolicyInvalid(f"a rule is a Rule, such as Rule(path='/charges'), got {item!r}")
@@ -254,125 +265,9 @@ def _checked_methods(methods: Iterable[str]) -> tuple[str, ...]:
             hint = f"did you mean {near[0]}?" if near else "write POST, for example"
             # No request would ever match it, and the route would run unprotected.
             raise PolicyInvalid(f"{given!r} is no method of HTTP: {hint}")
-    safe = sorted(_SAFE.intersection(checked))
+    safe = sorted(SAFE_METHODS.intersection(checked))
     if safe:
         raise PolicyInvalid(
             f"{', '.join(safe)} is safe to repeat by definition and is never protected"
         )
     return checked
-
-
-class Route:
-    """A rule made ready: everything about it that a request would else work out again."""
-
-    __slots__ = (
-        "accepts_duplicates",
-        "codec",
-        "fingerprint",
-        "has_header_key",
-        "is_required",
-        "judge",
-        "operations",
-        "policy",
-        "rule",
-        "short_digits",
-        "source",
-    )
-
-    def __init__(self, rule: Rule, settings: Settings) -> None:
-        self.rule = rule
-        # Whether a duplicate of a running request is told 202; the engine just has it fail.
-        self.accepts_duplicates = rule.in_flight is ACCEPT
-        policy = rule.policy or settings.policy
-        if rule.in_flight is not None:
-            in_flight = InFlight.FAIL if isinstance(rule.in_flight, Accept) else rule.in_flight
-            policy = policy.with_changes(in_flight=in_flight)
-        self.policy = rule.source.checked(policy, settings.secret)
-        self.fingerprint = rule.fingerprint or settings.rule
-        self.codec = ResponseCodec(rule.headers)
-        self.judge = rule.stored.ending_of
-        self.is_required = rule.key is KeyUse.REQUIRED
-        self.source = rule.source
-        self.has_header_key = type(rule.source) is FromHeader
-        # A length of so few digits is within the limit whatever they are.
-        self.short_digits = len(str(rule.request_limit_bytes)) - 1
-        shown = rule.path or "*"
-        self.operations = {
-            method: (rule.name or f"{method} {shown}")[:_NAME_LIMIT_CHARACTERS]
-            for method in rule.methods
-        }
-
-
-NO_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType({})
-Match = tuple[Route, Mapping[str, str]]
-
-
-class RouteTable:
-    """All routes in their order; the first whose method and path match is the request's."""
-
-    __slots__ = ("_exact", "_methods", "_nowhere", "_patterns", "routes")
-
-    def __init__(self, rules: Iterable[Rule], settings: Settings) -> None:
-        listed = tuple(rules)
-        _require_rules(listed)
-        self.routes = tuple(Route(rule, settings) for rule in listed)
-        # A path that is off is found as well, and then matches nothing.
-        matches: list[Match | None] = [
-            None if route.rule.key is KeyUse.OFF else (route, NO_PARAMETERS)
-            for route in self.routes
-        ]
-        # Plain paths are looked up; only patterns before a plain match are tried one by one.
-        self._nowhere: tuple[int, Match | None] = (len(self.routes), None)
-        self._exact: dict[tuple[str, str], tuple[int, Match | None]] = {}
-        self._patterns: list[tuple[int, frozenset[str], PathPattern | None, Match | None]] = []
-        for position, (route, match) in enumerate(zip(self.routes, matches, strict=True)):
-            path = route.rule.path
-            if path is not None:
-                _check_path(path)
-            if path is None or "{" in path or path.endswith("*"):
-                pattern = None if path is None else PathPattern(path)
-                self._patterns.append((position, frozenset(route.rule.methods), pattern, match))
-            else:
-                for method in route.rule.methods:
-                    self._exact.setdefault((method, path), (position, match))
-        self._methods = frozenset(method for route in self.routes for method in route.rule.methods)
-
-    def find(self, method: str, path: str) -> Match | None:
-        """The route of a request, with what its pattern took from the path."""
-        if method not in self._methods:
-            return None
-        position, exact = self._exact.get((method, path), self._nowhere)
-        for place, methods, pattern, match in self._patterns:
-            if place > position:
-                break
-            if method not in methods:
-                continue
-            if pattern is None:
-                return match
-            found = pattern.match(path)
-            if found is not None:
-                return None if match is None else (match[0], found)
-        return exact
-
-
-# A parameter as others write it, and a star that is not at the end: they would match nothing.
-_FOREIGN: Final = re.compile(
-    r"/:(?P<colon>[A-Za-z_]\w*)|<(?:[^<>]*:)?(?P<angle>[A-Za-z_]\w*)>|[<>]|\*(?=.)", re.DOTALL
-)
-
-
-def _check_path(path: str) -> None:
-    """Raises `PolicyInvalid` for a path that is written as other libraries write theirs."""
-    found = _FOREIGN.search(path)
-    if found is None:
-        return
-    name = found["colon"] or found["angle"]
-    if name is None:
-        raise PolicyInvalid(
-            f"the path {path!r} is no pattern: write {{name}} for one segment, and * at the end "
-            "for everything below"
-        )
-    raise PolicyInvalid(
-        f"the path {path!r} would be taken as it stands, and match nothing: write {{{name}}} for "
-        "that segment"
-    )

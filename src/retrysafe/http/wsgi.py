@@ -22,7 +22,9 @@ from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan,
 from retrysafe.http.headers import length_of
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Header, Response, is_event_stream
-from retrysafe.http.rules import Match, Rule, Streaming, checked_rules
+from retrysafe.http.routes import Match
+from retrysafe.http.rules import Rule, Streaming, checked_rules
+from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.runtime.blocking import BlockingIdempotency
 
 Environ = dict[str, Any]
@@ -33,6 +35,7 @@ App = Callable[[Environ, StartResponse], Iterable[bytes]]
 # Where the application finds its attempt, beside `current_attempt()`.
 ATTEMPT_NAME: Final = "retrysafe.attempt"
 _PAGE_METHODS: Final = ("GET", "HEAD")
+_KEY_NAME: Final = "HTTP_IDEMPOTENCY_KEY"
 _READ_BYTES: Final = 64 * 1024
 
 
@@ -79,16 +82,36 @@ class WSGIIdempotencyMiddleware:
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Answers one request."""
-        method = environ["REQUEST_METHOD"]
+        # Some frameworks take `post` for POST, and no rule may be passed by like that.
+        method = environ["REQUEST_METHOD"].upper()
         path = _decoded(environ.get("PATH_INFO", "")) or "/"
         match = self.protection.find(method, path)
         if match is not None:
             if PROTECTED_NAME in environ and _is_protected(environ):
                 return self.app(environ, start_response)
+            # What the rule has seen is what the application runs.
+            environ["REQUEST_METHOD"] = method
+            if NOTICED_NAME in environ:
+                environ[NOTICED_NAME].append(self)
             return self._protect(match, environ, start_response)
         if method in _PAGE_METHODS and self.protection.has_page(path):
             return self._show_page(path, environ, start_response)
-        return self.app(environ, start_response)
+        return self._pass(method, path, environ, start_response)
+
+    def _pass(
+        self, method: str, path: str, environ: Environ, start_response: StartResponse
+    ) -> Iterable[bytes]:
+        """A request that no rule protects; a key that comes with it is told of."""
+        keys = keys_in(method, request_of(environ).headers) if _KEY_NAME in environ else []
+        if not keys or NOTICED_NAME in environ or self.protection.table.is_covered(method, path):
+            return self.app(environ, start_response)
+        # Views may have rules of their own.
+        noticed = environ[NOTICED_NAME] = []
+        try:
+            return self.app(environ, start_response)
+        finally:
+            if not noticed:
+                self.protection.unmatched.note(self.idempotency.report, method, path, keys)
 
     def _show_page(
         self, path: str, environ: Environ, start_response: StartResponse
@@ -280,7 +303,7 @@ def request_of(environ: Environ, path: str | None = None) -> Request:
         if value:
             headers.append((header, value.encode("latin-1")))
     return Request(
-        environ["REQUEST_METHOD"],
+        environ["REQUEST_METHOD"].upper(),
         path or "/",
         environ.get("QUERY_STRING", "").encode("latin-1"),
         headers,

@@ -24,7 +24,8 @@ from retrysafe.contrib.django.exchange import outcome_of, serve_view
 from retrysafe.errors import RetrysafeError
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.exchange import Protection
-from retrysafe.http.rules import Route, Rule
+from retrysafe.http.routes import Route
+from retrysafe.http.rules import Rule
 from retrysafe.wiring import AsyncIdempotency, Idempotency
 
 SETTING: Final = "RETRYSAFE"

@@ -19,6 +19,7 @@ from retrysafe.contrib.django.exchange import (
     answer_on_loop,
     attempt_around,
     django_request,
+    notice,
     plan_on_loop,
     planned,
 )
@@ -39,7 +40,8 @@ from retrysafe.contrib.views import (
     view_rule,
 )
 from retrysafe.http.exchange import Plan
-from retrysafe.http.rules import ACCEPT, KeyUse, Route, Rule
+from retrysafe.http.routes import Route
+from retrysafe.http.rules import ACCEPT, KeyUse, Rule
 
 View = TypeVar("View", bound=Callable[..., Any])
 # What Django answers with 400, 403 or 404; anything else is a failure of the server.
@@ -87,6 +89,7 @@ def _answered(
     rule: Rule, view: Any, request: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     plain = django_request(request)
+    notice(plain)
     match = plain.resolver_match
     # Whatever happens, the view is in the transactions that Django was told to leave out.
     called = with_transactions(view, match and match.func)
@@ -115,6 +118,7 @@ def _answered(
 
 async def _answered_on_loop(rule: Rule, view: Any, request: Any, run: Callable[[], Any]) -> Any:
     plain = django_request(request)
+    notice(plain)
     match = plain.resolver_match
     require_none_around(match and match.func)
     if attempt_around(plain) is not None:

@@ -28,7 +28,9 @@ from retrysafe.http.asgi_run import Message, Receive, Scope, Send, exact_path
 from retrysafe.http.exchange import UNPROTECTED, Plan, Protection
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response, is_event_stream, response_of
-from retrysafe.http.rules import Route, Rule, Streaming
+from retrysafe.http.routes import Route
+from retrysafe.http.rules import Rule, Streaming
+from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.http.wsgi import ATTEMPT_NAME, request_of
 from retrysafe.runtime.blocking import BlockingIdempotency
 
@@ -93,6 +95,37 @@ def asked_of(request: Any) -> Request:
         asked = Request(plain.method, path, scope.get("query_string", b""), scope["headers"])
     asked.host = request
     return asked
+
+
+def notice(plain: Any) -> None:
+    """A rule looks at this request, so nobody further out tells of its key."""
+    plain.is_noticed_by_retrysafe = True
+    around = _around(plain)
+    if NOTICED_NAME in around:
+        around[NOTICED_NAME].append(plain)
+
+
+def _around(plain: Any) -> Any:
+    """What a middleware around the project has seen of the request: a scope or an environ."""
+    return getattr(plain, "scope", None) or plain.META
+
+
+def tell_unmatched(protection: Protection, idempotency: BlockingIdempotency, plain: Any) -> None:
+    """Tells of a key whose request has passed, and no rule has looked at it."""
+    method, path = plain.method, plain.path_info
+    if (
+        "HTTP_IDEMPOTENCY_KEY" not in plain.META
+        or getattr(plain, "is_noticed_by_retrysafe", False)
+        or NOTICED_NAME in _around(plain)
+        or attempt_around(plain) is not None
+        or protection.table.is_covered(method, path)
+    ):
+        return
+    keys = keys_in(method, asked_of(plain).headers)
+    if keys:
+        match = plain.resolver_match
+        place = path if match is None else f"/{match.route}"
+        protection.unmatched.note(idempotency.report, method, place, keys)
 
 
 def planned(

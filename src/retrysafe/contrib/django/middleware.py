@@ -18,8 +18,10 @@ from retrysafe.contrib.django.exchange import (
     answer,
     answer_on_loop,
     attempt_around,
+    notice,
     plan_on_loop,
     planned,
+    tell_unmatched,
 )
 from retrysafe.contrib.django.pages import PAGE_METHODS, page
 from retrysafe.contrib.django.transactions import HOOK_ERROR_NAME, raised_by_hook
@@ -52,7 +54,12 @@ class RetrysafeMiddleware:
         if match is not None and attempt_around(request) is not None:
             return self.get_response(request)
         if match is None:
-            return page(request) if _is_page(request) else self.get_response(_readable(request))
+            if _is_page(request):
+                return page(request)
+            response = self.get_response(_readable(request))
+            tell_unmatched(made.protection, made.idempotency, request)
+            return response
+        notice(request)
         plan = planned(made.protection, match[0], request, dict(match[1]))
         if not isinstance(plan, Plan):
             return self.get_response(request) if plan is None else plan
@@ -72,7 +79,10 @@ class RetrysafeMiddleware:
         if match is None:
             if _is_page(request):
                 return await sync_to_async(page)(request)
-            return await self.get_response(_readable(request))
+            response = await self.get_response(_readable(request))
+            tell_unmatched(made.protection, made.idempotency, request)
+            return response
+        notice(request)
         plan = await plan_on_loop(made.protection, match[0], request, dict(match[1]))
         if not isinstance(plan, Plan):
             return await self.get_response(request) if plan is None else plan

@@ -1,0 +1,184 @@
+"""Routes: rules made ready, and which of them a request belongs to.
+
+Owns the match of method and path: what the rule sees must be what the application serves. It must
+not know requests beyond that, nor any framework.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
+from types import MappingProxyType
+from typing import Any, Final
+
+from retrysafe.core.model import Ending
+from retrysafe.core.policy import InFlight
+from retrysafe.errors import PolicyInvalid
+from retrysafe.http.keys_of import FromHeader
+from retrysafe.http.paths import PathPattern
+from retrysafe.http.request import plain_path
+from retrysafe.http.responses import ResponseCodec
+from retrysafe.http.rules import ACCEPT, Accept, KeyUse, Rule, require_rules
+from retrysafe.runtime.calls import Settings
+
+# The column of the stores that holds an operation's name.
+_NAME_LIMIT_CHARACTERS: Final = 255
+
+
+class Route:
+    """A rule made ready: everything about it that a request would else work out again."""
+
+    __slots__ = (
+        "_beside",
+        "accepts_duplicates",
+        "codec",
+        "fingerprint",
+        "has_header_key",
+        "is_required",
+        "judge",
+        "operations",
+        "policy",
+        "rule",
+        "short_digits",
+        "source",
+    )
+
+    def __init__(self, rule: Rule, settings: Settings) -> None:
+        self.rule = rule
+        # Whether a duplicate of a running request is told 202; the engine just has it fail.
+        self.accepts_duplicates = rule.in_flight is ACCEPT
+        policy = rule.policy or settings.policy
+        if rule.in_flight is not None:
+            in_flight = InFlight.FAIL if isinstance(rule.in_flight, Accept) else rule.in_flight
+            policy = policy.with_changes(in_flight=in_flight)
+        self.policy = rule.source.checked(policy, settings.secret)
+        self.fingerprint = rule.fingerprint or settings.rule
+        self.codec = ResponseCodec(rule.headers)
+        self.judge: Callable[[Any], Ending] = rule.stored.ending_of
+        self.is_required = rule.key is KeyUse.REQUIRED
+        self.source = rule.source
+        self.has_header_key = type(rule.source) is FromHeader
+        # A length of so few digits is within the limit whatever they are.
+        self.short_digits = len(str(rule.request_limit_bytes)) - 1
+        shown = rule.path or "*"
+        self.operations = {
+            method: (rule.name or f"{method} {shown}")[:_NAME_LIMIT_CHARACTERS]
+            for method in rule.methods
+        }
+        self._beside: Route | None = None
+
+    def beside(self) -> Route:
+        """The same for a path that is not spelled like the rule's: what is kept differs."""
+        if self._beside is None:
+            twin = copy(self)
+            twin.judge = self.rule.stored.ending_beside
+            self._beside = twin
+        return self._beside
+
+
+NO_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType({})
+Match = tuple[Route, Mapping[str, str]]
+
+
+class RouteTable:
+    """All routes in their order; the first whose method and path match is the request's."""
+
+    __slots__ = ("_beside", "_exact", "_methods", "_nowhere", "_patterns", "routes")
+
+    def __init__(self, rules: Iterable[Rule], settings: Settings) -> None:
+        listed = tuple(rules)
+        require_rules(listed)
+        self.routes = tuple(Route(rule, settings) for rule in listed)
+        # Plain paths are looked up: as they are written, and as they count. Only patterns before a
+        # plain match are tried one by one.
+        self._nowhere: _Placed = (len(self.routes), None)
+        self._exact: dict[tuple[str, str], _Placed] = {}
+        self._beside: dict[tuple[str, str], _Placed] = {}
+        self._patterns: list[tuple[int, frozenset[str], PathPattern | None, Route]] = []
+        for position, route in enumerate(self.routes):
+            path = route.rule.path
+            if path is not None:
+                _check_path(path)
+            if path is None or "{" in path or path.endswith("*"):
+                pattern = None if path is None else PathPattern(path)
+                self._patterns.append((position, frozenset(route.rule.methods), pattern, route))
+                continue
+            for method in route.rule.methods:
+                self._exact.setdefault((method, path), (position, _match_of(route)))
+                if not route.rule.exact_path:
+                    placed = (position, _match_of(route.beside()))
+                    self._beside.setdefault((method, plain_path(path)), placed)
+        self._methods = frozenset(method for route in self.routes for method in route.rule.methods)
+
+    def find(self, method: str, path: str) -> Match | None:
+        """The route of a request, with what its pattern took from the path.
+
+        The method is in upper case. A path that is off is found as well, and then matches nothing.
+        """
+        return self._look(method, path)[1]
+
+    def is_covered(self, method: str, path: str) -> bool:
+        """Whether a rule fits, also one that leaves its requests alone."""
+        return self._look(method, path) is not self._nowhere
+
+    def _look(self, method: str, path: str) -> _Placed:
+        if method not in self._methods:
+            return self._nowhere
+        found = self._exact.get((method, path))
+        if found is None:
+            found = self._beside.get((method, plain_path(path)), self._nowhere)
+        for position, methods, pattern, route in self._patterns:
+            if position > found[0]:
+                break
+            if method not in methods:
+                continue
+            if pattern is None:
+                return position, _match_of(route)
+            taken = pattern.match(path)
+            if taken is None and not route.rule.exact_path:
+                taken = pattern.match(_as_written(path, route.rule))
+                route = route.beside()  # noqa: PLW2901 — the same, for another spelling.
+            if taken is not None:
+                return position, _match_of(route, taken)
+        return found
+
+
+# A match, and the place of its rule in the list; no match for one that is off, or past the list.
+_Placed = tuple[int, Match | None]
+
+
+def _match_of(route: Route, parameters: Mapping[str, str] = NO_PARAMETERS) -> Match | None:
+    return None if route.rule.key is KeyUse.OFF else (route, parameters)
+
+
+def _as_written(path: str, rule: Rule) -> str:
+    """The path in the spelling of a pattern, which may end with a slash or with a star."""
+    assert rule.path is not None  # A pattern has one.
+    plain = plain_path(path)
+    if rule.path.endswith("*"):
+        return plain + "/" if path.endswith("/") and plain != "/" else plain
+    return plain + "/" if rule.path.endswith("/") else plain
+
+
+# A parameter as others write it, and a star that is not at the end: they would match nothing.
+_FOREIGN: Final = re.compile(
+    r"/:(?P<colon>[A-Za-z_]\w*)|<(?:[^<>]*:)?(?P<angle>[A-Za-z_]\w*)>|[<>]|\*(?=.)", re.DOTALL
+)
+
+
+def _check_path(path: str) -> None:
+    """Raises `PolicyInvalid` for a path that is written as other libraries write theirs."""
+    found = _FOREIGN.search(path)
+    if found is None:
+        return
+    name = found["colon"] or found["angle"]
+    if name is None:
+        raise PolicyInvalid(
+            f"the path {path!r} is no pattern: write {{name}} for one segment, and * at the end "
+            "for everything below"
+        )
+    raise PolicyInvalid(
+        f"the path {path!r} would be taken as it stands, and match nothing: write {{{name}}} for "
+        "that segment"
+    )

@@ -1,0 +1,73 @@
+"""Keys that no rule looks at: a client believes that it is protected, and it is not.
+
+Owns which requests are told of, and how often they are logged. Each is reported, because a count
+must be right; each path is logged once, because a log must stay readable.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from retrysafe.core.events import EventKind
+from retrysafe.core.keys import GLOBAL, Key
+from retrysafe.errors import KeyInvalid
+from retrysafe.http.headers import parse_key
+from retrysafe.http.responses import Header
+from retrysafe.http.rules import SAFE_METHODS
+
+# What such requests are counted under: their paths are for clients to choose.
+OPERATION: Final = "(no rule)"
+# Clients choose the paths, so what is remembered of them is bounded.
+LOGGED_LIMIT: Final = 100
+# Where a scope or environ holds a list; a protection further in, whose rule fits, adds to it.
+NOTICED_NAME: Final = "retrysafe.noticed"
+_KEY_HEADER: Final = b"idempotency-key"
+_logger = logging.getLogger("retrysafe")
+
+Report = Callable[[EventKind, Key, str], None]
+
+
+def keys_in(method: str, headers: Iterable[Header]) -> list[bytes]:
+    """The lines of the key of a request that may change something; none for any other request."""
+    if method in SAFE_METHODS:
+        return []
+    return [value for name, value in headers if name == _KEY_HEADER]
+
+
+class Unmatched:
+    """The requests of one application whose keys no rule looks at."""
+
+    __slots__ = ("_lock", "_logged")
+
+    def __init__(self) -> None:
+        self._logged: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+
+    def note(self, report: Report, method: str, place: str, lines: list[bytes]) -> None:
+        """A request with a key has passed unprotected; `place` is its route, or else its path."""
+        try:
+            text = parse_key(lines, strict=False)
+        except KeyInvalid:
+            text = "(unreadable)"
+        report(EventKind.UNMATCHED, Key(text, caller=GLOBAL), OPERATION)
+        with self._lock:
+            if (method, place) in self._logged or len(self._logged) > LOGGED_LIMIT:
+                return
+            self._logged.add((method, place))
+            is_last = len(self._logged) > LOGGED_LIMIT
+        if is_last:
+            _logger.warning(
+                "keys are sent to more than %d paths that no rule protects: the others are not "
+                "logged",
+                LOGGED_LIMIT,
+            )
+        else:
+            _logger.warning(
+                "%s %r brings an Idempotency-Key and no rule protects it: add a Rule for its path, "
+                "or one with key=KeyUse.OFF",
+                method,
+                place[:200],
+            )
