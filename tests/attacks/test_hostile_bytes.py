@@ -35,7 +35,7 @@ from retrysafe.http.exchange import Protection
 from retrysafe.http.headers import HEADER_LIMIT_BYTES, parse_key, parse_prefer
 from retrysafe.http.large_bodies import LARGE_BODIES, LARGE_BODY_BYTES
 from retrysafe.http.request import Request
-from retrysafe.http.rules import Route
+from retrysafe.http.routes import Route
 from retrysafe.http.wsgi import WSGIIdempotencyMiddleware
 from retrysafe.stores.memory import MemoryStore
 from tests.attacks.growth import FACTOR, LIMIT, growth

@@ -28,8 +28,8 @@ def request_fingerprints(request: Request, rule: FingerprintRule) -> tuple[Finge
     The rule's pointers lead into JSON bodies, and name the fields of forms and multipart forms:
     `/name` is all values that were sent under that name. Any other body counts byte by byte, and
     so does the query's every field. Unless the path is exact, slashes at its end and double ones do
-    not count: a retry by the other spelling is the same request. Raises `FingerprintImpossible` past
-    a limit.
+    not count: a retry by the other spelling is the same request. Raises `FingerprintImpossible`
+    past a limit.
     """
     media_type, value = content_of(request)
     if request.query or len(request.path) + len(media_type) > _KEPT_LIMIT:

@@ -9,6 +9,7 @@ from tests.http_cases.cases import (
     BODY,
     DJANGO_WSGI,
     FORM,
+    FRAMEWORK,
     Begin,
     Finish,
     Ran,
@@ -52,7 +53,29 @@ def _multipart(boundary: str, *parts: tuple[str, bytes], path: str = "/charges")
 _FILE = ('name="file"; filename="a.bin"', bytes(range(256)))
 _FIELD = ('name="amount"', b"1000")
 
+_EVERY_PATH = {FRAMEWORK: "each framework serves other spellings; see the attacks on rules"}
+
 CASES = (
+    _same(
+        "path-slash-at-the-end",
+        "A slash at the end of the path makes no other request",
+        post("/charges/"),
+        post(),
+        without=_EVERY_PATH,
+    ),
+    _same(
+        "path-double-slash",
+        "A double slash in the path makes no other request",
+        post("/charges/1//refunds"),
+        post("/charges/1/refunds"),
+        without=_EVERY_PATH,
+    ),
+    _same(
+        "path-escaped-letter",
+        "An escaped letter in the path makes no other request",
+        post("/%63harges"),
+        post(),
+    ),
     _other("method", "The same key with another method is refused", post(), send("PUT")),
     _other("path", "The same key on another path is refused", post(), post("/charges/1")),
     _other(
