@@ -144,9 +144,13 @@ class OperationInFlight(RetrysafeError):
 
     It comes from how long the operation usually takes in this process, and from how long this run
     has taken. It is never beyond what is left of the lease.
+
+    With `is_locked` an open transaction holds the record: only the end of that transaction frees
+    it, and no lease.
     """
 
     retryable = True
+    is_locked = False
     # Whether the process knew it by itself, so that it says nothing of the store.
     is_known_here = False
 

@@ -88,7 +88,7 @@ def shop(migrated_url: str) -> Iterator[Shop]:
     """An empty store and an empty table of orders."""
     server_url, _, schema = migrated_url.partition("?schema=")
     with psycopg.connect(server_url, autocommit=True) as connection:
-        for table in ("keys", "outcomes", "steps", "outbox", "orders"):
+        for table in ("keys", "outcomes", "steps", "renewals", "outbox", "orders"):
             connection.execute(f"DELETE FROM {schema}.{table}")
         yield Shop(server_url, schema, connection)
 

@@ -245,12 +245,14 @@ class Extends:
     answers: dict[bytes, object] = field(default_factory=dict)
     error: Exception | None = None
     batches: list[list[bytes]] = field(default_factory=list)
+    joined: list[bytes] = field(default_factory=list)
     capabilities = Capabilities(Waits.NEVER, batch_limit=2)
 
     async def extend(self, extensions, timeout_seconds):
         assert timeout_seconds == 5.0
         assert all(item.lease_ms == 30_000 for item in extensions)
         self.batches.append([item.token for item in extensions])
+        self.joined += [item.token for item in extensions if item.is_joined]
         if self.error is not None:
             raise self.error
         applied = ExtendAnswer(Decision.APPLY, 30_000, 77)
@@ -301,46 +303,27 @@ def test_a_lost_lease_is_revoked_and_its_neighbour_renewed():
 def test_a_lease_is_not_revoked_by_the_commit_that_ended_its_attempt():
     """The operation may still be at work after its own commit; it is asked for no more."""
     joined = lease(b"a")
-    joined.join()
+    joined.may_be_settled = True
     assert renewed(Extends({b"a": ExtendAnswer(Decision.LOST)}), [joined]) == []
     assert not joined.is_lost(15.0)
     assert joined.seconds_left(15.0) == 15.0
     assert next_renewal([joined], 15.0) is None
 
 
-def test_a_record_that_is_locked_by_its_own_ending_is_no_news():
-    """It is asked for again, because the user's transaction may be rolled back."""
+def test_a_lease_with_a_step_in_a_users_transaction_is_revoked_when_it_is_lost():
+    """A step ends nothing, so only somebody else can have taken the key."""
     joined = lease(b"a")
-    joined.join()
-    assert joined.renew_monotonic == 25.0
-    assert renewed(Extends({b"a": StoreUnavailable("locked")}), [joined]) == []
-    assert joined.renew_monotonic == 17.5
-    assert not joined.is_revoked
+    joined.is_joined = True
+    renewed(Extends({b"a": ExtendAnswer(Decision.LOST)}), [joined])
+    assert joined.is_revoked
 
 
-def test_failed_renewals_are_told_again_after_a_users_transaction_was_rolled_back():
-    """A renewal that is granted shows that no transaction holds the record any more."""
-    joined = lease(b"a")
-    joined.join()
-    down = Extends({b"a": StoreUnavailable("down")})
-    assert renewed(Extends(), [joined]) == []
-    assert [event.kind for event in renewed(down, [joined])] == [EventKind.RENEWAL_FAILED]
-    # Another transaction that is to end the attempt holds it anew.
-    joined.join()
-    assert renewed(down, [joined]) == []
-
-
-def test_a_renewal_under_way_says_nothing_of_a_transaction_that_begins_meanwhile():
-    """It was granted before the record was locked."""
-    joining = lease(b"a")
-
-    class Meanwhile(Extends):
-        async def extend(self, extensions, timeout_seconds):
-            joining.join()
-            return await super().extend(extensions, timeout_seconds)
-
-    assert renewed(Meanwhile(), [joining]) == []
-    assert renewed(Extends({b"a": StoreUnavailable("locked")}), [joining]) == []
+def test_the_store_is_told_which_leases_a_users_transaction_may_hold():
+    joined, plain = lease(b"a"), lease(b"b")
+    joined.is_joined = True
+    store = Extends()
+    renewed(store, [joined, plain])
+    assert store.joined == [b"a"]
 
 
 def test_a_refused_row_is_tried_again_soon_and_its_neighbour_renewed():
@@ -365,25 +348,6 @@ def test_no_error_of_a_store_ends_the_renewing(error, detail):
     assert len(store.batches) == 2
     assert [item.is_revoked for item in leases] == [False] * 3
     assert {item.renew_monotonic for item in leases} == {17.5}
-
-
-def test_a_renewal_that_fails_while_a_transaction_joins_is_no_error_at_any_moment():
-    """The heartbeat's thread may look between any two changes of a lease."""
-    looks = 0
-
-    class LookedAt(Lease):
-        def __setattr__(self, name, value):
-            nonlocal looks
-            super().__setattr__(name, value)
-            if is_joining and name != "renew_monotonic":  # Which the renewal changes itself.
-                looks += 1
-                renewed(Extends({b"a": StoreUnavailable("locked")}), [self])
-
-    is_joining = False
-    joining = LookedAt(Key("a", caller="shop"), b"a", 30_000, 30_000, 0, 0.0)
-    is_joining = True
-    joining.join()
-    assert looks == 2
 
 
 class _LandsWhenAsked(dict[bytes, Flight]):

@@ -112,22 +112,20 @@ def test_a_zombie_is_refused_and_its_run_does_not_end_the_key():
     assert world.first.renewals.count == 1
 
 
-def test_renewal_is_put_off_before_the_record_is_locked():
-    """It would meet the lock of the user's transaction; after a rollback it must come, and before
-    the lease ends: the operation may go on for long, and nobody hears of the rollback."""
-    transaction = applied()
-    world = world_with(transaction)
+def test_the_lease_is_renewed_beside_the_record_before_that_is_locked():
+    """The next renewal may come at any moment, and must not meet the lock that the user's
+    transaction has for as long as it lasts."""
     seen = []
 
-    async def operation(attempt: Attempt):
-        (lease,) = world.first.renewals.running
-        usual = lease.renew_monotonic
-        attempt.complete_in("connection", 1)
-        assert world.first.renewals.running == [lease]
-        seen.append(usual < lease.renew_monotonic < lease.ends_monotonic)
+    class Looking(FakeTransaction):
+        async def settle(self, settlement):
+            (lease,) = world.first.renewals.running
+            seen.append((lease.is_joined, lease.may_be_settled))
+            return Decision.APPLY
 
-    world.first.answer(call(), operation)
-    assert seen == [True]
+    world = world_with(Looking())
+    world.first.answer(call(), completing(world, 1))
+    assert seen == [(True, True)]
 
 
 def test_renewal_goes_on_when_the_transaction_did_not_take_the_outcome():

@@ -101,6 +101,51 @@ def zombie_cannot_extend(store: PostgresStore) -> None:
     assert answer.decision is Decision.LOST
 
 
+def zombie_cannot_extend_beside(store: PostgresStore) -> None:
+    zombie, _ = taken_over(store)
+    assert renewed_beside(store, zombie) is Decision.LOST
+
+
+def renewed_beside(store: PostgresStore, token: bytes, *keys: Key) -> Decision | None:
+    """What becomes of the first renewal; the others are of keys that are held by the same token."""
+    wishes = [Extension(key, token, 60_000, True) for key in (KEY, *keys)]
+    answer, *others = run_sync(store.extend(wishes, 0.5))
+    assert {item.decision for item in others} <= {Decision.APPLY}
+    return None if isinstance(answer, StoreUnavailable) else answer.decision
+
+
+def renewal_beats_a_takeover(store: PostgresStore) -> None:
+    token = mint_token()
+    claimed(store, token)
+    record = run_sync(store.read(KEY)).record
+    rival, _ = transitions.claim(record, request(KEY), record.lease_ends_at_ms)
+    assert renewed_beside(store, token) is Decision.APPLY
+    assert not run_sync(store._batches.replace(record, rival))
+
+
+def renewal_beats_takeovers_together(store: PostgresStore) -> None:
+    token = mint_token()
+    run_sync(store.commit([request(key, token, lease_ms=INSTANT_MS) for key in PAIR], []))
+    together = judged(store, *PAIR)
+    assert renewed_beside(store, token) is Decision.APPLY
+    taken, _ = run_sync(takeovers.write(store._fetch, together))
+    assert taken == {PAIR[1].digest}
+
+
+def renewals_do_not_wait_for_a_takeover(store: PostgresStore) -> None:
+    token = mint_token()
+    run_sync(store.commit([request(key, token, lease_ms=INSTANT_MS) for key in PAIR], []))
+    make_impatient(store)
+    with closing(psycopg.connect(store.url)) as user:
+        user.execute("SELECT 1")
+        answer = run_sync(store.join(user).claim(request(KEY)))
+        assert answer.decision is Decision.TAKE_OVER
+        try:
+            assert renewed_beside(store, token, PAIR[1]) is None
+        except StoreUnavailable as error:
+            pytest.fail(str(error))
+
+
 def zombie_cannot_record_a_step(store: PostgresStore) -> None:
     zombie, _ = taken_over(store)
     write = StepWrite(KEY, zombie, Step("charge", 1, Payload("json.1", b"", b"1")))
@@ -337,14 +382,33 @@ GUARDS = [
     ),
     Guard(
         "replace_record",
-        "token = $14 AND state = $15 AND attempt = $16 AND lease_ends_at_ms = $17",
-        "(token <> $14 OR state = $15 OR attempt = $16 OR lease_ends_at_ms = $17)",
+        "k.token = $14 AND k.state = $15::smallint AND k.attempt = $16\n"
+        "        AND k.lease_ends_at_ms <= $17",
+        "(k.token <> $14 OR k.state = $15::smallint OR k.attempt = $16)",
         only_one_takes_over,
+    ),
+    Guard(
+        "replace_record",
+        "\n    WHERE r.token <> $14 OR r.lease_ends_at_ms <= $17",
+        "",
+        renewal_beats_a_takeover,
+    ),
+    Guard(
+        "replace_record",
+        "FOR UPDATE OF k",
+        "FOR NO KEY UPDATE OF k",
+        renewals_do_not_wait_for_a_takeover,
+    ),
+    Guard(
+        "replace_records",
+        "AND h.old_lease_ends_at_ms < r.lease_ends_at_ms",
+        "AND false",
+        renewal_beats_takeovers_together,
     ),
     Guard(
         "replace_records",
         " AND k.token = w.old_token AND k.state = w.old_state\n"
-        "        AND k.attempt = w.old_attempt AND k.lease_ends_at_ms = w.old_lease_ends_at_ms",
+        "        AND k.attempt = w.old_attempt AND k.lease_ends_at_ms <= w.old_lease_ends_at_ms",
         "",
         only_one_of_a_batch_takes_over,
     ),
@@ -369,6 +433,8 @@ GUARDS = [
         new_lives_start_without_steps,
     ),
     Guard("extend", " AND k.token = w.token", "", zombie_cannot_extend),
+    Guard("extend_beside", " AND k.token = w.token", "", zombie_cannot_extend_beside),
+    Guard("extend_beside", " SKIP LOCKED", "", renewals_do_not_wait_for_a_takeover),
     Guard("record_step", "AND token = $2", "AND $2::bytea <> ''", zombie_cannot_record_a_step),
     Guard(
         "has_step", " AND body = $5", " AND $5::bytea <> ''", another_result_of_a_step_is_refused

@@ -60,7 +60,7 @@ class Table:
         run_sync(store.migrate())
         run_sync(store.close())
         # The clock of the tests is years behind, so every outcome is in the default partition.
-        names = ("keys", "outcomes_default", "steps", "arguments", "outbox")
+        names = ("keys", "outcomes_default", "steps", "arguments", "renewals", "outbox")
         self._empty = "; ".join(f"DELETE FROM {store.schema_name}.{name}" for name in names)
         self._connection: psycopg.Connection[Any] = psycopg.connect(direct_url, autocommit=True)
 

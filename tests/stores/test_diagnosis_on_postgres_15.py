@@ -20,6 +20,7 @@ globals().update(
             "test_an_old_server_is_found",
             "test_doctor_exits_with_the_verdict",
             "test_prepared_statements_behind_pgbouncer_are_found",
+            "test_the_first_limit_that_ends_it_counts",
             "test_the_first_use_behind_pgbouncer_warns_of_prepared_statements",
             "test_the_first_use_of_a_sound_server_says_nothing",
             "test_the_first_use_warns_of_forgetful_settings",
@@ -31,7 +32,9 @@ globals().update(
 @pytest.fixture(scope="module")
 def sound_server():
     """PostgreSQL 15 as it comes: the one of the other tests runs without fsync."""
-    server = PostgresServer(postgres_15_binaries(), settings={"jit": "off"})
+    server = PostgresServer(
+        postgres_15_binaries(), settings={**test_postgres_diagnosis.SOUND, "jit": "off"}
+    )
     try:
         yield server.start()
     finally:

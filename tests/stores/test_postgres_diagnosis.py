@@ -22,11 +22,17 @@ from tests.servers.fixtures import migrated
 from tests.servers.pgbouncer import PgBouncer
 from tests.servers.postgres import PostgresServer
 
+# What `doctor` advises: a server as it comes never gives up a host that died.
+SOUND = {
+    "idle_in_transaction_session_timeout": "1min",
+    "client_connection_check_interval": "10s",
+}
+
 
 @pytest.fixture(scope="module")
 def sound_server():
-    """A server as it comes: everything that durability needs is on."""
-    server = PostgresServer()
+    """A server as it comes, where everything that durability needs is on, with these settings."""
+    server = PostgresServer(settings=SOUND)
     try:
         yield server.start()
     finally:
@@ -66,7 +72,7 @@ def test_a_sound_server_has_no_findings(sound_url, is_async):
 
 def test_a_server_without_fsync_is_found(postgres_url):
     """The server of the other tests is set so, for speed."""
-    (found,) = diagnosed(migrated(postgres_url))
+    found, *_ = diagnosed(migrated(postgres_url))
     assert found.startswith("fsync is off")
 
 
@@ -151,7 +157,7 @@ def test_prepared_statements_behind_pgbouncer_are_found(
     migrated(postgres_url)
     url = postgres_url.replace(f":{postgres_server.port}/", f":{pgbouncer.port}/")
     assert diagnosed(url, is_async=is_async) == [diagnosis.POOLER.text]
-    (found,) = diagnosed(f"{url}&prepared=off", is_async=is_async)
+    found, *_ = diagnosed(f"{url}&prepared=off", is_async=is_async)
     assert found.startswith("fsync is off")
 
 
@@ -160,6 +166,58 @@ def test_an_old_server_is_found():
     (found,) = diagnosis.settings_findings((140_022, "on", "on", "on", "on"))
     assert found.text.startswith("PostgreSQL 14 is too old")
     assert diagnosis.settings_findings((150_000, "on", "on", "on", "on")) == []
+
+
+def test_what_ends_the_transaction_of_a_dead_host_is_a_note(sound_url):
+    """Judged as a session has it; nothing is wrong with a server as it comes, but keys that such a
+    transaction holds wait for hours, and the note says what to set."""
+    names = [*SOUND, "tcp_user_timeout"]
+    for name in names:
+        execute(sound_url, f"ALTER DATABASE postgres SET {name} = 0")
+    try:
+        outcome = CliRunner().invoke(app, ["doctor", "--store", sound_url])
+    finally:
+        for name in names:
+            execute(sound_url, f"ALTER DATABASE postgres RESET {name}")
+    assert outcome.exit_code == 0
+    dead, gone = outcome.stdout.replace("\n", " ").split("note: ")[1:]
+    minutes = re.search(r"gives the connection up: after (\d+) minutes", dead)
+    assert minutes is not None
+    assert int(minutes[1]) >= 2
+    assert "Set idle_in_transaction_session_timeout = '1min'" in dead
+    assert gone.startswith("client_connection_check_interval is 0")
+
+
+@pytest.mark.parametrize(
+    ("idle_ms", "keepalives", "user_timeout_ms", "told"),
+    [
+        (0, (7200, 75, 9), 0, "after 131 minutes"),
+        (0, (0, 0, 0), 0, "never"),
+        (300_000, (7200, 75, 9), 0, "after 5 minutes"),
+        (0, (60, 30, 9), 600_000, "after 10 minutes"),
+        (60_000, (7200, 75, 9), 0, None),
+        (0, (30, 10, 3), 0, None),
+        (0, (30, 10, 9), 60_000, None),
+        # Without keepalives nobody writes to a silent host, and nothing is to be acknowledged.
+        (0, (0, 0, 0), 60_000, "never"),
+    ],
+)
+def test_the_first_limit_that_ends_it_counts(idle_ms, keepalives, user_timeout_ms, told):
+    """Keepalives give up after idle + interval * count, or after the user timeout."""
+    idle, interval, count = keepalives
+    found = diagnosis.dead_host_findings(
+        {
+            "idle_in_transaction_session_timeout": idle_ms,
+            "tcp_keepalives_idle": idle,
+            "tcp_keepalives_interval": interval,
+            "tcp_keepalives_count": count,
+            "tcp_user_timeout": user_timeout_ms,
+            "client_connection_check_interval": 10_000,
+        }
+    )
+    assert [f"gives the connection up: {told}." in item.text for item in found] == [True] * bool(
+        told
+    )
 
 
 def test_doctor_exits_with_the_verdict(sound_url, sound_server):

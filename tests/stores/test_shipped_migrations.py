@@ -18,6 +18,7 @@ SHIPPED = {
         (3, "arguments", "d723e922d819b14b", 1),
         (4, "audit", "e7bf85a526b01434", 1),
         (5, "open_tries", "9d0ea6c4cf5277bc", 1),
+        (6, "renewals", "353c601750674069", 1),
     ],
     "sqlite": [
         (1, "initial", "3df313ba5777f85e", 1),

@@ -317,7 +317,8 @@ class AtomicBlock:
         self._tell(EventKind.WAIT_ENDED if has_waited else EventKind.CONFLICTED)
         message = f"another run of {self.call.key.text!r} has not ended"
         elapsed, left = 0.0, None
-        if answer is not None:
+        is_locked = answer is None or answer.is_locked
+        if answer is not None and not is_locked:
             elapsed, left = answer.elapsed_ms / 1000, answer.remaining_ms / 1000
         seconds = self._run_times.retry_after(self.call.operation, elapsed, left)
-        return in_flight(self.call, message, seconds)
+        return in_flight(self.call, message, seconds, is_locked=is_locked)

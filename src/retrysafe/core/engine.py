@@ -331,6 +331,7 @@ class Engine:
             else:
                 flight.conflict_ends_monotonic = asked + answer.remaining_ms / 1000
                 flight.began_monotonic = asked - answer.elapsed_ms / 1000
+                flight.is_locked = answer.is_locked
                 now = self._monotonic()
                 if wait_until is None or now >= wait_until:
                     raise self._in_flight(call, flight, "store", has_waited=wait_until is not None)
@@ -462,14 +463,15 @@ class Engine:
     ) -> OperationInFlight:
         now = self._monotonic()
         left, lease = flight.seconds_left(now), ""
+        has_lease = not (flight.is_atomic or flight.is_locked)
         if flight.is_atomic and flight.conflict_ends_monotonic is not None:
             # A run elsewhere, of which the leader was told when to ask again.
             seconds = max(MINIMUM_SECONDS, left)
         else:
-            if not flight.is_atomic:
+            if has_lease:
                 lease = f"; its lease ends in {left:.1f} s unless it is renewed"
             seconds = self._run_times.retry_after(
-                call.operation, flight.seconds_run(now), None if flight.is_atomic else left
+                call.operation, flight.seconds_run(now), left if has_lease else None
             )
         kind = EventKind.WAIT_ENDED if has_waited else EventKind.CONFLICTED
         self._report(kind, call.key, call.operation, source=source)
@@ -478,6 +480,7 @@ class Engine:
             call,
             f"the first run of {call.key.text!r} has not ended{waited}{lease}",
             seconds,
+            is_locked=flight.is_atomic or flight.is_locked,
         )
         error.is_known_here = source == "process"
         return error

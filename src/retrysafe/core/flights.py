@@ -40,6 +40,7 @@ class Flight:
         "fingerprints",
         "first_operation",
         "is_atomic",
+        "is_locked",
         "is_released",
         "lease",
         "operation",
@@ -62,6 +63,8 @@ class Flight:
         self.first_operation: str | None = None
         # Whether it runs in a transaction of the user's, which has no lease.
         self.is_atomic = False
+        # Whether somebody else's open transaction holds the record, which frees it when it ends.
+        self.is_locked = False
         self.is_released = False
         # What the store's silence was, when the leader could not even ask.
         self.outage: str | None = None

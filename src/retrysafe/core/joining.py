@@ -93,8 +93,8 @@ class Joiner:
     ) -> None:
         await check()
         await transaction.begin()
-        # Nobody can take over a locked record, so a renewal need not meet the lock.
-        lease.join()
+        # Before the record is written: the next renewal comes at any moment.
+        lease.is_joined = lease.may_be_settled = True
         try:
             decision = await transaction.settle(settlement)
             if decision is Decision.LOST:

@@ -25,7 +25,7 @@ class Lease:
         "is_revoked",
         "key",
         "lease_ms",
-        "may_be_locked",
+        "may_be_settled",
         "renew_monotonic",
         "renew_until_monotonic",
         "token",
@@ -45,8 +45,10 @@ class Lease:
         self.token = token
         self.lease_ms = lease_ms
         self.is_revoked = False
-        # Whether a user's transaction has written, or tried to write, the ending of its run.
+        # Whether its operation writes in a transaction of the user's, which then holds the record.
         self.is_joined = False
+        # Whether such a transaction has written, or tried to write, the ending of its run.
+        self.may_be_settled = False
         self.renew_until_monotonic = (
             None if run_limit_seconds is None else asked_monotonic + run_limit_seconds
         )
@@ -73,19 +75,6 @@ class Lease:
     def put_off(self, monotonic: float) -> None:
         """Sets the next try after a renewal that the store did not answer."""
         self.renew_monotonic = monotonic + self.lease_ms / 1000 / RENEWALS_PER_LEASE / 4
-
-    def join(self) -> None:
-        """Puts the next renewal off: a user's transaction is about to lock the record.
-
-        Only for as long as the lease allows. Nobody here hears of a rollback, and after one the
-        operation may go on for long.
-        """
-        # Until a renewal shows otherwise. Looked at where it is joined, by the heartbeat's thread
-        # perhaps at once, so this comes first.
-        self.may_be_locked = True
-        self.is_joined = True
-        latest = self.ends_monotonic - self.lease_ms / 1000 / RENEWALS_PER_LEASE / 2
-        self.renew_monotonic = max(self.renew_monotonic, latest)
 
     def end_renewals(self, monotonic: float) -> None:
         """Asks for no more of them; what is left of the lease stays the owner's."""

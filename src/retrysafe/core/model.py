@@ -141,6 +141,8 @@ class ClaimAnswer:
     operation: str = ""
     # How long ago the record was claimed; told of one that is in flight.
     elapsed_ms: int = 0
+    # Whether an open transaction holds the record: then only its end frees it, and no lease.
+    is_locked: bool = False
 
 
 @dataclass(slots=True)
@@ -194,6 +196,9 @@ class Extension:
     key: Key
     token: bytes
     lease_ms: int
+    # Whether its operation writes in a transaction of the user's, which may hold the record for
+    # longer than the lease lasts, or has read it before it was extended.
+    is_joined: bool = False
 
 
 @dataclass(slots=True)
@@ -221,6 +226,8 @@ class StepWrite:
     key: Key
     token: bytes
     step: Step
+    # Of the claim that records it.
+    lease_ms: int = 0
 
 
 @dataclass(slots=True)

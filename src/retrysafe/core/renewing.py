@@ -46,10 +46,10 @@ async def _renew_batch(
     store: Store, leases: list[Lease], monotonic: Callable[[], float], report: Reporter
 ) -> None:
     asked = monotonic()
-    extensions = [Extension(lease.key, lease.token, lease.lease_ms) for lease in leases]
+    extensions = [
+        Extension(lease.key, lease.token, lease.lease_ms, lease.is_joined) for lease in leases
+    ]
     timeout_seconds = min(lease.renewal_timeout_seconds for lease in leases)
-    # One that is joined meanwhile may be locked after its renewal.
-    joined = [lease.is_joined for lease in leases]
     answers: Sequence[ExtendResult]
     try:
         answers = await store.extend(extensions, timeout_seconds)
@@ -61,14 +61,12 @@ async def _renew_batch(
             else StoreError(f"{type(error).__name__}: {error}")
         )
         answers = [told] * len(leases)
-    for lease, was_joined, answer in zip(leases, joined, answers, strict=True):
+    for lease, answer in zip(leases, answers, strict=True):
         if isinstance(answer, StoreError):
             # The lease may still be renewed before it ends, so try again soon.
             lease.put_off(monotonic())
-            # The record may be locked by the transaction that ends the attempt, as it should be.
-            if not (lease.is_joined and lease.may_be_locked):
-                report(EventKind.RENEWAL_FAILED, lease.key, detail=str(answer))
-        elif answer.decision is Decision.LOST and lease.is_joined:
+            report(EventKind.RENEWAL_FAILED, lease.key, detail=str(answer))
+        elif answer.decision is Decision.LOST and lease.may_be_settled:
             # By the user's commit, most likely, after which the operation may still be at work.
             lease.end_renewals(monotonic())
         elif answer.decision is Decision.LOST:
@@ -76,6 +74,3 @@ async def _renew_batch(
             lease.revoke()
         else:
             lease.renewed(answer.remaining_ms, answer.lease_ends_at_ms, asked)
-            if was_joined:
-                # The user's transaction was rolled back: the next failure is one to tell of.
-                lease.may_be_locked = False

@@ -54,6 +54,13 @@ def gone(call: Call) -> OutcomeUnavailable:
     )
 
 
-def in_flight(call: Call, message: str, seconds: float) -> OperationInFlight:
+def in_flight(
+    call: Call, message: str, seconds: float, *, is_locked: bool = False
+) -> OperationInFlight:
     """The refusal while the first run has not ended, with the time after which to ask again."""
-    return OperationInFlight(message, key=call.key.text, retry_after=timedelta(seconds=seconds))
+    if is_locked:
+        # No lease frees such a key, so the message must not promise one.
+        message += ": an open transaction holds it, and only the end of that transaction frees it"
+    error = OperationInFlight(message, key=call.key.text, retry_after=timedelta(seconds=seconds))
+    error.is_locked = is_locked
+    return error

@@ -94,7 +94,7 @@ class StepWriter:
 
     def write_of(self, step: Step) -> StepWrite:
         """The write of a step with the claim's token."""
-        return StepWrite(self._call.key, self._lease.token, step)
+        return StepWrite(self._call.key, self._lease.token, step, self._lease.lease_ms)
 
     async def record(self, step: Step, value: Any = None) -> None:
         """Makes a finished step durable; raises `ClaimLost` or `StepNotStored`."""

@@ -94,6 +94,7 @@ class StepRun:
     __slots__ = (
         "_attempt",
         "_joined",
+        "_lease",
         "_loaders",
         "_not_begun",
         "_ports",
@@ -107,6 +108,7 @@ class StepRun:
     def __init__(self, ports: Stepper, attempt: Attempt, call: Call, lease: Lease) -> None:
         self._ports = ports
         self._attempt = attempt
+        self._lease = lease
         self.call = call
         self.book = StepBook(call.key.text, is_first=attempt.is_first)
         self.writer = StepWriter(
@@ -345,6 +347,8 @@ class StepRun:
         Each try has a savepoint of its own, so that nothing of a failed one stays behind.
         """
         transaction = self._ports.join(options.connection)
+        # Before the record is written: the next renewal comes at any moment.
+        self._lease.is_joined = True
 
         async def run_once() -> Any:
             await transaction.begin()

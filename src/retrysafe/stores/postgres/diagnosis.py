@@ -6,7 +6,7 @@ of a worker.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from retrysafe.errors import SchemaMissing, StoreError
@@ -18,6 +18,8 @@ from retrysafe.stores.postgres.partitions import DAY_MS, partition_name
 OLDEST_VERSION: Final = 15
 # Outcomes of the default audit window and a little more; later days are made by the next sweep.
 _DAYS_AHEAD: Final = 31
+# What is noticed later than this is worth a word: leases are mostly shorter.
+_DEAD_HOST_NOTED_MS: Final = 120_000
 # Network and rounding; nothing is decided by the difference.
 _SKEW_NOTED_MS: Final = 1_000
 
@@ -64,6 +66,50 @@ def settings_findings(row: Sequence[Any]) -> list[Finding]:
             Finding("autovacuum is off: the tables grow without end. Set autovacuum = on.")
         )
     return found
+
+
+def dead_host_findings(settings: Mapping[str, int]) -> list[Finding]:
+    """How long a key stays locked whose host died inside a transaction; only worth knowing.
+
+    Such a host closes nothing. The server learns of it from a time limit alone, and until then the
+    transaction holds the rows that it has written.
+    """
+    limits = (settings["idle_in_transaction_session_timeout"], _silence_noticed_ms(settings))
+    noticed_ms = min((limit for limit in limits if limit), default=None)
+    found = []
+    if noticed_ms is None or noticed_ms > _DEAD_HOST_NOTED_MS:
+        when = "never" if noticed_ms is None else f"after {noticed_ms // 60_000} minutes"
+        found.append(
+            Finding(
+                "A host that dies inside a transaction keeps the keys locked that it was writing "
+                f"there until the server gives the connection up: {when}. Set "
+                "idle_in_transaction_session_timeout = '1min', longer than your transactions "
+                "pause between two statements; or tcp_keepalives_idle = 30, "
+                "tcp_keepalives_interval = 10, tcp_keepalives_count = 3 and "
+                "tcp_user_timeout = '1min'.",
+                is_problem=False,
+            )
+        )
+    if not settings["client_connection_check_interval"]:
+        found.append(
+            Finding(
+                "client_connection_check_interval is 0: when a host closes its connection while a "
+                "statement of its transaction runs or waits for a lock, the server notices after "
+                "the statement. Set it to '10s'.",
+                is_problem=False,
+            )
+        )
+    return found
+
+
+def _silence_noticed_ms(settings: Mapping[str, int]) -> int:
+    """After how long keepalives give a silent host up; 0 when there are none."""
+    idle, interval = settings["tcp_keepalives_idle"], settings["tcp_keepalives_interval"]
+    user_timeout_ms = settings["tcp_user_timeout"]
+    if user_timeout_ms:
+        # It takes the place of the count: Linux gives up with the first probe after that time.
+        return max(user_timeout_ms, (idle + interval) * 1000) if idle else 0
+    return (idle + interval * settings["tcp_keepalives_count"]) * 1000
 
 
 def table_findings(rows: Sequence[Sequence[Any]]) -> list[Finding]:

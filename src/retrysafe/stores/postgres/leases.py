@@ -1,8 +1,8 @@
 """Lease upkeep on PostgreSQL: renewals in few statements, and the truth for each of them.
 
-Owns the statement `extend` and what follows for the rows that it left out: those are read and
-decided by the core's table with the server's clock. A service that is behind renews much that is
-being ended at the same moment, so they are read together.
+Owns the statements that renew, on the key's row or beside it, and what follows for the rows that
+they left out: those are read and decided by the core's table with the server's clock. A service
+that is behind renews much that is being ended at the same moment, so they are read together.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ async def extend(fetch: Fetch, extensions: Sequence[Extension]) -> list[ExtendRe
 
 
 async def _extend(fetch: Fetch, extensions: Sequence[Extension]) -> list[ExtendResult]:
-    written = await _write(fetch, extensions)
+    written: _Answers = {}
+    for statement, is_joined in (("extend", False), ("extend_beside", True)):
+        items = [item for item in extensions if item.is_joined is is_joined]
+        if items:
+            written |= await _write(fetch, statement, items)
     rest = [item for item in extensions if _name(item) not in written]
     decided: _Answers = {}
     if rest:
@@ -49,21 +53,22 @@ async def _extend(fetch: Fetch, extensions: Sequence[Extension]) -> list[ExtendR
             else:
                 decided[_name(item)] = answer
         if busy:
-            decided |= await _write(fetch, busy)
+            # A user's transaction, perhaps, that its operation has joined in this moment.
+            decided |= await _write(fetch, "extend_beside", busy)
     return [
         written.get(_name(item)) or decided.get(_name(item)) or being_written(item.key)
         for item in extensions
     ]
 
 
-async def _write(fetch: Fetch, extensions: Collection[Extension]) -> _Answers:
+async def _write(fetch: Fetch, statement: str, extensions: Collection[Extension]) -> _Answers:
     """Extends leases whose tokens hold their keys; answers for those alone.
 
     One row per key: the statement says whose lease it extended, and not by which token.
     """
     items = {item.key.digest: item for item in extensions}
     rows = await fetch(
-        "extend",
+        statement,
         [item.key.digest for item in items.values()],
         [item.token for item in items.values()],
         [item.lease_ms for item in items.values()],

@@ -128,5 +128,10 @@ def admitted(request: ClaimRequest, now_ms: int) -> ClaimAnswer:
 def in_flight() -> ClaimAnswer:
     """The answer to the claim of a key that an open transaction holds."""
     return ClaimAnswer(
-        Decision.IN_FLIGHT, Condition.RUNNING, 1, RETRY_AFTER_MS, state=State.PENDING
+        Decision.IN_FLIGHT,
+        Condition.RUNNING,
+        1,
+        RETRY_AFTER_MS,
+        state=State.PENDING,
+        is_locked=True,
     )

@@ -22,6 +22,13 @@ BLOCKS: Final = {
 }
 MIGRATIONS: Final = load_migrations("retrysafe.stores.postgres.migrations")
 NOW_MS: Final = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
+# When the lease of a key `k` ends: as its row says, or as was renewed beside it. Looked up for
+# pending keys alone, so that a replay does not pay for it.
+_LEASE_ENDS_AT_MS: Final = (
+    "CASE WHEN k.state = 1 THEN greatest(k.lease_ends_at_ms, (SELECT r.lease_ends_at_ms "
+    "FROM {schema}.renewals AS r WHERE r.digest = k.digest AND r.token = k.token)) "
+    "ELSE k.lease_ends_at_ms END"
+)
 # How long a batch waits for the rows of others. Rivals among batches need one flush of the WAL,
 # which is mostly shorter; a user's transaction may last for ever. Below the second after which the
 # server looks for deadlocks: the batch gives way, and not the user's transaction.
@@ -67,7 +74,8 @@ def statements(schema: str, now_ms: str = NOW_MS) -> dict[str, str]:
     `…_patiently` waits for any lock, and `…_unlocked` leaves the rows out that somebody has.
     """
     made = {
-        name: block.replace("{schema}", schema)
+        name: block.replace("{lease_ends_at_ms}", _LEASE_ENDS_AT_MS)
+        .replace("{schema}", schema)
         .replace("{now_ms}", now_ms)
         .replace("{horizon_days}", str(HORIZON_DAYS))
         for name, block in BLOCKS.items()

@@ -41,7 +41,7 @@ from retrysafe.stores.postgres import diagnosis, leases, schema
 from retrysafe.stores.postgres.atomic import PostgresTransaction
 from retrysafe.stores.postgres.batches import Batches
 from retrysafe.stores.postgres.connections import adapted
-from retrysafe.stores.postgres.connector import Conflict, Connector, RowRefused
+from retrysafe.stores.postgres.connector import Conflict, Connector, Locked, RowRefused
 from retrysafe.stores.postgres.naming import checked_schema_name
 from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.partitions import Partitions
@@ -56,6 +56,8 @@ _logger = logging.getLogger("retrysafe")
 
 # A deadlock or serialization failure means that nothing happened; the next try usually goes well.
 _CONFLICT_TRIES: Final = 10
+# How long an operator's command waits for a row that a user's transaction holds. Most end sooner.
+_OPERATOR_LOCK_WAIT: Final = "5s"
 # Pages per statement of the search for abandoned keys. It changes nothing, so it reads many.
 _LOOK_PAGES: Final = 2048
 
@@ -216,8 +218,17 @@ class PostgresStore:
             if record is not None and (record.text != key.text or record.caller != key.caller):
                 record = None
             changed, decision = transitions.operate(record, command, now_ms)
-            if changed is None or record is None or await self._batches.replace(record, changed):
+            if changed is None or record is None:
                 return decision
+            try:
+                if await self._batches.replace(record, changed, lock_wait=_OPERATOR_LOCK_WAIT):
+                    return decision
+            except Locked as error:
+                raise StoreUnavailable(
+                    f"an open transaction holds {key.text!r}, and only the end of that "
+                    "transaction frees it: pg_stat_activity shows it",
+                    key=key.text,
+                ) from error
         raise StoreUnavailable("the record changed under us again and again", key=key.text)
 
     # Retention.
@@ -302,6 +313,8 @@ class PostgresStore:
         # Asked without the schema: whether it is there is one of the questions.
         settings = await self._connector.fetch(self._statement("read_settings"))
         found = diagnosis.settings_findings(settings[0])
+        limits = await self._connector.fetch(self._statement("read_dead_host_settings"))
+        found += diagnosis.dead_host_findings({row[0]: row[1] for row in limits})
         try:
             pending: list[Migration] | StoreError = await self.pending_migrations()
         except StoreError as error:

@@ -114,12 +114,21 @@ class Sweeping:
             ((count,),) = await fetch("sweep_arguments", limit)
             return int(count)
 
-        self._beside = {"outcomes": outcomes, "entries": outbox.sweep, "arguments": arguments}
+        async def renewals(limit: int) -> int:
+            ((count,),) = await fetch("sweep_renewals", limit)
+            return int(count)
+
+        self._beside = {
+            "outcomes": outcomes,
+            "entries": outbox.sweep,
+            "arguments": arguments,
+            "renewals": renewals,
+        }
         # Those that reached their limit at their last turn, and so may have left something.
         self._unfinished: set[str] = set()
 
     async def sweep(self, limit: int) -> SweepReport:
-        """Removes at most `limit` keys, outcomes, entries and arguments each, mostly fewer."""
+        """Removes at most `limit` rows of each table, mostly fewer."""
         keys, dropped, is_turn, is_over = 0, [], False, True
         if self._keys.is_over and self._unfinished and self._calls_alone < CALLS_BETWEEN:
             self._calls_alone += 1

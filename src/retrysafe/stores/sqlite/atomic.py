@@ -20,6 +20,7 @@ from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
     Decision,
+    Extension,
     Payload,
     Settlement,
     StagedEntry,
@@ -227,13 +228,20 @@ class SqliteTransaction:
     # Steps.
 
     async def record_step(self, write: StepWrite) -> Decision:
-        """Records the step as the store does, on the user's connection."""
+        """Records the step as the store does, on the user's connection.
+
+        Extends the lease as well: nobody could while this transaction had the file, and the commit
+        must not show a lease that has ended meanwhile.
+        """
 
         def record(connection: sqlite3.Connection) -> Decision:
             self._take_write_lock()
             if steps.is_there(connection, write):
                 return Decision.LOST
-            return steps.record(connection, write, self._now_ms())
+            now_ms = self._now_ms()
+            extension = Extension(write.key, write.token, write.lease_ms)
+            batches.extend(connection, [extension], now_ms)
+            return steps.record(connection, write, now_ms)
 
         return self._plainly(record)
 

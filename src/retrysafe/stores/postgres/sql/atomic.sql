@@ -102,7 +102,7 @@ SELECT pg_current_xact_id()::text, pg_try_advisory_xact_lock_shared($9::bigint) 
 WITH held AS (
     SELECT digest FROM {schema}.keys
     WHERE digest = $1::bytea AND token = $2::bytea AND state = 1
-    FOR UPDATE
+    FOR NO KEY UPDATE
 ), stored AS (
     INSERT INTO {schema}.steps (digest, name, position, form, head, body, recorded_at_ms)
     SELECT digest, $3::text, $4::integer, $5::text, $6::bytea, $7::bytea, {now_ms}

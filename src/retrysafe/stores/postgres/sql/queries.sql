@@ -123,6 +123,35 @@ FROM clock AS c, held AS h
 WHERE k.digest = h.digest
 RETURNING k.digest, k.lease_ends_at_ms, k.lease_ends_at_ms - c.now_ms;
 
+-- name: extend_beside
+-- The same for leases whose operation writes in its user's transaction: it may have locked the row,
+-- for longer than the lease lasts, and a transaction on a snapshot could not write a row that was
+-- renewed since. So the row is not touched, and the renewal is written beside it. The weakest lock
+-- goes along with whatever the user's transaction does to the row, and takeovers take the strongest:
+-- while a renewal is being written nobody takes over, and while somebody takes over its row is left
+-- out. So what is here of another token is of a claim that is over.
+WITH clock AS MATERIALIZED (
+    SELECT {now_ms} AS now_ms
+), held AS MATERIALIZED (
+    SELECT k.digest, k.token, k.lease_ends_at_ms, w.lease_ms
+    FROM {schema}.keys AS k
+    JOIN unnest($1::bytea[], $2::bytea[], $3::bigint[]) AS w (digest, token, lease_ms)
+        ON k.digest = w.digest AND k.token = w.token
+    WHERE k.state = 1
+    ORDER BY k.digest
+    FOR KEY SHARE OF k SKIP LOCKED
+)
+INSERT INTO {schema}.renewals AS r (digest, token, lease_ends_at_ms)
+SELECT h.digest, h.token, greatest(h.lease_ends_at_ms, c.now_ms + h.lease_ms)
+FROM clock AS c, held AS h
+ON CONFLICT (digest) DO UPDATE SET
+    token = excluded.token,
+    lease_ends_at_ms = CASE
+        WHEN r.token = excluded.token THEN greatest(r.lease_ends_at_ms, excluded.lease_ends_at_ms)
+        ELSE excluded.lease_ends_at_ms
+    END
+RETURNING r.digest, r.lease_ends_at_ms, r.lease_ends_at_ms - (SELECT now_ms FROM clock);
+
 -- name: read_records
 -- The records of several keys, the instant they were read at, and the payloads to replay whose
 -- audits end between the two given instants. By these bounds the server knows when the statement
@@ -130,7 +159,7 @@ RETURNING k.digest, k.lease_ends_at_ms, k.lease_ends_at_ms - c.now_ms;
 SELECT
     (SELECT {now_ms}),
     k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token, k.attempt,
-    k.first_claimed_at_ms, k.claimed_at_ms, k.lease_ends_at_ms, k.settled_at_ms, k.expires_at_ms,
+    k.first_claimed_at_ms, k.claimed_at_ms, {lease_ends_at_ms}, k.settled_at_ms, k.expires_at_ms,
     k.owner, k.audit_ends_at_ms, o.form, o.head, o.body
 FROM {schema}.keys AS k
 LEFT JOIN {schema}.outcomes AS o
@@ -141,22 +170,43 @@ WHERE k.digest = ANY ($1::bytea[]);
 
 -- name: replace_record
 -- Writes a decided transition, if the row is still the one that the decision was made from: the
--- token, the state and the instants together change with every transition. A new life of the key
--- drops the steps and the arguments of the earlier one in the same transaction. Arguments that come
--- along are kept with it, unless this life has some. The store bounds the wait for a row that
--- somebody's open transaction has written; in a user's transaction the user's own bound holds.
+-- token, the state and the instants together change with every transition. A lease may have been
+-- renewed beside its row after that was read, and the snapshot of this statement need not show it. So
+-- whoever takes a pending row away writes there as well: an INSERT that meets a row looks at its
+-- newest version, waits for one that is being written, and fails with 40001 on an older snapshot. If
+-- it finds a later end than the one that was read, nothing is replaced. The lock on the key's row
+-- keeps renewals out from here on.
+-- A new life of the key drops the steps and the arguments of the earlier one in the same transaction.
+-- Arguments that come along are kept with it, unless this life has some. The store bounds the wait
+-- for a row that somebody's open transaction has written; in a user's transaction the user's own
+-- bound holds.
 WITH bound AS MATERIALIZED (
     SELECT CASE WHEN $23::text IS NOT NULL THEN set_config('lock_timeout', $23::text, true) END
+), held AS MATERIALIZED (
+    SELECT k.digest
+    FROM bound, {schema}.keys AS k
+    WHERE k.digest = $13 AND k.token = $14 AND k.state = $15::smallint AND k.attempt = $16
+        AND k.lease_ends_at_ms <= $17 AND k.expires_at_ms IS NOT DISTINCT FROM $18::bigint
+    FOR UPDATE OF k
+), fenced AS (
+    INSERT INTO {schema}.renewals AS r (digest, token, lease_ends_at_ms)
+    SELECT digest, $5, 0 FROM held WHERE $15::smallint = 1
+    ON CONFLICT (digest) DO UPDATE SET token = excluded.token, lease_ends_at_ms = 0
+    WHERE r.token <> $14 OR r.lease_ends_at_ms <= $17
+    RETURNING r.digest
+), allowed AS MATERIALIZED (
+    SELECT digest FROM fenced
+    UNION ALL
+    SELECT digest FROM held WHERE $15::smallint <> 1
 ), replaced AS (
-    UPDATE {schema}.keys SET
+    UPDATE {schema}.keys AS k SET
         operation = $1, rule = $2, fingerprint = $3, state = $4::smallint, token = $5, attempt = $6,
         first_claimed_at_ms = $7, claimed_at_ms = $8, lease_ends_at_ms = $9, settled_at_ms = $10,
         expires_at_ms = $11, audit_ends_at_ms = CASE WHEN $4::smallint = 1 THEN NULL ELSE audit_ends_at_ms END,
         owner = $12
-    FROM bound
-    WHERE digest = $13 AND token = $14 AND state = $15 AND attempt = $16 AND lease_ends_at_ms = $17
-        AND expires_at_ms IS NOT DISTINCT FROM $18::bigint
-    RETURNING digest
+    FROM allowed AS a
+    WHERE k.digest = a.digest
+    RETURNING k.digest
 ), forgotten AS (
     DELETE FROM {schema}.steps WHERE $19::boolean AND digest IN (SELECT digest FROM replaced)
 ), dropped AS (
@@ -177,7 +227,7 @@ SELECT count(*) FROM replaced;
 -- one round trip and one flush of the WAL. Rivals want the same rows, so each statement first locks
 -- its own in the order of the digests, whatever the plan: they wait for each other and cannot
 -- deadlock. A row that is no longer the one that the decision was made from is left out, also when it
--- changed during the wait. Claims that bring arguments are replaced one by one.
+-- changed during the wait, or was renewed beside. Claims that bring arguments are replaced one by one.
 WITH bound AS MATERIALIZED (
     SELECT set_config('lock_timeout', '{lock_wait}', true)
 ), held AS MATERIALIZED (
@@ -193,17 +243,31 @@ WITH bound AS MATERIALIZED (
     )
     JOIN {schema}.keys AS k
         ON k.digest = w.digest AND k.token = w.old_token AND k.state = w.old_state
-        AND k.attempt = w.old_attempt AND k.lease_ends_at_ms = w.old_lease_ends_at_ms
+        AND k.attempt = w.old_attempt AND k.lease_ends_at_ms <= w.old_lease_ends_at_ms
         AND k.expires_at_ms IS NOT DISTINCT FROM w.old_expires_at_ms
     ORDER BY k.digest
-    FOR NO KEY UPDATE OF k{skip_locked}
+    FOR UPDATE OF k{skip_locked}
+), fenced AS (
+    INSERT INTO {schema}.renewals AS r (digest, token, lease_ends_at_ms)
+    SELECT digest, token, 0 FROM held WHERE old_state = 1
+    ON CONFLICT (digest) DO UPDATE SET token = excluded.token, lease_ends_at_ms = 0
+    WHERE NOT EXISTS (
+        SELECT 1 FROM held AS h
+        WHERE h.digest = r.digest AND h.old_token = r.token
+            AND h.old_lease_ends_at_ms < r.lease_ends_at_ms
+    )
+    RETURNING r.digest
+), allowed AS MATERIALIZED (
+    SELECT h.* FROM held AS h JOIN fenced AS f ON f.digest = h.digest
+    UNION ALL
+    SELECT h.* FROM held AS h WHERE h.old_state <> 1
 ), replaced AS (
     UPDATE {schema}.keys AS k SET
         operation = h.operation, rule = h.rule, fingerprint = h.fingerprint, state = 1,
         token = h.token, attempt = h.attempt, first_claimed_at_ms = h.first_claimed_at_ms,
         claimed_at_ms = h.claimed_at_ms, lease_ends_at_ms = h.lease_ends_at_ms,
         settled_at_ms = NULL, expires_at_ms = NULL, audit_ends_at_ms = NULL, owner = h.owner
-    FROM held AS h
+    FROM allowed AS h
     WHERE k.digest = h.digest
     RETURNING k.digest, h.is_new_life
 ), forgotten AS (
@@ -221,7 +285,7 @@ SELECT coalesce(string_agg(digest, ''), '') FROM replaced;
 WITH held AS (
     SELECT digest FROM {schema}.keys
     WHERE digest = $1 AND token = $2 AND state = 1
-    FOR UPDATE
+    FOR NO KEY UPDATE
 ), stored AS (
     INSERT INTO {schema}.steps (digest, name, position, form, head, body, recorded_at_ms)
     SELECT digest, $3, $4, $5, $6, $7, {now_ms}
@@ -273,13 +337,13 @@ WITH clock AS MATERIALIZED (
 )
 SELECT
     c.now_ms, k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token,
-    k.attempt, k.first_claimed_at_ms, k.claimed_at_ms, k.lease_ends_at_ms, k.settled_at_ms,
+    k.attempt, k.first_claimed_at_ms, k.claimed_at_ms, {lease_ends_at_ms}, k.settled_at_ms,
     k.expires_at_ms, k.owner
 FROM {schema}.keys AS k, clock AS c
 WHERE ($1::text IS NULL OR k.caller = $1)
   AND starts_with(k.key, $2)
   AND (cardinality($3::text[]) = 0 OR CASE
-        WHEN k.state = 1 AND k.lease_ends_at_ms > c.now_ms THEN 'running'
+        WHEN k.state = 1 AND {lease_ends_at_ms} > c.now_ms THEN 'running'
         WHEN k.state = 1 THEN 'abandoned'
         WHEN k.expires_at_ms <= c.now_ms THEN 'outlived'
         WHEN k.state = 2 THEN 'succeeded'
@@ -298,11 +362,12 @@ SELECT (pg_relation_size('{schema}.keys') / current_setting('block_size')::bigin
 -- lease would turn every renewal into a non-HOT update.
 SELECT
     {now_ms}, k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token,
-    k.attempt, k.first_claimed_at_ms, k.claimed_at_ms, k.lease_ends_at_ms, k.settled_at_ms,
+    k.attempt, k.first_claimed_at_ms, k.claimed_at_ms, {lease_ends_at_ms}, k.settled_at_ms,
     k.expires_at_ms, k.owner
 FROM {schema}.keys AS k
 WHERE k.ctid >= $1::text::tid AND k.ctid < $2::text::tid
     AND k.state = 1 AND k.lease_ends_at_ms <= (SELECT {now_ms})
+    AND {lease_ends_at_ms} <= (SELECT {now_ms})
 LIMIT $3;
 
 -- name: sweep_pages
@@ -332,6 +397,19 @@ SELECT
     (pg_relation_size('{schema}.keys') / current_setting('block_size')::bigint)::bigint,
     (SELECT count(*) FROM outlived)
 FROM removed;
+
+-- name: sweep_renewals
+-- Removes a bounded number of renewals whose instant is past: without them the lease has ended just
+-- the same. One that is renewed in between is looked at again and stays.
+WITH past AS (
+    SELECT r.ctid AS place FROM {schema}.renewals AS r
+    WHERE r.lease_ends_at_ms <= (SELECT {now_ms})
+    LIMIT $1
+    FOR UPDATE SKIP LOCKED
+), removed AS (
+    DELETE FROM {schema}.renewals WHERE ctid = ANY (ARRAY(SELECT place FROM past)) RETURNING 1
+)
+SELECT count(*) FROM removed;
 
 -- name: sweep_default_outcomes
 -- Removes a bounded number of outcomes past their audit window that have no partition of their own.
@@ -432,6 +510,15 @@ SELECT
     current_setting('server_version_num')::integer,
     current_setting('fsync'), current_setting('full_page_writes'),
     current_setting('synchronous_commit'), current_setting('autovacuum');
+
+-- name: read_dead_host_settings
+-- What ends the transaction of a host that died, as this session has it: in milliseconds, the
+-- keepalives in seconds.
+SELECT name, setting::bigint FROM pg_catalog.pg_settings
+WHERE name IN (
+    'idle_in_transaction_session_timeout', 'tcp_keepalives_idle', 'tcp_keepalives_interval',
+    'tcp_keepalives_count', 'tcp_user_timeout', 'client_connection_check_interval'
+);
 
 -- name: read_table_options
 -- Which of the schema's tables would be emptied by a crash, or are never vacuumed.
