@@ -213,7 +213,7 @@ ACTS: dict[str, Callable[[Scene], Any]] = {
     ),
     "opening": lambda s: s.open(),
     "outbox.claim": lambda s: s.store.outbox.claim(EntryClaim(TOKEN, 1, 10_000)),
-    "outbox.settle": lambda s: s.store.outbox.settle([_entry_ending(s)]),
+    "outbox.write": lambda s: s.store.outbox.write([_entry_ending(s)]),
     "outbox.extend": lambda s: s.store.outbox.extend(TOKEN, [s.entry], 10_000),
     "outbox.read": lambda s: s.store.outbox.read(s.entry),
     "outbox.list_entries": lambda s: s.store.outbox.list_entries(EntryQuery(limit=5)),

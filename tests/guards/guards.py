@@ -455,6 +455,12 @@ GUARDS: tuple[Guard, ...] = (
         properties.test_sqlite_reads_the_clock_under_the_write_lock,
     ),
     Guard(
+        "SQLite spares a lease that ended while nobody could write",
+        "a process that stands still with the write lock makes a healthy owner lose its key",
+        (InCode(batches._decide, "if spared is not None:", "if False:"),),
+        properties.test_sqlite_spares_an_owner_that_could_not_write,
+    ),
+    Guard(
         "SQLite commits with `synchronous=FULL`",
         "a power cut forgets a claim whose operation already ran",
         (
@@ -467,7 +473,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "SQLite writes only to the file that its path leads to",
         "a file that is deleted while it is in use lets a key run in the old and in the new one",
-        (InCode(Connections.write, "self.place.require()", "pass"),),
+        (InCode(Connections.write_first, "self.place.require()", "pass"),),
         properties.test_a_deleted_sqlite_file_grants_no_claim,
     ),
     Guard(

@@ -77,7 +77,7 @@ RECOVERY_GUARDS: tuple[Guard, ...] = (
         "personal data outlives what it was needed for",
         (
             InCode(
-                Sweeping._remove,
+                Sweeping._remove_rows,
                 'connection.execute(SQL["delete_arguments_of_keys"], (ids,))',
                 "pass",
             ),

@@ -48,8 +48,10 @@ from retrysafe.core.events import Reporter
 from retrysafe.core.flights import Flight, Flights, Phase
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import (
+    ClaimAnswer,
     ClaimRequest,
     Decision,
+    ExtendAnswer,
     Extension,
     Fingerprint,
     Payload,
@@ -651,6 +653,22 @@ def _is_write_locked(path: Path) -> bool:
     finally:
         rival.close()
     return False
+
+
+def test_sqlite_spares_an_owner_that_could_not_write():
+    """A claim that had to wait for the write lock leaves the owner the time to renew first."""
+    clock = Clock()
+    with sqlite_store(clock) as store:
+        run_sync(store.commit([claim_of(b"a" * 16)], []))
+        clock.now_ms += LEASE_MS
+        grace = store._connections.grace
+        grace.note_wait(grace.monotonic() - 1)
+        ((answer,), _) = run_sync(store.commit([claim_of(b"b" * 16)], []))
+        assert isinstance(answer, ClaimAnswer)
+        assert answer.decision is Decision.IN_FLIGHT
+        (renewed,) = run_sync(store.extend([Extension(KEY, b"a" * 16, LEASE_MS)], 1.0))
+        assert isinstance(renewed, ExtendAnswer)
+        assert renewed.decision is Decision.APPLY
 
 
 def test_sqlite_commits_reach_the_disk():

@@ -84,7 +84,20 @@ def test_no_look_is_made_under_the_write_lock(probe, short_looks, clock):
     probe.store._connections.writer.set_trace_callback(lambda text: seen.append(text.split()[0]))
     report = probe.sweep()
     assert (report.keys, report.outcomes) == (6, 6)
-    assert seen == ["BEGIN", "SELECT", *["DELETE"] * 6, "COMMIT"]
+    assert seen == ["BEGIN", "SELECT", *["DELETE"] * 4, "COMMIT"]
+
+
+def test_a_large_round_is_many_short_commits(probe, clock, monkeypatch):
+    """Others write in between: nobody waits for the whole round."""
+    monkeypatch.setattr(sweeping, "REMOVALS_PER_COMMIT", 2)
+    for number in range(5):
+        settle(probe, number, active_ms=1, audit_ms=1)
+    advance(clock, 1)
+    seen = []
+    probe.store._connections.writer.set_trace_callback(lambda text: seen.append(text.split()[0]))
+    report = probe.sweep()
+    assert (report.keys, report.outcomes, report.has_more) == (5, 5, False)
+    assert seen == ["BEGIN", "SELECT", *["DELETE"] * 4, "COMMIT"] * 3
 
 
 # Decided under it.

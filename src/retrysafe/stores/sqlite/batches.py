@@ -29,6 +29,7 @@ from retrysafe.core.ports import ClaimResult, ExtendResult, SettleResult
 from retrysafe.errors import StoreError
 from retrysafe.stores.sql import repeated
 from retrysafe.stores.sqlite import outbox, recovery, rows
+from retrysafe.stores.sqlite.grace import Grace
 from retrysafe.stores.sqlite.schema import SQL
 
 # A statement is prepared per number of rows, and filled up with rows of zeros to the next of these
@@ -72,11 +73,14 @@ _APPLIED: Final = SettleAnswer(Decision.APPLY)
 
 
 def claim(
-    connection: sqlite3.Connection, requests: Sequence[ClaimRequest], now_ms: int
+    connection: sqlite3.Connection,
+    requests: Sequence[ClaimRequest],
+    now_ms: int,
+    grace: Grace | None = None,
 ) -> list[ClaimResult]:
-    """Claims keys, as if one after the other."""
+    """Claims keys, as if one after the other; some owners are given a grace."""
     if len(requests) == 1:
-        return [_claim_one(connection, requests[0], now_ms)]
+        return [_claim_one(connection, requests[0], now_ms, grace)]
     digests: list[Any] = [_blob(request.key.digest) for request in requests]
     existing: set[bytes] = {row[0] for row in _SELECT_EXISTING.run(connection, digests).fetchall()}
     fresh: list[Any] = []
@@ -98,7 +102,7 @@ def claim(
     for place in others:
         request = requests[place]
         found = rows.select(connection, request.key.digest)
-        answers[place] = _decide(connection, found, request, now_ms)
+        answers[place] = _decide(connection, found, request, now_ms, grace)
     return [answer for answer in answers if answer is not None]
 
 
@@ -130,22 +134,34 @@ def _admitted(request: ClaimRequest, now_ms: int) -> ClaimAnswer:
     )
 
 
-def _claim_one(connection: sqlite3.Connection, request: ClaimRequest, now_ms: int) -> ClaimResult:
+def _claim_one(
+    connection: sqlite3.Connection, request: ClaimRequest, now_ms: int, grace: Grace | None
+) -> ClaimResult:
     inserted = connection.execute(_INSERT_KEY, _key_row(request, now_ms))
     if inserted.rowcount == 1:
         if request.arguments is not None:
             recovery.keep(connection, request.key.digest, now_ms, request.arguments)
         return _admitted(request, now_ms)
-    return _decide(connection, rows.select(connection, request.key.digest), request, now_ms)
+    record = rows.select(connection, request.key.digest)
+    return _decide(connection, record, request, now_ms, grace)
 
 
 def _decide(
-    connection: sqlite3.Connection, record: Record | None, request: ClaimRequest, now_ms: int
+    connection: sqlite3.Connection,
+    record: Record | None,
+    request: ClaimRequest,
+    now_ms: int,
+    grace: Grace | None,
 ) -> ClaimResult:
     try:
         changed, answer = transitions.claim(record, request, now_ms)
     except StoreError as error:
         return error
+    if grace is not None and record is not None and answer.condition is Condition.ABANDONED:
+        spared = grace.spared(record, request, now_ms)
+        if spared is not None:
+            rows.update(connection, spared)
+            return transitions.claim(spared, request, now_ms)[1]
     digest = request.key.digest
     if changed is not None:
         rows.update(connection, changed)

@@ -22,6 +22,7 @@ from retrysafe.errors import StoreError, StoreRejected
 from retrysafe.stores.migrations import Migration
 from retrysafe.stores.reentry import reentered
 from retrysafe.stores.sqlite import connecting, schema
+from retrysafe.stores.sqlite.grace import Grace
 from retrysafe.stores.sqlite.own_lock import require_outside
 from retrysafe.stores.sqlite.place import Place
 
@@ -66,6 +67,7 @@ class Connections:
         self._busy_seconds = busy_seconds
         self._now_ms = now_ms
         self.place = Place(path, location)
+        self.grace = Grace()
         self.writer: sqlite3.Connection | None = None
         self._lock = threading.Lock()
         self._writing_thread: int | None = None
@@ -108,10 +110,12 @@ class Connections:
                     connection = self.writer
                     if connection is None or connection.in_transaction:
                         connection = self._open()
+                    asked = self.grace.monotonic()
                     try:
                         # Inside the try: a signal that raises while this waits for the write lock
                         # is noticed only after it was got, and would leave it taken for everybody.
                         connection.execute("BEGIN IMMEDIATE")
+                        self.grace.note_wait(asked)
                         self.place.require()
                         result = work(connection)
                         connection.execute("COMMIT")
@@ -120,6 +124,8 @@ class Connections:
                         # rolling back, and other processes from writing.
                         if connection.in_transaction:
                             connection.execute("ROLLBACK")
+                        else:
+                            self.grace.note_wait(asked)  # Most likely in vain.
                         raise
                 finally:
                     self._writing_thread = None

@@ -9,8 +9,9 @@ from typing import Final
 
 from retrysafe.core import transitions
 from retrysafe.core.machine import condition_of
-from retrysafe.core.model import ClaimAnswer, ClaimRequest, Payload, Record, StoredKey
+from retrysafe.core.model import ClaimAnswer, ClaimRequest, Decision, Payload, Record, StoredKey
 from retrysafe.stores.sqlite import rows
+from retrysafe.stores.sqlite.grace import Grace
 from retrysafe.stores.sqlite.schema import SQL
 
 _KEEP: Final = SQL["keep_arguments"]
@@ -59,11 +60,19 @@ def resumable(
 
 
 def take_over(
-    connection: sqlite3.Connection, request: ClaimRequest, held: bytes, now_ms: int
+    connection: sqlite3.Connection,
+    request: ClaimRequest,
+    held: bytes,
+    now_ms: int,
+    grace: Grace,
 ) -> ClaimAnswer:
     """Claims a key that is abandoned by the owner of that token; runs under the write lock."""
     record = rows.select(connection, request.key.digest)
     changed, answer = transitions.take_over(record, request, held, now_ms)
+    if record is not None and answer.decision is Decision.TAKE_OVER:
+        spared = grace.spared(record, request, now_ms)
+        if spared is not None:
+            changed, answer = spared, transitions.take_over(spared, request, held, now_ms)[1]
     if changed is not None:
         rows.update(connection, changed)
     return answer

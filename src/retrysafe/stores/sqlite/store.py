@@ -121,12 +121,14 @@ class SqliteStore:
     def _commit(
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
+        grace = self._connections.grace
+
         def apply(connection: sqlite3.Connection) -> tuple[list[ClaimResult], list[SettleResult]]:
             # Read under the write lock: the wait for it must not count against a lease.
             now_ms = self._now_ms()
             # Endings first: an outcome that is there must not lose to a claim beside it.
             settled = batches.settle(connection, settlements, now_ms) if settlements else []
-            claimed = batches.claim(connection, claims, now_ms) if claims else []
+            claimed = batches.claim(connection, claims, now_ms, grace) if claims else []
             return claimed, settled
 
         return self._write(apply)
@@ -251,7 +253,9 @@ class SqliteStore:
     async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
         """Claims a key that is abandoned by the owner of that token."""
         return self._write(
-            lambda connection: recovery.take_over(connection, request, held, self._now_ms())
+            lambda connection: recovery.take_over(
+                connection, request, held, self._now_ms(), self._connections.grace
+            )
         )
 
     async def operate(self, key: Key, command: OperatorCommand) -> Decision:

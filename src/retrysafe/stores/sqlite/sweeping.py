@@ -27,6 +27,9 @@ OUTCOMES_PER_LOOK: Final = 2_000
 # Looks per call and table: a large file in which nothing is outlived is walked over in many calls,
 # so that whoever calls can pause in between.
 LOOKS_PER_CALL: Final = 8
+# Rows that one commit removes, in a few milliseconds. All other writers wait for it, and for long
+# when this process stands still in the middle.
+REMOVALS_PER_COMMIT: Final = 250
 _LAST_ID: Final = 2**63 - 1
 
 
@@ -153,9 +156,8 @@ class Sweeping:
                 self._thread = thread
                 keys = self._look(self._keys, limit)
                 outcomes = self._look(self._outcomes, limit)
-                report = SweepReport()
-                if keys or outcomes or self._has_others():
-                    report = self._remove(keys, outcomes, limit)
+                report = self._remove_others(limit)
+                self._remove(keys, outcomes, report)
                 report.has_more |= not (self._keys.is_over and self._outcomes.is_over)
             except BaseException:
                 # What was found and not removed lies behind the walk.
@@ -189,20 +191,43 @@ class Sweeping:
         )
         return bool(is_there)
 
-    def _remove(self, keys: list[int], outcomes: list[int], limit: int) -> SweepReport:
-        """Removes what is past its window now, all in one short transaction."""
+    def _remove(self, keys: list[int], outcomes: list[int], report: SweepReport) -> None:
+        """Removes those that are past their windows now."""
+        for start in range(0, max(len(keys), len(outcomes)), REMOVALS_PER_COMMIT):
+            stretch = slice(start, start + REMOVALS_PER_COMMIT)
+            removed, past = self._remove_rows(keys[stretch], outcomes[stretch])
+            report.keys += removed
+            report.outcomes += past
+
+    def _remove_rows(self, keys: list[int], outcomes: list[int]) -> tuple[int, int]:
         listed_keys, listed_outcomes = json.dumps(keys), json.dumps(outcomes)
 
-        def remove(connection: sqlite3.Connection) -> SweepReport:
+        def remove(connection: sqlite3.Connection) -> tuple[int, int]:
             now_ms = self._now_ms()
             (ids,) = connection.execute(SQL["still_outlived"], (listed_keys, now_ms)).fetchone()
             connection.execute(SQL["delete_steps_of_keys"], (ids,))
             connection.execute(SQL["delete_arguments_of_keys"], (ids,))
             removed = connection.execute(SQL["delete_keys"], (ids,)).rowcount
-            past = connection.execute(SQL["delete_outcomes"], (listed_outcomes, now_ms))
-            entries = connection.execute(SQL["delete_entries"], (now_ms, limit)).rowcount
-            needless = connection.execute(SQL["delete_needless_arguments"], (limit,)).rowcount
-            has_more = limit in (entries, needless)
-            return SweepReport(removed, past.rowcount, has_more, entries=entries)
+            past = connection.execute(SQL["delete_outcomes"], (listed_outcomes, now_ms)).rowcount
+            return removed, past
 
         return self._write(remove)
+
+    def _remove_others(self, limit: int) -> SweepReport:
+        """Removes entries and arguments that nobody needs, at most so many of each."""
+        report = SweepReport()
+        has_others = self._has_others()
+        for start in range(0, limit, REMOVALS_PER_COMMIT):
+            if not has_others:
+                break
+            size = min(REMOVALS_PER_COMMIT, limit - start)
+
+            def remove(connection: sqlite3.Connection, size: int = size) -> int:
+                removed = connection.execute(SQL["delete_entries"], (self._now_ms(), size))
+                connection.execute(SQL["delete_needless_arguments"], (size,))
+                return removed.rowcount
+
+            report.entries += self._write(remove)
+            has_others = self._has_others()
+        report.has_more = has_others
+        return report
