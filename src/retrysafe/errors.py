@@ -153,6 +153,8 @@ class OperationInFlight(RetrysafeError):
     is_locked = False
     # Whether the process knew it by itself, so that it says nothing of the store.
     is_known_here = False
+    # Whether this caller has waited for the run as long as it may.
+    has_waited = False
 
     def __init__(self, message: str, *, key: str, retry_after: timedelta) -> None:
         super().__init__(message, key=key)

@@ -130,7 +130,7 @@ class AccountMiddleware:
 
 
 @require_POST
-@idempotent(headers=("X-Total",))
+@idempotent(headers=("X-Total",), wait=True)
 def charge(request):
     assert request.idempotency is current_attempt()
     headers = {"Location": "/charges/1", "X-Total": "7", "X-Request-Id": "r-1"}
@@ -139,7 +139,7 @@ def charge(request):
     return response
 
 
-@idempotent()
+@idempotent(wait=True)
 async def async_charge(request):
     assert request.idempotency is current_attempt()
     run = await asyncio.to_thread(till.note, "async")

@@ -99,7 +99,7 @@ def make_app(till: Till) -> Flask:
         return {"declined": True}, 402, {"X-Reason": "credit"}
 
     @app.post("/charges")
-    @retrysafe.idempotent(headers=("X-Total",))
+    @retrysafe.idempotent(headers=("X-Total",), wait=True)
     def charge():
         body = request.get_json()
         if body.get("outcome") == "abort":

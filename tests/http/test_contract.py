@@ -603,7 +603,7 @@ def test_rules_are_checked_when_they_are_made(make_subject):
 
 def test_waiting_is_bounded_by_the_route(make_subject):
     """A client's wait is capped, and the cap is told."""
-    subject = make_subject(rules=[Rule(policy=Policy(wait_limit=timedelta(seconds=3)))])
+    subject = make_subject(rules=[Rule(policy=Policy(wait_limit=timedelta(seconds=3)), wait=True)])
     assert subject.ask(prefer="wait=100").headers["preference-applied"] == "wait=3"
     assert subject.ask(prefer="wait=2").headers["preference-applied"] == "wait=2"
     assert subject.ask(prefer="wait=0").headers["preference-applied"] == "wait=0"
@@ -611,7 +611,7 @@ def test_waiting_is_bounded_by_the_route(make_subject):
 
 def test_what_clients_wait_for_takes_bounded_memory(make_subject):
     """The policies of their waits are kept, but not all that they can think of."""
-    subject = make_subject(rules=[Rule(policy=Policy(wait_limit=timedelta(hours=1)))])
+    subject = make_subject(rules=[Rule(policy=Policy(wait_limit=timedelta(hours=1)), wait=True)])
     for seconds in range(1, 300):
         assert subject.ask(prefer=f"wait={seconds}").status == 201
     assert len(subject.app.protection._waits) == 256

@@ -12,6 +12,7 @@ from retrysafe.core.flights import Phase
 from retrysafe.http import (
     Breaker,
     IdempotencyMiddleware,
+    Rule,
     WSGIIdempotencyMiddleware,
     bearer_token,
 )
@@ -87,7 +88,7 @@ def test_what_a_thread_waits_for_is_not_run_beside_it():
         ThreadPoolExecutor(2) as pool,
     ):
         elsewhere = WSGIIdempotencyMiddleware(slow, other, caller=bearer_token)
-        here = WSGIIdempotencyMiddleware(shop.wsgi, idem, **options())
+        here = WSGIIdempotencyMiddleware(shop.wsgi, idem, rules=[Rule(wait=True)], **options())
         first = pool.submit(ask_wsgi, elsewhere)
         assert started.wait(30)
         waiting = pool.submit(ask_wsgi, here, prefer="wait=30")

@@ -24,6 +24,7 @@ from retrysafe import (
 from retrysafe.http import (
     Breaker,
     FromFields,
+    Limits,
     Response,
     Rule,
     Streaming,
@@ -92,7 +93,7 @@ def test_duplicates_in_other_threads_do_not_run(protect):
         return [b"done"]
 
     store = FaultyStore(MemoryStore())
-    app = protect(app, store)
+    app = protect(app, store, rules=[Rule(wait=True)], limits=Limits(waiters=8))
     with ThreadPoolExecutor(9) as pool:
         first = pool.submit(ask_wsgi, app)
         assert started.wait(10)

@@ -21,6 +21,7 @@ from retrysafe.http import (
     FromBody,
     FromFields,
     KeyUse,
+    Limits,
     Rule,
     StatusRule,
     Streaming,
@@ -48,7 +49,7 @@ REQUEST_LIMIT_BYTES = 64
 OUTCOME_LIMIT_BYTES = 512
 
 RULES = (
-    Rule(path="/charges"),
+    Rule(path="/charges", wait=True),
     Rule(path="/charges/{id}"),
     Rule(path="/charges/{id}/refunds"),
     Rule(path="/strict", strict=True),
@@ -63,11 +64,12 @@ RULES = (
         path="/impatient",
         policy=POLICY.with_changes(in_flight=InFlight.WAIT, wait_limit=timedelta(milliseconds=100)),
     ),
-    Rule(path="/accepting", in_flight=ACCEPT),
+    Rule(path="/accepting", in_flight=ACCEPT, wait=True),
     Rule(
         path="/accepting-soon",
         policy=POLICY.with_changes(in_flight=InFlight.WAIT, wait_limit=timedelta(milliseconds=100)),
         in_flight=ACCEPT,
+        wait=True,
     ),
     Rule(path="/twice", policy=POLICY.with_changes(attempt_limit=2)),
     Rule(path="/final", policy=POLICY.with_changes(unlisted=Ending.FAILED)),
@@ -87,6 +89,8 @@ RULES = (
 )
 
 
+# More than the crowds of all cases that play at the same time.
+LIMITS = Limits(waiters=1_000)
 # Every method that the cases send, for frameworks whose routes name them.
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE")
 
@@ -105,6 +109,10 @@ class Mount:
     has_cache: bool = True
     # Whether a second middleware with the same rules and the same store is around it.
     is_nested: bool = False
+
+    def __post_init__(self) -> None:
+        own = self.options
+        object.__setattr__(self, "options", lambda: {"limits": LIMITS, **own()})
 
     @property
     def name(self) -> str:

@@ -21,6 +21,7 @@ from retrysafe.http.asgi_run import App, Receive, Scope, Send, exact_path, is_be
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, STORE_TIMEOUT, Protection
+from retrysafe.http.limits import Limits
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response, response_of
 from retrysafe.http.routes import NO_PARAMETERS, Route
@@ -120,6 +121,7 @@ class Endpoints:
         status_path: str = STATUS_PATH,
         challenge: str = "Bearer",
         breaker: Breaker | None = None,
+        limits: Limits | None = None,
         outcome_of: Callable[[Any], Response] = response_of,
     ) -> None:
         if not isinstance(idempotency, AsyncFace):
@@ -137,6 +139,7 @@ class Endpoints:
             status_path=status_path,
             challenge=challenge,
             breaker=breaker,
+            limits=limits,
             outcome_of=outcome_of,
         )
         self.has_global_caller = isinstance(caller, GlobalCaller)

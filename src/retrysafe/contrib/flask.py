@@ -38,6 +38,7 @@ from retrysafe.http import blocking
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
+from retrysafe.http.limits import Limits
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response, is_event_stream
 from retrysafe.http.routes import Route
@@ -92,6 +93,7 @@ class Retrysafe:
         status_path: str = STATUS_PATH,
         challenge: str = "Bearer",
         breaker: Breaker | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Prepares an application; `rules` protect views that have no decorator, by their path.
 
@@ -113,6 +115,7 @@ class Retrysafe:
             status_path=status_path,
             challenge=challenge,
             breaker=breaker,
+            limits=limits,
             outcome_of=_outcome_of,
         )
         app.extensions[EXTENSION] = _Protected(app, idempotency, protection)
@@ -296,7 +299,7 @@ class _Protected:
         asked = _request()
         asked.parameters = {name: str(value) for name, value in (request.view_args or {}).items()}
         protection, prefix = self._protection, prefix_of(request.environ)
-        plan = protection.begin(route, asked, prefix)
+        plan = protection.begin(route, asked, prefix, is_on_loop=False)
         if isinstance(plan, Response):
             return _native(plan)
         if plan is None:

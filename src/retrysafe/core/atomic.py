@@ -132,7 +132,11 @@ class AtomicBlock:
         self._stage = Stage.LEFT
         await self._transaction.begin()
         try:
-            answer = await self._admission()
+            try:
+                answer = await self._admission()
+            finally:
+                if self.call.waiters is not None:
+                    self.call.waiters.leave(self)
             if answer.decision is Decision.REPLAY:
                 self.attempt = answer.attempt
                 self._tell(EventKind.REPLAYED)
@@ -171,12 +175,18 @@ class AtomicBlock:
         if not await transaction.lock(call.key, None):
             if wait_until is None:
                 return await self._without_lock(request)
+            if not self._may_wait():
+                return await self._without_lock(request)
             # Nothing is read before the wait: on SQLite a transaction that has read before the
             # rival commits cannot become the writer after it.
             seconds_left = max(0.0, wait_until - self._waiting.monotonic())
             if not await transaction.lock(call.key, seconds_left):
                 raise self._in_flight(None, has_waited=True)
         return await self._claim(request, wait_until)
+
+    def _may_wait(self) -> bool:
+        waiters = self.call.waiters
+        return waiters is None or waiters.enter(self)
 
     async def _without_lock(self, request: ClaimRequest) -> ClaimAnswer:
         """What can be answered while somebody else has the lock: they may only be reading."""
@@ -198,7 +208,11 @@ class AtomicBlock:
                 return answer
             now = self._waiting.monotonic()
             lease_seconds = answer.remaining_ms / 1000 + 0.001
-            if wait_until is None or not await self._transaction.sees_changes():
+            if (
+                wait_until is None
+                or not await self._transaction.sees_changes()
+                or not self._may_wait()
+            ):
                 raise self._in_flight(answer, has_waited=False)
             if now >= wait_until:
                 raise self._in_flight(answer, has_waited=True)
@@ -321,4 +335,6 @@ class AtomicBlock:
         if answer is not None and not is_locked:
             elapsed, left = answer.elapsed_ms / 1000, answer.remaining_ms / 1000
         seconds = self._run_times.retry_after(self.call.operation, elapsed, left)
-        return in_flight(self.call, message, seconds, is_locked=is_locked)
+        error = in_flight(self.call, message, seconds, is_locked=is_locked)
+        error.has_waited = has_waited
+        return error

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from retrysafe.core.codec import OutcomeCodec
 from retrysafe.core.keys import Key
 from retrysafe.core.model import Ending, Fingerprint, Payload
+from retrysafe.core.places import Places
 from retrysafe.core.policy import Policy
 
 
@@ -33,6 +34,8 @@ class Call:
     # Whether a stored failure is raised as the type that the policy declares. A caller that cannot
     # catch it, such as a client of an API, is told of `OperationFailed` instead.
     rebuilds_failures: bool = True
+    # Who may wait for another run, when the policy says so; None for everybody.
+    waiters: Places | None = None
 
 
 T = TypeVar("T")

@@ -302,6 +302,22 @@ class Engine:
         wait_until: float | None,
     ) -> Answer[Any] | tuple[ClaimAnswer, float]:
         """Goes on from a first answer that let nothing start: a replay, or a grant in the end."""
+        try:
+            return await self._contended(flight, call, request, claim, answer, asked, wait_until)
+        finally:
+            if call.waiters is not None:
+                call.waiters.leave(flight)
+
+    async def _contended(
+        self,
+        flight: Flight,
+        call: Call,
+        request: ClaimRequest,
+        claim: Claim,
+        answer: ClaimAnswer,
+        asked: float,
+        wait_until: float | None,
+    ) -> Answer[Any] | tuple[ClaimAnswer, float]:
         poll_seconds = POLL_SECONDS
         late_answers = 0
         while True:
@@ -335,6 +351,8 @@ class Engine:
                 now = self._monotonic()
                 if wait_until is None or now >= wait_until:
                     raise self._in_flight(call, flight, "store", has_waited=wait_until is not None)
+                if call.waiters is not None and not call.waiters.enter(flight):
+                    raise self._in_flight(call, flight, "store")
                 self._flights.enter(flight, Phase.AWAITING)
                 # The lease may end before the next poll is due; asking just after it is soonest.
                 lease_seconds = answer.remaining_ms / 1000 + 0.001
@@ -385,11 +403,21 @@ class Engine:
         self, flight: Flight, call: Call, wait_until: float | None
     ) -> Answer[Any] | None:
         """What the flight gives this caller; None when it must ask for itself."""
+        waiter = object()
+        try:
+            return await self._followed(flight, call, wait_until, waiter)
+        finally:
+            if call.waiters is not None:
+                call.waiters.leave(waiter)
+
+    async def _followed(
+        self, flight: Flight, call: Call, wait_until: float | None, waiter: object
+    ) -> Answer[Any] | None:
         while True:
             phase = flight.phase
             if phase is not Phase.CLAIMING and phase is not Phase.LANDED:
                 self._check_same(call, flight, "process")
-                if wait_until is None:
+                if wait_until is None or not (call.waiters is None or call.waiters.enter(waiter)):
                     raise self._in_flight(call, flight, "process")
             if phase is Phase.LANDED:
                 return self._disembark(flight, call, wait_until)
@@ -482,5 +510,6 @@ class Engine:
             seconds,
             is_locked=flight.is_atomic or flight.is_locked,
         )
+        error.has_waited = has_waited
         error.is_known_here = source == "process"
         return error

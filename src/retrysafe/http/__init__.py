@@ -6,6 +6,7 @@ from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf, basic_user, bearer_token, header_caller
 from retrysafe.http.exchange import Plan, Protection
 from retrysafe.http.keys_of import FromBody, FromFields, FromHeader
+from retrysafe.http.limits import Limits
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response
 from retrysafe.http.rules import ACCEPT, KeyUse, Rule, StatusRule, Streaming
@@ -21,6 +22,7 @@ __all__ = [
     "FromHeader",
     "IdempotencyMiddleware",
     "KeyUse",
+    "Limits",
     "Plan",
     "Protection",
     "Request",

@@ -51,6 +51,7 @@ from retrysafe.http.exchange import (
     Protection,
 )
 from retrysafe.http.large_bodies import LARGE_BODIES, LARGE_BODY_BYTES
+from retrysafe.http.limits import Limits
 from retrysafe.http.recent import Recent, Repetition, head_of
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
@@ -87,6 +88,7 @@ class IdempotencyMiddleware:
         status_path: str = STATUS_PATH,
         challenge: str = "Bearer",
         breaker: Breaker | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Raises `InvalidInput` and `PolicyInvalid` for what would fail with the first request."""
         if not isinstance(idempotency, AsyncFace):
@@ -105,6 +107,7 @@ class IdempotencyMiddleware:
             status_path=status_path,
             challenge=challenge,
             breaker=breaker,
+            limits=limits,
         )
         self._assemble(app, idempotency, protection)
         # Around one endpoint of an application, the pages are where its other rules are.
@@ -407,8 +410,11 @@ class IdempotencyMiddleware:
         """Runs the application in tasks of its own; cancelling the future leaves them alone."""
         plan, loop = run.plan, run.loop
         waiter: asyncio.Future[Answer[Any]] = loop.create_future()
-        if plan.preference.respond_async:
+        # Without a place in the background it is answered when it has ended, within the limits that
+        # the server has for requests.
+        if plan.preference.respond_async and self.protection.background.enter(run):
             run.started = loop.create_future()
+            run.background = self.protection.background
         # A transaction of the application's own has the time-outs that its database was given.
         if self._lookout is not None and plan.route.rule.transaction is None:
             self._lookout.watch(run, call, waiter, loop)
@@ -437,6 +443,8 @@ class IdempotencyMiddleware:
         finally:
             if self._lookout is not None:
                 self._lookout.forget(run)
+            if run.background is not None and run.task is None:
+                run.background.leave(run)
             if self._runs and (run.task is None or run.task.done()):
                 self._runs.discard(run)
 

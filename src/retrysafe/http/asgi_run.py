@@ -14,6 +14,7 @@ from urllib.parse import unquote_to_bytes
 
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
+from retrysafe.core.places import Places
 from retrysafe.http.exchange import Plan
 from retrysafe.http.request import PROTECTED_NAME
 from retrysafe.http.responses import Response, is_event_stream
@@ -77,6 +78,7 @@ class AppRun:
         "_scope",
         "_send",
         "_status",
+        "background",
         "error",
         "is_left",
         "is_over",
@@ -127,6 +129,8 @@ class AppRun:
         # The task that the application runs in, and the one that stores its response.
         self.task: asyncio.Task[None] | None = None
         self.started: asyncio.Future[None] | None = None
+        # Where it has a place for as long as the application runs, if it may go on behind a 202.
+        self.background: Places | None = None
         self.settling: asyncio.Task[None] | None = None
         # Where all of this runs. Asking for it is a system call before Python 3.12.
         self.loop: asyncio.AbstractEventLoop = loop
@@ -149,7 +153,13 @@ class AppRun:
         complete = self._complete = loop.create_future()
         # A task of its own: the response is stored and sent while background tasks still run.
         self.task = loop.create_task(self._serve())
+        if self.background is not None:
+            self.task.add_done_callback(self._end_background)
         return complete
+
+    def _end_background(self, _: asyncio.Task[None]) -> None:
+        if self.background is not None:
+            self.background.leave(self)
 
     async def _serve(self) -> None:
         """Runs the application to its end, which may come long after its response."""

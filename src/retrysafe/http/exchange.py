@@ -18,6 +18,7 @@ from urllib.parse import quote
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.keys import GlobalCaller, Key, scoped_key
 from retrysafe.core.model import StoredKey
+from retrysafe.core.places import Places
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.run_times import RunTimes
 from retrysafe.errors import (
@@ -52,6 +53,7 @@ from retrysafe.http.headers import (
     retry_after_text,
 )
 from retrysafe.http.keys_of import FromHeader
+from retrysafe.http.limits import Limits
 from retrysafe.http.policy_page import policy_response
 from retrysafe.http.problems import first_use, problem, problem_of
 from retrysafe.http.refusals import Refusals
@@ -90,6 +92,8 @@ class Plan:
     preference: Preference
     # The path under which the application is mounted.
     prefix: str
+    # Who waits for another run at the moment.
+    waiters: Places
 
 
 class Protection:
@@ -112,6 +116,7 @@ class Protection:
         status_path: str = STATUS_PATH,
         challenge: str = "Bearer",
         breaker: Breaker | None = None,
+        limits: Limits | None = None,
         outcome_of: Callable[[Any], Response] = response_of,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -139,6 +144,14 @@ class Protection:
         self.status_path = status_path.rstrip("/") + "/"
         self.breaker = breaker or Breaker()
         self.unmatched = Unmatched()
+        limits = Limits() if limits is None else limits
+        if not isinstance(limits, Limits):
+            raise PolicyInvalid(f"limits is Limits(…), got {limits!r}")
+        # Who waits on an event loop, and in threads.
+        self._task_waiters = Places(limits.waiters_for(is_on_loop=True))
+        self._thread_waiters = Places(limits.waiters_for(is_on_loop=False))
+        # Runs that go on behind a 202.
+        self.background = Places(limits.background_runs)
         self.refusals = Refusals(policy_path, challenge)
         # What a view may complete its attempt with, as a response.
         self._outcome_of = outcome_of
@@ -196,8 +209,13 @@ class Protection:
 
     # Before the body is read.
 
-    def begin(self, route: Route, request: Request, prefix: str = "") -> Plan | Response | None:
-        """The plan, or the refusal that needs no body; None when the request runs unprotected."""
+    def begin(
+        self, route: Route, request: Request, prefix: str = "", *, is_on_loop: bool = True
+    ) -> Plan | Response | None:
+        """The plan, or the refusal that needs no body; None when the request runs unprotected.
+
+        `is_on_loop` says that a wait holds no thread.
+        """
         lines = request.lines_by_name()
         if lines is None:
             keys = request.header_lines(_KEY_HEADER)
@@ -234,10 +252,11 @@ class Protection:
         if prefer:
             if sum(map(len, prefer)) > HEADER_LIMIT_BYTES:
                 return self.refusals.problem(problems.HEADER_TOO_LONG, request, prefix, key)
-            preference = _preference(route, prefer)
+            preference = _preference(route, prefer, is_on_loop=is_on_loop)
             if preference.wait_seconds is not None:
                 policy = self._waiting(policy, preference.wait_seconds)
-        return Plan(route, request, caller, key, policy, preference, prefix)
+        waiters = self._task_waiters if is_on_loop else self._thread_waiters
+        return Plan(route, request, caller, key, policy, preference, prefix, waiters)
 
     def caller(self, request: Request) -> str | GlobalCaller | None:
         """Who calls; None when that is not known. Raises `InvalidInput` for what is no caller."""
@@ -310,6 +329,7 @@ class Protection:
             # Failures are not rebuilt: the server would answer the exception itself with a 500
             # that says nothing. By its place, because a name costs every request some time.
             False,
+            plan.waiters,
         )
 
     def closed_off(self, plan: Plan) -> Response | None:
@@ -400,6 +420,12 @@ class Protection:
             return None
         if response.status == problems.CALLER_UNKNOWN.status:
             response.headers += self.refusals.challenge
+        if (
+            isinstance(error, OperationInFlight)
+            and plan.policy.in_flight is InFlight.WAIT
+            and not error.has_waited
+        ):
+            return response  # There was no place to wait in.
         return self.preferred(plan, response)
 
     def accepted(self, plan: Plan, retry_after: timedelta) -> Response:
@@ -433,12 +459,21 @@ class Protection:
         return response
 
 
-def _preference(route: Route, lines: list[bytes]) -> Preference:
-    """What the client asks for, as far as the route can give it."""
+def _preference(route: Route, lines: list[bytes], *, is_on_loop: bool) -> Preference:
+    """What the client asks for, as far as the route gives it."""
     preference = parse_prefer(lines)
-    if preference.respond_async and not responds_async(route.rule):
-        return Preference(preference.wait_seconds, respond_async=False)
-    return preference
+    if preference is NO_PREFERENCE:
+        return preference
+    rule, wait_seconds = route.rule, preference.wait_seconds
+    # Not to wait is always granted, and so is to wait for less long than the route does by itself.
+    if wait_seconds and route.policy.in_flight is not InFlight.WAIT:
+        may_wait = is_on_loop if rule.wait is None else rule.wait
+        if not may_wait:
+            wait_seconds = None
+    respond_async = preference.respond_async and responds_async(rule)
+    if wait_seconds is None and not respond_async:
+        return NO_PREFERENCE
+    return Preference(wait_seconds, respond_async)
 
 
 def _is_known_here(error: BaseException) -> bool:

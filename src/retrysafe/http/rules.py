@@ -155,6 +155,11 @@ class Rule:
     # What a duplicate of a running request gets: InFlight.FAIL, InFlight.WAIT or ACCEPT. None: what
     # the policy says.
     in_flight: InFlight | Accept | None = None
+    # Whether `Prefer: wait` is followed. None: on an event loop; in threads, where each that waits
+    # is a thread that serves nobody, only if the rule or the policy waits by itself.
+    wait: bool | None = None
+    # Whether `Prefer: respond-async` is followed.
+    respond_async: bool = True
     stored: StatusRule = KEPT_BELOW_500
     # Headers that are stored beside the usual ones, such as "X-Total-Count".
     headers: tuple[str, ...] = ()
@@ -180,6 +185,8 @@ class Rule:
             ("stored", StatusRule),
             ("strict", bool),
             ("exact_path", bool),
+            ("wait", bool | None),
+            ("respond_async", bool),
             ("source", FromHeader | FromFields | FromBody),
         ):
             value = getattr(self, name)
@@ -197,7 +204,7 @@ class Rule:
                 f"got {self.in_flight!r}"
             )
         self._check_transaction()
-        if self.in_flight is ACCEPT and not responds_async(self):
+        if self.in_flight is ACCEPT and not has_status(self):
             raise PolicyInvalid(
                 "in_flight=ACCEPT promises a status URL, where nobody could read a transaction "
                 "before its end or the bytes of a stream: use InFlight.WAIT or InFlight.FAIL"
@@ -219,12 +226,17 @@ class Rule:
             raise PolicyInvalid("a rule with a transaction sends nothing before it has committed")
 
 
-def responds_async(rule: Rule) -> bool:
-    """Whether a request of these routes may be answered with 202 before it has ended.
+def has_status(rule: Rule) -> bool:
+    """Whether the status of a request of these routes can be read before it has ended.
 
-    Nobody could read a status before a transaction has ended, and a stream is read as it comes.
+    Nobody could read it before a transaction has ended, and a stream is read as it comes.
     """
     return rule.transaction is None and rule.streaming is Streaming.BUFFER
+
+
+def responds_async(rule: Rule) -> bool:
+    """Whether a request of these routes may prefer to be answered with 202 before it has ended."""
+    return rule.respond_async and has_status(rule)
 
 
 def checked_rules(rules: Iterable[Rule] | None) -> tuple[Rule, ...] | None:

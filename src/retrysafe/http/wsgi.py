@@ -20,6 +20,7 @@ from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
 from retrysafe.http.headers import length_of
+from retrysafe.http.limits import Limits
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Header, Response, is_event_stream
 from retrysafe.http.routes import Match
@@ -59,6 +60,7 @@ class WSGIIdempotencyMiddleware:
         status_path: str = STATUS_PATH,
         challenge: str = "Bearer",
         breaker: Breaker | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Raises `InvalidInput` and `PolicyInvalid` for what would fail with the first request."""
         if not isinstance(idempotency, BlockingIdempotency):
@@ -78,6 +80,7 @@ class WSGIIdempotencyMiddleware:
             status_path=status_path,
             challenge=challenge,
             breaker=breaker,
+            limits=limits,
         )
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
@@ -127,7 +130,7 @@ class WSGIIdempotencyMiddleware:
     ) -> Iterable[bytes]:
         protection, request, prefix = self.protection, request_of(environ), prefix_of(environ)
         request.parameters = match[1]
-        plan = protection.begin(match[0], request, prefix)
+        plan = protection.begin(match[0], request, prefix, is_on_loop=False)
         if plan is None:
             return self.app(environ, start_response)
         if isinstance(plan, Response):

@@ -55,6 +55,7 @@ RUNNING = Answered(
     json={"state": "running", "key": "k", "attempt": 1},
 )
 ACCEPTED_BY_RULE = replace(ACCEPTED, headers={**ACCEPTED.headers, "Preference-Applied": None})
+_HOLDS_A_THREAD = {WSGI: "a wait would hold one of the server's threads"}
 _NEEDS_A_LOOP = {
     WSGI: "a WSGI server's thread has nobody else to run the application: it answers at the end"
 }
@@ -115,6 +116,20 @@ CASES = (
         "A duplicate that prefers to wait gets the first response",
         *(Begin("first", post()), Start("second", post(headers=WAIT)), *_ended()),
         *(Finish("second"), Replay(headers={"Preference-Applied": "wait=10"})),
+    ),
+    case(
+        "wait-on-a-loop",
+        "On an event loop a duplicate may wait where no rule speaks of it",
+        *(Begin("first", post("/charges/7")), Start("second", post("/charges/7", headers=WAIT))),
+        *(*_ended(), Finish("second"), Replay(headers={"Preference-Applied": "wait=10"})),
+        without=_HOLDS_A_THREAD,
+    ),
+    case(
+        "wait-in-a-thread",
+        "In threads nobody waits unless the rule says so: 409 at once",
+        *(Begin("first", post("/charges/7")), post("/charges/7", headers=WAIT)),
+        *(replace(IN_FLIGHT, headers={"Preference-Applied": None}), *_ended()),
+        without={ASGI: "a wait on an event loop holds no thread"},
     ),
     case(
         "wait-of-failure",

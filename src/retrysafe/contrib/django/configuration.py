@@ -44,6 +44,7 @@ _PROTECTION_NAMES: Final = {
     "STATUS_PATH": "status_path",
     "CHALLENGE": "challenge",
     "BREAKER": "breaker",
+    "LIMITS": "limits",
 }
 _NAMES: Final = {"STORE", "CALLER", "RULES", *_FACE_NAMES, *_PROTECTION_NAMES}
 

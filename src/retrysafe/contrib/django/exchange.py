@@ -6,12 +6,14 @@ nothing; what is stored and what is refused is decided by the protection.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from typing import Any, Final
 
 from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
+from django.core.handlers.asgi import ASGIRequest
 from django.http import HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
 
@@ -129,12 +131,17 @@ def tell_unmatched(protection: Protection, idempotency: BlockingIdempotency, pla
 
 
 def planned(
-    protection: Protection, route: Route, request: Any, parameters: dict[str, str]
+    protection: Protection,
+    route: Route,
+    request: Any,
+    parameters: dict[str, str],
+    *,
+    is_on_loop: bool = False,
 ) -> Plan | HttpResponse | None:
     """The plan with its body, or the refusal; None when the request runs unprotected."""
     asked, prefix = asked_of(request), prefix_of(django_request(request))
     asked.parameters = parameters
-    plan = protection.begin(route, asked, prefix)
+    plan = protection.begin(route, asked, prefix, is_on_loop=is_on_loop)
     if not isinstance(plan, Plan):
         return None if plan is None else native_of(plan)
     body = body_of(django_request(request), asked, route.rule.request_limit_bytes)
@@ -324,10 +331,13 @@ async def plan_on_loop(
     protection: Protection, route: Route, request: Any, parameters: dict[str, str]
 ) -> Plan | HttpResponse | None:
     """As `planned`; a caller that reads the database is asked in a thread."""
+    # Under WSGI each request has a loop of its own, and its thread waits for it.
+    is_on_loop = isinstance(django_request(request), ASGIRequest)
+    plan = functools.partial(planned, protection, route, request, parameters, is_on_loop=is_on_loop)
     try:
-        return planned(protection, route, request, parameters)
+        return plan()
     except SynchronousOnlyOperation:
-        return await sync_to_async(planned)(protection, route, request, parameters)
+        return await sync_to_async(plan)()
 
 
 async def serve_view(scope: Scope, receive: Receive, send: Send) -> None:
