@@ -26,7 +26,6 @@ from retrysafe import (
     PolicyInvalid,
     SqliteStore,
 )
-from retrysafe.core.places import Places
 from retrysafe.http import (
     IdempotencyMiddleware,
     Limits,
@@ -275,13 +274,3 @@ def test_impossible_limits_are_refused(options):
         Limits(**options)
     with pytest.raises(PolicyInvalid), Idempotency(MemoryStore()) as idem:
         WSGIIdempotencyMiddleware(Slow(), idem, caller=bearer_token, limits=3)
-
-
-def test_places_are_kept_and_given_back():
-    """One for each who comes; leaving twice, or without one, harms nobody."""
-    places = Places(2)
-    assert [places.enter(who) for who in "aabcc"] == [True, True, True, False, False]
-    places.leave("c")
-    places.leave("a")
-    places.leave("a")
-    assert (places.enter("c"), places.enter("d"), len(places)) == (True, False, 2)
