@@ -35,6 +35,7 @@ PUBLIC_NAMES = [
     "Ending",
     "Event",
     "EventKind",
+    "FOREVER",
     "FingerprintImpossible",
     "FingerprintRule",
     "FlowSuspended",

@@ -7,7 +7,7 @@ from retrysafe.core.events import Event, EventKind
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.keys import GLOBAL, Key, child_key, natural_key
 from retrysafe.core.model import Condition, Ending
-from retrysafe.core.policy import InFlight, Policy
+from retrysafe.core.policy import FOREVER, InFlight, Policy
 from retrysafe.core.steps import StepRetry
 from retrysafe.errors import (
     ArgumentsNotStorable,
@@ -64,6 +64,7 @@ from retrysafe.wiring import AsyncIdempotency, Idempotency, open_store
 __version__ = "0.1.0"
 
 __all__ = [
+    "FOREVER",
     "GLOBAL",
     "Answer",
     "ArgumentsNotStorable",

@@ -13,6 +13,7 @@ import sqlalchemy
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from retrysafe import (
+    FOREVER,
     AsyncIdempotency,
     AttemptsExhausted,
     ClaimLost,
@@ -300,7 +301,7 @@ def test_a_cancelled_task_frees_the_key(shop):
 def test_decorated_functions_run_once(shop, idem, connection):
     """The result is the outcome; the connection is no part of the request."""
 
-    @idem.atomic_once(key="number", connection="connection")
+    @idem.atomic_once(window=FOREVER, key="number", connection="connection")
     def place(connection, number: int, name: str) -> dict[str, int]:
         insert(shop, connection, name)
         return {"order": number}
@@ -319,7 +320,7 @@ def test_decorated_async_functions_run_once(shop):
         connection = await asyncpg.connect(shop.server_url)
         async with AsyncIdempotency(shop.store_url, caller="shop") as idem:
 
-            @idem.atomic_once(key="number", connection="connection")
+            @idem.atomic_once(window=FOREVER, key="number", connection="connection")
             async def place(connection, number):
                 await connection.execute(f"INSERT INTO {shop.schema}.orders (name) VALUES ('pen')")
                 return number
@@ -328,7 +329,9 @@ def test_decorated_async_functions_run_once(shop):
                 async with connection.transaction():
                     assert await place(connection, 1) == 1
             with pytest.raises(InvalidInput, match="not async"):
-                idem.atomic_once(key="number", connection="connection")(lambda number: 1)
+                idem.atomic_once(window=FOREVER, key="number", connection="connection")(
+                    lambda number: 1
+                )
         await connection.close()
 
     asyncio.run(scenario())
@@ -338,9 +341,11 @@ def test_decorated_async_functions_run_once(shop):
 def test_decorating_with_a_wrong_parameter_is_refused(idem):
     """A typing error shows when the module is loaded, not at the first payment."""
     with pytest.raises(KeyInvalid, match="conn"):
-        idem.atomic_once(key="number", connection="conn")(lambda connection, number: 1)
+        idem.atomic_once(window=FOREVER, key="number", connection="conn")(
+            lambda connection, number: 1
+        )
     with pytest.raises(InvalidInput, match="list of parameter names"):
-        idem.atomic_once(key="number", connection="connection", ignore="number")(
+        idem.atomic_once(window=FOREVER, key="number", connection="connection", ignore="number")(
             lambda connection, number: 1
         )
 
@@ -348,7 +353,7 @@ def test_decorating_with_a_wrong_parameter_is_refused(idem):
         return number
 
     with pytest.raises(InvalidInput, match="async"):
-        idem.atomic_once(key="number", connection="connection")(place)
+        idem.atomic_once(window=FOREVER, key="number", connection="connection")(place)
 
 
 def test_what_cannot_be_joined_is_refused(shop, idem, connection):

@@ -8,7 +8,7 @@ from uuid import UUID
 
 import pytest
 
-from retrysafe import Idempotency, natural_key
+from retrysafe import FOREVER, Idempotency, natural_key
 from retrysafe.cli.problems import ExitCode
 
 
@@ -74,7 +74,7 @@ def test_a_natural_key_finds_the_record_of_a_decorated_call(invoke, tmp_path):
     """The way of an operator: from the invoice's number to its record."""
     url = f"sqlite:///{tmp_path / 'app.db'}"
     with Idempotency(url, caller="acme") as idem:
-        idem.once(key="invoice_id", name="pay")(lambda invoice_id: "paid")(42)
+        idem.once(window=FOREVER, key="invoice_id", name="pay")(lambda invoice_id: "paid")(42)
     key = invoke("keys", "natural", "pay", "invoice_id=42").stdout.strip()
     shown = invoke("keys", "show", key, "--caller", "acme", "--store", url, "--json")
     assert shown.json["outcomes"][0]["body"] == "paid"

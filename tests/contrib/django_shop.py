@@ -39,7 +39,7 @@ from django.views import View
 from django.views.decorators.csrf import csrf_exempt, csrf_protect
 from django.views.decorators.http import require_POST
 
-from retrysafe import Policy, current_attempt
+from retrysafe import FOREVER, Policy, current_attempt
 from retrysafe.contrib.django.decorators import idempotent
 from retrysafe.http import ACCEPT, FromFields, KeyUse, Streaming
 
@@ -292,7 +292,7 @@ async def async_template(request):
     return template.__wrapped__(request)
 
 
-@idempotent(source=FromFields("{name}"))
+@idempotent(source=FromFields("{name}", window=FOREVER))
 def delete(request, name):
     till.note(name)
     response = HttpResponse(status=204)

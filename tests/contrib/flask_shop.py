@@ -24,7 +24,7 @@ from flask import (
 )
 from flask.views import MethodView
 
-from retrysafe import Policy, current_attempt
+from retrysafe import FOREVER, Policy, current_attempt
 from retrysafe.contrib.flask import Retrysafe
 from retrysafe.http import FromFields, KeyUse, Streaming
 
@@ -211,7 +211,7 @@ def make_app(till: Till) -> Flask:
         return send_file(BytesIO(b"report"), mimetype="text/plain", download_name="r.txt")
 
     @app.delete("/things/<name>")
-    @retrysafe.idempotent(source=FromFields("{name}"))
+    @retrysafe.idempotent(source=FromFields("{name}", window=FOREVER))
     def delete(name):
         till.note(name)
         return "", 204

@@ -17,6 +17,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from retrysafe import (
+    FOREVER,
     GLOBAL,
     AsyncIdempotency,
     Attempt,
@@ -521,7 +522,7 @@ def test_the_document_follows_the_configuration():
     described, those that were described before only once."""
     app = shop()
 
-    @app.post("/orders", dependencies=[idempotent(source=FromFields("/order"))])
+    @app.post("/orders", dependencies=[idempotent(source=FromFields("/order", window=FOREVER))])
     async def order(): ...
 
     operation = app.openapi()["paths"]["/orders"]["post"]

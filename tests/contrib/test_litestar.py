@@ -16,6 +16,7 @@ from litestar.params import FromPath, HeaderParameter, JSONBody
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from retrysafe import (
+    FOREVER,
     GLOBAL,
     AsyncIdempotency,
     Ending,
@@ -273,7 +274,7 @@ def test_a_request_that_does_not_fit_is_an_outcome():
 def test_keys_from_path_parameters():
     runs = []
 
-    @post("/orders/{order:int}", idempotency=Rule(source=FromFields("{order}")))
+    @post("/orders/{order:int}", idempotency=Rule(source=FromFields("{order}", window=FOREVER)))
     async def place(order: FromPath[int]) -> int:
         runs.append(order)
         return order

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Host, Mount, Route, Router, WebSocketRoute
 
 from retrysafe import (
+    FOREVER,
     GLOBAL,
     AsyncIdempotency,
     Idempotency,
@@ -288,7 +289,7 @@ def test_what_is_remembered_is_bounded_for_all_endpoints_together():
 def test_keys_from_path_parameters_and_bodies():
     """The route's parameters make natural keys; equal bodies are recognised without any key."""
     orders, mails = Counted(), Counted()
-    source = FromFields("{order}", "/amount")
+    source = FromFields("{order}", "/amount", window=FOREVER)
     app = shop(
         [
             Route(

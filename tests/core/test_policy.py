@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from retrysafe.core.model import Ending, State
 from retrysafe.core.policy import (
+    FOREVER,
     LEASE_MAXIMUM,
     LEASE_MINIMUM,
     OUTCOME_LIMIT_MAXIMUM_BYTES,
@@ -106,6 +107,8 @@ def test_each_senseless_setting_is_refused_with_its_name(changes, words):
         {"outcome_limit_bytes": 1},
         {"outcome_limit_bytes": OUTCOME_LIMIT_MAXIMUM_BYTES},
         {"unlisted": Ending.FAILED},
+        # The key outlasts its outcome.
+        {"active_window": FOREVER},
     ],
 )
 def test_limits_themselves_are_allowed(changes):

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
 from retrysafe import (
+    FOREVER,
     AsyncIdempotency,
     EventKind,
     FingerprintRule,
@@ -1123,7 +1124,7 @@ async def test_a_natural_key_tells_paths_apart_that_are_no_utf_8():
         runs.append(scope["raw_path"])
         await respond(send)
 
-    rule = Rule(path="/close/{name}", source=FromFields("{name}"))
+    rule = Rule(path="/close/{name}", source=FromFields("{name}", window=FOREVER))
     app = protected(app, rules=[rule])
     for raw_path in (b"/close/caf%E9", b"/close/caf%E8?a=1", b"/close/caf%E9"):
         scope = {"path": "/close/caf\ufffd", "raw_path": raw_path}

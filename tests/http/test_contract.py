@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 
 from retrysafe import (
+    FOREVER,
     GLOBAL,
     Ending,
     FingerprintRule,
@@ -368,7 +369,7 @@ def test_safe_methods_pass_untouched(make_subject, method):
 
 def test_natural_keys_come_from_the_request(make_subject):
     """The same order is placed once without any header; another one runs."""
-    subject = make_subject(rules=[Rule(source=FromFields("/order"))])
+    subject = make_subject(rules=[Rule(source=FromFields("/order", window=FOREVER))])
     subject.ask(key=None, body=b'{"order": 7}')
     assert subject.ask(key=None, body=b'{"order": 7}').is_replay
     assert not subject.ask(key=None, body=b'{"order": 8}').is_replay
@@ -378,7 +379,9 @@ def test_natural_keys_come_from_the_request(make_subject):
 
 def test_natural_keys_come_from_the_path(make_subject):
     """A parameter of the rule's pattern is a field like any other."""
-    subject = make_subject(rules=[Rule(path="/orders/{id}/cancel", source=FromFields("{id}"))])
+    subject = make_subject(
+        rules=[Rule(path="/orders/{id}/cancel", source=FromFields("{id}", window=FOREVER))]
+    )
     subject.ask(key=None, path="/orders/1/cancel")
     assert subject.ask(key=None, path="/orders/1/cancel").is_replay
     assert not subject.ask(key=None, path="/orders/2/cancel").is_replay

@@ -7,7 +7,7 @@ from decimal import Decimal
 
 import pytest
 
-from retrysafe import Policy, natural_key
+from retrysafe import FOREVER, Policy, natural_key
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.errors import KeyInvalid, PolicyInvalid, SecretMissing
 from retrysafe.http.keys_of import FromBody, FromFields, FromHeader
@@ -49,11 +49,11 @@ def key(source: FromFields | FromBody, made: Request, **changes: object) -> str:
 def test_a_natural_key_is_the_one_that_the_application_makes(text, part):
     """The same values give the same key here, in the code and on the command line."""
     made = request(b'{"a":%b}' % text.encode())
-    assert key(FromFields("/a"), made) == natural_key("charge", part)
+    assert key(FromFields("/a", window=FOREVER), made) == natural_key("charge", part)
 
 
 def test_fields_come_from_all_kinds_of_bodies_and_from_the_path():
-    source = FromFields("/customer", "{id}")
+    source = FromFields("/customer", "{id}", window=FOREVER)
     expected = natural_key("charge", "c1", "7")
     for made in (
         request(b'{"customer":"c1","sent_at":1}'),
@@ -65,21 +65,23 @@ def test_fields_come_from_all_kinds_of_bodies_and_from_the_path():
 
 
 def test_path_parameters_need_no_body():
-    assert key(FromFields("{id}"), request(b"", None, parameters={"id": "7"})) == natural_key(
-        "charge", "7"
-    )
+    assert key(
+        FromFields("{id}", window=FOREVER), request(b"", None, parameters={"id": "7"})
+    ) == natural_key("charge", "7")
 
 
 def test_the_order_of_fields_and_the_operation_count():
     made = request(b'{"a":"1","b":"2","c":{"d":"1"}}')
     keys = {
-        key(FromFields("/a", "/b"), made),
-        key(FromFields("/b", "/a"), made),
-        key(FromFields("/a"), made),
-        key(FromFields("/a", "/b"), made, operation="refund"),
+        key(FromFields("/a", "/b", window=FOREVER), made),
+        key(FromFields("/b", "/a", window=FOREVER), made),
+        key(FromFields("/a", window=FOREVER), made),
+        key(FromFields("/a", "/b", window=FOREVER), made, operation="refund"),
     }
     assert len(keys) == 4
-    assert key(FromFields("/c/d"), made) == key(FromFields("/a"), made)
+    assert key(FromFields("/c/d", window=FOREVER), made) == key(
+        FromFields("/a", window=FOREVER), made
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,23 +104,29 @@ def test_the_order_of_fields_and_the_operation_count():
 def test_without_a_plain_value_there_is_no_key(made):
     """Nothing falls back to a key that many requests would share."""
     with pytest.raises(KeyInvalid, match="the key is made from /a"):
-        key(FromFields("/a"), made)
+        key(FromFields("/a", window=FOREVER), made)
 
 
 def test_a_parameter_that_the_path_lacks_makes_no_key():
     with pytest.raises(KeyInvalid, match=r"made from \{id\}"):
-        key(FromFields("{id}"), request())
+        key(FromFields("{id}", window=FOREVER), request())
 
 
 @pytest.mark.parametrize("fields", [(), ("a",), ("",), ("/~2",), ("{}",), ("{a",), (5,), (None,)])
 def test_fields_that_mean_nothing_are_refused_when_they_are_configured(fields):
     with pytest.raises(PolicyInvalid, match="FromFields"):
-        FromFields(*fields)
+        FromFields(*fields, window=FOREVER)
 
 
 def test_sources_are_equal_by_what_they_take():
-    assert FromFields("/a") == FromFields("/a") != FromFields("/b")
-    assert repr(FromFields("/a", "{id}")) == "FromFields(fields=('/a', '{id}'))"
+    assert (
+        FromFields("/a", window=FOREVER)
+        == FromFields("/a", window=FOREVER)
+        != FromFields("/b", window=FOREVER)
+    )
+    assert repr(FromFields("/a", "{id}", window=FOREVER)) == (
+        "FromFields(fields=('/a', '{id}'), window=datetime.timedelta(days=36500))"
+    )
     assert FromHeader() == FromHeader()
 
 
@@ -165,17 +173,27 @@ def test_a_window_shorter_than_the_lease_is_refused(window):
         FromBody(window).checked(Policy(lease=timedelta(seconds=30)), SECRET)
 
 
-@pytest.mark.parametrize("source", [FromHeader(), FromFields("/a")])
-def test_other_sources_leave_the_policy_as_it_is(source):
+def test_the_header_leaves_the_policy_as_it_is():
     policy = Policy()
-    assert source.checked(policy, None) is policy
+    assert FromHeader().checked(policy, None) is policy
+
+
+def test_a_natural_key_says_how_long_it_is_remembered():
+    """A day by default would pay invoice 42 again on day two; both choices are in the message."""
+    with pytest.raises(PolicyInvalid, match=r"window=FOREVER.*window=timedelta\(days=30\)"):
+        FromFields("/invoice")
+    policy = FromFields("/invoice", window=FOREVER).checked(Policy(), None)
+    # The outcome goes with the audit, the key stays.
+    assert (policy.active_window, policy.audit_window) == (FOREVER, Policy().audit_window)
+    policy = FromFields("/invoice", window=timedelta(days=60)).checked(Policy(), None)
+    assert policy.active_window == policy.audit_window == timedelta(days=60)
 
 
 @pytest.mark.parametrize(
     ("source", "text"),
     [
         (FromHeader(), "the Idempotency-Key header"),
-        (FromFields("/customer", "{id}"), "these fields: /customer, {id}"),
+        (FromFields("/customer", "{id}", window=FOREVER), "these fields: /customer, {id}"),
         (FromBody(window=timedelta(minutes=5)), "all that they ask for, within 5 minutes"),
         (FromBody(window=timedelta(days=1)), "all that they ask for, within 1 day"),
         (FromBody(window=timedelta(seconds=1.5)), "all that they ask for, within 1.5 seconds"),

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 
 from retrysafe import (
+    FOREVER,
     Ending,
     FingerprintRule,
     InFlight,
@@ -34,7 +35,7 @@ RULES = [
         strict=True,
         request_limit_bytes=1234,
     ),
-    Rule(path="/feed", streaming=Streaming.PASS, source=FromFields("/order")),
+    Rule(path="/feed", streaming=Streaming.PASS, source=FromFields("/order", window=FOREVER)),
     Rule(
         path="/a&b",
         key=KeyUse.OPTIONAL,

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from retrysafe import GLOBAL, Ending, FingerprintRule, InFlight, Policy, SqliteStore
+from retrysafe import FOREVER, GLOBAL, Ending, FingerprintRule, InFlight, Policy, SqliteStore
 from retrysafe.http import (
     ACCEPT,
     Breaker,
@@ -77,8 +77,8 @@ RULES = (
     Rule(path="/totals", headers=("X-Total",)),
     Rule(path="/excluding", fingerprint=FingerprintRule(exclude=("/sent_at", "/meta/id"))),
     Rule(path="/including", fingerprint=FingerprintRule(include=("/amount", "/currency"))),
-    Rule(path="/natural", source=FromFields("/customer", "/order")),
-    Rule(path="/natural/{id}", source=FromFields("{id}")),
+    Rule(path="/natural", source=FromFields("/customer", "/order", window=FOREVER)),
+    Rule(path="/natural/{id}", source=FromFields("{id}", window=FOREVER)),
     Rule(path="/hashed", source=FromBody(window=timedelta(minutes=5))),
     Rule(
         path="/hashed-fields",

@@ -8,7 +8,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from retrysafe import Answer, AsyncIdempotency, Idempotency
+from retrysafe import FOREVER, Answer, AsyncIdempotency, BodyKey, Idempotency
+
+
+def windowed(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `once`, whose keys are remembered for ever unless they say otherwise."""
+    own = isinstance(options.get("key"), BodyKey) or "key" not in options
+    return options if own else {"window": FOREVER, **options}
 
 
 class BlockingSubject:
@@ -25,7 +31,7 @@ class BlockingSubject:
 
     def once(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """Decorates the function; the result is called plainly."""
-        return self.idem.once(**options)(function)
+        return self.idem.once(**windowed(options))(function)
 
     def answer_of(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Answer:
         return self.idem.answer_of(function, *args, **kwargs)
@@ -67,7 +73,7 @@ class AsyncSubject:
         return self._runner.run(self.idem.run(key, self._as_async(operation), *args, **options))
 
     def once(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        decorated = self.idem.once(**options)(self._as_async(function))
+        decorated = self.idem.once(**windowed(options))(self._as_async(function))
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:

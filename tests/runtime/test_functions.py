@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 
 from retrysafe import (
+    FOREVER,
     GLOBAL,
     AsyncIdempotency,
     AwaitForgotten,
@@ -339,7 +340,7 @@ def test_once_keeps_name_and_signature(ledger):
     """The decorated function looks like the function."""
     with Idempotency(MemoryStore(), caller="tester") as idem:
         function = _pay(ledger)
-        pay = idem.once(key="invoice")(function)
+        pay = idem.once(window=FOREVER, key="invoice")(function)
         assert (pay.__name__, pay.__doc__) == (function.__name__, "Pays an invoice.")
         assert inspect.signature(pay) == inspect.signature(function)
 
@@ -389,19 +390,19 @@ def test_once_on_methods():
         ran = []
 
         class Shop:
-            @idem.once(key="order")
+            @idem.once(window=FOREVER, key="order")
             def ship(self, order: int) -> str:
                 ran.append(("ship", order))
                 return f"shipped {order}"
 
             @classmethod
-            @idem.once(key="order")
+            @idem.once(window=FOREVER, key="order")
             def bill(cls, order: int) -> str:
                 ran.append(("bill", order, cls.__name__))
                 return f"billed {order}"
 
             @staticmethod
-            @idem.once(key="order")
+            @idem.once(window=FOREVER, key="order")
             def pack(order: int) -> str:
                 ran.append(("pack", order))
                 return f"packed {order}"
@@ -425,13 +426,13 @@ def test_once_on_async_methods():
             ran = []
 
             class Shop:
-                @idem.once(key="order")
+                @idem.once(window=FOREVER, key="order")
                 async def ship(self, order: int) -> str:
                     ran.append(order)
                     return f"shipped {order}"
 
                 @classmethod
-                @idem.once(key="order")
+                @idem.once(window=FOREVER, key="order")
                 async def bill(cls, order: int) -> str:
                     ran.append(order)
                     return f"billed {order}"
@@ -464,7 +465,7 @@ def test_async_operation_on_the_blocking_face_is_refused():
         with pytest.raises(InvalidInput, match="use AsyncIdempotency"):
             idem.run("key", operation)
         with pytest.raises(InvalidInput, match="use AsyncIdempotency"):
-            idem.once(key="order")(operation)
+            idem.once(window=FOREVER, key="order")(operation)
         assert store.calls_count == 0
         with pytest.raises(AwaitForgotten, match="use AsyncIdempotency"):
             idem.run("key", disguised, name="")
@@ -478,7 +479,7 @@ def test_blocking_function_on_the_async_face():
     async def main() -> None:
         async with AsyncIdempotency(MemoryStore(), caller="tester") as idem:
             with pytest.raises(InvalidInput, match="write async def"):
-                idem.once(key="order")(lambda order: order)
+                idem.once(window=FOREVER, key="order")(lambda order: order)
             assert await idem.run("key", lambda: "plain") == "plain"
             assert (await idem.answer("key", lambda: "again")).replayed
 
@@ -505,7 +506,9 @@ def test_arguments_that_do_not_fit_a_decorated_function_name_it(subject, ledger)
 def test_a_decorated_partial_is_named_by_its_operation():
     """A partial has no name of its own."""
     with Idempotency(MemoryStore(), caller="tester") as face:
-        decorated = face.once(key="invoice", name="pay")(partial(Ledger().pay, amount=10))
+        decorated = face.once(window=FOREVER, key="invoice", name="pay")(
+            partial(Ledger().pay, amount=10)
+        )
         with pytest.raises(TypeError, match=r"^pay\(\) missing a required argument: 'invoice'$"):
             decorated()
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from retrysafe import AsyncIdempotency, Idempotency, InvalidInput
+from retrysafe import FOREVER, AsyncIdempotency, Idempotency, InvalidInput
 
 
 def _parts():
@@ -23,7 +23,7 @@ def test_a_generator_function_is_refused_and_its_key_stays_unused():
         with pytest.raises(InvalidInput, match="calling it runs nothing"):
             idem.run("k", _parts)
         with pytest.raises(InvalidInput, match="calling it runs nothing"):
-            idem.once(key="amount")(_parts)
+            idem.once(window=FOREVER, key="amount")(_parts)
         assert idem.read("k") is None
 
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 
 from retrysafe import (
+    FOREVER,
     GLOBAL,
     AsyncIdempotency,
     BodyKey,
@@ -40,7 +41,9 @@ def test_a_short_window_is_refused_by_the_name_that_the_user_gave_it():
 def test_a_window_that_is_no_time_is_refused(window):
     with (
         Idempotency("memory://", caller="c", secret=SECRET) as idem,
-        pytest.raises(PolicyInvalid, match=r"window of a BodyKey .*timedelta\(minutes=5\), got"),
+        pytest.raises(
+            PolicyInvalid, match=r"window of a BodyKey .*timedelta\(minutes=5\), or FOREVER, got"
+        ),
     ):
         idem.once(key=BodyKey(window=window))(lambda text: text)
 
@@ -49,8 +52,9 @@ def test_a_window_that_is_no_time_is_refused(window):
 def test_numbers_too_long_for_a_key_are_told_as_such(source):
     """As in `run`, and not in words about a setting of Python alone."""
     with Idempotency("memory://", caller="c", secret=SECRET) as idem:
+        window = None if isinstance(source, BodyKey) else FOREVER
 
-        @idem.once(key=source, name="pay")
+        @idem.once(key=source, name="pay", window=window)
         def pay(amount):
             return amount
 
@@ -120,7 +124,7 @@ def test_operations_are_named_and_never_shown_by_their_address():
             (lambda: idem.run("k", charge_later), f"the operation {module}.charge_later is async"),
             (lambda: idem.answer_of(stream), f"the operation {module}.stream is not decorated"),
             (
-                lambda: idem.once(key="y")(lambda x: x),
+                lambda: idem.once(window=FOREVER, key="y")(lambda x: x),
                 "the operation (unnamed) has no parameter 'y'",
             ),
         ):
@@ -140,10 +144,10 @@ def test_a_plain_function_under_async_decorators_is_told_what_takes_it():
         async with AsyncIdempotency("memory://", caller="c") as idem:
             words = r"the operation .*\.charge is not async: write async def"
             with pytest.raises(InvalidInput, match=f"{words}, or call it with run$"):
-                idem.once(key="amount")(charge)
+                idem.once(window=FOREVER, key="amount")(charge)
             for decorate in (
                 idem.resumable(),
-                idem.atomic_once(key="amount", connection="amount"),
+                idem.atomic_once(window=FOREVER, key="amount", connection="amount"),
             ):
                 with pytest.raises(InvalidInput, match=f"{words}$"):
                     decorate(charge)

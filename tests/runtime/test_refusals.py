@@ -10,6 +10,7 @@ import uuid
 import pytest
 
 from retrysafe import (
+    FOREVER,
     AsyncIdempotency,
     CallerMissing,
     Idempotency,
@@ -76,7 +77,7 @@ def test_a_coroutine_in_the_place_of_its_function_is_closed(subject):
 def test_decorators_refuse_what_is_no_function(kind):
     """Where the function is declared, not where it is first called."""
     idem = kind("memory://", caller="c")
-    for misuse in (idem.once(key="customer"), idem.resumable()):
+    for misuse in (idem.once(window=FOREVER, key="customer"), idem.resumable()):
         with pytest.raises(InvalidInput, match=r"pass the function.*got a value of type 'int'"):
             misuse(5)
 
@@ -86,7 +87,7 @@ def test_answer_of_the_result_is_refused_and_its_coroutine_closed():
 
     async def scenario():
         async with AsyncIdempotency("memory://", caller="c") as idem:
-            pay = idem.once(key="customer")(charge_later)
+            pay = idem.once(window=FOREVER, key="customer")(charge_later)
             made = pay("c1", 500)
             with pytest.raises(InvalidInput, match="not its result; got a value of type 'corou"):
                 await idem.answer_of(made)

@@ -18,6 +18,7 @@ from retrysafe.core.codec import BYTES, WITHHELD
 from retrysafe.core.events import UNNAMED
 from retrysafe.core.keys import Key
 from retrysafe.core.model import Condition, Payload, Record, State, Step, StoredKey, StoredOutcome
+from retrysafe.core.policy import FOREVER
 from retrysafe.core.recovery import back_off_ms
 from retrysafe.core.values import NotReadable
 from retrysafe.runtime.duties import WorkerPolicy
@@ -26,6 +27,8 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _DIGEST: Final = re.compile(r"^(bearer:[0-9a-f]{8})[0-9a-f]{32}$")
 # What workers rest by unless they are told otherwise; a record does not say by whom it is resumed.
 _BACK_OFF_MS: Final = WorkerPolicy().back_off // timedelta(milliseconds=1)
+# Nobody states a window of half of FOREVER.
+_FOREVER_MS: Final = FOREVER // timedelta(milliseconds=2)
 _UNITS: Final = ((86_400_000, "d"), (3_600_000, "h"), (60_000, "min"), (1_000, "s"))
 
 
@@ -76,7 +79,7 @@ def time_left_text(stored: StoredKey) -> str:
         return f"lease {duration_text(record.lease_ends_at_ms - stored.now_ms)}"
     if stored.condition is Condition.ABANDONED:
         return f"lease ended {duration_text(stored.now_ms - record.lease_ends_at_ms)} ago"
-    if record.expires_at_ms is None:
+    if record.expires_at_ms is None or record.expires_at_ms - stored.now_ms > _FOREVER_MS:
         return "never expires"
     if stored.condition is Condition.OUTLIVED:
         return f"expired {duration_text(stored.now_ms - record.expires_at_ms)} ago"

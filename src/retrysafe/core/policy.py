@@ -23,6 +23,9 @@ LEASE_MAXIMUM: Final = timedelta(days=1)
 WAIT_LIMIT_MAXIMUM: Final = timedelta(days=1)
 # A hundred years: what lies beyond cannot be shown as a date any more.
 WINDOW_MAXIMUM: Final = timedelta(days=36_500)
+# The window of a key that is never used for anything else, such as the payment of invoice 42. It is
+# longer than any retry, and a plain window: stores, sweeps and views need not know of it.
+FOREVER: Final = WINDOW_MAXIMUM
 # An outcome larger than this belongs in object storage, with a reference as the outcome.
 OUTCOME_LIMIT_MAXIMUM_BYTES: Final = 64 * 1024 * 1024
 
@@ -42,7 +45,8 @@ class Policy:
     lease: timedelta = timedelta(seconds=30)
     # How long a settled key is recognised; it should cover the longest retry of any client.
     active_window: timedelta = timedelta(hours=24)
-    # How long stored outcomes are kept for audit; never shorter than the active window.
+    # How long stored outcomes are kept for audit; never shorter than the active window, unless that
+    # is FOREVER: then the key stays, and says that it is done, after its outcome is gone.
     audit_window: timedelta = timedelta(days=30)
     # How many attempts may crash or fail before the operation is given up.
     attempt_limit: int = 10
@@ -98,6 +102,21 @@ class Policy:
             )
         return replace(self, **changes)
 
+    def with_window(self, window: object, *, of: str) -> Policy:
+        """The same policy for keys that are recognised for that long; raises `PolicyInvalid`."""
+        if not isinstance(window, timedelta):
+            raise PolicyInvalid(
+                f"the window of {of} must be a timedelta, such as timedelta(minutes=5), or "
+                f"FOREVER, got {window!r}"
+            )
+        if window < self.lease:
+            raise PolicyInvalid(
+                f"the window of {of} ({window}) must not be shorter than the lease "
+                f"({self.lease}): choose a longer window, or a policy with a shorter lease"
+            )
+        kept = self.audit_window if window == FOREVER else max(window, self.audit_window)
+        return self.with_changes(active_window=window, audit_window=kept)
+
     def judge(self, error: Exception) -> Ending:
         """How an attempt that raised this exception ended."""
         if isinstance(error, AwaitForgotten | CommitHookFailed) and error.is_final:
@@ -130,7 +149,7 @@ class Policy:
                 f"active_window ({self.active_window}) must not be shorter than the lease "
                 f"({self.lease}): a retry after a crash would not find its record"
             )
-        if self.audit_window < self.active_window:
+        if self.audit_window < self.active_window != FOREVER:
             raise PolicyInvalid(
                 f"audit_window ({self.audit_window}) must not be shorter than active_window "
                 f"({self.active_window}): an outcome must be there as long as it is replayed"

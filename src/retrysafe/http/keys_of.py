@@ -42,15 +42,25 @@ class FromFields:
     `FromFields("/customer", "/order_id")` takes values from the body by JSON Pointer, or fields of
     a form by `/name`; `"{id}"` takes a parameter of the rule's path. The key is
     `natural_key(operation, *values)` with the rule's operation name, the values in the order given
-    and numbers as int or Decimal. Raises `PolicyInvalid` for fields that cannot be any of these.
+    and numbers as int or Decimal. `window` is how long the key is remembered after the run: a
+    timedelta, or FOREVER. Raises `PolicyInvalid` for fields that cannot be any of these, and
+    without a window.
     """
 
     fields: tuple[str, ...]
+    window: timedelta
     _tokens: tuple[tuple[str, ...] | str, ...] = field(repr=False, compare=False)
 
-    def __init__(self, *fields: str) -> None:
+    def __init__(self, *fields: str, window: timedelta | None = None) -> None:
         if not fields:
             raise PolicyInvalid("FromFields needs at least one field that tells requests apart")
+        if window is None:
+            raise PolicyInvalid(
+                "FromFields needs to know how long the key is remembered: write window=FOREVER "
+                "for what happens once and never again, such as the payment of an invoice, or "
+                "window=timedelta(days=30) for what may come again after that"
+            )
+        object.__setattr__(self, "window", window)
         object.__setattr__(self, "fields", fields)
         object.__setattr__(self, "_tokens", tuple(map(_tokens_of, fields)))
 
@@ -58,8 +68,8 @@ class FromFields:
         return f"these fields: {', '.join(self.fields)}"
 
     def checked(self, policy: Policy, secret: bytes | None) -> Policy:
-        """The policy for keys of this kind: the same."""
-        return policy
+        """The policy with this window; raises `PolicyInvalid`."""
+        return policy.with_window(self.window, of="FromFields")
 
     def key(
         self, request: Request, *, operation: str, rule: FingerprintRule, secret: bytes | None
@@ -95,14 +105,7 @@ class FromBody:
     def checked(self, policy: Policy, secret: bytes | None) -> Policy:
         """The policy with this window; raises `PolicyInvalid` or `SecretMissing`."""
         checked_secret(secret)
-        if not isinstance(self.window, timedelta) or self.window < policy.lease:
-            raise PolicyInvalid(
-                f"the window of FromBody ({self.window}) must not be shorter than the lease "
-                f"({policy.lease}): choose a longer window, or a policy with a shorter lease"
-            )
-        return policy.with_changes(
-            active_window=self.window, audit_window=max(self.window, policy.audit_window)
-        )
+        return policy.with_window(self.window, of="FromBody")
 
     def key(
         self, request: Request, *, operation: str, rule: FingerprintRule, secret: bytes | None

@@ -13,7 +13,7 @@ from html import escape
 from typing import Any, Final
 
 from retrysafe.core.keys import KEY_LIMIT_CHARACTERS
-from retrysafe.core.policy import InFlight
+from retrysafe.core.policy import FOREVER, InFlight
 from retrysafe.http.durations import spoken
 from retrysafe.http.keys_of import FromHeader
 from retrysafe.http.problems import KINDS
@@ -106,10 +106,15 @@ def _route(route: Route) -> dict[str, Any]:
         )
     elif fingerprint.exclude:
         counted += " without these fields: " + ", ".join(fingerprint.exclude)
+    is_forever = policy.active_window == FOREVER
     return shown | {
         "key_source": str(route.source),
         "bare_keys": not rule.strict,
-        "retention_seconds": policy.active_window.total_seconds(),
+        # None: for ever.
+        "retention_seconds": None if is_forever else policy.active_window.total_seconds(),
+        "response_retention_seconds": min(
+            policy.active_window, policy.audit_window
+        ).total_seconds(),
         "in_flight": (ACCEPT if route.accepts_duplicates else policy.in_flight).value,
         "wait_limit_seconds": policy.wait_seconds,
         "responds_async": responds_async(rule),
@@ -123,6 +128,10 @@ def _route(route: Route) -> dict[str, Any]:
         "is_atomic": rule.transaction is not None,
         "lease_seconds": None if rule.transaction else policy.lease.total_seconds(),
     }
+
+
+def _duration(seconds: float | None) -> timedelta:
+    return FOREVER if seconds is None else timedelta(seconds=seconds)
 
 
 def _ranges(statuses: Iterable[int]) -> list[str]:
@@ -214,7 +223,8 @@ def _html_route(route: dict[str, Any]) -> str:
     lines = {
         "Key": f"{route['key']}, in {_HEADER}",
         "Keys without quotes": "accepted" if route["bare_keys"] else "refused",
-        "Remembered for": spoken(timedelta(seconds=route["retention_seconds"])),
+        "Remembered for": spoken(_duration(route["retention_seconds"])),
+        "Responses are kept for": spoken(_duration(route["response_retention_seconds"])),
         "While the first request runs": in_flight,
         "The same request means the same": route["same_request"],
         "Kept": kept,

@@ -92,9 +92,9 @@ OUTCOME_UNAVAILABLE: Final = ProblemKind(
     "idempotency_outcome_unavailable",
     409,
     "The operation is done and its response was not kept",
-    "The first request with this key was carried out and answered, but its response was too large "
-    "or a stream and cannot be sent again. It will not be run again; read the result from the "
-    "resource that it made.",
+    "The first request with this key was carried out and answered, but its response was too "
+    "large, was a stream, or is no longer kept, and cannot be sent again. It will not be run "
+    "again; read the result from the resource that it made.",
 )
 CLAIM_LOST: Final = ProblemKind(
     "claim-lost",

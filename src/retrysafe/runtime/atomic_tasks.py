@@ -6,7 +6,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
-from datetime import datetime
+from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -201,6 +201,7 @@ class AtomicTasks(Face, ABC):
         *,
         key: KeySource,
         connection: str,
+        window: timedelta | None = None,
         caller: CallerSource | None = None,
         name: str | None = None,
         policy: Policy | None = None,
@@ -219,6 +220,7 @@ class AtomicTasks(Face, ABC):
             decoration = self._once(
                 function,
                 key=key,
+                window=window,
                 caller=caller,
                 name=name,
                 policy=policy,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from datetime import datetime
+from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -245,6 +245,7 @@ class AtomicThreads(Face):
         *,
         key: KeySource,
         connection: str,
+        window: timedelta | None = None,
         caller: CallerSource | None = None,
         name: str | None = None,
         policy: Policy | None = None,
@@ -263,6 +264,7 @@ class AtomicThreads(Face):
             decoration = self._once(
                 function,
                 key=key,
+                window=window,
                 caller=caller,
                 name=name,
                 policy=policy,

@@ -211,6 +211,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         self,
         *misplaced: Never,
         key: KeySource,
+        window: timedelta | None = None,
         caller: CallerSource | None = None,
         name: str | None = None,
         policy: Policy | None = None,
@@ -222,8 +223,10 @@ class BlockingIdempotency(AtomicThreads, Face):
         """Decorates a function or method so that each key runs it once.
 
         `key` names the parameters that identify the operation, or is a function of the arguments,
-        or a `BodyKey`. `ignore` names parameters that are not part of the request. `resumable`
-        stores the arguments with the claim, so that a worker can finish what a crash interrupted.
+        or a `BodyKey`. `window` is how long the key is remembered after the run: FOREVER, or a
+        timedelta; a `BodyKey` has its own. `ignore` names parameters that are not part of the
+        request. `resumable` stores the arguments with the claim, so that a worker can finish what
+        a crash interrupted.
         """
         require_no_positional(misplaced)
 
@@ -232,6 +235,7 @@ class BlockingIdempotency(AtomicThreads, Face):
             decoration = self._once(
                 function,
                 key=key,
+                window=window,
                 caller=caller,
                 name=name,
                 policy=policy,

@@ -242,6 +242,8 @@ class Once:
     rule: FingerprintRule | None
     codec: ValueCodec
     ignore: frozenset[str]
+    # How long the key is remembered; None for a `BodyKey`, which has a window of its own.
+    window: timedelta | None
     # Turns the arguments of a resumable operation into what is stored of them.
     keep: Callable[[tuple[Any, ...], Mapping[str, Any], int], Payload] | None = None
     signature: inspect.Signature = field(init=False)
@@ -262,21 +264,17 @@ class Once:
                 )
         if isinstance(self.key_source, BodyKey):
             checked_secret(self.settings.secret)
-            window = self.key_source.window
-            if not isinstance(window, timedelta):
-                raise PolicyInvalid(
-                    "the window of a BodyKey must be a timedelta, such as timedelta(minutes=5), "
-                    f"got {window!r}"
-                )
-            if window < self.policy.lease:
-                raise PolicyInvalid(
-                    f"the window of a BodyKey ({window}) must not be shorter than the lease "
-                    f"({self.policy.lease}): choose a longer window, or a policy with a shorter "
-                    "lease"
-                )
-            self.policy = self.policy.with_changes(
-                active_window=window, audit_window=max(window, self.policy.audit_window)
+            if self.window is not None:
+                raise PolicyInvalid("a BodyKey has its own window: BodyKey(window=…)")
+            self.policy = self.policy.with_window(self.key_source.window, of="a BodyKey")
+        elif self.window is None:
+            raise PolicyInvalid(
+                "once() needs to know how long the key is remembered: write window=FOREVER for "
+                "what happens once and never again, such as the payment of an invoice, or "
+                "window=timedelta(days=30) for what may come again after that"
             )
+        else:
+            self.policy = self.policy.with_window(self.window, of="once()")
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The value of one parameter in a call."""

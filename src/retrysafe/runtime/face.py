@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from types import FunctionType
 from typing import Any, Final
 
@@ -345,6 +345,7 @@ class Face:
         function: Callable[..., Any],
         *,
         key: KeySource,
+        window: timedelta | None,
         caller: CallerSource | None,
         name: str | None,
         policy: Policy | None,
@@ -367,6 +368,7 @@ class Face:
             None if rule is None else checked_rule(rule),
             codec_for(function, returns),
             frozenset(ignore),
+            window,
         )
         if resume is not None:
             once.keep = self._register(function, once.name, once.policy, returns, resume).payload

@@ -147,6 +147,24 @@ class RetentionCases(SuiteBase):
         assert probe.last() is None
         assert probe.last(other) is not None
 
+    @pytest.mark.parametrize("kind", [SettleKind.COMPLETE, SettleKind.FAIL], ids=kind_name)
+    def test_a_key_may_outlast_its_outcome(self, probe: Probe, kind: SettleKind) -> None:
+        """It stays done when its audit is over, and takes no other key's outcome for its own."""
+        token = probe.hold()
+        probe.end(kind, token, active_ms=1_000 * AUDIT_MS)
+        # Past the day as well, which a store may drop as a whole.
+        probe.advance(AUDIT_MS + 2 * 24 * 3_600_000)
+        while probe.sweep().has_more:
+            pass
+        other = key_of("other")
+        probe.end(SettleKind.COMPLETE, probe.hold(other), other)
+        answer = probe.claim()
+        assert (answer.decision, answer.state) == (Decision.REPLAY, State(kind))
+        assert answer.payload is None
+        found = probe.read()
+        assert (found.record.token, found.outcomes) == (token, [])
+        assert probe.claim(other).payload == RESULT
+
     def test_a_swept_key_keeps_its_audit(self, probe: Probe) -> None:
         """The outcome outlives the key's row, and is there when the key comes back."""
         token = probe.hold()
