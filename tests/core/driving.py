@@ -269,6 +269,8 @@ class World:
         self.store = MemoryStore(now_ms=self.clock.now_ms)
         self.heard: list[Event] = []
         self.orphans: list[Coroutine[Any, Any, None]] = []
+        # For each of them, what is called when nobody runs it to its end.
+        self.abandon: list[Callable[[str], None]] = []
         self.ran: list[int] = []
         self._tokens = 0
         self._cache = cache
@@ -286,8 +288,9 @@ class World:
         self._tokens += 1
         return self._tokens.to_bytes(16)
 
-    def adopt(self, flow: Coroutine[Any, Any, None]) -> None:
+    def adopt(self, flow: Coroutine[Any, Any, None], abandon: Callable[[str], None]) -> None:
         self.orphans.append(flow)
+        self.abandon.append(abandon)
 
     @property
     def kinds(self) -> list[str]:

@@ -266,6 +266,17 @@ def test_an_orphan_that_lost_its_claim_is_reported_and_raises_nothing(world, pro
     assert world.kinds[-1] == "claim lost"
 
 
+def test_an_orphan_that_nobody_can_run_is_told(world, process):
+    """The loop or the process is about to end: the key and the operation are named."""
+    process.writer.settle_faults.append(Fault(KeyboardInterrupt()))
+    process.start(call())
+    world.abandon[0]("the loop has ended")
+    told = world.heard[-1]
+    assert (told.kind, told.key, told.attempt) == (EventKind.SETTLE_FAILED, KEY, 1)
+    assert (told.operation, told.detail) == (call().operation, "the loop has ended")
+    world.orphans[0].close()
+
+
 def test_a_failure_is_not_lost_with_its_caller_either(world, process):
     process.writer.settle_faults.append(Fault(KeyboardInterrupt()))
     flow = process.start(call(policy=TERMINAL), process.raising(Declined("x")))

@@ -864,6 +864,18 @@ def test_a_cancelled_caller_does_not_lose_a_finished_step(world, effects):
     assert effects.ran == ["charge"]
 
 
+def test_a_step_that_nobody_can_write_any_more_is_told(world, effects):
+    """The loop or the process is about to end: the step runs again, and somebody should know."""
+    world.first.steps.write_faults.append(Fault(pauses=True))
+    flow = world.first.start(call(), world.first.operating(in_order(effects, "charge")))
+    flow.throw(Stop())
+    world.abandon.pop()("the loop has ended")
+    told = world.heard[-1]
+    assert told.kind is EventKind.SETTLE_FAILED
+    assert told.detail == "the result of step 'charge': the loop has ended"
+    world.orphans.pop().close()
+
+
 def test_an_orphan_gives_up_quietly(world, effects):
     """There is nobody to tell; the step runs again, as after a crash."""
     world.first.steps.write_faults.extend([Fault(pauses=True), Fault(StoreMissing("gone"))])

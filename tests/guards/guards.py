@@ -310,7 +310,7 @@ GUARDS: tuple[Guard, ...] = (
                 Runner.run,
                 "stands = await self._writer.settle(settlement)",
                 "self._settler._orphanage.adopt("
-                "self._settler._settle_orphan(call, lease, settlement, number)); "
+                "self._settler._settle_orphan(call, lease, settlement, number), str); "
                 "stands = type('Stands', (), {'decision': Decision.APPLY})()",
             ),
         ),
@@ -336,8 +336,8 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Settler.hand_over,
-                "self._orphanage.adopt(self._settle_orphan(call, lease, settlement, attempt))",
-                "pass",
+                "self._orphanage.adopt(orphan, self.abandoning(call, attempt))",
+                "orphan.close()",
             ),
         ),
         properties.test_an_outcome_survives_its_cancelled_caller,

@@ -140,7 +140,7 @@ STEP_GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Concluder.conclude,
-                "self._orphanage.adopt(orphan)",
+                "self._orphanage.adopt(orphan, told)",
                 "orphan.close()",
             ),
         ),

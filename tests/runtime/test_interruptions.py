@@ -301,3 +301,18 @@ def test_two_closers_both_hear_of_the_end():
     for closer in closers:
         closer.join(LIMIT_SECONDS)
     assert closed == [True, True]
+
+
+def test_an_outcome_that_a_second_interrupt_cuts_off_is_told(caplog):
+    """The first interrupt leaves its last write to the same thread; the second ends that too."""
+
+    class Interrupted(MemoryStore):
+        async def commit(self, claims, settlements):
+            if settlements:
+                raise KeyboardInterrupt
+            return await super().commit(claims, settlements)
+
+    with Idempotency(Interrupted(), caller="tester") as idem, pytest.raises(KeyboardInterrupt):
+        idem.run("k", dict, name="charge")
+    (told,) = (line.getMessage() for line in caplog.records if line.levelname == "ERROR")
+    assert told.startswith("settle failed: key 'k', operation charge, attempt 1: KeyboardInterrupt")

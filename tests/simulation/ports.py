@@ -6,7 +6,7 @@ it arrives late, when nobody waits for the answer any more; or the store is not 
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
@@ -266,11 +266,12 @@ class SimulatedOrphanage:
         self._world = world
         self._process = process
 
-    def adopt(self, flow: Coroutine[Any, Any, None]) -> None:
+    def adopt(self, flow: Coroutine[Any, Any, None], abandon: Callable[[str], None]) -> None:
         """Runs the flow as a task of its own."""
         scheduler = self._world.scheduler
         if self._process.is_dead or scheduler.is_over:
             flow.close()
+            abandon("the process is gone")
             return
         self._world.saw("outcome adopted from a cancelled caller")
         scheduler.spawn(flow, self._process, f"{self._process.name} orphan")

@@ -7,7 +7,7 @@ implementation suspends as usual. The engine cannot tell them apart.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -294,8 +294,12 @@ class Renewals(Protocol):
 class Orphanage(Protocol):
     """Finishes what a cancelled caller left behind."""
 
-    def adopt(self, flow: Coroutine[Any, Any, None]) -> None:
-        """Runs the flow to its end without the caller, or closes it when that cannot be done."""
+    def adopt(self, flow: Coroutine[Any, Any, None], abandon: Callable[[str], None]) -> None:
+        """Runs the flow to its end without the caller.
+
+        When that cannot be done the flow is closed, and `abandon` is called with the reason: what
+        is lost by then must be told.
+        """
 
 
 class Crew(Protocol):

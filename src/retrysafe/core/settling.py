@@ -7,6 +7,8 @@ operation has run by now, so nothing here may free the key or forget the outcome
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from retrysafe.core import codec
@@ -189,7 +191,12 @@ class Settler:
         The operation is done: its outcome must not be lost with the caller. Writing it twice is
         harmless, the token confirms the second.
         """
-        self._orphanage.adopt(self._settle_orphan(call, lease, settlement, attempt))
+        orphan = self._settle_orphan(call, lease, settlement, attempt)
+        self._orphanage.adopt(orphan, self.abandoning(call, attempt))
+
+    def abandoning(self, call: Call, attempt: int) -> Callable[[str], None]:
+        """What tells of an ending that nobody can write any more."""
+        return partial(self._report, EventKind.SETTLE_FAILED, call.key, call.operation, attempt)
 
     def settled(
         self, call: Call, settlement: Settlement, answer: SettleAnswer, ending: Ending, attempt: int

@@ -6,6 +6,7 @@ run by now, so nothing here may forget that quietly.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final, Protocol
 
 from retrysafe.core import codec
@@ -107,7 +108,7 @@ class StepWriter:
         except BaseException:
             # The caller is being cancelled, and the step has run: its result must not be lost
             # with the caller. Writing it twice is harmless, the first result stands.
-            self._orphanage.adopt(self._record_orphan(write))
+            self._orphanage.adopt(self._record_orphan(write), partial(self._abandon, step.name))
             raise
         del self._unrecorded[step.name]
         # Also when the store has said so before. A copy of the claim that was late may have brought
@@ -146,6 +147,9 @@ class StepWriter:
             await self._insist(write, None)
         except StepNotStored:
             return  # The step runs again, as after a crash at this point.
+
+    def _abandon(self, name: str, reason: str) -> None:
+        self.tell(EventKind.SETTLE_FAILED, f"the result of step {name!r}: {reason}")
 
     async def record_the_rest(self) -> None:
         """Insists once more on what could not be written, before the key is freed for a retry.

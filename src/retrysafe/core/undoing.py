@@ -88,7 +88,8 @@ class Concluder:
             # The caller is being cancelled, and the operation is done: its outcome must not be
             # lost with the caller.
             orphan = self._conclude_orphan(run, lease, ending, payload, error, entries)
-            self._orphanage.adopt(orphan)
+            told = self._settler.abandoning(run.call, run.attempt_number)
+            self._orphanage.adopt(orphan, told)
             raise
 
     async def _conclude_orphan(

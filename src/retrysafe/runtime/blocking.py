@@ -63,9 +63,14 @@ T = TypeVar("T")
 class _InterruptedThread:
     """Finishes the last write of a thread that is being interrupted, in that same thread."""
 
-    def adopt(self, flow: Coroutine[Any, Any, None]) -> None:
+    def adopt(self, flow: Coroutine[Any, Any, None], abandon: Callable[[str], None]) -> None:
         """Runs the flow now; a second interrupt ends it."""
-        run_sync(flow)
+        try:
+            run_sync(flow)
+        except BaseException as error:
+            flow.close()
+            abandon(f"{error!r} came while it was being stored")
+            raise
 
 
 class BlockingIdempotency(AtomicThreads, Face):

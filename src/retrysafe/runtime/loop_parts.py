@@ -7,11 +7,14 @@ says; nothing here asks which loop is running.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
-from collections.abc import Callable, Coroutine
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from threading import get_ident
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.engine import Engine
@@ -37,6 +40,18 @@ from retrysafe.runtime.threaded import ThreadedStore
 from retrysafe.runtime.waiting import TaskWaiting
 
 T = TypeVar("T")
+
+# How long a loop that is ending waits for the last writes. As long as `close` does by default: a
+# store that is away for longer has failed them by then.
+LAST_WRITES_SECONDS: Final = 30.0
+# Those whose last writes may be told as lost when the process ends.
+_alive: Final[weakref.WeakSet[LoopParts]] = weakref.WeakSet()
+
+
+@atexit.register
+def _tell_what_is_lost() -> None:
+    for parts in list(_alive):
+        parts.abandon("the process ended before the store had answered")
 
 
 def _as_it_is(flow: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
@@ -98,10 +113,15 @@ class LoopParts:
         if store.capabilities.waits is not Waits.NEVER:
             self.group_commit = TaskGroupCommit(store, loop)
         self.gate = TaskGate()
-        self.orphans = TaskOrphanage()
+        self.orphans = TaskOrphanage(loop)
         self._join = join
         self._run_times = run_times
         self.engine = self._new_engine(report, cache, secret)
+        self._end_of_loop = self._write_before_the_loop_ends()
+        # Its first step tells the loop of it, which has it closed at its end.
+        with suppress(StopIteration):
+            self._end_of_loop.__anext__().send(None)
+        _alive.add(self)
 
     def _new_engine(
         self, report: Reporter, cache: ReplayCache | None, secret: bytes | None
@@ -162,9 +182,34 @@ class LoopParts:
 
     def leave(self) -> None:
         """Ends what is left of the parts of a loop that has ended."""
+        self.abandon("the event loop was closed before the store had answered")
+        self.forget()
         self.heartbeat.end()
         if self.threaded is not None:
             self.threaded.end_workers()
+
+    async def _write_before_the_loop_ends(self) -> AsyncGenerator[None, None]:
+        """Finishes what is queued when the loop ends and nobody has called `close`.
+
+        `asyncio.run` and its like cancel all tasks, then close what async generators are left, and
+        only then the loop. This one is there for nothing but that moment: the outcomes of
+        operations that have run must not be lost with their callers.
+        """
+        try:
+            yield
+        finally:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WRITES_SECONDS):
+                    await self.settle()
+            self.abandon("the event loop ended before the store had answered")
+
+    def abandon(self, reason: str) -> None:
+        """Tells of every ending that is not stored, and that nobody is going to store any more."""
+        self.orphans.abandon_all(reason)
+
+    def forget(self) -> None:
+        """In a forked child: all of it is the parent's to write and to tell."""
+        _alive.discard(self)
 
     async def settle(self) -> None:
         """Waits until everything that was submitted is answered; cancelling stops none of it."""

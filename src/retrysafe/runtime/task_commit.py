@@ -23,6 +23,7 @@ from retrysafe.core.model import (
 from retrysafe.core.ports import ClaimResult, SettleResult, Store
 from retrysafe.errors import StoreError
 from retrysafe.runtime.group_commit import FEW_ROWS, HELD_UP_SECONDS, as_store_error
+from retrysafe.runtime.orphanage import hidden_task
 
 # Replays are not parted into smaller batches than this: what a batch costs by itself would show.
 REPLAYS_SHARE: Final = 32
@@ -165,11 +166,11 @@ class TaskGroupCommit:
         )
 
     def _launch(self) -> None:
-        # It leaves in the next turn of the loop: what other ready tasks add comes along. Not by the
-        # loop's factory, which may begin a task at once: where the store answers at once as well,
-        # each batch would begin within the one before it.
+        # It leaves in the next turn of the loop: what other ready tasks add comes along. It must
+        # not begin at once: where the store answers at once as well, each batch would begin within
+        # the one before it.
         flight = _Flight()
-        task = asyncio.Task(self._fly(flight), loop=self._loop)
+        task = hidden_task(self._fly(flight), self._loop)
         self._flights_count += 1
         self._is_boarding = True
         self._flights[task] = flight

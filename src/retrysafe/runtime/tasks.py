@@ -86,6 +86,7 @@ class AsyncFace(AtomicTasks, Face):
         """Starts afresh in the child's own loop."""
         if self._parts is not None:
             # The worker threads are the parent's; joining them here would wait for ever.
+            self._parts.forget()
             forks.park(self._parts)
             self._parts = None
 
