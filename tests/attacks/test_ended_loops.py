@@ -48,6 +48,7 @@ class HeldStore:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self._opened: list[AsyncIdempotency] = []
         if url.startswith("sqlite"):
             path = url.removeprefix("sqlite:///")
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -57,6 +58,11 @@ class HeldStore:
             self._connection = psycopg.connect(plain)
             self._statement = f"LOCK TABLE {self._schema}.keys IN ACCESS EXCLUSIVE MODE"
 
+    def opened(self) -> AsyncIdempotency:
+        """One that nobody closes, but whose threads end with the test."""
+        self._opened.append(AsyncIdempotency(self.url, caller="shop"))
+        return self._opened[-1]
+
     def hold(self) -> None:
         self._connection.execute(self._statement)
 
@@ -64,6 +70,10 @@ class HeldStore:
         self._connection.rollback()
 
     def close(self) -> None:
+        while self._opened:
+            parts = self._opened.pop()._parts
+            if parts is not None:
+                parts.heartbeat.stop(10)
         if not self.url.startswith("sqlite"):
             # What a closed loop was in the middle of stays open, with its locks.
             self._connection.execute(
@@ -94,7 +104,7 @@ class Charges:
     """Many charges that have run, and whose outcomes wait for the store."""
 
     def __init__(self, held: HeldStore, count: int = COUNT) -> None:
-        self.idem = AsyncIdempotency(held.url, caller="shop")
+        self.idem = held.opened()
         self.ran: list[int] = []
         self._held = held
         self._count = count
@@ -202,8 +212,8 @@ def test_what_is_on_its_way_for_cancelled_callers_is_not_taken_back(held):
 
 def test_the_result_of_a_step_is_stored_when_the_loop_ends(held):
     """A step that has run is not run again because its loop ended."""
-    idem = AsyncIdempotency(held.url, caller="shop")
     charges = Charges(held)
+    idem = charges.idem
     calls = []
 
     async def reserve() -> str:
