@@ -21,6 +21,8 @@ from retrysafe.errors import InvalidInput
 CONFLICT_CODES: Final = frozenset({"40001", "40P01"})
 # Classes of SQLSTATE: connection lost, rolled back, out of resources, locked, shut down.
 _OUTAGE_CLASSES: Final = frozenset({"08", "40", "53", "55", "57"})
+# The server is a standby, or was demoted: after a failover another one takes the write.
+_READ_ONLY_CODE: Final = "25006"
 # SQLite's results of the same kind: busy, locked, input or output failed, disk full, cannot open.
 _OUTAGE_RESULTS: Final = frozenset({5, 6, 10, 13, 14})
 _PRIMARY_MASK: Final = 0xFF
@@ -57,7 +59,7 @@ def is_outage(error: BaseException) -> bool:
         return result & _PRIMARY_MASK in _OUTAGE_RESULTS
     code = sqlstate_of(error)
     if code is not None:
-        return code[:2] in _OUTAGE_CLASSES
+        return code[:2] in _OUTAGE_CLASSES or code == _READ_ONLY_CODE
     return any(ancestor.__name__ in _OUTAGE_NAMES for ancestor in type(error).__mro__)
 
 

@@ -32,6 +32,7 @@ def wrapped(error):
         psycopg.errors.SerializationFailure("40001"),
         psycopg.errors.TooManyConnections("53300"),
         psycopg.errors.LockNotAvailable("55P03"),
+        psycopg.errors.ReadOnlySqlTransaction("25006"),
         asyncpg.exceptions.ConnectionDoesNotExistError("08003"),
         asyncpg.exceptions.DeadlockDetectedError("40P01"),
         asyncpg.exceptions.InterfaceError("connection is closed"),

@@ -8,6 +8,7 @@ to give up all connections to a server without, and users are told what to do wi
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import time
 
@@ -24,8 +25,11 @@ from retrysafe import (
     current_attempt,
     open_store,
 )
-from retrysafe.core.model import Decision
-from retrysafe.testing.suite.probe import request
+from retrysafe.core.model import Decision, SettleKind, Settlement
+from retrysafe.core.ports import Fate
+from retrysafe.runtime.drive import run_sync
+from retrysafe.stores.postgres import psycopg_connector
+from retrysafe.testing.suite.probe import KEY, RESULT, request
 from tests.attacks.failover_load import CALLER
 from tests.servers.replication import MovingAddress
 
@@ -223,3 +227,72 @@ def test_an_outcome_joined_on_a_standby_is_told_what_it_is(schema_url, standby):
         plain = schema_url.partition("?")[0]
         idem.run("k", lambda: operation(current_attempt(), plain), **asked)
     assert ran == [1, 2]
+
+
+def test_a_standby_is_not_asked_what_became_of_a_transaction(
+    schema_url, standby, driven, monkeypatch
+):
+    """Behind a pooler the store's own connection may lead to one by then, and it does not know yet:
+    taken for its word, an outcome that stands would be told as undone."""
+    monkeypatch.setattr(psycopg_connector, "require_writable", lambda status, location: None)
+    standby.wait_until_caught_up()
+    owner = driven(schema_url, is_async=False)
+    asked = driven(
+        schema_url.replace(f":{standby.primary.port}/", f":{standby.port}/"), is_async=False
+    )
+    owner(owner.store.commit([request(token=TOKEN)], []))
+    settlement = Settlement(SettleKind.COMPLETE, KEY, TOKEN, RESULT, 1000, 1000)
+    with (
+        psycopg.connect(standby.url(), autocommit=True) as behind,
+        psycopg.connect(standby.primary.url()) as connection,
+    ):
+        behind.execute("SELECT pg_wal_replay_pause()")
+        try:
+            joined = asked.store.join(connection)
+            assert run_sync(joined.settle(settlement)) is Decision.APPLY
+            connection.commit()
+            with pytest.raises(StoreNotWritable):
+                run_sync(joined.fate(settlement))
+        finally:
+            behind.execute("SELECT pg_wal_replay_resume()")
+        standby.wait_until_caught_up()
+        assert run_sync(joined.fate(settlement)) is Fate.STANDS
+
+
+@DRIVERS
+def test_doctor_tells_a_standby_and_a_failover_that_would_forget(
+    schema_url, standby, driven, is_async
+):
+    """Before anybody fails over: what the URL leads to, and whether a standby knows all claims."""
+    for options in ("?prepared=on", "?prepared=off"):
+        (found,) = diagnosed(driven, f"{standby.url()}{options}", is_async=is_async)
+        assert found.is_problem
+        assert "takes no writes" in found.text
+        assert "let the URL lead to the primary" in found.text
+    assert told_of_replication(diagnosed(driven, schema_url, is_async=is_async)) == [
+        "synchronous_standby_names is empty"
+    ]
+    local = f"{schema_url}&options=-c%20synchronous_commit%3Dlocal"
+    with psycopg.connect(standby.primary.url(), autocommit=True) as connection:
+        connection.execute(f"ALTER SYSTEM SET synchronous_standby_names = '{standby.name}'")
+        try:
+            connection.execute("SELECT pg_reload_conf()")
+            while connection.execute("SHOW synchronous_standby_names").fetchone() == ("",):
+                time.sleep(0.01)
+            assert told_of_replication(diagnosed(driven, schema_url, is_async=is_async)) == []
+            assert told_of_replication(diagnosed(driven, local, is_async=is_async)) == [
+                "synchronous_commit is local"
+            ]
+        finally:
+            connection.execute("ALTER SYSTEM RESET synchronous_standby_names")
+            connection.execute("SELECT pg_reload_conf()")
+
+
+def diagnosed(driven, url, *, is_async):
+    found = driven(url, is_async=is_async)
+    return found(found.store.diagnose())
+
+
+def told_of_replication(findings):
+    texts = [item.text for item in findings if "A standby follows" in item.text]
+    return [re.findall(r"\(([^)]*)\)", text)[0] for text in texts]

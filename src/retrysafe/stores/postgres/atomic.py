@@ -266,11 +266,16 @@ class PostgresTransaction:
             # In this order: what has ended before the rows are counted is seen by that count.
             if await self._is_open():
                 return Fate.OPEN
-            ((count,),) = await self._connector.fetch(self._sql[counting], params)
+            ((count, is_standby),) = await self._connector.fetch(self._sql[counting], params)
         except (RowRefused, Conflict) as error:
             raise StoreUnavailable(
                 f"{self._location} does not tell what became of the transaction: {error}"
             ) from error
+        if not count and is_standby:
+            raise StoreNotWritable(
+                f"{self._location} leads to a standby, which does not know yet what became of the "
+                "transaction"
+            )
         # A committed transaction may still have rolled back the savepoint that it was written in.
         return Fate.STANDS if count else Fate.UNDONE
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from retrysafe.errors import SchemaMissing, StoreError
+from retrysafe.errors import SchemaMissing, StoreError, StoreNotWritable
 from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
 from retrysafe.stores.postgres.partitions import DAY_MS, partition_name
@@ -27,6 +27,14 @@ POOLER: Final = Finding(
     "A pooler such as PgBouncer stands in front of the server, and prepared statements are on: in "
     "transaction mode another connection does not know them. Add ?prepared=off to the URL."
 )
+
+
+def not_writable(error: StoreNotWritable) -> Finding:
+    """What a store is of no use for."""
+    return Finding(
+        f"{error}. Every claim is a write: let the URL lead to the primary, or list all servers in "
+        "it. If this one is the primary, look for default_transaction_read_only."
+    )
 
 
 def settings_findings(row: Sequence[Any]) -> list[Finding]:
@@ -110,6 +118,30 @@ def _silence_noticed_ms(settings: Mapping[str, int]) -> int:
         # It takes the place of the count: Linux gives up with the first probe after that time.
         return max(user_timeout_ms, (idle + interval) * 1000) if idle else 0
     return (idle + interval * settings["tcp_keepalives_count"]) * 1000
+
+
+def replication_findings(row: Sequence[Any]) -> list[Finding]:
+    """Whether a standby that takes over would know all claims; only worth knowing.
+
+    A server may be followed for reports alone, which nobody fails over to.
+    """
+    followers, synchronous_names, synchronous_commit = row
+    if not followers or synchronous_commit == "off":
+        return []  # Nobody takes over; or an outcome can be lost without that, as told elsewhere.
+    if not synchronous_names:
+        lack = "no commit waits for it (synchronous_standby_names is empty)"
+    elif synchronous_commit == "local":
+        lack = "commits of this user do not wait for it (synchronous_commit is local)"
+    else:
+        return []
+    return [
+        Finding(
+            f"A standby follows this server, and {lack}: a failover to it forgets the last claims "
+            "and outcomes, and their operations can run again. Set synchronous_standby_names, and "
+            "synchronous_commit to on, if you fail over to it.",
+            is_problem=False,
+        )
+    ]
 
 
 def table_findings(rows: Sequence[Sequence[Any]]) -> list[Finding]:

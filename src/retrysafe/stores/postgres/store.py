@@ -307,6 +307,12 @@ class PostgresStore:
 
     async def diagnose(self) -> list[Finding]:
         """What is wrong with the server's settings, and what is worth knowing."""
+        try:
+            return await self._diagnosed()
+        except StoreNotWritable as error:
+            return [diagnosis.not_writable(error)]  # No question would be answered.
+
+    async def _diagnosed(self) -> list[Finding]:
         pooler = await self._pooler_findings()
         if pooler:
             return pooler  # Every other statement may fail for that very reason.
@@ -315,6 +321,8 @@ class PostgresStore:
         found = diagnosis.settings_findings(settings[0])
         limits = await self._connector.fetch(self._statement("read_dead_host_settings"))
         found += diagnosis.dead_host_findings({row[0]: row[1] for row in limits})
+        replication = await self._connector.fetch(self._statement("read_replication"))
+        found += diagnosis.replication_findings(replication[0])
         try:
             pending: list[Migration] | StoreError = await self.pending_migrations()
         except StoreError as error:

@@ -118,10 +118,11 @@ SELECT pg_xact_status($1::text::xid8);
 
 -- name: count_outcomes
 -- Runs on the store's own connection: whether the outcome of this token is committed. The audit is
--- asked and not the record, because somebody may have taken over since.
-SELECT count(*) FROM {schema}.outcomes
+-- asked and not the record, because somebody may have taken over since. A standby that a pooler leads
+-- to may not know of it yet.
+SELECT count(*), pg_is_in_recovery() FROM {schema}.outcomes
 WHERE digest = $1::bytea AND token = $2::bytea AND state = $3::smallint;
 
 -- name: count_steps
--- Runs on the store's own connection: whether a step is committed.
-SELECT count(*) FROM {schema}.steps WHERE digest = $1::bytea AND name = $2::text;
+-- Runs on the store's own connection: whether a step is committed, and whether a standby says so.
+SELECT count(*), pg_is_in_recovery() FROM {schema}.steps WHERE digest = $1::bytea AND name = $2::text;

@@ -520,6 +520,14 @@ WHERE name IN (
     'tcp_keepalives_count', 'tcp_user_timeout', 'client_connection_check_interval'
 );
 
+-- name: read_replication
+-- How many servers follow this one, and whether a commit waits for any of them. Who may not see what
+-- a follower does is shown that it is there; backups are followers for as long as they take.
+SELECT
+    (SELECT count(*) FROM pg_catalog.pg_stat_replication
+     WHERE coalesce(state, 'streaming') <> 'backup'),
+    current_setting('synchronous_standby_names'), current_setting('synchronous_commit');
+
 -- name: read_table_options
 -- Which of the schema's tables would be emptied by a crash, or are never vacuumed.
 SELECT
