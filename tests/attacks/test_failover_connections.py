@@ -64,11 +64,10 @@ def test_connections_that_became_read_only_are_discarded_together(
             for session in (one, two, three):
                 await session.script("SET default_transaction_read_only = on")
 
-    write = "SELECT pg_current_xact_id()::text, pg_backend_pid()"
+    look = "SELECT current_setting('transaction_read_only'), pg_backend_pid()"
     found(demote_all())
     with pytest.raises(StoreNotWritable):
         found(connector.fetch("CREATE TABLE never (id int)"))
-    pids = [found(connector.fetch(write))[0][1] for _ in range(5)]
 
     async def three_at_once():
         async with (
@@ -76,10 +75,13 @@ def test_connections_that_became_read_only_are_discarded_together(
             connector.transaction() as two,
             connector.transaction() as three,
         ):
-            return [(await item.fetch(write))[0][1] for item in (one, two, three)]
+            return [(await item.fetch(look))[0] for item in (one, two, three)]
 
-    assert len(set(pids)) == 1
-    assert pids[0] in found(three_at_once())
+    ((is_read_only, kept_pid),) = found(connector.fetch(look))
+    assert is_read_only == "off"
+    states, pids = zip(*found(three_at_once()), strict=True)
+    assert set(states) == {"off"}
+    assert kept_pid in pids
 
 
 @DRIVERS
@@ -134,7 +136,7 @@ def test_several_hosts_are_tried_until_one_takes_writes(
         started = time.monotonic()
         assert found(found.connector.fetch(ask))[0][0] == primary.port
         # A quarter of the limit was given to the silent host, and none of it the second time.
-        assert time.monotonic() - started < 1.5 < first_seconds < 8
+        assert time.monotonic() - started < 1.5 < first_seconds < 6
 
 
 @DRIVERS

@@ -152,3 +152,25 @@ def test_an_interrupted_leave_that_is_made_again_lets_in_whoever_it_owes():
         thread.join(LIMIT_SECONDS)
     assert arrived == [True, True]
     assert not slots._gates
+
+
+def test_connections_opened_since_a_demotion_are_kept():
+    """All who use connections to a demoted server hear of it, one after the other: the first gives
+    those up, also the ones in use, and none of the others gives up what came after."""
+    pool = pool_of(3, wait=0.5)
+    with pool.connection() as idle:
+        pass
+    with ExitStack() as stack:
+        used = [stack.enter_context(pool.connection()) for _ in range(2)]
+        assert idle in used
+        with pool.connection() as third:
+            pass
+        pool.discard(used[0])
+        assert third.is_closed
+        with pool.connection() as newer:
+            pass
+        pool.discard(used[1])
+        assert not newer.is_closed
+    assert [item.is_closed for item in used] == [True, True]
+    with pool.connection() as again:
+        assert again is newer
