@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from retrysafe.runtime.drive import run_sync
-from retrysafe.wiring import postgres_store
+from retrysafe.stores.postgres import PostgresStore
+from retrysafe.stores.postgres.asyncpg_connector import AsyncpgConnector
+from retrysafe.stores.postgres.psycopg_connector import PsycopgConnector
+from retrysafe.stores.postgres.urls import postgres_url
 
 # Processes, the ledger of what they did, and a store that they share.
 from tests.processes.conftest import database, ledger, migrated_url, start
@@ -63,10 +67,18 @@ def url(schema_url, primary, address):
 class Driven:
     """A store of either kind, driven from a test without a loop."""
 
-    def __init__(self, url, *, is_async):
+    def __init__(self, url, *, is_async, **options):
         self._runner = asyncio.Runner() if is_async else None
-        self.store = postgres_store(url, is_async=is_async)
-        self.connector = self.store._connector
+        parts = postgres_url(url)
+        parts = replace(parts, pool=replace(parts.pool, **options))
+        self.connector = (
+            AsyncpgConnector(parts.for_asyncpg, parts.location, parts.pool)
+            if is_async
+            else PsycopgConnector(parts.for_libpq, parts.location, parts.pool)
+        )
+        self.store = PostgresStore(
+            self.connector, location=parts.location, schema_name=parts.schema_name
+        )
 
     def __call__(self, flow):
         return run_sync(flow) if self._runner is None else self._runner.run(flow)
@@ -81,8 +93,8 @@ class Driven:
 def driven():
     made = []
 
-    def make(url, *, is_async):
-        made.append(Driven(url, is_async=is_async))
+    def make(url, *, is_async, **options):
+        made.append(Driven(url, is_async=is_async, **options))
         return made[-1]
 
     yield make

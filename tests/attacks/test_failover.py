@@ -18,6 +18,8 @@ import psycopg
 import pytest
 
 from retrysafe import AsyncIdempotency, Idempotency, Policy, StoreUnavailable
+from retrysafe.core.model import Decision, SettleKind, Settlement
+from retrysafe.testing.suite.probe import RESULT, key_of, request
 from tests.attacks.failover_load import CALLER, LIMIT_SECONDS, Load
 from tests.servers.fixtures import migrated
 from tests.servers.postgres import PostgresServer
@@ -186,3 +188,77 @@ def test_many_switches_under_load_run_nothing_twice(url, schema_url, standby, pr
     assert not load.has_replayed_wrongly
     assert set(load.runs_per_key.values()) == {1}
     assert load.lost(schema_url) == []
+
+
+@pytest.mark.parametrize(("is_async", "together"), [(False, 1), (True, 3)])
+def test_a_commit_that_gave_up_on_its_standby_is_not_taken_for_granted(
+    primary, schema_url, driven, is_async, together
+):
+    """No synchronous standby answers, so a commit waits; a cancelled statement or a restart ends
+    the wait and leaves the row on this server alone. Neither its claim nor its outcome may be
+    believed before a standby has it: a failover would forget it, and it would run again."""
+    found = driven(schema_url, is_async=is_async, commit_timeout=timedelta(seconds=0.3))
+    keys = [key_of(f"k{number}") for number in range(together)]
+    claims = [request(key, f"token {number:>10}".encode()) for number, key in enumerate(keys)]
+    endings = [
+        Settlement(SettleKind.COMPLETE, item.key, item.token, RESULT, 60_000, 60_000)
+        for item in claims
+    ]
+    with psycopg.connect(primary.url(), autocommit=True) as connection:
+        for batch in ((claims, []), ([], endings)):
+            try:
+                set_standby_names(connection, "nobody")
+                with pytest.raises(StoreUnavailable):
+                    found(found.store.commit(*batch))
+                end_waiting_commits(connection)
+                with pytest.raises(StoreUnavailable):
+                    found(found.store.commit(*batch))
+                end_waiting_commits(connection)
+            finally:
+                set_standby_names(connection, "")
+            answers = found(found.store.commit(*batch))
+            assert {item.decision for item in [*answers[0], *answers[1]]} == {Decision.CONFIRM}
+
+
+def set_standby_names(connection, names):
+    """Has commits wait for a standby, or for none; returns when the server does so."""
+    connection.execute(f"ALTER SYSTEM SET synchronous_standby_names = '{names}'")
+    connection.execute("SELECT pg_reload_conf()")
+    until = time.monotonic() + LIMIT_SECONDS
+    # The server's checkpointer makes it known to the others, at some time after the reload.
+    while does_commit_wait(connection) != bool(names):
+        assert time.monotonic() < until
+
+
+def does_commit_wait(connection):
+    """Whether a commit waits for a standby now."""
+
+    def write():
+        with (
+            contextlib.suppress(psycopg.OperationalError),
+            psycopg.connect(dsn, autocommit=True, application_name="probe") as other,
+        ):
+            other.execute("SELECT pg_logical_emit_message(true, 'probe', '')")
+
+    dsn = connection.info.dsn
+    writer = threading.Thread(target=write)
+    writer.start()
+    find = (
+        "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity"
+        " WHERE application_name = 'probe' AND wait_event = 'SyncRep'"
+    )
+    does_wait = False
+    while writer.is_alive() and not does_wait:
+        does_wait = connection.execute(find).fetchone() is not None
+        writer.join(0.01)
+    writer.join(LIMIT_SECONDS)
+    return does_wait
+
+
+def end_waiting_commits(connection):
+    """As a restart does: the transactions stand, and nobody knows whether a standby has them."""
+    sql = (
+        "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity"
+        " WHERE application_name = 'retrysafe' AND wait_event = 'SyncRep'"
+    )
+    connection.execute(sql)

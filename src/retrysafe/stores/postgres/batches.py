@@ -73,7 +73,7 @@ class Batches:
         self._reader = reader
         self._outbox = outbox
         self._sifter = sifter
-        self._unwritten = Unwritten(reader, sifter, self._end)
+        self._unwritten = Unwritten(reader, sifter, self._end, self.confirm)
         # By how much the last claims that met a row outnumber those of new keys, within the limit.
         self._balance = -BALANCE_LIMIT
 
@@ -337,6 +337,8 @@ class Batches:
                 else:
                     record, payload, now_ms = found
                     changed, answer = transitions.claim(record, request, now_ms)
+                    if answer.decision is Decision.CONFIRM:
+                        changed = record  # Written as it is, see `confirm`.
                     if changed is None:
                         answer.payload = payload if answer.decision is Decision.REPLAY else None
                         return answer
@@ -362,6 +364,8 @@ class Batches:
         for _ in range(ROUNDS_LIMIT):
             record, now_ms = await self._reader.read(request.key.digest) or NO_RECORD
             changed, answer = transitions.take_over(record, request, held, now_ms)
+            if answer.decision is Decision.CONFIRM:
+                changed = record
             if changed is None or record is None:
                 return answer
             try:
@@ -371,6 +375,15 @@ class Batches:
                 # Somebody is writing it, the owner who was given up perhaps.
                 return ClaimAnswer(Decision.LOST, Condition.RUNNING)
         raise StoreUnavailable("the record changed under us again and again", key=request.key.text)
+
+    async def confirm(self, record: Record) -> bool:
+        """Writes a record as it is, before anybody is told that it stands; False when it changed.
+
+        A commit that waits for a synchronous standby can be ended by a cancelled statement or a
+        restart. It is visible then and may be on this server alone: after a failover nobody knows
+        of the claim or the outcome. A commit that comes after it waits for both.
+        """
+        return await self.replace(record, record, lock_wait=LOCK_WAIT)
 
     async def replace(
         self,

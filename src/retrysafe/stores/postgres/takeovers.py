@@ -20,6 +20,7 @@ from retrysafe.stores.postgres.sifting import Fetch
 
 # Looked up once: members of an enum are dear to look up per row.
 _REPLAY: Final = Decision.REPLAY
+_CONFIRM: Final = Decision.CONFIRM
 
 
 class Takeover(NamedTuple):
@@ -43,6 +44,9 @@ def judged(request: ClaimRequest, found: Found, place: int) -> ClaimResult | Tak
         return Takeover(record, changed, answer, place)
     if answer.decision is _REPLAY:
         answer.payload = payload
+    if answer.decision is _CONFIRM:
+        # Written as it is, see `Batches.confirm`.
+        return Takeover(record, record, answer, place)
     return answer
 
 

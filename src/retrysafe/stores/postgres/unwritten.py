@@ -11,9 +11,10 @@ from typing import Final
 
 from retrysafe.core import transitions
 from retrysafe.core.keys import Key
-from retrysafe.core.model import Decision, SettleAnswer, Settlement
+from retrysafe.core.model import Decision, Record, SettleAnswer, Settlement
 from retrysafe.core.ports import SettleResult
 from retrysafe.errors import StoreRejected, StoreUnavailable
+from retrysafe.stores.postgres.connector import Locked
 from retrysafe.stores.postgres.reading import Reader
 from retrysafe.stores.postgres.sifting import Sifter
 
@@ -34,18 +35,21 @@ def being_written(key: Key) -> StoreUnavailable:
 class Unwritten:
     """Endings that were not written, over one statement port."""
 
-    __slots__ = ("_end", "_reader", "_sifter")
+    __slots__ = ("_confirm", "_end", "_reader", "_sifter")
 
     def __init__(
         self,
         reader: Reader,
         sifter: Sifter,
         end: Callable[[Settlement], Awaitable[bool]],
+        confirm: Callable[[Record], Awaitable[bool]],
     ) -> None:
         self._reader = reader
         self._sifter = sifter
         # Writes one ending, and says whether it is written.
         self._end = end
+        # Makes sure that a record stands, see `Batches.confirm`.
+        self._confirm = confirm
 
     async def told(
         self, items: Sequence[Settlement], results: Sequence[SettleResult | None]
@@ -63,7 +67,7 @@ class Unwritten:
         for item in items:
             record, now_ms = read.get(item.key.digest, NO_RECORD)
             _, answer = transitions.settle(record, item, now_ms)
-            if answer.decision is Decision.APPLY:
+            if answer.decision is not Decision.LOST:
                 results.append(await self._settle(item))
             else:
                 # Final: whatever else the batch writes to its key gives no token the key back.
@@ -76,8 +80,15 @@ class Unwritten:
         for _ in range(ROUNDS_LIMIT):
             record, now_ms = await self._reader.read(digest) or NO_RECORD
             _, answer = transitions.settle(record, settlement, now_ms)
-            if answer.decision is not Decision.APPLY:
+            if record is None or answer.decision is Decision.LOST:
                 return answer
+            if answer.decision is Decision.CONFIRM:
+                try:
+                    if await self._confirm(record):
+                        return answer
+                except Locked:
+                    return being_written(settlement.key)
+                continue
             # Held by this token, and yet not written: somebody else was at the row.
             try:
                 if await self._end(settlement):
