@@ -28,7 +28,6 @@ from retrysafe import (
     FingerprintRule,
     InFlight,
     MemoryStore,
-    OutcomeNotStored,
     Policy,
     current_attempt,
 )
@@ -554,45 +553,49 @@ async def test_a_stream_passes_on_and_is_remembered_as_done():
 
 
 @scenario
-async def test_the_end_of_a_stream_comes_when_it_is_remembered():
-    """A client that has seen the end and asks again is not told that the stream still runs."""
+async def test_a_stream_is_remembered_before_its_first_byte():
+    """A crash while it is sent must not run the operation again: its client has seen a part."""
     store = FaultyStore(MemoryStore())
     connection = Connection()
     seen = []
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
+        # The claim, and what it came to.
+        seen.append((len(connection.sent), len(store.calls)))
         await send({"type": "http.response.body", "body": b"all", "more_body": False})
-        seen.append([message.get("more_body") for message in connection.sent])
 
     app = protected(app, store, rule=Rule(streaming=Streaming.PASS))
+    sending = connection.send
+
+    async def send(message):
+        assert len(store.calls) == 2
+        await sending(message)
+
+    connection.send = send
     await exchange(app, connection)
-    assert seen == [[None]]
+    assert seen == [(1, 2)]
     assert connection.reply.body == b"all"
-    assert len(store.calls) == 2
 
 
 @scenario
-async def test_a_stream_that_cannot_be_remembered_breaks_off():
-    """Its client must not take it for done, and no second response follows the first."""
+async def test_a_stream_that_cannot_be_remembered_is_not_begun():
+    """Its client is told so, and sees no byte of it; the application hears that nobody reads."""
     store = FaultyStore(MemoryStore())
     connection = Connection()
+    heard = []
 
     async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"not ", "more_body": True})
         store.fail(Moment.BEFORE, method="commit", times=None)
-        await send({"type": "http.response.body", "body": b"all", "more_body": False})
+        with pytest.raises(OSError, match="gone"):
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        heard.append((await receive(), await receive())[1]["type"])
 
     policy = Policy(settle_patience=timedelta(0))
     app = protected(app, store, rule=Rule(streaming=Streaming.PASS, policy=policy))
-    with pytest.raises(OutcomeNotStored):
-        await exchange(app, connection)
-    assert [message["type"] for message in connection.sent] == [
-        "http.response.start",
-        "http.response.body",
-    ]
-    assert connection.sent[-1]["more_body"] is True
+    await exchange(app, connection)
+    assert connection.reply.problem == "outcome-not-stored"
+    assert heard == ["http.disconnect"]
 
 
 @scenario

@@ -18,7 +18,6 @@ from retrysafe import (
     Idempotency,
     InvalidInput,
     MemoryStore,
-    OutcomeNotStored,
     Policy,
     current_attempt,
 )
@@ -32,7 +31,7 @@ from retrysafe.http import (
     WSGIIdempotencyMiddleware,
     bearer_token,
 )
-from retrysafe.http.wsgi import ATTEMPT_NAME
+from retrysafe.http.wsgi_run import ATTEMPT_NAME
 from retrysafe.testing import FaultyStore, Moment
 from tests.http.driving import BODY, Shop, ask_wsgi
 
@@ -227,7 +226,7 @@ def test_an_application_without_a_response_is_an_error(protect):
 )
 @pytest.mark.parametrize("chunks", [[b"1", b"2"], []])
 def test_a_stream_passes_on_and_is_remembered_as_done(protect, rule, kind, chunks):
-    """Chunk by chunk through the server's own write; a retry gets no second run."""
+    """Chunk by chunk as the server asks for them; a retry gets no second run, nor meanwhile."""
     runs = []
     arrived = []
 
@@ -241,16 +240,12 @@ def test_a_stream_passes_on_and_is_remembered_as_done(protect, rule, kind, chunk
     app = protect(app, rule=rule)
 
     def watched(environ, start_response):
-        def start(*args):
-            write = start_response(*args)
-
-            def note(chunk):
+        result = app(environ, start_response)
+        for chunk in result:
+            if chunk:
+                assert ask_wsgi(app).problem == "outcome-unavailable"
                 arrived.append(chunk)
-                write(chunk)
-
-            return note
-
-        return app(environ, start)
+            yield chunk
 
     reply = ask_wsgi(watched)
     assert (reply.status, reply.body, arrived) == (200, b"".join(chunks), chunks)
@@ -258,8 +253,8 @@ def test_a_stream_passes_on_and_is_remembered_as_done(protect, rule, kind, chunk
     assert runs == [1]
 
 
-def test_a_stream_without_a_reader_is_done(protect):
-    """What the server's write raises ends the application; the operation is not run again."""
+def test_a_stream_whose_reader_has_gone_is_closed_and_done(protect):
+    """Servers close what they no longer send; the operation is not run again."""
     closed = []
 
     def app(environ, start_response):
@@ -272,19 +267,63 @@ def test_a_stream_without_a_reader_is_done(protect):
 
     app = protect(app)
 
+    def leaving(environ, start_response):
+        result = app(environ, start_response)
+        read = [next(result) for _ in range(5)]
+        assert (closed, read) == ([], [b"data: 1\n\n"] * 5)
+        result.close()
+        assert closed == [1]
+        result.close()
+        return read
+
+    assert ask_wsgi(leaving).status == 200
+    assert ask_wsgi(app).problem == "outcome-unavailable"
+    assert closed == [1]
+
+
+def test_what_an_application_writes_by_itself_passes_when_it_must(protect):
+    """The old way of PEP 3333: within the limit it is stored, past it written as it comes."""
+    for size, replay in ((10, True), (1_000, False)):
+        written = []
+
+        def app(environ, start_response, size=size, written=written):
+            write = start_response("200 OK", [])
+            for number in range(4):
+                write(b"%d" % number * (size // 4))
+                written.append(number)
+            return [b"end"]
+
+        policy = Policy(outcome_limit_bytes=600)
+        app = protect(app, rule=Rule(policy=policy), store=MemoryStore())
+        first = ask_wsgi(app)
+        assert (len(first.body), first.body[-3:]) == (size // 4 * 4 + 3, b"end")
+        again = ask_wsgi(app)
+        assert again.body == first.body if replay else again.problem == "outcome-unavailable"
+        assert written == [0, 1, 2, 3]
+
+
+def test_a_writing_application_without_a_reader_is_done(protect):
+    """What the server's write raises ends the application; the operation is not run again."""
+
+    def app(environ, start_response):
+        write = start_response("200 OK", [("Content-Type", "text/event-stream")])
+        while True:
+            write(b"data: 1\n\n")
+
     def gone(chunk):
         raise BrokenPipeError
 
-    environ = {
-        "REQUEST_METHOD": "POST",
-        "PATH_INFO": "/charges",
-        "HTTP_IDEMPOTENCY_KEY": '"k-1"',
-        "HTTP_AUTHORIZATION": "Bearer alice",
-        "wsgi.input": io.BytesIO(),
-    }
-    assert list(app(dict(environ), lambda *args: gone)) == []
-    assert closed == [1]
-    assert ask_wsgi(app, body=b"", environ={"CONTENT_TYPE": ""}).problem == "outcome-unavailable"
+    app = protect(app)
+
+    def server(environ, start_response):
+        def start(*args):
+            start_response(*args)
+            return gone
+
+        return app(environ, start)
+
+    assert ask_wsgi(server).body == b""
+    assert ask_wsgi(app).problem == "outcome-unavailable"
 
 
 def test_a_stream_that_fails_half_way_is_done(protect):
@@ -308,12 +347,16 @@ def test_a_stream_that_fails_half_way_is_done(protect):
     assert len(runs) == 1
 
 
-def test_a_stream_that_the_server_does_not_begin_frees_the_key(protect):
-    """No byte was sent."""
+def test_a_stream_that_the_server_does_not_begin_is_closed_and_done(protect):
+    """It was remembered before the server was asked: its work is done, whoever reads it."""
+    closed = []
 
     def app(environ, start_response):
         start_response("200 OK", [("Content-Type", "text/event-stream")])
-        return [b"1"]
+        try:
+            yield b"1"
+        finally:
+            closed.append(1)
 
     def refusing(*_):
         raise LookupError("headers")
@@ -321,21 +364,26 @@ def test_a_stream_that_the_server_does_not_begin_frees_the_key(protect):
     app = protect(app)
     with pytest.raises(LookupError, match="headers"):
         ask_wsgi(lambda environ, _: app(environ, refusing))
-    assert ask_wsgi(app).status == 200
+    assert closed == [1]
+    assert ask_wsgi(app).problem == "outcome-unavailable"
 
 
-def test_a_stream_is_followed_by_no_second_answer(protect):
-    """Its ending could not be stored: the server hears the error instead of the client."""
+def test_a_stream_that_cannot_be_remembered_is_not_begun(protect):
+    """Its ending could not be stored: the client is told so, and sees no byte of it."""
     store = FaultyStore(MemoryStore())
     store.fail(Moment.BEFORE, method="commit", number=2)
+    closed = []
 
     def app(environ, start_response):
         start_response("200 OK", [("Content-Type", "text/event-stream")])
-        return [b"1"]
+        try:
+            yield b"1"
+        finally:
+            closed.append(1)
 
     app = protect(app, store, rule=Rule(policy=Policy(settle_patience=timedelta(0))))
-    with pytest.raises(OutcomeNotStored):
-        ask_wsgi(app)
+    assert ask_wsgi(app).problem == "outcome-not-stored"
+    assert closed == [1]
 
 
 def test_headers_are_told_once(protect):

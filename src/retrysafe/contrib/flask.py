@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from io import BytesIO
+from itertools import chain
 from typing import Any, Final, TypeVar, cast
 
 from retrysafe.extras import missing_extra
@@ -39,12 +40,14 @@ from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
 from retrysafe.http.limits import Limits
+from retrysafe.http.held import Held, passes_at_once
 from retrysafe.http.request import Request
-from retrysafe.http.responses import Header, Response, is_event_stream
+from retrysafe.http.responses import Header, Response
 from retrysafe.http.routes import Route
-from retrysafe.http.rules import KeyUse, Rule, Streaming
+from retrysafe.http.rules import KeyUse, Rule
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
-from retrysafe.http.wsgi import ATTEMPT_NAME, prefix_of, request_of
+from retrysafe.http.wsgi import prefix_of, request_of
+from retrysafe.http.wsgi_run import ATTEMPT_NAME
 from retrysafe.runtime.blocking import BlockingIdempotency
 
 EXTENSION: Final = "retrysafe"
@@ -350,9 +353,30 @@ def _run_view(
         # Raises again what no handler answers; Flask then goes its usual way to 500.
         native = app.make_response(app.handle_user_exception(error))
     headers = _headers_of(native)
-    if plan.route.rule.streaming is Streaming.PASS or is_event_stream(headers):
+    if passes_at_once(plan, headers) or not _is_held(native, plan):
         return native, Response(native.status_code, headers, b"", is_streamed=True)
     return native, Response(native.status_code, headers, _body_of(native))
+
+
+def _is_held(native: FlaskResponse, plan: Plan) -> bool:
+    """Whether the whole response is in memory; a stream past its limits goes on as it comes."""
+    # Files are sent past Python otherwise, and could not be read here.
+    native.direct_passthrough = False
+    if not native.is_streamed:
+        return True
+    source: Any = native.response
+    close = getattr(source, "close", None)
+    if close is not None:
+        # What takes its place has no close of its own.
+        native.call_on_close(close)
+    held, pieces = Held(plan), native.iter_encoded()
+    try:
+        is_whole = all(not piece or held.take(piece) for piece in pieces)
+    except BaseException:
+        native.close()
+        raise
+    native.response = [bytes(held.body)] if is_whole else chain([bytes(held.body)], pieces)
+    return is_whole
 
 
 def _outcome_of(value: Any) -> Response:
@@ -371,7 +395,6 @@ def _headers_of(native: FlaskResponse) -> list[Header]:
 
 
 def _body_of(native: FlaskResponse) -> bytes:
-    # Files are sent past Python otherwise, and could not be read here.
     native.direct_passthrough = False
     return native.get_data()
 

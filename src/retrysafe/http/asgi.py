@@ -333,19 +333,20 @@ class IdempotencyMiddleware:
         if response is None:
             await self._run_unprotected(call, plan, scope, receive, send)
             return
-        if not response.is_streamed:
-            # As in `send_response`, whose coroutine every request would pay for.
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": response.status,
-                    "headers": response.headers,
-                }
-            )
-            await send({"type": "http.response.body", "body": response.body})
-        elif run is not None:
-            await run.end_stream()
+        if run is not None and response.is_streamed:
+            await run.pass_through()
+            return
+        # As in `send_response`, whose coroutine every request would pay for.
+        await send(
+            {
+                "type": "http.response.start",
+                "status": response.status,
+                "headers": response.headers,
+            }
+        )
+        await send({"type": "http.response.body", "body": response.body})
         if run is not None and not run.is_over and not run.is_left:
+            run.abandon()
             await run.finish()
 
     def _answer_to(self, error: Exception, run: AppRun | None, plan: Plan) -> Response | None:
@@ -358,8 +359,10 @@ class IdempotencyMiddleware:
         if run is not None and run.task is None and protection.fails_open(plan, error):
             return None
         refusal = protection.refused(plan, error, is_news=run is not None)
-        if refusal is None or (run is not None and run.is_passing):
-            raise error  # Another answer cannot follow the stream that was sent.
+        if refusal is None:
+            if run is not None:
+                run.abandon()
+            raise error
         return refusal
 
     def _closed_off(self, plan: Plan, call: Call) -> Response | None:

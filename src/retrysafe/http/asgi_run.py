@@ -16,9 +16,9 @@ from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.places import Places
 from retrysafe.http.exchange import Plan
+from retrysafe.http.held import Held, is_from_stream, passes_at_once
 from retrysafe.http.request import PROTECTED_NAME
-from retrysafe.http.responses import Response, is_event_stream
-from retrysafe.http.rules import Streaming
+from retrysafe.http.responses import Response
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -34,10 +34,15 @@ _HIDDEN_EXTENSIONS: Final = (
 )
 # What servers put into a path in place of bytes that are no UTF-8.
 REPLACED: Final = "\ufffd"
-# Looked up once: members of an enum are dear to look up on every call.
-_PASS: Final = Streaming.PASS
 # Where integrations note an exception in the scope that their framework makes a response of.
 ERROR_NAME: Final = "retrysafe.error"
+# What integrations add to the start of a response that they found to be past its limits.
+PASSING_NAME: Final = "retrysafe.passing"
+# An exception climbs out of nested middlewares in a few turns of the loop for each of them. Only a
+# response in pieces, with background tasks after it, waits for as many turns: 0.3 ms.
+_TURNS: Final = 64
+_LISTENED_MESSAGES: Final = 8
+_DOUBT: Final = "the application raised right after its response, which may have been cut short"
 _NO_HEADERS: Final[list[tuple[bytes, bytes]]] = []
 _logger = logging.getLogger("retrysafe")
 
@@ -65,11 +70,12 @@ class AppRun:
 
     __slots__ = (
         "_app",
-        "_chunks",
         "_complete",
-        "_end",
+        "_gate",
         "_headers",
+        "_held",
         "_is_body_given",
+        "_is_ended",
         "_is_gone",
         "_late_error",
         "_news",
@@ -111,13 +117,16 @@ class AppRun:
         self._status = 0
         self._headers: list[tuple[bytes, bytes]] = _NO_HEADERS
         # The body of a response that comes in pieces; nearly all come in one.
-        self._chunks: list[bytes] | None = None
-        self._end: Message | None = None
+        self._held: Held | None = None
         self._is_body_given = False
+        # Whether the application has sent the last piece of its response.
+        self._is_ended = False
         # Whether the response is sent as it comes, and whether there is anybody to send it to.
         self.is_passing = False
         self._is_gone = False
         self.is_left = False
+        # Opens when the response that passes is remembered as done, and not a byte earlier.
+        self._gate: asyncio.Future[None] | None = None
         # Whether the application has ended, with nothing to tell.
         self.is_over = False
         self._complete: asyncio.Future[Response] | None = None
@@ -167,8 +176,10 @@ class AppRun:
         assert complete is not None
         try:
             await self._app(self._scope, self.receive, self.capture)
-            if not complete.done() and not (self.is_passing and self._is_gone):
+            if not self._is_ended and not (self.is_passing and self._is_gone):
                 raise RuntimeError("the application ended before its response was complete")
+            if not complete.done():
+                self._finish_held()
         except Exception as error:
             self._fail(error, complete)
         except BaseException:
@@ -178,38 +189,32 @@ class AppRun:
             if self._runs and self.settling is not None and self.settling.done():
                 self._runs.discard(self)
         self.is_over = self._late_error is None
-        if not complete.done():
-            # The stream had no reader any more, or broke off. It is done from its first byte: its
-            # client has seen that, and a second run would do the work again.
-            self.response = Response(self._status, self._headers, b"", is_streamed=True)
-            complete.set_result(self.response)
 
     def _fail(self, error: Exception, complete: asyncio.Future[Response]) -> None:
-        if not complete.done() and not self.is_passing:
-            self.error = error
-            complete.set_exception(error)
-        elif complete.done() or not self._is_gone:
+        if not complete.done():
+            if self._is_ended and not is_from_stream(error):
+                # Its last piece is there. Nobody can tell whether what raised comes after it, or
+                # has cut it short under a middleware that ends a response all the same. So it is
+                # done, and is not taken for whole.
+                self._late_error = error
+                self._finish_held(_DOUBT)
+            else:
+                self.error = error
+                complete.set_exception(error)
+        elif not (self.is_passing and self._is_gone):
             # The operation is done and stays done; this is the server's to report.
             self._late_error = error
-            if self.is_left:
-                _logger.error("a protected request failed after its response", exc_info=error)
+        if self._late_error is not None and self.is_left:
+            _logger.error("a protected request failed after its response", exc_info=error)
 
     # What the application calls.
 
     async def receive(self) -> Message:
-        """The whole body first; then nothing until the response is complete."""
+        """The whole body first; then nothing until the response has ended, or its reader has."""
         if not self._is_body_given:
             self._is_body_given = True
             return {"type": "http.request", "body": self.plan.request.body, "more_body": False}
-        complete = self._complete
-        assert complete is not None
-        while not complete.done():
-            if self.is_passing:
-                if self._is_gone:
-                    break
-                message = await self._receive()
-                self._is_gone = message["type"] == "http.disconnect"
-                return message
+        while not self._is_ended and not (self.is_passing and self._is_gone):
             if self._news is None:
                 self._news = self.loop.create_future()
             await asyncio.shield(self._news)
@@ -219,42 +224,74 @@ class AppRun:
         """Keeps the response back until it is complete, or passes a stream on."""
         kind = message["type"]
         if kind == "http.response.body":
-            if not self._status or self.response is not None:
+            if not self._status or self._is_ended:
                 raise RuntimeError("the application sent a body outside of its response")
             is_last = not message.get("more_body", False)
-            if not self.is_passing:
-                if is_last and self._chunks is None:
-                    self._finish_response(bytes(message.get("body", b"")))
-                else:
-                    self._take_chunk(message.get("body", b""), is_last)
-            elif is_last:
-                # Kept back until the stream is remembered as done. With its bytes: a client that
-                # knows the length takes them for the end.
-                self._end = message
-                self._finish_response(b"")
-            else:
+            if self.is_passing:
+                self._end(is_last)
                 await self._pass_on(message)
+            elif is_last and self._held is None:
+                self._end(is_last)
+                self._finish_response(bytes(message.get("body", b"")))
+            else:
+                await self._hold(message.get("body", b""), is_last)
         elif kind == "http.response.start":
             if self._status:
                 raise RuntimeError("the application started its response twice")
             self._status = message["status"]
             self._headers = list(message.get("headers", ()))
-            if self.plan.route.rule.streaming is _PASS or is_event_stream(self._headers):
-                self.is_passing = True
-                self._wake()
-                await self._pass_on(message)
+            if passes_at_once(self.plan, self._headers) or PASSING_NAME in message:
+                await self._begin_passing()
         elif kind != "http.response.trailers" and not self._is_gone:
             await self._send(message)
 
-    def _take_chunk(self, chunk: bytes, is_last: bool) -> None:
-        if self._chunks is None:
-            self._chunks = []
-        self._chunks.append(chunk)
+    async def _hold(self, piece: bytes, is_last: bool) -> None:
+        """Takes a piece of a response that is held back."""
+        held = self._held
+        if held is None:
+            held = self._held = Held(self.plan)
         if is_last:
-            self._finish_response(b"".join(self._chunks))
+            held.body += piece
+            self._end(is_last)
+            # An application that has met an error may end its response all the same, and raise
+            # right after: a few turns of the loop later at the most, and then it is not done.
+            self._wait_for_the_end(_TURNS)
+            return
+        try:
+            if held.take(piece):
+                return
+        except RuntimeError as error:
+            complete = self._complete
+            assert complete is not None
+            if not complete.done():
+                # Also where the application catches what its send raises.
+                self.error = error
+                complete.set_exception(error)
+            raise
+        self._held = None
+        await self._begin_passing()
+        await self._pass_on(
+            {"type": "http.response.body", "body": bytes(held.body), "more_body": True}
+        )
 
-    def _finish_response(self, body: bytes) -> None:
-        response = Response(self._status, self._headers, body, self.is_passing)
+    def _wait_for_the_end(self, turns: int) -> None:
+        complete = self._complete
+        assert complete is not None
+        if complete.done():
+            return
+        if turns:
+            self.loop.call_soon(self._wait_for_the_end, turns - 1)
+        else:
+            self._finish_held()
+
+    def _finish_held(self, doubt: str = "") -> None:
+        held = self._held
+        assert held is not None  # What came in one piece was complete at once.
+        self._held = None
+        self._finish_response(bytes(held.body), doubt)
+
+    def _finish_response(self, body: bytes, doubt: str = "") -> None:
+        response = Response(self._status, self._headers, body, self.is_passing, doubt)
         self.response = response
         complete = self._complete
         assert complete is not None
@@ -266,8 +303,28 @@ class AppRun:
                 # How the attempt ended is for the policy to say; the client gets this response.
                 self.error = error
                 complete.set_exception(error)
-        if self._news is not None:
+
+    def _end(self, is_last: bool) -> None:
+        if is_last:
+            self._is_ended = True
             self._wake()
+
+    # A response that is sent as it comes.
+
+    async def _begin_passing(self) -> None:
+        """Has the response remembered as done, and begins to send it once it is.
+
+        A crash from here on must not run the operation again: its client may have seen a part.
+        """
+        self.is_passing = True
+        self._gate = self.loop.create_future()
+        self._finish_response(b"")
+        self._wake()
+        if not self._is_gone:
+            await asyncio.shield(self._gate)
+        await self._pass_on(
+            {"type": "http.response.start", "status": self._status, "headers": self._headers}
+        )
 
     async def _pass_on(self, message: Message) -> None:
         if self._is_gone:
@@ -278,10 +335,45 @@ class AppRun:
             self._is_gone = True
             raise
 
-    async def end_stream(self) -> None:
-        """Sends the end of a stream, unless there is nobody to send it to."""
-        if not self._is_gone and self._end is not None:
-            await self._send(self._end)
+    async def pass_through(self) -> None:
+        """Lets a response through that is remembered as done, to its end or that of its client.
+
+        Raises what the application raises.
+        """
+        self._open()
+        listener = self.loop.create_task(self._listen())
+        try:
+            await self.finish()
+        finally:
+            listener.cancel()
+
+    async def _listen(self) -> None:
+        """Tells the application that its client has left; it may never ask, and send for ever."""
+        try:
+            # Some servers say more than once that the body has ended.
+            for _ in range(_LISTENED_MESSAGES):
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    break
+            else:
+                return
+        except Exception:
+            _logger.debug("a server failed to tell whether its client is there", exc_info=True)
+        self._is_gone = True
+        self._wake()
+
+    def abandon(self) -> None:
+        """Another answer is sent in place of a response that was about to pass."""
+        if self.is_passing:
+            self._is_gone = True
+            self._open()
+            self._wake()
+
+    def _open(self) -> None:
+        if self._gate is not None and not self._gate.done():
+            self._gate.set_result(None)
+
+    # Its end.
 
     async def finish(self) -> None:
         """Waits for what the application does after its response; raises what that raises."""
@@ -299,8 +391,12 @@ class AppRun:
 
     def leave(self) -> None:
         """The connection is no longer ours: whoever sends or listens hears that it is gone."""
-        self._is_gone = True
         self.is_left = True
+        self._is_gone = True
+        self.abandon()
+        if self.is_passing and not self._is_ended and self.task is not None:
+            # Nobody reads it, and it is remembered as done: it ends as it would without us.
+            self.task.cancel()
         if any(task is not None and not task.done() for task in (self.settling, self.task)):
             self._runs.add(self)
 

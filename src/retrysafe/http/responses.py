@@ -100,8 +100,10 @@ class Response:
     # Lower-case names, as in ASGI.
     headers: list[Header]
     body: bytes
-    # Sent as it came, so there are no bytes that could be stored.
+    # Sent as it comes, so there are no bytes that could be stored.
     is_streamed: bool = False
+    # Why this response is sent and not stored; empty for one that may be.
+    doubt: str = ""
 
 
 class ResponseCodec:
@@ -133,6 +135,8 @@ class ResponseCodec:
         response = value if type(value) is Response else response_of(value)
         if response.is_streamed:
             raise NotStorable("the response was streamed to its first caller")
+        if response.doubt:
+            raise NotStorable(response.doubt)
         stored = self._stored
         status = response.status
         lines = [_STATUS_LINES.get(status) or b"%d" % status]

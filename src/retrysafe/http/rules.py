@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from difflib import get_close_matches
 from enum import Enum
 from typing import Any, Final
@@ -30,6 +31,8 @@ _KNOWN: Final = SAFE_METHODS.union(STATE_CHANGING, (
     "UNCHECKOUT", "UNLINK", "UNLOCK", "UPDATE", "UPDATEREDIRECTREF", "VERSION-CONTROL",
 ))
 # fmt: on
+# How long a response that has begun is held back: what most proxies wait for a next byte.
+HOLD_LIMIT: Final = timedelta(seconds=60)
 # Enough for any JSON document; a larger body is held in memory once for every request in flight.
 REQUEST_LIMIT_BYTES: Final = 1024 * 1024
 # Answers that say "not now" or "send the same request there": nothing was done, and whoever follows
@@ -169,6 +172,9 @@ class Rule:
     strict: bool = False
     request_limit_bytes: int = REQUEST_LIMIT_BYTES
     streaming: Streaming = Streaming.BUFFER
+    # How long a response that has begun may be held back. One that goes on after that, or past the
+    # policy's outcome_limit_bytes, is remembered as done and sent as it comes. None: no such time.
+    hold_limit: timedelta | None = HOLD_LIMIT
     # What records are listed under; the method and the path when it is empty.
     name: str = ""
     # Atomic mode: opens a transaction on the store's database and gives its connection, commits at
@@ -197,6 +203,12 @@ class Rule:
         if type(self.request_limit_bytes) is not int or self.request_limit_bytes < 0:
             raise PolicyInvalid(
                 f"request_limit_bytes is a whole number of bytes, got {self.request_limit_bytes!r}"
+            )
+        if self.hold_limit is not None and not (
+            isinstance(self.hold_limit, timedelta) and self.hold_limit >= timedelta(0)
+        ):
+            raise PolicyInvalid(
+                f"hold_limit is a timedelta, or None for no limit, got {self.hold_limit!r}"
             )
         if not isinstance(self.in_flight, InFlight | Accept | None):
             raise PolicyInvalid(

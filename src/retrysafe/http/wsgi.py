@@ -6,13 +6,11 @@ server's own thread. A request that no rule protects passes untouched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from http.client import responses as reasons
 from io import BytesIO
 from typing import Any, Final
 
-from retrysafe.core.atomic_lead import AtomicAttempt
-from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys import GlobalCaller
 from retrysafe.errors import InvalidInput
 from retrysafe.http import blocking
@@ -22,19 +20,20 @@ from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan,
 from retrysafe.http.headers import length_of
 from retrysafe.http.limits import Limits
 from retrysafe.http.request import PROTECTED_NAME, Request
-from retrysafe.http.responses import Header, Response, is_event_stream
+from retrysafe.http.responses import Header, Response
 from retrysafe.http.routes import Match
-from retrysafe.http.rules import Rule, Streaming, checked_rules
+from retrysafe.http.rules import Rule, checked_rules
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
+from retrysafe.http.wsgi_run import (
+    App,
+    Environ,
+    StartResponse,
+    Write,
+    WsgiRun,
+    text_header,
+)
 from retrysafe.runtime.blocking import BlockingIdempotency
 
-Environ = dict[str, Any]
-Write = Callable[[bytes], object]
-StartResponse = Callable[..., Write]
-App = Callable[[Environ, StartResponse], Iterable[bytes]]
-
-# Where the application finds its attempt, beside `current_attempt()`.
-ATTEMPT_NAME: Final = "retrysafe.attempt"
 _PAGE_METHODS: Final = ("GET", "HEAD")
 _KEY_NAME: Final = "HTTP_IDEMPOTENCY_KEY"
 _READ_BYTES: Final = 64 * 1024
@@ -151,145 +150,31 @@ class WSGIIdempotencyMiddleware:
     def _answer(
         self, plan: Plan, environ: Environ, start_response: StartResponse
     ) -> Iterable[bytes]:
-        run = _Run(self.app, plan, environ, start_response)
-        response = blocking.answered(self.protection, self.idempotency, plan, run)
+        run = WsgiRun(self.app, plan, environ, start_response)
+        try:
+            response = blocking.answered(self.protection, self.idempotency, plan, run)
+        except BaseException:
+            run.close()
+            raise
         if response is None:
             return self._run_unprotected(environ, start_response)
         if run.late_error is not None:
             raise run.late_error  # The server breaks the stream off, now that it is stored.
-        return () if response.is_streamed else _sent(start_response, response)
+        if run.is_passing:
+            return ()  # All of it was written.
+        if response.is_streamed:
+            return run.rest(response)
+        run.close()
+        return _sent(start_response, response)
 
     def _run_unprotected(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Runs the application although nobody can tell whether it ran before, as was asked for."""
-        mark = _text_header(UNPROTECTED)
+        mark = text_header(UNPROTECTED)
 
         def marked(status: str, headers: list[tuple[str, str]], *error: Any) -> Write:
             return start_response(status, [*headers, mark], *error)
 
         return self.app(environ, marked)
-
-
-class _Run:
-    """One run of the application: what it is given, and what it answers."""
-
-    __slots__ = (
-        "_app",
-        "_chunks",
-        "_environ",
-        "_headers",
-        "_is_gone",
-        "_plan",
-        "_start_response",
-        "_status",
-        "_write",
-        "error",
-        "has_begun",
-        "is_passing",
-        "late_error",
-        "response",
-    )
-
-    def __init__(
-        self, app: App, plan: Plan, environ: Environ, start_response: StartResponse
-    ) -> None:
-        self._app = app
-        self._plan = plan
-        self._environ = environ
-        self._start_response = start_response
-        self._status = ""
-        self._headers: list[tuple[str, str]] = []
-        self._chunks: list[bytes] = []
-        # The server's own way to write a stream, once there is one.
-        self._write: Write | None = None
-        self._is_gone = False
-        self.has_begun = False
-        self.is_passing = False
-        self.response: Response | None = None
-        # What the application raised: before its response began to be sent, and after.
-        self.error: BaseException | None = None
-        self.late_error: Exception | None = None
-
-    def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
-        """Runs the application to the end of its response."""
-        self.has_begun = True
-        environ, request = self._environ, self._plan.request
-        environ[ATTEMPT_NAME] = attempt
-        environ[PROTECTED_NAME] = (request.method, request.path)
-        try:
-            self._collect()
-        except Exception as error:
-            if not self.is_passing:
-                self.error = error
-                raise
-            # It is done from its first byte: its client has seen that, and a second run would do
-            # the work again. That a stream had no reader any more is nobody's fault.
-            if not self._is_gone:
-                self.late_error = error
-        except BaseException as error:
-            self.error = error
-            raise
-        self.response = Response(
-            int(self._status[:3]),
-            [
-                (name.encode("latin-1").lower(), text.encode("latin-1"))
-                for name, text in self._headers
-            ],
-            b"".join(self._chunks),
-            self.is_passing,
-        )
-        return self.response
-
-    def _collect(self) -> None:
-        result = self._app(self._environ, self._start)
-        try:
-            for chunk in result:
-                if chunk:
-                    self._take(chunk)
-        finally:
-            close = getattr(result, "close", None)
-            if close is not None:
-                close()
-        if not self._status:
-            raise RuntimeError("the application ended without a response")
-        if self._is_streamed() and not self.is_passing:
-            self._begin_passing()
-
-    def _start(self, status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> Write:
-        """What the application is given for `start_response`."""
-        if self._status and exc_info is None:
-            raise RuntimeError("the application started its response twice")
-        if exc_info is not None and self.is_passing:
-            raise exc_info[1].with_traceback(exc_info[2])
-        # An application that meets an error may start over until something was sent.
-        self._status, self._headers = status, list(headers)
-        self._chunks.clear()
-        return self._take
-
-    def _is_streamed(self) -> bool:
-        return self._plan.route.rule.streaming is Streaming.PASS or is_event_stream(
-            (name.encode("latin-1"), text.encode("latin-1")) for name, text in self._headers
-        )
-
-    def _take(self, chunk: bytes) -> None:
-        if not self._status:
-            raise RuntimeError("the application sent a body before its response")
-        if not self.is_passing and not self._is_streamed():
-            self._chunks.append(chunk)
-            return
-        if self._write is None:
-            self._begin_passing()
-        assert self._write is not None
-        try:
-            self._write(chunk)
-        except OSError:
-            self._is_gone = True
-            raise
-
-    def _begin_passing(self) -> None:
-        """From here on the server writes what comes; nothing is kept back any more."""
-        # The old way of PEP 3333: the only one that lets a stream out while its run goes on.
-        self._write = self._start_response(self._status, self._headers)
-        self.is_passing = True
 
 
 def request_of(environ: Environ, path: str | None = None) -> Request:
@@ -372,13 +257,9 @@ def _read_body(environ: Environ, limit_bytes: int) -> bytes | None:
     return body if len(body) <= limit_bytes else None
 
 
-def _text_header(header: Header) -> tuple[str, str]:
-    return header[0].decode("latin-1"), header[1].decode("latin-1")
-
-
 def _sent(start_response: StartResponse, response: Response) -> Iterable[bytes]:
     reason = reasons.get(response.status, "")
     start_response(
-        f"{response.status} {reason}", [_text_header(header) for header in response.headers]
+        f"{response.status} {reason}", [text_header(header) for header in response.headers]
     )
     return (response.body,)

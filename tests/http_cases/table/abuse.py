@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.http_cases.acts import Act
 from tests.http_cases.cases import (
-    DJANGO,
     DJANGO_WSGI,
     FRAMEWORK,
     HTTP_2,
     PROCESSES,
-    RAW_APPLICATION,
     WSGI,
     Answered,
     Begin,
@@ -46,13 +46,11 @@ _NO_CHUNKS = dict.fromkeys(
     DJANGO_WSGI, "behind WSGI, Django reads no body that does not tell its length"
 )
 _NO_CONTINUE = {HTTP_2: "the HTTP/2 client of the tests does not wait for interim responses"}
-_DONE_BEFORE_THE_STREAM = dict.fromkeys(
-    ("flask", "flask-rules", *DJANGO),
-    "its views end, and count as done, before what they return is streamed",
-)
 _BINARY = "application/octet-stream"
 _EVENTS = "text/event-stream"
 _LARGE = b"0123456789" * 100_000
+# The first of its pieces is over the limit of /brief.
+_LONG = Act(body=b"x" * 2_000, chunks=2, content_type="text/plain")
 IN_FLIGHT = Refused(problem="in-flight", key="k")
 # The outcome of a run whose own client was not there to see it.
 KEPT = Answered(
@@ -260,26 +258,7 @@ CASES = (
     ),
     case(
         "events-duplicate",
-        "While server-sent events are on their way, a duplicate conflicts",
-        Start(
-            "first",
-            post(
-                act=Act(
-                    status=200,
-                    body=b"data: 1\n\ndata: 2\n\n",
-                    chunks=2,
-                    pause="between",
-                    content_type=_EVENTS,
-                )
-            ),
-        ),
-        *(Reached("between"), Receives("first", b"data: 1\n\n"), post(), IN_FLIGHT),
-        *(Release("between"), Finish("first"), Ran(status=200)),
-        without=_DONE_BEFORE_THE_STREAM,
-    ),
-    case(
-        "events-duplicate-of-a-view",
-        "Where a view has ended when its events begin, a duplicate is told that it is done",
+        "While server-sent events are on their way, a duplicate is told that they are done",
         Start(
             "first",
             post(
@@ -294,12 +273,39 @@ CASES = (
         ),
         *(Reached("between"), Receives("first", b"data: 1\n\n"), post(), WITHHELD),
         *(Release("between"), Finish("first"), Ran(status=200)),
-        without={
-            RAW_APPLICATION: "its run lasts as long as its stream",
-            **dict.fromkeys(
-                ("starlette", "fastapi", "litestar"), "its endpoints run as long as their stream"
-            ),
-        },
+    ),
+    case(
+        "long-response",
+        "A response past its limit is remembered as done, and the rest passes as it comes",
+        Start("first", post("/brief", act=replace(_LONG, pause="between"))),
+        *(Reached("between"), Receives("first", b"x" * 1_000), post("/brief"), WITHHELD),
+        *(Release("between"), Finish("first"), Ran(), post("/brief"), WITHHELD),
+    ),
+    case(
+        "long-response-fails-midway",
+        "One that fails after that breaks off, and is done",
+        *(post("/brief", act=replace(_LONG, fails="midway")), Broken()),
+        *(post("/brief"), WITHHELD, post("/brief"), WITHHELD),
+        without={HTTP_2: "the server of the tests leaves such a stream open without a word"},
+    ),
+    case(
+        "long-response-left",
+        "One whose client has left is done",
+        Start("first", post("/brief", act=replace(_LONG, pause="between"))),
+        *(Reached("between"), Receives("first", b"x" * 1_000), HangUp("first")),
+        *(Release("between"), post("/brief"), WITHHELD),
+    ),
+    case(
+        "long-response-frees",
+        "One whose status frees the key frees it",
+        *(post("/brief", act=replace(_LONG, status=503)), Ran(status=503)),
+        *(post("/brief"), Ran(attempt=2)),
+    ),
+    case(
+        "short-response-fails-midway",
+        "A response that fails before its end, and within its limit, frees the key",
+        post("/brief", act=replace(_LONG, body=b"x" * 100, fails="midway")),
+        *(Broken(), post("/brief"), Ran(attempt=2), post("/brief"), Replay(run=2)),
     ),
     case(
         "stream-by-rule",

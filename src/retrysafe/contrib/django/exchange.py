@@ -7,17 +7,19 @@ nothing; what is stored and what is refused is decided by the protection.
 from __future__ import annotations
 
 import functools
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from typing import Any, Final
 
-from asgiref.sync import async_to_sync, sync_to_async
+from asgiref.sync import sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.core.handlers.asgi import ASGIRequest
 from django.http import HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
 
 from retrysafe.contrib.django.bodies import body_of, has_raw_body
+from retrysafe.contrib.django.streams import captured, captured_on_loop
 from retrysafe.contrib.django.transactions import HOOK_ERROR_NAME, hook_failure, raised_by_hook
 from retrysafe.contrib.views import ViewRun
 from retrysafe.core.atomic_lead import AtomicAttempt
@@ -26,14 +28,14 @@ from retrysafe.core.values import NotStorable
 from retrysafe.errors import InvalidInput
 from retrysafe.http import blocking
 from retrysafe.http.asgi import IdempotencyMiddleware
-from retrysafe.http.asgi_run import Message, Receive, Scope, Send, exact_path
+from retrysafe.http.asgi_run import PASSING_NAME, Message, Receive, Scope, Send, exact_path
 from retrysafe.http.exchange import UNPROTECTED, Plan, Protection
 from retrysafe.http.request import Request
-from retrysafe.http.responses import Header, Response, is_event_stream, response_of
+from retrysafe.http.responses import Header, Response, response_of
 from retrysafe.http.routes import Route
-from retrysafe.http.rules import Rule, Streaming
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
-from retrysafe.http.wsgi import ATTEMPT_NAME, request_of
+from retrysafe.http.wsgi import request_of
+from retrysafe.http.wsgi_run import ATTEMPT_NAME
 from retrysafe.runtime.blocking import BlockingIdempotency
 
 View = Callable[[], Any]
@@ -172,13 +174,6 @@ def with_headers(native: Any, headers: Iterable[Header]) -> Any:
     return native
 
 
-def _headers_of(native: Any) -> list[Header]:
-    return [
-        (name.lower().encode("latin-1"), value.encode("latin-1"))
-        for name, value in native.headers.items()
-    ]
-
-
 def outcome_of(value: Any) -> Response:
     """The response that a view completes with inside its transaction, rendered if need be."""
     if isinstance(value, HttpResponseBase):
@@ -206,57 +201,6 @@ def _negotiate(native: Any, request: Any) -> None:
     native.accepted_renderer = request.accepted_renderer
     native.accepted_media_type = request.accepted_media_type
     native.renderer_context = view.get_renderer_context()
-
-
-def _is_passing(native: Any, rule: Rule) -> bool:
-    return rule.streaming is Streaming.PASS or is_event_stream(_headers_of(native))
-
-
-def _passing(native: Any) -> Response:
-    return Response(native.status_code, _headers_of(native), b"", is_streamed=True)
-
-
-def _stored(native: Any) -> Response:
-    return Response(native.status_code, _headers_of(native), bytes(native.content))
-
-
-def _whole(native: Any, chunks: Iterable[bytes]) -> HttpResponse:
-    """A streaming response in one piece."""
-    whole = HttpResponse(b"".join(chunks), status=native.status_code, reason=native.reason_phrase)
-    whole.headers = native.headers
-    whole.cookies = native.cookies
-    # What the stream holds open is closed with the response, as before.
-    whole._resource_closers += native._resource_closers  # noqa: SLF001 — there is no other way.
-    return whole
-
-
-def _chunks_of(native: Any) -> list[bytes]:
-    return list(native.streaming_content)
-
-
-async def _gathered(native: Any) -> list[bytes]:
-    return [chunk async for chunk in native.streaming_content]
-
-
-def _captured(native: Any, rule: Rule, request: Any) -> tuple[Any, Response]:
-    if _is_passing(native, rule):
-        return native, _passing(native)
-    if native.streaming:
-        gather: Any = async_to_sync(_gathered) if native.is_async else _chunks_of
-        native = _whole(native, gather(native))
-    native = _rendered(native, request)
-    return native, _stored(native)
-
-
-async def _captured_on_loop(native: Any, rule: Rule, request: Any) -> tuple[Any, Response]:
-    if _is_passing(native, rule):
-        return native, _passing(native)
-    if native.streaming:
-        gather: Any = _gathered if native.is_async else sync_to_async(_chunks_of)
-        native = _whole(native, await gather(native))
-    if not getattr(native, "is_rendered", True):
-        native = await sync_to_async(_rendered)(native, request)
-    return native, _stored(native)
 
 
 # Runs.
@@ -299,7 +243,7 @@ def answer(
                 if answering is None:
                     raise
                 native = answering(error)
-            return _captured(native, plan.route.rule, request)
+            return captured(native, plan, lambda: _rendered(native, request))
         finally:
             _serving.reset(token)
 
@@ -347,7 +291,9 @@ async def serve_view(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _nothing_more() -> Message:
-    return {"type": "http.disconnect"}
+    """Django tells a view of its client's end by itself: nobody hears of it here."""
+    message: Message = await asyncio.get_running_loop().create_future()
+    return message
 
 
 class _TaskRun:
@@ -390,16 +336,18 @@ class _TaskRun:
             if self._answering is None:
                 raise
             native = await sync_to_async(self._answering)(error)
-        captured = await _captured_on_loop(native, self._plan.route.rule, request)
-        self._native, response = captured
-        self._response = response
-        await send(
-            {
-                "type": "http.response.start",
-                "status": response.status,
-                "headers": response.headers,
-            }
+        self._native, response = await captured_on_loop(
+            native, self._plan, lambda: _rendered(native, request)
         )
+        self._response = response
+        start: Message = {
+            "type": "http.response.start",
+            "status": response.status,
+            "headers": response.headers,
+        }
+        if response.is_streamed:
+            start[PASSING_NAME] = True
+        await send(start)
         await send({"type": "http.response.body", "body": response.body})
 
     async def collect(self, message: Message) -> None:

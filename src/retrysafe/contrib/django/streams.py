@@ -1,0 +1,140 @@
+"""Responses of Django as they are stored, and streaming ones up to their limits.
+
+Owns the pieces of a streaming response: it is held back as one, or goes on as it comes when it is
+past its limits. Django itself collects a stream of the other world (an async one behind WSGI, a
+plain one behind ASGI) to its end, so such a stream is turned into one of this world.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
+from itertools import chain
+from typing import Any, Final
+
+from asgiref.sync import async_to_sync, sync_to_async
+from django.http import HttpResponse
+
+from retrysafe.http.exchange import Plan
+from retrysafe.http.held import Held, passes_at_once
+from retrysafe.http.responses import Header, Response
+
+
+def captured(native: Any, plan: Plan, render: Callable[[], Any]) -> tuple[Any, Response]:
+    """What a view answered, in Django's words and in ours; the run of a thread."""
+    is_async = native.streaming and native.is_async
+    if passes_at_once(plan, _headers_of(native)):
+        if is_async:
+            native.streaming_content = _on_a_loop(native.streaming_content)
+        return native, _passing(native)
+    if not native.streaming:
+        native = render()
+        return native, _stored(native)
+    held = Held(plan)
+    if is_async and plan.route.rule.transaction is not None:
+        # In the thread, and so on the connection, of the transaction. Past a limit it raises.
+        async_to_sync(_gathered)(held, native.streaming_content)
+        return _whole(native, held)
+    pieces: Any = native.streaming_content
+    if is_async:
+        pieces = _on_a_loop(pieces)
+        # Django closes a plain stream by itself.
+        native._resource_closers.append(pieces.close)  # noqa: SLF001 — there is no other way.
+    if all(not piece or held.take(piece) for piece in pieces):
+        return _whole(native, held)
+    native.streaming_content = chain([bytes(held.body)], pieces)
+    return native, _passing(native)
+
+
+async def captured_on_loop(
+    native: Any, plan: Plan, render: Callable[[], Any]
+) -> tuple[Any, Response]:
+    """The same for a run on an event loop."""
+    if passes_at_once(plan, _headers_of(native)):
+        if native.streaming and not native.is_async:
+            native.streaming_content = _in_threads(native.streaming_content)
+        return native, _passing(native)
+    if not native.streaming:
+        if not getattr(native, "is_rendered", True):
+            native = await sync_to_async(render)()
+        return native, _stored(native)
+    held = Held(plan)
+    stream = native.streaming_content
+    pieces: AsyncIterator[bytes] = aiter(stream) if native.is_async else _in_threads(stream)
+    if await _gathered(held, pieces):
+        return _whole(native, held)
+    native.streaming_content = _continued(bytes(held.body), pieces)
+    return native, _passing(native)
+
+
+async def _gathered(held: Held, pieces: AsyncIterator[bytes]) -> bool:
+    """Whether all pieces are held; else there may be more of them."""
+    async for piece in pieces:
+        if piece and not held.take(piece):
+            return False
+    return True
+
+
+async def _continued(begun: bytes, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async with aclosing(pieces):  # type: ignore[type-var]
+        yield begun
+        async for piece in pieces:
+            yield piece
+
+
+_END: Final = object()
+
+
+async def _in_threads(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """A plain stream on an event loop, piece by piece."""
+
+    def following() -> Any:
+        return next(pieces, _END)
+
+    step = sync_to_async(following)
+    while (piece := await step()) is not _END:
+        yield piece
+
+
+def _on_a_loop(pieces: AsyncIterator[bytes]) -> Iterator[bytes]:
+    """An async stream in a thread, piece by piece, on one loop from its beginning to its end.
+
+    A loop for each piece would close, at its end, what the stream itself waits for.
+    """
+    loop = asyncio.new_event_loop()
+
+    async def following() -> Any:
+        return await anext(pieces, _END)
+
+    try:
+        while (piece := loop.run_until_complete(following())) is not _END:
+            yield piece
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+def _headers_of(native: Any) -> list[Header]:
+    return [
+        (name.lower().encode("latin-1"), value.encode("latin-1"))
+        for name, value in native.headers.items()
+    ]
+
+
+def _passing(native: Any) -> Response:
+    return Response(native.status_code, _headers_of(native), b"", is_streamed=True)
+
+
+def _stored(native: Any) -> Response:
+    return Response(native.status_code, _headers_of(native), bytes(native.content))
+
+
+def _whole(native: Any, held: Held) -> tuple[HttpResponse, Response]:
+    """A streaming response in one piece."""
+    whole = HttpResponse(bytes(held.body), status=native.status_code, reason=native.reason_phrase)
+    whole.headers = native.headers
+    whole.cookies = native.cookies
+    # What the stream holds open is closed with the response, as before.
+    whole._resource_closers += native._resource_closers  # noqa: SLF001 — there is no other way.
+    return whole, _stored(whole)
