@@ -67,6 +67,10 @@ class Till:
     alias: str = ""
     opened: io.BytesIO | None = None
     atomic_blocks: list[int] = field(default_factory=list)
+    # Of streams without an end: how many pieces were made, where they fail, how often closed.
+    pieces: int = 0
+    last_piece: int | None = None
+    closed: int = 0
 
     def note(self, what: Any) -> int:
         self.runs.append(what)
@@ -251,6 +255,63 @@ async def numbers():
 async def async_stream(request):
     till.note("stream")
     return StreamingHttpResponse(numbers(), status=201)
+
+
+def _counted(last=None):
+    while True:
+        till.pieces += 1
+        if till.pieces == last:
+            raise LookupError("cursor")
+        yield b"x" * 100
+
+
+def endless_pieces(last=None):
+    till.closed = 0
+    try:
+        yield from _counted(last)
+    finally:
+        till.closed += 1
+
+
+async def async_endless_pieces(last=None):
+    till.closed = 0
+    # Something of the loop that the stream began on, which no other loop can wait for.
+    ready = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(ready.set_result, None)
+    try:
+        for piece in _counted(last):
+            await asyncio.sleep(0)
+            await ready
+            yield piece
+    finally:
+        till.closed += 1
+
+
+BRIEF = Policy(outcome_limit_bytes=1_000)
+
+
+@idempotent(policy=BRIEF)
+def endless(request):
+    till.note("endless")
+    return StreamingHttpResponse(endless_pieces(till.last_piece), status=201)
+
+
+@idempotent(policy=BRIEF)
+async def async_endless(request):
+    till.note("endless")
+    return StreamingHttpResponse(async_endless_pieces(till.last_piece), status=201)
+
+
+@idempotent()
+def endless_events(request):
+    till.note("endless")
+    return StreamingHttpResponse(endless_pieces(), content_type="text/event-stream")
+
+
+@idempotent()
+async def async_endless_events(request):
+    till.note("endless")
+    return StreamingHttpResponse(async_endless_pieces(), content_type="text/event-stream")
 
 
 @idempotent()
@@ -449,6 +510,10 @@ urlpatterns = [
     path("greedy", greedy),
     path("stream", stream),
     path("async-stream", async_stream),
+    path("endless", endless),
+    path("async-endless", async_endless),
+    path("endless-events", endless_events),
+    path("async-endless-events", async_endless_events),
     path("files", file),
     path("events", events),
     path("async-events", async_events),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import sqlite3
 
@@ -39,7 +40,11 @@ class Shop:
         return current().idempotency
 
     def ask(self, method, path, key="k-1", caller="alice", **options):
-        """One request; `scope` and `cookies` are the client's, `environ` the request's own."""
+        """One request; `scope` and `cookies` are the client's, `environ` the request's own.
+
+        With `pieces`, so many of a stream's are read, and then the client leaves.
+        """
+        pieces = options.pop("pieces", None)
         headers = dict(options.pop("headers", {}))
         if key is not None:
             headers["Idempotency-Key"] = key
@@ -61,6 +66,8 @@ class Shop:
         )
         client.cookies.load(options.pop("cookies", {}))
         assert options == {}
+        if pieces is not None:
+            return self._begin(client, method, path, pieces, sent)
         if self.runner is None:
             reply = client.generic(method, path, **sent)
             reply.whole = b"".join(reply.streaming_content) if reply.streaming else reply.content
@@ -73,6 +80,30 @@ class Shop:
             return reply
 
         return self.runner.run(visit())
+
+    def _begin(self, client, method, path, pieces, sent):
+        if self.runner is None:
+            reply = client.generic(method, path, **sent)
+            flow = iter(reply)
+            reply.read = [next(flow) for _ in range(pieces)]
+            reply.close()
+            return reply
+
+        async def visit():
+            reply = await client.generic(method, path, **sent)
+            async with contextlib.aclosing(aiter(reply)) as flow:
+                reply.read = [await anext(flow) for _ in range(pieces)]
+            await sync_to_async(reply.close)()
+            return reply
+
+        return self.runner.run(visit())
+
+    def settle(self):
+        """Django leaves it to Python to close async streams, and Python to the loop."""
+        gc.collect()
+        if self.runner is not None:
+            for _ in range(3):
+                self.runner.run(asyncio.sleep(0))
 
     def post(self, path="/charges", **options):
         if not options.keys() & {"data", "json"}:

@@ -272,6 +272,43 @@ def test_a_stream_is_stored_whole(shop, path):
     assert is_replay(second)
 
 
+@pytest.mark.parametrize("path", ["/endless", "/async-endless"])
+def test_a_stream_without_an_end_passes_at_the_limit_and_ends_with_its_client(shop, path):
+    """A stream of either kind, behind a server of either kind: what is past the limit comes piece
+    by piece, also where Django itself would collect it to its end; a retry is told that it is done.
+    """
+    reply = shop.post(path, pieces=20)
+    assert (reply.status_code, len(reply.read[0])) == (201, 1_100)
+    assert {len(piece) for piece in reply.read[1:]} == {100}
+    del reply
+    shop.settle()
+    assert (shop.till.pieces, shop.till.closed) == (11 + 19, 1)
+    assert problem(shop.post(path)) == "outcome-unavailable"
+    assert shop.till.runs == ["endless"]
+
+
+@pytest.mark.parametrize("path", ["/endless-events", "/async-endless-events"])
+def test_events_without_an_end_pass_as_they_come(shop, path):
+    """Also those of the other kind, which Django itself would collect to their end."""
+    reply = shop.post(path, pieces=5)
+    assert (reply.status_code, reply.read) == (200, [b"x" * 100] * 5)
+    del reply
+    shop.settle()
+    assert (shop.till.pieces, shop.till.closed) == (5, 1)
+    assert problem(shop.post(path)) == "outcome-unavailable"
+
+
+@pytest.mark.parametrize("path", ["/endless", "/async-endless"])
+def test_a_stream_that_fails_within_its_limit_frees_the_key(shop, path):
+    """Nothing of it was sent, and nothing of it is stored; it is closed."""
+    shop.till.last_piece = 5
+    assert shop.post(path).status_code == 500
+    assert (shop.till.pieces, shop.till.closed) == (5, 1)
+    shop.till.last_piece = None
+    assert shop.post(path, pieces=1).status_code == 201
+    assert shop.till.runs == ["endless", "endless"]
+
+
 def test_a_file_is_stored_whole(shop):
     """The first response is still the view's own: with its cookies, and what it closes."""
     first = shop.post("/files")

@@ -263,6 +263,37 @@ def test_a_response_over_the_limit_is_remembered_as_done(make_orders):
     assert orders.committed == [BODY.decode()]
 
 
+@pytest.mark.parametrize("kind", ["text/plain", "text/event-stream"])
+def test_a_response_that_goes_on_past_the_limit_is_rolled_back(make_orders, kind):
+    """Nothing can be sent before the commit, and to commit in its middle would leave out what the
+    rest still writes. So it fails, with a word on what to do; the key is free, also for events."""
+    orders = make_orders()
+    pieces = [b"x" * 2_000_000, b"y"]
+
+    async def asgi(scope, receive, send):
+        orders.write(scope["state"]["idempotency"], (await receive())["body"])
+        headers = [(b"content-type", kind.encode())]
+        await send({"type": "http.response.start", "status": 201, "headers": headers})
+        for piece in pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    def wsgi(environ, start_response):
+        orders.write(environ["retrysafe.attempt"], environ["wsgi.input"].read())
+        start_response("201 Made", [("Content-Type", kind)])
+        yield from pieces
+
+    orders.app.app = wsgi if isinstance(orders.app, WSGIIdempotencyMiddleware) else asgi
+    with pytest.raises(RuntimeError, match="outcome_limit_bytes or hold_limit"):
+        orders.ask()
+    assert orders.committed == []
+    pieces.pop()
+    # A last piece past the limit is still an end.
+    assert len(orders.ask().body) == 2_000_000
+    assert orders.ask().problem == "outcome-unavailable"
+    assert orders.committed == [BODY.decode()]
+
+
 def test_respond_async_is_not_promised(make_orders):
     """Nobody could read a status before the commit, so the answer itself is sent."""
     assert make_orders().ask(prefer="respond-async").status == 201

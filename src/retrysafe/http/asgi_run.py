@@ -334,6 +334,9 @@ class AppRun:
         except OSError:
             self._is_gone = True
             raise
+        # Some servers drop what is sent to nobody without a pause. An application that sends all
+        # the time would then hold the loop, which could not even hear that its client has gone.
+        await asyncio.sleep(0)
 
     async def pass_through(self) -> None:
         """Lets a response through that is remembered as done, to its end or that of its client.

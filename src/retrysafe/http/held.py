@@ -31,7 +31,7 @@ def passes_at_once(plan: Plan, headers: Iterable[Header]) -> bool:
 class Held:
     """The body of a response so far."""
 
-    __slots__ = ("_ends", "_is_atomic", "_is_past", "_limit_bytes", "body")
+    __slots__ = ("_ends", "_is_atomic", "_is_past", "_limit_bytes", "_size", "body")
 
     def __init__(self, plan: Plan) -> None:
         self._is_atomic = plan.route.rule.transaction is not None
@@ -41,6 +41,7 @@ class Held:
         self._ends = None if limit is None else monotonic() + limit.total_seconds()
         # Not a list of pieces: thousands of small ones take many times their own size.
         self.body = bytearray()
+        self._size = 0
 
     def take(self, piece: bytes) -> bool:
         """Adds a piece; False when the response is past a limit and must be passed on.
@@ -56,7 +57,9 @@ class Held:
                 "answer in one piece"
             )
         self.body += piece
-        if len(self.body) <= self._limit_bytes and (self._ends is None or monotonic() < self._ends):
+        # An empty piece counts as well, or an application could send them for ever.
+        self._size += len(piece) or 1
+        if self._size <= self._limit_bytes and (self._ends is None or monotonic() < self._ends):
             return True
         self._is_past = self._is_atomic
         return self._is_atomic

@@ -243,7 +243,12 @@ def answer(
                 if answering is None:
                     raise
                 native = answering(error)
-            return captured(native, plan, lambda: _rendered(native, request))
+            return captured(
+                native,
+                plan,
+                lambda: _rendered(native, request),
+                is_on_loop=hasattr(plain, "scope"),
+            )
         finally:
             _serving.reset(token)
 

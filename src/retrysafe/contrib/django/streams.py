@@ -21,12 +21,18 @@ from retrysafe.http.held import Held, passes_at_once
 from retrysafe.http.responses import Header, Response
 
 
-def captured(native: Any, plan: Plan, render: Callable[[], Any]) -> tuple[Any, Response]:
-    """What a view answered, in Django's words and in ours; the run of a thread."""
+def captured(
+    native: Any, plan: Plan, render: Callable[[], Any], *, is_on_loop: bool
+) -> tuple[Any, Response]:
+    """What a view answered, in Django's words and in ours; the run of a thread.
+
+    `is_on_loop` says that the server is one of ASGI, which runs the view in a thread.
+    """
     is_async = native.streaming and native.is_async
     if passes_at_once(plan, _headers_of(native)):
-        if is_async:
-            native.streaming_content = _on_a_loop(native.streaming_content)
+        if native.streaming and is_async is not is_on_loop:
+            turned: Any = _on_a_loop if is_async else _in_threads
+            native.streaming_content = turned(native.streaming_content)
         return native, _passing(native)
     if not native.streaming:
         native = render()
@@ -41,9 +47,15 @@ def captured(native: Any, plan: Plan, render: Callable[[], Any]) -> tuple[Any, R
         pieces = _on_a_loop(pieces)
         # Django closes a plain stream by itself.
         native._resource_closers.append(pieces.close)  # noqa: SLF001 — there is no other way.
-    if all(not piece or held.take(piece) for piece in pieces):
+    try:
+        is_whole = all(not piece or held.take(piece) for piece in pieces)
+    except BaseException:
+        native.close()
+        raise
+    if is_whole:
         return _whole(native, held)
-    native.streaming_content = chain([bytes(held.body)], pieces)
+    rest = chain([bytes(held.body)], pieces)
+    native.streaming_content = _in_threads(rest) if is_on_loop else rest
     return native, _passing(native)
 
 
