@@ -69,6 +69,8 @@ class Endless:
             while True:
                 await send({"type": "http.response.body", "body": self.piece, "more_body": True})
                 self.sent += 1
+                # Without a limit this would take all memory.
+                assert self.sent < 10_000
                 await asyncio.sleep(0)
         finally:
             self.ended.set()
@@ -205,6 +207,8 @@ class Pieces:
 
     def __next__(self):
         self.asked += 1
+        # Without a limit this would take all memory.
+        assert self.asked < 10_000
         return b"x" * 100
 
     def close(self):

@@ -260,6 +260,8 @@ async def async_stream(request):
 def _counted(last=None):
     while True:
         till.pieces += 1
+        # Without a limit this would take all memory.
+        assert till.pieces < 10_000
         if till.pieces == last:
             raise LookupError("cursor")
         yield b"x" * 100
