@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from starlette.routing import Route
 
 from retrysafe import AsyncIdempotency, Idempotency, MemoryStore, Policy, PolicyInvalid
 from retrysafe.contrib.flask import Retrysafe
+from retrysafe.core.ports import Waits
 from retrysafe.http import (
     IdempotencyMiddleware,
     Rule,
@@ -42,10 +44,9 @@ LIMIT_BYTES = 1_000
 RULE = Rule(policy=Policy(outcome_limit_bytes=LIMIT_BYTES))
 
 
-def protected(app, rule=RULE):
-    return IdempotencyMiddleware(
-        app, AsyncIdempotency(MemoryStore()), caller=bearer_token, rule=rule
-    )
+def protected(app, rule=RULE, store=None):
+    idempotency = AsyncIdempotency(store or MemoryStore())
+    return IdempotencyMiddleware(app, idempotency, caller=bearer_token, rule=rule)
 
 
 def exchange(app, connection):
@@ -54,12 +55,17 @@ def exchange(app, connection):
 
 
 class Endless:
-    """An ASGI application that sends for ever; knows how much, and how it ended."""
+    """An ASGI application that sends for ever, and never rests by itself.
 
-    def __init__(self, piece=b"x" * 100):
+    It knows how much it has sent, and how it ended; with `go_on` it waits after its first piece.
+    """
+
+    def __init__(self, piece=b"x" * 100, go_on=None):
         self.piece = piece
         self.sent = 0
         self.runs = 0
+        self.go_on = go_on
+        self.error = None
         self.ended = asyncio.Event()
 
     async def __call__(self, scope, receive, send):
@@ -69,11 +75,34 @@ class Endless:
             while True:
                 await send({"type": "http.response.body", "body": self.piece, "more_body": True})
                 self.sent += 1
-                # Without a limit this would take all memory.
+                # Without a limit, or deaf to its client, this would take all memory or all time.
                 assert self.sent < 10_000
-                await asyncio.sleep(0)
+                if self.go_on is not None:
+                    await self.go_on.wait()
+        except BaseException as error:
+            self.error = error
+            raise
         finally:
             self.ended.set()
+
+
+class SlowStore(MemoryStore):
+    """Takes its time for endings: they are not durable before a few turns of the loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.settled = 0
+
+    @property
+    def capabilities(self):
+        return replace(super().capabilities, waits=Waits.SUSPENDING)
+
+    async def commit(self, claims, settlements):
+        for _ in range(20):
+            await asyncio.sleep(0)
+        answers = await super().commit(claims, settlements)
+        self.settled += len(settlements)
+        return answers
 
 
 async def until(is_so):
@@ -94,16 +123,17 @@ def test_an_endless_response_ends_with_its_client(way):
     first byte on, and ends with its client, in whatever way the server tells of it."""
 
     async def run():
-        endless, connection = Endless(), Connection()
-        app = protected(endless)
+        endless, connection, store = Endless(), Connection(), SlowStore()
+        app = protected(endless, store=store)
         sending = connection.send
         collected = []
 
         async def send(message):
-            collected.append(endless.sent)
-            if len(collected) == 2:
-                # The first bytes: a retry knows already.
+            if not collected:
+                # Before the first byte: what is done is durable, and a retry knows already.
+                assert store.settled == 1
                 assert (await ask(app)).problem == "outcome-unavailable"
+            collected.append(endless.sent)
             await sending(message)
 
         connection.send = send
@@ -123,6 +153,7 @@ def test_an_endless_response_ends_with_its_client(way):
         await asyncio.wait((task,), timeout=10)
         assert task.done()
         await asyncio.wait_for(endless.ended.wait(), 10)
+        assert isinstance(endless.error, OSError | asyncio.CancelledError)
         assert (await ask(app)).problem == "outcome-unavailable"
         assert endless.runs == 1
         await app.idempotency.close()
@@ -136,7 +167,8 @@ def test_an_endless_response_without_a_client_ends_at_the_limit():
 
     async def run():
         for prefer in (None, "respond-async"):
-            endless, connection = Endless(), Connection()
+            go_on = asyncio.Event()
+            endless, connection = Endless(go_on=go_on), Connection()
             app = protected(endless)
             scope = http_scope(
                 "POST", "/charges", headers_of('"k-1"', **({"prefer": prefer} if prefer else {}))
@@ -146,10 +178,26 @@ def test_an_endless_response_without_a_client_ends_at_the_limit():
             if prefer is None:
                 task.cancel()
             await asyncio.wait((task,))
+            go_on.set()
             await asyncio.wait_for(endless.ended.wait(), 10)
             assert endless.sent == LIMIT_BYTES // len(endless.piece)
             assert (await ask(app, prefer="wait=5")).problem == "outcome-unavailable"
             await app.idempotency.close()
+
+    asyncio.run(run())
+
+
+def test_pieces_without_a_byte_count_as_well():
+    """An application that sends nothing for ever is let through at the limit, and ends."""
+
+    async def run():
+        endless, connection = Endless(piece=b""), Connection()
+        connection.hang_up.set()
+        app = protected(endless)
+        await exchange(app, connection)
+        assert isinstance(endless.error, OSError)
+        assert LIMIT_BYTES <= endless.sent < 2 * LIMIT_BYTES
+        await app.idempotency.close()
 
     asyncio.run(run())
 
