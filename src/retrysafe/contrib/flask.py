@@ -39,8 +39,8 @@ from retrysafe.http import blocking
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
-from retrysafe.http.limits import Limits
 from retrysafe.http.held import Held, passes_at_once
+from retrysafe.http.limits import Limits
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response
 from retrysafe.http.routes import Route

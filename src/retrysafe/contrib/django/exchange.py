@@ -6,8 +6,8 @@ nothing; what is stored and what is refused is decided by the protection.
 
 from __future__ import annotations
 
-import functools
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from typing import Any, Final
