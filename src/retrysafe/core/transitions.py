@@ -101,11 +101,16 @@ def _claimed(
         granted = _granted(request, record, condition, now_ms)
         return granted, _grant(decision, condition, granted.attempt, request, now_ms)
     ends_at_ms = record.expires_at_ms if decision is _REPLAY else record.lease_ends_at_ms
+    remaining_ms = max(0, (ends_at_ms or now_ms) - now_ms)
+    if decision is not _REPLAY:
+        # No lease lasts longer than that. A clock that was set back by hours would have callers
+        # come back in hours, and the key may be free as soon as the clock is right again.
+        remaining_ms = min(remaining_ms, request.lease_ms)
     return None, ClaimAnswer(
         decision,
         condition,
         record.attempt,
-        max(0, (ends_at_ms or now_ms) - now_ms),
+        remaining_ms,
         record.lease_ends_at_ms,
         record.state,
         operation=record.operation if decision is Decision.MISMATCH else "",
