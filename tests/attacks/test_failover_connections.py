@@ -27,8 +27,10 @@ from retrysafe import (
 )
 from retrysafe.core.model import Decision, SettleKind, Settlement
 from retrysafe.core.ports import Fate
+from retrysafe.demo.postgres_ledger import PostgresLedger
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.postgres import psycopg_connector
+from retrysafe.stores.postgres.urls import postgres_url
 from retrysafe.testing.suite.probe import KEY, RESULT, request
 from tests.attacks.failover_load import CALLER
 from tests.servers.replication import MovingAddress
@@ -298,3 +300,47 @@ def diagnosed(driven, url, *, is_async):
 def told_of_replication(findings):
     texts = [item.text for item in findings if "A standby follows" in item.text]
     return [re.findall(r"\(([^)]*)\)", text)[0] for text in texts]
+
+
+@DRIVERS
+def test_renewals_use_no_connection_to_a_server_without_writes(primary, driven, is_async):
+    """Their own way to the store gives up a connection at the first refusal."""
+    found = driven(primary.url(), is_async=is_async)
+    renew = found.connector.fetch_renewal
+    found(renew(5.0, "SELECT set_config('default_transaction_read_only', 'on', false)"))
+    with pytest.raises(StoreNotWritable):
+        found(renew(5.0, "CREATE TABLE never (id int)"))
+    assert found(renew(5.0, "SHOW transaction_read_only"))[0][0] == "off"
+
+
+@DRIVERS
+def test_renewals_open_no_connection_to_a_standby(standby, driven, is_async):
+    """A renewal that a standby seems to answer would let the lease run out."""
+    found = driven(standby.url(), is_async=is_async)
+    with pytest.raises(StoreNotWritable):
+        found(found.connector.fetch_renewal(5.0, "SELECT 1"))
+
+
+def test_the_demos_own_pool_outlives_a_failover(url, primary, standby, address):
+    """It does what users are told to do with theirs."""
+    standby.wait_until_caught_up()
+
+    async def write(ledger):
+        async with ledger.transaction() as connection:
+            await connection.execute("CREATE TABLE never (id int)")
+            raise LookupError
+
+    async def main():
+        ledger = PostgresLedger(postgres_url(url))
+        await ledger.open()
+        try:
+            address.move(standby.port, cut=True)
+            with pytest.raises(asyncpg.ReadOnlySQLTransactionError):
+                await write(ledger)
+            address.move(primary.port, cut=False)
+            with pytest.raises(LookupError):
+                await write(ledger)
+        finally:
+            await ledger.close()
+
+    asyncio.run(main())

@@ -24,6 +24,7 @@ from retrysafe.stores.sqlite.schema import SQL
 from tests.core import test_interrupted as interrupted
 from tests.guards import test_properties as properties
 from tests.guards.atomic_guards import ATOMIC_GUARDS
+from tests.guards.failover_guards import FAILOVER_GUARDS
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode, InEntry, InStatement
 from tests.guards.outbox_guards import OUTBOX_GUARDS
@@ -510,6 +511,7 @@ GUARDS: tuple[Guard, ...] = (
     *STEP_GUARDS,
     *OUTBOX_GUARDS,
     *RECOVERY_GUARDS,
+    *FAILOVER_GUARDS,
 )
 
 _INTRODUCTION = """\

@@ -10,7 +10,7 @@ import asyncpg
 
 from retrysafe.demo import ledger
 from retrysafe.demo.ledger import Entry, entry_of
-from retrysafe.errors import StoreUnavailable
+from retrysafe.errors import StoreNotWritable, StoreUnavailable
 from retrysafe.stores.postgres.naming import checked_schema_name
 from retrysafe.stores.postgres.urls import PostgresUrl
 
@@ -77,11 +77,18 @@ class PostgresLedger:
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[asyncpg.Connection]:
         """A connection with an open transaction; commits at the end."""
-        async with (
-            self._pool.acquire(timeout=_CONNECT_SECONDS) as connection,
-            connection.transaction(),
-        ):
-            yield connection
+        pool = self._pool
+        try:
+            async with (
+                pool.acquire(timeout=_CONNECT_SECONDS) as connection,
+                connection.transaction(),
+            ):
+                yield connection
+        except (StoreNotWritable, asyncpg.ReadOnlySQLTransactionError):
+            # A failover: the others lead to the same server. This pool is ours, so retrysafe leaves
+            # it alone.
+            await pool.expire_connections()
+            raise
 
     async def add(self, connection: asyncpg.Connection, entry: Entry) -> None:
         """Writes an entry in the connection's transaction."""
