@@ -73,32 +73,19 @@ def _go_on_all() -> None:
 
 
 def _refresh_all() -> None:
+    global _make_lock, _process_id
     for item in list(_registered):
         item.after_fork_in_child()
     # Last: whoever comes meanwhile must wait, and what an object refuses stays refused.
-    _origin.is_here()
+    _make_lock, _process_id = threading.Lock, os.getpid()
 
 
-class _Origin:
-    """In which process the locks of the registered objects were made, and of what."""
-
-    def __init__(self) -> None:
-        self.is_here()
-
-    def is_here(self) -> None:
-        self._process_id = os.getpid()
-        self._make_lock: object = threading.Lock
-
-    def is_elsewhere(self) -> bool:
-        return threading.Lock is not self._make_lock or (
-            _FORKS_UNSEEN and os.getpid() != self._process_id
-        )
-
-
+# What locks are made of, where the registered objects were made; and in which process.
+_make_lock: object = threading.Lock
+_process_id = os.getpid()
 # uWSGI forks in C, past Python's hooks, after it has loaded the application. Asked only there:
 # elsewhere every call would pay for a question to the system.
 _FORKS_UNSEEN: Final = "uwsgi" in sys.modules
-_origin: Final = _Origin()
 # One for each process and each make of locks: an older one may be held by nobody who lives.
 _latches: Final[dict[object, Any]] = {}
 
@@ -108,10 +95,16 @@ def refresh_if_stale() -> None:
 
     Called wherever threads come in, before they touch a lock. Raises what an object refuses.
     """
-    if _origin.is_elsewhere():
+    if threading.Lock is _make_lock and not _FORKS_UNSEEN:
+        return
+    if _is_stale():
         with _latches.setdefault((os.getpid(), threading.Lock), threading.Lock()):
-            if _origin.is_elsewhere():
+            if _is_stale():
                 _refresh_all()
+
+
+def _is_stale() -> bool:
+    return threading.Lock is not _make_lock or os.getpid() != _process_id
 
 
 if hasattr(os, "register_at_fork"):

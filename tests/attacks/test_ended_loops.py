@@ -74,6 +74,8 @@ class HeldStore:
             parts = self._opened.pop()._parts
             if parts is not None:
                 parts.heartbeat.stop(10)
+                if parts.threaded is not None:
+                    parts.threaded.end_workers()
         if not self.url.startswith("sqlite"):
             # What a closed loop was in the middle of stays open, with its locks.
             self._connection.execute(
