@@ -20,7 +20,7 @@ class PathPattern:
     Raises `PolicyInvalid` for stray braces and doubled names.
     """
 
-    __slots__ = ("_is_open", "_segments")
+    __slots__ = ("_count", "_fixed", "_is_open", "_named", "_whole")
 
     def __init__(self, path: str) -> None:
         self._is_open = path.endswith("*")
@@ -34,39 +34,57 @@ class PathPattern:
             )
         if len(set(names)) != len(names):
             raise PolicyInvalid(f"the path {path!r} names a parameter twice")
-        # Of each segment: its texts, and the names between them.
-        self._segments = [
-            (parts[::2], parts[1::2]) for parts in map(_PARAMETER.split, stem.split("/"))
-        ]
+        segments = [_PARAMETER.split(segment) for segment in stem.split("/")]
+        self._count = len(segments)
+        # By their place: segments that are a text, that are one name, and all others.
+        self._fixed: list[tuple[int, str]] = []
+        self._whole: list[tuple[int, str]] = []
+        self._named: list[tuple[int, list[str], list[str]]] = []
+        for place, parts in enumerate(segments):
+            if self._is_open and place == self._count - 1:
+                self._named.append((place, parts[::2], parts[1::2]))
+            elif len(parts) == 1:
+                self._fixed.append((place, parts[0]))
+            elif len(parts) == 3 and not parts[0] and not parts[2]:
+                self._whole.append((place, parts[1]))
+            else:
+                self._named.append((place, parts[::2], parts[1::2]))
 
     def match(self, path: str) -> dict[str, str] | None:
         """What the names stand for in this path; None when it does not fit.
 
         Of two names in one segment the first takes as much as it can.
         """
-        expected = self._segments
-        segments = path.split("/", len(expected) - 1 if self._is_open else len(expected))
-        if len(segments) != len(expected):
+        count, is_open = self._count, self._is_open
+        segments = path.split("/", count - 1 if is_open else count)
+        if len(segments) != count:
             return None
+        for place, text in self._fixed:
+            if segments[place] != text:
+                return None
         found: dict[str, str] = {}
-        for (texts, names), segment in zip(expected[:-1], segments, strict=False):
-            if not names:
-                if segment != texts[0]:
+        for place, name in self._whole:
+            found[name] = segment = segments[place]
+            if not segment:
+                return None
+        for place, texts, names in self._named:
+            segment = segments[place]
+            if is_open and place == count - 1:
+                if not _begins(texts, names, segment, found):
                     return None
             elif not _fits(texts, names, segment, len(segment) - len(texts[-1]), found):
                 return None
-        texts, names = expected[-1]
-        last = segments[-1]
-        if not names:
-            is_fit = last.startswith(texts[0]) if self._is_open else last == texts[0]
-            return found if is_fit else None
-        end = len(last) - len(texts[-1])
-        if self._is_open:
-            # What follows the last text is open, so the names before it take what they can.
-            last = last.partition("/")[0]
-            end = last.rfind(texts[-1])
-            last = last[: end + len(texts[-1])]
-        return found if _fits(texts, names, last, end, found) else None
+        return found
+
+
+def _begins(texts: list[str], names: list[str], rest: str, found: dict[str, str]) -> bool:
+    """Whether the rest of a path begins so; what follows is open."""
+    if not names:
+        return rest.startswith(texts[0])
+    # The names before the last text take what they can of the first segment.
+    segment = rest.partition("/")[0]
+    end = segment.rfind(texts[-1])
+    return _fits(texts, names, segment[: end + len(texts[-1])], end, found)
 
 
 def _fits(

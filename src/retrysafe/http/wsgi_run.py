@@ -42,6 +42,7 @@ class WsgiRun:
         "_is_gone",
         "_lines",
         "_passes_at_once",
+        "_pieces",
         "_plan",
         "_result",
         "_start_response",
@@ -65,9 +66,10 @@ class WsgiRun:
         self._headers: list[tuple[str, str]] = []
         self._lines: list[Header] = []
         self._passes_at_once = False
-        self._held = Held(plan)
+        self._held: Held | None = None
         # What the application has returned, while there is more of it to come.
         self._result: Iterable[bytes] | None = None
+        self._pieces: Iterable[bytes] = ()
         # The server's own way to write, for an application that writes by itself.
         self._write: Write | None = None
         self._is_gone = False
@@ -102,7 +104,7 @@ class WsgiRun:
         self.response = Response(
             int(self._status[:3]),
             self._lines,
-            b"" if is_streamed else bytes(self._held.body),
+            b"" if is_streamed else self._body(),
             is_streamed,
         )
         return self.response
@@ -111,8 +113,7 @@ class WsgiRun:
         """Whether the whole response is here; else its rest follows once it is remembered."""
         result = self._result = self._app(self._environ, self._start)
         try:
-            # The same iterator serves the rest, also of a list.
-            pieces = self._result = _Closing(iter(result), result)
+            pieces = self._pieces = iter(result)
             for piece in pieces:
                 if piece and not self._take(piece):
                     return False
@@ -133,7 +134,7 @@ class WsgiRun:
         except BaseException:
             self.close()
             raise
-        return _Closing(chain((bytes(self._held.body),), self._result or ()), self)
+        return _Rest(chain((self._body(),), self._pieces), self)
 
     def close(self) -> None:
         """Ends what the application has returned; once."""
@@ -154,8 +155,11 @@ class WsgiRun:
             (name.encode("latin-1").lower(), text.encode("latin-1")) for name, text in headers
         ]
         self._passes_at_once = passes_at_once(self._plan, self._lines)
-        self._held = Held(self._plan)
+        self._held = None
         return self._write_out
+
+    def _body(self) -> bytes:
+        return b"" if self._held is None else bytes(self._held.body)
 
     def _take(self, piece: bytes) -> bool:
         """Takes a piece; False when it and all that follows have to be passed on."""
@@ -164,7 +168,10 @@ class WsgiRun:
         if self.is_passing:
             self._write_on(piece)
             return True
-        return self._held.take(piece) and not self._passes_at_once
+        held = self._held
+        if held is None:
+            held = self._held = Held(self._plan)
+        return held.take(piece) and not self._passes_at_once
 
     def _write_out(self, piece: bytes) -> None:
         """What the application is given to write by itself, in the old way of PEP 3333.
@@ -177,7 +184,7 @@ class WsgiRun:
                 return
             self._write = self._start_response(self._status, self._headers)
             self.is_passing = True
-            piece = bytes(self._held.body)
+            piece = self._body()
         self._write_on(piece)
 
     def _write_on(self, piece: bytes) -> None:
@@ -189,14 +196,14 @@ class WsgiRun:
             raise
 
 
-class _Closing:
-    """An iterator whose end, and whose early end, closes what it came from."""
+class _Rest:
+    """A response on its way; its end, and its early end, closes what the application returned."""
 
-    __slots__ = ("_pieces", "_source")
+    __slots__ = ("_pieces", "_run")
 
-    def __init__(self, pieces: Iterator[bytes], source: Any) -> None:
+    def __init__(self, pieces: Iterator[bytes], run: WsgiRun) -> None:
         self._pieces = pieces
-        self._source = source
+        self._run = run
 
     def __iter__(self) -> Iterator[bytes]:
         return self
@@ -206,6 +213,4 @@ class _Closing:
 
     def close(self) -> None:
         """For servers, which call it when the response is sent or its client has gone."""
-        close = getattr(self._source, "close", None)
-        if close is not None:
-            close()
+        self._run.close()
