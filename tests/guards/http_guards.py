@@ -1,0 +1,68 @@
+"""The guards of responses and requests over HTTP."""
+
+from __future__ import annotations
+
+from retrysafe.http import bodies
+from retrysafe.http.asgi import IdempotencyMiddleware
+from retrysafe.http.asgi_run import AppRun
+from retrysafe.http.held import Held
+from tests.guards import test_http_properties as properties
+from tests.guards.guard import Guard
+from tests.guards.mutation import InCode
+
+HTTP_GUARDS: tuple[Guard, ...] = (
+    Guard(
+        "a response that passes is settled before its first byte",
+        "a crash in the middle of a stream runs the operation again that its client has seen",
+        (InCode(AppRun._begin_passing, "await asyncio.shield(self._gate)", "pass"),),
+        properties.test_a_stream_is_durable_before_its_first_byte,
+    ),
+    Guard(
+        "a response that is held back has a limit while it is collected",
+        "an endless response takes all memory, and every operation of the process with it",
+        (
+            InCode(
+                Held.take,
+                "self._size <= self._limit_bytes and",
+                "self._limit_bytes is not None and",
+            ),
+        ),
+        properties.test_an_endless_response_is_not_collected,
+    ),
+    Guard(
+        "a response in pieces waits for what its application raises",
+        "a response that was cut short is replayed as if it were whole",
+        (InCode(AppRun._hold, "self._wait_for_the_end(_TURNS)", "self._finish_held()"),),
+        properties.test_a_response_that_was_cut_short_is_not_stored,
+    ),
+    Guard(
+        "what raises after a whole response does not free its key",
+        "a background task that fails runs the operation again",
+        (InCode(AppRun._fail, "if self._is_ended and not is_from_stream(error):", "if False:"),),
+        properties.test_a_failure_after_the_response_does_not_run_it_again,
+    ),
+    Guard(
+        "large bodies are compared beside the loop",
+        "a hostile body holds the loop, no lease is renewed, and other processes take over",
+        (
+            InCode(
+                IdempotencyMiddleware.answer,
+                "if len(plan.request.body) < LARGE_BODY_BYTES",
+                "if plan is not None",
+            ),
+        ),
+        properties.test_a_large_body_does_not_hold_the_loop,
+    ),
+    Guard(
+        "headers of parts are read without a pattern",
+        "blanks in a multipart body hold the loop for seconds, with the same end",
+        (
+            InCode(
+                bodies._part,
+                "if not colon or _NAME.fullmatch(name) is None:",
+                'if re.fullmatch(rb"(.*?)[ \\t]*+", text, re.DOTALL) is None:',
+            ),
+        ),
+        properties.test_blanks_in_a_part_take_time_in_proportion,
+    ),
+)

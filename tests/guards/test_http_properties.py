@@ -1,0 +1,166 @@
+"""Properties of HTTP that hold because of single lines; `test_guards` takes each line out."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+from retrysafe import AsyncIdempotency, MemoryStore, Policy
+from retrysafe.http import IdempotencyMiddleware, Rule, bearer_token
+from retrysafe.http.exchange import Protection
+from retrysafe.http.large_bodies import LARGE_BODY_BYTES
+from tests.attacks.growth import LIMIT, growth
+from tests.attacks.hostile_inputs import BODIES, mark
+from tests.attacks.test_endless_responses import SlowStore
+from tests.http.driving import Connection, ask, headers_of, http_scope
+
+_RULE = Rule(policy=Policy(outcome_limit_bytes=100))
+
+
+def _protected(app, store=None, rule=_RULE):
+    idempotency = AsyncIdempotency(store or MemoryStore())
+    return IdempotencyMiddleware(app, idempotency, caller=bearer_token, rule=rule)
+
+
+async def _exchange(app, connection):
+    scope = http_scope("POST", "/charges", headers_of('"k-1"'))
+    try:
+        await app(scope, connection.receive, connection.send)
+    except (LookupError, OSError):
+        pass  # What the application raised, as a server would hear it.
+
+
+def test_a_stream_is_durable_before_its_first_byte():
+    """When the first message leaves, the ending is in the store."""
+
+    async def run():
+        store, connection = SlowStore(), Connection()
+        sending, settled = connection.send, []
+
+        async def send(message):
+            settled.append(store.settled)
+            await sending(message)
+
+        connection.send = send
+
+        async def app(scope, receive, send):
+            headers = [(b"content-type", b"text/event-stream")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": b"data: 1\n\n"})
+
+        await _exchange(_protected(app, store), connection)
+        assert settled == [1, 1]
+
+    asyncio.run(run())
+
+
+def test_an_endless_response_is_not_collected():
+    """Its client gets the first bytes when the limit is reached, and not at its end."""
+
+    async def run():
+        connection, sent = Connection(), []
+
+        async def app(scope, receive, send):
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while not connection.sent:
+                assert len(sent) < 100
+                await send({"type": "http.response.body", "body": b"x" * 20, "more_body": True})
+                sent.append(1)
+            await send({"type": "http.response.body", "body": b""})
+
+        await _exchange(_protected(app), connection)
+        assert len(sent) < 10
+
+    asyncio.run(run())
+
+
+class _Passing(BaseHTTPMiddleware):
+    async def dispatch(self, request, call_next):
+        return await call_next(request)
+
+
+def _starlette(endpoint):
+    routes = [Route("/charges", endpoint, methods=["POST"])]
+    return _protected(Starlette(routes=routes, middleware=[Middleware(_Passing)]), rule=Rule())
+
+
+def test_a_response_that_was_cut_short_is_not_stored():
+    """A middleware ends it as if it were whole; a retry runs and gets all of it."""
+
+    async def run():
+        runs = []
+
+        async def rows():
+            yield b"1\n"
+            if len(runs) == 1:
+                raise LookupError("cursor")
+            yield b"2\n"
+
+        async def export(request):
+            runs.append(1)
+            return StreamingResponse(rows())
+
+        app = _starlette(export)
+        await _exchange(app, Connection())
+        assert (await ask(app)).body == b"1\n2\n"
+
+    asyncio.run(run())
+
+
+def test_a_failure_after_the_response_does_not_run_it_again():
+    """Whatever a background task does to its response, the operation is done."""
+
+    async def run():
+        runs = []
+
+        async def background():
+            raise LookupError("mail")
+
+        async def charge(request):
+            runs.append(1)
+            return JSONResponse({}, background=BackgroundTask(background))
+
+        app = _starlette(charge)
+        await _exchange(app, Connection())
+        await ask(app)
+        assert runs == [1]
+
+    asyncio.run(run())
+
+
+def test_a_large_body_does_not_hold_the_loop():
+    """It is compared in another thread."""
+    made, threads = Protection.call, []
+
+    def call(protection, plan):
+        threads.append(threading.get_ident())
+        return made(protection, plan)
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def run():
+        Protection.call = call
+        try:
+            body = b" " * LARGE_BODY_BYTES
+            message = {"type": "http.request", "body": body, "more_body": False}
+            await _exchange(_protected(app), Connection([message]))
+        finally:
+            Protection.call = made
+
+    asyncio.run(run())
+    assert threads[0] != threading.get_ident()
+
+
+def test_blanks_in_a_part_take_time_in_proportion():
+    """Eight times the blanks are about eight times the work, and not 64 times."""
+    make, size = BODIES["part head of b' ', a header"]
+    assert growth(make, mark, size) < LIMIT
