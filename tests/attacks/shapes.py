@@ -88,7 +88,7 @@ SHAPES = (
     Shape("gunicorn --workers 2 --preload", "wsgi_app"),
     Shape("gunicorn -k gthread --threads 16", "wsgi_app"),
     Shape("gunicorn -k gthread --threads 16 --workers 2 --preload", "wsgi_app"),
-    Shape("gunicorn -k gevent", "wsgi_app", is_quick=True),
+    Shape("gunicorn -k gevent", "wsgi_app"),
     Shape("gunicorn -k gevent --workers 2 --preload", "wsgi_app", is_quick=True),
     Shape("uwsgi --processes 2", "wsgi_app"),
     Shape("uwsgi --processes 2 --threads 8", "wsgi_app", is_quick=True),
@@ -98,7 +98,7 @@ SHAPES = (
         "granian --workers 2 --blocking-threads 16", "wsgi_app", ready="Started worker", workers=2
     ),
     Shape("granian --workers 2", "asgi_app", ready="Started worker", workers=2),
-    Shape("uvicorn", "asgi_app", is_quick=True),
+    Shape("uvicorn", "asgi_app"),
     Shape("uvicorn --workers 2", "asgi_app"),
     Shape("uvicorn --loop asyncio", "asgi_app"),
     Shape("hypercorn", "asgi_app"),

@@ -13,6 +13,7 @@ from retrysafe.core.machine import Event
 from retrysafe.core.model import Condition, Decision
 from retrysafe.core.running import Runner
 from retrysafe.core.settling import Settler
+from retrysafe.runtime.loop_parts import LoopParts
 from retrysafe.runtime.task_commit import TaskGroupCommit
 from retrysafe.runtime.thread_commit import ThreadGroupCommit
 from retrysafe.stores.memory import MemoryStore
@@ -507,6 +508,12 @@ GUARDS: tuple[Guard, ...] = (
             ),
         ),
         properties.test_an_interrupted_flight_tells_every_task,
+    ),
+    Guard(
+        "a loop that ends waits for the last writes",
+        "`asyncio.run` that ends without `close` loses outcomes, and their operations run again",
+        (InCode(LoopParts._write_before_the_loop_ends, "await self.settle()", "pass"),),
+        properties.test_what_is_queued_is_stored_before_its_loop_ends,
     ),
     *ATOMIC_GUARDS,
     *STEP_GUARDS,

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 
 from retrysafe import (
+    AsyncIdempotency,
     Attempt,
     AttemptsExhausted,
     ClaimLost,
@@ -61,7 +63,15 @@ from retrysafe.core.model import (
     Step,
     StepWrite,
 )
-from retrysafe.core.ports import Capabilities, Store, Waiting, Waits, Writer
+from retrysafe.core.ports import (
+    Capabilities,
+    ClaimResult,
+    SettleResult,
+    Store,
+    Waiting,
+    Waits,
+    Writer,
+)
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit import DirectWriter
 from retrysafe.runtime.task_commit import TaskGroupCommit
@@ -747,3 +757,40 @@ def test_an_interrupted_flight_tells_every_task():
         return told
 
     assert asyncio.run(scenario()) == [True, True]
+
+
+class SlowStore(MemoryStore):
+    """Answers to an ending later, as a server does."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, waits=Waits.SUSPENDING)
+
+    async def commit(
+        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
+    ) -> tuple[list[ClaimResult], list[SettleResult]]:
+        if settlements:
+            await asyncio.sleep(0.05)
+        return await super().commit(claims, settlements)
+
+
+def test_what_is_queued_is_stored_before_its_loop_ends():
+    """The end of `asyncio.run` cancels the caller of an operation that has run."""
+    store = SlowStore()
+    runs: list[asyncio.Task[None]] = []
+
+    async def main() -> None:
+        idem = AsyncIdempotency(store, caller="owner")
+        has_run = asyncio.Event()
+
+        async def charge() -> None:
+            has_run.set()
+
+        runs.append(asyncio.create_task(idem.run("k", charge)))
+        await has_run.wait()
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    stored = run_sync(store.read(Key("k", caller="owner")))
+    assert stored is not None
+    assert stored.record.state is State.SUCCEEDED

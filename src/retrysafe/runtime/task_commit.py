@@ -219,8 +219,10 @@ class TaskGroupCommit:
             _require_as_many(claimed, flight.claiming)
             flight.claimed = claimed
         except BaseException as error:
+            # After the end of the loop nobody can be told, and trying to would hide the error.
+            is_over = self._loop.is_closed()
             for future in (*flight.settling, *flight.claiming):
-                if not future.done():
+                if not future.done() and not is_over:
                     future.set_exception(as_store_error(error))
             if not isinstance(error, StoreError):
                 raise
