@@ -155,6 +155,8 @@ class OperationInFlight(RetrysafeError):
     is_known_here = False
     # Whether this caller has waited for the run as long as it may.
     has_waited = False
+    # Whether the run has a record, which can be looked at while it runs.
+    has_record = True
 
     def __init__(self, message: str, *, key: str, retry_after: timedelta) -> None:
         super().__init__(message, key=key)

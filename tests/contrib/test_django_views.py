@@ -426,9 +426,13 @@ def test_a_store_that_is_down_refuses_and_fails_open_only_if_asked(world, path):
     store.fail(Moment.AFTER, method="commit", times=None)
     with open_shop(world, STORE=store, FAIL_OPEN=True, BREAKER=breaker) as shop:
         for run in (1, 2):
-            reply = shop.post(notes)
+            reply = shop.post(notes, key=f"k-{run}")
             assert reply.json() == {"run": run, "protected": False}
             assert reply["Idempotency-Protected"] == "false"
+        again = shop.post(notes, key="k-1")
+        assert (again.json(), is_replay(again)) == ({"run": 1, "protected": False}, True)
+        assert again["Idempotency-Protected"] == "false"
+        assert problem(shop.post(notes, key="k-1", json={"other": 1})) == "key-reused"
     with open_shop(world, STORE=store) as shop:
         refused = shop.post(path)
         assert (refused.status_code, problem(refused)) == (503, "store-unavailable")

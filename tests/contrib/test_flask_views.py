@@ -534,9 +534,13 @@ def test_a_store_that_is_down_refuses_and_fails_open_only_if_asked(make_shop):
     shop = make_shop(store, fail_open=True, breaker=breaker)
     store.fail(Moment.AFTER, method="commit", times=None)
     for run in (1, 2):
-        reply = shop.post("/notes")
+        reply = shop.post("/notes", key=f"k-{run}")
         assert reply.get_json() == {"run": run, "is_protected": False}
         assert reply.headers["Idempotency-Protected"] == "false"
+    again = shop.post("/notes", key="k-1")
+    assert (again.get_json(), is_replay(again)) == ({"run": 1, "is_protected": False}, True)
+    assert again.headers["Idempotency-Protected"] == "false"
+    assert problem(shop.post("/notes", key="k-1", json={"other": 1})) == "key-reused"
     closed = make_shop(store)
     refused = closed.post()
     assert (refused.status_code, problem(refused)) == (503, "store-unavailable")

@@ -474,7 +474,7 @@ def test_failing_open_runs_at_once_when_the_claim_gets_no_answer(make_subject):
     )
     store.fail(Moment.AFTER, method="commit", times=None)
     for run in (1, 2, 3):
-        reply = subject.ask()
+        reply = subject.ask(key=f"k-{run}")
         assert (reply.status, reply.body) == (201, b'{"run": %d}' % run)
         assert reply.headers["idempotency-protected"] == "false"
         assert subject.shop.runs[-1] == b'{"amount":1000,"currency":"eur"}'

@@ -28,7 +28,10 @@ DJANGO = (*DJANGO_WSGI, "django-async")
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """A request. `{play}` in its path, key and headers is the name of this one play."""
+    """A request. `{play}` in its path, key and headers is the name of this one play.
+
+    `{next}` is another number each time that it is sent.
+    """
 
     method: str = "POST"
     path: str = "/charges"

@@ -209,7 +209,8 @@ class Play:
         return wire.Told(self._url, ask.method, self._filled(ask.path), lines, ask.body, ask.pieces)
 
     def _filled(self, text: str) -> str:
-        return text.replace("{play}", self.name)
+        text = text.replace("{play}", self.name)
+        return text.replace("{next}", str(next(_numbers))) if "{next}" in text else text
 
     async def ask(self, ask: Ask, client: httpx.AsyncClient | None = None) -> Answer | None:
         """One exchange; None when the server closed the connection instead of answering."""

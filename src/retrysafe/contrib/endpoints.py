@@ -17,12 +17,13 @@ from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys import GlobalCaller
 from retrysafe.errors import InvalidInput
 from retrysafe.http.asgi import IdempotencyMiddleware
+from retrysafe.http.asgi_io import is_protected
 from retrysafe.http.asgi_run import App, Receive, Scope, Send, exact_path, is_below
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, STORE_TIMEOUT, Protection
 from retrysafe.http.limits import Limits
-from retrysafe.http.request import Request
+from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response, response_of
 from retrysafe.http.routes import NO_PARAMETERS, Route
 from retrysafe.http.rules import KeyUse, Rule
@@ -83,6 +84,7 @@ class Served:
             # A middleware further out protects this very request; a second claim would find it
             # in flight.
             or attempt_in(scope.get("state", NO_PARAMETERS)) is not None
+            or (PROTECTED_NAME in scope and is_protected(scope))
         ):
             await self._middleware.app(scope, receive, send)
             return

@@ -38,7 +38,7 @@ from retrysafe.errors import InvalidInput
 from retrysafe.http import blocking
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
-from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
+from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, Plan, Protection
 from retrysafe.http.held import Held, passes_at_once
 from retrysafe.http.limits import Limits
 from retrysafe.http.request import Request
@@ -46,7 +46,7 @@ from retrysafe.http.responses import Header, Response
 from retrysafe.http.routes import Route
 from retrysafe.http.rules import KeyUse, Rule
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
-from retrysafe.http.wsgi import prefix_of, request_of
+from retrysafe.http.wsgi import is_run, prefix_of, request_of
 from retrysafe.http.wsgi_run import ATTEMPT_NAME
 from retrysafe.runtime.blocking import BlockingIdempotency
 
@@ -294,6 +294,9 @@ class _Protected:
             # find it in flight.
             g.idempotency = around
             return view()
+        if is_run(request.environ):
+            g.idempotency = None
+            return view()
         if route is None or request.method not in route.operations or route.rule.key is KeyUse.OFF:
             g.idempotency = None
             return view()
@@ -319,9 +322,6 @@ class _Protected:
     def _answer_plan(self, plan: Plan, view: Callable[[], Any]) -> Any:
         run = ViewRun(functools.partial(_run_view, plan, view))
         response = blocking.answered(self._protection, self._idempotency, plan, run)
-        if response is None:
-            g.idempotency = None
-            return _with_headers(current_app.make_response(view()), [UNPROTECTED])
         added = run.added(response)
         return _native(response) if added is None else _with_headers(run.native, added)
 
@@ -341,7 +341,7 @@ def _rule_of(view: Any, method: str) -> Rule | None:
 
 
 def _run_view(
-    plan: Plan, view: Callable[[], Any], attempt: Attempt | AtomicAttempt
+    plan: Plan, view: Callable[[], Any], attempt: Attempt | AtomicAttempt | None
 ) -> tuple[Any, Response]:
     """Runs the view as Flask does, with the error handlers that answer for it."""
     g.idempotency = attempt

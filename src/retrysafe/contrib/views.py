@@ -72,7 +72,9 @@ class ViewRun:
     # A view returns its response; nothing is on its way before that.
     is_passing = False
 
-    def __init__(self, view: Callable[[Attempt | AtomicAttempt], tuple[Any, Response]]) -> None:
+    def __init__(
+        self, view: Callable[[Attempt | AtomicAttempt | None], tuple[Any, Response]]
+    ) -> None:
         self._view = view
         self._header_count = 0
         self.has_begun = False
@@ -80,7 +82,7 @@ class ViewRun:
         self.response: Response | None = None
         self.error: BaseException | None = None
 
-    def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
+    def invoke(self, attempt: Attempt | AtomicAttempt | None) -> Response:
         """Runs the view."""
         self.has_begun = True
         try:

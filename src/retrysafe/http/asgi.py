@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from copy import copy
 from datetime import timedelta
 from typing import Any, Final, Self
 
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.events import EventKind
 from retrysafe.core.keys import GlobalCaller, Key
 from retrysafe.core.ports import Waits
 from retrysafe.errors import InvalidInput, StoreError
@@ -35,7 +34,6 @@ from retrysafe.http.asgi_io import (
 from retrysafe.http.asgi_run import (
     App,
     AppRun,
-    Message,
     Receive,
     Scope,
     Send,
@@ -46,7 +44,6 @@ from retrysafe.http.exchange import (
     POLICY_PATH,
     STATUS_PATH,
     STORE_TIMEOUT,
-    UNPROTECTED,
     Plan,
     Protection,
 )
@@ -315,6 +312,8 @@ class IdempotencyMiddleware:
                 response = protection.answered(plan, answer, is_news=False)
                 if is_kept:
                     self._keep(scope, plan, call, response)
+            elif protection.unprotected and (known := self._recall_unprotected(plan, call)):
+                response = known
             elif protection.breaker.is_open and (closed := self._closed_off(plan, call)):
                 response = None if protection.runs_unprotected(plan) else closed
             else:
@@ -331,8 +330,7 @@ class IdempotencyMiddleware:
         except Exception as error:
             response = self._answer_to(error, run, plan)
         if response is None:
-            await self._run_unprotected(call, plan, scope, receive, send)
-            return
+            run, response = await self._answer_unprotected(call, plan, scope, receive, send)
         if run is not None and response.is_streamed:
             await run.pass_through()
             return
@@ -356,9 +354,15 @@ class IdempotencyMiddleware:
                 raise error  # The application's own: the server above us deals with it as ever.
             return run.response
         protection = self.protection
-        if run is not None and run.task is None and protection.fails_open(plan, error):
+        has_asked = run is not None and not plan.is_unprotected
+        if (
+            has_asked
+            and run is not None
+            and run.task is None
+            and protection.fails_open(plan, error)
+        ):
             return None
-        refusal = protection.refused(plan, error, is_news=run is not None)
+        refusal = protection.refused(plan, error, is_news=has_asked)
         if refusal is None:
             if run is not None:
                 run.abandon()
@@ -388,26 +392,33 @@ class IdempotencyMiddleware:
             repetition = Repetition(plan.request.body, limit_bytes, call, outcome, response)
             self._recent.keep(head_of(scope), repetition)
 
-    async def _run_unprotected(
+    async def _answer_unprotected(
         self, call: Call, plan: Plan, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """Runs the application although nobody can tell whether it ran before, as was asked for."""
-        self.idempotency.report(EventKind.UNPROTECTED, call.key, call.operation)
-        is_given = False
+    ) -> tuple[AppRun, Response]:
+        """Runs the application although nobody can tell whether it ran before, as was asked for.
 
-        async def replayed() -> Message:
-            nonlocal is_given
-            if is_given:
-                return await receive()
-            is_given = True
-            return {"type": "http.request", "body": plan.request.body, "more_body": False}
+        Once at a time in this process, and apart from its connection, as with a claim.
+        """
+        plan.is_unprotected = True
+        loop = asyncio.get_running_loop()
+        run = AppRun(self.app, self._runs, plan, scope, receive, send, loop)
+        waiter: asyncio.Future[Answer[Any]] = loop.create_future()
+        run.settling = loop.create_task(self._settle(run, call, waiter))
+        try:
+            return run, self.protection.answered_unprotected(plan, await waiter)
+        except asyncio.CancelledError:
+            _leave(run, waiter)
+            raise
+        except Exception as error:
+            response = self._answer_to(error, run, plan)
+            assert response is not None  # It runs unprotected already.
+            return run, response
 
-        async def marked(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), UNPROTECTED]
-            await send(message)
-
-        await self.app(scope, replayed, marked)
+    def _recall_unprotected(self, plan: Plan, call: Call) -> Response | None:
+        idempotency = self.idempotency
+        return self.protection.recall_unprotected(
+            plan, call, idempotency.report, idempotency.run_times
+        )
 
     def _start(self, run: AppRun, call: Call) -> asyncio.Future[Answer[Any]]:
         """Runs the application in tasks of its own; cancelling the future leaves them alone."""
@@ -424,14 +435,21 @@ class IdempotencyMiddleware:
         run.settling = loop.create_task(self._settle(run, call, waiter))
         return waiter
 
+    def _outcome(self, run: AppRun, call: Call) -> Coroutine[Any, Any, Answer[Any]]:
+        """Runs the application once: under a claim, in a transaction, or without either."""
+        idempotency, unprotected = self.idempotency, self.protection.unprotected
+        transaction: Any = run.plan.route.rule.transaction
+        if run.plan.is_unprotected and unprotected is not None:
+            report, run_times = idempotency.report, idempotency.run_times
+            return unprotected.answer(call, run.invoke, report, run_times)
+        if transaction is None:
+            return idempotency.answer_call(call, run.invoke)
+        return idempotency.answer_atomic(call, transaction, run.invoke)
+
     async def _settle(self, run: AppRun, call: Call, waiter: asyncio.Future[Answer[Any]]) -> None:
         """Answers the call, and tells the waiter at once: a task's own callbacks come later."""
-        transaction: Any = run.plan.route.rule.transaction
         try:
-            if transaction is None:
-                answer = await self.idempotency.answer_call(call, run.invoke)
-            else:
-                answer = await self.idempotency.answer_atomic(call, transaction, run.invoke)
+            answer = await self._outcome(run, call)
         except Exception as error:
             if not waiter.done():
                 waiter.set_exception(error)

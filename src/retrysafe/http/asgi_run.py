@@ -15,7 +15,7 @@ from urllib.parse import unquote_to_bytes
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.places import Places
-from retrysafe.http.exchange import Plan
+from retrysafe.http.exchange import UNPROTECTED, Plan
 from retrysafe.http.held import Held, is_from_stream, passes_at_once
 from retrysafe.http.request import PROTECTED_NAME
 from retrysafe.http.responses import Response
@@ -144,8 +144,11 @@ class AppRun:
         # Where all of this runs. Asking for it is a system call before Python 3.12.
         self.loop: asyncio.AbstractEventLoop = loop
 
-    def invoke(self, attempt: Attempt | AtomicAttempt) -> asyncio.Future[Response]:
-        """Starts the application; the future has its response as soon as that is complete."""
+    def invoke(self, attempt: Attempt | AtomicAttempt | None) -> asyncio.Future[Response]:
+        """Starts the application; the future has its response as soon as that is complete.
+
+        Without an attempt it is a run without a claim.
+        """
         scope = self._scope
         # The same scope, not a copy: middlewares around us read what routers write into it.
         scope.setdefault("state", {})["idempotency"] = attempt
@@ -322,8 +325,11 @@ class AppRun:
         self._wake()
         if not self._is_gone:
             await asyncio.shield(self._gate)
+        headers = self._headers
+        if self.plan.is_unprotected:
+            headers = [*headers, UNPROTECTED]
         await self._pass_on(
-            {"type": "http.response.start", "status": self._status, "headers": self._headers}
+            {"type": "http.response.start", "status": self._status, "headers": headers}
         )
 
     async def _pass_on(self, message: Message) -> None:

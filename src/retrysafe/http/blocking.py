@@ -10,13 +10,14 @@ from typing import Any, Protocol
 
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.events import EventKind
+from retrysafe.core.call import Call
 from retrysafe.core.keys import Key
-from retrysafe.errors import StoreError
+from retrysafe.errors import RetrysafeError, StoreError
 from retrysafe.http.exchange import Plan, Protection
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response
 from retrysafe.runtime.blocking import BlockingIdempotency
+from retrysafe.runtime.drive import run_sync
 
 
 class Run(Protocol):
@@ -38,14 +39,14 @@ class Run(Protocol):
     def is_passing(self) -> bool:
         """Whether the response is on its way already, so that nothing else can be sent."""
 
-    def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
-        """Runs it to the end of its response."""
+    def invoke(self, attempt: Attempt | AtomicAttempt | None) -> Response:
+        """Runs it to the end of its response; None is a run without a claim."""
 
 
 def answered(
     protection: Protection, idempotency: BlockingIdempotency, plan: Plan, run: Run
-) -> Response | None:
-    """The response to send; None when the application is to be run unprotected.
+) -> Response:
+    """The response to send.
 
     Raises what the application raises, and errors of retrysafe that are not for clients.
     """
@@ -55,14 +56,15 @@ def answered(
         answer = idempotency.recall(call)
         if answer is not None:
             return protection.answered(plan, answer, is_news=False)
+        known = protection.recall_unprotected(plan, call, idempotency.report, idempotency.run_times)
+        if known is not None:
+            return known
         has_asked = True
         # What is known to run needs no store, and is never run unprotected beside that.
         if protection.breaker.is_open and not idempotency.is_in_flight(call):
             refusal = protection.closed_off(plan)
             if refusal is not None and protection.runs_unprotected(plan):
-                # Nobody can tell whether it ran before; the service has asked for it.
-                idempotency.report(EventKind.UNPROTECTED, call.key, call.operation)
-                return None
+                return _answered_unprotected(protection, idempotency, plan, call, run)
             if refusal is not None:
                 return refusal
         transaction: Any = plan.route.rule.transaction
@@ -75,12 +77,33 @@ def answered(
         if error is run.error:
             raise  # The application's own: whoever serves it deals with it as ever.
         if has_asked and not run.has_begun and protection.fails_open(plan, error):
-            idempotency.report(EventKind.UNPROTECTED, call.key, call.operation)
-            return None
+            return _answered_unprotected(protection, idempotency, plan, call, run)
         refusal = protection.refused(plan, error, is_news=has_asked)
         if refusal is None or run.is_passing:
             raise
         return refusal
+
+
+def _answered_unprotected(
+    protection: Protection, idempotency: BlockingIdempotency, plan: Plan, call: Call, run: Run
+) -> Response:
+    """The response of a run whose key nobody could claim; the service has asked for it."""
+    assert protection.unprotected is not None  # Only a service that fails open comes here.
+    plan.is_unprotected = True
+
+    async def invoke(attempt: None) -> Response:
+        return run.invoke(attempt)
+
+    try:
+        answer = run_sync(
+            protection.unprotected.answer(call, invoke, idempotency.report, idempotency.run_times)
+        )
+    except RetrysafeError as error:
+        refusal = None if error is run.error else protection.refused(plan, error, is_news=False)
+        if refusal is None or run.is_passing:
+            raise
+        return refusal
+    return protection.answered_unprotected(plan, answer)
 
 
 def page(

@@ -21,7 +21,15 @@ class Breaker:
     success closes the breaker, its failure opens it anew.
     """
 
-    __slots__ = ("_failures_limit", "_lock", "_open_seconds", "_open_until", "failures", "is_open")
+    __slots__ = (
+        "_failures_limit",
+        "_lock",
+        "_open_seconds",
+        "_open_until",
+        "failed_monotonic",
+        "failures",
+        "is_open",
+    )
 
     def __init__(
         self, *, failures_limit: int = FAILURES_LIMIT, open_seconds: float = OPEN_SECONDS
@@ -30,6 +38,8 @@ class Breaker:
             raise ValueError("a breaker needs at least one failure and some time to be open")
         # How often in a row the store did not answer; every request looks at it.
         self.failures = 0
+        # When it did not answer for the last time.
+        self.failed_monotonic = float("-inf")
         # Whether the store is being left alone.
         self.is_open = False
         self._failures_limit = failures_limit
@@ -62,6 +72,7 @@ class Breaker:
         """The store did not answer."""
         with self._lock:
             self.failures += 1
+            self.failed_monotonic = monotonic
             if self.failures >= self._failures_limit:
                 self._open_until = monotonic + self._open_seconds
                 self.is_open = True

@@ -63,6 +63,7 @@ from retrysafe.http.routes import Match, Route, RouteTable
 from retrysafe.http.rules import Rule, responds_async
 from retrysafe.http.status_page import status_response
 from retrysafe.http.unmatched import Unmatched
+from retrysafe.http.unprotected import Report, UnprotectedRuns
 from retrysafe.runtime.calls import Settings
 
 POLICY_PATH: Final = "/idempotency-policy"
@@ -94,6 +95,8 @@ class Plan:
     prefix: str
     # Who waits for another run at the moment.
     waiters: Places
+    # Whether it runs without a claim.
+    is_unprotected: bool = False
 
 
 class Protection:
@@ -152,6 +155,8 @@ class Protection:
         self._thread_waiters = Places(limits.waiters_for(is_on_loop=False))
         # Runs that go on behind a 202.
         self.background = Places(limits.background_runs)
+        # What runs without a claim, and ran; None where nothing ever does.
+        self.unprotected = UnprotectedRuns(self.breaker, monotonic) if fail_open else None
         self.refusals = Refusals(policy_path, challenge)
         # What a view may complete its attempt with, as a response.
         self._outcome_of = outcome_of
@@ -351,6 +356,25 @@ class Protection:
         """
         return self.fail_open and plan.route.rule.transaction is None
 
+    def recall_unprotected(
+        self, plan: Plan, call: Call, report: Report, run_times: RunTimes
+    ) -> Response | None:
+        """What this process knows of a run without a claim; None when the store is to be asked.
+
+        Also after the store is back, which knows nothing of it. Raises `OperationInFlight` and
+        `KeyReused`.
+        """
+        if self.unprotected is None or not self.unprotected.runs:
+            return None
+        answer = self.unprotected.recall(call, report, run_times)
+        return None if answer is None else self.answered_unprotected(plan, answer)
+
+    def answered_unprotected(self, plan: Plan, answer: Answer[Any]) -> Response:
+        """The response of a run without a claim, with its mark."""
+        response = self.answered(plan, answer, is_news=False)
+        response.headers = [*response.headers, UNPROTECTED]
+        return response
+
     def fails_open(self, plan: Plan, error: Exception) -> bool:
         """Whether the application runs because its claim got no answer; tells the breaker.
 
@@ -404,11 +428,11 @@ class Protection:
             self.breaker.succeeded()
         if isinstance(error, StoreError) and not isinstance(error, StoreUnavailable):
             _logger.error("a protected request was refused", exc_info=error)
-        if isinstance(error, OperationInFlight) and (
-            plan.preference.respond_async
-            # Not to a client who asked to wait instead, and did: it gets what every wait ends with.
-            or (plan.route.accepts_duplicates and plan.policy.in_flight is not InFlight.WAIT)
-        ):
+        # Not to a client who asked to wait instead, and did: it gets what every wait ends with.
+        accepts = plan.preference.respond_async or (
+            plan.route.accepts_duplicates and plan.policy.in_flight is not InFlight.WAIT
+        )
+        if isinstance(error, OperationInFlight) and error.has_record and accepts:
             return self.accepted(plan, error.retry_after)
         detail: str | None = None
         if isinstance(error, KeyReused) and not isinstance(plan.caller, GlobalCaller):

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from http.client import responses as reasons
 from io import BytesIO
-from typing import Any, Final
+from typing import Final
 
 from retrysafe.core.keys import GlobalCaller
 from retrysafe.errors import InvalidInput
 from retrysafe.http import blocking
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
-from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, UNPROTECTED, Plan, Protection
+from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, Plan, Protection
 from retrysafe.http.headers import length_of
 from retrysafe.http.limits import Limits
 from retrysafe.http.request import PROTECTED_NAME, Request
@@ -28,7 +28,6 @@ from retrysafe.http.wsgi_run import (
     App,
     Environ,
     StartResponse,
-    Write,
     WsgiRun,
     text_header,
 )
@@ -89,7 +88,7 @@ class WSGIIdempotencyMiddleware:
         path = _decoded(environ.get("PATH_INFO", "")) or "/"
         match = self.protection.find(method, path)
         if match is not None:
-            if PROTECTED_NAME in environ and _is_protected(environ):
+            if is_run(environ):
                 return self.app(environ, start_response)
             # What the rule has seen is what the application runs.
             environ["REQUEST_METHOD"] = method
@@ -156,8 +155,6 @@ class WSGIIdempotencyMiddleware:
         except BaseException:
             run.close()
             raise
-        if response is None:
-            return self._run_unprotected(environ, start_response)
         if run.late_error is not None:
             raise run.late_error  # The server breaks the stream off, now that it is stored.
         if run.is_passing:
@@ -166,15 +163,6 @@ class WSGIIdempotencyMiddleware:
             return run.rest(response)
         run.close()
         return _sent(start_response, response)
-
-    def _run_unprotected(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        """Runs the application although nobody can tell whether it ran before, as was asked for."""
-        mark = text_header(UNPROTECTED)
-
-        def marked(status: str, headers: list[tuple[str, str]], *error: Any) -> Write:
-            return start_response(status, [*headers, mark], *error)
-
-        return self.app(environ, marked)
 
 
 def request_of(environ: Environ, path: str | None = None) -> Request:
@@ -220,11 +208,13 @@ def prefix_of(environ: Environ) -> str:
     return mount.encode("latin-1").decode("utf-8", "replace").rstrip("/")
 
 
-def _is_protected(environ: Environ) -> bool:
-    """Whether somebody further out protects this very request."""
+def is_run(environ: Environ) -> bool:
+    """Whether somebody further out runs this very request, with a claim or without."""
+    if PROTECTED_NAME not in environ:
+        return False
     request = request_of(environ)
-    protected: tuple[str, str] = environ[PROTECTED_NAME]
-    return protected == (request.method, request.path)
+    run: tuple[str, str] = environ[PROTECTED_NAME]
+    return run == (request.method, request.path)
 
 
 class _BodyCutOff(Exception):

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
-from retrysafe.http.exchange import Plan
+from retrysafe.http.exchange import UNPROTECTED, Plan
 from retrysafe.http.held import Held, passes_at_once
 from retrysafe.http.request import PROTECTED_NAME
 from retrysafe.http.responses import Header, Response
@@ -80,8 +80,11 @@ class WsgiRun:
         self.error: BaseException | None = None
         self.late_error: Exception | None = None
 
-    def invoke(self, attempt: Attempt | AtomicAttempt) -> Response:
-        """Runs the application to the end of its response, or to where it has to be passed on."""
+    def invoke(self, attempt: Attempt | AtomicAttempt | None) -> Response:
+        """Runs the application to the end of its response, or to where it has to be passed on.
+
+        Without an attempt it is a run without a claim.
+        """
         self.has_begun = True
         environ, request = self._environ, self._plan.request
         environ[ATTEMPT_NAME] = attempt
@@ -182,7 +185,10 @@ class WsgiRun:
         if not self.is_passing:
             if self._take(piece):
                 return
-            self._write = self._start_response(self._status, self._headers)
+            headers = self._headers
+            if self._plan.is_unprotected:
+                headers = [*headers, text_header(UNPROTECTED)]
+            self._write = self._start_response(self._status, headers)
             self.is_passing = True
             piece = self._body()
         self._write_on(piece)

@@ -58,6 +58,7 @@ KEPT = Answered(
     headers={"Idempotent-Replayed": "true", "Location": "/made/1", "Set-Cookie": None},
     json={"run": 1, "attempt": 1},
 )
+REPLAYED_UNPROTECTED = Replay(headers={"Idempotency-Protected": "false"})
 UNPROTECTED = Untouched(headers={"Idempotency-Protected": "false"})
 
 
@@ -500,11 +501,33 @@ CASES = (
         "Where that is asked for, requests run unprotected while the store is down, and say so",
         *(Break(DOWN), post("/failing-open/charges"), UNPROTECTED),
         *(
-            Quiet(post("/failing-open/charges"), UNPROTECTED),
-            Quiet(post("/failing-open/charges"), UNPROTECTED),
+            Quiet(post("/failing-open/charges", key='"second"'), UNPROTECTED),
+            Quiet(post("/failing-open/charges", key='"third"'), UNPROTECTED),
         ),
-        *(Heal(), Until("unprotected", post("/failing-open/charges")), Ran()),
-        *(post("/failing-open/charges"), Replay(run=-1)),
+        *(Heal(), Until("unprotected", post("/failing-open/charges", key='"{next}"')), Ran()),
+        *(post("/failing-open/charges", key='"fourth"'), Ran()),
+        *(post("/failing-open/charges", key='"fourth"'), Replay(run=-1)),
+    ),
+    case(
+        "failing-open-again",
+        "What ran unprotected is replayed by its process, as long as the store is down and after",
+        *(Break(DOWN), post("/failing-open/charges"), UNPROTECTED),
+        Quiet(post("/failing-open/charges"), REPLAYED_UNPROTECTED),
+        Quiet(post("/failing-open/charges", body=b"{}"), Refused(problem="key-reused")),
+        *(Heal(), Until("unprotected", post("/failing-open/charges", key='"{next}"')), Ran()),
+        *(post("/failing-open/charges"), REPLAYED_UNPROTECTED),
+        without={PROCESSES: "the other process does not know what this one ran"},
+    ),
+    case(
+        "failing-open-at-once",
+        "Of simultaneous requests one runs unprotected, and the others get 409",
+        Break(DOWN),
+        *(Begin("first", post("/failing-open/charges")), post("/failing-open/charges"), IN_FLIGHT),
+        *(post("/failing-open/charges", headers=(("Prefer", "respond-async"),)), IN_FLIGHT),
+        *(Release("first"), Finish("first"), UNPROTECTED),
+        *(post("/failing-open/charges"), REPLAYED_UNPROTECTED),
+        *(Heal(), Until("unprotected", post("/failing-open/charges", key='"{next}"')), Ran()),
+        without={PROCESSES: "the other process does not know what this one runs"},
     ),
     case(
         "failing-open-while-running",
@@ -522,7 +545,7 @@ CASES = (
         "A run whose outcome is lost is told as such, and is not run again for its client",
         *(Break(SETTLEMENTS), post("/failing-open/charges")),
         Refused(problem="outcome-not-stored", has_run=True),
-        *(Heal(), Until("unprotected", post("/failing-open/charges", key='"other"')), Ran()),
+        *(Heal(), Until("unprotected", post("/failing-open/charges", key='"{next}"')), Ran()),
         *(post("/failing-open/charges"), Refused(problem="in-flight")),
     ),
 )

@@ -17,8 +17,8 @@ from retrysafe.contrib.django.configuration import Configuration, current
 from retrysafe.contrib.django.exchange import (
     answer,
     answer_on_loop,
-    attempt_around,
     django_request,
+    is_run,
     notice,
     plan_on_loop,
     planned,
@@ -94,7 +94,7 @@ def _answered(
     # Whatever happens, the view is in the transactions that Django was told to leave out.
     called = with_transactions(view, match and match.func)
     run = functools.partial(called, request, *args, **kwargs)
-    if attempt_around(plain) is not None:
+    if is_run(plain):
         return run()
     made = current()
     route = _route(made, rule, view, plain)
@@ -121,7 +121,7 @@ async def _answered_on_loop(rule: Rule, view: Any, request: Any, run: Callable[[
     notice(plain)
     match = plain.resolver_match
     require_none_around(match and match.func)
-    if attempt_around(plain) is not None:
+    if is_run(plain):
         return await run()
     made = current()
     route = _route(made, rule, view, plain)

@@ -29,8 +29,8 @@ from retrysafe.errors import InvalidInput
 from retrysafe.http import blocking
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.asgi_run import PASSING_NAME, Message, Receive, Scope, Send, exact_path
-from retrysafe.http.exchange import UNPROTECTED, Plan, Protection
-from retrysafe.http.request import Request
+from retrysafe.http.exchange import Plan, Protection
+from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Header, Response, response_of
 from retrysafe.http.routes import Route
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
@@ -87,6 +87,17 @@ def attempt_around(plain: Any) -> Attempt | AtomicAttempt | None:
     return attempt if isinstance(attempt, Attempt | AtomicAttempt) else None
 
 
+def is_run(plain: Any) -> bool:
+    """Whether somebody further out runs this very request, with a claim or without."""
+    if attempt_around(plain) is not None or getattr(plain, "is_run_by_retrysafe", False):
+        return True
+    run = _around(plain).get(PROTECTED_NAME)
+    if run is None:
+        return False
+    asked = asked_of(plain)
+    return bool(run == (asked.method, asked.path))
+
+
 def asked_of(request: Any) -> Request:
     """The request with its body unread; its host is what the view is called with."""
     plain = django_request(request)
@@ -121,7 +132,7 @@ def tell_unmatched(protection: Protection, idempotency: BlockingIdempotency, pla
         "HTTP_IDEMPOTENCY_KEY" not in plain.META
         or getattr(plain, "is_noticed_by_retrysafe", False)
         or NOTICED_NAME in _around(plain)
-        or attempt_around(plain) is not None
+        or is_run(plain)
         or protection.table.is_covered(method, path)
     ):
         return
@@ -231,8 +242,9 @@ def answer(
     request = plan.request.host
     plain = django_request(request)
 
-    def run(attempt: Attempt | AtomicAttempt) -> tuple[Any, Response]:
+    def run(attempt: Attempt | AtomicAttempt | None) -> tuple[Any, Response]:
         plain.idempotency = attempt
+        plain.is_run_by_retrysafe = True
         token = _serving.set(request)
         try:
             try:
@@ -254,9 +266,6 @@ def answer(
 
     made = ViewRun(run)
     response = blocking.answered(protection, idempotency, plan, made)
-    if response is None:
-        plain.idempotency = None
-        return with_headers(view(), [UNPROTECTED])
     added = made.added(response)
     return native_of(response) if added is None else with_headers(made.native, added)
 
@@ -332,6 +341,7 @@ class _TaskRun:
         request = self._plan.request.host
         plain = django_request(request)
         plain.idempotency = attempt
+        plain.is_run_by_retrysafe = True
         _serving.set(request)  # The task has a context of its own.
         try:
             native = await self._view()

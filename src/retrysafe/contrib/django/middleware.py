@@ -17,7 +17,7 @@ from retrysafe.contrib.django.configuration import current
 from retrysafe.contrib.django.exchange import (
     answer,
     answer_on_loop,
-    attempt_around,
+    is_run,
     notice,
     plan_on_loop,
     planned,
@@ -51,7 +51,7 @@ class RetrysafeMiddleware:
             return self._answer_on_loop(request)
         made = current()
         match = made.protection.find(request.method, request.path_info)
-        if match is not None and attempt_around(request) is not None:
+        if match is not None and is_run(request):
             return self.get_response(request)
         if match is None:
             if _is_page(request):
@@ -74,7 +74,7 @@ class RetrysafeMiddleware:
     async def _answer_on_loop(self, request: Any) -> Any:
         made = current()
         match = made.protection.find(request.method, request.path_info)
-        if match is not None and attempt_around(request) is not None:
+        if match is not None and is_run(request):
             return await self.get_response(request)
         if match is None:
             if _is_page(request):
