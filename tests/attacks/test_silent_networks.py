@@ -13,23 +13,28 @@ silence costs seconds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from retrysafe import AsyncIdempotency, Idempotency, InFlight, Key, Policy
 from retrysafe.core.events import Event, EventKind
+from retrysafe.errors import StoreUnavailable, StoreUrlInvalid
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.postgres.asyncpg_connector import AsyncpgConnector
-from retrysafe.stores.postgres.connector import PoolOptions
+from retrysafe.stores.postgres.connector import Keepalive, PoolOptions
 from retrysafe.stores.postgres.psycopg_connector import PsycopgConnector
 from retrysafe.stores.postgres.store import PostgresStore
 from retrysafe.stores.postgres.urls import postgres_url
@@ -219,3 +224,198 @@ def test_a_silent_network_takes_no_key_from_its_owner(postgres_server, face, sil
 def test_a_silent_network_takes_no_key_with_default_settings(postgres_server, face, silence):
     """The same with a lease of 30 s and the time limits that everybody has."""
     all_at_once(postgres_server, face, silence, DEFAULT)
+
+
+# What one connection does.
+
+
+class Line:
+    """A connector behind a proxy, for both drivers."""
+
+    def __init__(self, face: str, port: int, options: str = "", **limits: timedelta) -> None:
+        url = postgres_url(f"postgresql://retrysafe@127.0.0.1:{port}/postgres{options}")
+        pool = replace(url.pool, **limits)
+        self._runner = asyncio.Runner() if face == "async" else None
+        self.connector: Any = (
+            PsycopgConnector(url.for_libpq, url.location, pool)
+            if self._runner is None
+            else AsyncpgConnector(url.for_asyncpg, url.location, pool)
+        )
+
+    def run(self, flow: Any) -> Any:
+        return run_sync(flow) if self._runner is None else self._runner.run(flow)
+
+    def seconds_until_given_up(self, flow: Any) -> float:
+        began = time.monotonic()
+        with pytest.raises(StoreUnavailable):
+            self.run(flow)
+        return time.monotonic() - began
+
+    def close(self) -> None:
+        self.run(self.connector.close())
+        if self._runner is not None:
+            self._runner.close()
+
+
+@contextmanager
+def line(face: str, proxy: SilencingProxy, options: str = "", **limits: Any) -> Iterator[Line]:
+    made = Line(face, proxy.port, options, **limits)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def dropping(postgres_server):
+    proxy = SilencingProxy(postgres_server.port, Silence.DROPPED)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def swallowing(postgres_server):
+    proxy = SilencingProxy(postgres_server.port)
+    yield proxy
+    proxy.close()
+
+
+# Far above the options' own times, for a slow machine, and far below the limit of a statement.
+SOON_SECONDS = 10
+
+
+@FACES
+def test_what_is_not_acknowledged_ends_its_connection(dropping, face):
+    """`tcp_user_timeout`: a statement whose packets are dropped does not wait for its limit."""
+    with line(face, dropping, "?tcp_user_timeout=1000&keepalives_idle=100") as client:
+        client.run(client.connector.fetch_patiently("SELECT 1"))
+        assert dropping.silence() == 1
+        flow = client.connector.fetch_patiently("SELECT 1")
+        assert client.seconds_until_given_up(flow) < SOON_SECONDS
+
+
+@FACES
+def test_a_peer_that_vanishes_while_a_statement_runs_is_found_out(dropping, face):
+    """Keepalives: all that was sent is acknowledged, and then the other side is gone."""
+    options = "?keepalives_idle=1&keepalives_interval=1&keepalives_count=2&tcp_user_timeout=0"
+    with line(face, dropping, options) as client:
+        hush = threading.Timer(0.5, dropping.silence)
+        client.run(client.connector.fetch_patiently("SELECT 1"))
+        hush.start()
+        flow = client.connector.fetch_patiently("SELECT pg_sleep(60)")
+        assert client.seconds_until_given_up(flow) < SOON_SECONDS
+        hush.join()
+
+
+@FACES
+def test_a_transaction_is_given_up_as_soon_as_a_statement(swallowing, face):
+    """Its rollback is not waited for: over that connection nothing comes back any more."""
+
+    async def flow(connector: Any) -> None:
+        async with connector.transaction() as session:
+            swallowing.silence()
+            await session.fetch("SELECT 1")
+
+    limit = timedelta(seconds=1)
+    with line(face, swallowing, commit_timeout=limit) as client:
+        assert client.seconds_until_given_up(flow(client.connector)) < 1.9
+        assert client.run(client.connector.fetch("SELECT 1"))
+
+
+@FACES
+def test_one_silent_connection_is_enough_for_all_idle_ones(swallowing, face):
+    """Its neighbours in the pool are not tried one after the other, each for its time."""
+
+    async def use_three(connector: Any) -> None:
+        async with connector.transaction(), connector.transaction(), connector.transaction():
+            pass
+
+    with line(face, swallowing, commit_timeout=timedelta(seconds=1)) as client:
+        client.run(use_three(client.connector))
+        assert swallowing.silence() == 3
+        assert client.seconds_until_given_up(client.connector.fetch("SELECT 1")) < 1.9
+        began = time.monotonic()
+        client.run(client.connector.fetch("SELECT 1"))
+        assert time.monotonic() - began < 0.9
+
+
+@FACES
+def test_a_renewal_waits_for_no_connection_of_the_pool(swallowing, face):
+    """All of them may be in use for as long as they like."""
+
+    async def renew_meanwhile(connector: Any) -> Any:
+        async with connector.transaction():
+            return await connector.fetch_renewal(5.0, "SELECT 1")
+
+    with line(face, swallowing, "?pool=1") as client:
+        assert [tuple(row) for row in client.run(renew_meanwhile(client.connector))] == [(1,)]
+
+
+@FACES
+def test_a_renewal_is_on_a_fresh_connection_after_the_first_silence(swallowing, face):
+    """It costs one try of the time that the heartbeat gives, and the next one goes through."""
+    with line(face, swallowing) as client:
+        fetch = client.connector.fetch_renewal
+        client.run(fetch(5.0, "SELECT 1"))
+        client.run(fetch(5.0, "SELECT 1"))
+        assert swallowing.connections == 1
+        swallowing.silence()
+        assert 0.2 <= client.seconds_until_given_up(fetch(0.2, "SELECT 1")) < 2
+        client.run(fetch(5.0, "SELECT 1"))
+        assert swallowing.connections == 2
+
+
+SOCKET_OPTIONS = {
+    "keepalives": (socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+    "keepalives_idle": (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE),
+    "keepalives_interval": (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
+    "keepalives_count": (socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
+    "tcp_user_timeout": (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+}
+
+
+def options_set(port: int) -> list[dict[str, int]]:
+    """What is set on each socket of this process that leads to that port."""
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as shared:
+            if shared.family == socket.AF_INET and shared.getpeername()[1] == port:
+                found.append(
+                    {name: shared.getsockopt(*item) for name, item in SOCKET_OPTIONS.items()}
+                )
+    return found
+
+
+@FACES
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", Keepalive()),
+        ("?keepalives_idle=77&tcp_user_timeout=4321", Keepalive(1, 77, 5, 3, 4321)),
+    ],
+    ids=["by default", "as the URL says"],
+)
+def test_every_connection_has_keepalives(swallowing, face, options, expected):
+    """Those of the pool and those of renewals; what the URL says counts for both drivers."""
+    with line(face, swallowing, options) as client:
+        client.run(client.connector.fetch("SELECT 1"))
+        client.run(client.connector.fetch_renewal(5.0, "SELECT 1"))
+        assert options_set(swallowing.port) == [asdict(expected)] * 2
+
+
+@FACES
+def test_closing_does_not_wait_for_a_silent_server(swallowing, face):
+    """Nobody takes leave over such a connection."""
+    with line(face, swallowing) as client:
+        client.run(client.connector.fetch("SELECT 1"))
+        client.run(client.connector.fetch_renewal(5.0, "SELECT 1"))
+        assert swallowing.silence() == 2
+        began = time.monotonic()
+        client.run(client.connector.close())
+        assert time.monotonic() - began < 4
+
+
+def test_keepalives_that_are_no_numbers_are_refused():
+    """By name, before anything is opened."""
+    with pytest.raises(StoreUrlInvalid, match="keepalives_idle is a whole number"):
+        postgres_url("postgresql://shop@127.0.0.1/shop?keepalives_idle=soon")

@@ -50,6 +50,9 @@ _ANSWERED: Final = (asyncpg.PostgresError, asyncpg.DataError, UnicodeError)
 # A connection that rested longer goes through the pool, which closes what nobody uses.
 REST_SECONDS: Final = 30.0
 
+# How long the server may take to take leave. asyncpg would wait for ever for a silent one.
+CLOSING_SECONDS: Final = 2.0
+
 
 _CONNECTING_SHARE: Final = 0.9
 
@@ -200,7 +203,11 @@ class AsyncpgConnector:
         if pool is not None and self._loop is asyncio.get_running_loop():
             for connection, _ in resting:
                 await _release(pool, connection)
-            await pool.close()
+            try:
+                async with asyncio.timeout(CLOSING_SECONDS):
+                    await pool.close()
+            except TimeoutError:
+                pool.terminate()
 
     def after_fork_in_child(self) -> None:
         """Leaves the parent's connections alone."""
@@ -283,6 +290,8 @@ class AsyncpgConnector:
         await pool.expire_connections()
         resting, self._resting = self._resting, []
         for connection, _ in resting:
+            # Given back in order, each would wait for a server that may say nothing.
+            drop(connection)
             await _release(pool, connection)
 
     async def _opened(self) -> Any:

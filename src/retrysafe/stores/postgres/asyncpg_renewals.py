@@ -44,9 +44,11 @@ def set_keepalive(connection: Any, wanted: Keepalive) -> None:
     shared = transport.get_extra_info("socket")
     if shared is None or shared.family not in (socket.AF_INET, socket.AF_INET6):
         return
+    if not wanted.keepalives:
+        return  # As in libpq, which then leaves all of it to the system.
     # A second descriptor of the same socket: uvloop lets nobody change what its transport gives.
     with socket.socket(fileno=os.dup(shared.fileno())) as own:
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, int(wanted.keepalives != 0))
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (
             ("TCP_KEEPIDLE", wanted.keepalives_idle),
             ("TCP_KEEPINTVL", wanted.keepalives_interval),
