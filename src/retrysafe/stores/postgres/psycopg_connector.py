@@ -50,20 +50,11 @@ class _Connection(psycopg.Connection[tuple[Any, ...]]):
     def wait(self, gen: Generator[Any, Any, T], *args: Any, **options: Any) -> T:
         """Drives one exchange with the server, within the limit."""
         exchange = _limited(gen, self.statement_seconds)
-        try:
-            if select.poll.__module__.startswith("gevent"):
-                # psycopg chooses how to wait when it is imported. Where gevent has patched since,
-                # that would stop all greenlets, also the one whose transaction this one waits for.
-                return waiting.wait_poll(exchange, self.pgconn.socket, interval=_LOOK_SECONDS)
-            return super().wait(exchange, *args, **options)
-        except _Silence:
-            # At once: psycopg would ask for a rollback, and wait for that answer too.
-            self.close()
-            raise
-
-
-class _Silence(psycopg.OperationalError):
-    """The server has not answered in time."""
+        if select.poll.__module__.startswith("gevent"):
+            # psycopg chooses how to wait when it is imported. Where gevent has patched since, that
+            # would stop all greenlets, also the one whose transaction this one waits for.
+            return waiting.wait_poll(exchange, self.pgconn.socket, interval=_LOOK_SECONDS)
+        return super().wait(exchange, *args, **options)
 
 
 def _limited(gen: Generator[Any, Any, T], seconds: float) -> Generator[Any, Any, T]:
@@ -74,7 +65,7 @@ def _limited(gen: Generator[Any, Any, T], seconds: float) -> Generator[Any, Any,
         while True:
             ready = yield wanted
             if not ready and time.monotonic() > until:
-                raise _Silence(f"no answer within {seconds:.3g} s")
+                raise psycopg.OperationalError(f"no answer within {seconds:.3g} s")
             wanted = gen.send(ready)
     except StopIteration as stop:
         result: T = stop.value
