@@ -361,7 +361,7 @@ def test_renewals_that_fail_are_told_in_the_loops_own_thread():
             policy=policy,
             observers=[note],
         ) as idem:
-            await idem.run("key", failed_thrice.wait)
+            await asyncio.wait_for(idem.run("key", failed_thrice.wait), PATIENCE_SECONDS)
 
     asyncio.run(main())
     assert set(heard) == {threading.get_ident()}
