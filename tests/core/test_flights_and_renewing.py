@@ -246,10 +246,11 @@ class Extends:
     error: Exception | None = None
     batches: list[list[bytes]] = field(default_factory=list)
     joined: list[bytes] = field(default_factory=list)
+    timeouts: list[float] = field(default_factory=list)
     capabilities = Capabilities(Waits.NEVER, batch_limit=2)
 
     async def extend(self, extensions, timeout_seconds):
-        assert timeout_seconds == 5.0
+        self.timeouts.append(timeout_seconds)
         assert all(item.lease_ms == 30_000 for item in extensions)
         self.batches.append([item.token for item in extensions])
         self.joined += [item.token for item in extensions if item.is_joined]
@@ -291,6 +292,14 @@ def test_leases_are_renewed_in_batches_of_the_stores_size():
     assert [len(batch) for batch in store.batches] == [2, 2, 1]
     assert [item.seconds_left(15.0) for item in leases] == [30.0] * 5
     assert [item.ends_at_ms for item in leases] == [77] * 5
+
+
+@pytest.mark.parametrize(("now", "timeout_seconds"), [(10.0, 5.0), (15.0, 5.0), (17.5, 7.5)])
+def test_a_renewal_waits_for_a_part_of_its_lease(now, timeout_seconds):
+    """A silent connection costs one try; a store that is slow has longer for the next ones."""
+    store = Extends()
+    renewed(store, [lease(b"a"), lease(b"b", asked=9.0)][: 1 if now > 15 else 2], now)
+    assert store.timeouts == [timeout_seconds]
 
 
 def test_a_lost_lease_is_revoked_and_its_neighbour_renewed():

@@ -61,7 +61,7 @@ class SilencingProxy(CuttingProxy):
     def _carry(self, client: socket.socket, server: socket.socket) -> None:
         sent = b""
         while not self._is_closing:
-            readable, _, _ = select.select([client, server], [], [], 0.02)
+            readable, _, _ = select.select([client, server], [], [], 0.1)
             for source in readable:
                 data = source.recv(65536)
                 if not data:

@@ -11,8 +11,10 @@ from retrysafe.core.keys import Key
 # Two renewals may fail before a lease ends.
 RENEWALS_PER_LEASE = 3
 # A renewal gives up after this part of its lease: a connection that has gone silent may cost one
-# try, and never so much of the lease that none is left for a fresh connection.
+# try, and never so much of the lease that none is left for a fresh connection. A later try waits
+# longer: the store may be slow, and then none that gives up so soon would ever come through.
 TIMEOUTS_PER_LEASE = 6
+LATE_TIMEOUTS_PER_LEASE = 4
 
 
 class Lease:
@@ -67,10 +69,11 @@ class Lease:
         self.ends_monotonic = asked_monotonic + remaining_seconds
         self.renew_monotonic = asked_monotonic + remaining_seconds / RENEWALS_PER_LEASE
 
-    @property
-    def renewal_timeout_seconds(self) -> float:
-        """How long the store may take to answer a renewal."""
-        return self.lease_ms / 1000 / TIMEOUTS_PER_LEASE
+    def renewal_timeout_seconds(self, monotonic: float) -> float:
+        """How long the store may take to answer a renewal that is asked for now."""
+        lease_seconds = self.lease_ms / 1000
+        is_late = self.ends_monotonic - monotonic < lease_seconds / 2
+        return lease_seconds / (LATE_TIMEOUTS_PER_LEASE if is_late else TIMEOUTS_PER_LEASE)
 
     def put_off(self, monotonic: float) -> None:
         """Sets the next try after a renewal that the store did not answer."""

@@ -49,7 +49,7 @@ async def _renew_batch(
     extensions = [
         Extension(lease.key, lease.token, lease.lease_ms, lease.is_joined) for lease in leases
     ]
-    timeout_seconds = min(lease.renewal_timeout_seconds for lease in leases)
+    timeout_seconds = min(lease.renewal_timeout_seconds(asked) for lease in leases)
     answers: Sequence[ExtendResult]
     try:
         answers = await store.extend(extensions, timeout_seconds)
