@@ -32,6 +32,7 @@ from retrysafe.core.model import (
     StoredOutcome,
 )
 from retrysafe.core.ports import UNSHARED
+from retrysafe.core.renewing import renew
 from retrysafe.core.stepping import Stepper
 from retrysafe.stores.memory import MemoryStore
 
@@ -229,7 +230,10 @@ class ScriptedSteps:
 
 
 class RecordedRenewals:
-    def __init__(self) -> None:
+    def __init__(self, store: Any, monotonic: Callable[[], float]) -> None:
+        self.store, self.monotonic = store, monotonic
+        self.confirmed: list[Lease] = []
+        self.is_silent = False
         self.running: list[Lease] = []
         self.count = 0
 
@@ -240,6 +244,12 @@ class RecordedRenewals:
     def remove(self, lease: Lease) -> None:
         if lease in self.running:
             self.running.remove(lease)
+
+    async def confirm(self, lease: Lease) -> None:
+        self.confirmed.append(lease)
+        if self.is_silent:
+            return
+        await renew(self.store, [lease], self.monotonic, Reporter([].append))
 
 
 current: ContextVar[Attempt | None] = ContextVar("current", default=None)
@@ -305,7 +315,7 @@ class Process:
         self.world = world
         self.writer = ScriptedWriter(world.store)
         self.waiting = ManualWaiting(world.clock)
-        self.renewals = RecordedRenewals()
+        self.renewals = RecordedRenewals(world.store, self.waiting.monotonic)
         self._flows: list[Flow] = []
         self.steps = ScriptedSteps(world.store)
         self.codec = ValueCodec()
@@ -320,6 +330,7 @@ class Process:
             report=Reporter(world.heard.append),
             endings=self.writer,
             perform=perform_with_attempt,
+            confirm=self.renewals.confirm,
             owner="host:1",
             secret=world._secret,
             joiner=None

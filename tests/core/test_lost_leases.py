@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 
 from retrysafe.core.engine import LATE_ANSWERS_LIMIT
+from retrysafe.core.events import Reporter
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Condition, Ending
 from retrysafe.core.policy import InFlight, Policy
@@ -57,6 +58,28 @@ def test_a_process_that_stood_still_does_not_run_next_to_its_successor(world, pr
     flow.step()
     assert isinstance(flow.error, OperationInFlight)
     assert successor.step().value.value == "second"
+
+
+@pytest.mark.parametrize("comes", [False, True], ids=["nobody came", "taken over"])
+def test_a_process_that_stood_still_after_its_grant_asks_before_it_runs(world, process, comes):
+    """A machine was suspended between the answer of the store and the operation."""
+    is_asleep = [True]
+
+    def sleep(event):
+        if is_asleep:
+            is_asleep.clear()
+            world.clock.advance(30)
+            if comes:
+                Process(world).answer(call(), process.returning("second"))
+
+    process.engine._runner._report = Reporter(sleep)
+    flow = process.start(call(), process.returning("first"))
+    assert len(process.renewals.confirmed) == 1
+    if comes:
+        assert isinstance(flow.error, ClaimLost)
+        assert process.writer.settlements == []
+    else:
+        assert flow.value.value == "first"
 
 
 @pytest.mark.parametrize("unlisted", [Ending.FAILED, Ending.RELEASED])

@@ -558,14 +558,48 @@ def test_a_zombie_records_no_step(world, effects):
 
 
 def test_a_zombie_starts_no_step(world, effects):
-    """An owner whose lease ran out stops before the next effect."""
+    """An owner whose lease ran out asks the store before the next effect, and stops."""
 
     async def operation(attempt: Attempt):
-        world.clock.advance(60)
+        taken_over(world)
         await attempt.step("charge", effects.do, "charge")
 
     with pytest.raises(ClaimLost):
         run(world.first, operation)
+    assert effects.ran == []
+
+
+def test_an_owner_that_stood_still_goes_on_if_nobody_came(world, effects):
+    """The store confirms the claim before the step starts, with a new lease."""
+
+    async def operation(attempt: Attempt):
+        world.clock.advance(60)
+        await attempt.step("charge", effects.do, "charge")
+        assert attempt.time_left.total_seconds() == 30
+
+    run(world.first, operation)
+    assert effects.ran == ["charge"]
+    assert len(world.first.renewals.confirmed) == 1
+
+
+def test_no_step_starts_on_a_lease_that_nobody_can_confirm(world, effects):
+    """Neither when the store says nothing, nor past the limit of the run."""
+
+    async def silent(attempt: Attempt):
+        world.clock.advance(60)
+        world.first.renewals.is_silent = True
+        await attempt.step("charge", effects.do, "charge")
+
+    with pytest.raises(ClaimLost):
+        run(world.first, silent)
+    world.first.renewals.is_silent = False
+
+    async def endless(attempt: Attempt):
+        world.clock.advance(120)
+        await attempt.step("charge", effects.do, "charge")
+
+    with pytest.raises(ClaimLost):
+        run(world.first, endless, policy=Policy(run_limit=timedelta(seconds=60)))
     assert effects.ran == []
 
 

@@ -339,6 +339,7 @@ def test_undoing_does_not_start_on_a_lease_that_ran_out(world, effects):
 
     flow = world.first.start(call(policy=FINAL), world.first.operating(operation))
     world.clock.advance(60)
+    world.process().start(call(policy=FINAL), world.first.pausing("successor"))
     flow.step()
     assert isinstance(flow.error, ClaimLost)
     assert effects.ran == ["a"]

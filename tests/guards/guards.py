@@ -13,6 +13,7 @@ from retrysafe.core.machine import Event
 from retrysafe.core.model import Condition, Decision
 from retrysafe.core.running import Runner
 from retrysafe.core.settling import Settler
+from retrysafe.http.asgi_run import AppRun
 from retrysafe.runtime.loop_parts import LoopParts
 from retrysafe.runtime.task_commit import TaskGroupCommit
 from retrysafe.runtime.thread_commit import ThreadGroupCommit
@@ -97,6 +98,24 @@ GUARDS: tuple[Guard, ...] = (
             ),
         ),
         properties.test_nothing_starts_on_a_lease_that_has_run_out,
+    ),
+    Guard(
+        "the lease is looked at right before the operation",
+        "a process that stood still after its grant runs next to its successor",
+        (InCode(Runner.run, "if lease.is_lost(self._monotonic()):", "if False:"),),
+        properties.test_a_lease_is_looked_at_right_before_the_operation,
+    ),
+    Guard(
+        "the task of an application looks at the lease",
+        "a request whose task got its turn late runs next to its successor",
+        (
+            InCode(
+                AppRun._serve,
+                "if isinstance(attempt, Attempt) and attempt.is_lost:",
+                "if False:",
+            ),
+        ),
+        properties.test_the_task_of_an_application_looks_at_the_lease,
     ),
     Guard(
         "an operation that stops because its claim is lost does not end the run",

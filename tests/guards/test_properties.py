@@ -46,7 +46,7 @@ from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Call
 from retrysafe.core.codec import ValueCodec
 from retrysafe.core.engine import Engine
-from retrysafe.core.events import Reporter
+from retrysafe.core.events import Event, Reporter
 from retrysafe.core.flights import Flight, Flights, Phase
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import (
@@ -56,6 +56,7 @@ from retrysafe.core.model import (
     ExtendAnswer,
     Extension,
     Fingerprint,
+    OperatorCommand,
     Payload,
     SettleKind,
     Settlement,
@@ -72,12 +73,15 @@ from retrysafe.core.ports import (
     Waits,
     Writer,
 )
+from retrysafe.http import IdempotencyMiddleware, bearer_token
+from retrysafe.http.asgi_run import AppRun
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit import DirectWriter
 from retrysafe.runtime.task_commit import TaskGroupCommit
 from retrysafe.runtime.thread_commit import ThreadGroupCommit, _Entry
 from retrysafe.runtime.waiting import ThreadSignal, ThreadWaiting
 from tests.core.driving import perform_with_attempt
+from tests.http.driving import ask
 
 LEASE_MS = 30_000
 POLICY = Policy(lease=timedelta(milliseconds=LEASE_MS), settle_patience=timedelta(0))
@@ -157,7 +161,9 @@ class NoRenewals:
         pass
 
 
-def engine_over(writer: Writer, waiting: Waiting) -> Engine:
+def engine_over(
+    writer: Writer, waiting: Waiting, listener: Callable[[Event], None] | None = None
+) -> Engine:
     return Engine(
         writer=writer,
         waiting=waiting,
@@ -166,7 +172,7 @@ def engine_over(writer: Writer, waiting: Waiting) -> Engine:
         orphanage=None,
         mint_token=lambda: os.urandom(16),
         cache=None,
-        report=Reporter(None),
+        report=Reporter(listener),
         endings=None,
         perform=perform_with_attempt,
     )
@@ -264,6 +270,52 @@ def test_nothing_starts_on_a_lease_that_has_run_out():
     call = Call(KEY, (Fingerprint(1, bytes(16)),), POLICY, "pay", ValueCodec())
     assert run_sync(engine.answer(call, operation)).value == "done"
     assert (len(asked), numbers) == (2, [1])
+
+
+def test_a_lease_is_looked_at_right_before_the_operation():
+    """A process that stood still after its grant, and cannot ask the store, runs nothing."""
+    now = [0.0]
+    ran = []
+
+    def stand_still(event: Event) -> None:
+        now[0] += LEASE_MS / 1000
+
+    async def operation(attempt: Attempt) -> None:
+        ran.append(attempt.number)
+
+    waiting = ThreadWaiting()
+    waiting.monotonic = lambda: now[0]
+    engine = engine_over(DirectWriter(MemoryStore()), waiting, stand_still)
+    call = Call(KEY, (Fingerprint(1, bytes(16)),), POLICY, "pay", ValueCodec())
+    with pytest.raises(ClaimLost):
+        run_sync(engine.answer(call, operation))
+    assert ran == []
+
+
+def test_the_task_of_an_application_looks_at_the_lease():
+    """It gets its turn when the loop is free, which may be after the lease."""
+    store, invoke = MemoryStore(), AppRun.invoke
+    served = []
+
+    def late(run: AppRun, attempt: Attempt) -> asyncio.Future[Any]:
+        complete = invoke(run, attempt)
+        attempt._lease.ends_monotonic = 0.0
+        run_sync(store.operate(attempt.key, OperatorCommand.FORCE_RELEASE))
+        return complete
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        served.append(scope["path"])
+
+    async def main() -> None:
+        async with AsyncIdempotency(store) as idem:
+            await ask(IdempotencyMiddleware(app, idem, caller=bearer_token))
+
+    AppRun.invoke = late
+    try:
+        asyncio.run(main())
+    finally:
+        AppRun.invoke = invoke
+    assert served == []
 
 
 def test_a_lost_operation_does_not_end_the_run():

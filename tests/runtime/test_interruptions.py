@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -149,7 +150,7 @@ def test_a_relative_path_stays_the_same_file(tmp_path: Path, monkeypatch):
 
 def test_a_heartbeat_that_could_not_start_is_started_by_the_next_attempt(monkeypatch):
     """One failed start of a thread must not leave every later lease unrenewed."""
-    heartbeat = ThreadHeartbeat(MemoryStore(), Reporter(None))
+    heartbeat = ThreadHeartbeat(MemoryStore(), Reporter(None), time.monotonic)
     key = Key("k", caller="tester")
 
     def refuse(thread: threading.Thread) -> None:

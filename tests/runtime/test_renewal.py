@@ -317,7 +317,7 @@ def test_a_lease_is_added_while_another_one_is_due(new_loop):
     async def main() -> None:
         renewed = asyncio.Event()
         store.before = lambda commit: renewed.set()
-        heartbeat = TaskHeartbeat(store, Reporter(None))
+        heartbeat = TaskHeartbeat(store, Reporter(None), time.monotonic)
         for lease in late:
             heartbeat.add(lease)
         await asyncio.wait_for(renewed.wait(), 30)

@@ -243,6 +243,10 @@ class SimulatedRenewals:
         """Stops renewing."""
         self._leases.pop(lease.token, None)
 
+    async def confirm(self, lease: Lease) -> None:
+        """Asks for one lease now."""
+        await renew(self._store, [lease], self._waiting.monotonic, self._world.report)
+
     async def _beat(self, lateness_seconds: float) -> None:
         waiting = self._waiting
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -24,6 +24,9 @@ from retrysafe.core.steps import (
 )
 from retrysafe.errors import ClaimLost, InvalidInput
 
+# Asks the store for a lease that may be over; the lease tells what came of it.
+Confirm = Callable[[Lease], Awaitable[None]]
+
 
 class Attempt:
     """One run of an operation. Available inside the operation as `current_attempt()`.
@@ -33,6 +36,7 @@ class Attempt:
 
     __slots__ = (
         "_call",
+        "_confirm",
         "_joiner",
         "_lease",
         "_monotonic",
@@ -59,8 +63,10 @@ class Attempt:
         call: Call | None = None,
         joiner: Joiner | None = None,
         stepper: Stepper | None = None,
+        confirm: Confirm | None = None,
     ) -> None:
         self.key = key
+        self._confirm = confirm
         self.operation = operation
         self.number = number
         self._lease = lease
@@ -103,6 +109,20 @@ class Attempt:
             raise ClaimLost(
                 f"the claim on {self.key.text!r} is lost or its lease ran out", key=self.key.text
             )
+
+    async def hold(self) -> None:
+        """Makes sure of the claim before work begins that had to wait; for faces and steps.
+
+        The process may have stood still, the machine been suspended, or a queue been long. Where
+        the lease may be over by the local clock, only the store can tell: it is asked, and the
+        lease is the owner's again if nobody was faster. Raises `ClaimLost`.
+        """
+        lease, now = self._lease, self._monotonic()
+        if not lease.is_lost(now):
+            return
+        if self._confirm is not None and lease.may_renew(now):
+            await self._confirm(lease)
+        self.raise_if_lost()
 
     def complete_in(self, connection: object, value: Any) -> Any:
         """Writes the outcome in the user's open transaction, so that both commit or neither does.

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from retrysafe.core.atomic_lead import AtomicLead, Transacting
+from retrysafe.core.attempt import Confirm
 from retrysafe.core.cache import CachedOutcome, ReplayCache
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind, Reporter
@@ -87,6 +88,7 @@ class Engine:
         joiner: Joiner | None = None,
         stepper: Stepper | None = None,
         recovers: Recovers | None = None,
+        confirm: Confirm | None = None,
         run_times: RunTimes | None = None,
     ) -> None:
         self._writer = writer
@@ -122,6 +124,7 @@ class Engine:
             stepper=stepper,
             endings=endings,
             perform=perform,
+            confirm=confirm,
             run_times=run_times,
         )
         self._atomic_lead = AtomicLead(

@@ -272,7 +272,7 @@ class Waiting(Protocol):
     """Local time and local waiting. No decision about a record uses this clock."""
 
     def monotonic(self) -> float:
-        """Seconds on a clock that never jumps."""
+        """Seconds on a clock that never jumps, and that counts a suspension of the machine."""
 
     async def sleep(self, seconds: float) -> None:
         """Waits."""

@@ -42,6 +42,13 @@ async def renew(
         await _renew_batch(store, leases[start : start + limit], monotonic, report)
 
 
+async def confirm(
+    store: Store, monotonic: Callable[[], float], report: Reporter, lease: Lease
+) -> None:
+    """Asks for one lease that may be over, where somebody waits for it; the lease tells."""
+    await _renew_batch(store, [lease], monotonic, report)
+
+
 async def _renew_batch(
     store: Store, leases: list[Lease], monotonic: Callable[[], float], report: Reporter
 ) -> None:

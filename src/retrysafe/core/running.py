@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol
 
 from retrysafe.core import codec
-from retrysafe.core.attempt import Attempt
+from retrysafe.core.attempt import Attempt, Confirm
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind, Reporter
@@ -62,6 +62,7 @@ class Runner:
     __slots__ = (
         "_cache",
         "_concluder",
+        "_confirm",
         "_endings",
         "_flights",
         "_joiner",
@@ -94,6 +95,7 @@ class Runner:
         stepper: Stepper | None,
         endings: Endings,
         perform: Perform,
+        confirm: Confirm | None,
         run_times: RunTimes,
     ) -> None:
         self._writer = writer
@@ -110,6 +112,7 @@ class Runner:
         self._stepper = stepper
         self._endings = endings
         self._perform = perform
+        self._confirm = confirm
         self._run_times = run_times
 
     async def run(  # noqa: PLR0912 — told in one piece, every frame is paid for.
@@ -159,6 +162,7 @@ class Runner:
             call,
             self._joiner,
             self._stepper,
+            self._confirm,
         )
         try:
             # Inside the try: a signal right after it must not leave a lease that is renewed for
@@ -167,6 +171,9 @@ class Runner:
             # Only a clean exception is an ending. Cancellation and process exit pass through:
             # nobody knows how far the operation got, so only the lease frees the key.
             try:
+                if lease.is_lost(self._monotonic()):
+                    # The process stood still since its claim was granted.
+                    await attempt.hold()
                 value = await self._perform(attempt, operation, args, kwargs)
             except Exception as error:
                 told = await self._failed(flight, call, lease, attempt, error)

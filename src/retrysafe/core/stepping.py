@@ -303,7 +303,8 @@ class StepRun:
         tried = 0
         while True:
             # A zombie must not start an effect that its successor may have had already.
-            self._attempt.raise_if_lost()
+            if self._attempt.is_lost:
+                await self._attempt.hold()
             before = book.enter()
             try:
                 return await run_once()

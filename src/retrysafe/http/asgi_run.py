@@ -15,6 +15,7 @@ from urllib.parse import unquote_to_bytes
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.places import Places
+from retrysafe.errors import ClaimLost
 from retrysafe.http.exchange import UNPROTECTED, Plan
 from retrysafe.http.held import Held, is_from_stream, passes_at_once
 from retrysafe.http.request import PROTECTED_NAME
@@ -63,6 +64,21 @@ def exact_path(scope: Scope, path: str) -> str:
     if REPLACED not in path or not raw:
         return path
     return unquote_to_bytes(raw.partition(b"?")[0]).decode("utf-8", "surrogateescape")
+
+
+class _NotHeld(Exception):
+    """The claim was lost before the application began."""
+
+    def __init__(self, lost: ClaimLost) -> None:
+        super().__init__(str(lost))
+        self.lost = lost
+
+
+async def _hold(attempt: Attempt) -> None:
+    try:
+        await attempt.hold()
+    except ClaimLost as error:
+        raise _NotHeld(error) from error
 
 
 class AppRun:
@@ -164,7 +180,7 @@ class AppRun:
         loop = self.loop
         complete = self._complete = loop.create_future()
         # A task of its own: the response is stored and sent while background tasks still run.
-        self.task = loop.create_task(self._serve())
+        self.task = loop.create_task(self._serve(attempt))
         if self.background is not None:
             self.task.add_done_callback(self._end_background)
         return complete
@@ -173,16 +189,22 @@ class AppRun:
         if self.background is not None:
             self.background.leave(self)
 
-    async def _serve(self) -> None:
+    async def _serve(self, attempt: Attempt | AtomicAttempt | None) -> None:
         """Runs the application to its end, which may come long after its response."""
         complete = self._complete
         assert complete is not None
         try:
+            if isinstance(attempt, Attempt) and attempt.is_lost:
+                # The process stood still, or the loop was busy, until this task got its turn.
+                await _hold(attempt)
             await self._app(self._scope, self.receive, self.capture)
             if not self._is_ended and not (self.is_passing and self._is_gone):
                 raise RuntimeError("the application ended before its response was complete")
             if not complete.done():
                 self._finish_held()
+        except _NotHeld as error:
+            # Not the application's own: it was not called.
+            complete.set_exception(error.lost)
         except Exception as error:
             self._fail(error, complete)
         except BaseException:

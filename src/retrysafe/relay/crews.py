@@ -7,10 +7,11 @@ import queue
 import threading
 from collections import deque
 from contextlib import suppress
+from functools import partial
 
 from retrysafe.core.outbox import Entry
 from retrysafe.errors import DeliveryFailed
-from retrysafe.relay.ports import Deliver, Finished, MayBegin, delivery_of
+from retrysafe.relay.ports import Deliver, Finished, MayBegin, NotBegun, delivery_of, look
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.waiting import ThreadSignal
 
@@ -113,8 +114,11 @@ class TaskCrew:
             error: BaseException | None = None
             is_begun = may_begin(entry)
             if is_begun:
+                look.set(partial(may_begin, entry))
                 try:
                     await self._deliver(entry)
+                except NotBegun:
+                    is_begun = False
                 except Exception as raised:
                     error = raised
             self._ended.append(Finished(entry, error, is_begun))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import cast
 
@@ -10,11 +9,12 @@ from retrysafe.core.given import shown_in_place
 from retrysafe.core.outbox_ports import Outbox, outbox_of
 from retrysafe.core.ports import Store, Waits
 from retrysafe.errors import InvalidInput
-from retrysafe.relay.callables import target_for
+from retrysafe.relay.callables import FunctionInThreads, target_for
 from retrysafe.relay.crews import TaskCrew, ThreadCrew
 from retrysafe.relay.engine import RelayEngine, RelayReport
 from retrysafe.relay.policy import RelayPolicy
 from retrysafe.relay.ports import Deliver, Target
+from retrysafe.runtime import local_time
 from retrysafe.runtime.asides import Aside
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import mint_token
@@ -67,13 +67,14 @@ class Relay(Aside):
         if store.capabilities.waits is Waits.SUSPENDING:
             raise InvalidInput("this store needs an event loop: use AsyncRelay with it")
         self._outbox = outbox_of(store)
-        self._target: Deliver = target_for(target, Waits.BLOCKING)
-        self._crew = ThreadCrew(self._target, _checked_size(concurrency))
+        size = _checked_size(concurrency)
+        self._target: Deliver = target_for(target, Waits.BLOCKING, size)
+        self._crew = ThreadCrew(self._target, size)
         self._engine = RelayEngine(
             self._outbox,
             self._crew,
             policy or RelayPolicy(),
-            monotonic=time.monotonic,
+            monotonic=local_time.monotonic,
             mint_token=mint_token,
             on_report=on_report,
         )
@@ -125,9 +126,9 @@ class AsyncRelay:
         """Takes what `Relay` takes; a plain function as target is called in worker threads."""
         self._store = _checked_store(store, "open_store('sqlite:///app.db', is_async=True)")
         outbox_of(store)
-        self._target = target_for(target, Waits.SUSPENDING)
-        self._policy = policy or RelayPolicy()
         self._size = _checked_size(concurrency)
+        self._target = target_for(target, Waits.SUSPENDING, self._size)
+        self._policy = policy or RelayPolicy()
         self._on_report = on_report
         self._engine: RelayEngine | None = None
         self._is_stopped = False
@@ -159,7 +160,7 @@ class AsyncRelay:
             outbox,
             crew,
             self._policy,
-            monotonic=time.monotonic,
+            monotonic=local_time.monotonic,
             mint_token=mint_token,
             on_report=self._on_report,
         )
@@ -170,6 +171,8 @@ class AsyncRelay:
         finally:
             outbox.hints.forget(crew.wake)
             await crew.close()
+            if isinstance(self._target, FunctionInThreads):
+                await self._target.close()
             if threaded is not None:
                 threaded.end_workers()
         return engine.report

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -84,6 +85,21 @@ class Finished:
 
 # The look at an entry's lease right before its delivery begins.
 MayBegin = Callable[[Entry], bool]
+
+
+class NotBegun(Exception):
+    """The delivery waited once more before it began, and the entry may be somebody else's now."""
+
+
+# The same look, for a target that has to hand the delivery on to a thread.
+look: ContextVar[Callable[[], bool]] = ContextVar("look")
+
+
+def require_begun() -> None:
+    """Raises `NotBegun` when the delivery of this context may no longer begin."""
+    may_begin = look.get(None)
+    if may_begin is not None and not may_begin():
+        raise NotBegun
 
 
 class Crew(Protocol):

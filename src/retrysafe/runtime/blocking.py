@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar
 
@@ -23,6 +24,7 @@ from retrysafe.core.keys import Key
 from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Transaction, Waits, Writer
+from retrysafe.core.renewing import confirm
 from retrysafe.core.stepping import Stepper
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.atomic_threads import AtomicThreads, ThreadTransacting
@@ -108,13 +110,13 @@ class BlockingIdempotency(AtomicThreads, Face):
         require_waiting_threads()
         store = self._store
         self._gate = ThreadGate()
-        self._heartbeat = ThreadHeartbeat(store, self._report)
+        waiting, lock, orphanage = ThreadWaiting(), threading.Lock(), _InterruptedThread()
+        self._heartbeat = ThreadHeartbeat(store, self._report, waiting.monotonic)
         writer: Writer = (
             DirectWriter(store)
             if store.capabilities.waits is Waits.NEVER
             else ThreadGroupCommit(store)
         )
-        waiting, lock, orphanage = ThreadWaiting(), threading.Lock(), _InterruptedThread()
         self._engine = Engine(
             writer=writer,
             waiting=waiting,
@@ -145,6 +147,7 @@ class BlockingIdempotency(AtomicThreads, Face):
                 join=self._join_blocking,
             ),
             recovers=store,
+            confirm=partial(confirm, store, waiting.monotonic, self._report),
             perform=perform_in_thread,
             run_times=self.run_times,
         )

@@ -21,6 +21,7 @@ from retrysafe.core.events import Event, Reporter
 from retrysafe.core.lease import Lease
 from retrysafe.core.ports import ExtendsAnywhere, Store, Waits
 from retrysafe.core.renewing import due_leases, next_renewal, renew
+from retrysafe.runtime import local_time
 from retrysafe.runtime.drive import run_sync
 
 # A thread without a lease ends after this time. It is started anew in less than a millisecond, and
@@ -28,6 +29,12 @@ from retrysafe.runtime.drive import run_sync
 IDLE_SECONDS: Final = 30.0
 
 Drive = Callable[[Coroutine[Any, Any, None]], None]
+Monotonic = Callable[[], float]
+
+
+def _rest(seconds: float) -> float:
+    """How long to wait for an instant, on a timer that does not count a suspension."""
+    return min(max(0.0, seconds), local_time.REST_MAXIMUM_SECONDS)
 
 
 class _Beat(Protocol):
@@ -90,16 +97,21 @@ class ThreadHeartbeat(_Heartbeat["_ThreadBeat"]):
     """Renews from daemon threads, started with the first attempt."""
 
     def __init__(
-        self, store: Store, report: Reporter, loop: asyncio.AbstractEventLoop | None = None
+        self,
+        store: Store,
+        report: Reporter,
+        monotonic: Monotonic,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         """For attempts of any thread, or for those of an event loop."""
         super().__init__()
         self._store = store
+        self._monotonic = monotonic
         self._loop = loop
         self._report = report if loop is None else Reporter(_told_in(loop, report), report.kinds)
 
     def _new_beat(self) -> _ThreadBeat:
-        return _ThreadBeat(self._store, self._report, self._loop)
+        return _ThreadBeat(self._store, self._report, self._monotonic, self._loop)
 
     def stop(self, wait_seconds: float) -> None:
         """Ends the threads, and waits for them that long.
@@ -120,10 +132,15 @@ class _ThreadBeat:
     """
 
     def __init__(
-        self, store: Store, report: Reporter, loop: asyncio.AbstractEventLoop | None
+        self,
+        store: Store,
+        report: Reporter,
+        monotonic: Monotonic,
+        loop: asyncio.AbstractEventLoop | None,
     ) -> None:
         self._store = store
         self._report = report
+        self._monotonic = monotonic
         self._loop = loop
         self._lock = threading.Lock()
         self.leases: dict[bytes, Lease] = {}
@@ -202,11 +219,11 @@ class _ThreadBeat:
         # While this looks, every new lease is announced: none can fall in between.
         self._wakes_at = math.inf
         leases = list(self.leases.values())
-        now = time.monotonic()
+        now = self._monotonic()
         due = due_leases(leases, now)
         if due:
             if self._is_owner_at_work():
-                drive(renew(self._store, due, time.monotonic, self._report))
+                drive(renew(self._store, due, self._monotonic, self._report))
             else:
                 for lease in due:
                     lease.put_off(now)
@@ -215,7 +232,7 @@ class _ThreadBeat:
         if upcoming is not None:
             self._wakes_at = upcoming
             with suppress(queue.Empty):
-                self._news.get(timeout=max(0.0, upcoming - now))
+                self._news.get(timeout=_rest(upcoming - now))
         elif leases:
             # All that is left is lost or past its run limit, and not removed yet.
             with suppress(queue.Empty):
@@ -262,13 +279,14 @@ def _told_in(loop: asyncio.AbstractEventLoop, report: Reporter) -> Callable[[Eve
 class TaskHeartbeat(_Heartbeat["_TaskBeat"]):
     """Renews from timers of the event loop; nothing is pending while nothing runs."""
 
-    def __init__(self, store: Store, report: Reporter) -> None:
+    def __init__(self, store: Store, report: Reporter, monotonic: Monotonic) -> None:
         super().__init__()
         self._store = store
         self._report = report
+        self._monotonic = monotonic
 
     def _new_beat(self) -> _TaskBeat:
-        return _TaskBeat(self._store, self._report)
+        return _TaskBeat(self._store, self._report, self._monotonic)
 
     async def stop(self, wait_seconds: float) -> None:
         """Ends the timers and the renewals that are under way, and waits that long for them."""
@@ -281,9 +299,10 @@ class TaskHeartbeat(_Heartbeat["_TaskBeat"]):
 class _TaskBeat:
     """One timer."""
 
-    def __init__(self, store: Store, report: Reporter) -> None:
+    def __init__(self, store: Store, report: Reporter, monotonic: Monotonic) -> None:
         self._store = store
         self._report = report
+        self._monotonic = monotonic
         self.leases: dict[bytes, Lease] = {}
         self._timer: asyncio.Handle | None = None
         # When the timer fires. Not asked of the timer: uvloop's has no instant once it is due.
@@ -310,12 +329,13 @@ class _TaskBeat:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        now = self._monotonic()
         # A copy: an operation in a thread may end its own renewal at any time.
-        upcoming = next_renewal(list(self.leases.values()), time.monotonic())
+        upcoming = next_renewal(list(self.leases.values()), now)
         if upcoming is not None and not self._is_stopped:
-            # The loop's clock is time.monotonic, the same that leases are counted by.
-            self._timer = asyncio.get_running_loop().call_at(upcoming, self._fire)
-            self._wakes_at = upcoming
+            rest = _rest(upcoming - now)
+            self._timer = asyncio.get_running_loop().call_later(rest, self._fire)
+            self._wakes_at = now + rest
 
     def _fire(self) -> None:
         self._timer = None
@@ -324,15 +344,15 @@ class _TaskBeat:
             self.task.add_done_callback(self._renewed)
 
     async def _renew(self) -> None:
-        due = due_leases(list(self.leases.values()), time.monotonic())
+        due = due_leases(list(self.leases.values()), self._monotonic())
         if due:
-            await renew(self._store, due, time.monotonic, self._report)
+            await renew(self._store, due, self._monotonic, self._report)
 
     def _renewed(self, task: asyncio.Task[None]) -> None:
         self.task = None
         if task.cancelled():
             # Perhaps by somebody who cancels all tasks: what runs on all the same needs its lease.
-            now = time.monotonic()
+            now = self._monotonic()
             for lease in due_leases(list(self.leases.values()), now):
                 lease.put_off(now)
         self._schedule()

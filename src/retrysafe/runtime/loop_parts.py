@@ -22,6 +22,7 @@ from retrysafe.core.events import Reporter
 from retrysafe.core.joining import Joiner
 from retrysafe.core.model import ClaimAnswer, ClaimRequest
 from retrysafe.core.ports import UNSHARED, ExtendsAnywhere, Store, Transaction, Waits, Writer
+from retrysafe.core.renewing import confirm
 from retrysafe.core.run_times import RunTimes
 from retrysafe.core.stepping import Stepper
 from retrysafe.runtime.calls import owner_name
@@ -79,13 +80,13 @@ class OutsideWriter:
 
 
 def _heartbeat(
-    loop: asyncio.AbstractEventLoop, store: Store, report: Reporter
+    loop: asyncio.AbstractEventLoop, store: Store, report: Reporter, waiting: TaskWaiting
 ) -> ThreadHeartbeat | TaskHeartbeat:
     """In a thread of its own, if the store can be asked there: a busy loop is late."""
     is_blocking = store.capabilities.waits is Waits.BLOCKING
     if is_blocking or isinstance(store, ExtendsAnywhere):
-        return ThreadHeartbeat(store, report, loop)
-    return TaskHeartbeat(store, report)
+        return ThreadHeartbeat(store, report, waiting.monotonic, loop)
+    return TaskHeartbeat(store, report, waiting.monotonic)
 
 
 class LoopParts:
@@ -104,7 +105,8 @@ class LoopParts:
     ) -> None:
         self.loop = loop
         self.thread_id = get_ident()
-        self.heartbeat = _heartbeat(loop, store, report)
+        self._waiting = TaskWaiting()
+        self.heartbeat = _heartbeat(loop, store, report, self._waiting)
         self.threaded: ThreadedStore | None = None
         if store.capabilities.waits is Waits.BLOCKING:
             store = self.threaded = ThreadedStore(store)
@@ -127,7 +129,7 @@ class LoopParts:
         self, report: Reporter, cache: ReplayCache | None, secret: bytes | None
     ) -> Engine:
         store = self.store
-        waiting = TaskWaiting()
+        waiting = self._waiting
         return Engine(
             writer=self._new_writer(),
             waiting=waiting,
@@ -161,6 +163,7 @@ class LoopParts:
                 join=self._join_suspending,
             ),
             recovers=store,
+            confirm=partial(confirm, store, waiting.monotonic, report),
             perform=perform_in_task,
             run_times=self._run_times,
         )

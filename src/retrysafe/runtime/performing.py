@@ -53,6 +53,8 @@ async def perform_in_task(
             await attempt.load_steps()
         except StoreError:
             pass  # Asked again where it is needed, and raised there.
+        # That took its time, and nothing starts on a lease that may be over.
+        await attempt.hold()
     token = current.set(attempt)
     try:
         value: Any = operation(attempt) if args is None else operation(*args, **kwargs)

@@ -7,6 +7,8 @@ import threading
 import time
 from contextlib import suppress
 
+from retrysafe.runtime import local_time
+
 
 class ThreadSignal:
     """Wakes one waiting thread.
@@ -36,7 +38,7 @@ class ThreadSignal:
 class ThreadWaiting:
     """Blocks the calling thread."""
 
-    monotonic = staticmethod(time.monotonic)
+    monotonic = staticmethod(local_time.monotonic)
 
     async def sleep(self, seconds: float) -> None:
         """Blocks."""
@@ -72,7 +74,7 @@ class TaskSignal:
 class TaskWaiting:
     """Suspends the calling task."""
 
-    monotonic = staticmethod(time.monotonic)
+    monotonic = staticmethod(local_time.monotonic)
 
     async def sleep(self, seconds: float) -> None:
         """Suspends."""
