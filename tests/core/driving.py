@@ -32,7 +32,7 @@ from retrysafe.core.model import (
     StoredOutcome,
 )
 from retrysafe.core.ports import UNSHARED
-from retrysafe.core.renewing import renew
+from retrysafe.core.renewing import confirm
 from retrysafe.core.stepping import Stepper
 from retrysafe.stores.memory import MemoryStore
 
@@ -249,7 +249,7 @@ class RecordedRenewals:
         self.confirmed.append(lease)
         if self.is_silent:
             return
-        await renew(self.store, [lease], self.monotonic, Reporter([].append))
+        await confirm(self.store, self.monotonic, Reporter([].append), lease)
 
 
 current: ContextVar[Attempt | None] = ContextVar("current", default=None)

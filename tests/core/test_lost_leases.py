@@ -82,6 +82,17 @@ def test_a_process_that_stood_still_after_its_grant_asks_before_it_runs(world, p
         assert flow.value.value == "first"
 
 
+def test_a_lease_that_holds_is_not_asked_for(world, process):
+    """A look costs nothing while there is no doubt."""
+
+    async def operation(attempt):
+        await attempt.hold()
+        return "done"
+
+    assert process.start(call(), operation).value.value == "done"
+    assert process.renewals.confirmed == []
+
+
 @pytest.mark.parametrize("unlisted", [Ending.FAILED, Ending.RELEASED])
 def test_an_operation_that_stops_because_it_lost_its_claim_ends_nothing(world, process, unlisted):
     async def careful(attempt):
