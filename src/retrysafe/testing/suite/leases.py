@@ -191,12 +191,13 @@ class LeaseCases(SuiteBase):
         assert [step.name for step in probe.read().steps] == ["reserve"]
 
     def test_a_clock_that_jumps_back_frees_nothing(self, probe: Probe) -> None:
-        """A corrected clock makes a lease longer, never shorter."""
+        """A corrected clock makes a lease longer, never shorter; nobody is told to wait so long."""
         token = probe.hold()
         probe.clock.jump_back(timedelta(hours=1))
         answer = probe.claim()
         assert answer.decision is Decision.IN_FLIGHT
-        assert answer.remaining_ms == LEASE_MS + ACTIVE_MS
+        assert answer.lease_ends_at_ms == probe.clock() + LEASE_MS + ACTIVE_MS
+        assert answer.remaining_ms == LEASE_MS
         assert probe.end(SettleKind.COMPLETE, token) is Decision.APPLY
         assert probe.claim().decision is Decision.REPLAY
 
