@@ -204,7 +204,7 @@ def test_a_slow_renewal_holds_up_none_of_another_length():
         hold()
 
     store.hold_long = hold_long
-    heartbeat = ThreadHeartbeat(store, Reporter(None))
+    heartbeat = ThreadHeartbeat(store, Reporter(None), time.monotonic)
     long, short = _leases(store)
     heartbeat.add(long)
     hold.reached()
@@ -227,7 +227,7 @@ def test_a_slow_renewal_holds_up_none_of_another_length_on_a_loop():
             await go_on.wait()
 
         store.hold_long = hold_long
-        heartbeat = TaskHeartbeat(store, Reporter(None))
+        heartbeat = TaskHeartbeat(store, Reporter(None), time.monotonic)
         long, short = _leases(store)
         heartbeat.add(long)
         await asyncio.wait_for(reached.wait(), PATIENCE_SECONDS)
@@ -299,7 +299,7 @@ def test_leases_of_a_loop_that_was_stopped_are_left_to_end():
     store, loop = StagedStore(), Loop()
     key = Key("key", caller="shop")
     lease = Lease(key, b"t" * 16, 120, 120, 0, time.monotonic())
-    heartbeat = ThreadHeartbeat(store, Reporter(None), loop)  # type: ignore[arg-type]
+    heartbeat = ThreadHeartbeat(store, Reporter(None), time.monotonic, loop)  # type: ignore[arg-type]
     heartbeat.add(lease)
     until(lambda: loop.looks >= 5)
     assert store.renewals == []
