@@ -199,3 +199,23 @@ def test_a_result_that_nobody_awaited_is_a_failure_for_good():
     assert policy.judge(AwaitForgotten("the result", is_final=True)) is Ending.FAILED
     assert policy.judge(AwaitForgotten("a step")) is Ending.RELEASED
     assert policy.judge(CommitHookFailed("rows are there")) is Ending.FAILED
+
+
+def test_a_key_brings_its_own_window():
+    """The outcome is kept at least as long as it is replayed, except for a key for ever."""
+    policy = Policy()
+    short = policy.with_window(timedelta(minutes=5), of="a key")
+    assert (short.active_window, short.audit_window) == (
+        timedelta(minutes=5),
+        policy.audit_window,
+    )
+    long = policy.with_window(timedelta(days=60), of="a key")
+    assert long.active_window == long.audit_window == timedelta(days=60)
+    forever = policy.with_window(FOREVER, of="a key")
+    assert (forever.active_window, forever.audit_window) == (FOREVER, policy.audit_window)
+
+
+@pytest.mark.parametrize("window", [None, 300, timedelta(seconds=29)])
+def test_a_window_that_is_none_or_shorter_than_the_lease_is_refused(window):
+    with pytest.raises(PolicyInvalid, match="the window of a key"):
+        Policy(lease=timedelta(seconds=30)).with_window(window, of="a key")
