@@ -10,6 +10,7 @@ other.
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,8 @@ from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import mint_token
 from retrysafe.stores.postgres import store as postgres
+from retrysafe.stores.sqlite import SqliteStore
+from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import key_of, request, settlement
 from retrysafe.wiring import postgres_store
 from tests.postgres.conftest import Spied
@@ -407,6 +410,29 @@ def test_a_transaction_on_a_snapshot_is_not_disturbed_by_renewals_beside(scene, 
     scene.write(what)
     assert scene.extend().decision is Decision.APPLY
     scene.user.commit()
+
+
+# SQLite, where nobody can renew while the transaction has the file.
+
+
+def test_a_step_on_sqlite_commits_with_a_lease_that_holds(tmp_path):
+    """However long the transaction had the file before: the step renews the lease in it."""
+    clock = ManualClock()
+    store = SqliteStore(tmp_path / "shop.db", now_ms=clock)
+    key, token = key_of("order-1"), mint_token()
+    try:
+        run_sync(store.commit([request(key, token, lease_ms=1_000)], []))
+        with closing(sqlite3.connect(store.path, isolation_level=None)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            clock.advance(timedelta(seconds=5))
+            step = Step("book", 1, Payload("json.1", b"", b"1"))
+            write = StepWrite(key, token, step, lease_ms=1_000)
+            assert run_sync(store.join(connection).record_step(write)) is Decision.APPLY
+            connection.execute("COMMIT")
+        ((answer,), _) = run_sync(store.commit([request(key)], []))
+        assert answer.decision is Decision.IN_FLIGHT
+    finally:
+        run_sync(store.close())
 
 
 # Through the face, with leases that really end.

@@ -196,14 +196,15 @@ def test_what_ends_the_transaction_of_a_dead_host_is_a_note(sound_url):
         (300_000, (7200, 75, 9), 0, "after 5 minutes"),
         (0, (60, 30, 9), 600_000, "after 10 minutes"),
         (60_000, (7200, 75, 9), 0, None),
-        (0, (30, 10, 3), 0, None),
+        # An answer that is not acknowledged is sent again for a quarter of an hour.
+        (0, (30, 10, 3), 0, "after 15 minutes"),
         (0, (30, 10, 9), 60_000, None),
         # Without keepalives nobody writes to a silent host, and nothing is to be acknowledged.
         (0, (0, 0, 0), 60_000, "never"),
     ],
 )
 def test_the_first_limit_that_ends_it_counts(idle_ms, keepalives, user_timeout_ms, told):
-    """Keepalives give up after idle + interval * count, or after the user timeout."""
+    """Keepalives alone do not help while an answer is on its way; a user timeout does."""
     idle, interval, count = keepalives
     found = diagnosis.dead_host_findings(
         {

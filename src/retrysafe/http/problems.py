@@ -235,6 +235,8 @@ _KINDS_OF_ERRORS: Final[tuple[tuple[type[RetrysafeError], ProblemKind], ...]] = 
     (Closed, CLOSING),
 )
 # Errors whose own words are made for the client and tell no more than it has sent.
+# No lease frees such a key, so Retry-After is only when to ask again.
+_HELD: Final = "An open transaction of the server holds its record until that transaction ends."
 _SPOKEN: Final = frozenset({KEY_INVALID, BODY_TOO_COMPLEX})
 # A client that is told nothing comes back at once.
 RETRY_AFTER: Final = timedelta(seconds=1)
@@ -308,6 +310,8 @@ def problem_of(
     kind = kind_of(error)
     if kind is None or not isinstance(error, RetrysafeError):
         return None
+    if isinstance(error, OperationInFlight) and error.is_locked and detail is None:
+        detail = f"{kind.meaning} {_HELD}"
     return problem(
         kind,
         place,

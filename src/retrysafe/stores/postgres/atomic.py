@@ -44,6 +44,7 @@ from retrysafe.stores.postgres.connector import (
     RowRefused,
 )
 from retrysafe.stores.postgres.outbox import stage_parameters
+from retrysafe.stores.postgres.renewals import look_before_takeovers
 from retrysafe.stores.postgres.same_database import SameDatabase
 
 _LOCK_NOT_AVAILABLE: Final = "55P03"
@@ -192,7 +193,11 @@ class PostgresTransaction:
 
     async def _read(self, key: Key) -> tuple[Record, Payload | None, int] | None:
         found = await self._fetch("read_records", [key.digest], *rows.EVERY_DAY)
-        return rows.found_row(found[0]) if found else None
+        if not found:
+            return None
+        read = rows.found_row(found[0])
+        await look_before_takeovers(self._fetch, [read])
+        return read
 
     # The outcome.
 

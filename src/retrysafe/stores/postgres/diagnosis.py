@@ -20,6 +20,9 @@ OLDEST_VERSION: Final = 15
 _DAYS_AHEAD: Final = 31
 # What is noticed later than this is worth a word: leases are mostly shorter.
 _DEAD_HOST_NOTED_MS: Final = 120_000
+# For so long Linux sends an answer again that nobody acknowledges (tcp_retries2), and no probes
+# meanwhile, unless tcp_user_timeout ends it.
+_SENT_AGAIN_MS: Final = 924_000
 # Network and rounding; nothing is decided by the difference.
 _SKEW_NOTED_MS: Final = 1_000
 
@@ -93,8 +96,7 @@ def dead_host_findings(settings: Mapping[str, int]) -> list[Finding]:
                 f"there until the server gives the connection up: {when}. Set "
                 "idle_in_transaction_session_timeout = '1min', longer than your transactions "
                 "pause between two statements; or tcp_keepalives_idle = 30, "
-                "tcp_keepalives_interval = 10, tcp_keepalives_count = 3 and "
-                "tcp_user_timeout = '1min'.",
+                "tcp_keepalives_interval = 10 and tcp_user_timeout = '1min'.",
                 is_problem=False,
             )
         )
@@ -111,13 +113,16 @@ def dead_host_findings(settings: Mapping[str, int]) -> list[Finding]:
 
 
 def _silence_noticed_ms(settings: Mapping[str, int]) -> int:
-    """After how long keepalives give a silent host up; 0 when there are none."""
+    """After how long a silent host is given up at the latest; 0 when there are no keepalives."""
     idle, interval = settings["tcp_keepalives_idle"], settings["tcp_keepalives_interval"]
+    if not idle:
+        return 0
     user_timeout_ms = settings["tcp_user_timeout"]
     if user_timeout_ms:
         # It takes the place of the count: Linux gives up with the first probe after that time.
-        return max(user_timeout_ms, (idle + interval) * 1000) if idle else 0
-    return (idle + interval * settings["tcp_keepalives_count"]) * 1000
+        return max(user_timeout_ms, (idle + interval) * 1000)
+    probed_ms = (idle + interval * settings["tcp_keepalives_count"]) * 1000
+    return max(probed_ms, _SENT_AGAIN_MS)
 
 
 def replication_findings(row: Sequence[Any]) -> list[Finding]:

@@ -12,6 +12,7 @@ from typing import Final
 from retrysafe.core.machine import condition_of
 from retrysafe.core.model import Condition, Payload, Record
 from retrysafe.stores.postgres.partitions import DAY_MS
+from retrysafe.stores.postgres.renewals import look_before_takeovers, look_beside
 from retrysafe.stores.postgres.rows import EVERY_DAY, NO_DAY, found_row
 from retrysafe.stores.postgres.sifting import Fetch
 
@@ -35,10 +36,13 @@ class Reader:
 
     async def read(self, digest: bytes) -> tuple[Record, int] | None:
         """The record of a digest, and the instant of the reading."""
-        return (await self.read_all([digest])).get(digest)
+        found = (await self.read_all([digest])).get(digest)
+        if found is not None:
+            await look_beside(self._fetch, [found[0]])
+        return found
 
     async def read_all(self, digests: Sequence[bytes]) -> dict[bytes, tuple[Record, int]]:
-        """The same for several digests, by digest."""
+        """The same for several digests, by digest; leases are as the rows alone have them."""
         rows = await self._fetch("read_records", digests, *NO_DAY)
         return {record.digest: (record, now_ms) for record, _, now_ms in map(found_row, rows)}
 
@@ -72,6 +76,7 @@ class Reader:
                 del found[digest]  # Read anew, it may be gone.
             rows = await self._fetch("read_records", missed, *EVERY_DAY)
             found |= {item[0].digest: item for item in map(found_row, rows)}
+        await look_before_takeovers(self._fetch, found.values())
         return found
 
     def _reach(self, ahead_ms: int) -> None:

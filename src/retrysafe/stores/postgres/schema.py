@@ -22,8 +22,7 @@ BLOCKS: Final = {
 }
 MIGRATIONS: Final = load_migrations("retrysafe.stores.postgres.migrations")
 NOW_MS: Final = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
-# When the lease of a key `k` ends: as its row says, or as was renewed beside it. Looked up for
-# pending keys alone, so that a replay does not pay for it.
+# When the lease of a key `k` ends: as its row says, or as was renewed beside it.
 _LEASE_ENDS_AT_MS: Final = (
     "CASE WHEN k.state = 1 THEN greatest(k.lease_ends_at_ms, (SELECT r.lease_ends_at_ms "
     "FROM {schema}.renewals AS r WHERE r.digest = k.digest AND r.token = k.token)) "

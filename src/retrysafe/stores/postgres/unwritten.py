@@ -78,7 +78,7 @@ class Unwritten:
         """An ending of its own, until the row was written or says why not."""
         digest = settlement.key.digest
         for _ in range(ROUNDS_LIMIT):
-            record, now_ms = await self._reader.read(digest) or NO_RECORD
+            record, now_ms = (await self._reader.read_all([digest])).get(digest, NO_RECORD)
             _, answer = transitions.settle(record, settlement, now_ms)
             if record is None or answer.decision is Decision.LOST:
                 return answer

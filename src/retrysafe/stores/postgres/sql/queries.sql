@@ -159,7 +159,7 @@ RETURNING r.digest, r.lease_ends_at_ms, r.lease_ends_at_ms - (SELECT now_ms FROM
 SELECT
     (SELECT {now_ms}),
     k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token, k.attempt,
-    k.first_claimed_at_ms, k.claimed_at_ms, {lease_ends_at_ms}, k.settled_at_ms, k.expires_at_ms,
+    k.first_claimed_at_ms, k.claimed_at_ms, k.lease_ends_at_ms, k.settled_at_ms, k.expires_at_ms,
     k.owner, k.audit_ends_at_ms, o.form, o.head, o.body
 FROM {schema}.keys AS k
 LEFT JOIN {schema}.outcomes AS o
@@ -167,6 +167,11 @@ LEFT JOIN {schema}.outcomes AS o
     AND o.audit_ends_at_ms = k.audit_ends_at_ms AND o.digest = k.digest AND o.token = k.token
     AND o.attempt = k.attempt AND o.audit_ends_at_ms BETWEEN $2::bigint AND $3::bigint
 WHERE k.digest = ANY ($1::bytea[]);
+
+-- name: read_renewals
+-- What was renewed beside the rows of these keys, and for which claim. A statement of its own, so
+-- that replays and running keys pay nothing for it.
+SELECT digest, token, lease_ends_at_ms FROM {schema}.renewals WHERE digest = ANY ($1::bytea[]);
 
 -- name: replace_record
 -- Writes a decided transition, if the row is still the one that the decision was made from: the
