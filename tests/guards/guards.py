@@ -29,6 +29,7 @@ from tests.guards.atomic_guards import ATOMIC_GUARDS
 from tests.guards.failover_guards import FAILOVER_GUARDS
 from tests.guards.guard import Guard
 from tests.guards.http_guards import HTTP_GUARDS
+from tests.guards.lease_guards import LEASE_GUARDS
 from tests.guards.mutation import InCode, InEntry, InStatement
 from tests.guards.outbox_guards import OUTBOX_GUARDS
 from tests.guards.recovery_guards import RECOVERY_GUARDS
@@ -539,6 +540,7 @@ GUARDS: tuple[Guard, ...] = (
     *OUTBOX_GUARDS,
     *RECOVERY_GUARDS,
     *FAILOVER_GUARDS,
+    *LEASE_GUARDS,
     *HTTP_GUARDS,
 )
 
