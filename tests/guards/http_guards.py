@@ -6,6 +6,9 @@ from retrysafe.http import bodies
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.asgi_run import AppRun
 from retrysafe.http.held import Held
+from retrysafe.http.routes import RouteTable
+from retrysafe.http.unprotected import UnprotectedRuns
+from retrysafe.http.wsgi import WSGIIdempotencyMiddleware
 from tests.guards import test_http_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode
@@ -64,5 +67,41 @@ HTTP_GUARDS: tuple[Guard, ...] = (
             ),
         ),
         properties.test_blanks_in_a_part_take_time_in_proportion,
+    ),
+    Guard(
+        "rules match paths without regard to slashes",
+        "a request with a slash at its end runs unprotected, as often as it is sent",
+        (
+            InCode(
+                RouteTable._look,
+                "found = self._beside.get((method, plain_path(path)), self._nowhere)",
+                "found = self._nowhere",
+            ),
+        ),
+        properties.test_no_spelling_of_a_path_runs_twice,
+    ),
+    Guard(
+        "methods match without regard to case",
+        "a request with the method `post` runs unprotected, as often as it is sent",
+        (
+            InCode(
+                WSGIIdempotencyMiddleware.__call__,
+                'environ["REQUEST_METHOD"].upper()',
+                'environ["REQUEST_METHOD"]',
+            ),
+        ),
+        properties.test_no_spelling_of_a_method_runs_twice,
+    ),
+    Guard(
+        "a run without a claim is remembered by its process",
+        "a service that fails open runs every retry again while its store is down",
+        (InCode(UnprotectedRuns._end, "if ending is Ending.RELEASED:", "if ending:"),),
+        properties.test_a_run_without_a_claim_is_not_run_again,
+    ),
+    Guard(
+        "a run without a claim is noted before it starts",
+        "a service that fails open runs one key many times at once",
+        (InCode(UnprotectedRuns.answer, "self.runs[digest] = run", "pass"),),
+        properties.test_a_run_without_a_claim_does_not_run_beside_itself,
     ),
 )

@@ -12,14 +12,20 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from retrysafe import AsyncIdempotency, MemoryStore, Policy
-from retrysafe.http import IdempotencyMiddleware, Rule, bearer_token
+from retrysafe import AsyncIdempotency, Idempotency, MemoryStore, Policy
+from retrysafe.http import (
+    IdempotencyMiddleware,
+    Rule,
+    WSGIIdempotencyMiddleware,
+    bearer_token,
+)
 from retrysafe.http.exchange import Protection
 from retrysafe.http.large_bodies import LARGE_BODY_BYTES
+from retrysafe.testing import FaultyStore, Moment
 from tests.attacks.growth import LIMIT, growth
 from tests.attacks.hostile_inputs import BODIES, mark
 from tests.attacks.test_endless_responses import SlowStore
-from tests.http.driving import Connection, ask, headers_of, http_scope
+from tests.http.driving import Connection, ask, ask_wsgi, headers_of, http_scope
 
 _RULE = Rule(policy=Policy(outcome_limit_bytes=100))
 
@@ -164,3 +170,61 @@ def test_blanks_in_a_part_take_time_in_proportion():
     """Eight times the blanks are about eight times the work, and not 64 times."""
     make, size = BODIES["part head of b' ', a header"]
     assert growth(make, mark, size) < LIMIT
+
+
+# Requests that are written so that a rule might not see them, and runs without a claim.
+
+
+def _sent(store, requests) -> list[str]:
+    """Sends requests of one key, one after the other; gives the paths of those that ran."""
+    runs = []
+
+    def counted(environ, start_response):
+        runs.append(environ["PATH_INFO"])
+        start_response("201 Created", [])
+        return [b"done"]
+
+    with Idempotency(store) as idem:
+        protected = WSGIIdempotencyMiddleware(
+            counted, idem, caller=bearer_token, rules=[Rule(path="/charges")], fail_open=True
+        )
+        for method, path in requests:
+            ask_wsgi(protected, method, path)
+    return runs
+
+
+def test_no_spelling_of_a_path_runs_twice():
+    """A retry with a slash at the end is the same request."""
+    assert len(_sent(MemoryStore(), [("POST", "/charges"), ("POST", "/charges/")])) == 1
+    assert len(_sent(MemoryStore(), [("POST", "/charges/"), ("POST", "/charges/")])) == 1
+
+
+def test_no_spelling_of_a_method_runs_twice():
+    """`post` is POST to the rule, as it is to frameworks."""
+    assert len(_sent(MemoryStore(), [("post", "/charges"), ("post", "/charges")])) == 1
+
+
+def test_a_run_without_a_claim_is_not_run_again():
+    """While the store is down, the process itself remembers."""
+    store = FaultyStore(MemoryStore())
+    store.fail(Moment.BEFORE, method="commit", times=None)
+    assert len(_sent(store, [("POST", "/charges")] * 2)) == 1
+
+
+def test_a_run_without_a_claim_does_not_run_beside_itself():
+    """A request that comes while the first one runs is refused."""
+    runs = []
+
+    def nested(environ, start_response):
+        runs.append(1)
+        if len(runs) == 1:
+            assert ask_wsgi(protected).status == 409
+        start_response("201 Created", [])
+        return [b"done"]
+
+    store = FaultyStore(MemoryStore())
+    store.fail(Moment.BEFORE, method="commit", times=None)
+    with Idempotency(store) as idem:
+        protected = WSGIIdempotencyMiddleware(nested, idem, caller=bearer_token, fail_open=True)
+        ask_wsgi(protected)
+    assert len(runs) == 1

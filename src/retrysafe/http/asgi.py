@@ -436,20 +436,21 @@ class IdempotencyMiddleware:
         return waiter
 
     def _outcome(self, run: AppRun, call: Call) -> Coroutine[Any, Any, Answer[Any]]:
-        """Runs the application once: under a claim, in a transaction, or without either."""
+        """Runs the application once in a transaction, or without a claim."""
         idempotency, unprotected = self.idempotency, self.protection.unprotected
-        transaction: Any = run.plan.route.rule.transaction
         if run.plan.is_unprotected and unprotected is not None:
             report, run_times = idempotency.report, idempotency.run_times
             return unprotected.answer(call, run.invoke, report, run_times)
-        if transaction is None:
-            return idempotency.answer_call(call, run.invoke)
+        transaction: Any = run.plan.route.rule.transaction
         return idempotency.answer_atomic(call, transaction, run.invoke)
 
     async def _settle(self, run: AppRun, call: Call, waiter: asyncio.Future[Answer[Any]]) -> None:
         """Answers the call, and tells the waiter at once: a task's own callbacks come later."""
         try:
-            answer = await self._outcome(run, call)
+            if run.plan.route.rule.transaction is None and not run.plan.is_unprotected:
+                answer = await self.idempotency.answer_call(call, run.invoke)
+            else:
+                answer = await self._outcome(run, call)
         except Exception as error:
             if not waiter.done():
                 waiter.set_exception(error)

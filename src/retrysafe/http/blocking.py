@@ -56,9 +56,12 @@ def answered(
         answer = idempotency.recall(call)
         if answer is not None:
             return protection.answered(plan, answer, is_news=False)
-        known = protection.recall_unprotected(plan, call, idempotency.report, idempotency.run_times)
-        if known is not None:
-            return known
+        if protection.unprotected is not None:
+            known = protection.recall_unprotected(
+                plan, call, idempotency.report, idempotency.run_times
+            )
+            if known is not None:
+                return known
         has_asked = True
         # What is known to run needs no store, and is never run unprotected beside that.
         if protection.breaker.is_open and not idempotency.is_in_flight(call):

@@ -58,7 +58,7 @@ from retrysafe.http.policy_page import policy_response
 from retrysafe.http.problems import first_use, problem, problem_of
 from retrysafe.http.refusals import Refusals
 from retrysafe.http.request import Request
-from retrysafe.http.responses import Header, Response, response_of, uncached
+from retrysafe.http.responses import NO_STORE, Header, Response, response_of, uncached
 from retrysafe.http.routes import Match, Route, RouteTable
 from retrysafe.http.rules import Rule, responds_async
 from retrysafe.http.status_page import status_response
@@ -134,7 +134,9 @@ class Protection:
         self._caller_of = None if isinstance(caller, GlobalCaller) else checked_caller_of(caller)
         self.is_told_by_headers = is_told_by_headers(caller)
         vary = vary_of(caller)
-        self._vary: Header | None = None if vary is None else (b"vary", vary.encode())
+        # What is said to caches of a response that is for its caller alone.
+        self._no_store = [NO_STORE] if vary is None else [NO_STORE, (b"vary", vary.encode())]
+        self._replayed = [*self._no_store, REPLAYED]
         self.settings = settings
         self.table = RouteTable((rule or Rule(),) if rules is None else tuple(rules), settings)
         self.find: Callable[[str, str], Match | None] = self.table.find
@@ -201,7 +203,7 @@ class Protection:
         """What a caller is shown of the record of its key."""
         place = self.refusals.place(request, prefix)
         response = status_response(stored, place, key.text, run_times)
-        response.headers = uncached(response.headers, self._vary)
+        response.headers = uncached(response.headers, self._no_store)
         return response
 
     def status_refused(
@@ -411,8 +413,7 @@ class Protection:
             response = response_of(response)
         if answer.replayed:
             # Decoded for this caller alone, so it may be changed.
-            response.headers = uncached(response.headers, self._vary)
-            response.headers.append(REPLAYED)
+            response.headers = uncached(response.headers, self._replayed)
         elif sent is not None and sent is not response and _is_same(sent, response):
             # Completed in the application's transaction: what middlewares added counts as well.
             response = sent

@@ -167,20 +167,31 @@ class ResponseCodec:
         return Response(status, headers, body)
 
 
-_NO_STORE: Final[Header] = (b"cache-control", b"no-store")
+NO_STORE: Final[Header] = (b"cache-control", b"no-store")
+_ABOUT_CACHES: Final = frozenset({b"cache-control", b"vary"})
 
 
-def uncached(headers: list[Header], vary: Header | None) -> list[Header]:
-    """The headers of a stored response, for one caller: no cache may keep it for another one."""
-    told = [_NO_STORE]
-    for header in headers:
-        if header[0] == b"vary" and vary is not None:
-            vary = (b"vary", b"%b, %b" % (header[1], vary[1]))
-        elif header[0] != b"cache-control":
-            told.append(header)
-    if vary is not None:
-        told.append(vary)
-    return told
+def uncached(headers: list[Header], told: list[Header]) -> list[Header]:
+    """The headers of a stored response, for one caller: no cache may keep it for another one.
+
+    `told` begins with what caches are told. The list of a response that says nothing to them, as
+    nearly all do, is added to as it is.
+    """
+    for name, _ in headers:
+        if name in _ABOUT_CACHES:
+            return _merged(headers, told)
+    headers += told
+    return headers
+
+
+def _merged(headers: list[Header], told: list[Header]) -> list[Header]:
+    """The same where the response speaks to caches by itself: what it differs by still counts."""
+    own = [value for name, value in headers if name == b"vary"]
+    kept = [header for header in headers if header[0] not in _ABOUT_CACHES]
+    varies = b", ".join((*own, *(value for name, value in told if name == b"vary")))
+    if varies:
+        kept.append((b"vary", varies))
+    return kept + [header for header in told if header[0] != b"vary"]
 
 
 def is_event_stream(headers: Iterable[Header]) -> bool:
