@@ -82,6 +82,16 @@ def test_every_error_has_its_problem(error, status, slug, retryable, is_spoken):
     assert int(reply.headers["content-length"]) == len(reply.body)
 
 
+def test_a_key_that_a_transaction_holds_says_so():
+    """No lease frees it, so the time in Retry-After is no promise."""
+    error = errors.OperationInFlight("x", key="k", retry_after=timedelta(seconds=1))
+    assert "transaction" not in reply_of(error).json["detail"]
+    error.is_locked = True
+    told = reply_of(error)
+    assert "An open transaction of the server holds its record" in told.json["detail"]
+    assert (told.problem, told.headers["retry-after"]) == ("in-flight", "1")
+
+
 def test_a_running_operation_says_when_to_come_back():
     """In whole seconds, rounded up, and in words for clients, who know nothing of leases."""
     error = errors.OperationInFlight(SECRET_TEXT, key="k", retry_after=timedelta(seconds=6.1))
