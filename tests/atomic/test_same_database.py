@@ -282,7 +282,7 @@ def full_pooler(shop, pgbouncer):
 
 
 # The store's own limits are 5 s for a statement, and as much for a connection or to give it back.
-SOON_SECONDS = 5
+SOON_SECONDS = 4
 POOLED = pytest.mark.parametrize("options", ["&prepared=off", ""], ids=["unprepared", "prepared"])
 
 
