@@ -21,6 +21,7 @@ from retrysafe.testing.suite.probe import KEY, OTHER, RESULT, key_of, request, s
 
 ARGUMENTS = Payload("json.1", b"", b"[[1],{}]")
 # Longer than the partitions are made ahead: such outcomes are in the default one.
+HOUR_MS = 3_600_000
 YEAR_MS = 365 * DAY_MS
 
 
@@ -160,7 +161,7 @@ def payload_of(desk, key):
     return answer.payload
 
 
-@pytest.mark.parametrize("audit_ms", [0, DAY_MS, 5 * DAY_MS, 30 * DAY_MS, YEAR_MS])
+@pytest.mark.parametrize("audit_ms", [HOUR_MS, DAY_MS, 5 * DAY_MS, 30 * DAY_MS, YEAR_MS])
 def test_a_payload_is_found_wherever_it_is(desk, audit_ms):
     """Also where nobody has looked before: in another day's partition, or in the default one."""
     (near,) = desk.done(audit_ms=2 * DAY_MS)
@@ -169,6 +170,14 @@ def test_a_payload_is_found_wherever_it_is(desk, audit_ms):
     assert payload_of(desk, far) == RESULT
     answers, _ = desk.commit([request(near), request(far)])
     assert [answer.payload for answer in answers] == [RESULT, RESULT]
+
+
+def test_what_is_past_its_audit_is_not_looked_for(desk, spied):
+    """A key for ever outlasts its outcome; its replays must not read every day in vain."""
+    (key,) = desk.done(active_ms=YEAR_MS, audit_ms=0)
+    spied.taken()
+    assert payload_of(desk, key) is None
+    assert spied.taken() == ["claim_one", "read_records"]
 
 
 def test_a_day_is_looked_for_once(desk, spied):
