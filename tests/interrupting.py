@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -34,19 +35,26 @@ class Struck(int):
         return f"{int(self)}: {self.where}"
 
 
+Handler = Callable[[], object]
+
+
+def _interrupt() -> None:
+    raise Interrupted
+
+
 class _Strike:
-    """Raises once, at the place-th look for signals in one of the files.
+    """Calls the handler of a signal once, at the place-th look for signals in one of the files.
 
     Python looks for signals when it enters or resumes a function, when a function that is written
     in C has returned to Python code, and when a loop starts over (decision 31). A profiler hears of
     the first two at the very place, a tracer of the third.
     """
 
-    def __init__(self, place: int, files: set[str | None]) -> None:
+    def __init__(self, place: int, files: set[str | None], handler: Handler) -> None:
         self._place = place
         self._files = files
+        self._handler = handler
         self._seen = 0
-        self._loops: dict[CodeType, set[int]] = {}
         # Where it has struck.
         self.struck: list[str] = []
 
@@ -57,7 +65,7 @@ class _Strike:
 
     def trace(self, frame: FrameType, event: str, _arg: object) -> object:
         """Called by Python for every function, and for every instruction of the chosen ones."""
-        if frame.f_code.co_filename not in self._files:
+        if frame.f_code.co_filename not in self._files or not self._loops_of(frame.f_code):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
@@ -65,35 +73,38 @@ class _Strike:
             self._look(frame)
         return self.trace
 
-    def _loops_of(self, code: CodeType) -> set[int]:
-        if code not in self._loops:
-            self._loops[code] = {
-                item.offset
-                for item in dis.get_instructions(code)
-                if item.opname.startswith("JUMP_BACKWARD") and "NO_INTERRUPT" not in item.opname
-            }
-        return self._loops[code]
+    @staticmethod
+    @functools.cache
+    def _loops_of(code: CodeType) -> frozenset[int]:
+        return frozenset(
+            item.offset
+            for item in dis.get_instructions(code)
+            if item.opname.startswith("JUMP_BACKWARD") and "NO_INTERRUPT" not in item.opname
+        )
 
     def _look(self, frame: FrameType) -> None:
         if self.struck or frame.f_code.co_filename not in self._files:
             return
         if self._seen == self._place:
             self.struck.append(f"{frame.f_code.co_qualname}, line {frame.f_lineno}")
-            raise Interrupted
+            self._handler()
         self._seen += 1
 
 
-def at_every_place(act: Callable[[], object], *modules: ModuleType) -> Iterator[Struck]:
+def at_every_place(
+    act: Callable[[], object], *modules: ModuleType, handler: Handler = _interrupt
+) -> Iterator[Struck]:
     """Interrupts `act` at one place after the other, until it comes through.
 
     Gives each place, for the test to look at what the interruption has left. What was raised is
-    alive by then, and with it every frame that it went through, as in the handler of a caller.
+    alive by then, and with it every frame that it went through, as in the handler of a caller. A
+    handler of the test's own need not raise.
     """
     modules = (*modules, threading)
     files = {module.__file__ for module in modules}
     tracer = sys.gettrace()
     for place in range(10_000):
-        strike = _Strike(place, files)
+        strike = _Strike(place, files, handler)
         caught: list[BaseException] = []
         # No context manager around it: those of the standard library are struck, too.
         sys.settrace(strike.trace)

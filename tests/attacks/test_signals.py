@@ -11,14 +11,24 @@ from __future__ import annotations
 import inspect
 import signal
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from retrysafe import Key, SqliteStore
+from retrysafe import (
+    Idempotency,
+    Key,
+    OperationInFlight,
+    Policy,
+    SqliteStore,
+    StoreUnavailable,
+    current_attempt,
+)
 from retrysafe.core.model import (
     ClaimRequest,
     Decision,
@@ -37,6 +47,7 @@ from retrysafe.runtime.drive import run_sync
 from tests.core.building import MARK
 from tests.interrupting import at_every_place, whole_tree
 from tests.processes.children import Child
+from tests.servers.fixtures import migrated
 
 # Nothing here takes a tenth of it; reaching it is a hang.
 HANG_SECONDS = 30
@@ -272,3 +283,89 @@ def test_nothing_stays_locked_or_open(scene: Scene, rival: Rival, name: str):
         assert limit_ms == (7_000,), place
         scene.fresh()
     assert place > 5
+
+
+# The whole way of a call, and handlers that call themselves.
+
+
+class Shop:
+    """Calls with a step, each under a key of its own, and how often each was carried out."""
+
+    def __init__(self, idem: Idempotency) -> None:
+        self.idem = idem
+        self.number = 0
+        self.runs: Counter[str] = Counter()
+
+    def call(self) -> int:
+        self.number += 1
+        return self.pay(f"key-{self.number}")
+
+    def pay(self, key: str) -> int:
+        def charge() -> int:
+            self.runs[key] += 1
+            return 7
+
+        def operation() -> int:
+            return current_attempt().step("charge", charge)
+
+        return self.idem.run(key, operation, name="pay", request="r")
+
+    def require_empty(self, place: object) -> None:
+        assert not self.idem._gate._inside, f"somebody is inside after a signal at {place}"
+        assert not self.idem._engine.flights_count, f"a flight is left after a signal at {place}"
+
+
+@pytest.fixture(params=["sqlite", "memory", "postgresql"])
+def shop(request, tmp_path: Path, monkeypatch) -> Iterator[Shop]:
+    monkeypatch.setattr("retrysafe.core.engine.CLAIM_TRIES", 1)
+    url = f"{request.param}://"
+    if request.param == "sqlite":
+        url = f"sqlite:///{tmp_path / 'keys.db'}"
+    elif request.param == "postgresql":
+        url = migrated(request.getfixturevalue("postgres_url"))
+    policy = Policy(settle_patience=timedelta(0))
+    with Idempotency(url, caller="tester", policy=policy, cache=False) as idem:
+        made = Shop(idem)
+        made.pay("warm-up")
+        yield made
+
+
+# Of a flow that a signal kept from being begun; Python says so when it is thrown away.
+never_begun = pytest.mark.filterwarnings(
+    "ignore:coroutine .* was never awaited", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+
+@never_begun
+def test_a_call_leaves_nothing_behind(shop: Shop):
+    """Wherever it is interrupted, the next one works, and nobody is waited for."""
+    place = 0
+    for place in at_every_place(shop.call, *whole_tree()):
+        assert shop.pay(f"next-{shop.number}") == 7, place
+        shop.require_empty(place)
+    assert place > 100
+    assert max(shop.runs.values()) == 1
+
+
+@never_begun
+@pytest.mark.parametrize("is_same_key", [False, True])
+def test_a_handler_may_call(shop: Shop, is_same_key: bool):
+    """It is served or refused at once; the call that it came into goes on; nothing runs twice."""
+    heard: Counter[str] = Counter()
+
+    def handler() -> None:
+        try:
+            shop.pay(f"key-{shop.number}" if is_same_key else f"handler-{shop.number}")
+        except (StoreUnavailable, OperationInFlight) as error:
+            heard[type(error).__name__] += 1
+        else:
+            heard["served"] += 1
+
+    place = 0
+    for place in at_every_place(shop.call, *whole_tree(), handler=handler):
+        assert shop.runs[f"key-{shop.number}"] == 1, place
+        shop.require_empty(place)
+    assert place > 100
+    assert max(shop.runs.values()) == 1
+    assert heard["served"]
+    assert len(heard) > 1

@@ -44,7 +44,8 @@ class RetryBudget:
         self.per_second = per_second
         self._tokens = capacity
         self._refilled_at: float | None = None
-        self._lock = threading.Lock()
+        # One that a signal's handler, which sends a request as well, may take again.
+        self._lock = threading.RLock()
 
     def note_request(self) -> None:
         """Counts a request that is sent for the first time."""

@@ -90,11 +90,14 @@ class Engine:
         recovers: Recovers | None = None,
         confirm: Confirm | None = None,
         run_times: RunTimes | None = None,
+        who: Callable[[], object] = lambda: None,
     ) -> None:
         self._writer = writer
         self._waiting = waiting
         self._monotonic = waiting.monotonic
         self._lock = lock
+        # Who calls, where a signal's handler could come to wait for itself.
+        self._who = who
         self._mint_token = mint_token
         self._cache = cache
         self._report = report
@@ -172,7 +175,7 @@ class Engine:
             wait_until = asked + call.policy.wait_seconds
         digest = call.key.digest
         while True:
-            mine = Flight(call.fingerprints, call.operation)
+            mine = Flight(call.fingerprints, call.operation, self._who())
             try:
                 flight = self._flights.join(digest, mine, asked)
                 if flight is mine:
@@ -424,6 +427,10 @@ class Engine:
                     raise self._in_flight(call, flight, "process")
             if phase is Phase.LANDED:
                 return self._disembark(flight, call, wait_until)
+            if phase is Phase.CLAIMING and flight.leader == self._who() is not None:
+                # A signal's handler that came in the middle of the claim: news come only from the
+                # caller that it keeps from going on.
+                raise self._in_flight(call, flight, "process")
             signal = self._waiting.signal()
             if not self._flights.enlist(flight, phase, signal):
                 continue

@@ -42,6 +42,7 @@ class Flight:
         "is_atomic",
         "is_locked",
         "is_released",
+        "leader",
         "lease",
         "operation",
         "outage",
@@ -50,9 +51,13 @@ class Flight:
         "waiters",
     )
 
-    def __init__(self, fingerprints: tuple[Fingerprint, ...], operation: str) -> None:
+    def __init__(
+        self, fingerprints: tuple[Fingerprint, ...], operation: str, leader: object = None
+    ) -> None:
         self.fingerprints = fingerprints
         self.operation = operation
+        # Who leads it, where somebody could come to wait for itself.
+        self.leader = leader
         self.phase = _CLAIMING
         self.lease: Lease | None = None
         # When the run began by the local clock, here or elsewhere, once there is one.

@@ -44,7 +44,8 @@ class Unmatched:
 
     def __init__(self) -> None:
         self._logged: set[tuple[str, str]] = set()
-        self._lock = threading.Lock()
+        # One that a signal's handler, which calls the application as well, may take again.
+        self._lock = threading.RLock()
 
     def note(self, report: Report, method: str, place: str, lines: list[bytes]) -> None:
         """A request with a key has passed unprotected; `place` is its route, or else its path."""

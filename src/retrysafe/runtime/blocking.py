@@ -110,7 +110,10 @@ class BlockingIdempotency(AtomicThreads, Face):
         require_waiting_threads()
         store = self._store
         self._gate = ThreadGate()
-        waiting, lock, orphanage = ThreadWaiting(), threading.Lock(), _InterruptedThread()
+        waiting, orphanage = ThreadWaiting(), _InterruptedThread()
+        # A signal's handler may call from inside of what it guards, which waits for nobody and is
+        # whole at every place where a handler may run.
+        lock = threading.RLock()
         self._heartbeat = ThreadHeartbeat(store, self._report, waiting.monotonic)
         writer: Writer = (
             DirectWriter(store)
@@ -149,6 +152,7 @@ class BlockingIdempotency(AtomicThreads, Face):
             recovers=store,
             confirm=partial(confirm, store, waiting.monotonic, self._report),
             perform=perform_in_thread,
+            who=threading.get_ident,
             run_times=self.run_times,
         )
 
@@ -463,7 +467,7 @@ class BlockingIdempotency(AtomicThreads, Face):
             store=self._store,
             waiting=ThreadWaiting(),
             crew=ThreadCrew(policy.concurrency),
-            lock=threading.Lock(),
+            lock=threading.RLock(),
             resumers=self._resumables.by_name,
             report=self._report,
             policy=policy,

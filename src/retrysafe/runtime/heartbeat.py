@@ -142,13 +142,14 @@ class _ThreadBeat:
         self._report = report
         self._monotonic = monotonic
         self._loop = loop
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.leases: dict[bytes, Lease] = {}
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._wakes_at = math.inf
         self._thread: threading.Thread | None = None
         # Kept by the thread itself: asking a thread whether it lives is dear.
         self._is_beating = False
+        self._is_starting = False
         self._is_stopped = False
 
     def add(self, lease: Lease) -> None:
@@ -162,12 +163,19 @@ class _ThreadBeat:
     def _start(self) -> None:
         with self._lock:
             is_running = self._thread is not None and self._thread.is_alive()
-            if is_running or self._is_stopped:
+            # One that this thread is just starting, when a signal's handler came in between, will
+            # find the lease.
+            if is_running or self._is_stopped or self._is_starting:
                 return
-            thread = threading.Thread(target=self._beat, name="retrysafe-heartbeat", daemon=True)
-            # Kept only once it runs: a start that fails must be tried again by the next one.
-            thread.start()
-            self._thread = thread
+            try:
+                self._is_starting = True
+                # A start that fails leaves one that does not live, and the next one tries again.
+                self._thread = threading.Thread(
+                    target=self._beat, name="retrysafe-heartbeat", daemon=True
+                )
+                self._thread.start()
+            finally:
+                self._is_starting = False
 
     def end(self) -> None:
         """Has the thread end."""
@@ -178,7 +186,9 @@ class _ThreadBeat:
     def join(self, wait_seconds: float) -> None:
         """Waits for the thread's end that long."""
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is None or not thread.is_alive():
+            return  # Perhaps it was never started, because the system had no more threads.
+        if thread is not threading.current_thread():
             thread.join(wait_seconds)
 
     def _beat(self) -> None:

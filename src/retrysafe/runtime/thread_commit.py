@@ -14,6 +14,7 @@ from typing import Any, Final
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
 from retrysafe.core.ports import Store
 from retrysafe.errors import StoreError, StoreUnavailable
+from retrysafe.reentry import reentered
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit import FEW_ROWS, HELD_UP_SECONDS, as_store_error
 
@@ -70,6 +71,8 @@ class ThreadGroupCommit:
         self._lock = threading.Lock()
         self._queue: list[_Entry] = []
         self._carriers: set[_Entry] = set()
+        # Those that are in here, because a signal's handler may call from inside.
+        self._threads: set[int] = set()
         # How many batches have left.
         self._departures = 0
 
@@ -84,8 +87,13 @@ class ThreadGroupCommit:
         return answer
 
     def _submit(self, row: Row) -> Any:
+        thread = threading.get_ident()
+        if thread in self._threads:
+            # Whoever waits for this thread's batch would wait for ever.
+            raise reentered("a commit")
         entry = _Entry(row)
         try:
+            self._threads.add(thread)
             self._take_part(entry)
         except BaseException:
             # A signal may raise in the main thread at any line. Whatever this thread owes to the
@@ -97,6 +105,8 @@ class ThreadGroupCommit:
                 self._leave(entry)
                 raise
             raise
+        finally:
+            self._threads.discard(thread)
         result = entry.result
         if isinstance(result, StoreError):
             raise result

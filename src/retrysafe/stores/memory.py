@@ -5,7 +5,6 @@ Nothing survives the process and no other process sees it, so it never protects 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -34,6 +33,7 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, ExtendResult, SettleResult, Waits
 from retrysafe.errors import StoreError
+from retrysafe.reentry import ReentrantLock, new_lock, unheld
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.memory_outbox import MemoryOutbox
 from retrysafe.stores.memory_records import (
@@ -53,7 +53,7 @@ class MemoryStore:
 
     def __init__(self, *, now_ms: Callable[[], int] = wall_clock_ms) -> None:
         self._now_ms = now_ms
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._records = Records()
         self._outcomes: dict[bytes, tuple[Ending, ...]] = {}
         self._steps: dict[bytes, dict[str, Step]] = {}
@@ -63,21 +63,21 @@ class MemoryStore:
 
     def after_fork_in_child(self) -> None:
         """Goes on with a copy of the records: a thread of the parent may hold the old lock."""
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     @property
     def capabilities(self) -> Capabilities:
         """Never waits, so merging rows gains nothing beyond one lock per batch."""
         return Capabilities(Waits.NEVER, has_outbox=True)
 
-    def _locked(self) -> threading.Lock:
-        return self._lock
+    def _locked(self) -> ReentrantLock:
+        return unheld(self._lock, "memory://")
 
     async def commit(
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
         """Applies a batch under the lock."""
-        with self._lock:
+        with self._locked():
             now_ms = self._now_ms()
             # Endings first: an outcome that is there must not lose to a claim beside it.
             settled: list[SettleResult] = (
@@ -122,7 +122,7 @@ class MemoryStore:
         self, extensions: Sequence[Extension], timeout_seconds: float
     ) -> list[ExtendResult]:
         """Extends leases under the lock, which nobody holds for long."""
-        with self._lock:
+        with self._locked():
             now_ms = self._now_ms()
             answers: list[ExtendResult] = []
             for item in extensions:
@@ -142,7 +142,7 @@ class MemoryStore:
 
     async def record_step(self, write: StepWrite) -> Decision:
         """Stores a step's result while the token holds the key."""
-        with self._lock:
+        with self._locked():
             digest = write.key.digest
             stored = self._steps.get(digest, {}).get(write.step.name)
             decision = transitions.record_step(
@@ -164,7 +164,7 @@ class MemoryStore:
 
     async def read(self, key: Key, *, with_audit: bool = False) -> StoredKey | None:
         """The record of a key with its steps and the outcome to replay, or its whole audit."""
-        with self._lock:
+        with self._locked():
             record = self._record_of(key)
             if record is None:
                 return None
@@ -185,7 +185,7 @@ class MemoryStore:
 
     async def last_outcome(self, key: Key) -> StoredOutcome | None:
         """The newest ending of the key's present life."""
-        with self._lock:
+        with self._locked():
             record = self._record_of(key)
             endings = self._outcomes.get(key.digest, ())
             if record is None or not endings:
@@ -195,7 +195,7 @@ class MemoryStore:
 
     async def list_records(self, query: RecordQuery) -> list[StoredKey]:
         """Records for an operator, newest claim first."""
-        with self._lock:
+        with self._locked():
             now_ms = self._now_ms()
             found = [
                 StoredKey(record, condition, now_ms)
@@ -212,7 +212,7 @@ class MemoryStore:
 
     async def list_abandoned(self, limit: int) -> list[StoredKey]:
         """At most `limit` pending records whose lease has ended, longest ended first."""
-        with self._lock:
+        with self._locked():
             found = self._abandoned(self._records)
         found.sort(key=lambda item: (item.record.lease_ends_at_ms, item.record.digest))
         return found[:limit]
@@ -221,7 +221,7 @@ class MemoryStore:
         self, limit: int, after: bytes, operations: Sequence[str]
     ) -> list[StoredKey]:
         """At most `limit` abandoned records of operations behind a digest that have arguments."""
-        with self._lock:
+        with self._locked():
             behind = self._abandoned(sorted(item for item in self._arguments if item > after))
             found = [item for item in behind if item.record.operation in operations][:limit]
             for item in found:
@@ -238,7 +238,7 @@ class MemoryStore:
 
     async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
         """Claims a key that is abandoned by the owner of that token."""
-        with self._lock:
+        with self._locked():
             record = self._records.find(request.key.digest)
             changed, answer = transitions.take_over(record, request, held, self._now_ms())
             if changed is not None:
@@ -247,7 +247,7 @@ class MemoryStore:
 
     async def operate(self, key: Key, command: OperatorCommand) -> Decision:
         """Applies an operator's command."""
-        with self._lock:
+        with self._locked():
             changed, decision = transitions.operate(self._record_of(key), command, self._now_ms())
             if changed is not None:
                 self._records[key.digest] = changed
@@ -255,7 +255,7 @@ class MemoryStore:
 
     async def sweep(self, limit: int) -> SweepReport:
         """Removes outlived keys with their steps, and outcomes past their audit window."""
-        with self._lock:
+        with self._locked():
             now_ms = self._now_ms()
             outlived = [
                 digest

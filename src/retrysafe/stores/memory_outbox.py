@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 from retrysafe.core import outbox
@@ -19,12 +18,13 @@ from retrysafe.core.outbox import (
     Hints,
     StoredEntry,
 )
+from retrysafe.reentry import ReentrantLock
 
 
 class MemoryOutbox:
     """Entries by their number."""
 
-    def __init__(self, lock: Callable[[], threading.Lock], now_ms: Callable[[], int]) -> None:
+    def __init__(self, lock: Callable[[], ReentrantLock], now_ms: Callable[[], int]) -> None:
         self.hints = Hints()
         # Asked for each time: a forked child has a lock of its own.
         self._lock = lock

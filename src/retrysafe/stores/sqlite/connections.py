@@ -19,8 +19,8 @@ from typing import Final, TypeVar
 
 from retrysafe import forks
 from retrysafe.errors import StoreError, StoreRejected
+from retrysafe.reentry import reentered
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.reentry import reentered
 from retrysafe.stores.sqlite import connecting, schema
 from retrysafe.stores.sqlite.grace import Grace
 from retrysafe.stores.sqlite.own_lock import require_outside

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Final, Protocol
 
 from retrysafe.core.model import SweepReport
-from retrysafe.stores.reentry import reentered
+from retrysafe.reentry import reentered
 from retrysafe.stores.sqlite.connections import Connections
 from retrysafe.stores.sqlite.schema import SQL
 
