@@ -56,32 +56,30 @@ def test_connections_that_became_read_only_are_discarded_together(
     found = driven(f"{primary.url()}?prepared={prepared}", is_async=is_async)
     connector = found.connector
 
-    async def demote_all():
-        # Each holds one connection open while the next one is made.
-        async with (
-            connector.transaction() as one,
-            connector.transaction() as two,
-            connector.transaction() as three,
-        ):
-            for session in (one, two, three):
-                await session.script("SET default_transaction_read_only = on")
+    async def in_three(work):
+        """What it gives for three connections; each is open while the next one is made."""
+
+        async def opened(session, *others):
+            if len(others) == 2:
+                return [await work(item) for item in (session, *others)]
+            return await connector.transact(lambda following: opened(following, session, *others))
+
+        return await connector.transact(opened)
+
+    async def demote(session):
+        await session.script("SET default_transaction_read_only = on")
 
     look = "SELECT current_setting('transaction_read_only'), pg_backend_pid()"
-    found(demote_all())
+    found(in_three(demote))
     with pytest.raises(StoreNotWritable):
         found(connector.fetch("CREATE TABLE never (id int)"))
 
-    async def three_at_once():
-        async with (
-            connector.transaction() as one,
-            connector.transaction() as two,
-            connector.transaction() as three,
-        ):
-            return [(await item.fetch(look))[0] for item in (one, two, three)]
+    async def state(session):
+        return (await session.fetch(look))[0]
 
     ((is_read_only, kept_pid),) = found(connector.fetch(look))
     assert is_read_only == "off"
-    states, pids = zip(*found(three_at_once()), strict=True)
+    states, pids = zip(*found(in_three(state)), strict=True)
     assert set(states) == {"off"}
     assert kept_pid in pids
 
@@ -91,11 +89,8 @@ def test_a_write_that_was_refused_is_done_on_a_new_connection(schema_url, driven
     """Nothing had happened, so it is done at once, without anybody hearing of it."""
     found = driven(schema_url, is_async=is_async)
 
-    async def demote():
-        async with found.connector.transaction() as session:
-            await session.script("SET default_transaction_read_only = on")
-
-    found(demote())
+    read_only = "SET default_transaction_read_only = on"
+    found(found.connector.transact(lambda session: session.script(read_only)))
     ((answer,), _) = found(found.store.commit([request()], []))
     assert answer.decision is Decision.ADMIT
 

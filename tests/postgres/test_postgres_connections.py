@@ -76,17 +76,17 @@ def test_a_prepared_statement_outlives_a_migration(postgres_server):
     async def main() -> list[object]:
         connector = _connector(postgres_server.url(), 1)
         try:
-            async with connector.transaction() as session:
-                await session.script(
+            await connector.transact(
+                lambda session: session.script(
                     "CREATE TABLE changing (size int); INSERT INTO changing VALUES (7)"
                 )
+            )
             select = "SELECT size FROM changing"
             found = [(await connector.fetch(select))[0][0]]
-            async with connector.transaction() as session:
-                await session.script("ALTER TABLE changing ALTER size TYPE text")
+            change = "ALTER TABLE changing ALTER size TYPE text"
+            await connector.transact(lambda session: session.script(change))
             found += [(await connector.fetch(select))[0][0] for _ in range(2)]
-            async with connector.transaction() as session:
-                await session.script("DROP TABLE changing")
+            await connector.transact(lambda session: session.script("DROP TABLE changing"))
             return found
         finally:
             await connector.close()

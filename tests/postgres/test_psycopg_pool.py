@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from contextlib import ExitStack
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -48,11 +49,10 @@ def test_a_signal_anywhere_costs_no_slot_and_leaves_no_lock():
     pool = pool_of(1, wait=0.5)
 
     def use() -> None:
-        with pool.connection():
-            pass
+        pool.use(lambda connection: None)
 
     places = 0
-    for places in at_every_place(use, psycopg_connector):
+    for places in at_every_place(use, psycopg_connector, contextlib):
         done: list[bool] = []
         user = threading.Thread(target=lambda found=done: (use(), found.append(True)), daemon=True)
         user.start()
@@ -61,15 +61,21 @@ def test_a_signal_anywhere_costs_no_slot_and_leaves_no_lock():
     assert places > 10
 
 
+def both_used(pool: _Pool, work: Callable[[Connection, Connection], object]) -> None:
+    """Does the work while two connections are in use."""
+    pool.use(lambda first: pool.use(lambda second: work(first, second)))
+
+
 def test_a_thread_that_finds_no_slot_in_time_is_told():
     pool = pool_of(2, wait=0.01)
-    with ExitStack() as stack:
-        for _ in range(2):
-            stack.enter_context(pool.connection())
-        with pytest.raises(psycopg.OperationalError, match="all 2 connections were busy"):
-            stack.enter_context(pool.connection())
-    with pool.connection(), pool.connection():
-        pass
+    none = pytest.raises(psycopg.OperationalError, match="all 2 connections were busy")
+
+    def all_busy(*_: Connection) -> None:
+        with none:
+            pool.use(lambda connection: None)
+
+    both_used(pool, all_busy)
+    both_used(pool, lambda *_: None)
 
 
 @pytest.fixture
@@ -158,19 +164,29 @@ def test_connections_opened_since_a_demotion_are_kept():
     """All who use connections to a demoted server hear of it, one after the other: the first gives
     those up, also the ones in use, and none of the others gives up what came after."""
     pool = pool_of(3, wait=0.5)
-    with pool.connection() as idle:
-        pass
-    with ExitStack() as stack:
-        used = [stack.enter_context(pool.connection()) for _ in range(2)]
-        assert idle in used
-        with pool.connection() as third:
-            pass
-        pool.discard(used[0])
+    idle = pool.use(lambda connection: connection)
+    known: list[Connection] = []
+
+    def demoted(first: Connection, second: Connection) -> None:
+        assert idle in (first, second)
+        third = pool.use(lambda connection: connection)
+        pool.discard(first)
         assert third.is_closed
-        with pool.connection() as newer:
-            pass
-        pool.discard(used[1])
+        newer = pool.use(lambda connection: connection)
+        pool.discard(second)
         assert not newer.is_closed
-    assert [item.is_closed for item in used] == [True, True]
-    with pool.connection() as again:
-        assert again is newer
+        known.extend((first, second, newer))
+
+    both_used(pool, demoted)
+    assert [item.is_closed for item in known] == [True, True, False]
+    assert pool.use(lambda connection: connection) is known[-1]
+
+
+def test_a_connection_that_is_given_back_twice_is_there_once():
+    """Giving back is made again when it was interrupted; two threads must not share one."""
+    pool = pool_of(2, wait=0.5)
+    held = [Connection(1.0)]
+    held[0].generation = pool._generation
+    for _ in range(2):
+        pool._leave("token", held)
+    assert len(pool._idle) == 1

@@ -9,21 +9,20 @@ import pytest
 
 from retrysafe import StoreUnavailable
 from retrysafe.stores.postgres.asyncpg_connector import AsyncpgConnector
-from retrysafe.stores.postgres.connector import PoolOptions
+from retrysafe.stores.postgres.connector import PoolOptions, Session
 
 
 async def open_all(connector: AsyncpgConnector) -> None:
     """Uses as many connections at once as there may be."""
     barrier = asyncio.Barrier(PoolOptions().size_limit)
 
-    async def use() -> None:
-        async with connector.transaction() as session:
-            await session.fetch("SELECT 1")
-            await barrier.wait()
+    async def use(session: Session) -> None:
+        await session.fetch("SELECT 1")
+        await barrier.wait()
 
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         for _ in range(barrier.parties):
-            group.create_task(use())
+            group.create_task(connector.transact(use))
 
 
 async def ask(connector: AsyncpgConnector, way: str) -> None:
@@ -31,8 +30,7 @@ async def ask(connector: AsyncpgConnector, way: str) -> None:
     # more: then it sees the other connections end while they are given back.
     sql = "SELECT 2" if way == "new" else "SELECT 1"
     if way == "transaction":
-        async with connector.transaction() as session:
-            await session.fetch(sql)
+        await connector.transact(lambda session: session.fetch(sql))
     else:
         await connector.fetch(sql)
 
@@ -81,12 +79,15 @@ def test_a_restart_inside_a_transaction_is_an_outage(mortal_server, end):
 
     async def main() -> None:
         connector = AsyncpgConnector(mortal_server.url(), "the server", PoolOptions())
+
+        async def restarted(session: Session) -> None:
+            await session.fetch("SELECT 1")
+            getattr(mortal_server, end)()
+            mortal_server.start()
+            await session.fetch("SELECT 2")
+
         with pytest.raises(StoreUnavailable):
-            async with connector.transaction() as session:
-                await session.fetch("SELECT 1")
-                getattr(mortal_server, end)()
-                mortal_server.start()
-                await session.fetch("SELECT 2")
+            await connector.transact(restarted)
         await open_all(connector)
         await connector.close()
 
@@ -98,9 +99,12 @@ def test_an_internal_error_of_the_driver_is_an_outage(mortal_server):
 
     async def main() -> None:
         connector = AsyncpgConnector(mortal_server.url(), "the server", PoolOptions())
+
+        async def fail(_session: Session) -> None:
+            raise asyncpg.InternalClientError("a holder that is free")
+
         with pytest.raises(StoreUnavailable, match="the server does not answer"):
-            async with connector.transaction():
-                raise asyncpg.InternalClientError("a holder that is free")
+            await connector.transact(fail)
         await connector.close()
 
     asyncio.run(main())

@@ -461,7 +461,8 @@ def test_follower_interrupted_as_it_becomes_the_carrier_gives_the_turn_on(monkey
     """A batch was handed to a thread in the instant of its interrupt: its rows are told."""
     stage = Stage()
     with monkeypatch.context() as patched:
-        patched.setattr(thread_commit, "threading", SimpleNamespace(Lock=_InterruptedGate))
+        parts = SimpleNamespace(Lock=_InterruptedGate, get_ident=threading.get_ident)
+        patched.setattr(thread_commit, "threading", parts)
         interrupted = Worker(stage.claim, "interrupted")
         stage.wait_for_queue(1)
     workers = stage.queue_up(2)

@@ -52,7 +52,12 @@ class Aside(ABC):
         self._thread = threading.Thread(
             target=self._run_aside, name=f"retrysafe-{self._ROLE}", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            # A signal may raise once it runs, and then nobody calls `__exit__`.
+            self.stop()
+            raise
         return self
 
     def _run_aside(self) -> None:

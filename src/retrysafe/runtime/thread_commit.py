@@ -25,7 +25,7 @@ _WAITING: Final = object()
 class _Entry:
     """One row on its way, and the place where its thread waits."""
 
-    __slots__ = ("batch", "gate", "has_left", "is_held_up", "result", "row", "to_wake")
+    __slots__ = ("batch", "gate", "has_left", "is_done", "is_held_up", "result", "row", "to_wake")
 
     def __init__(self, row: Row) -> None:
         self.row = row
@@ -35,6 +35,8 @@ class _Entry:
         self.gate: threading.Lock | None = None
         # Set when this entry's thread was interrupted: it takes nothing over any more.
         self.has_left = False
+        # Set when this entry's thread owes nothing to anybody any more.
+        self.is_done = False
         # Set when somebody has waited in vain for the batch of this entry's thread.
         self.is_held_up = False
         # Whom this entry's thread must wake before it leaves.
@@ -71,8 +73,8 @@ class ThreadGroupCommit:
         self._lock = threading.Lock()
         self._queue: list[_Entry] = []
         self._carriers: set[_Entry] = set()
-        # Those that are in here, because a signal's handler may call from inside.
-        self._threads: set[int] = set()
+        # Who is in here, by thread: a signal's handler may call from inside.
+        self._inside: dict[int, _Entry] = {}
         # How many batches have left.
         self._departures = 0
 
@@ -88,13 +90,15 @@ class ThreadGroupCommit:
 
     def _submit(self, row: Row) -> Any:
         thread = threading.get_ident()
-        if thread in self._threads:
-            # Whoever waits for this thread's batch would wait for ever.
+        inside = self._inside.get(thread)
+        if inside is not None and not inside.is_done:
+            # It would wait for a batch that this very thread carries, or is to carry next.
             raise reentered("a commit")
         entry = _Entry(row)
         try:
-            self._threads.add(thread)
+            self._inside[thread] = entry
             self._take_part(entry)
+            entry.is_done = True
         except BaseException:
             # A signal may raise in the main thread at any line. Whatever this thread owes to the
             # others by then is done before it goes, or all of them would wait for ever.
@@ -104,9 +108,11 @@ class ThreadGroupCommit:
                 # Another signal may raise in there.
                 self._leave(entry)
                 raise
+            finally:
+                entry.is_done = True
             raise
         finally:
-            self._threads.discard(thread)
+            self._inside.pop(thread, None)
         result = entry.result
         if isinstance(result, StoreError):
             raise result

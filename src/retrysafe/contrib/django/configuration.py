@@ -78,7 +78,8 @@ class Configuration:
             )
         except RetrysafeError as error:
             raise ImproperlyConfigured(f"{SETTING}: {error}") from error
-        self._lock = threading.Lock()
+        # Both locks may be taken again by a signal's handler that comes while this is made.
+        self._lock = threading.RLock()
         self._on_loop: IdempotencyMiddleware | None = None
         self._routes: dict[tuple[int, str | None], Route | None] = {}
 
@@ -143,7 +144,7 @@ class _Holder:
 
     def after_fork_in_child(self) -> None:
         """Takes another lock: that one may be held by a thread of the parent."""
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
 
 
 _holder: Final = _Holder()

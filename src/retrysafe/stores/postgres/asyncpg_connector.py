@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import asyncpg
 
@@ -24,6 +24,7 @@ from retrysafe.stores.postgres.connector import (
     PoolOptions,
     RowRefused,
     Rows,
+    Session,
     translated,
 )
 from retrysafe.stores.postgres.servers import (
@@ -32,6 +33,8 @@ from retrysafe.stores.postgres.servers import (
     opening_script,
     require_writable,
 )
+
+T = TypeVar("T")
 
 # What asyncpg raises when the server, or only a connection to it, is gone. A connection that ends
 # while it is given back to the pool is an internal error to it.
@@ -141,11 +144,11 @@ class AsyncpgConnector:
                 raise
             raise translation from error
 
-    @asynccontextmanager
-    async def transaction(self) -> AsyncIterator[_Session]:
-        """A transaction that commits at the end."""
+    async def transact(self, work: Callable[[Session], Coroutine[Any, Any, T]]) -> T:
+        """Runs the work in a transaction that commits at the end."""
+        patient_seconds = self._options.statement_timeout.total_seconds()
         async with self._connection() as connection, connection.transaction():
-            yield _Session(connection, self._options.statement_timeout.total_seconds())
+            return await work(_Session(connection, patient_seconds))
 
     async def has_forgetful_pooler(self) -> bool:
         """Whether prepared statements would meet a server connection that does not know them."""

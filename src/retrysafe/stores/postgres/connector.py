@@ -6,14 +6,15 @@ store serves threads and event loops.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from retrysafe.core.ports import Waits
 from retrysafe.errors import SchemaMissing, StoreError, StoreNotWritable, StoreUnavailable
+
+T = TypeVar("T")
 
 Rows = Sequence[Sequence[Any]]
 
@@ -118,8 +119,8 @@ class Connector(Protocol):
         Raises what `fetch` raises; `StoreUnavailable` when the time is over.
         """
 
-    def transaction(self) -> AbstractAsyncContextManager[Session]:
-        """A transaction that commits at the end, or rolls back when something is raised.
+    async def transact(self, work: Callable[[Session], Coroutine[Any, Any, T]]) -> T:
+        """Runs the work in a transaction that commits at its end, or rolls back when it raises.
 
         Its statements are within the time of a commit, unless they are patient.
         """

@@ -108,30 +108,36 @@ class Partitions:
 
     async def _make(self, start_ms: int) -> bool:
         name = f"{self._schema}.{partition_name(start_ms)}"
+
+        async def make(session: Session) -> bool:
+            if not await self._may_start(session) or await self._is_there(session, name):
+                return False
+            # Attached rather than made as a partition: that would lock the whole table against
+            # settlements, this locks the default partition only.
+            await session.script(
+                f"CREATE TABLE {name} (LIKE {self._schema}.outcomes INCLUDING ALL);"
+                f"ALTER TABLE {self._schema}.outcomes ATTACH PARTITION {name} "
+                f"FOR VALUES FROM ({start_ms}) TO ({start_ms + DAY_MS})"
+            )
+            return True
+
         try:
-            async with self._connector.transaction() as session:
-                if not await self._may_start(session) or await self._is_there(session, name):
-                    return False
-                # Attached rather than made as a partition: that would lock the whole table against
-                # settlements, this locks the default partition only.
-                await session.script(
-                    f"CREATE TABLE {name} (LIKE {self._schema}.outcomes INCLUDING ALL);"
-                    f"ALTER TABLE {self._schema}.outcomes ATTACH PARTITION {name} "
-                    f"FOR VALUES FROM ({start_ms}) TO ({start_ms + DAY_MS})"
-                )
+            return await self._connector.transact(make)
         except RowRefused:
             # An outcome of that day went to the default partition since we looked. It is replayed
             # from there just as well.
             return False
-        return True
 
     async def _drop(self, name: str) -> bool:
         name = f"{self._schema}.{name}"
-        async with self._connector.transaction() as session:
+
+        async def drop(session: Session) -> bool:
             if not await self._may_start(session) or not await self._is_there(session, name):
                 return False
             await session.script(f"DROP TABLE {name}")
-        return True
+            return True
+
+        return await self._connector.transact(drop)
 
     async def _may_start(self, session: Session) -> bool:
         await session.script(_LOCK_TIMEOUT)

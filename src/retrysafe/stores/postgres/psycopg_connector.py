@@ -6,8 +6,7 @@ import math
 import select
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from typing import Any, Final, TypeVar
@@ -23,6 +22,7 @@ from retrysafe.stores.postgres.connector import (
     PoolOptions,
     RowRefused,
     Rows,
+    Session,
     translated,
 )
 from retrysafe.stores.postgres.psycopg_arrays import BytesArray, BytesArrayDumper, encoded
@@ -81,7 +81,8 @@ class _Slots:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._lock = threading.Lock()
+        # One that a signal's handler, which asks for a slot as well, may take again.
+        self._lock = threading.RLock()
         # Those behind the limit wait at their gates.
         self._gates: dict[object, threading.Lock] = {}
 
@@ -103,7 +104,7 @@ class _Slots:
         with self._lock:
             self._gates.pop(token, None)
             # All of them: an interrupted `leave` may have let nobody in, and another one since.
-            for gate in islice(self._gates.values(), self._limit):
+            for gate in list(islice(self._gates.values(), self._limit)):
                 if gate.locked():
                     gate.release()
 
@@ -124,13 +125,15 @@ class _Pool:
         self._generation = object()
         self._is_closed = False
 
-    @contextmanager
-    def connection(self, limit_seconds: float = math.inf) -> Iterator[_Connection]:
-        """One connection for one statement or transaction; raises what psycopg raises.
+    def use(self, work: Callable[[_Connection], T], limit_seconds: float = math.inf) -> T:
+        """What the work returns, done with one connection; raises what psycopg raises.
 
-        Waiting for it, and making it, take no longer than the limit and the pool's options say.
+        Waiting for it, and making it, take no longer than the limit and the pool's options say. Not
+        a context manager: a signal that raises before its body would keep connection and slot, and
+        a transaction open, while the handlers of that exception ask for them (decision 31).
         """
         token = object()
+        held: list[_Connection] = []
         wait_seconds = min(limit_seconds, self._wait_seconds)
         try:
             if not self._slots.enter(token, wait_seconds):
@@ -143,20 +146,26 @@ class _Pool:
             if connection is None:
                 connection = self._connect(limit_seconds)
                 connection.generation = generation
-            try:
-                yield connection
-            except psycopg.errors.ReadOnlySqlTransaction:
+            held.append(connection)
+            return work(connection)
+        except psycopg.errors.ReadOnlySqlTransaction:
+            for connection in held:
                 self.discard(connection)
-                raise
-            finally:
-                self._give_back(connection)
+            raise
         finally:
             try:
-                self._slots.leave(token)
+                self._leave(token, held)
             except BaseException:
-                # A signal may raise before its first line; the slot must not be lost for that.
-                self._slots.leave(token)
+                # A signal may raise before its first line, or in its middle: nothing must be lost
+                # or left open for that.
+                self._leave(token, held)
                 raise
+
+    def _leave(self, token: object, held: list[_Connection]) -> None:
+        """Gives back what was held; it may be called again when it was interrupted."""
+        if held:
+            self._give_back(held)
+        self._slots.leave(token)
 
     def discard(self, connection: _Connection) -> None:
         """Uses this connection no more, nor those that were opened before or along with it.
@@ -196,18 +205,21 @@ class _Pool:
             connection.close()
         return None
 
-    def _give_back(self, connection: _Connection) -> None:
-        is_fine = (
-            connection.pgconn.transaction_status == TransactionStatus.IDLE
-            and connection.generation is self._generation
-        )
-        if is_fine:
-            self._idle.append(connection)
+    def _give_back(self, held: list[_Connection]) -> None:
+        (connection,) = held
+        if (
+            connection.pgconn.transaction_status != TransactionStatus.IDLE
+            or connection.generation is not self._generation
+        ):
+            connection.close()
+            held.clear()
+            return
+        # Taken out first: one that was given back twice would be used by two threads at a time.
+        held.clear()
+        self._idle.append(connection)
         # Looked at after the append: a close in between would have missed it.
         if self._is_closed:
             self.discard_idle()
-        if not is_fine:
-            connection.close()
 
 
 class _Session:
@@ -233,6 +245,18 @@ def _fetch(connection: _Connection, sql: str, params: Sequence[Any]) -> Rows:
     return [] if cursor.description is None else cursor.fetchall()
 
 
+def _driven(flow: Coroutine[Any, Any, T]) -> T:
+    """The result of a flow whose statements block, so that it never suspends."""
+    try:
+        flow.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    finally:
+        flow.close()
+    raise AssertionError("unreachable: a blocking session never suspends")
+
+
 class PsycopgConnector:
     """A pool of blocking connections."""
 
@@ -250,17 +274,21 @@ class PsycopgConnector:
 
     async def fetch(self, sql: str, params: Sequence[Any] = ()) -> Rows:
         """Runs one statement in a transaction of its own."""
-        with self._connection() as connection:
-            return _fetch(connection, sql, params)
+        return self._use(lambda connection: _fetch(connection, sql, params))
 
     async def fetch_patiently(self, sql: str, params: Sequence[Any] = ()) -> Rows:
         """The same for a statement that may take long."""
-        with self._connection() as connection:
-            connection.statement_seconds = self._options.statement_timeout.total_seconds()
-            try:
-                return _fetch(connection, sql, params)
-            finally:
-                connection.statement_seconds = self._commit_seconds
+        seconds = self._options.statement_timeout.total_seconds()
+        return self._use(lambda connection: self._fetch_within(connection, seconds, sql, params))
+
+    def _fetch_within(
+        self, connection: _Connection, seconds: float, sql: str, params: Sequence[Any]
+    ) -> Rows:
+        try:
+            connection.statement_seconds = seconds
+            return _fetch(connection, sql, params)
+        finally:
+            connection.statement_seconds = self._commit_seconds
 
     async def fetch_renewal(self, seconds: float, sql: str, params: Sequence[Any] = ()) -> Rows:
         """The same over a connection that nobody else uses, within that time."""
@@ -271,26 +299,30 @@ class PsycopgConnector:
 
     async def fetch_within(self, seconds: float, sql: str) -> Rows:
         """Runs a statement that must not take long, waiting for a connection included."""
-        with self._connection(seconds) as connection:
-            connection.statement_seconds = min(seconds, self._commit_seconds)
-            try:
-                return _fetch(connection, sql, ())
-            finally:
-                connection.statement_seconds = self._commit_seconds
+        limit = min(seconds, self._commit_seconds)
+        return self._use(lambda connection: self._fetch_within(connection, limit, sql, ()), seconds)
 
-    @asynccontextmanager
-    async def transaction(self) -> AsyncIterator[_Session]:
-        """A transaction that commits at the end."""
-        with self._connection() as connection, connection.transaction():
-            yield _Session(connection, self._options.statement_timeout.total_seconds())
+    async def transact(self, work: Callable[[Session], Coroutine[Any, Any, T]]) -> T:
+        """Runs the work in a transaction that commits at the end."""
+        patient_seconds = self._options.statement_timeout.total_seconds()
+
+        def run(connection: _Connection) -> T:
+            # What this leaves open when it is interrupted ends with the connection.
+            with connection.transaction():
+                return _driven(work(_Session(connection, patient_seconds)))
+
+        return self._use(run)
 
     async def has_forgetful_pooler(self) -> bool:
         """Whether prepared statements would meet a server connection that does not know them."""
         if not self._options.has_prepared_statements:
             return False
-        with self._connection() as connection:
+
+        def ask(connection: _Connection) -> bool:
             row = connection.execute("SELECT pg_backend_pid()", prepare=False).fetchone()
             return row is not None and row[0] != connection.info.backend_pid
+
+        return self._use(ask)
 
     async def close_renewals(self) -> None:
         """Closes the connections of `fetch_renewal`."""
@@ -310,12 +342,10 @@ class PsycopgConnector:
         self._pool = _Pool(self._connect, self._options)
         self._renewals = RenewalConnections(self._connect, _fetch)
 
-    @contextmanager
-    def _connection(self, limit_seconds: float = math.inf) -> Iterator[_Connection]:
+    def _use(self, work: Callable[[_Connection], T], limit_seconds: float = math.inf) -> T:
         pool = self._pool
         try:
-            with pool.connection(limit_seconds) as connection:
-                yield connection
+            return pool.use(work, limit_seconds)
         except (UnicodeError, psycopg.Error) as error:
             if isinstance(error, psycopg.OperationalError) and (
                 error.sqlstate is None or error.sqlstate[:2] in ("08", "57")

@@ -182,8 +182,7 @@ async def migrate(connector: Connector, schema: str) -> list[Migration]:
     if not await pending_migrations(connector, schema):
         return []
     try:
-        async with connector.transaction() as session:
-            return await _migrate_locked(session, schema)
+        return await connector.transact(lambda session: _migrate_locked(session, schema))
     except Locked as error:
         raise StoreUnavailable(
             f"cannot migrate schema {schema!r} now, try again: {error}"

@@ -41,7 +41,7 @@ from retrysafe.stores.postgres import diagnosis, leases, schema
 from retrysafe.stores.postgres.atomic import PostgresTransaction
 from retrysafe.stores.postgres.batches import Batches
 from retrysafe.stores.postgres.connections import adapted
-from retrysafe.stores.postgres.connector import Conflict, Connector, Locked, RowRefused
+from retrysafe.stores.postgres.connector import Conflict, Connector, Locked, RowRefused, Session
 from retrysafe.stores.postgres.naming import checked_schema_name
 from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.partitions import Partitions
@@ -393,15 +393,17 @@ class PostgresStore:
 
     async def _transact(self, flow: Callable[[Fetch], Awaitable[Written]]) -> Written:
         """Runs statements in one transaction, which waits for locks; again as `_fetch` does."""
+
+        async def work(session: Session) -> Written:
+            async def fetch(name: str, *params: Any) -> Sequence[Sequence[Any]]:
+                patient = name if name == "sift" else f"{name}_patiently"
+                return await session.fetch(self._statement(patient), params)
+
+            return await flow(fetch)
+
         for tries_left in range(_CONFLICT_TRIES - 1, -1, -1):
             try:
-                async with self._connector.transaction() as session:
-
-                    async def fetch(name: str, *params: Any) -> Sequence[Sequence[Any]]:
-                        patient = name if name == "sift" else f"{name}_patiently"
-                        return await session.fetch(self._statement(patient), params)
-
-                    return await flow(fetch)
+                return await self._connector.transact(work)
             except StoreNotWritable:
                 if tries_left < _CONFLICT_TRIES - 1:
                     raise
