@@ -236,6 +236,66 @@ def test_an_innocent_entry_does_not_wait_for_a_poisonous_one():
     assert report == RelayReport(delivered=3, returned=1)
 
 
+def test_suspects_that_hang_take_turns_with_the_others():
+    """A healthy entry waits for one of them, not for all; each of them is still alone."""
+    later = BackOff(timedelta(hours=1), timedelta(hours=1))
+    scene = Scene(size=3, timeout=timedelta(seconds=5), back_off=later)
+    scene.stage("a", "b", "c")
+    assert scene.relay_dies() == ["a", "b", "c"]
+    seen = []
+
+    def look():
+        seen.append([item.body.decode() for item in scene.crew.begun])
+
+    def hang():
+        look()
+        scene.stage(*(f"{len(seen)} {number}" for number in range(2)))
+        scene.pass_time(5)
+        scene.crew.end(REFUSED)
+
+    def others():
+        look()
+        scene.stage(f"{len(seen)} late")
+        scene.crew.end(None, None)
+
+    def late():
+        look()
+        # What comes when the turn is over waits for the next one.
+        scene.stage(f"{len(seen)} too late")
+        scene.pass_time(5)
+        scene.crew.end()
+
+    def last():
+        look()
+        scene.pass_time(1)
+        scene.crew.end()
+
+    scene.run(hang, others, late, last, last, last)
+    assert seen == [["a"], ["1 0", "1 1"], ["2 late"], ["b"], ["3 too late"], ["c"]]
+
+
+def test_the_others_have_their_turn_while_a_suspect_hangs_for_ever():
+    """A thread cannot be interrupted: from its time-out on it counts for nothing."""
+    scene = Scene(size=3, timeout=timedelta(seconds=5))
+    scene.stage("a", "b")
+    assert scene.relay_dies() == ["a", "b"]
+    seen = []
+
+    def look(*, seconds=0, ended=None):
+        def act():
+            seen.append([item.body.decode() for item in scene.crew.begun])
+            if len(seen) == 1:
+                scene.stage("ok")
+            scene.pass_time(seconds)
+            if ended is not None:
+                scene.crew.end(name=ended)
+
+        return act
+
+    scene.run(look(seconds=5), look(seconds=4, ended="ok"), look(ended="b"), look(ended="a"))
+    assert seen == [["a"], ["a", "ok"], ["a", "b"], ["a"]]
+
+
 def test_one_word_clears_an_entry():
     """An error is an ending: the relay lived, and the next try is as any other."""
     scene = Scene(size=2, back_off=BackOff(timedelta(seconds=1), timedelta(seconds=1)))

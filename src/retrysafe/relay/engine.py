@@ -319,12 +319,13 @@ class RelayEngine:
     # What is next.
 
     def _room(self) -> int:
-        return self._on_hand - len(self._held)
+        # Entries that wait to begin alone keep no place from the others.
+        return self._on_hand - len(self._held) + self._held.suspect_count
 
     def _is_full(self) -> bool:
         # Asked for only when a worthwhile number can be taken: each claim is a commit. And nothing
         # is kept from other relays while one entry is delivered alone.
-        return self._held.has_suspects or self._room() <= self._on_hand // 4
+        return self._held.is_alone_next() or self._room() <= self._on_hand // 4
 
     async def _claim(self) -> bool:
         """Takes entries on; True when the walk over the aggregates is through and found nothing."""
@@ -353,7 +354,10 @@ class RelayEngine:
                 self._bury(entry, "its last try, alone, ended without a word from its relay")
             elif entry.id in found.begun:
                 self._crew.start(self._held.begun(entry.id, asked), self._held.may_begin)
-        return not found.entries and found.after is None and was_start
+        has_walked = not found.entries and found.after is None and was_start
+        if has_walked:
+            self._held.none_due()
+        return has_walked
 
     def _is_deadly(self, entry: Entry) -> bool:
         """Whether it ended its last relay while nothing else was under way, and may end this one.

@@ -2,7 +2,8 @@
 
 Owns the order in which claimed entries begin, and the look at their leases by the local clock. An
 entry whose last try ended without a word may be what ended its relay, so it begins alone: if this
-relay dies too, it is known why. It must not know stores, crews and targets.
+relay dies too, it is known why. The others have their turn between two of those. It must not know
+stores, crews and targets.
 """
 
 from __future__ import annotations
@@ -40,14 +41,27 @@ class HeldEntries:
         # When those began that the crew has, and which of them began alone.
         self._begun_at: dict[int, float] = {}
         self._alone: int | None = None
+        # Until when the others have their turn, before the next one begins alone.
+        self._others_until = -math.inf
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
-    def has_suspects(self) -> bool:
-        """Whether one waits to begin alone, or has begun so; it shares its relay with nothing."""
-        return bool(self._suspects) or self._alone_under_way()
+    def suspect_count(self) -> int:
+        """How many wait to begin alone."""
+        return len(self._suspects)
+
+    def is_alone_next(self) -> bool:
+        """Whether one has begun alone, or is the next to; it shares its relay with nothing."""
+        return self._alone_under_way() or (
+            bool(self._suspects) and self._monotonic() >= self._others_until
+        )
+
+    def none_due(self) -> None:
+        """Notes that the store has nothing for the others' turn, which ends with what they do."""
+        if not self._waiting and self._is_quiet():
+            self._others_until = -math.inf
 
     def take_on(self, entry: Entry, asked: float) -> None:
         """Adds an entry of a claim that was asked for at that time.
@@ -93,9 +107,9 @@ class HeldEntries:
         self._waiting.pop(number, None)
         if number in self._suspects:
             self._suspects.remove(number)
-        self._begun_at.pop(number, None)
         if self._alone == number:
-            self._alone = None
+            self._end_alone()
+        self._begun_at.pop(number, None)
         self._ends.pop(number, None)
         return self._entries.pop(number, None)
 
@@ -110,11 +124,9 @@ class HeldEntries:
 
     def next_starts(self, limit: int) -> list[EntryStart]:
         """Which deliveries begin now, if at most `limit` may be under way."""
-        if self._suspects:
+        if self.is_alone_next():
             if self._is_quiet():
                 return [self._start(self._suspects[0], is_alone=True)]
-            return []
-        if self._alone_under_way():
             return []
         return [self._start(number) for number in islice(self._waiting, self._room(limit))]
 
@@ -137,11 +149,23 @@ class HeldEntries:
     def _alone_under_way(self) -> bool:
         return self._alone is not None and not self._is_quiet()
 
+    def _end_alone(self) -> None:
+        """Gives the others as much time as the one that was alone has had.
+
+        Suspects that hang would else keep everything waiting, one timeout after the other.
+        """
+        assert self._alone is not None  # The callers have looked.
+        now = self._monotonic()
+        self._others_until = min(self._others_until, now + now - self._begun_at[self._alone])
+        self._alone = None
+
     def begun(self, number: int, asked: float, *, is_alone: bool = False) -> Entry:
         """Notes that a start was written, and gives the entry for its delivery."""
         if is_alone:
             self._suspects.remove(number)
             self._alone = number
+            # If it hangs. A thread cannot be interrupted, and nobody waits for it for longer.
+            self._others_until = asked + 2 * self._patience_seconds
         self._waiting.pop(number, None)
         self._begun_at[number] = asked
         self._held_until(number, asked)
@@ -152,9 +176,9 @@ class HeldEntries:
         """Lets an entry wait again: its lease may have ended before its delivery began."""
         entry = self._entries.get(number)
         if entry is not None:
-            del self._begun_at[number]
             if self._alone == number:
-                self._alone = None
+                self._end_alone()
+            del self._begun_at[number]
             self._wait(entry)
 
     def waiting(self, *, with_suspects: bool) -> list[int]:
