@@ -314,14 +314,13 @@ def test_a_peer_that_vanishes_while_a_statement_runs_is_found_out(dropping, face
 def test_a_transaction_is_given_up_as_soon_as_a_statement(swallowing, face):
     """Its rollback is not waited for: over that connection nothing comes back any more."""
 
-    async def flow(connector: Any) -> None:
-        async with connector.transaction() as session:
-            swallowing.silence()
-            await session.fetch("SELECT 1")
+    async def work(session: Any) -> None:
+        swallowing.silence()
+        await session.fetch("SELECT 1")
 
     limit = timedelta(seconds=1)
     with line(face, swallowing, commit_timeout=limit) as client:
-        assert client.seconds_until_given_up(flow(client.connector)) < 1.9
+        assert client.seconds_until_given_up(client.connector.transact(work)) < 1.9
         assert client.run(client.connector.fetch("SELECT 1"))
 
 

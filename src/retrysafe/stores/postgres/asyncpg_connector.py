@@ -21,6 +21,7 @@ from retrysafe.stores.postgres.asyncpg_renewals import (
 )
 from retrysafe.stores.postgres.connector import (
     READ_ONLY_CODE,
+    NotOpened,
     PoolOptions,
     RowRefused,
     Rows,
@@ -56,7 +57,8 @@ REST_SECONDS: Final = 30.0
 # How long the server may take to take leave. asyncpg would wait for ever for a silent one.
 CLOSING_SECONDS: Final = 2.0
 
-
+# How much of the time that callers wait for a connection the pool takes to open one. It must end
+# first: what the servers said then reaches the callers, instead of a bare time-out.
 _CONNECTING_SHARE: Final = 0.9
 
 
@@ -176,24 +178,53 @@ class AsyncpgConnector:
             return rows
 
     async def fetch_renewal(self, seconds: float, sql: str, params: Sequence[Any] = ()) -> Rows:
-        """The same over a connection that nobody else uses, within that time; in any loop."""
+        """The same over a connection that nobody else uses, or else the pool; in any loop."""
+        until = time.monotonic() + seconds
         try:
             return await self._renewals.fetch(seconds, sql, params)
+        except NotOpened as error:
+            loop, left_seconds = self._loop, until - time.monotonic()
+            if loop is None or loop.is_closed() or left_seconds <= 0:
+                raise StoreUnavailable(f"{self._location} does not answer: {error}") from error
         except Exception as error:
             translation = self._translated(error)
             if translation is None:
                 raise
             raise translation from error
+        return await self._fetch_in(loop, left_seconds, sql, params)
+
+    async def _fetch_in(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        seconds: float,
+        sql: str,
+        params: Sequence[Any],
+    ) -> Rows:
+        """Runs a statement over the pool, in the loop that it belongs to."""
+        flow = self.fetch_within(seconds, sql, params)
+        if loop is asyncio.get_running_loop():
+            return await flow
+        try:
+            future = asyncio.run_coroutine_threadsafe(flow, loop)
+        except RuntimeError as error:  # The loop was closed in this moment.
+            flow.close()
+            raise StoreUnavailable(f"{self._location} cannot be asked: {error}") from error
+        try:
+            # The loop may be blocked, and then nobody there looks at the time.
+            async with asyncio.timeout(seconds):
+                return await asyncio.wrap_future(future)
+        except TimeoutError as error:
+            raise StoreUnavailable(f"{self._location} did not answer in time") from error
 
     async def close_renewals(self) -> None:
         """Closes the connections of `fetch_renewal` that belong to the running loop."""
         await self._renewals.close()
 
-    async def fetch_within(self, seconds: float, sql: str) -> Rows:
+    async def fetch_within(self, seconds: float, sql: str, params: Sequence[Any] = ()) -> Rows:
         """Runs a statement that must not take long, waiting for a connection included."""
         try:
             async with asyncio.timeout(seconds), self._connection() as connection:
-                rows: Rows = await connection.fetch(sql)
+                rows: Rows = await connection.fetch(sql, *params)
                 return rows
         except TimeoutError as error:
             raise StoreUnavailable(f"{self._location} did not answer in time") from error
@@ -333,12 +364,13 @@ class AsyncpgConnector:
             )
         except asyncpg.TargetServerAttributeNotMatched as error:
             raise StoreNotWritable(f"{self._location} takes no writes now: {error}") from error
-        set_keepalive(connection, self._options.keepalive)
         script = opening_script(
             connection.get_server_pid(),
             has_prepared_statements=self._options.has_prepared_statements,
         )
         try:
+            # It needs a descriptor, of which there may be none left.
+            set_keepalive(connection, self._options.keepalive)
             require_writable(await connection.execute(script), self._location)
         except BaseException:
             # Not closed in order: a pooler that has no session for us would be waited for.
@@ -363,8 +395,6 @@ class AsyncpgConnector:
                 connect=self._connect,
                 min_size=0,
                 max_size=options.size_limit,
-                # A little less than callers wait for a connection: what the servers have said must
-                # reach them.
                 timeout=options.connect_timeout.total_seconds() * _CONNECTING_SHARE,
                 **self._connection_options(),
             )

@@ -76,6 +76,10 @@ class Conflict(Exception):
     """A deadlock or a serialization failure: nothing happened, and trying again may help."""
 
 
+class NotOpened(Exception):
+    """No connection for a renewal could be opened; the driver's error is the cause."""
+
+
 class Locked(StoreUnavailable):
     """Somebody else held a lock for longer than we wanted to wait; nothing happened."""
 
@@ -110,10 +114,12 @@ class Connector(Protocol):
     async def fetch_renewal(self, seconds: float, sql: str, params: Sequence[Any] = ()) -> Rows:
         """The same over a connection that nobody else uses, within that time.
 
-        After any failure the next call gets a fresh connection. Raises what `fetch` raises.
+        Where none can be opened it goes over the pool: a full server refuses new connections, and
+        a healthy owner must not lose its key for that. After a failure that is not about the
+        statement the next call gets a fresh connection. Raises what `fetch` raises.
         """
 
-    async def fetch_within(self, seconds: float, sql: str) -> Rows:
+    async def fetch_within(self, seconds: float, sql: str, params: Sequence[Any] = ()) -> Rows:
         """Runs a statement that must not take long, waiting for a connection included.
 
         Raises what `fetch` raises; `StoreUnavailable` when the time is over.
@@ -184,3 +190,10 @@ def translated(code: str | None, message: str, location: str) -> Exception:
     if code[:2] in UNAVAILABLE_CLASSES:
         return StoreUnavailable(f"{location} does not answer: {message}")
     return StoreError(f"{location} refuses: {message} ({code})")
+
+
+def is_about_statement(code: str | None) -> bool:
+    """Whether the server refused a statement alone: the connection is as good as before."""
+    return code is not None and (
+        code[:2] in ROW_CLASSES or code in CONFLICT_CODES or code == LOCKED_CODE
+    )

@@ -17,8 +17,9 @@ from psycopg.pq import TransactionStatus
 
 from retrysafe import forks
 from retrysafe.core.ports import Waits
-from retrysafe.errors import StoreNotWritable
+from retrysafe.errors import StoreNotWritable, StoreUnavailable
 from retrysafe.stores.postgres.connector import (
+    NotOpened,
     PoolOptions,
     RowRefused,
     Rows,
@@ -291,16 +292,28 @@ class PsycopgConnector:
             connection.statement_seconds = self._commit_seconds
 
     async def fetch_renewal(self, seconds: float, sql: str, params: Sequence[Any] = ()) -> Rows:
-        """The same over a connection that nobody else uses, within that time."""
+        """The same over a connection that nobody else uses, or else the pool; within that time."""
+        until = time.monotonic() + seconds
         try:
             return self._renewals.fetch(seconds, sql, params)
+        except NotOpened as error:
+            left_seconds = until - time.monotonic()
+            if left_seconds <= 0:
+                raise StoreUnavailable(f"{self._location} does not answer: {error}") from error
         except (UnicodeError, psycopg.Error) as error:
             raise self._told(error) from error
+        return await self.fetch_within(left_seconds, sql, params)
 
-    async def fetch_within(self, seconds: float, sql: str) -> Rows:
+    async def fetch_within(self, seconds: float, sql: str, params: Sequence[Any] = ()) -> Rows:
         """Runs a statement that must not take long, waiting for a connection included."""
-        limit = min(seconds, self._commit_seconds)
-        return self._use(lambda connection: self._fetch_within(connection, limit, sql, ()), seconds)
+        until = time.monotonic() + seconds
+
+        def work(connection: _Connection) -> Rows:
+            left_seconds = max(0.0, until - time.monotonic())
+            limit = min(left_seconds, self._commit_seconds)
+            return self._fetch_within(connection, limit, sql, params)
+
+        return self._use(work, seconds)
 
     async def transact(self, work: Callable[[Session], Coroutine[Any, Any, T]]) -> T:
         """Runs the work in a transaction that commits at the end."""
@@ -347,8 +360,12 @@ class PsycopgConnector:
         try:
             return pool.use(work, limit_seconds)
         except (UnicodeError, psycopg.Error) as error:
-            if isinstance(error, psycopg.OperationalError) and (
-                error.sqlstate is None or error.sqlstate[:2] in ("08", "57")
+            # One that could not be opened says nothing about those that are: a full server refuses
+            # it and serves them, and would not let them be opened again.
+            if (
+                isinstance(error, psycopg.OperationalError)
+                and error.pgconn is None
+                and (error.sqlstate is None or error.sqlstate[:2] in ("08", "57"))
             ):
                 # A restarted server has killed the others too, and a network that has gone silent
                 # carries nothing for them either.
