@@ -157,6 +157,22 @@ def test_retries_during_an_outage_replay(make_service):
     assert kinds.count(EventKind.REPLAYED) == 274
 
 
+def test_what_ran_with_a_claim_and_could_not_be_stored_is_not_run_without_one(make_service):
+    """The store took the claim and went down before the ending: this process knows what it ran."""
+    store = FaultyStore(MemoryStore())
+    rule = Rule(policy=Policy(settle_patience=timedelta(0)))
+    shop, _, send = make_service(store, rules=[rule])
+    # The first commit is the claim's.
+    store.fail(
+        Moment.BEFORE, method="commit", times=None, when=lambda call: bool(call.arguments[1])
+    )
+    assert send().json["code"] == "idempotency_outcome_not_stored"
+    again = send()
+    assert (again.status, again.is_replay) == (201, True)
+    assert send(body=b'{"amount":1}').problem == "key-reused"
+    assert len(shop.runs) == 1
+
+
 def test_another_request_under_the_key_is_refused(make_service):
     """422, while it runs and after; keys of two callers are two."""
     shop, _, send = make_service()

@@ -67,6 +67,18 @@ def test_a_body_that_outlasts_the_time_is_left_to_the_caller(server, request):
         assert answer.tries.stopped is Stopped.ANSWERED
 
 
+def test_an_early_hint_is_not_taken_for_the_answer(server, client):
+    """The answer that follows it must not become that of the connection's next request either."""
+
+    def hint(exchange):
+        exchange.wfile.write(b"HTTP/1.1 103 Early Hints\r\nlink: </a.css>\r\n\r\n")
+        exchange.answer(503, {}, b"")
+
+    server.script(hint)
+    assert client.send("POST", "/charges").status == 201
+    assert client.send("GET", "/charges").status == 201
+
+
 def test_an_absurd_date_loses_no_answer(server, client):
     date = "Tue, 14 Nov 99999999999999999999 22:13:50 GMT"
     server.script(Answer(503, {"Retry-After": date}))

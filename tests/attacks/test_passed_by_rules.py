@@ -39,6 +39,8 @@ SPELLINGS = [
     ("POST", "/x/../charges"),
     ("POST", "/./charges"),
     ("post", "/%63harges/"),
+    # A route is a regular expression, whose `$` matches before a last line feed as well.
+    ("POST", "/charges%0A"),
 ]
 RULES = [Rule(path="/charges"), Rule(path="/*", key=KeyUse.OFF)]
 

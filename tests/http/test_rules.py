@@ -273,6 +273,8 @@ def test_an_exact_path_is_one_spelling():
     assert found(rules, "POST", "/c/7") == (1, {"id": "7"})
     for path in ("/charges/", "//charges", "/c/7/", "/c//7"):
         assert found(rules, "POST", path) is None
+    # Not a slash: it is served as the path without it.
+    assert found(rules, "POST", "/charges\n") == (0, {})
 
 
 def test_another_spelling_does_not_slip_to_a_later_rule():

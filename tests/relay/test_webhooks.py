@@ -254,6 +254,9 @@ def test_anything_that_was_changed_is_refused():
         {"webhook-timestamp": "²"},
         {"webhook-signature": ""},
         {"webhook-signature": "v1,AAAA ü"},
+        # As a server that decodes headers with surrogates gives them.
+        {"webhook-id": "\udcff"},
+        {"webhook-signature": "v1,\udcff"},
     ):
         with pytest.raises(InvalidInput):
             verify_webhook(headers | changed, b"body", SECRET, now_seconds=NOW)
@@ -262,6 +265,7 @@ def test_anything_that_was_changed_is_refused():
         (b"body", OTHER_SECRET, NOW),
         (b"body", SECRET, NOW + 301),
         (b"body", SECRET, NOW - 301),
+        (b"body", SECRET, float("nan")),
     ):
         with pytest.raises(InvalidInput):
             verify_webhook(headers, body, secret, now_seconds=now)

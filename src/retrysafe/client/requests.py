@@ -152,6 +152,12 @@ class _Wire:
         self._was_sent = True
         response = self._send(self._request, *self._options)
         try:
+            if response.status_code < 200:
+                # An early hint, which http.client takes for the answer. The answer itself is still
+                # on its way, and must not be taken for that of the connection's next request.
+                raise requests.exceptions.ConnectionError(
+                    f"the server sent {response.status_code}, and no answer"
+                )
             body = self._read(response)
         except BaseException:
             response.close()

@@ -24,6 +24,7 @@ from retrysafe.contrib.views import view_rule
 from retrysafe.errors import InvalidInput
 from retrysafe.extras import missing_extra
 from retrysafe.http.asgi_run import App, Receive, Scope, Send, is_below
+from retrysafe.http.request import plain_path
 from retrysafe.http.rules import KeyUse, Rule
 
 try:
@@ -163,11 +164,18 @@ class Retrysafe(StarletteRetrysafe):
         if len(places) == 1:
             return places[0][1]
         # A router that was included twice has two places for one route.
-        path: str = scope["path"]
+        path = plain_path(scope["path"])
         root: str = scope.get("root_path", "").rstrip("/")
         if root and is_below(path, root):
             path = path[len(root) :]
-        return next((served for pattern, served in places if pattern.match(path)), None)
+        for pattern, served in places:
+            if pattern.match(path):
+                return served
+        # To run it unprotected would be a guess, and the next retry a second run.
+        raise InvalidInput(
+            f"{scope['path']} is served by a route that was included at several places, and is at "
+            "none of them: check root_path"
+        )
 
     def refresh(self) -> None:
         """Looks for endpoints that are new since the last time; raises what is wrong with them."""

@@ -452,6 +452,7 @@ class IdempotencyMiddleware:
             else:
                 answer = await self._outcome(run, call)
         except Exception as error:
+            self.protection.note_unstored(run.plan, error)
             if not waiter.done():
                 waiter.set_exception(error)
             else:

@@ -81,6 +81,7 @@ def answered(
             raise  # The application's own: whoever serves it deals with it as ever.
         if has_asked and not run.has_begun and protection.fails_open(plan, error):
             return _answered_unprotected(protection, idempotency, plan, call, run)
+        protection.note_unstored(plan, error)
         refusal = protection.refused(plan, error, is_news=has_asked)
         if refusal is None or run.is_passing:
             raise

@@ -377,6 +377,11 @@ class Protection:
         response.headers = [*response.headers, UNPROTECTED]
         return response
 
+    def note_unstored(self, plan: Plan, error: Exception) -> None:
+        """Keeps what ran here and no store took, where the next retry would run without a claim."""
+        if self.unprotected is not None and isinstance(error, OutcomeNotStored):
+            self.unprotected.note(self.call(plan), error)
+
     def fails_open(self, plan: Plan, error: Exception) -> bool:
         """Whether the application runs because its claim got no answer; tells the breaker.
 

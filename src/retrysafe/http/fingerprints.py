@@ -15,7 +15,7 @@ from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.framing import DIGEST_BYTES
 from retrysafe.core.model import Fingerprint
 from retrysafe.http.bodies import RAW, content_of, fields_of, too_deep
-from retrysafe.http.request import Request, plain_path
+from retrysafe.http.request import Request, plain_path, served_path
 
 # Every part but the last carries its length. The last one's first byte says how it was made: as a
 # value (j, i) or as the bytes themselves (r).
@@ -52,7 +52,8 @@ def _begun(
 ) -> hashlib.blake2b:
     """The hash of all but the body."""
     verb = method.encode()
-    place = (path if has_exact_path else plain_path(path)).encode("utf-8", "surrogatepass")
+    path = served_path(path) if has_exact_path else plain_path(path)
+    place = path.encode("utf-8", "surrogatepass")
     asked = query_bytes(query) if query else b""
     head = _FORM % (
         len(verb),

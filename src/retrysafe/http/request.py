@@ -20,8 +20,18 @@ PROTECTED_NAME: Final = "retrysafe.protected"
 _SLASHES: Final = re.compile("//+")
 
 
+def served_path(path: str) -> str:
+    """The path that a framework looks up: without a line feed at its end.
+
+    Routes are regular expressions to many of them, where `$` matches before one as well:
+    `/charges%0A` is served as `/charges`.
+    """
+    return path[:-1] if path[-1:] == "\n" else path
+
+
 def plain_path(path: str) -> str:
     """The path as it counts: with single slashes, and none at its end."""
+    path = served_path(path)
     if "//" in path:
         path = _SLASHES.sub("/", path)
     return path[:-1] if path[-1:] == "/" and path != "/" else path

@@ -17,7 +17,7 @@ from retrysafe.core.policy import InFlight
 from retrysafe.errors import PolicyInvalid
 from retrysafe.http.keys_of import FromHeader
 from retrysafe.http.paths import PathPattern
-from retrysafe.http.request import plain_path
+from retrysafe.http.request import plain_path, served_path
 from retrysafe.http.responses import ResponseCodec
 from retrysafe.http.rules import ACCEPT, Accept, KeyUse, Rule, require_rules
 from retrysafe.runtime.calls import Settings
@@ -106,9 +106,12 @@ class RouteTable:
                 continue
             for method in route.rule.methods:
                 self._exact.setdefault((method, path), (position, _match_of(route)))
-                if not route.rule.exact_path:
-                    placed = (position, _match_of(route.beside()))
-                    self._beside.setdefault((method, plain_path(path)), placed)
+                beside = (position, _match_of(route.beside()))
+                if route.rule.exact_path:
+                    # See `served_path`.
+                    self._exact.setdefault((method, path + "\n"), beside)
+                else:
+                    self._beside.setdefault((method, plain_path(path)), beside)
         self._methods = frozenset(method for route in self.routes for method in route.rule.methods)
 
     def find(self, method: str, path: str) -> Match | None:
@@ -136,7 +139,7 @@ class RouteTable:
             if pattern is None:
                 return position, _match_of(route)
             taken = pattern.match(path)
-            if taken is None and not route.rule.exact_path:
+            if taken is None:
                 taken = pattern.match(_as_written(path, route.rule))
                 route = route.beside()  # noqa: PLW2901 — the same, for another spelling.
             if taken is not None:
@@ -155,6 +158,8 @@ def _match_of(route: Route, parameters: Mapping[str, str] = NO_PARAMETERS) -> Ma
 def _as_written(path: str, rule: Rule) -> str:
     """The path in the spelling of a pattern, which may end with a slash or with a star."""
     assert rule.path is not None  # A pattern has one.
+    if rule.exact_path:
+        return served_path(path)
     plain = plain_path(path)
     if rule.path.endswith("*"):
         return plain + "/" if path.endswith("/") and plain != "/" else plain

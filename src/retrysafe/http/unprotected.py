@@ -22,7 +22,7 @@ from retrysafe.core.keys import Key
 from retrysafe.core.model import Ending, Fingerprint, Payload
 from retrysafe.core.replaying import in_flight, replayed_value, reused
 from retrysafe.core.run_times import RunTimes
-from retrysafe.errors import StoreUnavailable
+from retrysafe.errors import OutcomeNotStored, StoreError, StoreUnavailable
 from retrysafe.http.breaker import Breaker
 
 # More keys than a process runs and ends while a store is down for minutes.
@@ -110,6 +110,23 @@ class UnprotectedRuns:
         run_times.add(call.operation, self._monotonic() - run.began_monotonic)
         self._end(call, run, *_outcome(call, value))
         return Answer(value, False, 1)
+
+    def note(self, call: Call, error: OutcomeNotStored) -> None:
+        """Keeps what a run with a claim came to, and no store took: it has run in this process."""
+        cause = error.__cause__
+        # Of an operation that raised, its exception is the cause; else the store's silence is.
+        if isinstance(cause, Exception) and not isinstance(cause, StoreError):
+            ending = call.policy.judge(cause)
+            payload = codec.encode_failure(cause, _limit_of(call))
+        else:
+            ending, payload = _outcome(call, error.value)
+        now = self._monotonic()
+        run = _Run(call.fingerprints, call.operation, now, call.policy.lease.total_seconds())
+        with self._lock:
+            if call.key.digest in self.runs or len(self.runs) >= RUNS_LIMIT:
+                return
+            self.runs[call.key.digest] = run
+        self._end(call, run, ending, payload)
 
     def _known(self, digest: bytes) -> _Run | None:
         """The run of a key, unless its time is over. The lock is held."""

@@ -96,12 +96,15 @@ def verify_webhook(
         raise InvalidInput(f"the webhook has no header {missing}") from None
     if not (timestamp.isascii() and timestamp.isdigit() and len(timestamp) <= 15):
         raise InvalidInput("the webhook's timestamp is no number of seconds")
+    if not (message_id.isascii() and signatures.isascii()):
+        raise InvalidInput("the webhook's id and signature are ASCII")
     expected = _signature(secret_bytes(secret), message_id, timestamp, body).encode()
     # All of them are compared, each in constant time; a sender has one per secret, so a few.
     given = signatures.split(maxsplit=_SIGNATURES_LIMIT)[:_SIGNATURES_LIMIT]
     matches = [hmac.compare_digest(item.encode(), expected) for item in given]
     if not any(matches):
         raise InvalidInput("the webhook's signature is not of this secret, or the body was changed")
-    if abs(now_seconds - int(timestamp)) > tolerance.total_seconds():
+    # Written so that a time that is no number counts as too old.
+    if not abs(now_seconds - int(timestamp)) <= tolerance.total_seconds():
         raise InvalidInput("the webhook is too old or its sender's clock is wrong")
     return message_id
