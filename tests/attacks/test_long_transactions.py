@@ -120,6 +120,15 @@ class Scene:
         (answer,) = self.run(self.store.extend([wish], TIMEOUT_SECONDS))
         return answer
 
+    def row_holds(self) -> bool:
+        """Whether the lease holds by the key's row alone."""
+        ((holds,),) = self.sql(
+            "SELECT lease_ends_at_ms > extract(epoch FROM clock_timestamp()) * 1000 "
+            "FROM {schema}.keys WHERE digest = %s",
+            self.key.digest,
+        )
+        return holds
+
     def end(self) -> Decision:
         ending = settlement(SettleKind.COMPLETE, self.key, self.token)
         _, (answer,) = self.run(self.store.commit([], [ending]))
@@ -210,6 +219,26 @@ def test_a_renewed_owner_keeps_its_key(scene, what, isolation, ending):
         assert scene.extend().decision is Decision.APPLY
         assert scene.end() is Decision.APPLY
         assert scene.claimed() is Decision.REPLAY
+
+
+@EVERY_FACE
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_renewals_return_to_the_row_when_the_transaction_of_a_step_is_over(
+    scene, isolation, ending
+):
+    """A process of the previous release looks there alone. While the transaction has the row they
+    wait for nothing and leave it as it is."""
+    scene.claim(scene.token, lease_ms=0)
+    scene.begin(isolation)
+    scene.write("step")
+    assert scene.extend(is_joined=False).decision is Decision.APPLY
+    assert scene.row_holds() is False
+    assert [taken(scene) in TAKEN for taken in TAKERS] == [False] * len(TAKERS)
+    getattr(scene.user, ending)()
+    assert [taken(scene) in TAKEN for taken in TAKERS] == [False] * len(TAKERS)
+    assert scene.extend(is_joined=False).decision is Decision.APPLY
+    assert scene.row_holds() is True
 
 
 @pytest.mark.parametrize("taken", TAKERS, ids=lambda item: item.__name__)

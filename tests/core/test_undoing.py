@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 from retrysafe.core import codec
@@ -454,6 +456,29 @@ def test_each_try_in_a_transaction_has_its_own_savepoint(effects):
 
     run(world.first, operation)
     assert transaction.calls[:5] == ["begin", "undo", "begin", "record book", "keep"]
+
+
+@pytest.mark.parametrize("problem", [None, OSError("could not serialize access")])
+def test_renewals_keep_off_the_record_until_a_step_has_locked_it(effects, problem):
+    """Then the lock does that, until the transaction is over. After a failed try they still keep
+    off: the next one has a snapshot before it has the lock."""
+    seen = []
+
+    class Looking(FakeTransaction):
+        async def record_step(self, write):
+            (lease,) = world.first.renewals.running
+            seen.append(lease.is_joined)
+            return await super().record_step(write)
+
+    async def operation(attempt: Attempt):
+        with suppress(OSError):
+            await booking(effects)(attempt)
+        (lease,) = world.first.renewals.running
+        seen.append(lease.is_joined)
+
+    world = joined_world(Looking(settle_error=problem))
+    run(world.first, operation)
+    assert seen == [True, problem is not None]
 
 
 def test_a_recorded_step_does_not_touch_the_transaction(effects):

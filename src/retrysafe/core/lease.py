@@ -47,7 +47,8 @@ class Lease:
         self.token = token
         self.lease_ms = lease_ms
         self.is_revoked = False
-        # Whether its operation writes in a transaction of the user's, which then holds the record.
+        # Whether its operation is about to write in a transaction of the user's, or has tried in
+        # vain: renewals stay off the record.
         self.is_joined = False
         # Whether such a transaction has written, or tried to write, the ending of its run.
         self.may_be_settled = False

@@ -364,6 +364,10 @@ class StepRun:
                 raise
             await transaction.keep()
             self._joined.append(_JoinedStep(options.connection, transaction, write))
+            # From now on the transaction itself keeps renewals off the record, for as long as it is
+            # open; then they go there again, where the previous release looks. Not after a failed
+            # try: the next one would meet a record that was renewed since its snapshot.
+            self._lease.is_joined = self._lease.may_be_settled
             return value
 
         return await self.perform(run_once, options.retry, options.terminal)
