@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,16 +22,18 @@ from typing import Any
 import pytest
 
 from retrysafe import ClaimLost, Idempotency, InFlight, Key, Policy, SqliteStore
+from retrysafe.core import transitions
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
     Condition,
     Decision,
-    Extension,
+    Record,
     StoredKey,
 )
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.sqlite.grace import BLOCKED_SECONDS
+from retrysafe.stores.sqlite.grace import BLOCKED_SECONDS, Grace
+from retrysafe.testing import ManualClock
 from tests.core.building import MARK
 from tests.processes.children import Child
 from tests.processes.ledger import note, noted
@@ -216,21 +219,61 @@ def test_an_owner_whose_own_claim_waited_takes_it_over_itself(store, start, data
     assert frozen.result() == "awake"
 
 
-def test_the_grace_is_remembered_for_a_bounded_number_of_keys(store, start, database, monkeypatch):
-    """Forgetting one costs another grace, and nothing else."""
-    monkeypatch.setattr("retrysafe.stores.sqlite.grace._SPARED_LIMIT", 2)
-    keys = [Key(f"key-{number}", caller="owner") for number in range(3)]
-    lapsed = [ClaimRequest(key, (MARK,), b"O" * 16, 1, "pay", "owner") for key in keys]
-    run_sync(store.commit(lapsed, []))
-    frozen = start(_freeze_in_a_commit, database)
-    assert frozen.receive() == "holds the lock"
-    claims = [ClaimRequest(key, (MARK,), b"R" * 16, 60_000, "pay", "rival") for key in keys]
-    rival = Rival(store, lambda made: run_sync(made.commit(claims, [])))
-    frozen.kill(signal.SIGCONT)
-    answers, _ = rival.answer()
-    assert [answer.decision for answer in answers] == [Decision.IN_FLIGHT] * 3
-    assert len(store._connections.grace._spared) == 1
-    extended = [Extension(key, b"O" * 16, 60_000) for key in keys]
-    found = run_sync(store.extend(extended, 1.0))
-    assert [answer.decision for answer in found] == [Decision.APPLY] * 3
-    assert frozen.result() == "awake"
+def _abandoned(number: int) -> Record:
+    """What a crashed owner has left behind."""
+    key = Key(f"key-{number}", caller="owner")
+    lapsed = ClaimRequest(key, (MARK,), number.to_bytes(16, "big"), 1, "pay", "owner")
+    record, _ = transitions.claim(None, lapsed, 0)
+    return record
+
+
+def _spares(grace: Grace, record: Record) -> bool:
+    """Whether a process that has just waited for the lock spares the owner."""
+    grace.note_wait(grace.monotonic() - 1)
+    key = Key(record.text, caller="owner")
+    claim = ClaimRequest(key, (MARK,), b"R" * 16, 60_000, "pay", "rival")
+    return grace.spared(record, claim, 1_000) is not None
+
+
+def test_a_contended_file_keeps_no_crowd_of_crashed_owners_keys(monkeypatch):
+    """Each is spared once at most, however many there are: with more than are remembered, some are
+    not spared, and none is forgotten while its second claim may be still to come."""
+    monkeypatch.setattr("retrysafe.stores.sqlite.grace._SPARED_LIMIT", 3)
+    now = [0.0]
+    grace = Grace(lambda: now[0])
+    crowd = [_abandoned(number) for number in range(5)]
+    assert [_spares(grace, record) for record in crowd] == [True] * 3 + [False] * 2
+    now[0] += 20
+    assert [_spares(grace, record) for record in crowd] == [False] * 5
+
+
+def test_a_process_that_runs_for_long_still_spares(monkeypatch):
+    """Those of long ago are forgotten for new ones, so that its memory is never full for ever."""
+    monkeypatch.setattr("retrysafe.stores.sqlite.grace._SPARED_LIMIT", 3)
+    now = [0.0]
+    grace = Grace(lambda: now[0])
+    assert all(_spares(grace, _abandoned(number)) for number in range(3))
+    now[0] += 601
+    assert all(_spares(grace, _abandoned(number)) for number in range(3, 6))
+    assert len(grace._spared) == 3
+    # A later attempt of a key that is remembered has a time of its own.
+    again = replace(_abandoned(5), token=b"N" * 16)
+    assert [_spares(grace, again), _spares(grace, again)] == [True, False]
+
+
+def test_a_claim_that_is_refused_gives_no_grace(tmp_path):
+    """Another request under the same key takes nothing over, so it must not keep others from it."""
+    clock = ManualClock()
+    store = SqliteStore(tmp_path / "shop.db", now_ms=clock)
+    try:
+        lapsed = ClaimRequest(KEY, (MARK,), b"O" * 16, 1_000, "pay", "owner")
+        run_sync(store.commit([lapsed], []))
+        clock.advance(timedelta(seconds=2))
+        grace = store._connections.grace
+        grace.note_wait(grace.monotonic() - 1)
+        other = replace(lapsed, fingerprints=(replace(MARK, digest=b"other" * 4),), token=b"R" * 16)
+        ((answer,), _) = run_sync(store.commit([other], []))
+        assert answer.decision is Decision.MISMATCH
+        assert _read(store).condition is Condition.ABANDONED
+    finally:
+        run_sync(store.close())

@@ -157,7 +157,8 @@ def _decide(
         changed, answer = transitions.claim(record, request, now_ms)
     except StoreError as error:
         return error
-    if grace is not None and record is not None and answer.condition is Condition.ABANDONED:
+    # Not for a claim that is refused: it would extend a lease that nobody wants to take.
+    if grace is not None and record is not None and answer.decision is Decision.TAKE_OVER:
         spared = grace.spared(record, request, now_ms)
         if spared is not None:
             rows.update(connection, spared)

@@ -25,8 +25,12 @@ BLOCKED_SECONDS: Final = 0.1
 # asks SQLite for the lock at least every tenth of a second. Twice that.
 _PARTS_OF_A_RENEWAL: Final = 2
 _LEAST_MS: Final = 250
-# How many keys are remembered whose owners were spared.
-_SPARED_LIMIT: Final = 1_000
+# How many keys are remembered whose owners were spared, and for how long at least: for ten times
+# what they were given, and for ten minutes. While all of them are as fresh as that, nobody else is
+# spared. Forgetting them would spare them again and again, and nothing would ever be recovered.
+_SPARED_LIMIT: Final = 10_000
+_REMEMBERED_GRACES: Final = 10
+_REMEMBERED_SECONDS: Final = 600.0
 
 
 class Grace:
@@ -36,8 +40,9 @@ class Grace:
         self.monotonic = monotonic
         self._blocked_at = -math.inf
         # By digest, the token that was spared: once for each attempt, so that a file with many
-        # writers, where each has to wait, does not keep a crashed owner's key for ever.
-        self._spared: dict[bytes, bytes] = {}
+        # writers, where each has to wait, does not keep a crashed owner's key for ever. With the
+        # time from which on it may be forgotten; in the order in which they were spared.
+        self._spared: dict[bytes, tuple[bytes, float]] = {}
 
     def note_wait(self, asked: float) -> None:
         """Notes how long the write lock was waited for, in vain or not."""
@@ -46,20 +51,32 @@ class Grace:
             self._blocked_at = now
 
     def spared(self, record: Record, request: ClaimRequest, now_ms: int) -> Record | None:
-        """The record that a claim would take over, with some time for its owner; None for no need.
+        """The record that a claim takes over, with some time for its owner; None for no need.
 
         The owner's token stays, so that its renewal counts. It is written for all to see: rivals in
         other processes wait as well.
         """
         grace_ms = request.lease_ms // RENEWALS_PER_LEASE // _PARTS_OF_A_RENEWAL + _LEAST_MS
-        if self.monotonic() - self._blocked_at > grace_ms / 1000:
+        now = self.monotonic()
+        if now - self._blocked_at > grace_ms / 1000:
             return None
+        token, _ = self._spared.get(record.digest, (None, 0.0))
         # Its own claim, whose answer was lost, or one that had its time.
-        if record.token in (request.token, self._spared.get(record.digest)):
+        if record.token in (request.token, token) or not self._has_room(record.digest, now):
             return None
-        if len(self._spared) >= _SPARED_LIMIT:
-            self._spared.clear()
-        self._spared[record.digest] = record.token
+        remembered = max(_REMEMBERED_SECONDS, grace_ms / 1000 * _REMEMBERED_GRACES)
+        self._spared[record.digest] = (record.token, now + remembered)
         extension = Extension(request.key, record.token, grace_ms)
         changed, _ = transitions.extend(record, extension, now_ms)
         return changed
+
+    def _has_room(self, digest: bytes, now: float) -> bool:
+        """Makes room for one more, if the oldest may be forgotten."""
+        self._spared.pop(digest, None)  # Of an earlier attempt.
+        if len(self._spared) < _SPARED_LIMIT:
+            return True
+        oldest = next(iter(self._spared))
+        if now < self._spared[oldest][1]:
+            return False
+        del self._spared[oldest]
+        return True
