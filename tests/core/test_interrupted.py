@@ -16,7 +16,7 @@ from retrysafe.core.flights import Flight, Flights, Phase
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import State
 from retrysafe.core.policy import Policy
-from retrysafe.errors import StoreUnavailable
+from retrysafe.errors import OperationInFlight, StoreUnavailable
 from tests.core.building import KEY, MARK, call
 from tests.core.driving import Fault, RecordedRenewals, World, drive
 from tests.core.sample_types import Declined
@@ -174,3 +174,23 @@ def test_an_outcome_survives_a_signal_anywhere_in_its_settling(is_after, is_fail
         assert world.first.renewals.running == []
         assert world.first.engine.flights_count == 0
     assert places_after_the_write > 3
+
+
+def test_a_handler_that_comes_during_the_claim_of_its_own_thread_does_not_wait_for_it():
+    """News of the claim come from the caller that the handler keeps from going on."""
+    world = World()
+    process = world.first
+    process.engine._who = lambda: "the main thread"
+    claim = process.writer.claim
+    heard: list[BaseException] = []
+
+    async def claim_interrupted(request: object) -> object:
+        with pytest.raises(OperationInFlight) as caught:
+            process.answer(call())
+        heard.append(caught.value)
+        return await claim(request)
+
+    process.writer.claim = claim_interrupted
+    process.answer(call())
+    assert len(heard) == 1
+    assert world.ran == [1]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from itertools import compress
 from operator import methodcaller
 from pathlib import Path
+from time import monotonic
 from typing import Final, TypeVar
 
 from retrysafe import forks
@@ -22,7 +23,7 @@ from retrysafe.errors import StoreError, StoreRejected
 from retrysafe.reentry import reentered
 from retrysafe.stores.migrations import Migration
 from retrysafe.stores.sqlite import connecting, schema
-from retrysafe.stores.sqlite.grace import Grace
+from retrysafe.stores.sqlite.grace import BLOCKED_SECONDS, Grace
 from retrysafe.stores.sqlite.own_lock import require_outside
 from retrysafe.stores.sqlite.place import Place
 
@@ -110,12 +111,13 @@ class Connections:
                     connection = self.writer
                     if connection is None or connection.in_transaction:
                         connection = self._open()
-                    asked = self.grace.monotonic()
+                    asked = monotonic()
                     try:
                         # Inside the try: a signal that raises while this waits for the write lock
                         # is noticed only after it was got, and would leave it taken for everybody.
                         connection.execute("BEGIN IMMEDIATE")
-                        self.grace.note_wait(asked)
+                        if monotonic() - asked >= BLOCKED_SECONDS:
+                            self.grace.note_wait(asked)
                         self.place.require()
                         result = work(connection)
                         connection.execute("COMMIT")
