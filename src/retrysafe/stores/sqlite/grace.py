@@ -26,8 +26,9 @@ BLOCKED_SECONDS: Final = 0.1
 _PARTS_OF_A_RENEWAL: Final = 2
 _LEAST_MS: Final = 250
 # How many keys are remembered whose owners were spared, and for how long at least: for ten times
-# what they were given, and for ten minutes. While all of them are as fresh as that, nobody else is
-# spared. Forgetting them would spare them again and again, and nothing would ever be recovered.
+# what they were given, for ten minutes, and until nobody had to wait for ten minutes. When none of
+# them may be forgotten, nobody else is spared. A walk over more keys than are remembered would else
+# spare all of them each time, and nothing would ever be recovered.
 _SPARED_LIMIT: Final = 10_000
 _REMEMBERED_GRACES: Final = 10
 _REMEMBERED_SECONDS: Final = 600.0
@@ -39,6 +40,8 @@ class Grace:
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.monotonic = monotonic
         self._blocked_at = -math.inf
+        # Since when there was no calm.
+        self._contended_since = -math.inf
         # By digest, the token that was spared: once for each attempt, so that a file with many
         # writers, where each has to wait, does not keep a crashed owner's key for ever. With the
         # time from which on it may be forgotten; in the order in which they were spared.
@@ -48,6 +51,8 @@ class Grace:
         """Notes how long the write lock was waited for, in vain or not."""
         now = self.monotonic()
         if now - asked >= BLOCKED_SECONDS:
+            if now - self._blocked_at > _REMEMBERED_SECONDS:
+                self._contended_since = now
             self._blocked_at = now
 
     def spared(self, record: Record, request: ClaimRequest, now_ms: int) -> Record | None:
@@ -62,7 +67,7 @@ class Grace:
             return None
         token, _ = self._spared.get(record.digest, (None, 0.0))
         # Its own claim, whose answer was lost, or one that had its time.
-        if record.token in (request.token, token) or not self._has_room(record.digest, now):
+        if record.token in (request.token, token) or not self._has_room(record.digest):
             return None
         remembered = max(_REMEMBERED_SECONDS, grace_ms / 1000 * _REMEMBERED_GRACES)
         self._spared[record.digest] = (record.token, now + remembered)
@@ -70,13 +75,13 @@ class Grace:
         changed, _ = transitions.extend(record, extension, now_ms)
         return changed
 
-    def _has_room(self, digest: bytes, now: float) -> bool:
+    def _has_room(self, digest: bytes) -> bool:
         """Makes room for one more, if the oldest may be forgotten."""
         self._spared.pop(digest, None)  # Of an earlier attempt.
         if len(self._spared) < _SPARED_LIMIT:
             return True
         oldest = next(iter(self._spared))
-        if now < self._spared[oldest][1]:
+        if self._contended_since < self._spared[oldest][1]:
             return False
         del self._spared[oldest]
         return True
