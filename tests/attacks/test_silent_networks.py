@@ -328,9 +328,12 @@ def test_a_transaction_is_given_up_as_soon_as_a_statement(swallowing, face):
 def test_one_silent_connection_is_enough_for_all_idle_ones(swallowing, face):
     """Its neighbours in the pool are not tried one after the other, each for its time."""
 
-    async def use_three(connector: Any) -> None:
-        async with connector.transaction(), connector.transaction(), connector.transaction():
-            pass
+    async def use_three(connector: Any, count: int = 3) -> None:
+        async def work(_: Any) -> None:
+            await use_three(connector, count - 1)
+
+        if count:
+            await connector.transact(work)
 
     with line(face, swallowing, commit_timeout=timedelta(seconds=1)) as client:
         client.run(use_three(client.connector))
@@ -346,8 +349,7 @@ def test_a_renewal_waits_for_no_connection_of_the_pool(swallowing, face):
     """All of them may be in use for as long as they like."""
 
     async def renew_meanwhile(connector: Any) -> Any:
-        async with connector.transaction():
-            return await connector.fetch_renewal(5.0, "SELECT 1")
+        return await connector.transact(lambda _: connector.fetch_renewal(5.0, "SELECT 1"))
 
     with line(face, swallowing, "?pool=1") as client:
         assert [tuple(row) for row in client.run(renew_meanwhile(client.connector))] == [(1,)]

@@ -82,6 +82,27 @@ def test_a_process_that_stood_still_after_its_grant_asks_before_it_runs(world, p
         assert flow.value.value == "first"
 
 
+@pytest.mark.parametrize(("failures", "is_held"), [(1, True), (2, False)])
+def test_a_store_that_did_not_answer_is_asked_once_more(world, process, failures, is_held):
+    """The connection may have died while the process stood still; nobody took the key."""
+    extend, faults = world.store.extend, [StoreUnavailable("gone")] * failures
+
+    async def extend_later(extensions, timeout_seconds):
+        if faults:
+            raise faults.pop()
+        return await extend(extensions, timeout_seconds)
+
+    async def operation(attempt):
+        world.clock.advance(30)
+        world.store.extend = extend_later
+        await attempt.hold()
+        return "done"
+
+    flow = process.start(call(), operation)
+    assert len(process.renewals.confirmed) == 2
+    assert (flow.value.value == "done") if is_held else isinstance(flow.error, ClaimLost)
+
+
 def test_a_lease_that_holds_is_not_asked_for(world, process):
     """A look costs nothing while there is no doubt."""
 

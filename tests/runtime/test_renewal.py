@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 import time
 from datetime import timedelta
+from itertools import pairwise
 
 import pytest
 
@@ -22,8 +24,10 @@ from retrysafe import (
 )
 from retrysafe.core.events import Reporter
 from retrysafe.core.lease import Lease
-from retrysafe.core.ports import Waits
-from retrysafe.runtime.heartbeat import TaskHeartbeat
+from retrysafe.core.model import Decision, ExtendAnswer
+from retrysafe.core.ports import Capabilities, Waits
+from retrysafe.runtime import heartbeat as heartbeat_module
+from retrysafe.runtime.heartbeat import TaskHeartbeat, ThreadHeartbeat
 from tests.runtime.staged import Hold, StagedStore, TaskHold, Worker, drive
 
 LEASE = timedelta(milliseconds=150)
@@ -327,3 +331,107 @@ def test_a_lease_is_added_while_another_one_is_due(new_loop):
         runner.run(main())
     (renewal,) = store.renewals
     assert {item.token for item in renewal.extensions} == {lease.token for lease in late}
+
+
+class LoopStore:
+    """A suspending store that only extends, in any loop, and says when it did."""
+
+    capabilities = Capabilities(Waits.SUSPENDING)
+
+    def __init__(self) -> None:
+        self.extended = threading.Semaphore(0)
+        self.closing_fails = False
+
+    async def extend(self, extensions, timeout_seconds):
+        self.extended.release()
+        return [ExtendAnswer(Decision.APPLY, item.lease_ms, 0) for item in extensions]
+
+    async def end_extending(self) -> None:
+        if self.closing_fails:
+            raise OSError("a store's own error")
+
+
+def _lease() -> Lease:
+    return Lease(Key("the key", caller="tester"), b"t" * 16, 300, 300, 0, time.monotonic())
+
+
+def test_heartbeat_outlives_a_lack_of_descriptors(monkeypatch):
+    """Its loop needs some; until there are, it says that renewals fail, and tries again."""
+    store, events, failures = LoopStore(), [], [OSError(errno.EMFILE, "too many open files")] * 4
+    runner = asyncio.Runner
+
+    def refuse() -> asyncio.Runner:
+        if failures:
+            raise failures.pop()
+        return runner()
+
+    monkeypatch.setattr(heartbeat_module.asyncio, "Runner", refuse)
+    heartbeat = ThreadHeartbeat(store, Reporter(events.append), time.monotonic)
+    heartbeat.add(_lease())
+    assert store.extended.acquire(timeout=10)
+    heartbeat.stop(5.0)
+    assert {event.kind for event in events} == {EventKind.RENEWAL_FAILED}
+    assert "too many open files" in events[0].detail
+
+
+@pytest.mark.parametrize("closing_fails", [False, True])
+def test_heartbeat_outlives_whatever_is_raised_in_it(monkeypatch, closing_fails):
+    """Also by its own parts, and when the connections cannot be closed afterwards."""
+    store, failures = LoopStore(), [RuntimeError("odd")] * 2
+    store.closing_fails = closing_fails
+    renew = heartbeat_module.renew
+
+    async def fail(*args) -> None:
+        if failures:
+            raise failures.pop()
+        await renew(*args)
+
+    def refuse(event) -> None:
+        raise RuntimeError("an observer's own error")
+
+    monkeypatch.setattr(heartbeat_module, "renew", fail)
+    heartbeat = ThreadHeartbeat(store, Reporter(refuse), time.monotonic)
+    heartbeat.add(_lease())
+    for _ in range(2):
+        assert store.extended.acquire(timeout=10)
+    heartbeat.stop(5.0)
+
+
+def test_a_heartbeat_that_cannot_begin_ends_when_it_is_stopped(monkeypatch):
+    """However long there are no descriptors."""
+
+    def refuse() -> asyncio.Runner:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(heartbeat_module.asyncio, "Runner", refuse)
+    heartbeat = ThreadHeartbeat(LoopStore(), Reporter(None), time.monotonic)
+    heartbeat.add(_lease())
+    (beat,) = heartbeat._beats.values()
+    thread = beat._thread
+    heartbeat.stop(5.0)
+    thread.join(5.0)
+    assert not thread.is_alive()
+
+
+def test_timer_outlives_whatever_is_raised_in_it(monkeypatch):
+    """The same for tasks; the next try comes a little later, and not at once."""
+    store, failures, tried = LoopStore(), [RuntimeError("odd")] * 2, []
+    renew = heartbeat_module.renew
+
+    async def fail(*args) -> None:
+        tried.append(time.monotonic())
+        if failures:
+            raise failures.pop()
+        await renew(*args)
+
+    monkeypatch.setattr(heartbeat_module, "renew", fail)
+
+    async def main() -> None:
+        heartbeat = TaskHeartbeat(store, Reporter(None), time.monotonic)
+        heartbeat.add(_lease())
+        assert await asyncio.to_thread(store.extended.acquire, timeout=10)
+        await heartbeat.stop(1.0)
+
+    drive(main())
+    # A twelfth of the lease after each failure.
+    assert all(later - earlier > 0.02 for earlier, later in pairwise(tried[:3]))

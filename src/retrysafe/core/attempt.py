@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Final
 
 from retrysafe.core.call import Call
 from retrysafe.core.framing import Part
@@ -26,6 +26,10 @@ from retrysafe.errors import ClaimLost, InvalidInput
 
 # Asks the store for a lease that may be over; the lease tells what came of it.
 Confirm = Callable[[Lease], Awaitable[None]]
+
+# The first may go over a connection that died while the process stood still, and is then no answer
+# of the store; the second goes over a fresh one. An answer ends the tries.
+HOLD_TRIES: Final = 2
 
 
 class Attempt:
@@ -117,10 +121,13 @@ class Attempt:
         the lease may be over by the local clock, only the store can tell: it is asked, and the
         lease is the owner's again if nobody was faster. Raises `ClaimLost`.
         """
-        lease, now = self._lease, self._monotonic()
-        if not lease.is_lost(now):
-            return
-        if self._confirm is not None and lease.may_renew(now):
+        lease = self._lease
+        for _ in range(HOLD_TRIES):
+            now = self._monotonic()
+            if not lease.is_lost(now):
+                return
+            if self._confirm is None or not lease.may_renew(now):
+                break
             await self._confirm(lease)
         self.raise_if_lost()
 

@@ -17,13 +17,16 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from retrysafe.core.events import Event, Reporter
+from retrysafe.core.events import Event, EventKind, Reporter
 from retrysafe.core.lease import Lease
 from retrysafe.core.ports import ExtendsAnywhere, Store, Waits
 from retrysafe.core.renewing import due_leases, next_renewal, renew
 from retrysafe.runtime import local_time
 from retrysafe.runtime.drive import run_sync
 
+# How long a thread that could not renew at all rests, for example because the process had no
+# descriptor left for its loop. Less than the twelfth of a lease after which a renewal comes again.
+_FAILED_SECONDS: Final = 0.1
 # A thread without a lease ends after this time. It is started anew in less than a millisecond, and
 # a loop that ended without `close` leaves none behind for longer.
 IDLE_SECONDS: Final = 30.0
@@ -193,15 +196,35 @@ class _ThreadBeat:
 
     def _beat(self) -> None:
         self._is_beating = True
+        is_over = False
         try:
-            with self._driving() as drive:
-                while not self._is_stopped and self._goes_on():
-                    self._renew_when_due(drive)
+            while not is_over and not self._is_stopped and self._goes_on():
+                try:
+                    with self._driving() as drive:
+                        while not self._is_stopped and self._goes_on():
+                            self._renew_when_due(drive)
+                        is_over = True
+                except Exception as error:
+                    # Whatever it is: with this thread all leases would end, one after the other,
+                    # while their operations run.
+                    if not is_over:
+                        self._put_off(error)
         finally:
             with self._lock:
                 # Not another thread's, which may have been started since this one began to end.
                 if self._thread is threading.current_thread():
-                    self._is_beating = False
+                    self._thread, self._is_beating = None, False
+
+    def _put_off(self, error: Exception) -> None:
+        """Has the due leases renewed a little later, and says why."""
+        now = self._monotonic()
+        for lease in due_leases(list(self.leases.values()), now):
+            lease.put_off(now)
+            with suppress(Exception):
+                self._report(
+                    EventKind.RENEWAL_FAILED, lease.key, detail=f"{type(error).__name__}: {error}"
+                )
+        time.sleep(_FAILED_SECONDS)
 
     def _driving(self) -> AbstractContextManager[Drive]:
         store = self._store
@@ -360,7 +383,7 @@ class _TaskBeat:
 
     def _renewed(self, task: asyncio.Task[None]) -> None:
         self.task = None
-        if task.cancelled():
+        if task.cancelled() or task.exception() is not None:
             # Perhaps by somebody who cancels all tasks: what runs on all the same needs its lease.
             now = self._monotonic()
             for lease in due_leases(list(self.leases.values()), now):
