@@ -47,6 +47,7 @@ PATIENT: Final = frozenset(
         "sweep_default_outcomes",
         "sweep_entries",
         "sweep_pages",
+        "sweep_renewals",
         "table_pages",
     }
 )

@@ -62,6 +62,11 @@ _OPERATOR_LOCK_WAIT: Final = "5s"
 _LOOK_PAGES: Final = 2048
 
 
+def _given_up(conflicts: int, error: Conflict) -> StoreUnavailable:
+    noun = "conflict" if conflicts == 1 else "conflicts"
+    return StoreUnavailable(f"gave up after {conflicts} serialization {noun}: {error}")
+
+
 class PostgresStore:
     """A store in one schema of a PostgreSQL database."""
 
@@ -133,7 +138,7 @@ class PostgresStore:
         try:
             return await leases.extend(fetch, extensions)
         except Conflict as error:
-            raise StoreUnavailable(f"rivals kept winning: {error}") from error
+            raise _given_up(1, error) from error
 
     async def end_extending(self) -> None:
         """Closes the connections of renewals in the running loop."""
@@ -376,6 +381,7 @@ class PostgresStore:
             await self._require_current()
         connector = self._connector
         fetch = connector.fetch_patiently if name in schema.PATIENT else connector.fetch
+        conflicts = 0
         for tries_left in range(_CONFLICT_TRIES - 1, -1, -1):
             try:
                 return await fetch(self._statement(name), params)
@@ -387,8 +393,9 @@ class PostgresStore:
             except RowRefused as error:
                 raise StoreRejected(f"PostgreSQL refuses this row: {error}") from error
             except Conflict as error:
+                conflicts += 1
                 if not tries_left:
-                    raise StoreUnavailable(f"rivals kept winning: {error}") from error
+                    raise _given_up(conflicts, error) from error
         raise AssertionError("unreachable: the last try returns or raises")
 
     async def _transact(self, flow: Callable[[Fetch], Awaitable[Written]]) -> Written:
@@ -401,6 +408,7 @@ class PostgresStore:
 
             return await flow(fetch)
 
+        conflicts = 0
         for tries_left in range(_CONFLICT_TRIES - 1, -1, -1):
             try:
                 return await self._connector.transact(work)
@@ -410,6 +418,7 @@ class PostgresStore:
             except RowRefused as error:
                 raise StoreRejected(f"PostgreSQL refuses this row: {error}") from error
             except Conflict as error:
+                conflicts += 1
                 if not tries_left:
-                    raise StoreUnavailable(f"rivals kept winning: {error}") from error
+                    raise _given_up(conflicts, error) from error
         raise AssertionError("unreachable: the last try returns or raises")
