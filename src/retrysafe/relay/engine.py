@@ -173,7 +173,7 @@ class RelayEngine:
     def _give_back(self, numbers: list[int]) -> None:
         """Frees entries whose delivery has not begun for other relays, as they were claimed."""
         for number in numbers:
-            entry = self._held.remove(number)
+            entry = self._held.take_back(number)
             if entry is not None:
                 assert entry.token is not None  # Only claimed entries are held.
                 self._endings.append(
@@ -346,14 +346,11 @@ class RelayEngine:
         found = await self._outbox.claim(claim)
         was_start = not self._after
         self._after = found.after or ""
+        for entry in self._held.take_on(found, asked):
+            self._crew.start(entry, self._held.may_begin)
         for entry in found.entries:
-            self._held.take_on(entry, asked)
-            if self._held.is_under_way(entry.id):
-                continue
             if self._is_deadly(entry):
                 self._bury(entry, "its last try, alone, ended without a word from its relay")
-            elif entry.id in found.begun:
-                self._crew.start(self._held.begun(entry.id, asked), self._held.may_begin)
         has_walked = not found.entries and found.after is None and was_start
         if has_walked:
             self._held.none_due()
@@ -364,7 +361,11 @@ class RelayEngine:
 
         Tries beside others do not bury: any of those may have ended the relay.
         """
-        return entry.open_try is OpenTry.ALONE and entry.attempts >= self._policy.attempt_limit
+        return (
+            entry.open_try is OpenTry.ALONE
+            and entry.attempts >= self._policy.attempt_limit
+            and not self._held.is_under_way(entry.id)
+        )
 
     def _rest_seconds(self, worked_seconds: float) -> float:
         poll_seconds = self._policy.poll.total_seconds()

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 
-from retrysafe.core.outbox import Entry, EntryStart, OpenTry
+from retrysafe.core.outbox import ClaimedEntries, Entry, EntryStart, OpenTry
 from retrysafe.relay.policy import RelayPolicy
 
 # Two renewals may fail before a lease ends.
@@ -30,11 +29,12 @@ class HeldEntries:
         # A delivery that takes longer than this hangs, and is not waited for by one that begins
         # alone: threads cannot be interrupted.
         self._patience_seconds = policy.timeout.total_seconds()
-        # By number, as they were claimed.
+        # By number, as they were claimed; of those that have begun, with this try counted.
         self._entries: dict[int, Entry] = {}
         # When their leases end, counted from before the store was asked, so never too late.
         self._ends: dict[int, float] = {}
         self._renew_at = math.inf
+        self._renewal_offset = self._lease_seconds * (1 / _RENEWALS_PER_LEASE - 1)
         # Those that wait, in the order of their claims, and those that wait to begin alone.
         self._waiting: dict[int, None] = {}
         self._suspects: list[int] = []
@@ -63,23 +63,33 @@ class HeldEntries:
         if not self._waiting and self._is_quiet():
             self._others_until = -math.inf
 
-    def take_on(self, entry: Entry, asked: float) -> None:
-        """Adds an entry of a claim that was asked for at that time.
+    def take_on(self, found: ClaimedEntries, asked: float) -> list[Entry]:
+        """Adds what a claim gave that was asked for at that time; which of it begins now.
 
-        It may be one that this relay has already, if its lease had run out: then it has a new
-        token, and what is under way stays under way.
+        Some of it this relay may have already, if its lease had run out: that has a new token, and
+        what is under way stays under way.
         """
-        number = entry.id
-        known = self._entries.get(number)
-        if known is not None and self.is_under_way(number):
-            # The row has counted the try that is under way.
-            entry = replace(entry, attempts=entry.attempts - 1, open_try=known.open_try)
-            self._entries[number] = entry
-        else:
-            self.remove(number)
-            self._entries[number] = entry
-            self._wait(entry)
-        self._held_until(number, asked)
+        ends = asked + self._lease_seconds
+        begun = []
+        for entry in found.entries:
+            number = entry.id
+            known = self._entries.get(number)
+            if known is not None and self.is_under_way(number):
+                # The row has counted the try that is under way, and tells of it as open.
+                entry.open_try = known.open_try
+                self._entries[number], self._ends[number] = entry, ends
+                continue
+            if known is not None:
+                self.remove(number)
+            self._entries[number], self._ends[number] = entry, ends
+            if number in found.begun:
+                self._begun_at[number] = asked
+                entry.attempts += 1
+                begun.append(entry)
+            else:
+                self._wait(entry)
+        self._renew_before(ends)
+        return begun
 
     def _wait(self, entry: Entry) -> None:
         if entry.open_try is OpenTry.NONE:
@@ -94,16 +104,23 @@ class HeldEntries:
         entry = self._entries[number]
         return entry.open_try, entry.attempts, number
 
-    def _held_until(self, number: int, asked: float) -> None:
-        self._ends[number] = asked + self._lease_seconds
-        self._renew_at = min(self._renew_at, asked + self._lease_seconds / _RENEWALS_PER_LEASE)
+    def _renew_before(self, ends: float) -> None:
+        self._renew_at = min(self._renew_at, ends + self._renewal_offset)
 
     def is_under_way(self, number: int) -> bool:
         """Whether the crew has it."""
         return number in self._begun_at
 
+    def take_back(self, number: int) -> Entry | None:
+        """Takes an entry out whose delivery has not begun, as it was claimed; None if unknown."""
+        is_counted = self.is_under_way(number)
+        entry = self.remove(number)
+        if entry is not None and is_counted:
+            entry.attempts -= 1
+        return entry
+
     def remove(self, number: int) -> Entry | None:
-        """Takes an entry out, as it was claimed with the token it has now; None if unknown."""
+        """Takes an entry out, with the token that it has now; None if unknown."""
         self._waiting.pop(number, None)
         if number in self._suspects:
             self._suspects.remove(number)
@@ -168,9 +185,10 @@ class HeldEntries:
             self._others_until = asked + 2 * self._patience_seconds
         self._waiting.pop(number, None)
         self._begun_at[number] = asked
-        self._held_until(number, asked)
+        self._ends[number] = asked + self._lease_seconds
         entry = self._entries[number]
-        return replace(entry, attempts=entry.attempts + 1)
+        entry.attempts += 1
+        return entry
 
     def put_back(self, number: int) -> None:
         """Lets an entry wait again: its lease may have ended before its delivery began."""
@@ -179,6 +197,7 @@ class HeldEntries:
             if self._alone == number:
                 self._end_alone()
             del self._begun_at[number]
+            entry.attempts -= 1
             self._wait(entry)
 
     def waiting(self, *, with_suspects: bool) -> list[int]:
@@ -220,9 +239,8 @@ class HeldEntries:
         return True
 
     def _set_renewal(self) -> None:
-        after_ends = self._lease_seconds * (1 / _RENEWALS_PER_LEASE - 1)
-        ends = [end for end in self._ends.values() if end > -math.inf]
-        self._renew_at = min(ends, default=math.inf) + after_ends
+        self._renew_at = math.inf
+        self._renew_before(min((e for e in self._ends.values() if e > -math.inf), default=math.inf))
 
     def seconds_to_renewal(self) -> float:
         """How long until a lease is due; infinite without one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from retrysafe.core import outbox
 from retrysafe.core.keys import Key
@@ -83,7 +84,8 @@ class MemoryOutbox:
             for entry in chosen:
                 self._entries[entry.id] = outbox.claimed(entry, claim, now_ms)
             names = [entry.aggregate for entry in chosen if entry.aggregate is not None]
-            entries = sorted((self._entries[entry.id] for entry in chosen), key=lambda e: e.id)
+            # Copies: a relay notes in them what it does.
+            entries = sorted((replace(self._entries[e.id]) for e in chosen), key=lambda e: e.id)
             begun = outbox.beginning(entries, claim)
             for entry in begun:
                 start = EntryStart(entry.id, claim.token, entry.attempts + 1, claim.lease_ms)

@@ -79,12 +79,13 @@ class SqliteOutbox:
         found, after = self._read(lambda connection: self._found(connection, claim))
         if not found:
             return ClaimedEntries([], after)
-        ready = sorted(number for number, open_try in found if not open_try)
-        begins = frozenset(ready[: claim.begins])
+        ready = sorted(number for number, open_try in found if not open_try)[: claim.begins]
+        begins_to = ready[-1] if ready else 0
         chosen = {
             "token": claim.token,
             "ids": json.dumps([number for number, _ in found]),
-            "begins": json.dumps(list(begins)),
+            "suspects": json.dumps([number for number, open_try in found if open_try]),
+            "begins_to": begins_to,
         }
 
         def take(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
@@ -93,6 +94,7 @@ class SqliteOutbox:
             return connection.execute(SQL["claim_entries"], chosen | lease).fetchall()
 
         entries = sorted(map(_entry, self._write(take)), key=lambda entry: entry.id)
+        begins = frozenset(ready)
         begun = [entry for entry in entries if entry.id in begins]
         for entry in begun:
             entry.attempts -= 1

@@ -40,15 +40,16 @@ ORDER BY walk.visited;
 
 -- name: claim_entries
 -- Takes the chosen entries that are still due. They were chosen without a lock, and whatever was a
--- head then is a head now or is over: an earlier entry never comes back. Some of them begin at once;
--- one of which a try was left open since the look is left to the next one.
+-- head then is a head now or is over: an earlier entry never comes back. The first ones
+-- without an open try begin at once; one of which a try was left open since the look is left to the
+-- next one.
 UPDATE retrysafe_outbox SET
     token = :token,
     due_at_ms = :lease_ends_at_ms,
-    attempts = attempts + (id IN (SELECT value FROM json_each(:begins))),
-    open_try = max(open_try, id IN (SELECT value FROM json_each(:begins)))
+    attempts = attempts + (open_try = 0 AND id <= :begins_to),
+    open_try = CASE WHEN open_try = 0 AND id <= :begins_to THEN 1 ELSE open_try END
 WHERE id IN (SELECT value FROM json_each(:ids)) AND state = 1 AND due_at_ms <= :now_ms
-    AND (open_try = 0 OR id NOT IN (SELECT value FROM json_each(:begins)))
+    AND (open_try = 0 OR id IN (SELECT value FROM json_each(:suspects)))
 RETURNING
     id, entry_key, topic, aggregate, content_type, body, caller, origin, state, token, attempts,
     due_at_ms, staged_at_ms, settled_at_ms, expires_at_ms, last_error, open_try;
