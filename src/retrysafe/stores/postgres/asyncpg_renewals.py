@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import asyncpg
 
+from retrysafe.errors import StoreError
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.postgres.connector import Keepalive, NotOpened, Rows, is_about_statement
 
@@ -79,7 +80,7 @@ class RenewalConnections:
     async def fetch(self, seconds: float, sql: str, params: Sequence[Any]) -> Rows:
         """Runs one statement within that time.
 
-        Raises what asyncpg raises, `TimeoutError`, or `NotOpened`.
+        Raises what asyncpg raises, `TimeoutError`, `StoreNotWritable`, or `NotOpened`.
         """
         loop = asyncio.get_running_loop()
         connection = self._rested(loop, seconds)
@@ -102,8 +103,10 @@ class RenewalConnections:
     async def _opened(self, seconds: float) -> Any:
         try:
             return await self._connect(seconds)
+        except StoreError:
+            raise  # A server that takes no writes; the pool would find the same one.
         except Exception as error:
-            raise NotOpened(str(error)) from error
+            raise NotOpened(repr(error)) from error
 
     def _keep(self, loop: asyncio.AbstractEventLoop, connection: Any) -> None:
         self._idle.append((loop, connection, wall_clock_ms()))
