@@ -215,6 +215,8 @@ class _Resumed(io.RawIOBase):
 
     def close(self) -> None:
         self._rest.close()
+        # Its place in the pool, which the response in front of it knows nothing of.
+        self._rest.release_conn()
         super().close()
 
 
@@ -233,6 +235,8 @@ def _read_raw(
             begun += chunk
             if len(begun) > limit_bytes or is_over():
                 break
+    except urllib3.exceptions.SSLError as error:
+        raise requests.exceptions.SSLError(error) from error
     except urllib3.exceptions.ReadTimeoutError as error:
         raise requests.exceptions.ConnectionError(error) from error
     except urllib3.exceptions.ProtocolError as error:
@@ -244,6 +248,7 @@ def _read_raw(
         reason=raw.reason,
         version=raw.version,
         preload_content=False,
+        decode_content=False,
         # The session takes its cookies from it.
         original_response=raw._original_response,  # noqa: SLF001
         request_method=response.request.method,

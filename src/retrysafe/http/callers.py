@@ -39,7 +39,10 @@ def vary_of(caller: CallerOf | GlobalCaller) -> str | None:
 
     None where all callers are one. Of a function that is not ours nobody knows.
     """
-    return None if isinstance(caller, GlobalCaller) else _headers_of.get(caller, "*")
+    if isinstance(caller, GlobalCaller):
+        return None
+    # Asked first: not every callable can be referred to weakly.
+    return _headers_of[caller] if is_told_by_headers(caller) else "*"
 
 
 def checked_caller_of(caller: object) -> CallerOf:

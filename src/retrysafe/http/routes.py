@@ -161,9 +161,8 @@ def _as_written(path: str, rule: Rule) -> str:
     if rule.exact_path:
         return served_path(path)
     plain = plain_path(path)
-    if rule.path.endswith("*"):
-        return plain + "/" if path.endswith("/") and plain != "/" else plain
-    return plain + "/" if rule.path.endswith("/") else plain
+    # `/charges/*` begins with `/charges/`, which is `/charges` by another spelling.
+    return plain + "/" if rule.path.endswith(("/", "*")) and plain != "/" else plain
 
 
 # A parameter as others write it, and a star that is not at the end: they would match nothing.

@@ -69,10 +69,10 @@ class _Backend(httpcore.NetworkBackend):
         return _Stream(self._backend.connect_tcp(host, port, limit, local_address, socket_options))
 
 
-class DeadlineTransport(httpx.HTTPTransport):
-    """httpx's own transport, whose requests end at `deadline`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # httpx has no parameter for it; httpcore, which it stands on, has.
-        self._pool._network_backend = _Backend()  # noqa: SLF001
+def limited(client: httpx.Client) -> httpx.Client:
+    """The client, whose requests end at `deadline`, through proxies too."""
+    for transport in (client._transport, *client._mounts.values()):  # noqa: SLF001
+        if isinstance(transport, httpx.HTTPTransport):
+            # httpx has no parameter for it; httpcore, which it stands on, has.
+            transport._pool._network_backend = _Backend()  # noqa: SLF001
+    return client

@@ -18,7 +18,7 @@ from retrysafe.relay.signing import Secret, secret_bytes, signed_headers, webhoo
 try:
     import httpx
 
-    from retrysafe.relay.deadlines import DeadlineTransport, deadline
+    from retrysafe.relay.deadlines import deadline, limited
 except ModuleNotFoundError as error:
     raise missing_extra(__name__, "webhooks", error) from error
 
@@ -118,16 +118,15 @@ class Webhook:
     ) -> None:
         """`secret` signs the requests; give several while receivers change over to a new one.
 
-        `timeout` limits each delivery as a whole. A client of your own stays yours, with its own
+        `timeout` limits each delivery as a whole, except for looking its host up, and for each
+        address of the host while it connects. A client of your own stays yours, with its own
         time-outs for connecting and for the head of the answer. Raises `InvalidInput` and
         `SecretMissing`.
         """
         self._request = _Request(url, secret, now_seconds)
         self._timeout_seconds = timeout.total_seconds()
         self._owns_client = client is None
-        self._client = client or httpx.Client(
-            timeout=self._timeout_seconds, transport=DeadlineTransport()
-        )
+        self._client = client or limited(httpx.Client(timeout=self._timeout_seconds))
 
     async def deliver(self, delivery: Delivery) -> None:
         """Posts one entry; raises `DeliveryFailed`, and what httpx raises."""

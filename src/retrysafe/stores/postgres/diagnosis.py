@@ -69,7 +69,7 @@ def settings_findings(row: Sequence[Any]) -> list[Finding]:
         found.append(
             Finding(
                 "synchronous_commit is off for this user and database: a crash of the server "
-                "forgets claims whose effects have happened. Set it to on or local."
+                "forgets claims whose effects have happened. Set it to on."
             )
         )
     if autovacuum == "off":
