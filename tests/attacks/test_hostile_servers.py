@@ -9,8 +9,10 @@ from __future__ import annotations
 import gzip
 import socket
 import threading
+import time
 import tracemalloc
 from datetime import timedelta
+from functools import partial
 
 import httpx
 import pytest
@@ -54,13 +56,27 @@ def test_a_packed_refusal_is_not_unpacked_beyond_the_size_of_a_problem(server, c
     assert peak_bytes < 8 * MEBIBYTE
 
 
+def dripped(answer, exchange):
+    """The answer in pieces, each in a packet of its own."""
+    exchange.send_response(answer.status)
+    for name, value in answer.headers.items():
+        exchange.send_header(name, value)
+    exchange.send_header("Transfer-Encoding", "chunked")
+    exchange.end_headers()
+    for start in range(0, len(answer.body), 8):
+        exchange.chunk(answer.body[start : start + 8])
+        exchange.wfile.flush()
+        time.sleep(0.02)  # Else the packets are merged, which is no drip.
+    exchange.chunk(b"")
+
+
 def test_a_body_that_outlasts_the_time_is_left_to_the_caller(server, request):
     """What came of it is not lost: the answer is given whole, and nothing was waited for."""
     for kind in CLIENTS.values():
         client = kind(server.url, policy=RetryPolicy(time_limit=timedelta(0)))
         request.addfinalizer(client.close)
         refusal = problem(409, retryable=True)
-        server.script(Answer(409, refusal.headers, refusal.body, is_chunked=True))
+        server.script(partial(dripped, refusal))
         answer = client.send("POST", "/charges")
         assert (answer.status, answer.body) == (409, refusal.body)
         # It was not judged: a problem that came too late may have said anything.

@@ -366,7 +366,7 @@ def _read(
     for chunk in rest:
         chunks.append(chunk)
         size_bytes += len(chunk)
-        if size_bytes > limit_bytes or is_over():
+        if size_bytes > limit_bytes or (len(chunks) > 1 and is_over()):
             return _Resumed(chunks, rest, stream)
     stream.close()
     return httpx.ByteStream(b"".join(chunks))
@@ -382,7 +382,7 @@ async def _async_read(
     async for chunk in rest:
         chunks.append(chunk)
         size_bytes += len(chunk)
-        if size_bytes > limit_bytes or is_over():
+        if size_bytes > limit_bytes or (len(chunks) > 1 and is_over()):
             return _AsyncResumed(chunks, rest, stream)
     await stream.aclose()
     return httpx.ByteStream(b"".join(chunks))

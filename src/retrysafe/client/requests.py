@@ -232,8 +232,9 @@ def _read_raw(
     begun = bytearray()
     try:
         while chunk := _next(raw, _CHUNK_BYTES):
+            is_dripping = bool(begun)
             begun += chunk
-            if len(begun) > limit_bytes or is_over():
+            if len(begun) > limit_bytes or (is_dripping and is_over()):
                 break
     except urllib3.exceptions.SSLError as error:
         raise requests.exceptions.SSLError(error) from error
