@@ -496,7 +496,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "SQLite writes only to the file that its path leads to",
         "a file that is deleted while it is in use lets a key run in the old and in the new one",
-        (InCode(Connections.write_first, "self.place.require()", "pass"),),
+        (InCode(Connections._write, "self.place.require()", "pass"),),
         properties.test_a_deleted_sqlite_file_grants_no_claim,
     ),
     Guard(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from retrysafe.core.lease import Lease
 from retrysafe.runtime import loop_parts
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
+from retrysafe.stores.sqlite.connections import Connections
 from retrysafe.stores.sqlite.store import SqliteStore
 from tests.guards import test_lease_properties as properties
 from tests.guards.guard import Guard
@@ -46,5 +47,11 @@ LEASE_GUARDS: tuple[Guard, ...] = (
         "hundreds of steps make renewals late, and healthy operations run twice",
         (InCode(SqliteStore.extend, "self._connections.write_first(", "self._write("),),
         properties.test_a_renewal_queues_behind_no_writer_of_its_process,
+    ),
+    Guard(
+        "renewal: a busy writer of a SQLite file gives way",
+        "one busy writer makes renewals late, and healthy operations run twice",
+        (InCode(Connections.write, "with self._renewing:", "if True:"),),
+        properties.test_a_busy_writer_gives_way_to_a_renewal,
     ),
 )

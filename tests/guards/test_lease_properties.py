@@ -112,3 +112,30 @@ def test_a_renewal_queues_behind_no_writer_of_its_process():
         renewal.join(LIMIT_SECONDS)
         run_sync(store.close())
         assert not has_waited
+
+
+def test_a_busy_writer_gives_way_to_a_renewal():
+    """It has the lock when the renewal comes, and wants it again at once."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = SqliteStore(Path(folder) / "keys.db")
+        connections = store._connections
+        written: list[str] = []
+
+        def extend() -> None:
+            connections.write_first(lambda _connection: written.append("renewal"))
+
+        # Many times: who comes first at a lock that is not fair is chance.
+        for _ in range(20):
+            renewal = threading.Thread(target=extend, daemon=True)
+
+            def until_it_waits(_connection: object, renewal: threading.Thread = renewal) -> None:
+                renewal.start()
+                limit = time.monotonic() + LIMIT_SECONDS
+                while not connections._renewing.locked() and time.monotonic() < limit:
+                    time.sleep(0.001)
+
+            connections.write(until_it_waits)
+            connections.write(lambda _connection: written.append("write"))
+            renewal.join(LIMIT_SECONDS)
+        run_sync(store.close())
+        assert written == ["renewal", "write"] * 20

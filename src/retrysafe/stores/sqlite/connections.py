@@ -75,6 +75,9 @@ class Connections:
         # What writers queue at, except for renewals, and who is the next of them.
         self._turn = threading.Lock()
         self._next_thread: int | None = None
+        # What renewals queue at, and who of them is the next: whoever else has the turn waits here.
+        self._renewing = threading.Lock()
+        self._renewing_thread: int | None = None
         self.reader: sqlite3.Connection | None = None
         self._reading_lock = threading.Lock()
         self._reading_thread: int | None = None
@@ -87,23 +90,34 @@ class Connections:
         Raises a `StoreError`, and what the work raises; nothing of it was written then.
         """
         thread = threading.get_ident()
-        if thread in (self._next_thread, self._writing_thread):
+        if thread in (self._next_thread, self._renewing_thread, self._writing_thread):
             raise reentered(self._location)
-        # One at a time waits for the lock: a renewal that comes meanwhile is next, however many
-        # others there are.
+        # One at a time waits for the lock, and not while a renewal does: locks are not fair, so a
+        # busy writer would take it again and again before a renewal gets it.
         with self._turn:
             try:
                 self._next_thread = thread
-                return self.write_first(work)
+                with self._renewing:
+                    pass
+                return self._write(work)
             finally:
                 self._next_thread = None
 
     def write_first(self, work: Work[T]) -> T:
         """The same before all others that wait: for renewals, whose leases do not wait."""
+        thread = threading.get_ident()
+        if thread in (self._next_thread, self._renewing_thread, self._writing_thread):
+            raise reentered(self._location)
+        with self._renewing:
+            try:
+                self._renewing_thread = thread
+                return self._write(work)
+            finally:
+                self._renewing_thread = None
+
+    def _write(self, work: Work[T]) -> T:
         require_outside(self._path)
         thread = threading.get_ident()
-        if self._writing_thread == thread:
-            raise reentered(self._location)
         try:
             with self._lock:
                 try:
@@ -305,6 +319,7 @@ class Connections:
         self.place.after_fork_in_child()
         self.writer = self.reader = None
         self._lock, self._reading_lock = threading.Lock(), threading.Lock()
-        self._turn = threading.Lock()
-        self._next_thread = self._writing_thread = self._reading_thread = None
+        self._turn, self._renewing = threading.Lock(), threading.Lock()
+        self._next_thread = self._renewing_thread = None
+        self._writing_thread = self._reading_thread = None
         self._resting = {}
