@@ -32,8 +32,9 @@ from retrysafe.core.model import (
     StoredKey,
 )
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.sqlite.grace import BLOCKED_SECONDS, Grace
+from retrysafe.stores.sqlite.grace import BLOCKED_SECONDS, HELD_SECONDS, Grace
 from retrysafe.testing import ManualClock
+from retrysafe.testing.suite.probe import LEASE_MS, key_of, request
 from tests.core.building import MARK
 from tests.processes.children import Child
 from tests.processes.ledger import note, noted
@@ -278,3 +279,28 @@ def test_a_claim_that_is_refused_gives_no_grace(tmp_path):
         assert _read(store).condition is Condition.ABANDONED
     finally:
         run_sync(store.close())
+
+
+def test_who_held_the_lock_for_long_takes_nothing_over_at_once(tmp_path):
+    """A process that stood still inside its own transaction kept all others from renewing."""
+    clock, stands_still = ManualClock(), []
+
+    def now_ms():
+        if stands_still:
+            stands_still.pop()
+            time.sleep(HELD_SECONDS)  # Under the write lock: this is when a batch looks at it.
+        return clock()
+
+    store = SqliteStore(tmp_path / "keys.db", now_ms=now_ms)
+    key, other = key_of("k"), key_of("other")
+    run_sync(store.commit([request(key)], []))
+    clock.advance(timedelta(milliseconds=LEASE_MS + 1))
+    stands_still.append(True)
+    run_sync(store.commit([request(other)], []))
+    (answer,), _ = run_sync(store.commit([request(key)], []))
+    assert answer.decision is Decision.IN_FLIGHT
+    # Its owner had the time; it is dead.
+    clock.advance(timedelta(milliseconds=LEASE_MS))
+    (answer,), _ = run_sync(store.commit([request(key)], []))
+    assert answer.decision is Decision.TAKE_OVER
+    run_sync(store.close())

@@ -23,7 +23,7 @@ from retrysafe.errors import StoreError, StoreRejected
 from retrysafe.reentry import reentered
 from retrysafe.stores.migrations import Migration
 from retrysafe.stores.sqlite import connecting, schema
-from retrysafe.stores.sqlite.grace import BLOCKED_SECONDS, Grace
+from retrysafe.stores.sqlite.grace import BLOCKED_SECONDS, HELD_SECONDS, Grace
 from retrysafe.stores.sqlite.own_lock import require_outside
 from retrysafe.stores.sqlite.place import Place
 
@@ -135,13 +135,18 @@ class Connections:
                         self.place.require()
                         result = work(connection)
                         connection.execute("COMMIT")
+                        if monotonic() - asked >= HELD_SECONDS:
+                            # This process stood still, or its disk did, and kept all others from
+                            # renewing: its next claim must not be the first to find out.
+                            self.grace.note_wait(asked)
                     except BaseException:
                         # Not in a function: a signal that raises at its entry would keep it from
                         # rolling back, and other processes from writing.
                         if connection.in_transaction:
                             connection.execute("ROLLBACK")
-                        else:
-                            self.grace.note_wait(asked)  # Most likely in vain.
+                        # Waited for in vain, most likely, or held for long.
+                        if monotonic() - asked >= BLOCKED_SECONDS:
+                            self.grace.note_wait(asked)
                         raise
                 finally:
                     self._writing_thread = None

@@ -21,6 +21,9 @@ from retrysafe.core.model import ClaimRequest, Extension, Record
 # Commits take a few milliseconds. Whoever waits longer waits for a crowd, or for one that stands
 # still; which of the two, nobody can tell.
 BLOCKED_SECONDS: Final = 0.1
+# The same for a process that held the lock itself. A flush of a busy disk takes a few tenths of a
+# second; who holds the lock for longer has stood still.
+HELD_SECONDS: Final = 0.5
 # An owner whose renewal was not answered tries again after a quarter of the time between two, and
 # asks SQLite for the lock at least every tenth of a second. Twice that.
 _PARTS_OF_A_RENEWAL: Final = 2
