@@ -114,10 +114,13 @@ class _MortalOutbox:
         return found
 
     async def write(self, writes):
-        kind = "start" if isinstance(writes[-1], EntryStart) else "settle"
-        self._boundaries.cross(f"{kind}:before")
+        # Both at once, if a delivery has ended by the time that the next one begins.
+        kinds = sorted({"start" if isinstance(it, EntryStart) else "settle" for it in writes})
+        for kind in kinds:
+            self._boundaries.cross(f"{kind}:before")
         decisions = await self._outbox.write(writes)
-        self._boundaries.cross(f"{kind}:after")
+        for kind in kinds:
+            self._boundaries.cross(f"{kind}:after")
         return decisions
 
     async def extend(self, token, ids, lease_ms):
