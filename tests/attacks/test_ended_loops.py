@@ -15,6 +15,8 @@ import logging
 import sqlite3
 import subprocess
 import sys
+import time
+import warnings
 from collections.abc import AsyncGenerator
 
 import anyio
@@ -84,6 +86,24 @@ class HeldStore:
                 [self._schema],
             )
         self._connection.close()
+
+
+def _is_left(item: object) -> bool:
+    return isinstance(item, asyncio.Task) and not item.done()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_is_left_for_later_tests():
+    """What the ended loops left is gone before another module's test meets it in its garbage."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        for _ in range(50):
+            gc.collect()
+            # A worker thread that is still at the store may hold the rest.
+            if not any(map(_is_left, gc.get_objects())):
+                break
+            time.sleep(0.1)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
