@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import signal
 import sqlite3
+import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from datetime import timedelta
@@ -44,6 +45,9 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.outbox import EntryClaim, EntryCommand, EntryEnding, EntryQuery, EntryState
 from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.thread_commit import ThreadGroupCommit
+from retrysafe.testing import ManualClock
+from retrysafe.testing.suite.probe import key_of, request
 from tests.core.building import MARK
 from tests.interrupting import at_every_place, whole_tree
 from tests.processes.children import Child
@@ -375,3 +379,37 @@ def test_a_handler_may_call(shop: Shop, is_same_key: bool):
     assert max(shop.runs.values()) == 1
     assert heard["served"]
     assert len(heard) > 1
+
+
+@pytest.mark.timeout(60)
+def test_a_handler_in_the_middle_of_a_steps_write_does_not_wait_for_its_own_thread(tmp_path):
+    """Another thread carries its claim, and waits for the lock that this one holds."""
+    answers = []
+
+    def handler() -> None:
+        carrier.start()
+        while not writer._carriers:
+            pass  # Until the other thread has the batch; it cannot end before this one goes on.
+        with pytest.raises(StoreUnavailable, match="signal's handler"):
+            run_sync(writer.claim(request(key_of("handler"))))
+
+    def now_ms() -> int:
+        if handlers:
+            handlers.pop()()
+        return clock()
+
+    handlers: list[Callable[[], None]] = []
+    clock = ManualClock()
+    store = SqliteStore(tmp_path / "keys.db", now_ms=now_ms)
+    writer = ThreadGroupCommit(store)
+    carrier = threading.Thread(
+        target=lambda: answers.append(run_sync(writer.claim(request(key_of("other")))))
+    )
+    held = request(key_of("k"))
+    run_sync(writer.claim(held))
+    handlers.append(handler)
+    step = Step("charge", 0, Payload("json.1", b"", b"1"))
+    assert run_sync(store.record_step(StepWrite(held.key, held.token, step))) is Decision.APPLY
+    carrier.join(30)
+    assert [answer.decision for answer in answers] == [Decision.ADMIT]
+    run_sync(store.close())

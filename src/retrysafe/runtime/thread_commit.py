@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
 
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
@@ -77,6 +77,8 @@ class ThreadGroupCommit:
         self._inside: dict[int, _Entry] = {}
         # How many batches have left.
         self._departures = 0
+        # A store with one writer says whether this thread is that writer.
+        self._refuse_reentry: Callable[[], None] | None = getattr(store, "refuse_reentry", None)
 
     async def claim(self, request: ClaimRequest) -> ClaimAnswer:
         """Claims a key in the next batch."""
@@ -94,6 +96,10 @@ class ThreadGroupCommit:
         if inside is not None and not inside.is_done:
             # It would wait for a batch that this very thread carries, or is to carry next.
             raise reentered("a commit")
+        if self._refuse_reentry is not None:
+            # A signal's handler that came in the middle of another write, such as a step's: the
+            # thread that carries this row would wait for the lock that this thread holds.
+            self._refuse_reentry()
         entry = _Entry(row)
         try:
             self._inside[thread] = entry

@@ -103,6 +103,12 @@ class Connections:
             finally:
                 self._next_thread = None
 
+    def refuse_reentry(self) -> None:
+        """Raises `StoreUnavailable` in a thread that is writing: a signal's handler, then."""
+        thread = threading.get_ident()
+        if thread in (self._next_thread, self._renewing_thread, self._writing_thread):
+            raise reentered(self._location)
+
     def write_first(self, work: Work[T]) -> T:
         """The same before all others that wait: for renewals, whose leases do not wait."""
         thread = threading.get_ident()

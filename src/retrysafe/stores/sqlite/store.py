@@ -153,6 +153,10 @@ class SqliteStore:
             answers += await self.extend([item], timeout_seconds)
         return answers
 
+    def refuse_reentry(self) -> None:
+        """Raises `StoreUnavailable` where a signal's handler would wait for its own thread."""
+        self._connections.refuse_reentry()
+
     async def record_step(self, write: StepWrite) -> Decision:
         """Stores a step's result while the token holds the key."""
         return self._write(lambda connection: steps.record(connection, write, self._now_ms()))
