@@ -78,7 +78,10 @@ class ThreadGroupCommit:
         # How many batches have left.
         self._departures = 0
         # A store with one writer says whether this thread is that writer.
-        self._refuse_reentry: Callable[[], None] | None = getattr(store, "refuse_reentry", None)
+        has_one = hasattr(type(store), "refuse_reentry")
+        self._refuse_reentry: Callable[[], None] | None = (
+            getattr(store, "refuse_reentry") if has_one else None  # noqa: B009 — few stores have it.
+        )
 
     async def claim(self, request: ClaimRequest) -> ClaimAnswer:
         """Claims a key in the next batch."""
