@@ -542,10 +542,16 @@ CASES = (
     ),
     case(
         "failing-open-outcome-lost",
-        "A run whose outcome is lost is told as such, and is not run again for its client",
+        "A run whose outcome could not be stored says so, and its process replays it",
         *(Break(SETTLEMENTS), post("/failing-open/charges")),
         Refused(problem="outcome-not-stored", has_run=True),
         *(Heal(), Until("unprotected", post("/failing-open/charges", key='"{next}"')), Ran()),
-        *(post("/failing-open/charges"), Refused(problem="in-flight")),
+        post("/failing-open/charges"),
+        Answered(
+            status=201,
+            json={"run": 1, "attempt": 1},
+            headers={"Idempotent-Replayed": "true", "Idempotency-Protected": "false"},
+        ),
+        without={PROCESSES: "the other process does not know what this one ran"},
     ),
 )
