@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
 from itertools import islice
@@ -25,11 +26,8 @@ from retrysafe import (
     Policy,
     StoreUnavailable,
 )
-from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.keys import GLOBAL, Key
-from retrysafe.core.model import Fingerprint
-from retrysafe.core.run_times import RunTimes
 from retrysafe.http import (
     Breaker,
     IdempotencyMiddleware,
@@ -39,11 +37,9 @@ from retrysafe.http import (
     bearer_token,
     unprotected,
 )
-from retrysafe.http.responses import Response, ResponseCodec
-from retrysafe.http.rules import KEPT_BELOW_500
-from retrysafe.http.unprotected import KEPT_SECONDS, UnprotectedRuns
-from retrysafe.runtime.drive import run_sync
+from retrysafe.http.unprotected import KEPT_SECONDS
 from retrysafe.testing import FaultyStore, Moment
+from tests.attacks.register import Register
 from tests.http.driving import Shop, ask, ask_wsgi
 
 OPTIONS = {"caller": bearer_token, "fail_open": True}
@@ -273,34 +269,6 @@ def test_a_run_that_is_cancelled_keeps_its_key_for_a_lease():
 # The bounds, by an injected clock.
 
 
-class Register:
-    """The register alone, with a clock to turn."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.breaker = Breaker()
-        self.runs = UnprotectedRuns(self.breaker, lambda: self.now)
-        self.count = 0
-
-    def run(self, key: str = "k", body: bytes = b"", error: BaseException | None = None):
-        async def invoke(attempt):
-            assert attempt is None
-            self.count += 1
-            if error is not None:
-                raise error
-            return Response(201, [], body)
-
-        call = Call(
-            Key(key, caller=GLOBAL),
-            (Fingerprint(1, b"f" * 16),),
-            Policy(lease=timedelta(seconds=30)),
-            "POST *",
-            ResponseCodec(),
-            KEPT_BELOW_500.ending_of,
-        )
-        return run_sync(self.runs.answer(call, invoke, lambda *_: None, RunTimes()))
-
-
 def test_it_is_remembered_for_as_long_as_the_outage_and_then_some():
     """Counted from the last time that the store did not answer."""
     register = Register()
@@ -335,14 +303,30 @@ def test_the_number_of_keys_is_bounded(monkeypatch):
     register = Register()
     for key in "abcd":
         register.run(key)
-    assert len(register.runs.runs) == 3
+    assert len(register.runs.ended) == 3
     assert register.run("d").replayed
     assert not register.run("a").replayed
-    for run in register.runs.runs.values():
-        run.ended_monotonic = None
+    register.runs.running, register.runs.ended = dict(register.runs.ended), OrderedDict()
     with pytest.raises(StoreUnavailable):
         register.run("e")
     assert register.count == 5
+
+
+def test_room_is_made_without_a_look_at_what_runs(monkeypatch):
+    """Thousands may run; to go through all of them for every request would take the square."""
+
+    class Unread(dict):
+        def __iter__(self):
+            raise AssertionError("all that runs was gone through")
+
+        items = values = keys = __iter__
+
+    monkeypatch.setattr(unprotected, "RUNS_LIMIT", 3)
+    register = Register()
+    register.runs.running = Unread()
+    for key in "abcd":
+        register.run(key)
+    assert len(register.runs.ended) == 3
 
 
 def test_the_bytes_are_bounded(monkeypatch):
@@ -351,11 +335,11 @@ def test_the_bytes_are_bounded(monkeypatch):
     register = Register()
     for key in "abcde":
         register.run(key, body=b"x" * 400)
-    assert [key for key in "abcde" if Key(key, caller=GLOBAL).digest in register.runs.runs] == [
+    assert [key for key in "abcde" if Key(key, caller=GLOBAL).digest in register.runs.ended] == [
         "d",
         "e",
     ]
-    held = sum(run.payload.size_bytes for run in register.runs.runs.values())
+    held = sum(run.payload.size_bytes for run in register.runs.ended.values())
     assert register.runs._bytes == held <= 1_000
 
 

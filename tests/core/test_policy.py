@@ -18,7 +18,12 @@ from retrysafe.core.policy import (
     InFlight,
     Policy,
 )
-from retrysafe.errors import AwaitForgotten, CommitHookFailed, PolicyInvalid
+from retrysafe.errors import (
+    AwaitForgotten,
+    CommitHookFailed,
+    OperationInFlight,
+    PolicyInvalid,
+)
 
 SECOND = timedelta(seconds=1)
 MOMENT = timedelta(microseconds=1)
@@ -199,6 +204,15 @@ def test_a_result_that_nobody_awaited_is_a_failure_for_good():
     assert policy.judge(AwaitForgotten("the result", is_final=True)) is Ending.FAILED
     assert policy.judge(AwaitForgotten("a step")) is Ending.RELEASED
     assert policy.judge(CommitHookFailed("rows are there")) is Ending.FAILED
+
+
+def test_a_run_that_gave_way_frees_its_key():
+    """Nothing ran under its claim. A conflict of another operation is as any exception."""
+    policy = Policy(unlisted=Ending.FAILED)
+    conflict = OperationInFlight("it runs", key="k", retry_after=SECOND)
+    assert policy.judge(conflict) is Ending.FAILED
+    conflict.has_record = False
+    assert policy.judge(conflict) is Ending.RELEASED
 
 
 def test_a_key_brings_its_own_window():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from retrysafe.core.policy import Policy
 from retrysafe.http import bodies
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.asgi_run import AppRun
@@ -101,7 +102,43 @@ HTTP_GUARDS: tuple[Guard, ...] = (
     Guard(
         "a run without a claim is noted before it starts",
         "a service that fails open runs one key many times at once",
-        (InCode(UnprotectedRuns.answer, "self.runs[digest] = run", "pass"),),
+        (InCode(UnprotectedRuns.answer, "self.running[digest] = run", "pass"),),
         properties.test_a_run_without_a_claim_does_not_run_beside_itself,
+    ),
+    Guard(
+        "a run without a claim gives way to one with a claim that has begun",
+        "a service that fails open runs one key twice at once, while its store comes back",
+        (InCode(UnprotectedRuns.answer, "claimed = self._claimed.get(digest)", "claimed = None"),),
+        properties.test_a_run_without_a_claim_does_not_run_beside_a_claimed_one,
+    ),
+    Guard(
+        "a run with a claim gives way to one without that has begun",
+        "the same, when the claim is granted late",
+        (InCode(UnprotectedRuns.begin_claimed, "if known is None:", "if run:"),),
+        properties.test_a_claimed_run_does_not_run_beside_one_without_a_claim,
+    ),
+    Guard(
+        "a run without a claim asks once more what has ended with one",
+        "a service that fails open runs again what has just ended",
+        (
+            InCode(
+                UnprotectedRuns.answer,
+                "remembered = recall(call)",
+                "remembered = None",
+            ),
+        ),
+        properties.test_a_run_without_a_claim_does_not_follow_a_claimed_one,
+    ),
+    Guard(
+        "a claim that gives way is released, whatever the policy says of exceptions",
+        "an operation that never ran under its claim is remembered as failed",
+        (
+            InCode(
+                Policy.judge,
+                "if isinstance(error, OperationInFlight) and not error.has_record:",
+                "if False:",
+            ),
+        ),
+        properties.test_a_claim_that_gives_way_is_released,
     ),
 )

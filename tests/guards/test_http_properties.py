@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import suppress
 
+import pytest
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.middleware import Middleware
@@ -12,7 +14,15 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from retrysafe import AsyncIdempotency, Idempotency, MemoryStore, Policy
+from retrysafe import (
+    Answer,
+    AsyncIdempotency,
+    Ending,
+    Idempotency,
+    MemoryStore,
+    OperationInFlight,
+    Policy,
+)
 from retrysafe.http import (
     IdempotencyMiddleware,
     Rule,
@@ -21,9 +31,11 @@ from retrysafe.http import (
 )
 from retrysafe.http.exchange import Protection
 from retrysafe.http.large_bodies import LARGE_BODY_BYTES
+from retrysafe.http.responses import Response
 from retrysafe.testing import FaultyStore, Moment
 from tests.attacks.growth import LIMIT, growth
 from tests.attacks.hostile_inputs import BODIES, mark
+from tests.attacks.register import Register
 from tests.attacks.test_endless_responses import SlowStore
 from tests.http.driving import Connection, ask, ask_wsgi, headers_of, http_scope
 
@@ -228,3 +240,36 @@ def test_a_run_without_a_claim_does_not_run_beside_itself():
         protected = WSGIIdempotencyMiddleware(nested, idem, caller=bearer_token, fail_open=True)
         ask_wsgi(protected)
     assert len(runs) == 1
+
+
+def test_a_run_without_a_claim_does_not_run_beside_a_claimed_one():
+    """It looks for one in the same step in which it notes itself."""
+    register = Register()
+    register.begin_claimed(register.call())
+    with suppress(OperationInFlight):
+        register.run()
+    assert register.count == 0
+
+
+def test_a_claimed_run_does_not_run_beside_one_without_a_claim():
+    """Also when the other has ended: it has run."""
+    register = Register()
+    register.run()
+    with pytest.raises(OperationInFlight):
+        register.begin_claimed(register.call())
+
+
+def test_a_run_without_a_claim_does_not_follow_a_claimed_one():
+    """What the process remembers by then is replayed."""
+    register = Register()
+    register.remembered = Answer(Response(201, [], b""), True, 1)
+    assert register.run().replayed
+
+
+def test_a_claim_that_gives_way_is_released():
+    """No policy takes the refusal of a run for the failure of its operation."""
+    register = Register()
+    register.run()
+    with pytest.raises(OperationInFlight) as refusal:
+        register.begin_claimed(register.call())
+    assert Policy(unlisted=Ending.FAILED).judge(refusal.value) is Ending.RELEASED

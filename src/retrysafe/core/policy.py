@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Final
 
 from retrysafe.core.model import Ending
-from retrysafe.errors import AwaitForgotten, CommitHookFailed, PolicyInvalid
+from retrysafe.errors import AwaitForgotten, CommitHookFailed, OperationInFlight, PolicyInvalid
 
 _ZERO: Final = timedelta(0)
 # Renewal comes three times per lease; below this a busy machine would lose healthy claims.
@@ -122,6 +122,9 @@ class Policy:
         if isinstance(error, AwaitForgotten | CommitHookFailed) and error.is_final:
             # Running it again would do again what it did, whatever was declared for others.
             return Ending.FAILED
+        if isinstance(error, OperationInFlight) and not error.has_record:
+            # The key runs without a claim, and nothing has run under this one.
+            return Ending.RELEASED
         for ancestor in type(error).__mro__:
             if ancestor in self.terminal:
                 return Ending.FAILED

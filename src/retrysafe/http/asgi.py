@@ -12,8 +12,9 @@ import logging
 from collections.abc import Coroutine, Iterable
 from copy import copy
 from datetime import timedelta
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
+from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.keys import GlobalCaller, Key
 from retrysafe.core.ports import Waits
@@ -55,6 +56,7 @@ from retrysafe.http.responses import Response
 from retrysafe.http.routes import Match
 from retrysafe.http.rules import Rule, checked_rules
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
+from retrysafe.http.unprotected import UnprotectedRuns
 from retrysafe.runtime.tasks import AsyncFace
 
 _PAGE_METHODS: Final = ("GET", "HEAD")
@@ -405,7 +407,10 @@ class IdempotencyMiddleware:
         waiter: asyncio.Future[Answer[Any]] = loop.create_future()
         run.settling = loop.create_task(self._settle(run, call, waiter))
         try:
-            return run, self.protection.answered_unprotected(plan, await waiter)
+            answer = await waiter
+            if not plan.is_unprotected:
+                return run, self.protection.answered(plan, answer, is_news=False)
+            return run, self.protection.answered_unprotected(plan, answer)
         except asyncio.CancelledError:
             _leave(run, waiter)
             raise
@@ -436,23 +441,47 @@ class IdempotencyMiddleware:
         return waiter
 
     def _outcome(self, run: AppRun, call: Call) -> Coroutine[Any, Any, Answer[Any]]:
-        """Runs the application once in a transaction, or without a claim."""
+        """Runs the application once: in a transaction, with a claim, or without one."""
         idempotency, unprotected = self.idempotency, self.protection.unprotected
-        if run.plan.is_unprotected and unprotected is not None:
-            report, run_times = idempotency.report, idempotency.run_times
-            return unprotected.answer(call, run.invoke, report, run_times)
-        transaction: Any = run.plan.route.rule.transaction
-        return idempotency.answer_atomic(call, transaction, run.invoke)
+        plan, transaction = run.plan, cast("Any", run.plan.route.rule.transaction)
+        if transaction is not None:
+            return idempotency.answer_atomic(call, transaction, run.invoke)
+        if unprotected is None:
+            return idempotency.answer_call(call, run.invoke)
+        if not plan.is_unprotected:
+            return self._outcome_claimed(unprotected, run, call)
+
+        def recall(call: Call) -> Answer[Any] | None:
+            remembered = idempotency.recall(call)
+            plan.is_unprotected = remembered is None
+            return remembered
+
+        report, run_times = idempotency.report, idempotency.run_times
+        return unprotected.answer(call, run.invoke, recall, report, run_times)
+
+    async def _outcome_claimed(
+        self, unprotected: UnprotectedRuns, run: AppRun, call: Call
+    ) -> Answer[Any]:
+        """Runs the application with a claim, in a service that also runs it without one."""
+        idempotency = self.idempotency
+
+        def invoke(attempt: Attempt) -> asyncio.Future[Response]:
+            unprotected.begin_claimed(call, idempotency.run_times)
+            return run.invoke(attempt)
+
+        try:
+            answer = await idempotency.answer_call(call, invoke)
+        except BaseException as error:
+            unprotected.end_claimed(call, error)
+            raise
+        unprotected.end_claimed(call, None)
+        return answer
 
     async def _settle(self, run: AppRun, call: Call, waiter: asyncio.Future[Answer[Any]]) -> None:
         """Answers the call, and tells the waiter at once: a task's own callbacks come later."""
         try:
-            if run.plan.route.rule.transaction is None and not run.plan.is_unprotected:
-                answer = await self.idempotency.answer_call(call, run.invoke)
-            else:
-                answer = await self._outcome(run, call)
+            answer = await self._outcome(run, call)
         except Exception as error:
-            self.protection.note_unstored(run.plan, error)
             if not waiter.done():
                 waiter.set_exception(error)
             else:

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.call import Call
+from retrysafe.core.call import Answer, Call
 from retrysafe.core.keys import Key
 from retrysafe.errors import RetrysafeError, StoreError
 from retrysafe.http.exchange import Plan, Protection
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response
+from retrysafe.http.unprotected import UnprotectedRuns
 from retrysafe.runtime.blocking import BlockingIdempotency
 from retrysafe.runtime.drive import run_sync
 
@@ -72,7 +73,7 @@ def answered(
                 return refusal
         transaction: Any = plan.route.rule.transaction
         if transaction is None:
-            answer = idempotency.answer_call(call, run.invoke)
+            answer = _answered_claimed(protection.unprotected, idempotency, call, run)
         else:
             answer = idempotency.answer_atomic(call, transaction, run.invoke)
         return protection.answered(plan, answer, run.response)
@@ -81,11 +82,30 @@ def answered(
             raise  # The application's own: whoever serves it deals with it as ever.
         if has_asked and not run.has_begun and protection.fails_open(plan, error):
             return _answered_unprotected(protection, idempotency, plan, call, run)
-        protection.note_unstored(plan, error)
         refusal = protection.refused(plan, error, is_news=has_asked)
         if refusal is None or run.is_passing:
             raise
         return refusal
+
+
+def _answered_claimed(
+    unprotected: UnprotectedRuns | None, idempotency: BlockingIdempotency, call: Call, run: Run
+) -> Answer[Any]:
+    """The answer of a run with a claim, which a service that fails open notes as well."""
+    if unprotected is None:
+        return idempotency.answer_call(call, run.invoke)
+
+    def invoke(attempt: Attempt) -> Response:
+        unprotected.begin_claimed(call, idempotency.run_times)
+        return run.invoke(attempt)
+
+    try:
+        answer = idempotency.answer_call(call, invoke)
+    except BaseException as error:
+        unprotected.end_claimed(call, error)
+        raise
+    unprotected.end_claimed(call, None)
+    return answer
 
 
 def _answered_unprotected(
@@ -98,15 +118,21 @@ def _answered_unprotected(
     async def invoke(attempt: None) -> Response:
         return run.invoke(attempt)
 
+    def recall(call: Call) -> Answer[Any] | None:
+        remembered = idempotency.recall(call)
+        plan.is_unprotected = remembered is None
+        return remembered
+
+    report, run_times = idempotency.report, idempotency.run_times
     try:
-        answer = run_sync(
-            protection.unprotected.answer(call, invoke, idempotency.report, idempotency.run_times)
-        )
+        answer = run_sync(protection.unprotected.answer(call, invoke, recall, report, run_times))
     except RetrysafeError as error:
         refusal = None if error is run.error else protection.refused(plan, error, is_news=False)
         if refusal is None or run.is_passing:
             raise
         return refusal
+    if not plan.is_unprotected:
+        return protection.answered(plan, answer, is_news=False)
     return protection.answered_unprotected(plan, answer)
 
 

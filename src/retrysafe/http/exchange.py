@@ -366,7 +366,7 @@ class Protection:
         Also after the store is back, which knows nothing of it. Raises `OperationInFlight` and
         `KeyReused`.
         """
-        if self.unprotected is None or not self.unprotected.runs:
+        if self.unprotected is None:
             return None
         answer = self.unprotected.recall(call, report, run_times)
         return None if answer is None else self.answered_unprotected(plan, answer)
@@ -376,11 +376,6 @@ class Protection:
         response = self.answered(plan, answer, is_news=False)
         response.headers = [*response.headers, UNPROTECTED]
         return response
-
-    def note_unstored(self, plan: Plan, error: Exception) -> None:
-        """Keeps what ran here and no store took, where the next retry would run without a claim."""
-        if self.unprotected is not None and isinstance(error, OutcomeNotStored):
-            self.unprotected.note(self.call(plan), error)
 
     def fails_open(self, plan: Plan, error: Exception) -> bool:
         """Whether the application runs because its claim got no answer; tells the breaker.

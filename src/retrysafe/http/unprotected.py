@@ -2,8 +2,9 @@
 
 Owns what this process knows of such runs: which are under way, and what the last ones came to. No
 store can tell, so it is all that keeps a key from running beside itself, and a retry from running
-again, while the store is down. Other processes know nothing of it. Everything is bounded: in
-number, in bytes and in time.
+again, while the store is down. Runs with a claim are noted here for as long as they last, because a
+store that goes down or comes back lets both kinds of one key begin at the same time. Other
+processes know nothing of it. Everything is bounded: in number, in bytes and in time.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from retrysafe.core.flights import is_same_request
 from retrysafe.core.keys import Key
 from retrysafe.core.model import Ending, Fingerprint, Payload
 from retrysafe.core.replaying import in_flight, replayed_value, reused
-from retrysafe.core.run_times import RunTimes
-from retrysafe.errors import OutcomeNotStored, StoreError, StoreUnavailable
+from retrysafe.core.run_times import MINIMUM_SECONDS, RunTimes
+from retrysafe.errors import OperationInFlight, OutcomeNotStored, StoreError, StoreUnavailable
 from retrysafe.http.breaker import Breaker
 
 # More keys than a process runs and ends while a store is down for minutes.
@@ -33,6 +34,7 @@ BYTES_LIMIT: Final = 32 * 1024 * 1024
 KEPT_SECONDS: Final = 600.0
 
 Invoke = Callable[[None], Awaitable[Any]]
+Recall = Callable[[Call], Answer[Any] | None]
 Report = Callable[[EventKind, Key, str], None]
 
 
@@ -48,52 +50,66 @@ class _Run:
     payload: Payload | None = None
     # When it ended, well or not; None while it runs.
     ended_monotonic: float | None = None
+    # Whether the store knows of it, and says when its key is free.
+    has_claim: bool = False
 
 
 class UnprotectedRuns:
     """The runs of one application without a claim, in one process; for threads and for tasks."""
 
-    __slots__ = ("_breaker", "_bytes", "_lock", "_monotonic", "runs")
+    __slots__ = ("_breaker", "_bytes", "_claimed", "_lock", "_monotonic", "ended", "running")
 
     def __init__(self, breaker: Breaker, monotonic: Callable[[], float]) -> None:
         self._breaker = breaker
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._bytes = 0
-        # By the digest of the key; the oldest first.
-        self.runs: OrderedDict[bytes, _Run] = OrderedDict()
+        # By the digest of the key: runs without a claim, and what has ended, the oldest first.
+        self.running: dict[bytes, _Run] = {}
+        self.ended: OrderedDict[bytes, _Run] = OrderedDict()
+        # Runs with a claim, each with the call that it answers.
+        self._claimed: dict[bytes, tuple[Call, _Run]] = {}
 
     def recall(self, call: Call, report: Report, run_times: RunTimes) -> Answer[Any] | None:
         """What this process knows of the key; None when nothing, or no longer.
 
         Raises `OperationInFlight`, `KeyReused`, the failure or `OutcomeUnavailable`.
         """
+        if not self.running and not self.ended:
+            return None
         with self._lock:
-            run = self._known(call.key.digest)
+            run = self._without_claim(call.key.digest)
         return None if run is None else self._told(run, call, report, run_times)
 
     async def answer(
-        self, call: Call, invoke: Invoke, report: Report, run_times: RunTimes
+        self, call: Call, invoke: Invoke, recall: Recall, report: Report, run_times: RunTimes
     ) -> Answer[Any]:
         """Runs it without a claim, unless it runs or has run here; raises what the run raises.
 
-        Also raises as `recall` does, and `StoreUnavailable` when there is no room to note the run.
+        `recall` says what the process remembers of runs with a claim. Also raises as it does and as
+        the method of that name does, and `StoreUnavailable` when there is no room to note the run.
         """
         digest = call.key.digest
-        run = _Run(
-            call.fingerprints,
-            call.operation,
-            self._monotonic(),
-            call.policy.lease.total_seconds(),
-        )
+        run = self._run_of(call)
         with self._lock:
-            # Looked up and noted in one piece, else two could both be the first.
-            known = self._known(digest)
+            # Looked up and noted in one piece, else two could both be the first. A run with a claim
+            # counts here: that it has begun may not have been known when the store was asked.
+            claimed = self._claimed.get(digest)
+            known = self._known(digest) if claimed is None else claimed[1]
             if known is None:
                 self._make_room(call)
-                self.runs[digest] = run
+                self.running[digest] = run
         if known is not None:
             return self._told(known, call, report, run_times)
+        try:
+            # Once more: a run with a claim may have ended since this was looked at before.
+            remembered = recall(call)
+        except BaseException:
+            self._withdraw(digest, run)
+            raise
+        if remembered is not None:
+            self._withdraw(digest, run)
+            return remembered
         try:
             report(EventKind.UNPROTECTED, call.key, call.operation)
             value = await invoke(None)
@@ -104,33 +120,65 @@ class UnprotectedRuns:
         except BaseException:
             # Cancelled or interrupted: nobody knows how far it got, so it is left alone for as long
             # as a lease would leave it.
-            with self._lock:
-                run.ended_monotonic = self._monotonic()
+            self._cut_off(digest, run)
             raise
         run_times.add(call.operation, self._monotonic() - run.began_monotonic)
         self._end(call, run, *_outcome(call, value))
         return Answer(value, False, 1)
 
-    def note(self, call: Call, error: OutcomeNotStored) -> None:
-        """Keeps what a run with a claim came to, and no store took: it has run in this process."""
-        cause = error.__cause__
-        # Of an operation that raised, its exception is the cause; else the store's silence is.
-        if isinstance(cause, Exception) and not isinstance(cause, StoreError):
-            ending = call.policy.judge(cause)
-            payload = codec.encode_failure(cause, _limit_of(call))
-        else:
-            ending, payload = _outcome(call, error.value)
-        now = self._monotonic()
-        run = _Run(call.fingerprints, call.operation, now, call.policy.lease.total_seconds())
+    # Runs with a claim.
+
+    def begin_claimed(self, call: Call, run_times: RunTimes) -> None:
+        """Notes that a run with a claim is about to begin; `end_claimed` follows in any case.
+
+        Raises `OperationInFlight` when the key runs or has run here without one, which the store
+        that granted the claim cannot know. The refusal frees the key: nothing was run. The retry is
+        then answered by `recall`.
+        """
+        digest = call.key.digest
+        run = self._run_of(call)
+        run.has_claim = True
         with self._lock:
-            if call.key.digest in self.runs or len(self.runs) >= RUNS_LIMIT:
+            known = self._without_claim(digest)
+            if known is None:
+                # Of two runs with a claim the store says whose it is: it has granted this one.
+                self._claimed[digest] = call, run
                 return
-            self.runs[call.key.digest] = run
-        self._end(call, run, ending, payload)
+        if known.ended_monotonic is None:
+            conflict = self._conflict(known, call, run_times)
+        else:
+            message = f"{call.key.text!r} has just ended in this process, without a claim"
+            conflict = in_flight(call, message, MINIMUM_SECONDS)
+        conflict.has_record = False
+        raise conflict
+
+    def end_claimed(self, call: Call, error: BaseException | None) -> None:
+        """Forgets a run with a claim, unless no store took what it came to; once it was answered.
+
+        Harmless for a call that never began. `error` is what its answer raised.
+        """
+        digest = call.key.digest
+        claimed = self._claimed.get(digest)
+        if claimed is None or claimed[0] is not call:
+            return
+        run = claimed[1]
+        if isinstance(error, OutcomeNotStored):
+            # It has run in this process, and the next retry may come without a claim.
+            self._end(call, run, *_unstored(call, error))
+        elif error is not None and not isinstance(error, Exception):
+            self._cut_off(digest, run)
+        with self._lock:
+            if self._claimed.get(digest) is claimed:
+                del self._claimed[digest]
+
+    # What is known of a key; the lock is held.
 
     def _known(self, digest: bytes) -> _Run | None:
-        """The run of a key, unless its time is over. The lock is held."""
-        run = self.runs.get(digest)
+        """The run of a key, unless its time is over."""
+        run = self.running.get(digest)
+        if run is not None:
+            return run
+        run = self.ended.get(digest)
         if run is None or run.ended_monotonic is None:
             return run
         if run.payload is None:
@@ -143,6 +191,11 @@ class UnprotectedRuns:
             return None
         return run
 
+    def _without_claim(self, digest: bytes) -> _Run | None:
+        """The same without runs whose claim was cut off, of which the store knows better."""
+        run = self._known(digest)
+        return None if run is not None and run.has_claim and run.payload is None else run
+
     def _told(self, run: _Run, call: Call, report: Report, run_times: RunTimes) -> Answer[Any]:
         if not is_same_request(call, run):
             report(EventKind.MISMATCHED, call.key, call.operation)
@@ -151,52 +204,80 @@ class UnprotectedRuns:
             raise mismatch
         if run.payload is None:
             report(EventKind.CONFLICTED, call.key, call.operation)
-            elapsed = self._monotonic() - run.began_monotonic
-            conflict = in_flight(
-                call,
-                f"{call.key.text!r} runs in this process, without a claim",
-                run_times.retry_after(call.operation, elapsed, run.lease_seconds),
-            )
+            conflict = self._conflict(run, call, run_times)
             conflict.is_known_here = True
             conflict.has_record = False
             raise conflict
         report(EventKind.REPLAYED, call.key, call.operation)
         return Answer(replayed_value(call, run.payload), True, 1)
 
+    def _conflict(self, run: _Run, call: Call, run_times: RunTimes) -> OperationInFlight:
+        elapsed = self._monotonic() - run.began_monotonic
+        how = "with" if run.has_claim else "without"
+        return in_flight(
+            call,
+            f"{call.key.text!r} runs in this process, {how} a claim",
+            run_times.retry_after(call.operation, elapsed, run.lease_seconds),
+        )
+
+    # How runs end.
+
+    def _run_of(self, call: Call) -> _Run:
+        lease_seconds = call.policy.lease.total_seconds()
+        return _Run(call.fingerprints, call.operation, self._monotonic(), lease_seconds)
+
     def _end(self, call: Call, run: _Run, ending: Ending, payload: Payload) -> None:
         """Notes how a run ended: what frees its key is forgotten, anything else is kept."""
         digest = call.key.digest
         with self._lock:
-            if self.runs.get(digest) is not run:
-                return  # Its time was over before it ended, or nobody could have known it.
+            self._stop(digest, run)
             if ending is Ending.RELEASED:
-                self._forget(digest)
                 return
             run.payload = payload
-            run.ended_monotonic = self._monotonic()
+            self._keep(digest, run)
             self._bytes += payload.size_bytes
-            # Behind those that ended before it; what runs is never in the way of what has ended.
-            self.runs.move_to_end(digest)
-            while self._bytes > BYTES_LIMIT and self._forget_oldest():
-                pass
+            while self._bytes > BYTES_LIMIT and self.ended:
+                self._forget_oldest()
+
+    def _cut_off(self, digest: bytes, run: _Run) -> None:
+        with self._lock:
+            self._stop(digest, run)
+            self._keep(digest, run)
+
+    def _keep(self, digest: bytes, run: _Run) -> None:
+        """Puts a run behind those that ended before it. The lock is held."""
+        if digest in self.ended:
+            self._forget(digest)
+        run.ended_monotonic = self._monotonic()
+        self.ended[digest] = run
+        if len(self.running) + len(self.ended) > RUNS_LIMIT:
+            self._forget_oldest()
+
+    def _withdraw(self, digest: bytes, run: _Run) -> None:
+        """Takes back the note of a run that did not begin."""
+        with self._lock:
+            self._stop(digest, run)
+
+    def _stop(self, digest: bytes, run: _Run) -> None:
+        if self.running.get(digest) is run:
+            del self.running[digest]
 
     def _make_room(self, call: Call) -> None:
         """Forgets what ended first; raises `StoreUnavailable` when all of them still run."""
-        if len(self.runs) >= RUNS_LIMIT and not self._forget_oldest():
+        if len(self.running) + len(self.ended) < RUNS_LIMIT:
+            return
+        if not self.ended:
             raise StoreUnavailable(
                 f"{RUNS_LIMIT:,} operations run without a claim: nothing was run",
                 key=call.key.text,
             )
+        self._forget_oldest()
 
-    def _forget_oldest(self) -> bool:
-        for digest, run in self.runs.items():
-            if run.ended_monotonic is not None:
-                self._forget(digest)
-                return True
-        return False
+    def _forget_oldest(self) -> None:
+        self._forget(next(iter(self.ended)))
 
     def _forget(self, digest: bytes) -> None:
-        run = self.runs.pop(digest)
+        run = self.ended.pop(digest)
         if run.payload is not None:
             self._bytes -= run.payload.size_bytes
 
@@ -216,3 +297,12 @@ def _outcome(call: Call, value: Any) -> tuple[Ending, Payload]:
         # Whatever is wrong with the value, it has run: it must not run again.
         payload = codec.withheld(codec.message_of(error))
     return ending, payload
+
+
+def _unstored(call: Call, error: OutcomeNotStored) -> tuple[Ending, Payload]:
+    """The same of a run that no store took."""
+    cause = error.__cause__
+    # Of an operation that raised, its exception is the cause; else the store's silence is.
+    if isinstance(cause, Exception) and not isinstance(cause, StoreError):
+        return call.policy.judge(cause), codec.encode_failure(cause, _limit_of(call))
+    return _outcome(call, error.value)
