@@ -17,7 +17,7 @@ from retrysafe.errors import StoreUrlInvalid
 from retrysafe.observe.logs import EventLog
 from retrysafe.runtime.blocking import BlockingIdempotency
 from retrysafe.runtime.calls import CallerSource
-from retrysafe.runtime.refusals import checked_observers
+from retrysafe.runtime.refusals import checked_observers, secret_bytes
 from retrysafe.runtime.tasks import AsyncFace
 from retrysafe.stores.memory import MemoryStore
 from retrysafe.stores.postgres import PostgresStore
@@ -123,8 +123,9 @@ def _checked_by_libpq(url: PostgresUrl) -> str:
     return url.for_libpq
 
 
-def _environment_secret() -> str | None:
-    return os.environ.get(SECRET_VARIABLE) or None
+def environment_secret() -> bytes | None:
+    """The secret in `RETRYSAFE_SECRET`; None without one. Raises `SecretMissing`."""
+    return secret_bytes(os.environ.get(SECRET_VARIABLE) or None)
 
 
 class Idempotency(BlockingIdempotency):
@@ -152,7 +153,7 @@ class Idempotency(BlockingIdempotency):
             caller=caller,
             policy=policy,
             rule=rule,
-            secret=secret or _environment_secret(),
+            secret=secret or environment_secret(),
             cache=cache,
             observers=(EventLog(), *checked_observers(observers)),
             owns_store=isinstance(store, str),
@@ -180,7 +181,7 @@ class AsyncIdempotency(AsyncFace):
             caller=caller,
             policy=policy,
             rule=rule,
-            secret=secret or _environment_secret(),
+            secret=secret or environment_secret(),
             cache=cache,
             observers=(EventLog(), *checked_observers(observers)),
             owns_store=isinstance(store, str),

@@ -30,7 +30,7 @@ import retrysafe
 from retrysafe import AsyncIdempotency, Idempotency
 from retrysafe.core import canonical
 from retrysafe.http import IdempotencyMiddleware, Rule, bearer_token
-from retrysafe.http.callers import basic_user, header_caller
+from retrysafe.http.callers import basic_user, gateway_header
 from retrysafe.http.exchange import Protection
 from retrysafe.http.headers import HEADER_LIMIT_BYTES, parse_key, parse_prefer
 from retrysafe.http.large_bodies import LARGE_BODIES, LARGE_BODY_BYTES
@@ -65,7 +65,7 @@ def test_the_time_for_a_header_grows_in_proportion_to_it(filler):
     for shape in ("%b", 'multipart/form-data; a="%b"', "application/json;%b", "a/b; a=%b"):
         made = shape.encode()
         assert growth(lambda n, made=made: _typed(made % (filler * n)[:n]), mark, size) < LIMIT
-    for caller in (bearer_token, basic_user, header_caller("authorization")):
+    for caller in (bearer_token, basic_user, gateway_header("authorization")):
         for scheme in (b"", b"Bearer ", b"Basic ", b"Bearer a"):
             assert (
                 growth(

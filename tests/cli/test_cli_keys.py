@@ -19,7 +19,7 @@ from retrysafe.cli.problems import ExitCode
 from retrysafe.cli.shapes import duration_text, status_text
 from retrysafe.core.codec import withheld
 from retrysafe.core.model import Payload, SettleKind
-from retrysafe.http.callers import bearer_token
+from retrysafe.http.callers import bearer_token, caller_of_credential
 from retrysafe.http.request import Request
 from retrysafe.runtime.drive import run_sync
 
@@ -360,7 +360,7 @@ TOKEN = "s3cret-token"
 def bearer(desk):
     """A key of the client that holds the token, as the HTTP layer stores it, and of another."""
     request = Request("POST", "/", b"", [(b"authorization", f"Bearer {TOKEN}".encode())], b"", None)
-    desk.put("k", SettleKind.FAIL, caller=bearer_token(request))
+    desk.put("k", SettleKind.FAIL, caller=caller_of_credential(bearer_token(request), None))
     desk.put("k", caller="acme")
     return ("--bearer", TOKEN, "--store", desk.url)
 

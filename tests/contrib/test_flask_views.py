@@ -26,6 +26,7 @@ from retrysafe import (
 )
 from retrysafe.contrib.flask import Retrysafe
 from retrysafe.http import Breaker, Rule, WSGIIdempotencyMiddleware, bearer_token
+from retrysafe.http.callers import caller_of_credential
 from retrysafe.testing import FaultyStore, Moment
 from tests.contrib.flask_shop import Declined, Till, make_app, retrysafe
 
@@ -218,7 +219,8 @@ def bearer(shop):
     """The caller under which alice's keys are stored."""
     from tests.http.building import request
 
-    return bearer_token(request(headers=((b"authorization", b"Bearer alice"),)))
+    token = bearer_token(request(headers=((b"authorization", b"Bearer alice"),)))
+    return caller_of_credential(token, None)
 
 
 def test_an_abort_is_an_outcome(shop):

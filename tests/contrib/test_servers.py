@@ -7,6 +7,7 @@ import pytest
 
 from retrysafe import Idempotency
 from retrysafe.http import bearer_token
+from retrysafe.http.callers import caller_of_credential
 from retrysafe.http.request import Request
 from tests.contrib.conftest import FRAMEWORKS, is_replay, made, problem
 from tests.contrib.serving import served
@@ -34,7 +35,8 @@ def test_a_retry_over_a_real_connection(framework, tmp_path):
     assert till.runs == ["charge", "order"]
     with pytest.raises(ValueError, match="shut down"):
         retrysafe.require_open()
-    caller = bearer_token(Request("POST", "/", b"", [(b"authorization", b"Bearer alice")]))
+    token = bearer_token(Request("POST", "/", b"", [(b"authorization", b"Bearer alice")]))
+    caller = caller_of_credential(token, None)
     with Idempotency(url, caller=caller) as idem:
         assert len(idem.read("k-1").outcomes) == 1
         assert len(idem.read("k-2").outcomes) == 1

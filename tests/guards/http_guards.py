@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from retrysafe.core.policy import Policy
-from retrysafe.http import bodies
+from retrysafe.http import bodies, callers
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.asgi_run import AppRun
 from retrysafe.http.held import Held
@@ -15,6 +15,24 @@ from tests.guards.guard import Guard
 from tests.guards.mutation import InCode
 
 HTTP_GUARDS: tuple[Guard, ...] = (
+    Guard(
+        "credentials are stored as a digest",
+        "whoever reads the store or a copy of it can call as its clients",
+        (
+            InCode(
+                callers.caller_of_credential,
+                'return f"{scheme}:{digest[:_DIGEST_CHARACTERS]}"',
+                'return f"{scheme}:{value.decode()}"',
+            ),
+        ),
+        properties.test_a_credential_is_stored_as_a_digest,
+    ),
+    Guard(
+        "digests of credentials are keyed with the secret",
+        "whoever reads the store finds short credentials by trying",
+        (InCode(callers.caller_of_credential, "if secret is None:", "if True:"),),
+        properties.test_a_stored_digest_cannot_be_compared_with_guesses,
+    ),
     Guard(
         "a response that passes is settled before its first byte",
         "a crash in the middle of a stream runs the operation again that its client has seen",

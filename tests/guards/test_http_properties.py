@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 from contextlib import suppress
 
@@ -23,6 +24,7 @@ from retrysafe import (
     OperationInFlight,
     Policy,
 )
+from retrysafe.core.model import RecordQuery
 from retrysafe.http import (
     IdempotencyMiddleware,
     Rule,
@@ -39,12 +41,41 @@ from tests.attacks.register import Register
 from tests.attacks.test_endless_responses import SlowStore
 from tests.http.driving import Connection, ask, ask_wsgi, headers_of, http_scope
 
+SECRET = b"0123456789abcdef0123456789abcdef"
 _RULE = Rule(policy=Policy(outcome_limit_bytes=100))
 
 
 def _protected(app, store=None, rule=_RULE):
     idempotency = AsyncIdempotency(store or MemoryStore())
     return IdempotencyMiddleware(app, idempotency, caller=bearer_token, rule=rule)
+
+
+def _stored_caller(secret):
+    """The caller in the store, of a request with the token that `headers_of` sends."""
+
+    async def run():
+        async def app(scope, receive, send):
+            await send({"type": "http.response.start", "status": 201, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        async with AsyncIdempotency(MemoryStore(), secret=secret) as idempotency:
+            await _exchange(
+                IdempotencyMiddleware(app, idempotency, caller=bearer_token), Connection()
+            )
+            (found,) = await idempotency.store.list_records(RecordQuery())
+            return found.record.caller
+
+    return asyncio.run(run())
+
+
+def test_a_credential_is_stored_as_a_digest():
+    assert "alice" not in _stored_caller(None) + _stored_caller(SECRET)
+
+
+def test_a_stored_digest_cannot_be_compared_with_guesses():
+    guess = hashlib.sha256(b"alice").hexdigest()[:40]
+    assert guess in _stored_caller(None)
+    assert guess not in _stored_caller(SECRET)
 
 
 async def _exchange(app, connection):

@@ -10,16 +10,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrysafe import Key
-from retrysafe.errors import PolicyInvalid
+from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.http import callers
-from retrysafe.http.callers import basic_user, bearer_token, header_caller
+from retrysafe.http.callers import (
+    Credential,
+    api_key,
+    basic_user,
+    bearer_token,
+    gateway_header,
+)
 from retrysafe.http.request import Request
 
+SECRET = b"0123456789abcdef0123456789abcdef"
 TOKENS = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=600)
 
 
 def sent(*lines: bytes, name: bytes = b"authorization") -> Request:
     return Request("POST", "/", b"", [(b"host", b"h"), *((name, line) for line in lines)])
+
+
+def stored(credential, secret=None):
+    """The caller that the protection makes of a credential."""
+    return callers.Naming(secret).named(credential)
 
 
 def basic(pair: bytes) -> bytes:
@@ -29,10 +41,12 @@ def basic(pair: bytes) -> bytes:
 @given(TOKENS, TOKENS)
 def test_a_token_becomes_a_digest_that_fits_a_key(first, second):
     """Equal tokens are one caller, others differ, and the store never sees a token."""
-    caller = bearer_token(sent(b"Bearer " + first.encode()))
-    assert Key("k", caller=caller).caller == caller
-    assert len(first) < 8 or first not in caller
-    assert (caller == bearer_token(sent(b"bearer  " + second.encode()))) == (first == second)
+    for secret in (None, SECRET):
+        caller = stored(bearer_token(sent(b"Bearer " + first.encode())), secret)
+        assert Key("k", caller=caller).caller == caller
+        assert len(first) < 8 or first not in caller
+        other = stored(bearer_token(sent(b"bearer  " + second.encode())), secret)
+        assert (caller == other) == (first == second)
 
 
 def test_tokens_of_any_length_are_told_apart_and_long_ones_are_not_kept():
@@ -41,15 +55,19 @@ def test_tokens_of_any_length_are_told_apart_and_long_ones_are_not_kept():
     for length in (4_089, 4_090, 60_000):
         token = b"t" * (length - 1)
         digests = {hashlib.sha256(token + end).hexdigest()[:40] for end in (b"1", b"2")}
-        told = {bearer_token(sent(b"Bearer " + token + end)) for end in (b"1", b"2")}
+        told = {stored(bearer_token(sent(b"Bearer " + token + end))) for end in (b"1", b"2")}
         assert told == {f"bearer:{digest}" for digest in digests}
     assert callers._bearer_before.cache_info().currsize == 2
 
 
 def test_the_digest_of_a_token_is_frozen():
     """It is stored with every key: another one would turn retries into new requests."""
-    digest = hashlib.sha256(b"token-1").hexdigest()
-    assert bearer_token(sent(b"Bearer token-1")) == f"bearer:{digest[:40]}"
+    token = bearer_token(sent(b"Bearer token-1"))
+    assert stored(token) == f"bearer:{hashlib.sha256(b'token-1').hexdigest()[:40]}"
+    assert stored(token, SECRET) == "bearer:3e5252e1e394e3b277d8397d404d06b22a225be5"
+    key = api_key()(sent(b"live_42", name=b"x-api-key"))
+    assert stored(key) == f"api-key:{hashlib.sha256(b'live_42').hexdigest()[:40]}"
+    assert stored(key, SECRET) == "api-key:074f4f9a6bc5157bb7c3b1578be0803ce65683fa"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +130,7 @@ def test_broken_basic_credentials_are_nobodys(lines):
 
 
 def test_a_user_is_never_taken_for_the_holder_of_a_token():
-    token = bearer_token(sent(b"Bearer t"))
+    token = stored(bearer_token(sent(b"Bearer t")))
     assert basic_user(sent(basic(token.encode() + b":x"))) != token
 
 
@@ -134,10 +152,59 @@ def test_a_user_is_never_taken_for_the_holder_of_a_token():
     ],
 )
 def test_the_caller_in_a_gateways_header(lines, caller):
-    assert header_caller("X-Account")(sent(*lines, name=b"x-account")) == caller
+    assert gateway_header("X-Account")(sent(*lines, name=b"x-account")) == caller
 
 
 @pytest.mark.parametrize("name", ["", "X Account", "X-Account:", "Kontö", "a\r\nb"])
 def test_a_name_that_no_header_has_is_refused_when_it_is_configured(name):
-    with pytest.raises(PolicyInvalid, match="header's name"):
-        header_caller(name)
+    for made in (gateway_header, api_key):
+        with pytest.raises(PolicyInvalid, match="header's name"):
+            made(name)
+
+
+@pytest.mark.parametrize("name", ["Authorization", "X-API-Key", "x-api-key", "Cookie"])
+def test_a_header_that_holds_a_credential_is_no_gateways(name):
+    """It would be stored in clear."""
+    with pytest.raises(PolicyInvalid, match="api_key"):
+        gateway_header(name)
+
+
+@pytest.mark.parametrize(
+    "lines", [(), (b"",), (b"  ",), (b"live_42", b"live_42"), (b"live_42", b"live_43")]
+)
+def test_without_one_clear_api_key_nobody_is_the_caller(lines):
+    assert api_key("X-API-Key")(sent(*lines, name=b"x-api-key")) is None
+
+
+def test_an_api_key_is_taken_as_it_is_sent():
+    """Any bytes but the blanks around them: what counts as a key is the application's to know."""
+    holder = api_key("X-Key")
+    assert holder(sent(b" \xff-1\t", name=b"x-key")) == Credential("api-key", b"\xff-1")
+
+
+def test_a_credential_is_never_shown():
+    """Neither by its own words, nor by a request's, nor in an error about it."""
+    shown = repr(Credential("session", "s3cret-value"))
+    assert "session" in shown
+    assert "s3cret" not in shown
+    request = sent(b"Bearer s3cret-value")
+    assert "s3cret" not in repr(request) + repr(request.headers)
+    with pytest.raises(InvalidInput) as caught:
+        Credential("session", 3)
+    assert "3" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("scheme", "value"), [("", b"v"), ("a b", b"v"), ("A", b"v"), ("a", b"")])
+def test_a_credential_has_a_scheme_and_a_value(scheme, value):
+    with pytest.raises(InvalidInput, match="credential"):
+        Credential(scheme, value)
+
+
+def test_one_value_is_another_caller_under_another_scheme_and_secret():
+    """Else who may send one kind of credential could be the holder of another."""
+    made = {
+        stored(Credential(scheme, b"v"), secret)
+        for scheme in ("bearer", "session")
+        for secret in (None, SECRET, SECRET[::-1])
+    }
+    assert len(made) == 6

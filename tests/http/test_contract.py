@@ -25,7 +25,10 @@ from retrysafe.http import (
     KeyUse,
     Rule,
     StatusRule,
-    header_caller,
+    api_key,
+    basic_user,
+    bearer_token,
+    gateway_header,
 )
 from retrysafe.testing import FaultyStore, ManualClock, Moment
 
@@ -144,17 +147,48 @@ def test_one_namespace_for_all_must_be_written_out(make_subject):
 
 
 def test_a_caller_that_cannot_be_one_is_refused(make_subject):
-    """An empty name is nobody's; an async function would never be awaited."""
+    """An empty name is nobody's; a coroutine that nobody awaits would be everybody's."""
 
-    async def later(request):
-        return "alice"
+    async def later(name):
+        return name
 
     subject = make_subject(caller=lambda request: "")
     reply = subject.ask()
     assert (reply.status, reply.problem) == (401, "caller-unknown")
     assert reply.headers["www-authenticate"] == "Bearer"
-    with pytest.raises(InvalidInput, match="plain function"):
-        make_subject(caller=later)
+    hidden = make_subject(caller=lambda request: later("alice"))
+    with pytest.raises(InvalidInput, match="async def"):
+        hidden.ask()
+    assert hidden.shop.runs == []
+
+
+@pytest.mark.parametrize(
+    ("caller", "challenge"),
+    [
+        (bearer_token, "Bearer"),
+        (basic_user, 'Basic realm="api"'),
+        (api_key(), 'APIKey in="header", name="X-API-Key"'),
+        (gateway_header("X-Account"), "Bearer"),
+        (lambda request: None, "Bearer"),
+    ],
+)
+def test_a_401_asks_for_what_the_caller_is_told_by(make_subject, caller, challenge):
+    """And for something else where the application says so."""
+    refused = make_subject(caller=caller).ask(caller=None)
+    assert (refused.status, refused.problem) == (401, "caller-unknown")
+    assert refused.headers["www-authenticate"] == challenge
+    other = make_subject(caller=caller, challenge="DPoP").ask(caller=None)
+    assert other.headers["www-authenticate"] == "DPoP"
+
+
+def test_the_holder_of_an_api_key_is_a_caller(make_subject):
+    """Each API key has its own keys, and a shared cache is told which header made the answer."""
+    subject = make_subject(caller=api_key())
+    subject.ask(x_api_key="live_1")
+    again = subject.ask(x_api_key="live_1")
+    assert again.is_replay
+    assert again.headers["vary"] == "X-API-Key"
+    assert not subject.ask(x_api_key="live_2").is_replay
 
 
 @pytest.mark.parametrize("found", [7, b"alice", ["alice"]])
@@ -174,7 +208,7 @@ def test_a_function_may_find_that_the_namespace_is_shared(make_subject):
 
 def test_the_caller_may_come_from_a_header_of_a_trusted_proxy(make_subject):
     """Any function of the request tells who calls."""
-    subject = make_subject(caller=header_caller("X-Account"))
+    subject = make_subject(caller=gateway_header("X-Account"))
     subject.ask(x_account="a")
     assert subject.ask(x_account="a").is_replay
     assert not subject.ask(x_account="b").is_replay

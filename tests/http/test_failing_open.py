@@ -16,11 +16,11 @@ from retrysafe.http import (
     WSGIIdempotencyMiddleware,
     bearer_token,
 )
-from retrysafe.http.callers import caller_of_token
+from retrysafe.http.callers import Credential, caller_of_credential
 from tests.http.driving import Shop, ask, ask_wsgi
 from tests.runtime.staged import until
 
-DIGEST = Key("k-1", caller=caller_of_token(b"alice")).digest
+DIGEST = Key("k-1", caller=caller_of_credential(Credential("bearer", b"alice"), None)).digest
 
 
 def is_awaited(engine):

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from retrysafe import GLOBAL, AsyncIdempotency, EventKind, MemoryStore
-from retrysafe.http import IdempotencyMiddleware, bearer_token, header_caller
-from retrysafe.http.callers import basic_user, is_told_by_headers
+from retrysafe.http import IdempotencyMiddleware, bearer_token, gateway_header
+from retrysafe.http.callers import basic_user, caller_of_credential, is_told_by_headers
 from retrysafe.http.recent import BODY_LIMIT_BYTES, ENTRIES_LIMIT, Recent, Repetition, head_of
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response
@@ -115,7 +115,8 @@ def test_an_operator_is_heard_at_once():
         shop = Shop()
         for _ in range(3):
             await shop.ask()
-        caller = bearer_token(Request("POST", "/", b"", headers_of(None)))
+        token = bearer_token(Request("POST", "/", b"", headers_of(None)))
+        caller = caller_of_credential(token, None)
         await shop.idem.expire("k-1", caller=caller)
         assert not (await shop.ask()).reply.is_replay
         assert shop.runs == 2
@@ -165,7 +166,7 @@ def test_a_caller_of_unknown_making_is_asked_every_time():
 
 
 def test_shipped_callers_are_told_by_headers():
-    for caller in (bearer_token, basic_user, header_caller("X-Account"), GLOBAL):
+    for caller in (bearer_token, basic_user, gateway_header("X-Account"), GLOBAL):
         assert is_told_by_headers(caller)
     assert not is_told_by_headers(lambda request: "alice")
 

@@ -22,6 +22,19 @@ def test_lines_come_in_the_order_sent():
     assert REQUEST.header_lines(b"d") == []
 
 
+def test_headers_are_text_by_name_in_any_letter_case():
+    """Several lines are one value, as HTTP joins them; what is not there is not there."""
+    headers = REQUEST.headers
+    assert (headers["A"], headers["a"], headers.get("C")) == ("1, 3", "1, 3", "")
+    assert headers.lines("A") == ["1", "3"]
+    assert headers.get("d") is None
+    assert "B" in headers
+    assert "d" not in headers
+    assert (list(headers), len(headers)) == (["a", "b", "c"], 3)
+    with pytest.raises(KeyError):
+        headers["Kontö-Δ"]
+
+
 def test_requests_share_no_parameters():
     """What one rule takes from a path never shows up in another request."""
     other = Request("POST", "/", b"", [])

@@ -27,7 +27,7 @@ from retrysafe.http import (
     Streaming,
     basic_user,
     bearer_token,
-    header_caller,
+    gateway_header,
 )
 from tests.http_cases.controlled_store import ControlledStore
 
@@ -136,7 +136,7 @@ class Mount:
 # The longest prefix first; the application itself is what is left.
 MOUNTS = (
     Mount("/everybody", lambda: {"caller": GLOBAL}),
-    Mount("/accounts", lambda: {"caller": header_caller("X-Account"), "challenge": "Account"}),
+    Mount("/accounts", lambda: {"caller": gateway_header("X-Account"), "challenge": "Account"}),
     Mount("/users", lambda: {"caller": basic_user, "challenge": "Basic"}),
     # Its breaker never opens: these cases are about the store alone.
     Mount("/faulty", lambda: {"caller": bearer_token, "breaker": Breaker(failures_limit=10**9)}),

@@ -15,7 +15,7 @@ from retrysafe.core.keys import GLOBAL, Key
 from retrysafe.core.ports import Store, Waits
 from retrysafe.errors import StoreUrlInvalid
 from retrysafe.runtime.drive import run_sync
-from retrysafe.wiring import open_store
+from retrysafe.wiring import environment_secret, open_store
 
 # People at a terminal and scripts with a deadline want to hear of a lock soon.
 BUSY_SECONDS: Final = 5.0
@@ -145,9 +145,10 @@ def chosen_caller(caller: str | None, bearer: str | None, is_global: bool) -> st
     if not bearer.isascii() or not bearer.isprintable() or not bearer or " " in bearer:
         raise usage("--bearer takes the token as clients send it, without the word Bearer")
     # Imported here: most commands need nothing of HTTP.
-    from retrysafe.http.callers import caller_of_token  # noqa: PLC0415
+    from retrysafe.http.callers import Credential, caller_of_credential  # noqa: PLC0415
 
-    return caller_of_token(bearer.encode("ascii"))
+    credential = Credential("bearer", bearer.encode("ascii"))
+    return caller_of_credential(credential, environment_secret())
 
 
 def checked_text(option: str, text: str) -> str:

@@ -121,7 +121,7 @@ class Endpoints:
         store_timeout: timedelta | None = STORE_TIMEOUT,
         policy_path: str = POLICY_PATH,
         status_path: str = STATUS_PATH,
-        challenge: str = "Bearer",
+        challenge: str | None = None,
         breaker: Breaker | None = None,
         limits: Limits | None = None,
         outcome_of: Callable[[Any], Response] = response_of,

@@ -215,6 +215,8 @@ class Retrysafe(StarletteRetrysafe):
                 if operation is not None:
                     is_any = True
                     _describe(operation, told)
+                    if told.security is not None:
+                        _secure(schema, operation, *told.security)
         if is_any:
             components = schema.setdefault("components", {})
             components.setdefault("schemas", {})[PROBLEM_NAME] = PROBLEM_SCHEMA
@@ -242,6 +244,17 @@ def _describe(operation: dict[str, Any], told: Any) -> None:
         response.setdefault("content", {}).setdefault(
             "application/json", {"schema": ACCEPTED_SCHEMA}
         )
+
+
+def _secure(
+    schema: dict[str, Any], operation: dict[str, Any], name: str, scheme: dict[str, Any]
+) -> None:
+    """Adds the credential that tells the caller to an operation that names none."""
+    if "security" in operation or "security" in schema:
+        return  # The application has said itself what it needs, and that holds the caller.
+    components = schema.setdefault("components", {})
+    components.setdefault("securitySchemes", {}).setdefault(name, scheme)
+    operation["security"] = [{name: []}]
 
 
 def flattened(routes: Iterable[Any]) -> Iterator[tuple[Any, Any]]:

@@ -37,7 +37,7 @@ from retrysafe.core.keys import GlobalCaller
 from retrysafe.errors import InvalidInput
 from retrysafe.http import blocking
 from retrysafe.http.breaker import Breaker
-from retrysafe.http.callers import CallerOf
+from retrysafe.http.callers import CallerOf, require_blocking
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, Plan, Protection
 from retrysafe.http.held import Held, passes_at_once
 from retrysafe.http.limits import Limits
@@ -94,7 +94,7 @@ class Retrysafe:
         fail_open: bool = False,
         policy_path: str = POLICY_PATH,
         status_path: str = STATUS_PATH,
-        challenge: str = "Bearer",
+        challenge: str | None = None,
         breaker: Breaker | None = None,
         limits: Limits | None = None,
     ) -> None:
@@ -107,6 +107,7 @@ class Retrysafe:
             raise InvalidInput(
                 f"Flask runs views in threads: pass an Idempotency object, got {idempotency!r}"
             )
+        require_blocking(caller)
         if EXTENSION in app.extensions:
             raise InvalidInput("this application has a Retrysafe: call init_app once")
         protection = Protection(
@@ -273,7 +274,7 @@ class _Protected:
         table = self._protection.table
         if place is None or around or table.is_covered(method, request.path):
             return
-        keys = keys_in(method, _request().headers)
+        keys = keys_in(method, _request().raw_headers)
         # A middleware around the application looks after its own requests.
         if keys and NOTICED_NAME not in environ:
             unmatched = self._protection.unmatched

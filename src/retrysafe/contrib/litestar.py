@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
@@ -44,12 +45,15 @@ try:
     )
     from litestar.middleware import DefineMiddleware
     from litestar.openapi.spec import (
+        Components,
         OpenAPIMediaType,
         OpenAPIResponse,
         OpenAPIType,
         Operation,
         Parameter,
+        Reference,
         Schema,
+        SecurityScheme,
     )
     from litestar.plugins import InitPlugin, ReceiveRoutePlugin
     from litestar.response.base import ASGIResponse
@@ -95,6 +99,8 @@ class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
         """Takes what `Retrysafe` of the other frameworks takes, and raises as it does."""
         super().__init__(idempotency, caller=caller, outcome_of=_outcome_of, **options)
         self._shown: dict[tuple[str, frozenset[str] | None], Route] = {}
+        # Whether the OpenAPI document has the scheme of the caller's credential.
+        self._is_secured = False
 
     def on_app_init(self, app_config: AppConfig) -> AppConfig:
         """Called by Litestar: adds the middleware, the pages and the end."""
@@ -102,6 +108,19 @@ class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
         app_config.middleware.append(DefineMiddleware(_Guard, plugin=self))
         app_config.lifespan.append(self.lifespan)
         app_config.after_exception.append(_note)
+        known = self.protection.shipped_caller
+        document = app_config.openapi_config
+        if known is not None and known.scheme is not None and document is not None:
+            # A document that says for all operations what they need holds the caller already.
+            self._is_secured = not document.security
+            if self._is_secured:
+                own = document.components
+                # A copy: the default one is shared by all applications.
+                app_config.openapi_config = document = copy(document)
+                document.components = [
+                    Components(security_schemes=_security_schemes(*known.scheme)),
+                    *(own if isinstance(own, list) else [own]),
+                ]
         status_path = self.protection.status_path.rstrip("/")
         app_config.route_handlers += (
             asgi(self.protection.policy_path, copy_scope=False)(_page(self)),
@@ -126,6 +145,8 @@ class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
                 told = description_of(
                     ready.route, self.protection, has_callers=not self.has_global_caller
                 )
+                if not self._is_secured:
+                    told = replace(told, security=None)
                 base = getattr(handler.operation_class, _BASE, handler.operation_class)
                 handler.operation_class = _described(base, told)
         self.protection.endpoints = tuple(self._shown.values())
@@ -272,6 +293,20 @@ def _tell(operation: Operation, told: Description) -> None:
         accepted = {202: ACCEPTED_TEXT}
         responses = dict(_responses(responses, accepted, "application/json", _ACCEPTED))
     operation.responses = responses
+    if told.security is not None and operation.security is None:
+        operation.security = [{told.security[0]: []}]
+
+
+def _security_schemes(
+    name: str, scheme: Mapping[str, Any]
+) -> dict[str, SecurityScheme | Reference]:
+    made = SecurityScheme(
+        type=scheme["type"],
+        name=scheme.get("name"),
+        security_scheme_in=scheme.get("in"),
+        scheme=scheme.get("scheme"),
+    )
+    return {name: made}
 
 
 def _parameter(told: dict[str, Any]) -> Parameter:

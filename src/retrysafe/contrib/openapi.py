@@ -67,6 +67,9 @@ class Description:
     may_accept: bool
     # A paragraph for the description of the operation.
     text: str
+    # The name and the scheme of the credential that tells the caller; None where no client sends
+    # one, or nobody knows.
+    security: tuple[str, dict[str, Any]] | None = None
 
 
 def description_of(route: Route, protection: Protection, *, has_callers: bool) -> Description:
@@ -118,7 +121,12 @@ def description_of(route: Route, protection: Protection, *, has_callers: bool) -
         )
     may_accept = responds_async(rule)
     parameters.append(_preference(may_accept=may_accept))
-    return Description(tuple(parameters), responses, may_accept, text)
+    known = protection.shipped_caller
+    security = None
+    if known is not None and known.scheme is not None:
+        name, scheme = known.scheme
+        security = name, dict(scheme)
+    return Description(tuple(parameters), responses, may_accept, text, security)
 
 
 def _preference(*, may_accept: bool) -> dict[str, Any]:

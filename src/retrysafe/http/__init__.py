@@ -3,11 +3,18 @@
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.breaker import Breaker
-from retrysafe.http.callers import CallerOf, basic_user, bearer_token, header_caller
+from retrysafe.http.callers import (
+    CallerOf,
+    Credential,
+    api_key,
+    basic_user,
+    bearer_token,
+    gateway_header,
+)
 from retrysafe.http.exchange import Plan, Protection
 from retrysafe.http.keys_of import FromBody, FromFields, FromHeader
 from retrysafe.http.limits import Limits
-from retrysafe.http.request import Request
+from retrysafe.http.request import Headers, Request
 from retrysafe.http.responses import Response
 from retrysafe.http.rules import ACCEPT, KeyUse, Rule, StatusRule, Streaming
 from retrysafe.http.wsgi import WSGIIdempotencyMiddleware
@@ -17,9 +24,11 @@ __all__ = [
     "AtomicAttempt",
     "Breaker",
     "CallerOf",
+    "Credential",
     "FromBody",
     "FromFields",
     "FromHeader",
+    "Headers",
     "IdempotencyMiddleware",
     "KeyUse",
     "Limits",
@@ -31,7 +40,8 @@ __all__ = [
     "StatusRule",
     "Streaming",
     "WSGIIdempotencyMiddleware",
+    "api_key",
     "basic_user",
     "bearer_token",
-    "header_caller",
+    "gateway_header",
 ]

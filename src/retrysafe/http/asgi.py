@@ -85,7 +85,7 @@ class IdempotencyMiddleware:
         store_timeout: timedelta | None = STORE_TIMEOUT,
         policy_path: str = POLICY_PATH,
         status_path: str = STATUS_PATH,
-        challenge: str = "Bearer",
+        challenge: str | None = None,
         breaker: Breaker | None = None,
         limits: Limits | None = None,
     ) -> None:
@@ -133,6 +133,7 @@ class IdempotencyMiddleware:
         self.idempotency = idempotency
         self.protection = protection
         self._find = protection.find
+        self._has_async_caller = protection.has_async_caller
         self._prefix_of = prefix_of
         # The loop itself holds tasks weakly, so a run whose client has gone is held here.
         self._runs: set[AppRun] = set()
@@ -185,6 +186,8 @@ class IdempotencyMiddleware:
         prefix = self._prefix_of(scope)
         # As in `protect`, whose coroutine every request would pay for.
         plan = self.protection.begin(route, request, prefix)
+        if self._has_async_caller and type(plan) is Plan:
+            plan = await self.protection.identified(plan)
         if type(plan) is Plan:
             if body is _UNREAD:
                 body = await read_body(receive, route.rule.request_limit_bytes)
@@ -219,7 +222,10 @@ class IdempotencyMiddleware:
         `path` is the page's path inside the application, which is mounted at `prefix`.
         """
         protection = self.protection
-        page = protection.page(path, request, prefix)
+        page: Response | Key | None = protection.policy_page(path, request, prefix)
+        if page is None:
+            caller = await protection.caller_on_loop(request)
+            page = protection.status_key(path, request, prefix, caller)
         if isinstance(page, Key):
             key = page
             try:
@@ -244,6 +250,8 @@ class IdempotencyMiddleware:
                     return
         route, request.parameters = match
         plan = self.protection.begin(route, request, prefix)
+        if self._has_async_caller and type(plan) is Plan:
+            plan = await self.protection.identified(plan)
         if type(plan) is Plan:
             if body is _UNREAD:
                 body = await read_body(receive, route.rule.request_limit_bytes)

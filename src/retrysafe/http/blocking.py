@@ -6,12 +6,13 @@ requests nor sends responses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.keys import Key
+from retrysafe.core.keys import GlobalCaller, Key
 from retrysafe.errors import RetrysafeError, StoreError
 from retrysafe.http.exchange import Plan, Protection
 from retrysafe.http.request import Request
@@ -142,9 +143,16 @@ def page(
     path: str,
     request: Request,
     prefix: str,
+    caller_of: Callable[[Request], str | GlobalCaller | None] | None = None,
 ) -> Response:
-    """The policy page, or the status of a key; `path` is inside the application, at `prefix`."""
-    shown = protection.page(path, request, prefix)
+    """The policy page, or the status of a key; `path` is inside the application, at `prefix`.
+
+    `caller_of` is how an integration asks for the caller, where it can await one.
+    """
+    shown: Response | Key | None = protection.policy_page(path, request, prefix)
+    if shown is None:
+        caller = (protection.caller if caller_of is None else caller_of)(request)
+        shown = protection.status_key(path, request, prefix, caller)
     if isinstance(shown, Key):
         key = shown
         try:

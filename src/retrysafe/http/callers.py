@@ -3,7 +3,7 @@
 Owns the shipped ways to tell, and the check of what others tell. They run before the application
 does, and a replay is answered without it: a caller must therefore be something that only its
 owner can send, or that a part in front of retrysafe has checked. Each docstring says which of the
-two it is.
+two it is. What proves who calls is a `Credential`, and is stored as a digest only.
 """
 
 from __future__ import annotations
@@ -11,27 +11,128 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import hmac
 import inspect
 import re
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Final
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+from retrysafe.core.framing import frame
 from retrysafe.core.keys import CALLER_LIMIT_CHARACTERS, GlobalCaller
 from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.http.request import Request
 
-# None: nobody can be told, and the request is refused with 401.
-CallerOf = Callable[[Request], str | GlobalCaller | None]
 
-# The shipped callers, each with the header that tells it: it is told by nothing else of a request.
-_headers_of: WeakKeyDictionary[CallerOf, str] = WeakKeyDictionary()
+@dataclass(frozen=True, slots=True, init=False)
+class Credential:
+    """What proves who calls, such as a token; the store gets a digest of it and never the value.
+
+    The caller is `scheme`, a colon and 40 hexadecimal digits: of the value's HMAC-SHA256 with the
+    secret, or of its plain SHA-256 where there is no secret. Raises `InvalidInput` for a scheme
+    that is no short word, and for an empty value.
+    """
+
+    scheme: str
+    value: bytes = field(repr=False)
+
+    def __init__(self, scheme: str, value: bytes | str) -> None:
+        if not isinstance(scheme, str) or _SCHEME.fullmatch(scheme) is None:
+            raise InvalidInput(
+                f"a credential's scheme is a short word such as 'session', got {scheme!r}"
+            )
+        if isinstance(value, str):
+            value = value.encode("utf-8", "surrogatepass")
+        if not isinstance(value, bytes) or not value:
+            # Never shown: what is wrong may be a credential all the same.
+            raise InvalidInput("a credential's value is bytes or text, and not empty")
+        object.__setattr__(self, "scheme", scheme)
+        object.__setattr__(self, "value", value)
+
+
+# None: nobody can be told, and the request is refused with 401.
+Told = str | Credential | GlobalCaller | None
+CallerOf = Callable[[Request], Told] | Callable[[Request], Awaitable[Told]]
+
+_SCHEME: Final = re.compile(r"[a-z0-9_-]{1,64}")
+# 160 bits: no two tokens will ever share them, and a row holds 40 characters.
+_DIGEST_CHARACTERS: Final = 40
+
+
+def caller_of_credential(credential: Credential, secret: bytes | None) -> str:
+    """The caller that is stored for a credential; also for operators who look for its keys."""
+    scheme, value = credential.scheme, credential.value
+    if secret is None:
+        digest = hashlib.sha256(value).hexdigest()
+    else:
+        digest = hmac.digest(secret, frame(b"caller 1", scheme.encode(), value), "sha256").hex()
+    return f"{scheme}:{digest[:_DIGEST_CHARACTERS]}"
+
+
+# A client sends its token with every request, and nothing takes as long as the digest of it. The
+# last ones are kept in memory, where each has been anyway; clients choose them, so that is bounded.
+_KEPT_LIMIT: Final = 1_024
+_KEPT_LIMIT_BYTES: Final = 4_096
+
+
+class Naming:
+    """Makes the caller that is stored of what a caller function tells, with one secret."""
+
+    __slots__ = ("_before", "_secret")
+
+    def __init__(self, secret: bytes | None) -> None:
+        self._secret = secret
+        self._before = lru_cache(maxsize=_KEPT_LIMIT)(partial(caller_of_credential, secret=secret))
+
+    def named(self, told: object) -> str | GlobalCaller | None:
+        """The caller; None when nobody could be told. Raises `InvalidInput` for what is none."""
+        if isinstance(told, Credential):
+            if len(told.value) > _KEPT_LIMIT_BYTES:
+                return caller_of_credential(told, self._secret)
+            return self._before(told)
+        if isinstance(told, str | GlobalCaller | None):
+            return told
+        if inspect.iscoroutine(told):
+            told.close()
+            raise InvalidInput(
+                "the caller function returned a coroutine that nobody awaits: declare the function "
+                "itself with async def"
+            )
+        # Told to the client as a missing caller, nobody would find the mistake.
+        raise InvalidInput(
+            f"the caller is a text, a Credential, or None when nobody can be told, got {told!r}: "
+            "write str(…) around a number such as the user's id"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """What is known of a caller function that is ours."""
+
+    # The header that tells it: it is told by nothing else of a request.
+    header: str
+    # What a 401 asks for.
+    challenge: str = "Bearer"
+    # Whether it tells a `Credential`.
+    has_credential: bool = False
+    # Its name and its security scheme in an OpenAPI document; None for one that clients never send.
+    scheme: tuple[str, Mapping[str, Any]] | None = None
+
+
+_shipped: WeakKeyDictionary[CallerOf, Shipped] = WeakKeyDictionary()
+
+
+def shipped(caller: CallerOf | GlobalCaller) -> Shipped | None:
+    """What is known of a caller function; None for one that is not ours."""
+    # Not every callable can be referred to weakly.
+    return _shipped.get(caller) if inspect.isfunction(caller) else None
 
 
 def is_told_by_headers(caller: CallerOf | GlobalCaller) -> bool:
     """Whether equal headers mean the same caller; of a function that is not ours nobody knows."""
-    return isinstance(caller, GlobalCaller) or caller in _headers_of
+    return isinstance(caller, GlobalCaller) or shipped(caller) is not None
 
 
 def vary_of(caller: CallerOf | GlobalCaller) -> str | None:
@@ -41,68 +142,83 @@ def vary_of(caller: CallerOf | GlobalCaller) -> str | None:
     """
     if isinstance(caller, GlobalCaller):
         return None
-    # Asked first: not every callable can be referred to weakly.
-    return _headers_of[caller] if is_told_by_headers(caller) else "*"
+    known = shipped(caller)
+    return "*" if known is None else known.header
 
 
 def checked_caller_of(caller: object) -> CallerOf:
     """The function that tells callers; raises `InvalidInput` for what is none."""
-    if not callable(caller) or inspect.iscoroutinefunction(caller):
+    if not callable(caller):
         raise InvalidInput(
-            f"caller is a plain function of the request such as bearer_token, or GLOBAL for one "
+            f"caller is a function of the request such as bearer_token, or GLOBAL for one "
             f"namespace shared by everybody; got {caller!r}"
         )
     return caller
 
 
-def checked_caller(caller: object) -> str | GlobalCaller | None:
-    """What such a function has told; raises `InvalidInput` for what is no caller."""
-    if isinstance(caller, str | GlobalCaller | None):
-        return caller
-    # Told to the client as a missing caller, nobody would find the mistake.
-    raise InvalidInput(
-        f"the caller is a text, or None when nobody can be told, got {caller!r}: write str(…) "
-        "around a number such as the user's id"
+def is_async(caller: object) -> bool:
+    """Whether a caller function must be awaited."""
+    return inspect.iscoroutinefunction(caller) or inspect.iscoroutinefunction(
+        getattr(caller, "__call__", None)  # noqa: B004 — an object may have an async one.
     )
+
+
+def require_blocking(caller: object) -> None:
+    """Raises `InvalidInput` for an async caller function where nobody could await it."""
+    if is_async(caller):
+        raise InvalidInput(
+            f"an application in threads cannot await its caller {caller!r}: pass a plain function "
+            "of the request; async ones are for ASGI"
+        )
 
 
 _BEARER: Final = re.compile(rb"bearer +([!-~]+)", re.IGNORECASE)
 _BASIC: Final = re.compile(rb"basic +([!-~]+)", re.IGNORECASE)
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
-# 160 bits: no two tokens will ever share them, and a row holds 40 characters.
-_DIGEST_CHARACTERS: Final = 40
 
 
-def bearer_token(request: Request) -> str | None:
-    """The holder of the bearer token in `Authorization`, as `bearer:` and a digest of the token.
+def bearer_token(request: Request) -> Credential | None:
+    """The holder of the bearer token in `Authorization`; stored as `bearer:` and a digest.
 
-    Safe without any check in front: only who has the token is this caller. The store gets the
-    first 40 hexadecimal digits of the token's SHA-256, never the token; a token that can be
-    guessed can be guessed from its digest, too. A new token is a new caller, so keys do not
-    outlive the refresh of a token: use the account's name from your authentication where they
-    must.
+    Safe without any check in front: only who has the token is this caller. Without a secret the
+    digest is plain, and a token that can be guessed can be guessed from it. A new token is a new
+    caller, so keys do not outlive the refresh of a token: use the account's name from your
+    authentication where they must.
     """
     lines = request.lines_by_name()
-    if lines is None:
-        return _bearer_of(_only_line(request))
-    line = lines.get(b"authorization", b"")
+    line = _only_line(request) if lines is None else lines.get(b"authorization", b"")
     return _bearer_before(line) if len(line) <= _KEPT_LIMIT_BYTES else _bearer_of(line)
 
 
-def _bearer_of(line: bytes) -> str | None:
+def _bearer_of(line: bytes) -> Credential | None:
     found = _BEARER.fullmatch(line.strip(b" \t"))
-    return None if found is None else caller_of_token(found[1])
+    return None if found is None else Credential("bearer", found[1])
 
 
-def caller_of_token(token: bytes) -> str:
-    """The caller that `bearer_token` makes of a token; for operators who look for its keys."""
-    return "bearer:" + hashlib.sha256(token).hexdigest()[:_DIGEST_CHARACTERS]
+_bearer_before = lru_cache(maxsize=_KEPT_LIMIT)(_bearer_of)
 
 
-# A client sends its token with every request, and nothing takes as long as the digest of it. The
-# last ones are kept in memory, where each has been anyway; clients choose them, so that is bounded.
-_KEPT_LIMIT_BYTES: Final = 4_096
-_bearer_before = lru_cache(maxsize=1_024)(_bearer_of)
+def api_key(name: str = "X-API-Key") -> CallerOf:
+    """The holder of the API key in this header; stored as `api-key:` and a digest.
+
+    Safe without any check in front: only who has the API key is this caller. Two API keys of one
+    account are two callers. Raises `PolicyInvalid` for a name that no header can have.
+    """
+    wanted = _checked_name(name)
+
+    def holder_of_api_key(request: Request) -> Credential | None:
+        """The credential; None when the header is missing, empty or sent twice."""
+        value = _only_value(request, wanted)
+        return Credential("api-key", value) if value else None
+
+    _shipped[holder_of_api_key] = Shipped(
+        name,
+        # No scheme is registered for this; a 401 must have one, and this is what FastAPI says.
+        f'APIKey in="header", name="{name}"',
+        has_credential=True,
+        scheme=("ApiKey", {"type": "apiKey", "in": "header", "name": name}),
+    )
+    return holder_of_api_key
 
 
 def basic_user(request: Request) -> str | None:
@@ -111,11 +227,11 @@ def basic_user(request: Request) -> str | None:
     The password is neither checked nor stored. Use it only behind a gateway or a middleware that
     has checked it: without one, whoever knows the name and a key could read a stored response.
     """
-    encoded = _credentials(request, _BASIC)
-    if encoded is None:
+    found = _BASIC.fullmatch(_only_line(request).strip(b" \t"))
+    if found is None:
         return None
     try:
-        pair = base64.b64decode(encoded, validate=True)
+        pair = base64.b64decode(found[1], validate=True)
     except binascii.Error:
         return None
     name, colon, _ = pair.partition(b":")
@@ -123,37 +239,50 @@ def basic_user(request: Request) -> str | None:
     return None if text is None else _within_limit("basic:" + text)
 
 
-def header_caller(name: str) -> CallerOf:
-    """The caller in a header that your gateway sets, such as `X-Account`, as it stands.
+def gateway_header(name: str) -> CallerOf:
+    """The caller in a header that your gateway sets, such as `X-Account`, stored as it stands.
 
     The gateway must remove what clients send under that name; anybody could be anybody else
-    otherwise. Raises `PolicyInvalid` for a name that no header can have.
+    otherwise. For a name, never for a credential: `api_key` is for those. Raises `PolicyInvalid`
+    for a name that no header can have.
     """
-    if _HEADER_NAME.fullmatch(name) is None:
-        raise PolicyInvalid(f"a header's name consists of letters, digits and hyphens: {name!r}")
-    wanted = name.lower().encode("ascii")
+    wanted = _checked_name(name)
+    if wanted in _CREDENTIAL_NAMES:
+        raise PolicyInvalid(
+            f"{name} holds a credential, which is not stored in clear: use bearer_token or "
+            f"api_key({name!r})"
+        )
 
     def caller_in_header(request: Request) -> str | None:
         """The header's value; None when it is missing, empty, sent twice or not text."""
-        lines = request.header_lines(wanted)
-        if len(lines) != 1:
-            return None
-        text = _text(lines[0].strip(b" \t"))
+        value = _only_value(request, wanted)
+        text = None if value is None else _text(value)
         return None if text is None else _within_limit(text)
 
-    _headers_of[caller_in_header] = name
+    _shipped[caller_in_header] = Shipped(name)
     return caller_in_header
 
 
-def _credentials(request: Request, scheme: re.Pattern[bytes]) -> bytes | None:
-    found = scheme.fullmatch(_only_line(request).strip(b" \t"))
-    return None if found is None else found[1]
+# What these headers hold lets anybody in who reads it.
+_CREDENTIAL_NAMES: Final = frozenset(
+    {b"authorization", b"proxy-authorization", b"cookie", b"x-api-key", b"x-auth-token"}
+)
+
+
+def _checked_name(name: str) -> bytes:
+    if not isinstance(name, str) or _HEADER_NAME.fullmatch(name) is None:
+        raise PolicyInvalid(f"a header's name consists of letters, digits and hyphens: {name!r}")
+    return name.lower().encode("ascii")
+
+
+def _only_value(request: Request, name: bytes) -> bytes | None:
+    lines = request.header_lines(name)
+    # With two lines, the part in front may have checked one and we would believe the other.
+    return lines[0].strip(b" \t") if len(lines) == 1 else None
 
 
 def _only_line(request: Request) -> bytes:
-    lines = request.header_lines(b"authorization")
-    # With two lines, the part in front may have checked one and we would believe the other.
-    return lines[0] if len(lines) == 1 else b""
+    return _only_value(request, b"authorization") or b""
 
 
 def _text(value: bytes) -> str | None:
@@ -169,4 +298,13 @@ def _within_limit(caller: str) -> str | None:
     return caller if len(caller) <= CALLER_LIMIT_CHARACTERS else None
 
 
-_headers_of[bearer_token] = _headers_of[basic_user] = "Authorization"
+_shipped[bearer_token] = Shipped(
+    "Authorization",
+    has_credential=True,
+    scheme=("BearerToken", {"type": "http", "scheme": "bearer"}),
+)
+_shipped[basic_user] = Shipped(
+    "Authorization",
+    'Basic realm="api"',
+    scheme=("BasicUser", {"type": "http", "scheme": "basic"}),
+)

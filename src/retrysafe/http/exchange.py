@@ -36,9 +36,11 @@ from retrysafe.http import problems
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import (
     CallerOf,
-    checked_caller,
+    Naming,
     checked_caller_of,
+    is_async,
     is_told_by_headers,
+    shipped,
     vary_of,
 )
 from retrysafe.http.fingerprints import request_fingerprints
@@ -86,6 +88,7 @@ class Plan:
 
     route: Route
     request: Request
+    # The empty text while an async function is to tell it: see `Protection.identified`.
     caller: str | GlobalCaller
     # None until the body is read, for keys that are made from it.
     key: str | None
@@ -117,7 +120,7 @@ class Protection:
         store_timeout: timedelta | None = STORE_TIMEOUT,
         policy_path: str = POLICY_PATH,
         status_path: str = STATUS_PATH,
-        challenge: str = "Bearer",
+        challenge: str | None = None,
         breaker: Breaker | None = None,
         limits: Limits | None = None,
         outcome_of: Callable[[Any], Response] = response_of,
@@ -132,6 +135,15 @@ class Protection:
                 raise PolicyInvalid(f"{name} starts with a slash, got {path!r}")
         self._global = caller if isinstance(caller, GlobalCaller) else None
         self._caller_of = None if isinstance(caller, GlobalCaller) else checked_caller_of(caller)
+        # Then `begin` leaves the caller to `identified`.
+        self.has_async_caller = is_async(self._caller_of)
+        self._named = Naming(settings.secret).named
+        self.shipped_caller = shipped(caller)
+        if self.shipped_caller and self.shipped_caller.has_credential and not settings.secret:
+            _logger.warning(
+                "there is no secret, so credentials of callers are stored as plain SHA-256, "
+                "against which short ones can be tried: pass secret=… or set RETRYSAFE_SECRET"
+            )
         self.is_told_by_headers = is_told_by_headers(caller)
         vary = vary_of(caller)
         # What is said to caches of a response that is for its caller alone.
@@ -159,6 +171,9 @@ class Protection:
         self.background = Places(limits.background_runs)
         # What runs without a claim, and ran; None where nothing ever does.
         self.unprotected = UnprotectedRuns(self.breaker, monotonic) if fail_open else None
+        if challenge is None:
+            known = self.shipped_caller
+            challenge = "Bearer" if known is None else known.challenge
         self.refusals = Refusals(policy_path, challenge)
         # What a view may complete its attempt with, as a response.
         self._outcome_of = outcome_of
@@ -171,17 +186,22 @@ class Protection:
         """Whether a GET or HEAD of this path is answered here and not by the application."""
         return path == self.policy_path or path.startswith(self.status_path)
 
-    def page(self, path: str, request: Request, prefix: str) -> Response | Key:
-        """The policy page or a refusal; a key when its record must be read for `status`."""
-        if path == self.policy_path:
-            return policy_response(
-                (*self.table.routes, *self.endpoints),
-                request.header(b"accept"),
-                policy_url=f"{link_path(prefix)}{self.policy_path}",
-                status_url=f"{link_path(prefix)}{self.status_path}",
-                has_callers=self._global is None,
-            )
-        caller = self.caller(request)
+    def policy_page(self, path: str, request: Request, prefix: str) -> Response | None:
+        """The policy page; None when the path is that of a key's status."""
+        if path != self.policy_path:
+            return None
+        return policy_response(
+            (*self.table.routes, *self.endpoints),
+            request.header(b"accept"),
+            policy_url=f"{link_path(prefix)}{self.policy_path}",
+            status_url=f"{link_path(prefix)}{self.status_path}",
+            has_callers=self._global is None,
+        )
+
+    def status_key(
+        self, path: str, request: Request, prefix: str, caller: str | GlobalCaller | None
+    ) -> Response | Key:
+        """The key whose record must be read for `status`, or a refusal."""
         if caller is None:
             return self.refusals.unknown_caller(request, prefix)
         try:
@@ -243,12 +263,9 @@ class Protection:
                 key = parse_key(keys, strict=route.rule.strict)
             except KeyInvalid as error:
                 return problem_of(error, self.refusals.place(request, prefix))
-        # As in `caller`, whose call every request would pay for.
-        caller = self._global if self._caller_of is None else self._caller_of(request)
-        if type(caller) is not str:
-            caller = checked_caller(caller)
-            if caller is None:
-                return self.refusals.unknown_caller(request, prefix, key)
+        caller = "" if self.has_async_caller else self.caller(request)
+        if caller is None:
+            return self.refusals.unknown_caller(request, prefix, key)
         if (
             length is not None
             and len(length) > route.short_digits
@@ -269,7 +286,23 @@ class Protection:
         """Who calls; None when that is not known. Raises `InvalidInput` for what is no caller."""
         if self._caller_of is None:
             return self._global
-        return checked_caller(self._caller_of(request))
+        told = self._caller_of(request)
+        return told if type(told) is str else self._named(told)
+
+    async def caller_on_loop(self, request: Request) -> str | GlobalCaller | None:
+        """As `caller`, where an async function can be awaited."""
+        if not self.has_async_caller:
+            return self.caller(request)
+        caller_of: Any = self._caller_of
+        return self._named(await caller_of(request))
+
+    async def identified(self, plan: Plan) -> Plan | Response:
+        """The plan with its caller, which an async function tells; or the refusal."""
+        caller = await self.caller_on_loop(plan.request)
+        if caller is None:
+            return self.refusals.unknown_caller(plan.request, plan.prefix, plan.key)
+        plan.caller = caller
+        return plan
 
     @staticmethod
     def is_too_large(route: Route, length: bytes) -> bool:

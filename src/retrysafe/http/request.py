@@ -7,7 +7,7 @@ nothing; what a header or a body means is decided by the modules that use it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -37,11 +37,46 @@ def plain_path(path: str) -> str:
     return path[:-1] if path[-1:] == "/" and path != "/" else path
 
 
+class Headers(Mapping[str, str]):
+    """The headers of a request as text; names count in any letter case.
+
+    `headers["X-Account"]`, `headers.get("x-account")`. The values of a name that was sent on
+    several lines are joined with a comma and a blank, as HTTP joins them.
+    """
+
+    __slots__ = ("_lines",)
+
+    def __init__(self, lines: Sequence[tuple[bytes, bytes]]) -> None:
+        self._lines = lines
+
+    def __getitem__(self, name: str) -> str:
+        values = self.lines(name)
+        if not values:
+            raise KeyError(name)
+        return ", ".join(values)
+
+    def lines(self, name: str) -> list[str]:
+        """The value of every line with this name, in the order sent."""
+        wanted = name.lower().encode("latin-1", "replace")
+        return [value.decode("latin-1") for line, value in self._lines if line == wanted]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(line.decode("latin-1") for line, _ in self._lines))
+
+    def __len__(self) -> int:
+        return len({line for line, _ in self._lines})
+
+    def __repr__(self) -> str:
+        # The values are left out: one of them may be a credential, and this ends up in logs.
+        return f"Headers({', '.join(self)})"
+
+
 @dataclass(slots=True)
 class Request:
     """One request: its head, and its whole body once that has been read.
 
-    Header names are lower-case, as in ASGI; a name may occur on several lines, in the order sent.
+    `headers` is a mapping of text. The lines as they were sent are `raw_headers`: names are
+    lower-case, as in ASGI, and a name may occur on several lines.
     """
 
     # In upper case: methods are case-sensitive, and many frameworks take them as if they were not.
@@ -51,7 +86,8 @@ class Request:
     path: str
     # The bytes after the question mark, without it, as sent.
     query: bytes
-    headers: Sequence[tuple[bytes, bytes]]
+    # Not shown: among them are credentials.
+    raw_headers: Sequence[tuple[bytes, bytes]] = field(repr=False)
     body: bytes = b""
     # What the server or framework calls its request: the ASGI scope, the WSGI environ, Django's
     # HttpRequest. For callables of the application; nothing in this package looks inside.
@@ -60,22 +96,27 @@ class Request:
     parameters: Mapping[str, str] = field(default_factory=dict)
     # Whether slashes at the end of the path, and double ones, tell two requests apart.
     has_exact_path: bool = False
-    # What `lines_by_name` found, and the headers that it looked at.
+    # What `lines_by_name` found, and the lines that it looked at.
     _lines: dict[bytes, bytes] | None = field(default=None, init=False, repr=False, compare=False)
     _looked_at: object = field(default=None, init=False, repr=False, compare=False)
 
+    @property
+    def headers(self) -> Headers:
+        """The headers as text, by name in any letter case."""
+        return Headers(self.raw_headers)
+
     def lines_by_name(self) -> dict[bytes, bytes] | None:
         """The value of every line; None when a name has several, as very few requests have."""
-        headers = self.headers
-        if self._looked_at is not headers:
-            lines = dict(headers)
-            self._lines = lines if len(lines) == len(headers) else None
-            self._looked_at = headers
+        sent = self.raw_headers
+        if self._looked_at is not sent:
+            lines = dict(sent)
+            self._lines = lines if len(lines) == len(sent) else None
+            self._looked_at = sent
         return self._lines
 
     def header(self, name: bytes) -> bytes | None:
         """The value of the first line with this lower-case name; None without one."""
-        for line_name, value in self.headers:
+        for line_name, value in self.raw_headers:
             if line_name == name:
                 return value
         return None
@@ -84,6 +125,6 @@ class Request:
         """The values of all lines with this lower-case name, in the order sent."""
         lines = self.lines_by_name()
         if lines is None:
-            return [value for line_name, value in self.headers if line_name == name]
+            return [value for line_name, value in self.raw_headers if line_name == name]
         value = lines.get(name)
         return [] if value is None else [value]

@@ -15,7 +15,7 @@ from retrysafe.core.keys import GlobalCaller
 from retrysafe.errors import InvalidInput
 from retrysafe.http import blocking
 from retrysafe.http.breaker import Breaker
-from retrysafe.http.callers import CallerOf
+from retrysafe.http.callers import CallerOf, require_blocking
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, Plan, Protection
 from retrysafe.http.headers import length_of
 from retrysafe.http.limits import Limits
@@ -56,7 +56,7 @@ class WSGIIdempotencyMiddleware:
         fail_open: bool = False,
         policy_path: str = POLICY_PATH,
         status_path: str = STATUS_PATH,
-        challenge: str = "Bearer",
+        challenge: str | None = None,
         breaker: Breaker | None = None,
         limits: Limits | None = None,
     ) -> None:
@@ -65,6 +65,7 @@ class WSGIIdempotencyMiddleware:
             raise InvalidInput(
                 f"a WSGI application needs an Idempotency object, got {idempotency!r}"
             )
+        require_blocking(caller)
         rules = checked_rules(rules)
         self.app = app
         self.idempotency = idempotency
@@ -103,7 +104,7 @@ class WSGIIdempotencyMiddleware:
         self, method: str, path: str, environ: Environ, start_response: StartResponse
     ) -> Iterable[bytes]:
         """A request that no rule protects; a key that comes with it is told of."""
-        keys = keys_in(method, request_of(environ).headers) if _KEY_NAME in environ else []
+        keys = keys_in(method, request_of(environ).raw_headers) if _KEY_NAME in environ else []
         if not keys or NOTICED_NAME in environ or self.protection.table.is_covered(method, path):
             return self.app(environ, start_response)
         # Views may have rules of their own.

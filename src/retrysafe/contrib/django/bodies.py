@@ -51,9 +51,9 @@ def _put_together(request: Any, asked: Request) -> bytes:
             file.seek(0)
             parts.append(_part(boundary, name, file.read(), file=file.name, kind=file.content_type))
             file.seek(0)
-    asked.headers = [
+    asked.raw_headers = [
         (b"content-type", f"{_MULTIPART}; boundary={boundary}".encode()),
-        *(line for line in asked.headers if line[0] != b"content-type"),
+        *(line for line in asked.raw_headers if line[0] != b"content-type"),
     ]
     return b"".join(parts) + f"--{boundary}--\r\n".encode()
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from typing import Any, Final
 
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.core.handlers.asgi import ASGIRequest
 from django.http import HttpRequest, HttpResponse
@@ -136,7 +136,7 @@ def tell_unmatched(protection: Protection, idempotency: BlockingIdempotency, pla
         or protection.table.is_covered(method, path)
     ):
         return
-    keys = keys_in(method, asked_of(plain).headers)
+    keys = keys_in(method, asked_of(plain).raw_headers)
     if keys:
         match = plain.resolver_match
         place = path if match is None else f"/{match.route}"
@@ -144,24 +144,38 @@ def tell_unmatched(protection: Protection, idempotency: BlockingIdempotency, pla
 
 
 def planned(
+    protection: Protection, route: Route, request: Any, parameters: dict[str, str]
+) -> Plan | HttpResponse | None:
+    """The plan with its body, or the refusal; None when the request runs unprotected."""
+    plan = _begun(protection, route, request, parameters)
+    if protection.has_async_caller and isinstance(plan, Plan):
+        plan = async_to_sync(protection.identified)(plan)
+    return _with_body(protection, plan)
+
+
+def _begun(
     protection: Protection,
     route: Route,
     request: Any,
     parameters: dict[str, str],
     *,
     is_on_loop: bool = False,
-) -> Plan | HttpResponse | None:
-    """The plan with its body, or the refusal; None when the request runs unprotected."""
+) -> Plan | Response | None:
     asked, prefix = asked_of(request), prefix_of(django_request(request))
     asked.parameters = parameters
-    plan = protection.begin(route, asked, prefix, is_on_loop=is_on_loop)
+    return protection.begin(route, asked, prefix, is_on_loop=is_on_loop)
+
+
+def _with_body(protection: Protection, plan: Plan | Response | None) -> Plan | HttpResponse | None:
     if not isinstance(plan, Plan):
         return None if plan is None else native_of(plan)
-    body = body_of(django_request(request), asked, route.rule.request_limit_bytes)
+    route, asked, prefix = plan.route, plan.request, plan.prefix
+    plain = django_request(asked.host)
+    body = body_of(plain, asked, route.rule.request_limit_bytes)
     if body is None:
         return native_of(protection.refusals.too_large(route, asked, prefix, plan.key))
     asked.body = body
-    if has_raw_body(django_request(request)) and protection.is_cut_off(asked):
+    if has_raw_body(plain) and protection.is_cut_off(asked):
         return native_of(protection.refusals.cut_off(asked, prefix, plan.key))
     return plan
 
@@ -291,11 +305,14 @@ async def plan_on_loop(
     """As `planned`; a caller that reads the database is asked in a thread."""
     # Under WSGI each request has a loop of its own, and its thread waits for it.
     is_on_loop = isinstance(django_request(request), ASGIRequest)
-    plan = functools.partial(planned, protection, route, request, parameters, is_on_loop=is_on_loop)
+    begun = functools.partial(_begun, protection, route, request, parameters, is_on_loop=is_on_loop)
     try:
-        return plan()
+        plan = begun()
     except SynchronousOnlyOperation:
-        return await sync_to_async(plan)()
+        plan = await sync_to_async(begun)()
+    if protection.has_async_caller and isinstance(plan, Plan):
+        plan = await protection.identified(plan)
+    return _with_body(protection, plan)
 
 
 async def serve_view(scope: Scope, receive: Receive, send: Send) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from asgiref.sync import async_to_sync
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.http import HttpResponseNotAllowed
@@ -33,9 +34,15 @@ def page(request: Any, key: str | None = None) -> HttpResponseBase:
     path: str = request.path_info
     if key is None and path == protection.policy_path:
         protection.endpoints = tuple(map(made.made_route, _located_rules()))
-    return native_of(
-        blocking.page(protection, made.idempotency, path, asked_of(request), prefix_of(request))
+    shown = blocking.page(
+        protection,
+        made.idempotency,
+        path,
+        asked_of(request),
+        prefix_of(request),
+        async_to_sync(protection.caller_on_loop) if protection.has_async_caller else None,
     )
+    return native_of(shown)
 
 
 def require_status_page() -> None:
