@@ -29,6 +29,7 @@ from tests.guards.atomic_guards import ATOMIC_GUARDS
 from tests.guards.failover_guards import FAILOVER_GUARDS
 from tests.guards.guard import Guard
 from tests.guards.http_guards import HTTP_GUARDS
+from tests.guards.key_guards import KEY_GUARDS
 from tests.guards.lease_guards import LEASE_GUARDS
 from tests.guards.mutation import InCode, InEntry, InStatement
 from tests.guards.outbox_guards import OUTBOX_GUARDS
@@ -542,6 +543,7 @@ GUARDS: tuple[Guard, ...] = (
     *FAILOVER_GUARDS,
     *LEASE_GUARDS,
     *HTTP_GUARDS,
+    *KEY_GUARDS,
 )
 
 _INTRODUCTION = """\

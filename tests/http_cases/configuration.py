@@ -48,6 +48,7 @@ BREAKER_OPEN_SECONDS = 3.0
 REQUEST_LIMIT_BYTES = 64
 OUTCOME_LIMIT_BYTES = 512
 
+NUMBERED_PATH = "/numbered/{id}"
 RULES = (
     Rule(path="/charges", wait=True),
     Rule(path="/charges/{id}"),
@@ -79,6 +80,11 @@ RULES = (
     Rule(path="/including", fingerprint=FingerprintRule(include=("/amount", "/currency"))),
     Rule(path="/natural", source=FromFields("/customer", "/order", window=FOREVER)),
     Rule(path="/natural/{id}", source=FromFields("{id}", window=FOREVER)),
+    # Frameworks that have converters make a whole number of this one.
+    Rule(path=NUMBERED_PATH, source=FromFields("{id}", window=FOREVER)),
+    Rule(
+        path="/typed/{id}", source=FromFields("{id:int}", "/order:int", "/by:uuid", window=FOREVER)
+    ),
     Rule(path="/hashed", source=FromBody(window=timedelta(minutes=5))),
     Rule(
         path="/hashed-fields",

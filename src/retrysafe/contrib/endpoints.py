@@ -22,6 +22,7 @@ from retrysafe.http.asgi_run import App, Receive, Scope, Send, exact_path, is_be
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, STORE_TIMEOUT, Protection
+from retrysafe.http.keys_of import FromFields
 from retrysafe.http.limits import Limits
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response, response_of
@@ -40,6 +41,10 @@ def attempt_in(state: Mapping[str, Any]) -> Attempt | AtomicAttempt | None:
     return found if isinstance(found, Attempt | AtomicAttempt) else None
 
 
+# The names that are wanted, and the parameters; gives all parameters, those converted.
+Convert = Callable[[tuple[str, ...], Mapping[str, Any]], Mapping[str, Any]]
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where the routes of an application lead to an endpoint."""
@@ -50,12 +55,15 @@ class Place:
     methods: frozenset[str] | None = None
     # How many segments of the path belong to routers in between, which move `root_path` there.
     depth: int = 0
+    # What the endpoint makes of parameters of the path that are given by name; None where it takes
+    # what the router made of them.
+    convert: Convert | None = None
 
 
 class Served:
     """An endpoint of an application, ready for requests."""
 
-    __slots__ = ("_is_on", "_middleware", "place", "route")
+    __slots__ = ("_converted", "_is_on", "_middleware", "place", "route")
 
     def __init__(self, middleware: IdempotencyMiddleware, route: Route, place: Place) -> None:
         self._middleware = middleware
@@ -63,6 +71,9 @@ class Served:
         self.route = route
         self.place = place
         self._is_on = route.rule.key is not KeyUse.OFF
+        source = route.source
+        # The parameters whose converted values are part of the key.
+        self._converted = source.converted_parameters if isinstance(source, FromFields) else ()
 
     @property
     def is_shown(self) -> bool:
@@ -98,8 +109,9 @@ class Served:
         request = Request(
             method, path, scope.get("query_string", b""), scope["headers"], b"", scope
         )
-        found = scope.get("path_params")
-        parameters = {name: str(value) for name, value in found.items()} if found else NO_PARAMETERS
+        parameters = scope.get("path_params") or NO_PARAMETERS
+        if self._converted and self.place.convert is not None:
+            parameters = self.place.convert(self._converted, parameters)
         depth = self.place.depth
         prefix = root.rsplit("/", depth)[0] if depth else root
         await self._middleware.protect((self.route, parameters), request, prefix, receive, send)

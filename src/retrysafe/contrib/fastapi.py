@@ -7,7 +7,9 @@ follows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from re import Pattern
 from typing import Any, Final
 
@@ -24,6 +26,7 @@ from retrysafe.contrib.views import view_rule
 from retrysafe.errors import InvalidInput
 from retrysafe.extras import missing_extra
 from retrysafe.http.asgi_run import App, Receive, Scope, Send, is_below
+from retrysafe.http.field_values import NOT_TAKEN
 from retrysafe.http.request import plain_path
 from retrysafe.http.rules import KeyUse, Rule
 
@@ -193,7 +196,9 @@ class Retrysafe(StarletteRetrysafe):
             if isinstance(route, IdempotentRoute):
                 rule = rule_in(told.dependant)
                 if rule is not None:
-                    yield (id(route), place.path), route.run, rule, place
+                    convert = functools.partial(_converted, told.dependant)
+                    placed = replace(place, convert=convert)
+                    yield (id(route), place.path), route.run, rule, placed
             else:
                 yield from guards_of(route, place)
 
@@ -281,3 +286,28 @@ def rule_in(dependant: Any) -> Rule | None:
         own: Rule | None = getattr(dependency.call, _RULE, None)
         found = own or rule_in(dependency) or found
     return found
+
+
+def _converted(
+    dependant: Any, names: tuple[str, ...], parameters: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The parameters of the path, those of these names as the endpoint gets them.
+
+    A key is made before FastAPI calls the endpoint: `/orders/07` must be order 7 by then.
+    """
+    made = dict(parameters)
+    for field in _path_fields(dependant):
+        name = field.alias
+        if name in names and name in parameters:
+            value, errors = field.validate(parameters[name], {}, loc=("path", name))
+            made[name] = NOT_TAKEN if errors else value
+            # The endpoint's own parameter comes first; what dependencies make of it is theirs.
+            names = tuple(item for item in names if item != name)
+    return made
+
+
+def _path_fields(dependant: Any) -> Iterator[Any]:
+    """The declared parameters of the path: the endpoint's, then those of its dependencies."""
+    yield from dependant.path_params
+    for dependency in dependant.dependencies:
+        yield from _path_fields(dependency)

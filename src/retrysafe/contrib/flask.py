@@ -304,7 +304,7 @@ class _Protected:
         if NOTICED_NAME in request.environ:
             request.environ[NOTICED_NAME].append(self)
         asked = _request()
-        asked.parameters = {name: str(value) for name, value in (request.view_args or {}).items()}
+        asked.parameters = request.view_args or {}
         protection, prefix = self._protection, prefix_of(request.environ)
         plan = protection.begin(route, asked, prefix, is_on_loop=False)
         if isinstance(plan, Response):

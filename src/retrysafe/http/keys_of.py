@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from decimal import Decimal, InvalidOperation
-from typing import Any, Final
+from typing import Any
 
 from retrysafe.core import canonical
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.framing import Part
 from retrysafe.core.keys import body_key, checked_secret, natural_key
-from retrysafe.core.numerals import Number
 from retrysafe.core.policy import Policy
-from retrysafe.errors import KeyInvalid, PolicyInvalid
+from retrysafe.errors import PolicyInvalid
 from retrysafe.http.bodies import Content, content_of, field_of
 from retrysafe.http.durations import spoken
+from retrysafe.http.field_values import TYPES, declared_part, plain_part
 from retrysafe.http.fingerprints import request_fingerprints
 from retrysafe.http.request import Request
 
@@ -40,16 +39,18 @@ class FromFields:
     """A natural key: what the request is about, such as one order of one customer.
 
     `FromFields("/customer", "/order_id")` takes values from the body by JSON Pointer, or fields of
-    a form by `/name`; `"{id}"` takes a parameter of the rule's path. The key is
-    `natural_key(operation, *values)` with the rule's operation name, the values in the order given
-    and numbers as int or Decimal. `window` is how long the key is remembered after the run: a
-    timedelta, or FOREVER. Raises `PolicyInvalid` for fields that cannot be any of these, and
-    without a window.
+    a form by `/name`; `"{id}"` takes a parameter of the rule's path. A type after a colon, as in
+    `"{id:int}"` and `"/order_id:uuid"`, says what a value is: text, int, decimal, uuid, date,
+    datetime or bool. Without one it is what the framework has converted it to, a number also where
+    that is sent as text, else text; what can be written in several ways is refused. The key is
+    `natural_key(operation, *values)` with the rule's operation name and the values in the order
+    given. `window` is how long the key is remembered after the run: a timedelta, or FOREVER. Raises
+    `PolicyInvalid` for fields that cannot be any of these, and without a window.
     """
 
     fields: tuple[str, ...]
     window: timedelta
-    _tokens: tuple[tuple[str, ...] | str, ...] = field(repr=False, compare=False)
+    _parsed: tuple[_Field, ...] = field(repr=False, compare=False)
 
     def __init__(self, *fields: str, window: timedelta | None = None) -> None:
         if not fields:
@@ -62,29 +63,40 @@ class FromFields:
             )
         object.__setattr__(self, "window", window)
         object.__setattr__(self, "fields", fields)
-        object.__setattr__(self, "_tokens", tuple(map(_tokens_of, fields)))
+        object.__setattr__(self, "_parsed", tuple(map(_field_of, fields)))
 
     def __str__(self) -> str:
-        return f"these fields: {', '.join(self.fields)}"
+        return f"these fields: {', '.join(map(str, self._parsed))}"
 
     def checked(self, policy: Policy, secret: bytes | None) -> Policy:
         """The policy with this window; raises `PolicyInvalid`."""
         return policy.with_window(self.window, of="FromFields")
 
+    @property
+    def converted_parameters(self) -> tuple[str, ...]:
+        """The parameters of the path that are what the framework has converted them to."""
+        return tuple(
+            item.parameter for item in self._parsed if item.parameter and item.kind is None
+        )
+
     def key(
         self, request: Request, *, operation: str, rule: FingerprintRule, secret: bytes | None
     ) -> str:
-        """The key; raises `KeyInvalid` when a field is missing or is no plain value."""
+        """The key; raises `KeyInvalid` when a field is missing or not written plainly."""
         content: Content | None = None
         parts: list[Part] = []
-        for name, tokens in zip(self.fields, self._tokens, strict=True):
-            if isinstance(tokens, str):
-                value: Any = request.parameters.get(tokens, canonical.ABSENT)
+        for item in self._parsed:
+            if item.parameter:
+                value: Any = request.parameters.get(item.parameter, canonical.ABSENT)
             else:
                 if content is None:
                     content = content_of(request)
-                value = field_of(content, tokens)
-            parts.append(_part_of(name, value))
+                value = field_of(content, item.tokens)
+            parts.append(
+                plain_part(item.name, value)
+                if item.kind is None
+                else declared_part(item.name, item.kind, value)
+            )
         return natural_key(operation, *parts)
 
 
@@ -118,45 +130,50 @@ class FromBody:
 KeySource = FromHeader | FromFields | FromBody
 
 
-def _tokens_of(name: str) -> tuple[str, ...] | str:
-    """The steps of a pointer, or the name of a path parameter."""
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """One field of a natural key, read once."""
+
+    # As it is written, without its type.
+    name: str
+    # None: what the value itself says.
+    kind: str | None
+    # The name of a path parameter, or else the steps of a pointer.
+    parameter: str
+    tokens: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.name if self.kind is None else f"{self.name} ({self.kind})"
+
+
+def _field_of(given: object) -> _Field:
+    """A field as it is written; raises `PolicyInvalid` for what is none."""
+    name, kind = (given, None) if not isinstance(given, str) else _split_type(given)
     if isinstance(name, str) and name.startswith("{") and name.endswith("}") and len(name) > 2:
-        return name[1:-1]
+        return _Field(name, kind, name[1:-1], ())
     try:
-        tokens = canonical.pointer_tokens(name)
+        tokens = canonical.pointer_tokens(name)  # type: ignore[arg-type]
     except (ValueError, TypeError, AttributeError):
         tokens = ()
-    if not tokens:
+    if not isinstance(name, str) or not tokens:
         raise PolicyInvalid(
             f"FromFields takes JSON Pointers such as /order_id and path parameters such as {{id}}, "
-            f"got {name!r}"
+            f"got {given!r}"
         )
-    return tokens
+    return _Field(name, kind, "", tokens)
 
 
-# More digits than any id has. Longer numbers are Decimals, however they were written: 1e999999999
-# as an int would take all memory.
-_INT_LIMIT: Final = 10**40
-
-
-def _part_of(name: str, value: Any) -> Part:
-    if isinstance(value, Number):
-        return _number(name, value.text)
-    if isinstance(value, int):
-        return value if isinstance(value, bool) or abs(value) < _INT_LIMIT else Decimal(value)
-    # The empty text is what a form sends for a field that nobody filled in.
-    if isinstance(value, str) and value:
-        return value
-    raise KeyInvalid(
-        f"the key is made from {name}, which must be sent once, as a text, a number or a boolean"
-    )
-
-
-def _number(name: str, text: str) -> Part:
-    try:
-        number = Decimal(text)
-    except InvalidOperation:
-        raise KeyInvalid(f"the key is made from {name}, whose number is out of range") from None
-    # `Number` writes no zeros at the end, so a negative exponent means a fraction.
-    is_whole = "e-" not in text and number.adjusted() < 40
-    return int(number) if is_whole else number
+def _split_type(given: str) -> tuple[str, str | None]:
+    """A field and its declared type: `{id:int}` and `/order:int` have one."""
+    is_parameter = given.startswith("{") and given.endswith("}")
+    inner = given[1:-1] if is_parameter else given
+    name, colon, kind = inner.rpartition(":")
+    if not colon:
+        return given, None
+    if kind not in TYPES:
+        # As a part of the name it would be looked for in vain, in every request.
+        raise PolicyInvalid(
+            f"FromFields knows no type {kind!r} in {given!r}: a type is one of "
+            f"{', '.join(TYPES)}; after a name with a colon write one too, as in /a:b:text"
+        )
+    return (f"{{{name}}}" if is_parameter else name), kind

@@ -92,8 +92,9 @@ class Request:
     # What the server or framework calls its request: the ASGI scope, the WSGI environ, Django's
     # HttpRequest. For callables of the application; nothing in this package looks inside.
     host: Any = None
-    # What the matching rule's path pattern took from the path: {"id": "7"} for /charges/{id}.
-    parameters: Mapping[str, str] = field(default_factory=dict)
+    # What was taken from the path: {"id": "7"} by a rule's pattern, {"id": 7} where the framework
+    # has converted it.
+    parameters: Mapping[str, Any] = field(default_factory=dict)
     # Whether slashes at the end of the path, and double ones, tell two requests apart.
     has_exact_path: bool = False
     # What `lines_by_name` found, and the lines that it looked at.

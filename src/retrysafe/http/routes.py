@@ -77,8 +77,8 @@ class Route:
         return self._beside
 
 
-NO_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType({})
-Match = tuple[Route, Mapping[str, str]]
+NO_PARAMETERS: Final[Mapping[str, Any]] = MappingProxyType({})
+Match = tuple[Route, Mapping[str, Any]]
 
 
 class RouteTable:
@@ -151,7 +151,7 @@ class RouteTable:
 _Placed = tuple[int, Match | None]
 
 
-def _match_of(route: Route, parameters: Mapping[str, str] = NO_PARAMETERS) -> Match | None:
+def _match_of(route: Route, parameters: Mapping[str, Any] = NO_PARAMETERS) -> Match | None:
     return None if route.rule.key is KeyUse.OFF else (route, parameters)
 
 

@@ -15,7 +15,7 @@ from django.urls import include, path
 
 from tests.http_cases.acts import ACT_HEADER, PLAY_HEADER, Reply
 from tests.http_cases.apps.performing import AsyncPerformance, Performance
-from tests.http_cases.configuration import RULES, Mount
+from tests.http_cases.configuration import NUMBERED_PATH, RULES, Mount
 
 URLS = "retrysafe_cases_urls"
 
@@ -47,11 +47,12 @@ def set_urls(view_of: Callable[[int], Any], other: Any, *, has_pages: bool) -> N
 
 def path_of(rule_path: str) -> str:
     """A rule's path as Django writes it."""
-    shown = rule_path.removeprefix("/").replace("{id}", "<str:id>")
+    parameter = "<int:id>" if rule_path == NUMBERED_PATH else "<str:id>"
+    shown = rule_path.removeprefix("/").replace("{id}", parameter)
     return shown.removesuffix("*") + "<path:rest>" if shown.endswith("*") else shown
 
 
-def perform(request: HttpRequest, **_: str) -> HttpResponseBase:
+def perform(request: HttpRequest, **_: Any) -> HttpResponseBase:
     """Answers every method of every path as its act says."""
     performance = Performance(
         request.headers.get(ACT_HEADER),
@@ -64,7 +65,7 @@ def perform(request: HttpRequest, **_: str) -> HttpResponseBase:
     return _told(HttpResponse(performance.body()), performance.reply)
 
 
-async def perform_on_loop(request: HttpRequest, **_: str) -> HttpResponseBase:
+async def perform_on_loop(request: HttpRequest, **_: Any) -> HttpResponseBase:
     """The same on an event loop."""
     performance = await AsyncPerformance.begin(
         request.headers.get(ACT_HEADER),

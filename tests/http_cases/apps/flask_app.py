@@ -10,17 +10,17 @@ from retrysafe import Idempotency
 from retrysafe.contrib.flask import Retrysafe
 from tests.http_cases.acts import ACT_HEADER, PLAY_HEADER
 from tests.http_cases.apps.performing import Performance
-from tests.http_cases.configuration import METHODS, RULES, Mount, options_of
+from tests.http_cases.configuration import METHODS, NUMBERED_PATH, RULES, Mount, options_of
 
 
 def path_of(path: str) -> str:
     """A rule's path as Flask writes it."""
     if path.endswith("*"):
         return path.removesuffix("*") + "<path:rest>"
-    return path.replace("{id}", "<id>")
+    return path.replace("{id}", "<int:id>" if path == NUMBERED_PATH else "<id>")
 
 
-def perform(**_: str) -> Response:
+def perform(**_: Any) -> Response:
     """Answers every method of every path as its act says."""
     performance = Performance(
         request.headers.get(ACT_HEADER),

@@ -13,14 +13,14 @@ from retrysafe.contrib.litestar import RetrysafePlugin
 from retrysafe.http import Rule
 from tests.http_cases.acts import ACT_HEADER, PLAY_HEADER
 from tests.http_cases.apps.performing import AsyncPerformance
-from tests.http_cases.configuration import METHODS, RULES, Mount, options_of
+from tests.http_cases.configuration import METHODS, NUMBERED_PATH, RULES, Mount, options_of
 
 
 def _path_of(path: str) -> str:
     """A rule's path as Litestar writes it."""
     if path.endswith("*"):
         return path.removesuffix("*") + "{rest:path}"
-    return path.replace("{id}", "{id:str}")
+    return path.replace("{id}", "{id:int}" if path == NUMBERED_PATH else "{id:str}")
 
 
 async def _perform(request: Request[Any, Any, Any]) -> ASGIResponse:

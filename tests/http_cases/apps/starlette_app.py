@@ -13,12 +13,17 @@ from retrysafe import AsyncIdempotency
 from retrysafe.contrib.starlette import Retrysafe, idempotent
 from tests.http_cases.acts import ACT_HEADER, PLAY_HEADER
 from tests.http_cases.apps.performing import AsyncPerformance
-from tests.http_cases.configuration import METHODS, RULES, Mount, options_of
+from tests.http_cases.configuration import METHODS, NUMBERED_PATH, RULES, Mount, options_of
 
 
 def path_of(path: str) -> str:
     """A rule's path as Starlette writes it."""
     return path.removesuffix("*") + "{rest:path}" if path.endswith("*") else path
+
+
+def converted_path_of(path: str) -> str:
+    """The same, with a converter where there is one in other frameworks."""
+    return path.replace("{id}", "{id:int}") if path == NUMBERED_PATH else path_of(path)
 
 
 async def perform(request: Request) -> Response:
@@ -48,7 +53,9 @@ async def perform(request: Request) -> Response:
 def make(mount: Mount) -> Any:
     """The application as one mount has it."""
     routes = [
-        Route(path_of(rule.path), idempotent(**options_of(rule))(perform), methods=METHODS)
+        Route(
+            converted_path_of(rule.path), idempotent(**options_of(rule))(perform), methods=METHODS
+        )
         for rule in RULES
         if rule.path is not None
     ]

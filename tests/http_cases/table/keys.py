@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.http_cases.cases import (
     FORM,
+    RAW_APPLICATION,
     Ran,
     Refused,
     Replay,
@@ -16,6 +17,12 @@ from tests.http_cases.cases import (
 
 INVALID = Refused(problem="key-invalid")
 MISSING = Refused(problem="key-missing")
+REUSED = Refused(problem="key-reused")
+
+
+def typed(order: bytes, hexadecimal: bytes) -> bytes:
+    """A body with an order, and a UUID that has this digit in it."""
+    return b'{"order":%b,"by":"0189f7ea-aba0-7c33-ab1f-7fc6ca9b5e2%b"}' % (order, hexadecimal)
 
 
 def _refused(name: str, promise: str, key: str | bytes | tuple[str, ...], says: str, **more):
@@ -243,7 +250,61 @@ CASES = (
         *(post("/natural", key=None, body=b'{"customer":"a","order":"bc"}'), Ran()),
         *(post("/natural", key=None, body=b'{"customer":"ab","order":"c"}'), Ran()),
         *(post("/natural", key=None, body=b'{"customer":"1","order":"7"}'), Ran()),
-        *(post("/natural", key=None, body=b'{"customer":"1","order":7}'), Ran()),
+        *(post("/natural", key=None, body=b'{"customer":"17","order":""}'), INVALID),
+    ),
+    case(
+        "key-natural-number-as-text",
+        "A number is the same number where it is sent as text, and has one spelling there",
+        *(post("/natural", key=None, body=b'{"customer":"c1","order":7}'), Ran()),
+        *(post("/natural", key=None, body=b'{"customer":"c1","order":7.0}'), Replay()),
+        *(post("/natural", key=None, body=b'{"customer":"c1","order":"7"}'), REUSED),
+        post("/natural", key=None, body=b"customer=c1&order=7", content_type=FORM),
+        REUSED,
+        *(
+            step
+            for text in (b"07", b"+7", b" 7", b"7.0", b"7e0", b"1_0")
+            for step in (
+                post("/natural", key=None, body=b'{"customer":"c1","order":"%b"}' % text),
+                Refused(problem="key-invalid", says="/order"),
+            )
+        ),
+    ),
+    case(
+        "key-natural-spellings",
+        "A parameter of the path that can be written in several ways is taken in the plainest",
+        *(post("/natural/7", key=None), Ran()),
+        *(
+            step
+            for text in ("07", "7%20", "%207", "7.0", "7e0", "%EF%BC%97", "%D9%A7")
+            for step in (post(f"/natural/{text}", key=None), INVALID)
+        ),
+        *(post("/natural/0189F7EA-ABA0-7C33-AB1F-7FC6CA9B5E2A", key=None), INVALID),
+        *(post("/natural/e%CC%81", key=None), INVALID),
+        *(post("/natural/%C3%A9", key=None), Ran()),
+    ),
+    case(
+        "key-natural-converted",
+        "A parameter that the framework converts is one value in all its spellings",
+        *(post("/numbered/7", key=None), Ran(), post("/numbered/7", key=None), Replay()),
+        *(post("/numbered/07", key=None), REUSED, post("/numbered/007", key=None), REUSED),
+        *(post("/numbered/08", key=None), Ran(), post("/numbered/8", key=None), REUSED),
+        without={
+            RAW_APPLICATION: "it converts nothing",
+            "django-rules": "the middleware comes before Django's converters",
+        },
+    ),
+    case(
+        "key-natural-typed",
+        "A declared type gives one value to all spellings that it takes, and refuses the others",
+        *(post("/typed/7", key=None, body=typed(b"8", b"b")), Ran()),
+        *(post("/typed/7", key=None, body=typed(b"8", b"b")), Replay()),
+        *(post("/typed/07", key=None, body=typed(b"8", b"b")), REUSED),
+        *(post("/typed/7", key=None, body=typed(b'"8"', b"b")), REUSED),
+        *(post("/typed/7", key=None, body=typed(b"8.0", b"B")), REUSED),
+        *(post("/typed/x", key=None, body=typed(b"8", b"b")), INVALID),
+        *(post("/typed/7", key=None, body=typed(b"8.5", b"b")), INVALID),
+        *(post("/typed/7", key=None, body=typed(b"8", b"g")), INVALID),
+        *(post("/typed/7", key=None, body=typed(b"9", b"b")), Ran()),
     ),
     case(
         "key-natural-mismatch",

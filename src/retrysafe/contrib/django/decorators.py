@@ -163,9 +163,10 @@ def _located(rule: Rule, place: str | None, name: str) -> Rule | None:
     return located(rule, place, name=name)
 
 
-def _parameters(plain: Any) -> dict[str, str]:
+def _parameters(plain: Any) -> dict[str, Any]:
+    """What the route took from the path, as its converters made it."""
     match = plain.resolver_match
-    return {} if match is None else {name: str(value) for name, value in match.kwargs.items()}
+    return {} if match is None else match.kwargs
 
 
 def _caught(request: Any, error: Exception) -> Any:

@@ -157,7 +157,7 @@ def _begun(
     protection: Protection,
     route: Route,
     request: Any,
-    parameters: dict[str, str],
+    parameters: dict[str, Any],
     *,
     is_on_loop: bool = False,
 ) -> Plan | Response | None:
@@ -300,7 +300,7 @@ async def answer_on_loop(
 
 
 async def plan_on_loop(
-    protection: Protection, route: Route, request: Any, parameters: dict[str, str]
+    protection: Protection, route: Route, request: Any, parameters: dict[str, Any]
 ) -> Plan | HttpResponse | None:
     """As `planned`; a caller that reads the database is asked in a thread."""
     # Under WSGI each request has a loop of its own, and its thread waits for it.

@@ -1,0 +1,227 @@
+"""The values of natural keys: one value gives one key, however a request spells it.
+
+Owns the types that a field can be declared with, and what a value is without one. Applications and
+frameworks take `7`, `07`, `+7` and `"7"` for the same order; two keys for them would run it twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import date, datetime, time
+from decimal import Decimal, InvalidOperation
+from enum import Enum
+from pathlib import PurePath
+from typing import Any, Final
+from unicodedata import is_normalized
+from uuid import UUID
+
+from retrysafe.core.canonical import ABSENT
+from retrysafe.core.framing import Part, utc_text
+from retrysafe.core.numerals import Number
+from retrysafe.errors import InvalidInput, KeyInvalid
+
+# No name, address or id is longer. Normalizing a text takes the square of its length at worst.
+TEXT_LIMIT_CHARACTERS: Final = 1_024
+# More digits than any id has. Longer numbers are Decimals, however they were written: 1e999999999
+# as an int would take all memory.
+_DIGITS_LIMIT: Final = 40
+_INT_LIMIT: Final = 10**_DIGITS_LIMIT
+# Stands for a value that its endpoint refuses, as an endpoint for whole numbers refuses `x`.
+NOT_TAKEN: Final = object()
+_BOOLEANS: Final = {"true": True, "false": False}
+
+# What Python, pydantic and most databases read as a number; `\d` has the digits of all scripts.
+_NUMERIC: Final = re.compile(r"[+-]?[\d_]*+(?:\.[\d_]*+)?(?:[eE][+-]?[\d_]++)?")
+_DIGIT: Final = re.compile(r"\d")
+# The one way to write a number that is taken as text: shortest, without an exponent.
+_PLAIN_NUMBER: Final = re.compile(r"(?!-0\Z)-?(?:0|[1-9][0-9]*+)(?:\.[0-9]*[1-9])?")
+_WHOLE_NUMBER: Final = re.compile(r"[+-]?[0-9]{1,40}")
+_DECIMAL_NUMBER: Final = re.compile(r"[+-]?[0-9]{1,40}(?:\.[0-9]{1,40})?")
+_UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}", re.I)
+# What `uuid.UUID` and its kin leave out before they look at the digits.
+_UUID_MARKS: Final = re.compile(r"urn:|uuid:|[{}-]")
+_UUID_CHARACTERS: Final = 32
+_UUID_DIGITS: Final = re.compile(r"[0-9a-f]{32}")
+_DATE: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+_INSTANT: Final = re.compile(r"[0-9]{4}-?[0-9]{2}-?[0-9]{2}[Tt_ ][0-9]{2}")
+_INSTANT_LIMIT_CHARACTERS: Final = 40
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, Number):
+        value = _of_number(value)
+    elif isinstance(value, str) and _WHOLE_NUMBER.fullmatch(value):
+        value = int(value)
+    if type(value) is not int or abs(value) >= _INT_LIMIT:
+        raise ValueError
+    return value
+
+
+def _decimal(value: Any) -> Decimal:
+    if isinstance(value, Number):
+        return Decimal(value.text)
+    if isinstance(value, str) and _DECIMAL_NUMBER.fullmatch(value):
+        return Decimal(value)
+    raise ValueError
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError
+    return value
+
+
+def _boolean(value: Any) -> bool:
+    return value if isinstance(value, bool) else _BOOLEANS[_text(value)]
+
+
+def _uuid(value: Any) -> UUID:
+    if _UUID.fullmatch(_text(value)) is None:
+        raise ValueError
+    return UUID(value)
+
+
+def _date(value: Any) -> date:
+    if _DATE.fullmatch(_text(value)) is None:
+        raise ValueError
+    return date.fromisoformat(value)
+
+
+def _instant(value: Any) -> datetime:
+    if len(_text(value)) > _INSTANT_LIMIT_CHARACTERS:
+        raise ValueError
+    moment = datetime.fromisoformat(value)
+    # Without its offset it is another instant in every time zone.
+    if moment.tzinfo is None:
+        raise ValueError
+    return moment
+
+
+# The types that a field can be declared with: how each is read, and how clients are told of it.
+TYPES: Final[dict[str, tuple[Callable[[Any], Part], str]]] = {
+    "text": (_text, "a text of at least one character"),
+    "int": (_whole, "a whole number of at most 40 digits, such as 7"),
+    "decimal": (_decimal, "a number such as 9.50"),
+    "uuid": (_uuid, "a UUID"),
+    "date": (_date, "a date such as 2026-01-31"),
+    "datetime": (_instant, "an instant with its offset, such as 2026-01-31T10:00:00Z"),
+    "bool": (_boolean, "true or false"),
+}
+
+
+def declared_part(name: str, kind: str, value: Any) -> Part:
+    """The value of a field with a declared type; raises `KeyInvalid` for what is none."""
+    read, told = TYPES[kind]
+    try:
+        return read(_as_sent(value))
+    except (ValueError, KeyError, InvalidOperation):
+        raise KeyInvalid(f"the key is made from {name}, which must be sent once, as {told}") from (
+            None
+        )
+
+
+def plain_part(name: str, value: Any) -> Part:
+    """The value of a field without one: a number, a boolean, or text.
+
+    A number counts as one also where it is sent as text, as in a path or a form. Raises
+    `KeyInvalid` for what can be written in several ways and is not written in the plainest, and
+    `InvalidInput` for a value that a framework's converter made and nothing can be compared with.
+    """
+    if type(value) is int and -_INT_LIMIT < value < _INT_LIMIT:
+        return value
+    if type(value) is str and value:
+        return _of_text(name, value)
+    if value is NOT_TAKEN:
+        raise KeyInvalid(f"the key is made from {name}, whose value this endpoint does not take")
+    try:
+        value = _as_sent(value)
+        if isinstance(value, Number):
+            return _of_number(value)
+    except (ValueError, InvalidOperation):
+        raise KeyInvalid(f"the key is made from {name}, whose number is out of range") from None
+    # What a converter made of a text is written in one way.
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, bool):
+        return value
+    if value is None or value is ABSENT or isinstance(value, str | list | dict):
+        raise KeyInvalid(
+            f"the key is made from {name}, which must be sent once, as a text, a number or a "
+            "boolean"
+        )
+    # A text of its own making may tell what changes while the operation runs.
+    raise InvalidInput(
+        f"the key is made from {name}, which the framework gives as a {type(value).__qualname__}: "
+        "declare its type, as in {id:text}, or use a converter that gives text, a number, a UUID "
+        "or a date"
+    )
+
+
+def _as_sent(value: Any) -> Any:
+    """What a framework's converter made of a value, as JSON would say it; else the value itself."""
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, bool | str):
+        return value if isinstance(value, bool) else str(value)
+    if isinstance(value, int):
+        # Not by its digits: Python refuses to write out thousands of them.
+        return Number(str(value if abs(value) < _INT_LIMIT else Decimal(value)))
+    if isinstance(value, float | Decimal):
+        exact = Decimal(repr(value)) if isinstance(value, float) else value
+        if not exact.is_finite():
+            raise ValueError
+        return Number(str(exact))
+    if isinstance(value, datetime):
+        return utc_text(value)
+    if isinstance(value, date | time):
+        return value.isoformat()
+    return str(value) if isinstance(value, UUID | PurePath) else value
+
+
+def _of_number(number: Number) -> Part:
+    value = Decimal(number.text)
+    # `Number` writes no zeros at the end, so a negative exponent means a fraction.
+    is_whole = "e-" not in number.text and value.adjusted() < _DIGITS_LIMIT
+    return int(value) if is_whole else value
+
+
+def _of_text(name: str, text: str) -> Part:
+    if len(text) > TEXT_LIMIT_CHARACTERS:
+        raise KeyInvalid(
+            f"the key is made from {name}, which may have at most {TEXT_LIMIT_CHARACTERS:,} "
+            "characters"
+        )
+    # So many digits may be a UUID without its hyphens.
+    if len(text) != _UUID_CHARACTERS and _PLAIN_NUMBER.fullmatch(text):
+        return _of_number(Number(text))
+    if text in _BOOLEANS:
+        return _BOOLEANS[text]
+    if _has_other_spellings(text):
+        raise KeyInvalid(
+            f"the key is made from {name}, whose value can be written in several ways: send it in "
+            "the plainest, such as 7 and not 07, +7 or 7.0, a UUID in lower case with hyphens, a "
+            "text without blanks around it. An API that means any text declares it, as in "
+            f"{_with_type(name)}"
+        )
+    return text
+
+
+def _has_other_spellings(text: str) -> bool:
+    """Whether it looks like something that applications take in other spellings as well."""
+    if text != text.strip() or not is_normalized("NFC", text):
+        return True
+    if _DIGIT.search(text) is not None and _NUMERIC.fullmatch(text):
+        return True
+    if text.lower() in _BOOLEANS:
+        return True
+    if _INSTANT.match(text):
+        return True  # Z and +00:00 are one offset, and every second has many fractions.
+    digits = _UUID_MARKS.sub("", text.lower())
+    if _UUID_DIGITS.fullmatch(digits) is None:
+        return False
+    return text != str(UUID(digits))
+
+
+def _with_type(name: str) -> str:
+    return f"{name[:-1]}:text}}" if name.endswith("}") else f"{name}:text"

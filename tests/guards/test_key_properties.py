@@ -1,0 +1,62 @@
+"""Properties of keys that are made from requests, each because of a single line."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import FastAPI
+
+from retrysafe import FOREVER, GLOBAL, AsyncIdempotency, Idempotency, MemoryStore
+from retrysafe.contrib.fastapi import Retrysafe, idempotent
+from retrysafe.http import FromFields, Rule, WSGIIdempotencyMiddleware, bearer_token
+from tests.http.driving import ask, ask_wsgi
+
+_BY_ORDER = FromFields("{order}", window=FOREVER)
+_NATURAL = [
+    Rule(path="/orders/{order}", source=_BY_ORDER),
+    Rule(path="/pay", source=FromFields("/order", window=FOREVER)),
+]
+
+
+def _runs(requests) -> int:
+    """How many of these requests run, sent one after the other."""
+    runs = []
+
+    def counted(environ, start_response):
+        runs.append(environ["PATH_INFO"])
+        start_response("201 Created", [])
+        return [b"done"]
+
+    with Idempotency(MemoryStore()) as idem:
+        protected = WSGIIdempotencyMiddleware(counted, idem, caller=bearer_token, rules=_NATURAL)
+        for path, body in requests:
+            ask_wsgi(protected, path=path, key=None, body=body)
+    return len(runs)
+
+
+def test_no_spelling_of_a_value_runs_twice():
+    """Whatever an application makes of 07, it is not run beside 7."""
+    assert _runs([(f"/orders/{text}", b"{}") for text in ("7", "07", "7.0", " 7")]) == 1
+
+
+def test_no_type_of_a_value_runs_twice():
+    """A text that is a number is that number, as it is to most applications."""
+    assert _runs([("/pay", b'{"order":%b}' % text) for text in (b"7", b'"7"', b"7.0")]) == 1
+
+
+def test_no_converted_value_runs_twice():
+    """What the endpoint gets is what the key is made of."""
+    runs = []
+    app = FastAPI()
+    Retrysafe(AsyncIdempotency(MemoryStore()), caller=GLOBAL).install(app)
+
+    @app.post("/{order}", dependencies=[idempotent(source=_BY_ORDER)])
+    async def pay(order: int) -> None:
+        runs.append(order)
+
+    async def run():
+        for path in ("/7", "/07", "/+7"):
+            await ask(app, path=path, key=None)
+
+    asyncio.run(run())
+    assert runs == [7]

@@ -1,0 +1,169 @@
+"""Values of natural keys: one value, one key; what could be a second spelling of it is refused."""
+
+from __future__ import annotations
+
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from enum import Enum
+from pathlib import PurePosixPath
+from uuid import UUID
+
+import pytest
+
+from retrysafe.core.numerals import Number
+from retrysafe.errors import InvalidInput, KeyInvalid
+from retrysafe.http.field_values import (
+    NOT_TAKEN,
+    TEXT_LIMIT_CHARACTERS,
+    TYPES,
+    declared_part,
+    plain_part,
+)
+from tests.attacks.growth import LIMIT, growth
+
+TEN = datetime(2026, 1, 31, 10, tzinfo=UTC)
+SOME_UUID = "0189f7ea-aba0-7c33-ab1f-7fc6ca9b5e2a"
+
+
+class Size(Enum):
+    SMALL = "s"
+    SEVEN = 7
+
+
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [
+        ("c1", "c1"),
+        ("7", 7),
+        ("0", 0),
+        ("-7", -7),
+        ("7.5", Decimal("7.5")),
+        ("true", True),
+        (True, True),
+        (Number("7.0"), 7),
+        (7, 7),
+        (10**40, Decimal(10**40)),
+        (7.0, 7),
+        (7.5, Decimal("7.5")),
+        (Decimal("7.50"), Decimal("7.5")),
+        (Decimal("7.00"), 7),
+        (UUID(SOME_UUID), SOME_UUID),
+        (SOME_UUID, SOME_UUID),
+        (date(2026, 1, 31), "2026-01-31"),
+        ("2026-01-31", "2026-01-31"),
+        (time(10, 0), "10:00:00"),
+        (TEN.astimezone(timezone(timedelta(hours=1))), "2026-01-31T10:00:00+00:00"),
+        (PurePosixPath("a/b"), "a/b"),
+        (Size.SMALL, "s"),
+        (Size.SEVEN, 7),
+        ("1.2.3", "1.2.3"),
+        ("192.168.0.1", "192.168.0.1"),
+        ("2026-01", "2026-01"),
+        ("a b", "a b"),
+        ("\u00e9", "\u00e9"),
+        ("c-07", "c-07"),
+        ("_", "_"),
+        ("-", "-"),
+        ("e", "e"),
+        ("x" * TEXT_LIMIT_CHARACTERS, "x" * TEXT_LIMIT_CHARACTERS),
+    ],
+)  # fmt: skip
+def test_a_value_without_a_type_is_a_number_a_boolean_or_a_text(value, part):
+    """Whichever way it came: as JSON, as text, or converted by a framework."""
+    made = plain_part("/a", value)
+    assert (type(made), made) == (type(part), part)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["07", "00", "+7", "-0", " 7", "7 ", "7\n", "\u30007", "7.0", "7.50", "7.", ".5", "1e3", "1E3",
+     "7e-1", "1_000", "\uff17", "\u0667", "True", "FALSE", " c1", "c1\t", "e\u0301",
+     SOME_UUID.upper(), SOME_UUID.replace("-", ""), f"{{{SOME_UUID}}}", f"urn:uuid:{SOME_UUID}",
+     "1" * 32, "2026-01-31T10:00:00Z", "2026-01-31 10:00", "20260131T100000",
+     "x" * (TEXT_LIMIT_CHARACTERS + 1)],
+)  # fmt: skip
+def test_a_text_that_can_be_another_spelling_is_refused(text):
+    """Nobody knows what the application makes of it: order 7, perhaps, which ran already."""
+    with pytest.raises(KeyInvalid, match=r"the key is made from \{id\}"):
+        plain_part("{id}", text)
+    assert declared_part("{id}", "text", text) == text
+
+
+def test_the_refusal_says_what_to_send_and_what_to_declare():
+    with pytest.raises(KeyInvalid, match=r"7 and not 07.*as in \{id:text\}"):
+        plain_part("{id}", "07")
+    with pytest.raises(KeyInvalid, match="as in /a/b:text"):
+        plain_part("/a/b", "07")
+
+
+@pytest.mark.parametrize("value", [None, "", [], {}, NOT_TAKEN, float("nan"), Decimal("Infinity")])
+def test_what_is_no_value_is_refused(value):
+    with pytest.raises(KeyInvalid, match="/a"):
+        plain_part("/a", value)
+
+
+class Loaded:
+    """What a converter may load from a database; its text changes with it."""
+
+    def __str__(self):
+        return "order 7, open"
+
+
+@pytest.mark.parametrize("value", [Loaded(), b"7", timedelta(1), object()])
+def test_what_a_converter_made_and_is_no_plain_value_is_a_mistake_of_the_server(value):
+    """Its text may change while the operation runs, or with every process."""
+    with pytest.raises(InvalidInput, match="declare its type"):
+        plain_part("{id}", value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "part"),
+    [
+        ("text", ["07"], "07"),
+        ("text", [UUID(SOME_UUID)], SOME_UUID),
+        ("int", ["7", "07", "+7", 7, Number("7.0"), 7.0, Decimal(7), Size.SEVEN], 7),
+        ("int", ["-0", "0", Number("-0.0")], 0),
+        ("decimal", ["9.5", "9.50", "09.5", 9.5, Number("9.50"), Decimal("9.5")], Decimal("9.5")),
+        ("uuid", [SOME_UUID, SOME_UUID.upper(), SOME_UUID.replace("-", ""), UUID(SOME_UUID)],
+         UUID(SOME_UUID)),
+        ("date", ["2026-01-31", date(2026, 1, 31)], date(2026, 1, 31)),
+        ("datetime", ["2026-01-31T10:00:00Z", "2026-01-31 11:00+01:00", "20260131T100000Z", TEN],
+         TEN),
+        ("bool", [True, "true"], True),
+        ("bool", [False, "false"], False),
+    ],
+)  # fmt: skip
+def test_a_declared_type_makes_one_value_of_all_its_spellings(kind, values, part):
+    for value in values:
+        made = declared_part("/a", kind, value)
+        assert (type(made), made) == (type(part), part)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("text", ["", None, 7, True, []]),
+        ("int", ["", "x", " 7", "7.0", "1e3", "1_0", "\uff17", 7.5, Number("7.5"), True, None,
+                 "9" * 41, 10**40, Number("1e999999999"), NOT_TAKEN]),
+        ("decimal", ["", "x", "1e3", ".5", "5.", " 5", True, float("inf"), "9" * 41]),
+        ("uuid", ["", "x", 7, f"{{{SOME_UUID}}}", SOME_UUID[:-1], None]),
+        ("date", ["", "20260131", "2026-02-30", "2026-W05-6", 7, "2026-01-31T10:00:00Z"]),
+        ("datetime", ["", "2026-01-31", "2026-01-31T10:00:00", "x" * 41, 7]),
+        ("bool", ["", "True", "1", 1, 0, None]),
+    ],
+)  # fmt: skip
+def test_a_declared_type_refuses_everything_else(kind, values):
+    for value in values:
+        with pytest.raises(KeyInvalid, match="the key is made from /a, which must be sent once"):
+            declared_part("/a", kind, value)
+
+
+@pytest.mark.parametrize("kind", [None, *TYPES])
+@pytest.mark.parametrize("filler", ["7", "_", " ", "-", "e", "\u0301", ".", "0-", "7.", "\u0344"])
+def test_the_time_for_a_value_grows_in_proportion_to_it(filler, kind):
+    """Clients choose these texts; one that took the square of its length would hold the loop."""
+
+    def work(text):
+        plain_part("/a", text) if kind is None else declared_part("/a", kind, text)
+
+    assert growth(lambda n: (filler * n)[:n] + "x", work, 8_000) < LIMIT
