@@ -16,18 +16,6 @@ KEY_GUARDS: tuple[Guard, ...] = (
         properties.test_no_spelling_of_a_value_runs_twice,
     ),
     Guard(
-        "a text that is a number is that number in a natural key",
-        "order 7 runs once for a client that sends a number and once for one that sends a text",
-        (
-            InCode(
-                field_values._of_text,
-                "len(text) != _UUID_CHARACTERS and _PLAIN_NUMBER.fullmatch(text)",
-                "text is None",
-            ),
-        ),
-        properties.test_no_type_of_a_value_runs_twice,
-    ),
-    Guard(
         "a natural key is made of what FastAPI converts",
         "order 7 runs once more for each spelling that the endpoint's int takes",
         (
