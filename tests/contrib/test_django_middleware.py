@@ -346,6 +346,15 @@ def test_no_spelling_passes_a_rule_by(world):
         assert (lower.json(), is_replay(lower)) == ({"run": 1}, True)
 
 
+@pytest.mark.parametrize("path", ["/raising/missing", "/async-raising/missing"])
+def test_a_404_of_a_view_is_kept_at_any_spelling(world, path):
+    """The rule is spelled with a slash and the route without: the view has run."""
+    with open_shop(world, middleware=LIST, RULES=[Rule(path=f"{path}/")]) as shop:
+        replies = [shop.post(path) for _ in range(2)]
+        assert [reply.status_code for reply in replies] == [404, 404]
+        assert ([is_replay(reply) for reply in replies], len(shop.till.runs)) == ([False, True], 1)
+
+
 @pytest.mark.parametrize("path", ["/plain", "/async-plain"])
 def test_a_key_that_no_rule_looks_at_is_told_of(world, path, caplog):
     """Once for each route; not for a view that carries its own rule."""

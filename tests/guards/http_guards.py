@@ -8,6 +8,7 @@ from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.asgi_run import AppRun
 from retrysafe.http.held import Held
 from retrysafe.http.routes import RouteTable
+from retrysafe.http.rules import StatusRule
 from retrysafe.http.unprotected import UnprotectedRuns
 from retrysafe.http.wsgi import WSGIIdempotencyMiddleware
 from tests.guards import test_http_properties as properties
@@ -110,6 +111,18 @@ HTTP_GUARDS: tuple[Guard, ...] = (
             ),
         ),
         properties.test_no_spelling_of_a_method_runs_twice,
+    ),
+    Guard(
+        "only what no endpoint answered frees the key of another spelling",
+        "an endpoint that answers 404 after its work runs again, as often as it is sent",
+        (
+            InCode(
+                StatusRule.ending_beside,
+                "if response.is_unserved and status in",
+                "if status in",
+            ),
+        ),
+        properties.test_an_endpoint_that_answers_404_does_not_run_again,
     ),
     Guard(
         "a run without a claim is remembered by its process",

@@ -247,6 +247,23 @@ def test_no_spelling_of_a_method_runs_twice():
     assert len(_sent(MemoryStore(), [("post", "/charges"), ("post", "/charges")])) == 1
 
 
+def test_an_endpoint_that_answers_404_does_not_run_again():
+    """Reached by another spelling than the rule's, it has done its work all the same."""
+    runs = []
+
+    def app(environ, start_response):
+        runs.append(1)
+        start_response("404 Not Found", [])
+        return [b"done"]
+
+    with Idempotency(MemoryStore()) as idem:
+        rules = [Rule(path="/charges")]
+        protected = WSGIIdempotencyMiddleware(app, idem, caller=bearer_token, rules=rules)
+        for _ in range(2):
+            ask_wsgi(protected, path="/charges/")
+    assert len(runs) == 1
+
+
 def test_a_run_without_a_claim_is_not_run_again():
     """While the store is down, the process itself remembers."""
     store = FaultyStore(MemoryStore())

@@ -304,9 +304,13 @@ def test_a_path_is_covered_by_a_rule_that_is_off():
 
 @pytest.mark.parametrize("status", [301, 404, 405])
 def test_a_spelling_that_is_not_served_does_not_take_the_key(status):
-    """Beside the rule's own spelling these free the key, unless they are named as kept."""
+    """Beside the rule's own spelling these free the key, unless they are named as kept.
+
+    What an endpoint answers is what it came to, by whatever spelling it was reached.
+    """
     rule = StatusRule()
-    response = Response(status, [], b"")
+    assert rule.ending_beside(Response(status, [], b"")) is not Ending.RELEASED
+    response = Response(status, [], b"", is_unserved=True)
     assert rule.ending_of(response) is not Ending.RELEASED
     assert rule.ending_beside(response) is Ending.RELEASED
     assert StatusRule(kept=[status]).ending_beside(response) is not Ending.RELEASED

@@ -20,6 +20,7 @@ from retrysafe.http.exchange import UNPROTECTED, Plan
 from retrysafe.http.held import Held, is_from_stream, passes_at_once
 from retrysafe.http.request import PROTECTED_NAME
 from retrysafe.http.responses import Response
+from retrysafe.http.unserved import is_told, is_unserved
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -93,6 +94,7 @@ class AppRun:
         "_is_body_given",
         "_is_ended",
         "_is_gone",
+        "_is_route_told",
         "_late_error",
         "_news",
         "_receive",
@@ -140,6 +142,8 @@ class AppRun:
         # Whether the response is sent as it comes, and whether there is anybody to send it to.
         self.is_passing = False
         self._is_gone = False
+        # Whether the scope is going to say if the application has found an endpoint.
+        self._is_route_told = False
         self.is_left = False
         # Opens when the response that passes is remembered as done, and not a byte earlier.
         self._gate: asyncio.Future[None] | None = None
@@ -169,6 +173,8 @@ class AppRun:
         # The same scope, not a copy: middlewares around us read what routers write into it.
         scope.setdefault("state", {})["idempotency"] = attempt
         request = self.plan.request
+        if self.plan.route.is_beside:
+            self._is_route_told = is_told(scope)
         scope[PROTECTED_NAME] = (request.method, request.path)
         extensions = scope.get("extensions")
         if extensions and not extensions.keys().isdisjoint(_HIDDEN_EXTENSIONS):
@@ -317,6 +323,8 @@ class AppRun:
 
     def _finish_response(self, body: bytes, doubt: str = "") -> None:
         response = Response(self._status, self._headers, body, self.is_passing, doubt)
+        if self._is_route_told:
+            response.is_unserved = is_unserved(self._scope)
         self.response = response
         complete = self._complete
         assert complete is not None

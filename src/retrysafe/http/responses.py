@@ -104,6 +104,8 @@ class Response:
     is_streamed: bool = False
     # Why this response is sent and not stored; empty for one that may be.
     doubt: str = ""
+    # Whether no endpoint was found for the request; said only where it changes what is kept.
+    is_unserved: bool = False
 
 
 class ResponseCodec:

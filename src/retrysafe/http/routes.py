@@ -35,6 +35,7 @@ class Route:
         "codec",
         "fingerprint",
         "has_header_key",
+        "is_beside",
         "is_required",
         "judge",
         "operations",
@@ -66,12 +67,15 @@ class Route:
             method: (rule.name or f"{method} {shown}")[:_NAME_LIMIT_CHARACTERS]
             for method in rule.methods
         }
+        # Whether it is for paths that are not spelled like the rule's.
+        self.is_beside = False
         self._beside: Route | None = None
 
     def beside(self) -> Route:
         """The same for a path that is not spelled like the rule's: what is kept differs."""
         if self._beside is None:
             twin = copy(self)
+            twin.is_beside = True
             twin.judge = self.rule.stored.ending_beside
             self._beside = twin
         return self._beside

@@ -121,10 +121,11 @@ class StatusRule:
     def ending_beside(self, response: Any) -> Ending:
         """The same for a path that is not spelled like the rule's.
 
-        Most frameworks do not serve it: the key must be free for the path that they do serve.
+        Most frameworks do not serve it: the key must be free for the path that they do serve. Where
+        an endpoint was found all the same, this is what it came to.
         """
         status = response.status
-        if status in _NOT_SERVED and status not in self.kept:
+        if response.is_unserved and status in _NOT_SERVED and status not in self.kept:
             return Ending.RELEASED
         return self.ending(status)
 

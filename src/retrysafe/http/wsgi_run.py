@@ -16,6 +16,7 @@ from retrysafe.http.exchange import UNPROTECTED, Plan
 from retrysafe.http.held import Held, passes_at_once
 from retrysafe.http.request import PROTECTED_NAME
 from retrysafe.http.responses import Header, Response
+from retrysafe.http.unserved import is_told, is_unserved
 
 Environ = dict[str, Any]
 Write = Callable[[bytes], object]
@@ -40,6 +41,8 @@ class WsgiRun:
         "_headers",
         "_held",
         "_is_gone",
+        "_is_route_told",
+        "_is_unserved",
         "_lines",
         "_passes_at_once",
         "_pieces",
@@ -73,6 +76,9 @@ class WsgiRun:
         # The server's own way to write, for an application that writes by itself.
         self._write: Write | None = None
         self._is_gone = False
+        # Whether the environ is going to say if the application has found an endpoint, and did.
+        self._is_route_told = False
+        self._is_unserved = False
         self.has_begun = False
         self.is_passing = False
         self.response: Response | None = None
@@ -89,6 +95,7 @@ class WsgiRun:
         environ, request = self._environ, self._plan.request
         environ[ATTEMPT_NAME] = attempt
         environ[PROTECTED_NAME] = (request.method, request.path)
+        self._is_route_told = self._plan.route.is_beside and is_told(environ)
         is_whole = True
         try:
             is_whole = self._collect()
@@ -109,6 +116,7 @@ class WsgiRun:
             self._lines,
             b"" if is_streamed else self._body(),
             is_streamed,
+            is_unserved=self._is_unserved,
         )
         return self.response
 
@@ -158,6 +166,8 @@ class WsgiRun:
             (name.encode("latin-1").lower(), text.encode("latin-1")) for name, text in headers
         ]
         self._passes_at_once = passes_at_once(self._plan, self._lines)
+        # Now, because Flask takes its mark away when it has returned.
+        self._is_unserved = self._is_route_told and is_unserved(self._environ)
         self._held = None
         return self._write_out
 

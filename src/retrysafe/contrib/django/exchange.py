@@ -34,6 +34,7 @@ from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Header, Response, response_of
 from retrysafe.http.routes import Route
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
+from retrysafe.http.unserved import UNSERVED_NAME
 from retrysafe.http.wsgi import request_of
 from retrysafe.http.wsgi_run import ATTEMPT_NAME
 from retrysafe.runtime.blocking import BlockingIdempotency
@@ -269,12 +270,14 @@ def answer(
                 if answering is None:
                     raise
                 native = answering(error)
-            return captured(
+            native, response = captured(
                 native,
                 plan,
                 lambda: _rendered(native, request),
                 is_on_loop=hasattr(plain, "scope"),
             )
+            response.is_unserved = plain.resolver_match is None
+            return native, response
         finally:
             _serving.reset(token)
 
@@ -318,7 +321,7 @@ async def plan_on_loop(
 async def serve_view(scope: Scope, receive: Receive, send: Send) -> None:
     """The application that the ASGI middleware protects: one view."""
     del receive  # The view has its request already.
-    await scope[_RUN_NAME].serve(scope["state"].get("idempotency"), send)
+    await scope[_RUN_NAME].serve(scope, send)
 
 
 async def _nothing_more() -> Message:
@@ -353,11 +356,11 @@ class _TaskRun:
         self._headers: list[Header] = []
         self._body = b""
 
-    async def serve(self, attempt: Attempt | AtomicAttempt | None, send: Send) -> None:
+    async def serve(self, scope: Scope, send: Send) -> None:
         """Runs the view and sends what it answers."""
         request = self._plan.request.host
         plain = django_request(request)
-        plain.idempotency = attempt
+        plain.idempotency = scope["state"].get("idempotency")
         plain.is_run_by_retrysafe = True
         _serving.set(request)  # The task has a context of its own.
         try:
@@ -372,6 +375,7 @@ class _TaskRun:
             native, self._plan, lambda: _rendered(native, request)
         )
         self._response = response
+        scope[UNSERVED_NAME] = plain.resolver_match is None
         start: Message = {
             "type": "http.response.start",
             "status": response.status,
