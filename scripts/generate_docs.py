@@ -211,8 +211,11 @@ state at one instant, seen through its lease and its active window.
 because its answer was lost; "other token" is a write by somebody who no longer holds the key.
 
 {decisions}
-A takeover whose attempt number is over the policy's `attempt_limit` runs nothing: the record is
-settled as failed at once, and that failure (`AttemptsExhausted`) is replayed.
+A takeover counts how the attempt before it ended: an abandoned one crashed, any other ended with a
+word. After `attempt_limit` crashes a takeover runs nothing: the record is settled as failed at
+once, and that failure (`AttemptsExhausted`) is replayed. The same holds after `release_limit`
+attempts that ended with a word, where the policy sets that limit. An operator's release starts both
+counts anew.
 
 ## Changes of condition
 

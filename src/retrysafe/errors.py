@@ -176,9 +176,9 @@ class OperationFailed(RetrysafeError):
 
 
 class AttemptsExhausted(OperationFailed):
-    """Every allowed attempt crashed or failed, so the operation is not run again.
+    """As many attempts as allowed crashed, or freed the key, so the operation is not run again.
 
-    The message names the last failure that an attempt has left in the store, if one has.
+    The message names the limit, and the last failure that an attempt has left in the store.
     """
 
 

@@ -208,7 +208,7 @@ def test_used_up_attempts_are_not_tried_atomically_either(shop, idem, connection
     def operation():
         raise OSError
 
-    once = Policy(attempt_limit=1)
+    once = Policy(release_limit=1)
     with pytest.raises(OSError):
         idem.run("order-1", operation, name="", request=None, policy=once)
     with pytest.raises(AttemptsExhausted), idem.atomic(connection, "order-1", policy=once):

@@ -220,6 +220,13 @@ def test_used_up_attempts_are_told_and_nothing_is_written():
     assert made.kinds == ["exhausted"]
 
 
+def test_attempts_that_freed_the_key_are_not_used_up():
+    """They ended with a word, so the block runs after any number of them."""
+    changes = {"attempt": 10, "releases": 9, "state": State.RELEASED, "expires_at_ms": 10**12}
+    made = Made(pending(FakeTransaction(), **changes)).enter()
+    assert made.block.attempt == 11
+
+
 def test_a_block_without_an_outcome_is_undone():
     """A forgotten complete() must not commit the business write without its outcome."""
     made = Made().enter()

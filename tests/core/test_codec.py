@@ -114,7 +114,7 @@ def test_bodies_that_claim_to_be_json_are_json():
     for payload in (
         *(CODEC.encode(value) for value in ({}, (1,), Plain(1), Struct(1), Model(a=1))),
         codec.encode_failure(Declined("x"), ROOMY),
-        codec.exhausted(3),
+        codec.exhausted("attempt_limit", 3),
         codec.withheld("reason"),
     ):
         assert payload.form in codec.JSON_FORMS
@@ -600,20 +600,28 @@ def test_what_freed_a_key_is_told_in_words(payload, told):
 
 def test_how_the_attempts_ended_is_part_of_the_stored_failure():
     """Bounded like every message, however long the last failure was."""
-    payload = codec.exhausted(5, "the last failure: OSError: no")
+    payload = codec.exhausted("attempt_limit", 5, "the last failure: OSError: no")
     message = str(codec.decode_failure(payload, (), "k-1"))
-    assert message.startswith("all 5 attempts")
+    assert message.startswith("attempt_limit=5 is reached")
     assert message.endswith("; the last failure: OSError: no")
-    endless = codec.exhausted(5, "x" * 1_000_000)
+    endless = codec.exhausted("attempt_limit", 5, "x" * 1_000_000)
     message = str(codec.decode_failure(endless, (), "k-1"))
     assert len(message) == codec.MESSAGE_LIMIT_CHARACTERS
-    assert message.startswith("all 5 attempts")
+    assert message.startswith("attempt_limit=5 is reached")
 
 
-def test_exhausted_operations_say_how_often_they_were_tried():
-    error = codec.decode_failure(codec.exhausted(5), (), "k-1")
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        ("attempt_limit", "attempt_limit=5 is reached: so many attempts crashed;"),
+        ("release_limit", "release_limit=5 is reached: so many attempts failed and freed the key;"),
+    ],
+)
+def test_exhausted_operations_say_which_limit_they_reached(limit, told):
+    """Who reads it knows which setting to look at, and what the attempts did."""
+    error = codec.decode_failure(codec.exhausted(limit, 5), (), "k-1")
     assert type(error) is AttemptsExhausted
-    assert "all 5 attempts" in str(error)
+    assert str(error).startswith(told)
     assert error.key == "k-1"
 
 

@@ -449,7 +449,7 @@ def test_attempts_are_limited_and_the_last_claim_runs_nothing():
         die(world, policy=twice)
         world.clock.advance(30)
     process = world.first
-    with pytest.raises(AttemptsExhausted, match="all 2 attempts"):
+    with pytest.raises(AttemptsExhausted, match="attempt_limit=2 is reached"):
         process.answer(call(policy=twice))
     assert world.ran == [1, 2]
     assert state(world) is State.FAILED
@@ -461,15 +461,47 @@ def test_attempts_are_limited_and_the_last_claim_runs_nothing():
     assert world.ran == [1, 2]
 
 
-def test_failed_attempts_count_as_well():
+def test_attempts_that_ended_with_a_word_do_not_count_against_the_limit_of_crashes():
+    """Ten outages in a row do not end a key for good, and their number is still counted."""
     world = World()
     process = world.first
     once = Policy(attempt_limit=1)
-    with pytest.raises(ConnectionError):
-        process.answer(call(policy=once), process.raising(ConnectionError()))
-    with pytest.raises(AttemptsExhausted):
-        process.answer(call(policy=once))
-    assert world.ran == [1]
+    for _ in range(12):
+        with pytest.raises(ConnectionError):
+            process.answer(call(policy=once), process.raising(ConnectionError()))
+    assert process.answer(call(policy=once)).attempt == 13
+
+
+def test_releases_have_a_limit_for_those_who_want_one():
+    """It counts what freed the key, and no crash; the message names it."""
+    world = World()
+    process = world.first
+    policy = Policy(attempt_limit=2, release_limit=2)
+    die(world, policy=policy)
+    world.clock.advance(30)
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            process.answer(call(policy=policy), process.raising(ConnectionError()))
+    with pytest.raises(AttemptsExhausted, match="release_limit=2 is reached"):
+        process.answer(call(policy=policy))
+    assert world.ran == [1, 2, 3]
+    assert state(world) is State.FAILED
+    drive(world.store.operate(call().key, OperatorCommand.RELEASE))
+    assert process.answer(call(policy=policy)).attempt == 1
+
+
+def test_crashes_between_releases_still_end_at_their_limit():
+    """An operation that kills its workers now and then is given up like one that always does."""
+    world = World()
+    twice = Policy(attempt_limit=2)
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            world.first.answer(call(policy=twice), world.first.raising(ConnectionError()))
+        die(world, policy=twice)
+        world.clock.advance(30)
+    with pytest.raises(AttemptsExhausted, match="attempt_limit=2 is reached"):
+        world.first.answer(call(policy=twice))
+    assert world.ran == [1, 2, 3, 4]
 
 
 def exhausted(world, policy):
@@ -487,13 +519,13 @@ def exhausted(world, policy):
 def test_giving_up_tells_the_last_failure_that_was_stored():
     """Also when a later attempt died without a word: its number shows that."""
     world = World()
-    thrice = Policy(attempt_limit=3)
+    policy = Policy(attempt_limit=1)
     for error in (ConnectionError("refused"), TimeoutError("read timed out")):
         with pytest.raises(type(error)):
-            world.first.answer(call(policy=thrice), world.first.raising(error))
-    die(world, policy=thrice)
+            world.first.answer(call(policy=policy), world.first.raising(error))
+    die(world, policy=policy)
     world.clock.advance(30)
-    assert exhausted(world, thrice) == (
+    assert exhausted(world, policy) == (
         "the last failure that was stored, of attempt 2: TimeoutError: read timed out"
     )
 

@@ -279,9 +279,29 @@ def test_every_operator_command_is_an_event(command):
     assert machine.operator_event(command).value == f"operator {command.value}"
 
 
-@pytest.mark.parametrize(("attempt", "is_exhausted"), [(1, False), (3, False), (4, True)])
-def test_the_limit_itself_is_still_an_attempt(attempt, is_exhausted):
-    assert machine.is_exhausted(attempt, 3) is is_exhausted
+@pytest.mark.parametrize(
+    ("attempt", "releases", "limit"),
+    [
+        (1, 0, None),
+        (3, 0, None),
+        (4, 0, "attempt_limit"),
+        # What ended with a word does not count against the limit of crashes, nor a crash against
+        # that of releases.
+        (4, 1, None),
+        (5, 1, "attempt_limit"),
+        (4, 2, "release_limit"),
+        (6, 2, "attempt_limit"),
+    ],
+)
+def test_each_limit_counts_its_own_attempts(attempt, releases, limit):
+    """The limit itself is still an attempt, and each limit says that it is the one."""
+    counted = machine.exhausted_limit(attempt, releases, attempt_limit=3, release_limit=2)
+    assert counted == limit
+
+
+def test_releases_are_not_limited_unless_the_policy_says_so():
+    """An outage of a week must not end a key for good."""
+    assert machine.exhausted_limit(100, 99, attempt_limit=1, release_limit=None) is None
 
 
 def test_stored_numbers_never_change():

@@ -195,6 +195,22 @@ def test_a_worker_gives_up_at_the_attempt_limit():
     assert world.ran == [1]
 
 
+def test_the_failures_of_a_worker_end_at_the_attempt_limit():
+    """It frees no key, so what it runs in vain is left to its lease and counts as a crash."""
+    world = World()
+    abandoned(world)
+    policy = Policy(attempt_limit=3)
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            world.first.answer(
+                recovering(world, policy=policy), world.first.raising(ConnectionError("down"))
+            )
+        world.clock.advance(policy.lease.total_seconds())
+    with pytest.raises(AttemptsExhausted, match="attempt_limit=3 is reached"):
+        world.first.answer(recovering(world, policy=policy))
+    assert world.ran == [1, 2, 3]
+
+
 def test_a_worker_goes_on_from_the_last_step():
     world = World()
     effects = Effects()

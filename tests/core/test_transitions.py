@@ -257,15 +257,38 @@ def test_an_operator_writes_only_what_the_table_applies(item, command):
 
 
 @pytest.mark.parametrize("command", [OperatorCommand.RELEASE, OperatorCommand.FORCE_RELEASE])
-@pytest.mark.parametrize("old", [record(attempt=9), record(State.FAILED, attempt=9)])
+@pytest.mark.parametrize(
+    "old", [record(attempt=9, releases=4), record(State.FAILED, attempt=9, releases=8)]
+)
 def test_an_operators_release_gives_all_attempts_back(command, old):
     """Else an exhausted record would be exhausted again by the very next claim."""
     made, decision = transitions.operate(old, command, LATER)
     assert decision is Decision.APPLY
-    assert (made.state, made.attempt, made.settled_at_ms) == (State.RELEASED, 0, LATER)
+    assert (made.state, made.attempt, made.releases) == (State.RELEASED, 0, 0)
+    assert made.settled_at_ms == LATER
     assert made.expires_at_ms == LATER + OPERATOR_RELEASE_KEPT_MS
     _, answer = transitions.claim(made, request(OTHER_TOKEN), LATER)
-    assert (answer.decision, answer.attempt) == (Decision.TAKE_OVER, 1)
+    assert (answer.decision, answer.attempt, answer.releases) == (Decision.TAKE_OVER, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("old", "token", "counted"),
+    [
+        (record(State.RELEASED, attempt=3, releases=1), OTHER_TOKEN, (4, 2)),
+        (record(attempt=3, releases=1), OTHER_TOKEN, (4, 1)),
+        # Its own claim again, which never started.
+        (record(attempt=3, releases=1), TOKEN, (3, 1)),
+        # As a release of retrysafe leaves it that does not know this count.
+        (record(State.RELEASED, attempt=0, releases=5), OTHER_TOKEN, (1, 0)),
+        (record(attempt=1, releases=5), OTHER_TOKEN, (2, 1)),
+    ],
+)
+def test_a_takeover_counts_how_the_attempt_before_it_ended(old, token, counted):
+    """With a word, without one, or not at all; never more words than there were attempts."""
+    made, answer = transitions.claim(old, request(token), LATER)
+    assert answer.decision is Decision.TAKE_OVER
+    assert (answer.attempt, answer.releases) == counted
+    assert (made.attempt, made.releases) == counted
 
 
 def test_an_operators_release_never_shortens_a_longer_window():

@@ -275,7 +275,11 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "attempt limit",
         "an operation that kills its worker kills every worker, one after the other",
-        (InCode(machine.is_exhausted, "return attempt > attempt_limit", "return False"),),
+        (
+            InCode(
+                machine.exhausted_limit, "if attempt - 1 - releases >= attempt_limit:", "if False:"
+            ),
+        ),
         properties.test_attempts_end_at_their_limit,
         (Invariant.ATTEMPT_LIMIT,),
     ),

@@ -321,7 +321,7 @@ def test_errors_of_retrysafe_inside_the_application_are_its_own(make_subject):
 
 def test_attempts_end_at_the_limit(make_subject):
     """An operation that keeps failing is given up with a problem of its own."""
-    subject = make_subject(rules=[Rule(policy=Policy(attempt_limit=1))])
+    subject = make_subject(rules=[Rule(policy=Policy(release_limit=1))])
     subject.shop.status = 500
     subject.ask()
     reply = subject.ask()
@@ -332,7 +332,7 @@ def test_attempts_end_at_the_limit(make_subject):
 def test_the_last_failure_of_an_operation_that_was_given_up_is_not_for_clients(make_subject):
     """It is in the log and in the store; the problem's words stay those of the policy page."""
     events = []
-    rules = [Rule(policy=Policy(attempt_limit=1))]
+    rules = [Rule(policy=Policy(release_limit=1))]
     subject = make_subject(rules=rules, face={"observers": [events.append]})
     subject.shop.error = LookupError("ledger.internal refused user pay_rw")
     with pytest.raises(LookupError):

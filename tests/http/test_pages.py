@@ -210,7 +210,7 @@ def test_the_status_is_read_without_the_audit(make_subject):
     [
         (Policy(outcome_limit_bytes=5), "outcome-unavailable"),
         (Policy(unlisted=Ending.FAILED), "operation-failed"),
-        (Policy(attempt_limit=1), "attempts-exhausted"),
+        (Policy(release_limit=1), "attempts-exhausted"),
     ],
 )
 def test_the_status_of_an_operation_without_a_response(make_subject, policy, slug):

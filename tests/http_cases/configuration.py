@@ -72,7 +72,7 @@ RULES = (
         in_flight=ACCEPT,
         wait=True,
     ),
-    Rule(path="/twice", policy=POLICY.with_changes(attempt_limit=2)),
+    Rule(path="/twice", policy=POLICY.with_changes(release_limit=2)),
     Rule(path="/final", policy=POLICY.with_changes(unlisted=Ending.FAILED)),
     Rule(path="/statuses", stored=StatusRule(kept={503}, freed={404})),
     Rule(path="/totals", headers=("X-Total",)),

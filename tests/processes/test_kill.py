@@ -156,7 +156,7 @@ def test_operation_that_kills_its_workers_is_given_up(start, database, ledger):
         assert start(_die_inside, database, ledger).exit_code() == -signal.SIGKILL
     for _ in range(2):
         told = start(_die_inside, database, ledger).result()
-        assert "all 2 attempts crashed or failed" in told
+        assert "attempt_limit=2 is reached" in told
         assert told.endswith("none of them left an error in the store")
     assert len(noted(ledger)) == 2
     with Idempotency(f"sqlite:///{database}", caller="owner") as idem:

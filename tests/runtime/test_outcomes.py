@@ -272,13 +272,13 @@ def test_nearest_declared_class_decides(subject, url):
 def test_attempts_run_out(subject, url):
     """After the limit the operation is given up for good, also for later calls."""
     events = []
-    face = subject(url, policy=Policy(attempt_limit=3), observers=[events.append], cache=False)
+    face = subject(url, policy=Policy(release_limit=3), observers=[events.append], cache=False)
     operation = Calls(*(ConnectionError(str(number)) for number in range(10)))
     for number in range(3):
         with pytest.raises(ConnectionError, match=str(number)):
             face.run(KEY, operation, request="r")
     for _ in range(2):
-        with pytest.raises(AttemptsExhausted, match="all 3 attempts") as caught:
+        with pytest.raises(AttemptsExhausted, match="release_limit=3 is reached") as caught:
             face.run(KEY, operation, request="r")
         assert str(caught.value).endswith("stored, of attempt 3: ConnectionError: 2")
         assert caught.value.key == KEY.text

@@ -36,6 +36,10 @@ class Unstorable:
     def __init__(self, text: str) -> None:
         self.text = text
 
+    def __repr__(self) -> str:
+        # Without an address: the trace of a seed is the same in every process.
+        return f"Unstorable({self.text!r})"
+
 
 def text_of(value: object) -> str:
     """Which run a value is from."""

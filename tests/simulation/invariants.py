@@ -81,11 +81,13 @@ FITTING_CLOSE = {
 class Life:
     """One life of a key, from its admission to its expiry or an operator's release."""
 
-    __slots__ = ("granted", "started")
+    __slots__ = ("granted", "released", "started")
 
     def __init__(self) -> None:
         self.granted = 0
         self.started = 0
+        # How many of its attempts freed the key; the others crashed, or have not ended.
+        self.released = 0
 
 
 class Grant:
@@ -98,6 +100,7 @@ class Grant:
         "life",
         "moment",
         "number",
+        "released",
         "request",
         "taken_over_at_ms",
     )
@@ -106,6 +109,8 @@ class Grant:
         life.granted += 1
         self.life = life
         self.number = life.granted
+        # How many attempts before this one freed the key.
+        self.released = life.released
         self.request = request
         self.claimed_at_ms = claimed_at_ms
         self.lease_ends_at_ms = lease_ends_at_ms
@@ -183,8 +188,14 @@ class Stored:
 class Ledger:
     """Everything that happened, and the first thing that must not have."""
 
-    def __init__(self, attempt_limits: dict[str, int], request_of: dict[bytes, int]) -> None:
+    def __init__(
+        self,
+        attempt_limits: dict[str, int],
+        release_limits: dict[str, int | None],
+        request_of: dict[bytes, int],
+    ) -> None:
         self._attempt_limits = attempt_limits
+        self._release_limits = release_limits
         self._request_of = request_of
         self.truths: dict[str, Truth] = {}
         # Which requests a key was ever admitted for, over all its lives.
@@ -264,17 +275,23 @@ class Ledger:
                 grant.execution = earlier.execution
             self.grants[token] = grant
             self.truths[key] = Truth(token, grant)
-            if grant.number > self._attempt_limits[key]:
+            if self._is_over(key, grant.number - grant.released, grant.released):
                 self.spent_tokens.add(token)
-            if answer.attempt != grant.number:
+            counted, should_be = (answer.attempt, answer.releases), (grant.number, grant.released)
+            if counted != should_be:
                 self.violated(
                     Invariant.ATTEMPT_LIMIT,
-                    f"{key}: attempt {answer.attempt}, should be {grant.number}",
+                    f"{key}: attempt and releases {counted}, should be {should_be}",
                 )
         elif decision is Decision.REPLAY:
             assert truth is not None
             if answer.payload != truth.payload:
                 self.violated(Invariant.REPLAY_EXACT, f"{key}: the store replays another payload")
+
+    def _is_over(self, key: str, unreleased: int, released: int) -> bool:
+        """Whether a limit forbids the last of so many attempts that have not freed the key."""
+        limit = self._release_limits[key]
+        return unreleased > self._attempt_limits[key] or (limit is not None and released >= limit)
 
     @staticmethod
     def _expected(truth: Truth | None, request: int, token: bytes, now_ms: int) -> Decision:
@@ -313,11 +330,12 @@ class Ledger:
         execution = Execution(key, token, number, caller, process, grant, text)
         grant.execution = execution
         grant.life.started += 1
-        limit = self._attempt_limits[key]
+        life = grant.life
         # Runs are counted, not claims: a late copy of a claim may use up a number without a run.
-        if grant.life.started > limit:
+        if self._is_over(key, life.started - grant.released, grant.released):
             self.violated(
-                Invariant.ATTEMPT_LIMIT, f"{key}: run {grant.life.started} of {limit} started"
+                Invariant.ATTEMPT_LIMIT,
+                f"{key}: run {life.started} started, {grant.released} have freed the key",
             )
         if grant.request != request:
             self.violated(Invariant.SAME_REQUEST, f"{key}: ran under another request's claim")
@@ -369,6 +387,7 @@ class Ledger:
         if expected is Decision.APPLY:
             assert truth is not None
             truth.status = SETTLED_STATUS[row.kind]
+            truth.grant.life.released += truth.status is Status.RELEASED
             truth.expires_at_ms = now_ms + row.active_ms
             truth.payload = row.payload
             assert row.payload is not None

@@ -20,6 +20,8 @@ LEASE_SECONDS = 1.0
 LEASE_MS = 1000
 KEYS = tuple(Key(f"k{number}", caller="tenant") for number in range(3))
 ATTEMPT_LIMITS = (1, 2, 3)
+# Beside each of them: how many attempts may free the key; None for any number.
+RELEASE_LIMITS: dict[int, int | None] = {1: 2, 2: None, 3: 1}
 
 
 def _request(number: int) -> tuple[Fingerprint, Fingerprint]:
@@ -45,6 +47,7 @@ def _policy(
         active_window=timedelta(seconds=active_seconds),
         audit_window=timedelta(days=30),
         attempt_limit=attempt_limit,
+        release_limit=RELEASE_LIMITS[attempt_limit],
         in_flight=in_flight,
         wait_limit=timedelta(seconds=wait_seconds),
         # Long enough for a few tries, short enough that giving up is seen as well.

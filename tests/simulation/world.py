@@ -60,6 +60,7 @@ from tests.simulation.scenario import (
     LEASE_SECONDS,
     PATIENT,
     POLICIES,
+    RELEASE_LIMITS,
     REQUEST_OF,
     REQUESTS,
     CallerPlan,
@@ -163,7 +164,12 @@ class World:
         self.plan.has_worker = Random(f"worker {seed}").random() < WORKER_RATE
         self.scheduler = Scheduler(self.random, self.plan.tick_ms)
         self.ledger = Ledger(
-            {KEYS[number].text: limit for number, limit in enumerate(self.plan.limits)}, REQUEST_OF
+            {KEYS[number].text: limit for number, limit in enumerate(self.plan.limits)},
+            {
+                KEYS[number].text: RELEASE_LIMITS[limit]
+                for number, limit in enumerate(self.plan.limits)
+            },
+            REQUEST_OF,
         )
         self.report = Reporter(self._reported)
         self.store = MemoryStore(now_ms=self.store_now_ms)

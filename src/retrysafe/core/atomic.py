@@ -16,7 +16,6 @@ from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind, Reporter
 from retrysafe.core.framing import Part
 from retrysafe.core.keys import checked_secret, child_key
-from retrysafe.core.machine import is_exhausted
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
@@ -144,11 +143,11 @@ class AtomicBlock:
                 self.replayed = True
                 self.replayed_payload = answer.payload
                 self.replayed_ms = answer.remaining_ms
-            elif is_exhausted(answer.attempt, self.call.policy.attempt_limit):
+            elif limit := self.call.policy.exhausted_limit(answer.attempt, answer.releases):
                 # Not stored: the error rolls the user's transaction back, and the next caller
                 # finds the same number of attempts and is told the same.
                 self._tell(EventKind.EXHAUSTED)
-                exhausted = codec.exhausted(self.call.policy.attempt_limit)
+                exhausted = codec.exhausted(limit, getattr(self.call.policy, limit))
                 raise codec.decode_failure(exhausted, (), self.call.key.text)
         except BaseException:
             await self._undo()

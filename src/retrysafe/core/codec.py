@@ -204,9 +204,16 @@ def bounded(payload: Payload, limit_bytes: int) -> Payload:
     )
 
 
-def exhausted(attempt_limit: int, ending: str = "") -> Payload:
-    """The failure of an operation that used up its attempts, and how they ended if it is known."""
-    message = f"all {attempt_limit} attempts crashed or failed; the operation is not run again"
+# What attempts did that count against a limit of the policy.
+_COUNTED: Final = {"attempt_limit": "crashed", "release_limit": "failed and freed the key"}
+
+
+def exhausted(limit: str, count: int, ending: str = "") -> Payload:
+    """The failure of an operation that reached the limit of that name, and how it last ended."""
+    message = (
+        f"{limit}={count} is reached: so many attempts {_COUNTED[limit]}; the operation is not "
+        "run again"
+    )
     if ending:
         message = f"{message}; {ending}"[:MESSAGE_LIMIT_CHARACTERS]
     return Payload(EXHAUSTED, b"", values.json_bytes({"message": message}))

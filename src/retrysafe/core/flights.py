@@ -81,7 +81,7 @@ class Flight:
         """Hands an ending to the followers, also one that frees the key.
 
         Those who waited for a run that failed are told of its failure. Were they to run the
-        operation again, one after the other, they would use up its attempts within an instant.
+        operation again, one after the other, they would repeat its failure within an instant.
         """
         self.payload = payload
         self.attempt = attempt

@@ -186,6 +186,17 @@ def decide(event: Event, condition: Condition) -> Decision:
     return TABLE[event, condition]
 
 
-def is_exhausted(attempt: int, attempt_limit: int) -> bool:
-    """Whether this attempt is one too many: it settles the record as failed and runs nothing."""
-    return attempt > attempt_limit
+def exhausted_limit(
+    attempt: int, releases: int, *, attempt_limit: int, release_limit: int | None
+) -> str | None:
+    """Which limit of the policy forbids this attempt, by its name; None when it may run.
+
+    An attempt over a limit settles the record as failed and runs nothing. What ended without a word
+    may have killed its worker and counts against `attempt_limit`; what ended with one freed the key
+    as its policy says, and counts only where that is limited.
+    """
+    if attempt - 1 - releases >= attempt_limit:
+        return "attempt_limit"
+    if release_limit is not None and releases >= release_limit:
+        return "release_limit"
+    return None

@@ -104,6 +104,9 @@ class Record:
     settled_at_ms: int | None
     expires_at_ms: int | None
     owner: str
+    # How many of the attempts before this one ended with a word; the others crashed. It is counted
+    # by the claim that follows, so an ending that a crash has swallowed counts as a crash.
+    releases: int = 0
 
 
 @dataclass(slots=True)
@@ -143,6 +146,8 @@ class ClaimAnswer:
     elapsed_ms: int = 0
     # Whether an open transaction holds the record: then only its end frees it, and no lease.
     is_locked: bool = False
+    # How many of the attempts before a granted one ended with a word, see `Record`.
+    releases: int = 0
 
 
 @dataclass(slots=True)

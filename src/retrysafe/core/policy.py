@@ -11,6 +11,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any, Final
 
+from retrysafe.core.machine import exhausted_limit
 from retrysafe.core.model import Ending
 from retrysafe.errors import AwaitForgotten, CommitHookFailed, OperationInFlight, PolicyInvalid
 
@@ -48,8 +49,12 @@ class Policy:
     # How long stored outcomes are kept for audit; never shorter than the active window, unless that
     # is FOREVER: then the key stays, and says that it is done, after its outcome is gone.
     audit_window: timedelta = timedelta(days=30)
-    # How many attempts may crash or fail before the operation is given up.
+    # How many attempts may end without a word, mostly with their worker, before the operation is
+    # given up.
     attempt_limit: int = 10
+    # How many attempts may free the key, by an exception or a value that says so, before the
+    # operation is given up. None for any number: an outage must not end a key for good.
+    release_limit: int | None = None
     in_flight: InFlight = InFlight.FAIL
     # How long a waiting duplicate waits; then it is told that the operation is in flight.
     wait_limit: timedelta = timedelta(seconds=10)
@@ -117,6 +122,15 @@ class Policy:
         kept = self.audit_window if window == FOREVER else max(window, self.audit_window)
         return self.with_changes(active_window=window, audit_window=kept)
 
+    def exhausted_limit(self, attempt: int, releases: int) -> str | None:
+        """The name of the limit that forbids an attempt, after so many that freed the key."""
+        return exhausted_limit(
+            attempt,
+            releases,
+            attempt_limit=self.attempt_limit,
+            release_limit=self.release_limit,
+        )
+
     def judge(self, error: Exception) -> Ending:
         """How an attempt that raised this exception ended."""
         if isinstance(error, AwaitForgotten | CommitHookFailed) and error.is_final:
@@ -173,11 +187,14 @@ class Policy:
             )
 
     def _check_numbers(self) -> None:
-        if not _is_count(self.attempt_limit) or not 1 <= self.attempt_limit <= 1_000_000:
-            raise PolicyInvalid(
-                f"attempt_limit must be a whole number from 1 to 1,000,000, "
-                f"got {self.attempt_limit!r}"
-            )
+        for name, allowed in (("attempt_limit", ""), ("release_limit", "None or ")):
+            limit = getattr(self, name)
+            if limit is None and allowed:
+                continue
+            if not _is_count(limit) or not 1 <= limit <= 1_000_000:
+                raise PolicyInvalid(
+                    f"{name} must be {allowed}a whole number from 1 to 1,000,000, got {limit!r}"
+                )
         for name in ("outcome_limit_bytes", "arguments_limit_bytes"):
             limit = getattr(self, name)
             if not _is_count(limit) or not 1 <= limit <= OUTCOME_LIMIT_MAXIMUM_BYTES:

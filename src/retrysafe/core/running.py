@@ -19,7 +19,6 @@ from retrysafe.core.flights import Flight, Flights, Phase
 from retrysafe.core.joining import JoinedOutcome, Joiner
 from retrysafe.core.keys import Key
 from retrysafe.core.lease import Lease
-from retrysafe.core.machine import is_exhausted
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
@@ -148,9 +147,9 @@ class Runner:
         # The owner that was in the way is gone: followers must not be told of it any more.
         flight.conflict_ends_monotonic = None
         self._flights.enter(flight, _RUNNING)
-        if number > 1 and is_exhausted(number, policy.attempt_limit):
+        if number > 1 and (limit := policy.exhausted_limit(number, answer.releases)):
             # The attempts so far may have died half-way; running again could kill the next worker.
-            return await self._exhaust(flight, call, lease, number)
+            return await self._exhaust(flight, call, lease, number, limit)
         attempt = Attempt(
             call.key,
             call.operation,
@@ -285,7 +284,9 @@ class Runner:
         # writing here would wait for a caller who waits for us.
         return fate is not Fate.UNDONE
 
-    async def _exhaust(self, flight: Flight, call: Call, lease: Lease, attempt: int) -> Answer[Any]:
+    async def _exhaust(
+        self, flight: Flight, call: Call, lease: Lease, attempt: int, limit: str
+    ) -> Answer[Any]:
         """Settles the record as failed for good, and raises that failure."""
         asked = self._monotonic()
         ending = await self._last_failure(call.key)
@@ -293,7 +294,7 @@ class Runner:
             call,
             lease,
             Ending.FAILED,
-            codec.exhausted(call.policy.attempt_limit, ending),
+            codec.exhausted(limit, getattr(call.policy, limit), ending),
             attempt,
         )
         self._report(EventKind.EXHAUSTED, call.key, call.operation, attempt, ending)

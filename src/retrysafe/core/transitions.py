@@ -67,9 +67,8 @@ def claim(
     event = claim_event(record, request.fingerprints, request.operation, request.token)
     decision = decide(event, condition)
     if decision is _ADMIT:
-        return _granted(request, None, condition, now_ms), _grant(
-            decision, condition, 1, request, now_ms
-        )
+        granted = _granted(request, None, condition, now_ms)
+        return granted, _grant(decision, condition, granted)
     assert record is not None  # Only an absent record has no row, and absent is always admitted.
     return _claimed(record, request, decision, condition, now_ms)
 
@@ -99,7 +98,7 @@ def _claimed(
     """What a claim does to a record that is there and not outlived."""
     if decision is _TAKE_OVER:
         granted = _granted(request, record, condition, now_ms)
-        return granted, _grant(decision, condition, granted.attempt, request, now_ms)
+        return granted, _grant(decision, condition, granted)
     ends_at_ms = record.expires_at_ms if decision is _REPLAY else record.lease_ends_at_ms
     remaining_ms = max(0, (ends_at_ms or now_ms) - now_ms)
     if decision is not _REPLAY:
@@ -116,19 +115,20 @@ def _claimed(
         operation=record.operation if decision is Decision.MISMATCH else "",
         # A clock that was set back may be behind the claim.
         elapsed_ms=max(0, now_ms - record.claimed_at_ms) if decision is _IN_FLIGHT else 0,
+        releases=record.releases,
     )
 
 
-def _grant(
-    decision: Decision, condition: Condition, attempt: int, request: ClaimRequest, now_ms: int
-) -> ClaimAnswer:
+def _grant(decision: Decision, condition: Condition, granted: Record) -> ClaimAnswer:
+    ends_at_ms = granted.lease_ends_at_ms
     return ClaimAnswer(
         decision,
         condition,
-        attempt,
-        request.lease_ms,
-        now_ms + request.lease_ms,
+        granted.attempt,
+        ends_at_ms - granted.claimed_at_ms,
+        ends_at_ms,
         _PENDING,
+        releases=granted.releases,
     )
 
 
@@ -141,12 +141,7 @@ def _granted(
     the request that it was made for.
     """
     current = request.fingerprints[0]
-    attempt = 1 if previous is None else previous.attempt + 1
-    is_own = previous is not None and previous.token == request.token
-    if previous is not None and is_own and condition is Condition.ABANDONED:
-        # Asked for again by the same owner, whose lease ended before it could start: an attempt
-        # that ran nothing must not count towards the limit.
-        attempt = previous.attempt
+    attempt, releases = (1, 0) if previous is None else _counted(previous, request, condition)
     key = request.key
     ends_at_ms = now_ms + request.lease_ms
     # A pending record has no expiry, also when the settled one before it had one.
@@ -176,7 +171,21 @@ def _granted(
         settled_at_ms,
         expires_at_ms,
         request.owner,
+        releases,
     )
+
+
+def _counted(previous: Record, request: ClaimRequest, condition: Condition) -> tuple[int, int]:
+    """The number of the attempt after this record, and how many before it ended with a word."""
+    if condition is not Condition.ABANDONED:
+        # An operator's release starts the numbers over, and so may a release of retrysafe that
+        # does not know this count: it is never more than the attempts that there were.
+        return previous.attempt + 1, min(previous.releases + 1, previous.attempt)
+    if previous.token == request.token:
+        # Asked for again by the same owner, whose lease ended before it could start: an attempt
+        # that ran nothing must not count towards the limit.
+        return previous.attempt, previous.releases
+    return previous.attempt + 1, min(previous.releases, previous.attempt)
 
 
 def settle(
@@ -226,6 +235,7 @@ def _settled(record: Record, settlement: Settlement, now_ms: int) -> Record:
         now_ms,
         now_ms + settlement.active_ms,
         record.owner,
+        record.releases,
     )
 
 
@@ -262,6 +272,7 @@ def operate(
         record,
         state=State.RELEASED,
         attempt=0,
+        releases=0,
         settled_at_ms=now_ms,
         expires_at_ms=expires_at_ms,
     )

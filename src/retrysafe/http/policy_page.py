@@ -125,6 +125,7 @@ def _route(route: Route) -> dict[str, Any]:
         "request_limit_bytes": rule.request_limit_bytes,
         "response_limit_bytes": policy.outcome_limit_bytes,
         "attempts_limit": policy.attempt_limit,
+        "releases_limit": policy.release_limit,
         "is_atomic": rule.transaction is not None,
         "lease_seconds": None if rule.transaction else policy.lease.total_seconds(),
     }
@@ -132,6 +133,13 @@ def _route(route: Route) -> dict[str, Any]:
 
 def _duration(seconds: float | None) -> timedelta:
     return FOREVER if seconds is None else timedelta(seconds=seconds)
+
+
+def _attempts(route: dict[str, Any]) -> str:
+    crashed = f"{route['attempts_limit']:,} at most that are cut off"
+    limit = route["releases_limit"]
+    freed = "any number" if limit is None else f"{limit:,} at most"
+    return f"{crashed}; {freed} that fail and leave the key free"
 
 
 def _ranges(statuses: Iterable[int]) -> list[str]:
@@ -230,7 +238,7 @@ def _html_route(route: dict[str, Any]) -> str:
         "Kept": kept,
         "Largest request body": f"{route['request_limit_bytes']:,} bytes",
         "Largest kept response": f"{route['response_limit_bytes']:,} bytes",
-        "Attempts": f"{route['attempts_limit']:,} at most, when they fail or are cut off",
+        "Attempts": _attempts(route),
     }
     if route["key_source"] != _HEADER:
         # Nothing is sent that could be missing or written in two ways.

@@ -59,9 +59,9 @@ class Reader:
             self._now_ms = rows[0][0]
         # Of a row without a payload, the end of its audit tells whether anybody looked for one.
         passed = [
-            (bytes(row[1]), row[16])
+            (bytes(row[1]), row[-4])
             for row in rows
-            if row[17] is None and row[16] is not None and not first_ms <= row[16] <= last_ms
+            if row[-3] is None and row[-4] is not None and not first_ms <= row[-4] <= last_ms
         ]
         missed = []
         for digest, audit_ends_at_ms in passed:

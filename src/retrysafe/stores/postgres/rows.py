@@ -20,6 +20,9 @@ from retrysafe.core.model import (
 EVERY_DAY: Final = (0, 2**62)
 NO_DAY: Final = (1, 0)
 
+# How many columns a record has; where one is read, the instant of the reading comes before it.
+RECORD_COLUMNS: Final = len(Record.__slots__)
+
 # Nobody knows when a user's transaction ends. Most are shorter than this.
 RETRY_AFTER_MS: Final = 1000
 
@@ -72,9 +75,9 @@ def claim_row(request: ClaimRequest) -> tuple[Any, ...]:
 
 def found_row(row: Sequence[Any]) -> tuple[Record, Payload | None, int]:
     """A row of `read_records`: the record, the payload to replay, and the instant of reading."""
-    form = row[17]
-    payload = None if form is None else Payload(form, bytes(row[18]), bytes(row[19]))
-    return record_of(row[1:16]), payload, row[0]
+    form = row[-3]
+    payload = None if form is None else Payload(form, bytes(row[-2]), bytes(row[-1]))
+    return record_of(row[1 : RECORD_COLUMNS + 1]), payload, row[0]
 
 
 def replacement(
@@ -116,6 +119,7 @@ def replacement(
         head,
         body,
         lock_wait,
+        new.releases,
     )
 
 

@@ -46,7 +46,7 @@ from retrysafe.stores.postgres.naming import checked_schema_name
 from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.partitions import Partitions
 from retrysafe.stores.postgres.reading import Reader
-from retrysafe.stores.postgres.rows import outcome_of, payload_of, record_of
+from retrysafe.stores.postgres.rows import RECORD_COLUMNS, outcome_of, payload_of, record_of
 from retrysafe.stores.postgres.same_database import SameDatabase
 from retrysafe.stores.postgres.sifting import Fetch, Sifter, Written
 from retrysafe.stores.postgres.sweeping import Sweeping
@@ -275,9 +275,9 @@ class PostgresStore:
         """At most `limit` abandoned records of operations behind a digest that have arguments."""
         found = []
         for row in await self._fetch("list_resumable", after, limit, list(operations)):
-            now_ms, record = row[0], record_of(tuple(row)[1:16])
+            now_ms, record = row[0], record_of(tuple(row)[1 : RECORD_COLUMNS + 1])
             item = StoredKey(record, condition_of(record, now_ms), now_ms)
-            item.arguments = payload_of(tuple(row)[16:])
+            item.arguments = payload_of(tuple(row)[RECORD_COLUMNS + 1 :])
             found.append(item)
         return found
 

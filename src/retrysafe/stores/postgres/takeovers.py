@@ -89,4 +89,5 @@ def _row(takeover: Takeover) -> tuple[Any, ...]:
         old.attempt,
         old.lease_ends_at_ms,
         old.expires_at_ms,
+        new.releases,
     )

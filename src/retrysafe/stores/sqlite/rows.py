@@ -64,6 +64,7 @@ def update(connection: sqlite3.Connection, changed: Record) -> None:
             changed.settled_at_ms,
             changed.expires_at_ms,
             changed.owner,
+            changed.releases,
             changed.digest,
         ),
     )

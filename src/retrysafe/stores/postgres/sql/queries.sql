@@ -160,7 +160,7 @@ SELECT
     (SELECT {now_ms}),
     k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token, k.attempt,
     k.first_claimed_at_ms, k.claimed_at_ms, k.lease_ends_at_ms, k.settled_at_ms, k.expires_at_ms,
-    k.owner, k.audit_ends_at_ms, o.form, o.head, o.body
+    k.owner, k.releases, k.audit_ends_at_ms, o.form, o.head, o.body
 FROM {schema}.keys AS k
 LEFT JOIN {schema}.outcomes AS o
     ON k.state IN (2, 3)
@@ -208,7 +208,7 @@ WITH bound AS MATERIALIZED (
         operation = $1, rule = $2, fingerprint = $3, state = $4::smallint, token = $5, attempt = $6,
         first_claimed_at_ms = $7, claimed_at_ms = $8, lease_ends_at_ms = $9, settled_at_ms = $10,
         expires_at_ms = $11, audit_ends_at_ms = CASE WHEN $4::smallint = 1 THEN NULL ELSE audit_ends_at_ms END,
-        owner = $12
+        owner = $12, releases = $24
     FROM allowed AS a
     WHERE k.digest = a.digest
     RETURNING k.digest
@@ -240,11 +240,11 @@ WITH bound AS MATERIALIZED (
     FROM bound, unnest(
         $1::bytea[], $2::text[], $3::smallint[], $4::bytea[], $5::bytea[], $6::integer[], $7::bigint[],
         $8::bigint[], $9::bigint[], $10::text[], $11::boolean[],
-        $12::bytea[], $13::smallint[], $14::integer[], $15::bigint[], $16::bigint[]
+        $12::bytea[], $13::smallint[], $14::integer[], $15::bigint[], $16::bigint[], $17::integer[]
     ) AS w (
         digest, operation, rule, fingerprint, token, attempt, first_claimed_at_ms,
         claimed_at_ms, lease_ends_at_ms, owner, is_new_life,
-        old_token, old_state, old_attempt, old_lease_ends_at_ms, old_expires_at_ms
+        old_token, old_state, old_attempt, old_lease_ends_at_ms, old_expires_at_ms, releases
     )
     JOIN {schema}.keys AS k
         ON k.digest = w.digest AND k.token = w.old_token AND k.state = w.old_state
@@ -271,7 +271,8 @@ WITH bound AS MATERIALIZED (
         operation = h.operation, rule = h.rule, fingerprint = h.fingerprint, state = 1,
         token = h.token, attempt = h.attempt, first_claimed_at_ms = h.first_claimed_at_ms,
         claimed_at_ms = h.claimed_at_ms, lease_ends_at_ms = h.lease_ends_at_ms,
-        settled_at_ms = NULL, expires_at_ms = NULL, audit_ends_at_ms = NULL, owner = h.owner
+        settled_at_ms = NULL, expires_at_ms = NULL, audit_ends_at_ms = NULL, owner = h.owner,
+        releases = h.releases
     FROM allowed AS h
     WHERE k.digest = h.digest
     RETURNING k.digest, h.is_new_life
@@ -343,7 +344,7 @@ WITH clock AS MATERIALIZED (
 SELECT
     c.now_ms, k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token,
     k.attempt, k.first_claimed_at_ms, k.claimed_at_ms, {lease_ends_at_ms}, k.settled_at_ms,
-    k.expires_at_ms, k.owner
+    k.expires_at_ms, k.owner, k.releases
 FROM {schema}.keys AS k, clock AS c
 WHERE ($1::text IS NULL OR k.caller = $1)
   AND starts_with(k.key, $2)
@@ -368,7 +369,7 @@ SELECT (pg_relation_size('{schema}.keys') / current_setting('block_size')::bigin
 SELECT
     {now_ms}, k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token,
     k.attempt, k.first_claimed_at_ms, k.claimed_at_ms, {lease_ends_at_ms}, k.settled_at_ms,
-    k.expires_at_ms, k.owner
+    k.expires_at_ms, k.owner, k.releases
 FROM {schema}.keys AS k
 WHERE k.ctid >= $1::text::tid AND k.ctid < $2::text::tid
     AND k.state = 1 AND k.lease_ends_at_ms <= (SELECT {now_ms})

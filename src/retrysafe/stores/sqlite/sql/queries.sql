@@ -24,7 +24,8 @@ FROM (VALUES {rows:(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)}) WHERE column1 <> 0;
 -- One record, for a decision under the write lock or for an operator.
 SELECT
     digest, caller, key, operation, rule, fingerprint, state, token, attempt,
-    first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, settled_at_ms, expires_at_ms, owner
+    first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, settled_at_ms, expires_at_ms, owner,
+    releases
 FROM retrysafe_keys WHERE digest = ?;
 
 -- name: select_existing
@@ -36,7 +37,7 @@ SELECT digest FROM retrysafe_keys WHERE digest IN ({rows:?});
 UPDATE retrysafe_keys SET
     operation = ?, rule = ?, fingerprint = ?, state = ?, token = ?, attempt = ?,
     first_claimed_at_ms = ?, claimed_at_ms = ?, lease_ends_at_ms = ?,
-    settled_at_ms = ?, expires_at_ms = ?, owner = ?
+    settled_at_ms = ?, expires_at_ms = ?, owner = ?, releases = ?
 WHERE digest = ?;
 
 -- name: count_held
@@ -146,7 +147,8 @@ DELETE FROM retrysafe_steps WHERE digest = ?;
 -- Records for an operator. A scan on purpose: an index for it would cost every claim.
 SELECT
     digest, caller, key, operation, rule, fingerprint, state, token, attempt,
-    first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, settled_at_ms, expires_at_ms, owner
+    first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, settled_at_ms, expires_at_ms, owner,
+    releases
 FROM retrysafe_keys
 WHERE (:caller IS NULL OR caller = :caller)
   AND substr(key, 1, length(:prefix)) = :prefix

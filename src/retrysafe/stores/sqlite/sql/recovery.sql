@@ -22,7 +22,8 @@ DELETE FROM retrysafe_arguments WHERE digest = ?;
 -- Pending records whose lease has ended. A scan on purpose, as for every other listing.
 SELECT
     digest, caller, key, operation, rule, fingerprint, state, token, attempt,
-    first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, settled_at_ms, expires_at_ms, owner
+    first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, settled_at_ms, expires_at_ms, owner,
+    releases
 FROM retrysafe_keys WHERE state = 1 AND lease_ends_at_ms <= ?
 ORDER BY lease_ends_at_ms, digest LIMIT ?;
 
@@ -32,7 +33,7 @@ ORDER BY lease_ends_at_ms, digest LIMIT ?;
 SELECT
     k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token, k.attempt,
     k.first_claimed_at_ms, k.claimed_at_ms, k.lease_ends_at_ms, k.settled_at_ms, k.expires_at_ms,
-    k.owner, a.form, a.head, a.body
+    k.owner, k.releases, a.form, a.head, a.body
 FROM retrysafe_arguments AS a
 CROSS JOIN retrysafe_keys AS k
 WHERE a.digest > ?1 AND k.digest = a.digest AND k.first_claimed_at_ms = a.first_claimed_at_ms
