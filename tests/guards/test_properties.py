@@ -486,7 +486,7 @@ def test_attempts_end_at_their_limit():
                 owner.run("k", operation, request=1, name="pay")
             clock.now_ms += policy.lease_ms
         with pytest.raises(AttemptsExhausted):
-            owner.run("k", operation, request=1, name="pay")
+            owner.run("k", lambda: runs.append(1), request=1, name="pay")
     assert len(runs) == 2
 
 
