@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from retrysafe.contrib import fastapi
-from retrysafe.http import field_values
+from retrysafe.http import field_values, keys_of
+from retrysafe.http.exchange import Protection
 from tests.guards import test_key_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode
@@ -14,6 +15,24 @@ KEY_GUARDS: tuple[Guard, ...] = (
         "order 7 runs once more for each of 07, +7 and 7.0",
         (InCode(field_values._of_text, "if _has_other_spellings(text):", "if False:"),),
         properties.test_no_spelling_of_a_value_runs_twice,
+    ),
+    Guard(
+        "a client's key does not look like one that is made from a body",
+        "a client with a key gets the response of one without, and its own order is lost",
+        (InCode(keys_of.require_own_key, "if _BODY_KEY.fullmatch(text):", "if False:"),),
+        properties.test_a_clients_key_does_not_meet_a_body_key,
+    ),
+    Guard(
+        "a client's key is refused where the body makes the keys",
+        "two equal orders with two keys are one, and the second is lost",
+        (
+            InCode(
+                Protection._sent_key,
+                "if isinstance(route.maker, FromBody):",
+                "if False:",
+            ),
+        ),
+        properties.test_two_keys_are_not_one_intent,
     ),
     Guard(
         "a natural key is made of what FastAPI converts",

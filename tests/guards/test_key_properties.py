@@ -8,13 +8,37 @@ from fastapi import FastAPI
 
 from retrysafe import FOREVER, GLOBAL, AsyncIdempotency, Idempotency, MemoryStore
 from retrysafe.contrib.fastapi import Retrysafe, idempotent
-from retrysafe.http import FromFields, Rule, WSGIIdempotencyMiddleware, bearer_token
+from retrysafe.http import (
+    FromBody,
+    FromFields,
+    FromHeader,
+    Rule,
+    WSGIIdempotencyMiddleware,
+    bearer_token,
+)
 from tests.http.driving import ask, ask_wsgi
 
 _BY_ORDER = FromFields("{order}", window=FOREVER)
 _NATURAL = [
     Rule(path="/orders/{order}", source=_BY_ORDER),
 ]
+
+
+def _replies(rule, *keys):
+    """The replies to one request with these keys; True sends the key that the first one got."""
+
+    def charge(environ, start_response):
+        start_response("201 Created", [])
+        return [b"done"]
+
+    events = []
+    options = {"secret": "a secret of these tests", "observers": [events.append]}
+    with Idempotency(MemoryStore(), **options) as idem:
+        protected = WSGIIdempotencyMiddleware(charge, idem, caller=bearer_token, rule=rule)
+        return [
+            ask_wsgi(protected, key=f'"{events[0].key.text}"' if key is True else key)
+            for key in keys
+        ]
 
 
 def _runs(requests) -> int:
@@ -36,6 +60,18 @@ def _runs(requests) -> int:
 def test_no_spelling_of_a_value_runs_twice():
     """Whatever an application makes of 07, it is not run beside 7."""
     assert _runs([(f"/orders/{text}", b"{}") for text in ("7", "07", "7.0", " 7")]) == 1
+
+
+def test_a_clients_key_does_not_meet_a_body_key():
+    """Not even when a client learns the key of its body, and sends it as its own."""
+    first, again = _replies(Rule(source=FromHeader(otherwise=FromBody())), None, True)
+    assert (first.status, again.is_replay) == (201, False)
+
+
+def test_two_keys_are_not_one_intent():
+    """Where the key does not count, its client is told so."""
+    replies = _replies(Rule(source=FromBody()), '"a"', '"b"')
+    assert not any(reply.is_replay for reply in replies)
 
 
 def test_no_converted_value_runs_twice():

@@ -12,6 +12,7 @@ CODES = {
     "closing": "idempotency_closing",
     "in-flight": "idempotency_in_flight",
     "key-invalid": "idempotency_key_invalid",
+    "key-unexpected": "idempotency_key_unexpected",
     "key-missing": "idempotency_key_required",
     "key-reused": "idempotency_conflict",
     "key-unknown": "idempotency_key_unknown",

@@ -1,5 +1,6 @@
 """What both middlewares owe their clients, whichever world the application lives in."""
 
+import logging
 from datetime import timedelta
 
 import pytest
@@ -21,6 +22,7 @@ from retrysafe.http import (
     Breaker,
     FromBody,
     FromFields,
+    FromHeader,
     IdempotencyMiddleware,
     KeyUse,
     Rule,
@@ -433,6 +435,57 @@ def test_body_keys_end_with_their_window(make_subject):
     assert subject.ask(key=None).is_replay
     clock.advance(timedelta(minutes=1))
     assert not subject.ask(key=None).is_replay
+
+
+def test_clients_with_and_without_a_key_share_a_route(make_subject):
+    """Each kind of key has its own window, and one request in both ways is two intents."""
+    clock = ManualClock()
+    subject = make_subject(
+        MemoryStore(now_ms=clock),
+        face={"secret": SECRET, "cache": False},
+        rules=[Rule(source=FromHeader(otherwise=FromBody(window=timedelta(minutes=1))))],
+    )
+    assert not subject.ask(key=None).is_replay
+    assert not subject.ask(key="k").is_replay
+    assert subject.ask(key=None).is_replay
+    clock.advance(timedelta(minutes=1))
+    assert subject.ask(key="k").is_replay
+    assert not subject.ask(key=None).is_replay
+    assert len(subject.shop.runs) == 3
+
+
+def test_a_key_from_a_body_cannot_be_sent_as_a_header(make_subject):
+    """On a route with both it would be two intents under one key."""
+    rule = Rule(source=FromHeader(otherwise=FromBody()))
+    subject = make_subject(face={"secret": SECRET}, rules=[rule])
+    assert subject.ask(key=None).status == 201
+    made = "body:" + "x" * 43
+    assert subject.ask(key=made).problem == "key-invalid"
+    assert subject.ask(key=made[:-1]).status == 201
+
+
+def test_a_key_that_is_made_from_fields_tells_of_the_one_that_was_sent(make_subject, caplog):
+    """It does not count, and is never ignored in silence: an event each, one line in the log."""
+    events = []
+    rule = Rule(source=FromFields("/order", window=FOREVER))
+    subject = make_subject(face={"observers": [events.append]}, rules=[rule])
+    with caplog.at_level(logging.WARNING, "retrysafe"):
+        assert not subject.ask(key="a", body=b'{"order": 7}').is_replay
+        assert subject.ask(key="b", body=b'{"order": 7}').is_replay
+        assert subject.ask(key=None, body=b'{"order": 7}').is_replay
+    unread = [event.key.text for event in events if event.kind is EventKind.UNMATCHED]
+    assert unread == ["a", "b"]
+    told = [record.getMessage() for record in caplog.records]
+    assert sum("'/charges' brings an Idempotency-Key, which does not" in text for text in told) == 1
+
+
+def test_a_key_is_refused_where_requests_are_recognised_by_all_they_ask_for(make_subject):
+    """Two keys would be one intent there, and the second order would be lost."""
+    subject = make_subject(face={"secret": SECRET}, rules=[Rule(source=FromBody())])
+    reply = subject.ask(key="a")
+    assert (reply.status, reply.problem) == (400, "key-unexpected")
+    assert subject.ask(key=None).status == 201
+    assert len(subject.shop.runs) == 1
 
 
 def test_a_store_that_is_down_is_a_503(make_subject):

@@ -10,7 +10,7 @@ import pytest
 from retrysafe import FOREVER, Policy, natural_key
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.errors import KeyInvalid, PolicyInvalid, SecretMissing
-from retrysafe.http.keys_of import FromBody, FromFields, FromHeader
+from retrysafe.http.keys_of import FromBody, FromFields, FromHeader, require_own_key
 from retrysafe.http.request import Request
 from tests.http.building import FORM, field, multipart, request
 
@@ -151,6 +151,48 @@ def test_what_the_rule_leaves_out_is_not_part_of_a_body_key():
     assert len(keys) == 1
 
 
+def test_an_intent_tells_equal_requests_apart():
+    """By a field or by a header; a request without one keeps the key that it has anyway."""
+    plain = key(FromBody(), request(b'{"a":1}'))
+    by_header = FromBody(intent="X-Intent")
+    keys = [
+        key(by_header, request(b'{"a":1}', headers=tuple((b"x-intent", line) for line in lines)))
+        for lines in ([], [b""], [b"1"], [b"2"], [b"1", b"2"], [b"12"], [b"1, 2"])
+    ]
+    assert keys[0] == plain
+    assert len(set(keys)) == len(keys)
+    assert keys[2] == key(by_header, request(b'{"a":1}', headers=((b"x-intent", b" 1\t"),)))
+    rule = FingerprintRule(include=("/a",))
+    by_field = FromBody(intent="/deep/intent")
+    bodies = [b'{"a":1}', b'{"a":1,"deep":{"intent":"x"}}', b'{"a":1,"deep":{"intent":true}}']
+    keys = [key(by_field, request(body), rule=rule) for body in bodies]
+    assert keys[0] == key(FromBody(), request(b'{"a":1}'), rule=rule)
+    assert len(set(keys)) == 3
+    with pytest.raises(KeyInvalid, match="/deep/intent"):
+        key(by_field, request(b'{"a":1,"deep":{"intent":null}}'), rule=rule)
+
+
+@pytest.mark.parametrize("intent", ["", "a b", "/~2", 5, "Idempotency-Key", "\u00e9"])
+def test_an_intent_that_nothing_could_tell_is_refused_when_it_is_configured(intent):
+    with pytest.raises(PolicyInvalid, match="intent of FromBody"):
+        FromBody(intent=intent)
+
+
+@pytest.mark.parametrize("otherwise", [FromFields("/a", window=FOREVER), FromHeader(), "body", 5])
+def test_only_a_body_key_takes_the_place_of_a_missing_header(otherwise):
+    """A natural key that another key could get round would be none."""
+    with pytest.raises(PolicyInvalid, match="use FromFields alone"):
+        FromHeader(otherwise=otherwise)
+
+
+def test_a_clients_key_never_looks_like_one_that_is_made_from_a_body():
+    made = key(FromBody(), request())
+    with pytest.raises(KeyInvalid, match="by the server alone"):
+        require_own_key(made)
+    for text in ("body", "body:1", made[:-1], made + "x", "x" + made):
+        require_own_key(text)
+
+
 @pytest.mark.parametrize("secret", [None, b"", b"short"])
 def test_a_body_key_needs_a_secret_from_the_start(secret):
     with pytest.raises(SecretMissing):
@@ -195,6 +237,11 @@ def test_a_natural_key_says_how_long_it_is_remembered():
         (FromHeader(), "the Idempotency-Key header"),
         (FromFields("/customer", "{id}", window=FOREVER), "these fields: /customer, {id}"),
         (FromBody(window=timedelta(minutes=5)), "all that they ask for, within 5 minutes"),
+        (
+            FromHeader(otherwise=FromBody(intent="X-Intent")),
+            "the Idempotency-Key header, or else by all that they ask for, within 5 minutes, and "
+            "by X-Intent",
+        ),
         (FromBody(window=timedelta(days=1)), "all that they ask for, within 1 day"),
         (FromBody(window=timedelta(seconds=1.5)), "all that they ask for, within 1.5 seconds"),
     ],

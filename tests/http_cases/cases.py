@@ -143,6 +143,7 @@ Expectation = Ran | Untouched | Replay | Refused | Answered | Broken
 PROBLEMS: Mapping[str, tuple[int, bool]] = {
     "key-missing": (400, False),
     "key-invalid": (400, False),
+    "key-unexpected": (400, False),
     "caller-unknown": (401, False),
     "key-unknown": (404, False),
     "in-flight": (409, True),

@@ -20,6 +20,7 @@ from retrysafe.http import (
     Breaker,
     FromBody,
     FromFields,
+    FromHeader,
     KeyUse,
     Limits,
     Rule,
@@ -86,6 +87,15 @@ RULES = (
         path="/typed/{id}", source=FromFields("{id:int}", "/order:int", "/by:uuid", window=FOREVER)
     ),
     Rule(path="/hashed", source=FromBody(window=timedelta(minutes=5))),
+    Rule(
+        path="/shared",
+        source=FromHeader(otherwise=FromBody(window=timedelta(minutes=5), intent="X-Intent")),
+    ),
+    Rule(
+        path="/intents",
+        source=FromBody(window=timedelta(minutes=5), intent="/intent"),
+        fingerprint=FingerprintRule(include=("/amount",)),
+    ),
     Rule(
         path="/hashed-fields",
         source=FromBody(window=timedelta(minutes=5)),

@@ -77,7 +77,7 @@ def description_of(route: Route, protection: Protection, *, has_callers: bool) -
     rule = route.rule
     retention = spoken(route.policy.active_window)
     has_header = isinstance(route.source, FromHeader)
-    is_required = has_header and rule.key is KeyUse.REQUIRED
+    is_required = has_header and route.maker is None and rule.key is KeyUse.REQUIRED
     responses: dict[int, str] = {}
     for kind in _kinds(route, is_required=is_required, has_callers=has_callers):
         earlier = responses.get(kind.status)
@@ -88,6 +88,8 @@ def description_of(route: Route, protection: Protection, *, has_callers: bool) -
             f"{start} an `Idempotency-Key`: a new one for every operation, the same one with the "
             "same request for a retry. "
         )
+        if route.maker is not None:
+            text += f"Without one, repeated requests are recognised by {route.maker}. "
     else:
         text = f"Repeated requests are recognised by {route.source}. "
     if route.accepts_duplicates:
@@ -146,8 +148,7 @@ def _preference(*, may_accept: bool) -> dict[str, Any]:
 def _kinds(route: Route, *, is_required: bool, has_callers: bool) -> Iterator[ProblemKind]:
     if is_required:
         yield problems.KEY_MISSING
-    if not isinstance(route.source, FromBody):
-        yield problems.KEY_INVALID
+    yield problems.KEY_UNEXPECTED if isinstance(route.source, FromBody) else problems.KEY_INVALID
     if has_callers:
         yield problems.CALLER_UNKNOWN
     # Also where the route accepts: a wait that a client asks for may run out.

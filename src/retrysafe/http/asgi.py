@@ -311,6 +311,7 @@ class IdempotencyMiddleware:
         waiter: asyncio.Future[Answer[Any]] | None = None
         # None: the application runs unprotected, as was asked for.
         response: Response | None
+        protection.note_unread(plan, self.idempotency.report)
         try:
             call = (
                 protection.call(plan)

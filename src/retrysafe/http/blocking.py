@@ -53,6 +53,7 @@ def answered(
     Raises what the application raises, and errors of retrysafe that are not for clients.
     """
     has_asked = False
+    protection.note_unread(plan, idempotency.report)
     try:
         call = protection.call(plan)
         answer = idempotency.recall(call)

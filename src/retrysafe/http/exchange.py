@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import quote
@@ -54,7 +54,7 @@ from retrysafe.http.headers import (
     parse_prefer,
     retry_after_text,
 )
-from retrysafe.http.keys_of import FromHeader
+from retrysafe.http.keys_of import FromBody, require_own_key
 from retrysafe.http.limits import Limits
 from retrysafe.http.policy_page import policy_response
 from retrysafe.http.problems import first_use, problem, problem_of
@@ -100,6 +100,8 @@ class Plan:
     waiters: Places
     # Whether it runs without a claim.
     is_unprotected: bool = False
+    # The lines of a key that the route does not look at.
+    unread: list[bytes] = field(default_factory=lambda: _NO_LINES)
 
 
 class Protection:
@@ -254,15 +256,15 @@ class Protection:
             prefer = [lines[_PREFER_HEADER]] if _PREFER_HEADER in lines else _NO_LINES
             length = lines.get(_LENGTH_HEADER)
         key: str | None = None
-        if route.has_header_key:
-            if not keys:
-                if not route.is_required:
-                    return None
-                return self.refusals.problem(problems.KEY_MISSING, request, prefix)
-            try:
-                key = parse_key(keys, strict=route.rule.strict)
-            except KeyInvalid as error:
-                return problem_of(error, self.refusals.place(request, prefix))
+        if keys:
+            sent = self._sent_key(route, keys, request, prefix)
+            if isinstance(sent, Response):
+                return sent
+            key = sent
+        elif route.maker is None:
+            if not route.is_required:
+                return None
+            return self.refusals.problem(problems.KEY_MISSING, request, prefix)
         caller = "" if self.has_async_caller else self.caller(request)
         if caller is None:
             return self.refusals.unknown_caller(request, prefix, key)
@@ -272,7 +274,8 @@ class Protection:
             and self.is_too_large(route, length)
         ):
             return self.refusals.too_large(route, request, prefix, key)
-        policy, preference = route.policy, NO_PREFERENCE
+        policy = route.made_policy if key is None else route.policy
+        preference = NO_PREFERENCE
         if prefer:
             if sum(map(len, prefer)) > HEADER_LIMIT_BYTES:
                 return self.refusals.problem(problems.HEADER_TOO_LONG, request, prefix, key)
@@ -280,7 +283,27 @@ class Protection:
             if preference.wait_seconds is not None:
                 policy = self._waiting(policy, preference.wait_seconds)
         waiters = self._task_waiters if is_on_loop else self._thread_waiters
-        return Plan(route, request, caller, key, policy, preference, prefix, waiters)
+        plan = Plan(route, request, caller, key, policy, preference, prefix, waiters)
+        if keys and key is None:
+            plan.unread = keys
+        return plan
+
+    def _sent_key(
+        self, route: Route, keys: list[bytes], request: Request, prefix: str
+    ) -> str | Response | None:
+        """The client's key, or the refusal of it; None where fields of the request make the key."""
+        if not route.has_header_key:
+            if isinstance(route.maker, FromBody):
+                # Two keys are two intents to their client, and would be one here.
+                return self.refusals.problem(problems.KEY_UNEXPECTED, request, prefix)
+            return None
+        try:
+            key = parse_key(keys, strict=route.rule.strict)
+            if route.maker is not None:
+                require_own_key(key)
+        except KeyInvalid as error:
+            return problem_of(error, self.refusals.place(request, prefix))
+        return key
 
     def caller(self, request: Request) -> str | GlobalCaller | None:
         """Who calls; None when that is not known. Raises `InvalidInput` for what is no caller."""
@@ -339,6 +362,14 @@ class Protection:
                 self._waits[id(policy), seconds] = found
         return found
 
+    def note_unread(self, plan: Plan, report: Report) -> None:
+        """Tells of a key that was sent to a route whose keys are made from fields, if any was."""
+        if not plan.unread:
+            return
+        request = plan.request
+        place = plan.route.rule.path or request.path
+        self.unmatched.note(report, request.method, place, plan.unread, has_rule=True)
+
     # The call.
 
     def call(self, plan: Plan) -> Call:
@@ -351,9 +382,8 @@ class Protection:
         request.has_exact_path = route.rule.exact_path
         text = plan.key
         if text is None:
-            source = route.source
-            assert not isinstance(source, FromHeader)  # Such a plan has its key.
-            text = plan.key = source.key(
+            assert route.maker is not None  # Else the plan would have its key.
+            text = plan.key = route.maker.key(
                 request, operation=operation, rule=route.fingerprint, secret=self.settings.secret
             )
         return Call(

@@ -1,20 +1,22 @@
 """Where a request's key comes from: its client, its own fields, or a hash of all it asks for.
 
-Owns the three ways and when each has no key to give. The header's syntax is in `headers`.
+Owns the three ways, the one that joins two of them, and when each has no key to give. The header's
+syntax is in `headers`.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 from retrysafe.core import canonical
 from retrysafe.core.fingerprint import FingerprintRule
-from retrysafe.core.framing import Part
+from retrysafe.core.framing import Part, frame, part_bytes
 from retrysafe.core.keys import body_key, checked_secret, natural_key
 from retrysafe.core.policy import Policy
-from retrysafe.errors import PolicyInvalid
+from retrysafe.errors import KeyInvalid, PolicyInvalid
 from retrysafe.http.bodies import Content, content_of, field_of
 from retrysafe.http.durations import spoken
 from retrysafe.http.field_values import TYPES, declared_part, plain_part
@@ -24,10 +26,25 @@ from retrysafe.http.request import Request
 
 @dataclass(frozen=True, slots=True)
 class FromHeader:
-    """The key that the client sends in `Idempotency-Key`."""
+    """The key that the client sends in `Idempotency-Key`.
+
+    `otherwise=FromBody(…)` makes the key of a request without that header, so that clients which
+    cannot send one share the route. A request that comes once with a key and once without is two
+    intents. Raises `PolicyInvalid` for anything else in its place.
+    """
+
+    otherwise: FromBody | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.otherwise, FromBody | None):
+            raise PolicyInvalid(
+                f"FromHeader takes otherwise=FromBody(…), got {self.otherwise!r}: a natural key "
+                "counts whether or not a client sends another one, so use FromFields alone"
+            )
 
     def __str__(self) -> str:
-        return "the Idempotency-Key header"
+        header = "the Idempotency-Key header"
+        return header if self.otherwise is None else f"{header}, or else by {self.otherwise}"
 
     def checked(self, policy: Policy, secret: bytes | None) -> Policy:
         """The policy for keys of this kind: the same."""
@@ -107,12 +124,23 @@ class FromBody:
     Equal requests of one caller within the window count as one; the window starts when the first
     one ends. Needs a secret. Fields that the fingerprint's rule leaves out do not count here,
     either, so a change of that rule is a change of the keys.
+
+    `intent` names what tells two equal requests apart: a field of the body such as `/intent`, which
+    then counts whatever that rule says, or a header such as `X-Order-Number`. A request without it
+    has the key that it would have anyway. Raises `PolicyInvalid` for what names neither.
     """
 
     window: timedelta = timedelta(minutes=5)
+    intent: str | None = None
+    # The steps of a pointer, or a header's name.
+    _intent: tuple[str, ...] | bytes | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_intent", _intent_of(self.intent))
 
     def __str__(self) -> str:
-        return f"all that they ask for, within {spoken(self.window)}"
+        told = f"all that they ask for, within {spoken(self.window)}"
+        return told if self.intent is None else f"{told}, and by {self.intent}"
 
     def checked(self, policy: Policy, secret: bytes | None) -> Policy:
         """The policy with this window; raises `PolicyInvalid` or `SecretMissing`."""
@@ -123,11 +151,62 @@ class FromBody:
         self, request: Request, *, operation: str, rule: FingerprintRule, secret: bytes | None
     ) -> str:
         """The key; raises `SecretMissing` without a secret."""
-        fingerprint = request_fingerprints(request, rule)[0]
-        return body_key(checked_secret(secret), operation, fingerprint.digest)
+        asked = request_fingerprints(request, rule)[0].digest
+        intent = self._told_intent(request)
+        if intent:
+            asked = frame(asked, *intent)
+        return body_key(checked_secret(secret), operation, asked)
+
+    def _told_intent(self, request: Request) -> list[bytes]:
+        """What the request says of its intent; nothing when it says nothing."""
+        if self._intent is None or self.intent is None:
+            return []
+        if isinstance(self._intent, bytes):
+            # An empty line says something; several lines of one name are all said.
+            return [line.strip(b" \t") for line in request.header_lines(self._intent)]
+        value = field_of(content_of(request), self._intent)
+        return [] if value is canonical.ABSENT else [part_bytes(plain_part(self.intent, value))]
 
 
 KeySource = FromHeader | FromFields | FromBody
+
+# As `body_key` makes them.
+_BODY_KEY: Final = re.compile(r"body:[A-Za-z0-9_-]{43}")
+
+
+def require_own_key(text: str) -> None:
+    """Raises `KeyInvalid` for a client's key that looks like one that is made from a body.
+
+    On a route with both, the two would meet, and two intents be one.
+    """
+    if _BODY_KEY.fullmatch(text):
+        raise KeyInvalid("a key that starts with body: and is as long is made by the server alone")
+
+
+_HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+
+
+def _intent_of(given: object) -> tuple[str, ...] | bytes | None:
+    """What names an intent: the steps of a pointer, or a header's name."""
+    if given is None:
+        return None
+    if isinstance(given, str) and _HEADER_NAME.fullmatch(given):
+        if given.lower() == "idempotency-key":
+            raise PolicyInvalid(
+                "the intent of FromBody cannot be the key's own header: use "
+                "FromHeader(otherwise=FromBody(…))"
+            )
+        return given.lower().encode("ascii")
+    try:
+        tokens = canonical.pointer_tokens(given)  # type: ignore[arg-type]
+    except (ValueError, TypeError, AttributeError):
+        tokens = ()
+    if not tokens:
+        raise PolicyInvalid(
+            "the intent of FromBody is a field such as /intent or a header such as "
+            f"X-Order-Number, got {given!r}"
+        )
+    return tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from retrysafe.http.routes import Route
 from retrysafe.http.rules import ACCEPT, KeyUse, Streaming, responds_async
 
 _HEADER: Final = str(FromHeader())
+_OTHERWISE: Final = f"{_HEADER}, or else "
 _NAMESPACES: Final = {
     "caller": "Keys of different callers never meet.",
     "global": "All callers share one namespace of keys: send keys that nobody else comes upon, "
@@ -98,6 +99,8 @@ def _route(route: Route) -> dict[str, Any]:
     }
     if rule.key is KeyUse.OFF:
         return shown
+    if route.has_header_key and route.maker is not None:
+        shown["key"] = KeyUse.OPTIONAL.value
     fingerprint = route.fingerprint
     counted = "the method, the path, the query and the body"
     if fingerprint.include:
@@ -109,6 +112,7 @@ def _route(route: Route) -> dict[str, Any]:
     is_forever = policy.active_window == FOREVER
     return shown | {
         "key_source": str(route.source),
+        "takes_header": route.has_header_key,
         "bare_keys": not rule.strict,
         # None: for ever.
         "retention_seconds": None if is_forever else policy.active_window.total_seconds(),
@@ -240,7 +244,12 @@ def _html_route(route: dict[str, Any]) -> str:
         "Largest kept response": f"{route['response_limit_bytes']:,} bytes",
         "Attempts": _attempts(route),
     }
-    if route["key_source"] != _HEADER:
+    if route["takes_header"]:
+        if route["key_source"] != _HEADER:
+            lines["Without a key"] = (
+                f"repeated requests are recognised {route['key_source'].removeprefix(_OTHERWISE)}"
+            )
+    else:
         # Nothing is sent that could be missing or written in two ways.
         del lines["Keys without quotes"]
         lines["Key"] = f"none is sent; repeated requests are recognised by {route['key_source']}"

@@ -63,6 +63,14 @@ KEY_INVALID: Final = ProblemKind(
     "The key cannot be read. Nothing was run; send one header line with a quoted string of 1 to "
     "255 characters.",
 )
+KEY_UNEXPECTED: Final = ProblemKind(
+    "key-unexpected",
+    "idempotency_key_unexpected",
+    400,
+    "Idempotency-Key is not taken here",
+    "This request is recognised by what it asks for, and takes no key from its client: two keys "
+    "would not make two requests of it. Nothing was run; send it without the header.",
+)
 CALLER_UNKNOWN: Final = ProblemKind(
     "caller-unknown",
     "idempotency_caller_unknown",
@@ -200,6 +208,7 @@ CLOSING: Final = ProblemKind(
 KINDS: Final = (
     KEY_MISSING,
     KEY_INVALID,
+    KEY_UNEXPECTED,
     CALLER_UNKNOWN,
     KEY_UNKNOWN,
     IN_FLIGHT,

@@ -38,6 +38,8 @@ class Route:
         "is_beside",
         "is_required",
         "judge",
+        "made_policy",
+        "maker",
         "operations",
         "policy",
         "rule",
@@ -53,13 +55,19 @@ class Route:
         if rule.in_flight is not None:
             in_flight = InFlight.FAIL if isinstance(rule.in_flight, Accept) else rule.in_flight
             policy = policy.with_changes(in_flight=in_flight)
-        self.policy = rule.source.checked(policy, settings.secret)
+        source = rule.source
+        self.policy = source.checked(policy, settings.secret)
+        # What makes the keys that clients do not send, and the policy of those.
+        self.maker = source.otherwise if isinstance(source, FromHeader) else source
+        self.made_policy = (
+            self.policy if self.maker is None else self.maker.checked(policy, settings.secret)
+        )
         self.fingerprint = rule.fingerprint or settings.rule
         self.codec = ResponseCodec(rule.headers)
         self.judge: Callable[[Any], Ending] = rule.stored.ending_of
         self.is_required = rule.key is KeyUse.REQUIRED
         self.source = rule.source
-        self.has_header_key = type(rule.source) is FromHeader
+        self.has_header_key = type(source) is FromHeader
         # A length of so few digits is within the limit whatever they are.
         self.short_digits = len(str(rule.request_limit_bytes)) - 1
         shown = rule.path or "*"

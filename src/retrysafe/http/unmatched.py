@@ -25,6 +25,14 @@ LOGGED_LIMIT: Final = 100
 # Where a scope or environ holds a list; a protection further in, whose rule fits, adds to it.
 NOTICED_NAME: Final = "retrysafe.noticed"
 _KEY_HEADER: Final = b"idempotency-key"
+_UNPROTECTED: Final = (
+    "%s %r brings an Idempotency-Key and no rule protects it: add a Rule for its path, or one with "
+    "key=KeyUse.OFF"
+)
+_UNREAD: Final = (
+    "%s %r brings an Idempotency-Key, which does not count there: FromFields makes the key, and "
+    "two requests with the same fields are one"
+)
 _logger = logging.getLogger("retrysafe")
 
 Report = Callable[[EventKind, Key, str], None]
@@ -47,8 +55,19 @@ class Unmatched:
         # One that a signal's handler, which calls the application as well, may take again.
         self._lock = threading.RLock()
 
-    def note(self, report: Report, method: str, place: str, lines: list[bytes]) -> None:
-        """A request with a key has passed unprotected; `place` is its route, or else its path."""
+    def note(
+        self,
+        report: Report,
+        method: str,
+        place: str,
+        lines: list[bytes],
+        *,
+        has_rule: bool = False,
+    ) -> None:
+        """Nobody looks at the key of a request; `place` is its route, or else its path.
+
+        It passes unprotected, or, where it has a rule, under a key that is made from its fields.
+        """
         try:
             text = parse_key(lines, strict=False)
         except KeyInvalid:
@@ -66,9 +85,4 @@ class Unmatched:
                 LOGGED_LIMIT,
             )
         else:
-            _logger.warning(
-                "%s %r brings an Idempotency-Key and no rule protects it: add a Rule for its path, "
-                "or one with key=KeyUse.OFF",
-                method,
-                place[:200],
-            )
+            _logger.warning(_UNREAD if has_rule else _UNPROTECTED, method, place[:200])
