@@ -51,6 +51,34 @@ def test_fingerprints_of_bodies_are_frozen(rule, body, frozen):
 
 
 @pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"headers": "If-Match"}, "headers takes a list of names"),
+        ({"headers": (5,)}, "headers takes a list of names"),
+        ({"headers": ("If Match",)}, "no header has the name"),
+        ({"headers": ("",)}, "no header has the name"),
+        ({"headers": ("Content-Type",)}, "media_type_parameters=True"),
+        ({"headers": ("idempotency-key",)}, "it is the key"),
+        ({"exclude_query": "ts"}, "exclude_query takes a list of names"),
+        ({"exclude_query": (None,)}, "exclude_query takes a list of names"),
+        ({"media_type_parameters": 1}, "media_type_parameters is True or False"),
+    ],
+)
+def test_options_about_the_head_that_cannot_be_are_refused(options, words):
+    with pytest.raises(PolicyInvalid, match=words):
+        FingerprintRule(**options)
+
+
+def test_a_rule_knows_whether_it_reads_the_head():
+    """The usual one does not, and costs nothing for it."""
+    assert not RULE.reads_head
+    assert FingerprintRule(exclude_query=("ts",)).reads_head
+    assert FingerprintRule(media_type_parameters=True).reads_head
+    rule = FingerprintRule(headers=["X-Tenant", "If-Match", "x-tenant"])
+    assert (rule.reads_head, rule.header_names) == (True, (b"if-match", b"x-tenant"))
+
+
+@pytest.mark.parametrize(
     ("rule", "frozen"),
     [
         (RULE, "87203622688761a3e14d4837ef1c2511"),

@@ -246,6 +246,108 @@ def test_other_headers_do_not_count():
     assert mark(request(b'{"a":1}', headers=more)) == mark(request(b'{"a":1}'))
 
 
+HEADED = FingerprintRule(version=2, headers=("X-Tenant", "if-match"))
+
+
+def headed(*lines: tuple[bytes, bytes], body: bytes = b'{"a":1}', **more) -> Request:
+    return request(body, headers=lines, **more)
+
+
+def test_headers_count_where_the_rule_names_them():
+    """By their values, in the order of their names; absent, empty and moved are other requests."""
+    requests = [
+        headed(),
+        headed((b"x-tenant", b"")),
+        headed((b"x-tenant", b"-")),
+        headed((b"x-tenant", b"a")),
+        headed((b"x-tenant", b"A")),
+        headed((b"if-match", b"a")),
+        headed((b"x-tenant", b"a"), (b"if-match", b"a")),
+        headed((b"x-tenant", b"a"), (b"x-tenant", b"b")),
+        headed((b"x-tenant", b"b"), (b"x-tenant", b"a")),
+    ]
+    assert len({mark(made, HEADED) for made in requests}) == len(requests)
+    assert len({mark(made) for made in requests}) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([(b"x-tenant", b"a")], [(b"x-tenant", b" a\t")]),
+        ([(b"x-tenant", b"a"), (b"x-tenant", b"b")], [(b"x-tenant", b"a, b")]),
+        ([(b"x-tenant", b"a"), (b"if-match", b"b")], [(b"if-match", b"b"), (b"x-tenant", b"a")]),
+        ([(b"x-tenant", b"a"), (b"x-other", b"b")], [(b"x-tenant", b"a")]),
+    ],
+)
+def test_what_proxies_change_in_headers_does_not_count(first, second):
+    """Blanks around a value, lines of one name that are joined, the order of the names."""
+    assert mark(headed(*first), HEADED) == mark(headed(*second), HEADED)
+
+
+def test_headers_cannot_be_shifted_into_the_body_or_another_header():
+    marks = {
+        mark(headed((b"x-tenant", tenant), (b"if-match", tag), body=body), HEADED)
+        for tenant, tag, body in (
+            (b"ab", b"c", b"r"),
+            (b"a", b"bc", b"r"),
+            (b"abc", b"", b"r"),
+            (b"ab", b"", b"cr"),
+            (b"", b"", b"abcr"),
+        )
+    }
+    assert len(marks) == 5
+
+
+def test_parameters_of_the_media_type_count_where_the_rule_says_so():
+    rule = FingerprintRule(media_type_parameters=True)
+    kinds = [
+        "application/json",
+        "application/json; v=1",
+        "application/json; v=2",
+        "application/json; v=1; w=2",
+        "application/json; charset=utf-8",
+        "application/json; =",
+    ]
+    assert len({mark(request(b"{}", kind), rule) for kind in kinds}) == len(kinds)
+    plain = {mark(request(b"{}", kind)) for kind in kinds[:-1]}
+    assert len(plain) == 1
+    again = 'application/json ;W=2 ; V="1"'
+    assert mark(request(b"{}", again), rule) == mark(request(b"{}", kinds[3]), rule)
+    parts = [multipart([field("a", b"1")], boundary) for boundary in ("one", "two")]
+    assert len({mark(made, rule) for made in parts}) == 1
+    twice = request(b"{}", headers=((b"content-type", b"text/plain"),))
+    assert mark(twice, rule) != mark(request(b"{}"), rule)
+    assert mark(request(b"{}", None), rule) != mark(request(b"{}"), rule)
+
+
+def test_a_media_type_past_the_limit_is_refused():
+    rule = FingerprintRule(media_type_parameters=True)
+    with pytest.raises(FingerprintImpossible, match="bytes in Content-Type"):
+        mark(request(b"{}", headers=((b"content-type", b"x" * 5_000),)), rule)
+
+
+def test_fields_of_the_query_can_be_left_out():
+    rule = FingerprintRule(exclude_query=("ts", "\u00e9"))
+    same = [b"a=1", b"a=1&ts=1", b"ts&a=1&ts=2", b"%74s=1&a=1", b"a=1&%C3%A9=1"]
+    assert len({mark(request(query=query), rule) for query in same}) == 1
+    assert mark(request(query=b"ts=1"), rule) == mark(request(), rule)
+    others = [b"a=1", b"a=2&ts=1", b"b=1", b"TS=1&a=1", b""]
+    assert len({mark(request(query=query), rule) for query in others}) == len(others)
+
+
+def test_a_rule_that_reads_the_head_replaces_one_that_does_not():
+    """Retries of requests from before the deploy still match, whatever their headers."""
+    old = FingerprintRule()
+    new = FingerprintRule(version=2, headers=("If-Match",), exclude_query=("ts",), previous=(old,))
+    made = headed((b"if-match", b"1"), query=b"ts=1")
+    before = request_fingerprints(made, old)
+    assert request_fingerprints(made, new)[1:] == before
+    assert _is_same(request_fingerprints(made, new), before)
+    assert not _is_same(request_fingerprints(headed(query=b"ts=2"), new), before)
+    after = request_fingerprints(made, new)
+    assert not _is_same(request_fingerprints(headed((b"if-match", b"2")), new), after)
+
+
 @given(
     st.tuples(*[st.text("/a1:", max_size=4)] * 2, *[st.binary(max_size=4)] * 2),
     st.tuples(*[st.text("/a1:", max_size=4)] * 2, *[st.binary(max_size=4)] * 2),

@@ -79,6 +79,12 @@ RULES = (
     Rule(path="/totals", headers=("X-Total",)),
     Rule(path="/excluding", fingerprint=FingerprintRule(exclude=("/sent_at", "/meta/id"))),
     Rule(path="/including", fingerprint=FingerprintRule(include=("/amount", "/currency"))),
+    Rule(
+        path="/headed",
+        fingerprint=FingerprintRule(
+            headers=("If-Match", "X-Tenant"), exclude_query=("ts",), media_type_parameters=True
+        ),
+    ),
     Rule(path="/natural", source=FromFields("/customer", "/order", window=FOREVER)),
     Rule(path="/natural/{id}", source=FromFields("{id}", window=FOREVER)),
     # Frameworks that have converters make a whole number of this one.

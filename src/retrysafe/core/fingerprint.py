@@ -7,14 +7,19 @@ stay known for as long as their records live.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 from retrysafe.core import canonical
 from retrysafe.core.framing import digest, frame
 from retrysafe.core.model import Fingerprint
 from retrysafe.errors import PolicyInvalid
+
+_HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+# Headers whose part in a fingerprint is decided elsewhere.
+_COUNTED_APART: Final = frozenset({"content-type", "idempotency-key"})
 
 
 @lru_cache(maxsize=512)
@@ -29,14 +34,25 @@ class FingerprintRule:
 
     `include` names the only fields that count, `exclude` the fields that do not, both as JSON
     Pointers. They apply to bodies that are JSON and, over HTTP, to the fields of forms by `/name`;
-    any other body counts byte by byte. Change `version` with every change of the fields, and list
+    any other body counts byte by byte. Change `version` with every change of the rule, and list
     the rules that it replaces in `previous`.
+
+    The others are for requests over HTTP alone. `headers` names headers that count, such as
+    `If-Match`; `exclude_query` names fields of the query that do not; `media_type_parameters` has
+    the parameters of `Content-Type` count, but for a boundary.
     """
 
     version: int = 1
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     previous: tuple[FingerprintRule, ...] = ()
+    headers: tuple[str, ...] = ()
+    exclude_query: tuple[str, ...] = ()
+    media_type_parameters: bool = False
+    # The headers by their lower-case names, in one order.
+    header_names: tuple[bytes, ...] = field(init=False, repr=False, compare=False)
+    # Whether any option is about the head of an HTTP request.
+    reads_head: bool = field(init=False, repr=False, compare=False)
     _included: tuple[tuple[str, ...], ...] = field(init=False, repr=False, compare=False)
     _excluded: tuple[tuple[str, ...], ...] = field(init=False, repr=False, compare=False)
 
@@ -57,6 +73,7 @@ class FingerprintRule:
             except (ValueError, TypeError, AttributeError) as error:
                 raise PolicyInvalid(f"{name} takes a list of JSON Pointers: {error}") from None
             object.__setattr__(self, f"_{name}d", tokens)
+        self._check_head()
         if not isinstance(self.previous, tuple | list) or not all(
             isinstance(rule, FingerprintRule) for rule in self.previous
         ):
@@ -64,6 +81,31 @@ class FingerprintRule:
         versions = [self.version, *(rule.version for rule in self.previous)]
         if len(set(versions)) != len(versions):
             raise PolicyInvalid(f"every rule needs its own version, got {versions}")
+
+    def _check_head(self) -> None:
+        for name in ("headers", "exclude_query"):
+            given = getattr(self, name)
+            if not isinstance(given, tuple | list) or not all(
+                isinstance(item, str) for item in given
+            ):
+                raise PolicyInvalid(f"{name} takes a list of names, got {given!r}")
+        for header in self.headers:
+            if _HEADER_NAME.fullmatch(header) is None:
+                raise PolicyInvalid(f"no header has the name {header!r}: write If-Match, say")
+            if header.lower() in _COUNTED_APART:
+                raise PolicyInvalid(
+                    f"{header} counts as it must: its parameters with media_type_parameters=True"
+                    if header.lower() == "content-type"
+                    else f"{header} cannot be compared under itself: it is the key"
+                )
+        if type(self.media_type_parameters) is not bool:
+            raise PolicyInvalid(
+                f"media_type_parameters is True or False, got {self.media_type_parameters!r}"
+            )
+        names = tuple(sorted({header.lower().encode("ascii") for header in self.headers}))
+        object.__setattr__(self, "header_names", names)
+        reads_head = bool(names or self.exclude_query or self.media_type_parameters)
+        object.__setattr__(self, "reads_head", reads_head)
 
     def fingerprints(self, *parts: bytes, body: bytes) -> tuple[Fingerprint, ...]:
         """The request's fingerprint under this rule, then under each earlier one."""

@@ -86,6 +86,24 @@ def content_of(request: Request) -> Content:
 _NO_PARAMETERS: Final[dict[bytes, bytes]] = {}
 
 
+def media_type_parameters(request: Request) -> list[bytes]:
+    """The parameters of the media type, names and values in turn, in the order of their names.
+
+    Without the boundary, which is another one with every retry. What cannot be read as parameters
+    counts as it stands. Raises `FingerprintImpossible` past a limit.
+    """
+    types = [value.strip(b" \t") for value in request.header_lines(b"content-type")]
+    if sum(map(len, types)) > CONTENT_TYPE_LIMIT_BYTES:
+        raise _too_many(CONTENT_TYPE_LIMIT_BYTES, "bytes in Content-Type")
+    if len(types) != 1:
+        return types
+    found = _parameters(types[0], len(types[0].partition(b";")[0]))
+    if found is None:
+        return types
+    found.pop(b"boundary", None)
+    return [item for name in sorted(found) for item in (name, found[name])]
+
+
 def too_deep() -> FingerprintImpossible:
     """The refusal of a body that is nested deeper than it can be compared."""
     return _too_many(canonical.DEPTH_LIMIT, "levels of nesting in the body")

@@ -1,20 +1,27 @@
 """The fingerprint of a request: method, path, query, and what its body says under a rule.
 
 Owns what is hashed and in which order. Two requests are the same exactly when all of these are;
-headers other than the content's type and encoding do not count.
+headers other than the content's type and encoding count only where the rule names them.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Final
 
 from retrysafe.core.canonical import TooDeep, canonical_bytes
 from retrysafe.core.fingerprint import FingerprintRule
-from retrysafe.core.framing import DIGEST_BYTES
+from retrysafe.core.framing import DIGEST_BYTES, frame
 from retrysafe.core.model import Fingerprint
-from retrysafe.http.bodies import RAW, content_of, fields_of, too_deep
+from retrysafe.http.bodies import (
+    RAW,
+    content_of,
+    fields_of,
+    media_type_parameters,
+    too_deep,
+)
 from retrysafe.http.request import Request, plain_path, served_path
 
 # Every part but the last carries its length. The last one's first byte says how it was made: as a
@@ -26,35 +33,55 @@ def request_fingerprints(request: Request, rule: FingerprintRule) -> tuple[Finge
     """The request's fingerprint under the rule, then under each earlier one.
 
     The rule's pointers lead into JSON bodies, and name the fields of forms and multipart forms:
-    `/name` is all values that were sent under that name. Any other body counts byte by byte, and
-    so does the query's every field. Unless the path is exact, slashes at its end and double ones do
-    not count: a retry by the other spelling is the same request. Raises `FingerprintImpossible`
-    past a limit.
+    `/name` is all values that were sent under that name. Any other body counts byte by byte. Of the
+    query every field counts that the rule does not leave out, and of the headers those that it
+    names. Unless the path is exact, slashes at its end and double ones do not count: a retry by the
+    other spelling is the same request. Raises `FingerprintImpossible` past a limit.
     """
     media_type, value = content_of(request)
-    if request.query or len(request.path) + len(media_type) > _KEPT_LIMIT:
-        state = _begun(
-            request.method, request.path, request.query, media_type, request.has_exact_path
-        )
-    else:
-        state = _begun_before(request.method, request.path, media_type, request.has_exact_path)
     if not rule.previous:
-        return (_under(rule, value, request.body, state.copy()),)
-    return tuple(_under(each, value, request.body, state.copy()) for each in (rule, *rule.previous))
+        return (_under(rule, value, request.body, _head(request, media_type, rule)),)
+    return tuple(
+        _under(each, value, request.body, _head(request, media_type, each))
+        for each in (rule, *rule.previous)
+    )
+
+
+def _head(request: Request, media_type: bytes, rule: FingerprintRule) -> hashlib.blake2b:
+    """The hash of all but the body, for the body to be added to it."""
+    if rule.reads_head:
+        asked = query_bytes(request.query, rule.exclude_query)
+        state = _begun(request.method, request.path, asked, media_type, request.has_exact_path)
+        counted = frame(*_chosen(request, rule))
+        state.update(b"h%d:%b" % (len(counted), counted))
+        return state
+    if request.query or len(request.path) + len(media_type) > _KEPT_LIMIT:
+        asked = query_bytes(request.query)
+        return _begun(request.method, request.path, asked, media_type, request.has_exact_path)
+    return _begun_before(request.method, request.path, media_type, request.has_exact_path).copy()
+
+
+def _chosen(request: Request, rule: FingerprintRule) -> Iterator[bytes]:
+    """What the rule has count of the headers, each framed; absent and empty are two things."""
+    for name in rule.header_names:
+        lines = request.header_lines(name)
+        # Several lines are one list, as a proxy may write them.
+        yield b"+" + b", ".join(line.strip(b" \t") for line in lines) if lines else b"-"
+    if rule.media_type_parameters:
+        yield frame(*media_type_parameters(request))
 
 
 def _begun(
     method: str,
     path: str,
-    query: bytes,
+    asked: bytes,
     media_type: bytes,
     has_exact_path: bool,
 ) -> hashlib.blake2b:
-    """The hash of all but the body."""
+    """The hash of method, path, query and media type."""
     verb = method.encode()
     path = served_path(path) if has_exact_path else plain_path(path)
     place = path.encode("utf-8", "surrogatepass")
-    asked = query_bytes(query) if query else b""
     head = _FORM % (
         len(verb),
         verb,
@@ -97,6 +124,14 @@ def _under(rule: FingerprintRule, value: Any, body: bytes, state: hashlib.blake2
     return Fingerprint(rule.version, state.digest())
 
 
-def query_bytes(query: bytes) -> bytes:
-    """The query as it counts: its fields by name; raises `FingerprintImpossible` for too many."""
-    return canonical_bytes(fields_of(query))
+def query_bytes(query: bytes, excluded: tuple[str, ...] = ()) -> bytes:
+    """The query as it counts: its fields by name, without those that are left out.
+
+    A query without a field is as good as none. Raises `FingerprintImpossible` for too many fields.
+    """
+    if not query:
+        return b""
+    fields = fields_of(query)
+    for name in excluded:
+        fields.pop(name, None)
+    return canonical_bytes(fields) if fields or not excluded else b""

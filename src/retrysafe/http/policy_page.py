@@ -12,6 +12,7 @@ from datetime import timedelta
 from html import escape
 from typing import Any, Final
 
+from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.keys import KEY_LIMIT_CHARACTERS
 from retrysafe.core.policy import FOREVER, InFlight
 from retrysafe.http.durations import spoken
@@ -101,14 +102,6 @@ def _route(route: Route) -> dict[str, Any]:
         return shown
     if route.has_header_key and route.maker is not None:
         shown["key"] = KeyUse.OPTIONAL.value
-    fingerprint = route.fingerprint
-    counted = "the method, the path, the query and the body"
-    if fingerprint.include:
-        counted = "the method, the path, the query and these fields: " + ", ".join(
-            fingerprint.include
-        )
-    elif fingerprint.exclude:
-        counted += " without these fields: " + ", ".join(fingerprint.exclude)
     is_forever = policy.active_window == FOREVER
     return shown | {
         "key_source": str(route.source),
@@ -122,7 +115,7 @@ def _route(route: Route) -> dict[str, Any]:
         "in_flight": (ACCEPT if route.accepts_duplicates else policy.in_flight).value,
         "wait_limit_seconds": policy.wait_seconds,
         "responds_async": responds_async(rule),
-        "same_request": counted,
+        "same_request": _counted(route.fingerprint),
         "freed_statuses": _ranges(rule.stored.freed_statuses),
         "stored_headers": sorted(name.decode() for name in STORED_HEADERS | route.codec.extra),
         "response_is_kept": rule.streaming is Streaming.BUFFER,
@@ -133,6 +126,25 @@ def _route(route: Route) -> dict[str, Any]:
         "is_atomic": rule.transaction is not None,
         "lease_seconds": None if rule.transaction else policy.lease.total_seconds(),
     }
+
+
+def _counted(fingerprint: FingerprintRule) -> str:
+    """What two requests have in common that count as the same."""
+    query = "the query"
+    if fingerprint.exclude_query:
+        query += f" (without {', '.join(fingerprint.exclude_query)})"
+    head = ["the method", "the path", query]
+    if fingerprint.headers:
+        word = "header" if len(fingerprint.headers) == 1 else "headers"
+        head.append(f"the {word} {', '.join(fingerprint.headers)}")
+    if fingerprint.media_type_parameters:
+        head.append("the parameters of the media type")
+    body = "the body"
+    if fingerprint.include:
+        body = f"these fields: {', '.join(fingerprint.include)}"
+    elif fingerprint.exclude:
+        body += f" without these fields: {', '.join(fingerprint.exclude)}"
+    return f"{', '.join(head)} and {body}"
 
 
 def _duration(seconds: float | None) -> timedelta:
