@@ -74,8 +74,7 @@ class CuttingProxy:
     def _copy(self, client: socket.socket, server: socket.socket) -> None:
         sent = b""
         while not self._is_closing:
-            readable, _, _ = select.select([client, server], [], [], 0.05)
-            for source in readable:
+            for source in readable(client, server, seconds=0.05):
                 data = source.recv(65536)
                 if not data:
                     return
@@ -100,6 +99,18 @@ class CuttingProxy:
             self._cue = b""
             self.cuts += 1
             return self._cut
+
+
+def readable(*sources: socket.socket, seconds: float) -> list[socket.socket]:
+    """Those that have bytes or have ended, after at most so many seconds.
+
+    With `poll`, which unlike `select` knows no highest number of a descriptor.
+    """
+    poll = select.poll()
+    for source in sources:
+        poll.register(source, select.POLLIN)
+    numbers = {number for number, _ in poll.poll(seconds * 1000)}
+    return [source for source in sources if source.fileno() in numbers]
 
 
 def drain_answer(server: socket.socket) -> None:

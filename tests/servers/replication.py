@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import threading
 import time
 
 import psycopg
 
+from tests.servers.cutting import readable
 from tests.servers.postgres import START_SECONDS, PostgresServer
 
 
@@ -139,8 +139,7 @@ class MovingAddress:
         for end in (client, server):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while not self._is_closing:
-            readable, _, _ = select.select([client, server], [], [], 0.05)
-            for source in readable:
+            for source in readable(client, server, seconds=0.05):
                 data = source.recv(65536)
                 if not data:
                     return
