@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -382,11 +383,16 @@ def options_set(port: int) -> list[dict[str, int]]:
     """What is set on each socket of this process that leads to that port."""
     found = []
     for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as shared:
-            if shared.family == socket.AF_INET and shared.getpeername()[1] == port:
-                found.append(
-                    {name: shared.getsockopt(*item) for name, item in SOCKET_OPTIONS.items()}
-                )
+        number = int(path.name)
+        # Sockets alone: a second descriptor of a SQLite file would end its locks when it closes.
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as shared:
+                if shared.family == socket.AF_INET and shared.getpeername()[1] == port:
+                    found.append(
+                        {name: shared.getsockopt(*item) for name, item in SOCKET_OPTIONS.items()}
+                    )
     return found
 
 
