@@ -106,6 +106,8 @@ class Scene:
 
     def __init__(self, size: int = 4, **settings) -> None:
         self.clock = ManualClock()
+        # How far the store's clock has jumped ahead of the relay's.
+        self.ahead_ms = 0
         self.store = FaultyStore(MemoryStore(now_ms=self.clock))
         self.policy = RelayPolicy(**settings)
         self.crew = ScriptedCrew(size)
@@ -117,7 +119,7 @@ class Scene:
             self.store.outbox,
             crew,
             self.policy,
-            monotonic=lambda: self.clock() / 1000,
+            monotonic=lambda: (self.clock() - self.ahead_ms) / 1000,
             mint_token=mint_token,
             jitter=lambda: 0.5,
         )
@@ -134,6 +136,11 @@ class Scene:
 
     def pass_time(self, seconds: float) -> None:
         self.clock.advance(timedelta(seconds=seconds))
+
+    def jump(self, seconds: float) -> None:
+        """Sets the store's clock forward; the relay's goes on as it did."""
+        self.pass_time(seconds)
+        self.ahead_ms += round(seconds * 1000)
 
     def slow_writes(self, seconds: float) -> None:
         """Lets every write of the relay take that long."""

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from retrysafe import DeliveryFailed, PolicyInvalid, SchemaMissing, StoreUnavailable
-from retrysafe.core.outbox import BackOff, EntryClaim, OpenTry
+from retrysafe.core.outbox import BackOff, EntryClaim, EntryCommand, OpenTry
 from retrysafe.relay import RelayPolicy
 from retrysafe.relay.engine import RelayReport
 from retrysafe.runtime.drive import run_sync
@@ -504,6 +504,31 @@ def test_a_stop_takes_back_what_was_counted_and_has_not_begun():
     assert counted
     assert {scene.stored(name).entry.attempts for name in counted} == {0}
     assert {scene.stored(name).entry.open_try for name in counted} == {OpenTry.NONE}
+
+
+def test_what_a_renewal_calls_lost_is_not_begun_from_the_queue():
+    """The store's clock jumped: the lease is over there, and by the relay's own clock it is not."""
+    scene = Scene(size=1)
+    scene.slow_writes(0.01)
+    scene.stage(*(f"n{number}" for number in range(60)))
+    discarded = []
+
+    def act():
+        scene.pass_time(0.005)
+        scene.crew.end()
+
+    def discard():
+        lease_seconds = scene.policy.lease.total_seconds()
+        scene.jump(lease_seconds)
+        for item in scene.crew.queued:
+            discarded.append(item.body.decode())
+            run_sync(scene.store.outbox.operate(item.id, EntryCommand.DISCARD))
+        scene.pass_time(lease_seconds / 2)  # Renewals are due.
+
+    scene.crew.script = [*[act] * 30, discard, *[act] * 400]
+    run_sync(scene.engine.run(until_idle=True))
+    assert discarded
+    assert set(discarded).isdisjoint(scene.crew.taken)
 
 
 def test_a_stopped_relay_claims_nothing():

@@ -19,7 +19,6 @@ from retrysafe.stores.postgres.naming import checked_schema_name
 _SSL_MODES: Final = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
 # Which servers a driver may take, by the words of libpq; claims cannot be made on the others.
 _WRITABLE_SERVERS: Final = ("read-write", "primary", "any")
-_OTHER_SERVERS: Final = ("read-only", "standby", "prefer-standby")
 _LONE_PERCENT: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _COLON_OR_AT: Final = re.compile(r":|%3a|@", re.IGNORECASE)
 _USER_AND_PASSWORD: Final = re.compile(r"([^:/@?]*?)(?::|%3a)[^@]*", re.IGNORECASE | re.DOTALL)
@@ -208,14 +207,10 @@ def one_per_server(url: str) -> list[str]:
 
 
 def _check_servers(location: str, wanted: str) -> None:
-    if wanted in _OTHER_SERVERS:
-        raise StoreUrlInvalid(
-            f"{location}: target_session_attrs={wanted} asks for a server that takes no writes, "
-            "and every claim is a write; leave it out, or write target_session_attrs=read-write"
-        )
     if wanted not in _WRITABLE_SERVERS:
         raise StoreUrlInvalid(
-            f"{location}: target_session_attrs is one of {', '.join(_WRITABLE_SERVERS)}"
+            f"{location}: target_session_attrs is one of {', '.join(_WRITABLE_SERVERS)}, because "
+            f"every claim is a write, got {wanted!r}"
         )
 
 
