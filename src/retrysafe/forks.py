@@ -74,8 +74,15 @@ def _go_on_all() -> None:
 
 def _refresh_all() -> None:
     global _make_lock, _process_id
+    refusal: Exception | None = None
     for item in list(_registered):
-        item.after_fork_in_child()
+        try:
+            item.after_fork_in_child()
+        except Exception as error:
+            # The others are refreshed all the same: their locks are held for the fork.
+            refusal = error
+    if refusal is not None:
+        raise refusal
     # Last: whoever comes meanwhile must wait, and what an object refuses stays refused.
     _make_lock, _process_id = threading.Lock, os.getpid()
 

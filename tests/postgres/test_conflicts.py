@@ -31,6 +31,9 @@ class Conflicting:
 
     fetch_renewal = transact = fetch
 
+    def after_fork_in_child(self) -> None:
+        """Has nothing that a child could inherit."""
+
 
 def made_store(*first: Exception) -> PostgresStore:
     connector: Any = Conflicting(*first)

@@ -16,10 +16,11 @@ from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
     Decision,
+    Extension,
     Settlement,
     StepWrite,
 )
-from retrysafe.core.ports import ClaimResult, SettleResult
+from retrysafe.core.ports import ClaimResult, ExtendResult, SettleResult
 from retrysafe.stores.postgres import PostgresStore
 from retrysafe.stores.sqlite import SqliteStore
 from retrysafe.wiring import postgres_store
@@ -79,6 +80,12 @@ class MortalStore(SqliteStore):
         kind = "claim" if claims else f"settle-{settlements[0].kind.name.lower()}"
         with self._counted(kind):
             return await super().commit(claims, settlements)
+
+    async def extend(
+        self, extensions: Sequence[Extension], timeout_seconds: float
+    ) -> list[ExtendResult]:
+        with self._counted(None):
+            return await super().extend(extensions, timeout_seconds)
 
     async def record_step(self, write: StepWrite) -> Decision:
         with self._counted(f"step-{write.step.name}".replace(" ", "-")):

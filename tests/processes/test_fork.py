@@ -12,8 +12,6 @@ import os
 import signal
 import sqlite3
 import threading
-import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -23,41 +21,19 @@ from retrysafe import (
     Closed,
     Idempotency,
     InFlight,
+    InvalidInput,
     MemoryStore,
     OperationInFlight,
     Policy,
     SqliteStore,
     current_attempt,
+    forks,
 )
+from tests.forking import exit_code, fork
 from tests.processes.ledger import note, noted
 
 POLICY = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=20))
 SHORT = POLICY.with_changes(lease=timedelta(milliseconds=400))
-
-
-def _fork(work: Callable[[], None]) -> int:
-    """Runs the work in a forked child; the child's exit code is 0 only when it did not raise."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        work()
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def _exit_code(pid: int) -> int:
-    """Waits for the child with a limit: a deadlock in it must be a failure, not a hang."""
-    for _ in range(3000):
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return -signal.SIGKILL
 
 
 def _use_after_fork(pipe, database: str, ledger: str, way: str) -> list[object]:
@@ -75,7 +51,7 @@ def _use_after_fork(pipe, database: str, ledger: str, way: str) -> list[object]:
         assert idem.close()
 
     if way == "os.fork":
-        code = _exit_code(_fork(work))
+        code = exit_code(fork(work))
     else:
         process = multiprocessing.get_context("fork").Process(target=work)
         process.start()
@@ -130,8 +106,8 @@ def _fork_while_locked(pipe, database: str, ledger: str, kind: str) -> int:
         assert idem.run("in child", lambda: note(ledger, "child"), request="r") is None
         assert idem.close()
 
-    pid = _fork(work)
-    code = _exit_code(pid)
+    pid = fork(work)
+    code = exit_code(pid)
     let_go.set()
     for thread in threads:
         thread.join()
@@ -172,8 +148,8 @@ def _fork_while_reading(pipe, database: str) -> int:
     reader = threading.Thread(target=read)
     reader.start()
     assert is_reading.wait(30)
-    pid = _fork(work)
-    code = _exit_code(pid)
+    pid = fork(work)
+    code = exit_code(pid)
     reader.join()
     idem.run("after", lambda: "done", request="r")
     return code
@@ -216,11 +192,11 @@ def _fork_inside_operation(pipe, database: str, ledger: str) -> list[object]:
         idem.run("child's", wait_for_the_end, name="", request="r")
         os._exit(0)
 
-    pid = _fork(work)
+    pid = fork(work)
     pipe.send(pid)
     # Renewed by the parent alone until it is killed.
     threading.Event().wait(60)
-    return [_exit_code(pid)]
+    return [exit_code(pid)]
 
 
 def test_child_does_not_renew_what_the_parent_runs(start, database, ledger):
@@ -262,7 +238,7 @@ def _fork_between_loops(pipe, database: str, ledger: str) -> list[object]:
         assert asyncio.run(use("before", "child")) == "parent"
         assert asyncio.run(use_and_close("in child", "child")) == "child"
 
-    code = _exit_code(_fork(work))
+    code = exit_code(fork(work))
     return [code, asyncio.run(use_and_close("in child", "parent"))]
 
 
@@ -296,7 +272,7 @@ def _fork_inside_a_loop(pipe, database: str) -> int:
         assert not failures
 
     async def operation() -> int:
-        return await asyncio.to_thread(_exit_code, _fork(work))
+        return await asyncio.to_thread(exit_code, fork(work))
 
     async def in_parent() -> int:
         async with idem:
@@ -323,9 +299,33 @@ def _fork_closed(pipe, database: str) -> int:
         with pytest.raises(Closed):
             idem.run("in child", lambda: 1)
 
-    return _exit_code(_fork(work))
+    return exit_code(fork(work))
 
 
 def test_closed_object_stays_closed_in_the_child(start, database):
     """Fork does not open what was closed."""
     assert start(_fork_closed, database).result() == 0
+
+
+class _Refusing:
+    """Something registered that cannot be used in a child, and says so."""
+
+    def after_fork_in_child(self) -> None:
+        raise InvalidInput("not here")
+
+
+def _use_beside_a_refusal(pipe, database: str) -> int:
+    # Many: the order in which objects are refreshed is nobody's promise.
+    refusing = [_Refusing() for _ in range(50)]
+    for item in refusing:
+        forks.register(item)
+    idem = Idempotency(f"sqlite:///{database}", caller="owner", policy=POLICY)
+    idem.run("before", lambda: 1)
+    code = exit_code(fork(lambda: idem.run("in child", lambda: 2)))
+    refusing.clear()
+    return code
+
+
+def test_an_object_that_refuses_the_child_hangs_no_other_one(start, database):
+    """The locks that are held for a fork are let go in the child, whatever another object says."""
+    assert start(_use_beside_a_refusal, database).result() == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import signal
 import sqlite3
 import sys
@@ -33,6 +32,7 @@ from retrysafe.runtime import blocking
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
+from tests.forking import answer_of_child
 from tests.interrupting import at_every_place
 from tests.runtime.staged import until
 
@@ -121,14 +121,7 @@ def test_a_fork_waits_for_the_commit_under_way(tmp_path: Path):
         assert inside.wait(LIMIT_SECONDS)
         # The fork stands still until the commit is over, so somebody else must let it go on.
         threading.Timer(0.2, release.set).start()
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                status = 0 if idem.run("child", lambda: 3) == 3 else 2
-            finally:
-                os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert answer_of_child(lambda: str(idem.run("child", lambda: 3))) == "3"
         writer.join(LIMIT_SECONDS)
         assert idem.run("parent", lambda: 9) == 2
     run_sync(store.close())

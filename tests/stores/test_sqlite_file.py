@@ -33,6 +33,7 @@ from retrysafe.testing.suite.probe import (
     request,
     settlement,
 )
+from tests.forking import answer_of_child
 
 NOBODY = 65_534
 
@@ -306,11 +307,9 @@ def test_a_read_only_file_is_refused(clock):
         run_sync(store.close())
         path.chmod(0o444)
         folder.chmod(0o555)
-        with closing(os.fdopen(_answer_of_child(_write_read_only, path))) as answer:
-            assert (
-                answer.read() == f"StoreMissing: sqlite:///{path} is read-only: check the "
-                "permissions of file and folder"
-            )
+        assert answer_of_child(lambda: _write_read_only(path)) == (
+            f"StoreMissing: sqlite:///{path} is read-only: check the permissions of file and folder"
+        )
     finally:
         folder.chmod(0o755)
         shutil.rmtree(folder)
@@ -324,20 +323,6 @@ def _write_read_only(path):
     except StoreError as error:
         return f"{type(error).__name__}: {error}"
     return "it was written"
-
-
-def _answer_of_child(function, argument):
-    """Runs the function in a forked child; gives the pipe that its answer is in."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writing, function(argument).encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    os.waitpid(child, 0)
-    return reading
 
 
 def test_a_query_that_sqlite_cannot_hold_is_refused(probe):

@@ -28,6 +28,7 @@ from retrysafe.core.model import Decision, OperatorCommand, RecordQuery, SettleK
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.sqlite import connecting, place
 from retrysafe.testing.suite.probe import KEY, request
+from tests.forking import answer_of_child, exit_code, fork
 
 SAID = r"(?s)records\.db.* was removed or replaced while this process had it open.*Stop all proc"
 # Another process with the same key; it says whether the operation ran there.
@@ -152,19 +153,13 @@ def test_a_forked_child_makes_no_new_file(path):
     store = SqliteStore(path)
     run_sync(store.commit([request()], []))
     remove(path)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
+
+    def use() -> str:
+        with pytest.raises(StoreMissing):
             run_sync(store.commit([request()], []))
-        except StoreMissing:
-            os.write(writing, b"refused")
-        finally:
-            os._exit(0)
-    os.close(writing)
-    os.waitpid(child, 0)
-    with os.fdopen(reading) as answer:
-        assert answer.read() == "refused"
+        return "refused"
+
+    assert answer_of_child(use) == "refused"
     assert list(path.parent.iterdir()) == []
     run_sync(store.close())
 
@@ -177,20 +172,20 @@ def test_a_forked_child_does_not_use_locks_that_nobody_else_sees(path, closes):
     if closes == "before the fork":
         run_sync(store.close())
     (waiting, telling), (reading, writing) = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def use() -> None:
         try:
             os.read(waiting, 1)
             run_sync(store.commit([request()], []))
             os.write(writing, b"used")
         except StoreMissing:
             os.write(writing, b"refused")
-        finally:
-            os._exit(0)
+
+    child = fork(use)
     os.close(writing)
     run_sync(store.close())
     os.write(telling, b"x")
-    os.waitpid(child, 0)
+    assert exit_code(child) == 0
     os.close(waiting)
     os.close(telling)
     with os.fdopen(reading) as answer:
@@ -213,8 +208,8 @@ def test_a_forked_child_uses_no_locks_of_its_own_by_any_store(path, use):
     store = SqliteStore(path)
     run_sync(store.commit([request()], []))
     (waiting, telling), (reading, writing) = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def work() -> None:
         try:
             used = use(store, path)
             os.write(writing, b"ready")
@@ -223,8 +218,8 @@ def test_a_forked_child_uses_no_locks_of_its_own_by_any_store(path, use):
             os.write(writing, b" used")
         except StoreMissing:
             os.write(writing, b" refused")
-        finally:
-            os._exit(0)
+
+    child = fork(work)
     os.close(writing)
     with os.fdopen(reading) as answer:
         assert answer.read(5) == "ready"
@@ -235,7 +230,7 @@ def test_a_forked_child_uses_no_locks_of_its_own_by_any_store(path, use):
             other.execute("SELECT * FROM retrysafe_keys").fetchall()
             assert beside(path)[2].exists()
             os.write(telling, b"x")
-            os.waitpid(child, 0)
+            assert exit_code(child) == 0
         assert answer.read() == " refused"
     os.close(waiting)
     os.close(telling)
