@@ -26,6 +26,7 @@ from retrysafe.http import (
     bearer_token,
 )
 from retrysafe.http.unmatched import LOGGED_LIMIT
+from retrysafe.testing import FaultyStore, Moment
 from tests.http.driving import Reply, ask, ask_wsgi
 
 SPELLINGS = [
@@ -267,4 +268,73 @@ def test_a_rule_further_in_looks_at_the_key(make_subject):
     )
     outer = WSGIIdempotencyMiddleware(inner, idem, caller=bearer_token, rules=[Rule(path="/other")])
     assert [ask_wsgi(outer, key="k").is_replay for _ in range(2)] == [False, True]
+    assert EventKind.UNMATCHED not in {event.kind for event in heard}
+
+
+# A middleware further out that runs a request looks after its key, with a claim or without one.
+
+
+def _down() -> FaultyStore:
+    store = FaultyStore(MemoryStore())
+    store.fail(Moment.BEFORE, method="commit", times=None)
+    return store
+
+
+@pytest.mark.parametrize("store", [MemoryStore, _down], ids=["claimed", "failing open"])
+@pytest.mark.parametrize("make_inner", ["wsgi", "flask"])
+def test_what_is_run_from_further_out_is_not_told_of_in_threads(store, make_inner):
+    """The inner protection has no rule for the path, and need not have one."""
+    from retrysafe.contrib.flask import Retrysafe
+
+    heard: list = []
+    with (
+        Idempotency(store(), observers=[heard.append]) as outside,
+        Idempotency(MemoryStore(), observers=[heard.append]) as inside,
+    ):
+        rules = [Rule(path="/other")]
+        if make_inner == "flask":
+            inner = flask_app(Runs())
+            Retrysafe().init_app(inner, inside, caller=bearer_token, rules=rules)
+        else:
+            inner = WSGIIdempotencyMiddleware(
+                raw_wsgi(Runs()), inside, caller=bearer_token, rules=rules
+            )
+        outer = WSGIIdempotencyMiddleware(inner, outside, caller=bearer_token, fail_open=True)
+        environ = {"SERVER_NAME": "shop", "SERVER_PORT": "80"}
+        assert ask_wsgi(outer, environ=environ).status == 201
+    assert EventKind.UNMATCHED not in {event.kind for event in heard}
+
+
+@pytest.mark.parametrize("store", [MemoryStore, _down], ids=["claimed", "failing open"])
+@pytest.mark.parametrize("framework", ["fastapi", "litestar"])
+def test_what_is_run_from_further_out_is_not_told_of_on_a_loop(store, framework):
+    """The same for endpoints without a rule of their own."""
+    from fastapi import FastAPI
+    from litestar import Litestar, post
+
+    from retrysafe.contrib.fastapi import Retrysafe
+    from retrysafe.contrib.litestar import RetrysafePlugin
+
+    heard: list = []
+
+    async def play() -> None:
+        async with (
+            AsyncIdempotency(store(), observers=[heard.append]) as outside,
+            AsyncIdempotency(MemoryStore(), observers=[heard.append]) as inside,
+        ):
+            if framework == "fastapi":
+                inner = FastAPI()
+                Retrysafe(inside, caller=bearer_token).install(inner)
+                inner.post("/charges", status_code=201)(Runs().made)
+            else:
+
+                @post("/charges", status_code=201)
+                async def charge() -> dict[str, int]:
+                    return Runs().made()
+
+                inner = Litestar([charge], plugins=[RetrysafePlugin(inside, caller=bearer_token)])
+            outer = IdempotencyMiddleware(inner, outside, caller=bearer_token, fail_open=True)
+            assert (await ask(outer)).status == 201
+
+    asyncio.run(play())
     assert EventKind.UNMATCHED not in {event.kind for event in heard}

@@ -69,6 +69,9 @@ class Till:
     atomic_blocks: list[int] = field(default_factory=list)
     # Of streams without an end: how many pieces were made, where they fail, how often closed.
     pieces: int = 0
+    piece: bytes = b"x" * 100
+    # The stream itself, so that it ends only when somebody closes it.
+    stream: Any = None
     last_piece: int | None = None
     closed: int = 0
 
@@ -264,7 +267,7 @@ def _counted(last=None):
         assert till.pieces < 10_000
         if till.pieces == last:
             raise LookupError("cursor")
-        yield b"x" * 100
+        yield till.piece
 
 
 def endless_pieces(last=None):

@@ -173,8 +173,12 @@ class Endpoints:
         """Tells of a key that comes to an endpoint without a rule, which is about to be run."""
         method = scope["method"].upper()
         keys = keys_in(method, scope["headers"])
-        # A middleware further out looks after its own requests.
-        if keys and NOTICED_NAME not in scope and attempt_in(scope.get("state", {})) is None:
+        # A middleware further out looks after its own requests, also after those that it runs
+        # without a claim.
+        is_run = attempt_in(scope.get("state", {})) is not None or (
+            PROTECTED_NAME in scope and is_protected(scope)
+        )
+        if keys and NOTICED_NAME not in scope and not is_run:
             self.protection.unmatched.note(self.idempotency.report, method, place, keys)
 
     async def show_page(self, scope: Scope, send: Send, path: str, prefix: str) -> None:

@@ -270,7 +270,7 @@ class _Protected:
     def _pass(self) -> None:
         """Tells of a key that comes to a view without a rule."""
         method, place, environ = request.method, request.url_rule, request.environ
-        around = isinstance(environ.get(ATTEMPT_NAME), Attempt | AtomicAttempt)
+        around = isinstance(environ.get(ATTEMPT_NAME), Attempt | AtomicAttempt) or is_run(environ)
         table = self._protection.table
         if place is None or around or table.is_covered(method, request.path):
             return
@@ -321,9 +321,8 @@ class _Protected:
         return self._answer_plan(plan, view)
 
     def _answer_plan(self, plan: Plan, view: Callable[[], Any]) -> Any:
-        run = ViewRun(functools.partial(_run_view, plan, view))
-        response = blocking.answered(self._protection, self._idempotency, plan, run)
-        added = run.added(response)
+        run = ViewRun(functools.partial(_run_view, plan, view), FlaskResponse.close)
+        response, added = run.answered(self._protection, self._idempotency, plan)
         return _native(response) if added is None else _with_headers(run.native, added)
 
 
@@ -353,10 +352,14 @@ def _run_view(
     except Exception as error:
         # Raises again what no handler answers; Flask then goes its usual way to 500.
         native = app.make_response(app.handle_user_exception(error))
-    headers = _headers_of(native)
-    if passes_at_once(plan, headers) or not _is_held(native, plan):
-        return native, Response(native.status_code, headers, b"", is_streamed=True)
-    return native, Response(native.status_code, headers, _body_of(native))
+    try:
+        headers = _headers_of(native)
+        if passes_at_once(plan, headers) or not _is_held(native, plan):
+            return native, Response(native.status_code, headers, b"", is_streamed=True)
+        return native, Response(native.status_code, headers, _body_of(native))
+    except BaseException:
+        native.close()
+        raise
 
 
 def _is_held(native: FlaskResponse, plan: Plan) -> bool:
@@ -366,16 +369,12 @@ def _is_held(native: FlaskResponse, plan: Plan) -> bool:
     if not native.is_streamed:
         return True
     source: Any = native.response
+    held, pieces = Held(plan), native.iter_encoded()
+    is_whole = all(map(held.take, pieces))
     close = getattr(source, "close", None)
     if close is not None:
         # What takes its place has no close of its own.
         native.call_on_close(close)
-    held, pieces = Held(plan), native.iter_encoded()
-    try:
-        is_whole = all(not piece or held.take(piece) for piece in pieces)
-    except BaseException:
-        native.close()
-        raise
     native.response = [bytes(held.body)] if is_whole else chain([bytes(held.body)], pieces)
     return is_whole
 

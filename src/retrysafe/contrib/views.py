@@ -14,8 +14,11 @@ from typing import Any, Final
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.errors import InvalidInput, PolicyInvalid
+from retrysafe.http import blocking
+from retrysafe.http.exchange import Plan, Protection
 from retrysafe.http.responses import Header, Response
 from retrysafe.http.rules import Rule
+from retrysafe.runtime.blocking import BlockingIdempotency
 
 # Where a view holds its rule. Decorators that use `functools.wraps` carry it along.
 RULE_NAME: Final = "retrysafe_rule"
@@ -67,15 +70,19 @@ def located(
 class ViewRun:
     """One run of a view: what it answered, in the framework's words and in ours."""
 
-    __slots__ = ("_header_count", "_view", "error", "has_begun", "native", "response")
+    __slots__ = ("_close", "_header_count", "_view", "error", "has_begun", "native", "response")
 
     # A view returns its response; nothing is on its way before that.
     is_passing = False
 
     def __init__(
-        self, view: Callable[[Attempt | AtomicAttempt | None], tuple[Any, Response]]
+        self,
+        view: Callable[[Attempt | AtomicAttempt | None], tuple[Any, Response]],
+        close: Callable[[Any], None],
     ) -> None:
         self._view = view
+        # Closes a response of the framework that is not sent.
+        self._close = close
         self._header_count = 0
         self.has_begun = False
         self.native: Any = None
@@ -94,6 +101,25 @@ class ViewRun:
         self._header_count = len(response.headers)
         return response
 
-    def added(self, response: Response) -> list[Header] | None:
-        """What was added to the view's own response; None when another one is to be sent."""
-        return response.headers[self._header_count :] if response is self.response else None
+    def answered(
+        self, protection: Protection, idempotency: BlockingIdempotency, plan: Plan
+    ) -> tuple[Response, list[Header] | None]:
+        """The response to send, and what was added to the view's own; None for another one.
+
+        A response of the view that is not sent is closed: its stream may hold a file or a
+        connection open. Raises as `blocking.answered` does.
+        """
+        try:
+            response = blocking.answered(protection, idempotency, plan, self)
+        except BaseException:
+            self._drop()
+            raise
+        if response is self.response:
+            return response, response.headers[self._header_count :]
+        self._drop()
+        return response, None
+
+    def _drop(self) -> None:
+        native, self.native = self.native, None
+        if native is not None:
+            self._close(native)

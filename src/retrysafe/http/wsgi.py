@@ -105,7 +105,9 @@ class WSGIIdempotencyMiddleware:
     ) -> Iterable[bytes]:
         """A request that no rule protects; a key that comes with it is told of."""
         keys = keys_in(method, request_of(environ).raw_headers) if _KEY_NAME in environ else []
-        if not keys or NOTICED_NAME in environ or self.protection.table.is_covered(method, path):
+        is_seen = NOTICED_NAME in environ or self.protection.table.is_covered(method, path)
+        # Nor is a request told of that somebody further out runs.
+        if not keys or is_seen or is_run(environ):
             return self.app(environ, start_response)
         # Views may have rules of their own.
         noticed = environ[NOTICED_NAME] = []

@@ -126,7 +126,8 @@ class WsgiRun:
         try:
             pieces = self._pieces = iter(result)
             for piece in pieces:
-                if piece and not self._take(piece):
+                # Also without a byte: an endless stream of such pieces is past a limit some time.
+                if not self._take(piece):
                     return False
         except BaseException:
             self.close()
@@ -176,7 +177,7 @@ class WsgiRun:
 
     def _take(self, piece: bytes) -> bool:
         """Takes a piece; False when it and all that follows have to be passed on."""
-        if not self._status:
+        if not self._status and piece:
             raise RuntimeError("the application sent a body before its response")
         if self.is_passing:
             self._write_on(piece)
@@ -184,7 +185,10 @@ class WsgiRun:
         held = self._held
         if held is None:
             held = self._held = Held(self._plan)
-        return held.take(piece) and not self._passes_at_once
+        is_held = held.take(piece) and not self._passes_at_once
+        if not is_held and not self._status:
+            raise RuntimeError("the application sent pieces without a byte, and no response")
+        return is_held
 
     def _write_out(self, piece: bytes) -> None:
         """What the application is given to write by itself, in the old way of PEP 3333.

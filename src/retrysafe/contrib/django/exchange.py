@@ -19,14 +19,18 @@ from django.http import HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
 
 from retrysafe.contrib.django.bodies import body_of, has_raw_body
-from retrysafe.contrib.django.streams import captured, captured_on_loop
+from retrysafe.contrib.django.streams import (
+    captured,
+    captured_on_loop,
+    discard,
+    discard_on_loop,
+)
 from retrysafe.contrib.django.transactions import HOOK_ERROR_NAME, hook_failure, raised_by_hook
 from retrysafe.contrib.views import ViewRun
 from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.values import NotStorable
 from retrysafe.errors import InvalidInput
-from retrysafe.http import blocking
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.asgi_run import PASSING_NAME, Message, Receive, Scope, Send, exact_path
 from retrysafe.http.exchange import Plan, Protection
@@ -281,9 +285,8 @@ def answer(
         finally:
             _serving.reset(token)
 
-    made = ViewRun(run)
-    response = blocking.answered(protection, idempotency, plan, made)
-    added = made.added(response)
+    made = ViewRun(run, discard)
+    response, added = made.answered(protection, idempotency, plan)
     return native_of(response) if added is None else with_headers(made.native, added)
 
 
@@ -298,8 +301,12 @@ async def answer_on_loop(
     A client that goes away, whereupon Django cancels the view, does not end it.
     """
     run = _TaskRun(plan, view, answering)
-    await middleware.answer(plan, {"state": {}, _RUN_NAME: run}, _nothing_more, run.collect)
-    return run.native_reply()
+    try:
+        await middleware.answer(plan, {"state": {}, _RUN_NAME: run}, _nothing_more, run.collect)
+    except BaseException:
+        await run.drop()
+        raise
+    return await run.native_reply()
 
 
 async def plan_on_loop(
@@ -337,6 +344,7 @@ class _TaskRun:
         "_answering",
         "_body",
         "_headers",
+        "_is_dropped",
         "_native",
         "_plan",
         "_response",
@@ -351,6 +359,8 @@ class _TaskRun:
         self._view = view
         self._answering = answering
         self._native: Any = None
+        # Whether nobody is going to send what the view answers.
+        self._is_dropped = False
         self._response: Response | None = None
         self._status = 0
         self._headers: list[Header] = []
@@ -383,8 +393,25 @@ class _TaskRun:
         }
         if response.is_streamed:
             start[PASSING_NAME] = True
-        await send(start)
-        await send({"type": "http.response.body", "body": response.body})
+        try:
+            await send(start)
+            await send({"type": "http.response.body", "body": response.body})
+        except BaseException:
+            self._is_dropped = True
+            raise
+        finally:
+            if self._is_dropped:
+                await self.drop()
+
+    async def drop(self) -> None:
+        """Closes the view's response, now or when there is one: it is not sent.
+
+        Its client has gone, or gets another answer; a stream would hold open what it reads from.
+        """
+        self._is_dropped = True
+        native, self._native = self._native, None
+        if native is not None:
+            await discard_on_loop(native)
 
     async def collect(self, message: Message) -> None:
         """Takes what the middleware sends."""
@@ -393,9 +420,10 @@ class _TaskRun:
         else:
             self._body += message.get("body", b"")
 
-    def native_reply(self) -> Any:
+    async def native_reply(self) -> Any:
         """What was sent: the view's own response with what was added to it, or another one."""
         own = self._response
         if own is not None and (own.status, own.body) == (self._status, self._body):
             return with_headers(self._native, self._headers[len(own.headers) :])
+        await self.drop()
         return native_of(Response(self._status, self._headers, self._body))
