@@ -17,7 +17,7 @@ from retrysafe.errors import StoreUrlInvalid
 from retrysafe.observe.logs import EventLog
 from retrysafe.runtime.blocking import BlockingIdempotency
 from retrysafe.runtime.calls import CallerSource
-from retrysafe.runtime.refusals import checked_observers, secret_bytes
+from retrysafe.runtime.refusals import SecretSource, checked_observers
 from retrysafe.runtime.tasks import AsyncFace
 from retrysafe.stores.memory import MemoryStore
 from retrysafe.stores.postgres import PostgresStore
@@ -123,9 +123,9 @@ def _checked_by_libpq(url: PostgresUrl) -> str:
     return url.for_libpq
 
 
-def environment_secret() -> bytes | None:
-    """The secret in `RETRYSAFE_SECRET`; None without one. Raises `SecretMissing`."""
-    return secret_bytes(os.environ.get(SECRET_VARIABLE) or None)
+def environment_secret() -> str | None:
+    """The secrets in `RETRYSAFE_SECRET`, each on a line of its own; None without one."""
+    return os.environ.get(SECRET_VARIABLE) or None
 
 
 class Idempotency(BlockingIdempotency):
@@ -138,14 +138,15 @@ class Idempotency(BlockingIdempotency):
         caller: CallerSource | None = None,
         policy: Policy | None = None,
         rule: FingerprintRule | None = None,
-        secret: bytes | str | None = None,
+        secret: SecretSource = None,
         cache: bool = True,
         observers: Iterable[Emit] = (),
     ) -> None:
         """`store` is a URL such as `sqlite:///app.db`, or a store object that stays yours.
 
         `caller` says whose keys they are: a text, a function that returns it, or `GLOBAL`.
-        `secret` keys the hashes of child keys and body keys (default: `RETRYSAFE_SECRET`).
+        `secret` keys the hashes of fingerprints, callers, child keys and body keys; of a list, the
+        first makes new ones and the others are recognised (default: `RETRYSAFE_SECRET`).
         """
         store = checked_store(store)
         super().__init__(
@@ -170,7 +171,7 @@ class AsyncIdempotency(AsyncFace):
         caller: CallerSource | None = None,
         policy: Policy | None = None,
         rule: FingerprintRule | None = None,
-        secret: bytes | str | None = None,
+        secret: SecretSource = None,
         cache: bool = True,
         observers: Iterable[Emit] = (),
     ) -> None:

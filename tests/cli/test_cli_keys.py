@@ -19,7 +19,7 @@ from retrysafe.cli.problems import ExitCode
 from retrysafe.cli.shapes import duration_text, status_text
 from retrysafe.core.codec import withheld
 from retrysafe.core.model import Payload, SettleKind
-from retrysafe.http.callers import bearer_token, caller_of_credential
+from retrysafe.http.callers import Credential, bearer_token, caller_of_credential
 from retrysafe.http.request import Request
 from retrysafe.runtime.drive import run_sync
 
@@ -378,10 +378,47 @@ def test_a_key_is_found_by_the_token_of_its_client(invoke, bearer):
     assert invoke("keys", "show", "k", "--json", *bearer).json["record"]["condition"] == "outlived"
 
 
+def test_a_key_is_found_by_every_secret_that_is_listed(invoke, desk, monkeypatch):
+    """Also by the API key of its client; operators need not know which secret made it."""
+    old, new = "the old secret, 16 or more", "the new secret, 16 or more"
+    for secret, condition in ((old, "succeeded"), (new, "failed"), (None, "failed")):
+        kind = SettleKind.COMPLETE if condition == "succeeded" else SettleKind.FAIL
+        value = None if secret is None else secret.encode()
+        caller = caller_of_credential(Credential("api-key", TOKEN), value)
+        desk.put(f"k-{condition}", kind, caller=caller)
+    by_key = ("--json", "--api-key", TOKEN, "--store", desk.url)
+    monkeypatch.delenv("RETRYSAFE_SECRET", raising=False)
+    assert len(invoke("keys", "list", *by_key).json["keys"]) == 1
+    monkeypatch.setenv("RETRYSAFE_SECRET", f"{new}\n{old}")
+    found = invoke("keys", "list", *by_key)
+    assert len(found.json["keys"]) == 3
+    assert TOKEN not in found.stdout
+    shown = invoke("keys", "show", "k-succeeded", *by_key)
+    assert shown.json["record"]["condition"] == "succeeded"
+    released = invoke("keys", "release", "k-failed", "--yes", "--api-key", TOKEN, *by_key[3:])
+    assert released.code == 0
+    conditions = {item["condition"] for item in invoke("keys", "list", *by_key).json["keys"]}
+    assert conditions == {"succeeded", "released"}
+    assert invoke("keys", "list", "--api-key", "", "--store", desk.url).code == ExitCode.USAGE
+
+
+def test_doctor_says_what_the_secrets_of_its_environment_mean(invoke, desk, monkeypatch):
+    """Notes, and no problems: an application may have its secret from elsewhere."""
+    monkeypatch.delenv("RETRYSAFE_SECRET", raising=False)
+    told = invoke("doctor", "--json", "--store", desk.url)
+    assert (told.code, told.json["problems"]) == (0, [])
+    assert "plain hashes" in told.json["notes"][-1]
+    for text, count in (("x" * 16, 0), ("x" * 16 + "\n" + "y" * 16, 1), ("x" * 16 + "\nnone", 1)):
+        monkeypatch.setenv("RETRYSAFE_SECRET", text)
+        notes = invoke("doctor", "--json", "--store", desk.url).json["notes"]
+        assert len([note for note in notes if "RETRYSAFE_SECRET" in note]) == count
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         ("--bearer", TOKEN, "--caller", "acme"),
+        ("--bearer", TOKEN, "--api-key", TOKEN),
         ("--bearer", TOKEN, "--global"),
         ("--bearer", "Bearer x"),
         ("--bearer", ""),

@@ -33,6 +33,7 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import UNSHARED
 from retrysafe.core.renewing import confirm
+from retrysafe.core.secret import Secrets
 from retrysafe.core.stepping import Stepper
 from retrysafe.stores.memory import MemoryStore
 
@@ -332,7 +333,7 @@ class Process:
             perform=perform_with_attempt,
             confirm=self.renewals.confirm,
             owner="host:1",
-            secret=world._secret,
+            secrets=Secrets(world._secret),
             joiner=None
             if world.join is None
             else Joiner(

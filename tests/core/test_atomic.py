@@ -14,6 +14,7 @@ from retrysafe.core.keys import child_key
 from retrysafe.core.model import State
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.run_times import UNKNOWN_SECONDS
+from retrysafe.core.secret import Secrets
 from retrysafe.errors import (
     AttemptsExhausted,
     ClaimLost,
@@ -317,7 +318,7 @@ def test_an_outcome_is_given_once_and_inside():
 
 
 def test_child_keys_are_those_of_the_key():
-    made = Made(secret=SECRET)
+    made = Made(secrets=Secrets(SECRET))
     assert made.block.child_key("receipt") == child_key(SECRET, KEY, "receipt")
     with pytest.raises(SecretMissing):
         Made().block.child_key("receipt")

@@ -13,6 +13,7 @@ from retrysafe.core.keys import child_key
 from retrysafe.core.model import Decision, Ending, State
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.run_times import UNKNOWN_SECONDS
+from retrysafe.core.secret import Secrets
 from retrysafe.errors import (
     ClaimLost,
     InvalidInput,
@@ -89,7 +90,7 @@ class Desk:
             waiting=self.world.first.waiting,
             mint_token=lambda: TOKEN,
             report=Reporter(self.world.heard.append),
-            secret=SECRET,
+            secrets=Secrets(SECRET),
         )
 
     def is_outage(self, error):

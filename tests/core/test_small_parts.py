@@ -15,6 +15,7 @@ from retrysafe.core.flights import Flight, is_same_request
 from retrysafe.core.keys import child_key
 from retrysafe.core.lease import RENEWALS_PER_LEASE, Lease
 from retrysafe.core.model import Payload
+from retrysafe.core.secret import Secrets
 from retrysafe.errors import ClaimLost, SecretMissing
 from tests.core.building import KEY, MARK, OTHER_MARK, TOKEN
 
@@ -271,7 +272,7 @@ def attempt(item: Lease, now: float, secret: bytes | None = SECRET, number: int 
         number=number,
         lease=item,
         monotonic=lambda: now,
-        secret=secret,
+        secrets=Secrets(secret),
         is_first=number == 1,
     )
 

@@ -14,6 +14,7 @@ from retrysafe.core.model import Decision, Ending, StagedEntry
 from retrysafe.core.outbox import ENTRIES_LIMIT, EntryClaim, EntryQuery, entry_key
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Fate
+from retrysafe.core.secret import Secrets
 from retrysafe.core.staging import Staging
 from retrysafe.errors import ClaimLost, InvalidInput, StepsChanged, StoreUnavailable
 from tests.core.building import KEY, TOKEN, call
@@ -226,7 +227,7 @@ def block(**options):
 @pytest.mark.parametrize("how", ["complete", "fail"])
 def test_an_atomic_block_stages_in_its_own_transaction(how):
     """With the outcome or the stored failure; both commit with the user's writes."""
-    transaction, made = block(has_outbox=True, secret=SECRET)
+    transaction, made = block(has_outbox=True, secrets=Secrets(SECRET))
     drive(made.enter())
     key = made.outbox.stage("t", "a", name="n")
     assert key == entry_key(SECRET, KEY, "t", "n")

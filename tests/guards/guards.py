@@ -34,6 +34,7 @@ from tests.guards.lease_guards import LEASE_GUARDS
 from tests.guards.mutation import InCode, InEntry, InStatement
 from tests.guards.outbox_guards import OUTBOX_GUARDS
 from tests.guards.recovery_guards import RECOVERY_GUARDS
+from tests.guards.secret_guards import SECRET_GUARDS
 from tests.guards.step_guards import STEP_GUARDS
 from tests.simulation.invariants import Invariant
 
@@ -548,6 +549,7 @@ GUARDS: tuple[Guard, ...] = (
     *LEASE_GUARDS,
     *HTTP_GUARDS,
     *KEY_GUARDS,
+    *SECRET_GUARDS,
 )
 
 _INTRODUCTION = """\

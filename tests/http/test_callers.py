@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrysafe import Key
+from retrysafe.core.secret import Secrets
 from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.http import callers
 from retrysafe.http.callers import (
@@ -31,7 +32,7 @@ def sent(*lines: bytes, name: bytes = b"authorization") -> Request:
 
 def stored(credential, secret=None):
     """The caller that the protection makes of a credential."""
-    return callers.Naming(secret).named(credential)
+    return callers.Naming(Secrets(secret)).named(credential)
 
 
 def basic(pair: bytes) -> bytes:
@@ -208,3 +209,9 @@ def test_one_value_is_another_caller_under_another_scheme_and_secret():
         for secret in (None, SECRET, SECRET[::-1])
     }
     assert len(made) == 6
+
+
+def test_a_credential_by_several_secrets_is_refused():
+    """It would be several callers, and its requests would run once for each."""
+    with pytest.raises(InvalidInput, match="one secret"):
+        callers.Naming(Secrets(SECRET, None)).named(Credential("session", "v"))

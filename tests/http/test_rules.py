@@ -16,6 +16,7 @@ from retrysafe import (
     Policy,
     PolicyInvalid,
 )
+from retrysafe.core.secret import NO_SECRETS
 from retrysafe.http import (
     ACCEPT,
     IdempotencyMiddleware,
@@ -30,7 +31,7 @@ from retrysafe.http.routes import Route, RouteTable
 from retrysafe.http.rules import checked_rules
 from retrysafe.runtime.calls import Settings
 
-SETTINGS = Settings(None, Policy(), FingerprintRule(), None)
+SETTINGS = Settings(None, Policy(), FingerprintRule(), NO_SECRETS)
 
 
 def found(rules, method, path):

@@ -324,7 +324,7 @@ def test_what_is_no_policy_or_rule_is_refused_where_it_is_given(
     [
         ({"observers": print}, r"write observers=\[…\], got <built-in function print>"),
         ({"observers": [print, 5]}, "and 5 is none"),
-        ({"secret": 4711}, "secret takes text or bytes, got a value of type 'int'"),
+        ({"secret": 4711}, "secret takes text, bytes or a list of them, got a value of type 'int'"),
         ({"secret": "short"}, "at least 16 bytes"),
     ],
 )

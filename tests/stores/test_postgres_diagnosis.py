@@ -29,6 +29,12 @@ SOUND = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _secret(monkeypatch):
+    """Without one, there would be a note about that, too."""
+    monkeypatch.setenv("RETRYSAFE_SECRET", "at least sixteen bytes")
+
+
 @pytest.fixture(scope="module")
 def sound_server():
     """A server as it comes, where everything that durability needs is on, with these settings."""

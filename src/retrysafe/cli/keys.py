@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
@@ -83,6 +84,15 @@ def list_keys(
             show_default=False,
         ),
     ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key",
+            metavar="APIKEY",
+            help="Only keys of HTTP clients with this API key.",
+            show_default=False,
+        ),
+    ] = None,
     is_global: Annotated[
         bool, typer.Option("--global", help="Only keys in the namespace shared by all callers.")
     ] = False,
@@ -104,18 +114,27 @@ def list_keys(
     as_json: options.AsJson = False,
 ) -> None:
     """List keys, newest claim first."""
-    caller = options.chosen_caller(caller, bearer, is_global)
     if caller == "":
         raise usage("--caller must not be empty: use --global for the shared namespace")
+    callers: list[str | None] = [
+        options.checked_text("--caller", each)
+        for each in options.chosen_callers(caller, bearer, api_key, is_global)
+    ]
     query = RecordQuery(
-        caller="" if is_global else caller and options.checked_text("--caller", caller),
+        caller="" if is_global else None,
         text_prefix=options.checked_text("--prefix", prefix),
         conditions=frozenset(Condition(item.value) for item in condition or ()),
         # One more tells whether there are more than can be shown.
         limit=limit + 1,
     )
     with options.opened_store(store, busy_timeout) as opened:
-        found = _found(opened, query)
+        found = [
+            stored
+            for each in callers or [query.caller]
+            for stored in _found(opened, replace(query, caller=each))
+        ]
+    if len(callers) > 1:
+        found.sort(key=lambda item: item.record.claimed_at_ms, reverse=True)
     shown, has_more = found[:limit], len(found) > limit
     if options.is_json(context, as_json):
         output.write_json(
@@ -196,6 +215,7 @@ def show_key(
     store: options.StoreUrl = None,
     caller: options.Caller = None,
     bearer: options.Bearer = None,
+    api_key: options.ApiKey = None,
     is_global: options.IsGlobal = False,
     busy_timeout: options.BusyTimeout = options.BUSY_SECONDS,
     as_json: options.AsJson = False,
@@ -204,8 +224,9 @@ def show_key(
 
     Of a key that a sweep has removed, the outcomes are shown until their audit window ends.
     """
-    wanted = options.chosen_key(key, caller, bearer, is_global)
+    named = options.chosen_keys(key, caller, bearer, api_key, is_global)
     with options.opened_store(store, busy_timeout) as opened:
+        wanted = _stored_keys(opened, named)[0]
         stored = run_sync(opened.read(wanted, with_audit=True))
         past: list[StoredOutcome] = []
         if stored is None and isinstance(opened, Audited):
@@ -227,6 +248,13 @@ def _unknown(key: Key) -> Problem:
         f"there is no record of {key}: check the key and the caller",
         ExitCode.REFUSED,
     )
+
+
+def _stored_keys(store: Store, named: list[Key]) -> list[Key]:
+    """Those of a client's keys that have a record; the first one where none has."""
+    if len(named) == 1:
+        return named
+    return [key for key in named if run_sync(store.read(key)) is not None] or named[:1]
 
 
 def _stored(store: Store, key: Key) -> StoredKey:
@@ -266,7 +294,10 @@ def _detail(stored: StoredKey, shape: dict[str, Any]) -> list[Any]:
     for name in ("first_claimed_at", "claimed_at", "settled_at", "lease_ends_at", "expires_at"):
         if record[name] is not None:
             grid.add_row(name.replace("_", " "), record[name])
-    grid.add_row("fingerprint", f"{record['fingerprint']} (rule {record['fingerprint_rule']})")
+    keyed = "keyed" if record["fingerprint_is_keyed"] else "not keyed"
+    grid.add_row(
+        "fingerprint", f"{record['fingerprint']} (rule {record['fingerprint_rule']}, {keyed})"
+    )
     grid.add_row("digest", shape["digest"])
     parts: list[Any] = [grid]
     if stored.arguments is not None:
@@ -330,6 +361,7 @@ def release_key(
     store: options.StoreUrl = None,
     caller: options.Caller = None,
     bearer: options.Bearer = None,
+    api_key: options.ApiKey = None,
     is_global: options.IsGlobal = False,
     force: Annotated[
         bool,
@@ -346,9 +378,10 @@ def release_key(
     place twice, so be sure that its owner is gone.
     """
     command = OperatorCommand.FORCE_RELEASE if force else OperatorCommand.RELEASE
-    wanted = options.chosen_key(key, caller, bearer, is_global)
+    named = options.chosen_keys(key, caller, bearer, api_key, is_global)
     with options.opened_store(store, busy_timeout) as opened:
-        _operate(opened, wanted, command, yes, options.is_json(context, as_json))
+        for wanted in _stored_keys(opened, named):
+            _operate(opened, wanted, command, yes, options.is_json(context, as_json))
 
 
 @app.command("expire")
@@ -362,6 +395,7 @@ def expire_key(
     store: options.StoreUrl = None,
     caller: options.Caller = None,
     bearer: options.Bearer = None,
+    api_key: options.ApiKey = None,
     is_global: options.IsGlobal = False,
     yes: options.Yes = False,
     busy_timeout: options.BusyTimeout = options.BUSY_SECONDS,
@@ -372,9 +406,10 @@ def expire_key(
     The stored outcome stays in the audit. A pending key is refused: release it instead. Once a
     sweep has removed the key, only show and SQL reach its outcomes, until their audit window ends.
     """
-    wanted = options.chosen_key(key, caller, bearer, is_global)
+    named = options.chosen_keys(key, caller, bearer, api_key, is_global)
     with options.opened_store(store, busy_timeout) as opened:
-        _operate(opened, wanted, OperatorCommand.EXPIRE, yes, options.is_json(context, as_json))
+        for wanted in _stored_keys(opened, named):
+            _operate(opened, wanted, OperatorCommand.EXPIRE, yes, options.is_json(context, as_json))
 
 
 _CONSEQUENCES: Final = {

@@ -13,8 +13,10 @@ import typer
 from retrysafe.cli.problems import usage
 from retrysafe.core.keys import GLOBAL, Key
 from retrysafe.core.ports import Store, Waits
+from retrysafe.core.secret import Secrets
 from retrysafe.errors import StoreUrlInvalid
 from retrysafe.runtime.drive import run_sync
+from retrysafe.runtime.refusals import secrets_of
 from retrysafe.wiring import environment_secret, open_store
 
 # People at a terminal and scripts with a deadline want to hear of a lock soon.
@@ -48,7 +50,17 @@ Bearer = Annotated[
     typer.Option(
         "--bearer",
         metavar="TOKEN",
-        help="The key of an HTTP client with this bearer token, where callers are bearer_token's.",
+        help="The key of an HTTP client with this bearer token, where callers are bearer_token's; "
+        "by any secret in RETRYSAFE_SECRET.",
+        show_default=False,
+    ),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        metavar="APIKEY",
+        help="The key of an HTTP client with this API key, where callers are api_key's.",
         show_default=False,
     ),
 ]
@@ -121,34 +133,52 @@ def opened_store(url: str | None, busy_seconds: float) -> Iterator[Store]:
         run_sync(store.close())
 
 
-def chosen_key(text: str, caller: str | None, bearer: str | None, is_global: bool) -> Key:
-    """The key that is meant; the shared namespace must be asked for, as everywhere."""
-    caller = chosen_caller(caller, bearer, is_global)
+def chosen_keys(
+    text: str, caller: str | None, bearer: str | None, api_key: str | None, is_global: bool
+) -> list[Key]:
+    """The key that is meant; the shared namespace must be asked for, as everywhere.
+
+    Of a client's credential there are several: one for every secret in `RETRYSAFE_SECRET`.
+    """
+    callers = chosen_callers(caller, bearer, api_key, is_global)
     if is_global:
-        return Key(text, caller=GLOBAL)
-    if caller is None:
+        return [Key(text, caller=GLOBAL)]
+    if not callers:
         raise usage(
-            "whose key is it? Pass --caller CALLER, --bearer TOKEN for an HTTP client's, or "
-            "--global for the shared namespace"
+            "whose key is it? Pass --caller CALLER, --bearer TOKEN or --api-key APIKEY for an "
+            "HTTP client's, or --global for the shared namespace"
         )
-    return Key(text, caller=caller)
+    return [Key(text, caller=each) for each in callers]
 
 
-def chosen_caller(caller: str | None, bearer: str | None, is_global: bool) -> str | None:
-    """The caller as it is stored; None for the shared namespace, and when nobody was named."""
+def chosen_callers(
+    caller: str | None, bearer: str | None, api_key: str | None, is_global: bool
+) -> list[str]:
+    """The caller as it is stored; empty for the shared namespace, and when nobody was named.
+
+    A credential is stored as a digest, by any of the secrets that are listed or by none.
+    """
     if is_global and caller is not None:
         raise usage("--caller and --global exclude each other: a key has one owner")
-    if bearer is None:
-        return caller
-    if is_global or caller is not None:
-        raise usage("--bearer names the caller: leave --caller and --global out")
+    if bearer is None and api_key is None:
+        return [] if caller is None else [caller]
+    if is_global or caller is not None or (bearer is not None and api_key is not None):
+        raise usage("--bearer and --api-key name the caller: leave the other ones out")
+    # Imported here: most commands need nothing of HTTP.
+    from retrysafe.http.callers import Credential, callers_of_credential  # noqa: PLC0415
+
+    if api_key is not None:
+        if not api_key:
+            raise usage("--api-key takes the API key as clients send it")
+        return callers_of_credential(Credential("api-key", api_key), _secrets(), with_plain=True)
+    assert bearer is not None  # Else there is an API key.
     if not bearer.isascii() or not bearer.isprintable() or not bearer or " " in bearer:
         raise usage("--bearer takes the token as clients send it, without the word Bearer")
-    # Imported here: most commands need nothing of HTTP.
-    from retrysafe.http.callers import Credential, caller_of_credential  # noqa: PLC0415
+    return callers_of_credential(Credential("bearer", bearer), _secrets(), with_plain=True)
 
-    credential = Credential("bearer", bearer.encode("ascii"))
-    return caller_of_credential(credential, environment_secret())
+
+def _secrets() -> Secrets:
+    return secrets_of(environment_secret())
 
 
 def checked_text(option: str, text: str) -> str:

@@ -139,7 +139,9 @@ def detail_shape(stored: StoredKey) -> dict[str, Any]:
         "record": record_shape(stored)
         | {
             "fingerprint": record.fingerprint.hex(),
-            "fingerprint_rule": record.rule,
+            # Negative in the store where it is keyed.
+            "fingerprint_rule": abs(record.rule),
+            "fingerprint_is_keyed": record.rule < 0,
             # With the default back-off; null when no worker resumes it.
             "worker_tries_at": instant_text(worker_tries_at_ms(stored)),
         },

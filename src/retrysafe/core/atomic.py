@@ -21,6 +21,7 @@ from retrysafe.core.model import (
     ClaimRequest,
     Condition,
     Decision,
+    Fingerprint,
     Payload,
     SettleKind,
     Settlement,
@@ -30,6 +31,7 @@ from retrysafe.core.policy import InFlight
 from retrysafe.core.ports import Transaction, Waiting
 from retrysafe.core.replaying import in_flight, replayed_value, reused
 from retrysafe.core.run_times import RunTimes
+from retrysafe.core.secret import NO_SECRETS, Secrets
 from retrysafe.core.staging import Staging
 from retrysafe.errors import ClaimLost, InvalidInput, OperationInFlight, OutcomeMissing
 
@@ -95,7 +97,7 @@ class AtomicBlock:
         mint_token: Callable[[], bytes],
         report: Reporter,
         owner: str = "",
-        secret: bytes | None = None,
+        secrets: Secrets = NO_SECRETS,
         has_outbox: bool = False,
         run_times: RunTimes | None = None,
     ) -> None:
@@ -103,7 +105,9 @@ class AtomicBlock:
         self._transaction = transaction
         self._waiting = waiting
         self._report = report
-        self._secret = secret
+        self._secrets = secrets
+        # Of the record, where an earlier attempt has begun it: tells with which secret.
+        self._fingerprint: Fingerprint | None = None
         self._token = mint_token()
         self._owner = owner
         self._stage = Stage.NEW
@@ -159,6 +163,7 @@ class AtomicBlock:
         self._stage = Stage.CLAIMED
         self._began_monotonic = self._waiting.monotonic()
         self.attempt = answer.attempt
+        self._fingerprint = answer.fingerprint
         was_abandoned = answer.condition is Condition.ABANDONED
         self._tell(EventKind.TAKEN_OVER if was_abandoned else EventKind.CLAIMED)
 
@@ -232,7 +237,8 @@ class AtomicBlock:
 
     def child_key(self, *parts: Part) -> str:
         """The key for a call downstream; raises `SecretMissing`."""
-        return child_key(checked_secret(self._secret), self.call.key, *parts)
+        secret = checked_secret(self._secrets.began_with(self._fingerprint))
+        return child_key(secret, self.call.key, *parts)
 
     @property
     def outbox(self) -> Staging:
@@ -240,7 +246,8 @@ class AtomicBlock:
         if not self._has_outbox:
             raise InvalidInput("this block's store has no outbox to stage entries in")
         if self._outbox is None:
-            self._outbox = Staging(self.call.key, self._secret, self._require_claimed)
+            secret = self._secrets.began_with(self._fingerprint)
+            self._outbox = Staging(self.call.key, secret, self._require_claimed)
         return self._outbox
 
     async def complete(self, value: Any) -> None:

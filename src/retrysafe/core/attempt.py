@@ -12,7 +12,8 @@ from retrysafe.core.given import require_function
 from retrysafe.core.joining import JoinedOutcome, Joiner
 from retrysafe.core.keys import Key, checked_secret, child_key
 from retrysafe.core.lease import Lease
-from retrysafe.core.model import StagedEntry
+from retrysafe.core.model import Fingerprint, StagedEntry
+from retrysafe.core.secret import Secrets
 from retrysafe.core.staging import Staging
 from retrysafe.core.stepping import Stepper, StepRun
 from retrysafe.core.steps import (
@@ -41,11 +42,12 @@ class Attempt:
     __slots__ = (
         "_call",
         "_confirm",
+        "_fingerprint",
         "_joiner",
         "_lease",
         "_monotonic",
         "_outbox",
-        "_secret",
+        "_secrets",
         "_stepper",
         "is_first",
         "joined",
@@ -62,12 +64,13 @@ class Attempt:
         number: int,
         lease: Lease,
         monotonic: Callable[[], float],
-        secret: bytes | None,
+        secrets: Secrets,
         is_first: bool,
         call: Call | None = None,
         joiner: Joiner | None = None,
         stepper: Stepper | None = None,
         confirm: Confirm | None = None,
+        fingerprint: Fingerprint | None = None,
     ) -> None:
         self.key = key
         self._confirm = confirm
@@ -75,7 +78,9 @@ class Attempt:
         self.number = number
         self._lease = lease
         self._monotonic = monotonic
-        self._secret = secret
+        self._secrets = secrets
+        # Of the record, where an earlier attempt has begun it: tells with which secret.
+        self._fingerprint = fingerprint
         # Not the same as number 1: an operator's release starts the numbers over.
         self.is_first = is_first
         self._call = call
@@ -228,7 +233,8 @@ class Attempt:
     def _new_outbox(self) -> Staging:
         if self._joiner is None or not self._joiner.has_outbox:
             raise InvalidInput("this attempt's store has no outbox to stage entries in")
-        return Staging(self.key, self._secret, self._require_stageable)
+        secret = self._secrets.began_with(self._fingerprint)
+        return Staging(self.key, secret, self._require_stageable)
 
     def _require_stageable(self) -> None:
         self.raise_if_lost()
@@ -249,9 +255,11 @@ class Attempt:
     def child_key(self, *parts: Part) -> str:
         """The key for a call downstream: the same in every attempt, different for other parts.
 
-        Raises `SecretMissing` when no secret was configured.
+        Raises `SecretMissing` when no secret was configured, or not the one that the operation
+        began with.
         """
-        return child_key(checked_secret(self._secret), self.key, *parts)
+        secret = checked_secret(self._secrets.began_with(self._fingerprint))
+        return child_key(secret, self.key, *parts)
 
     def __repr__(self) -> str:
         return f"Attempt({self.key!r}, number={self.number})"

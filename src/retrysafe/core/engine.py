@@ -26,6 +26,7 @@ from retrysafe.core.replaying import gone, in_flight, replayed_value, reused
 from retrysafe.core.retries import Retries
 from retrysafe.core.run_times import MINIMUM_SECONDS, RunTimes
 from retrysafe.core.running import Endings, Perform, Runner
+from retrysafe.core.secret import NO_SECRETS, Secrets
 from retrysafe.core.settling import Settler
 from retrysafe.core.stepping import Stepper
 from retrysafe.core.undoing import Concluder
@@ -84,7 +85,7 @@ class Engine:
         endings: Endings,
         perform: Perform,
         owner: str = "",
-        secret: bytes | None = None,
+        secrets: Secrets = NO_SECRETS,
         joiner: Joiner | None = None,
         stepper: Stepper | None = None,
         recovers: Recovers | None = None,
@@ -122,7 +123,7 @@ class Engine:
             lock=lock,
             report=report,
             monotonic=self._monotonic,
-            secret=secret,
+            secrets=secrets,
             joiner=joiner,
             stepper=stepper,
             endings=endings,

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Final, Protocol
 
 from retrysafe.core.lease import Lease
+from retrysafe.core.machine import is_comparable
 from retrysafe.core.model import Fingerprint, Payload
 from retrysafe.core.ports import UNSHARED, Lock, Signal
 
@@ -116,11 +117,11 @@ class Request(Protocol):
 def is_same_request(first: Request, second: Request) -> bool:
     """Whether two requests agree under the first rule that both know, as the store decides it.
 
-    Without such a rule, those of one operation count as equal.
+    Without such a rule, or with no secret in common, those of one operation count as equal.
     """
     for mine in first.fingerprints:
         for other in second.fingerprints:
-            if mine.rule == other.rule:
+            if mine.rule == other.rule and is_comparable(mine, other.digest):
                 return mine.digest == other.digest
     return first.operation == second.operation
 

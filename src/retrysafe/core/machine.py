@@ -22,6 +22,7 @@ from enum import StrEnum
 from typing import Final
 
 from retrysafe.core.model import (
+    TAG_BYTES,
     Condition,
     Decision,
     Fingerprint,
@@ -131,14 +132,23 @@ def condition_of(record: Record | None, now_ms: int) -> Condition:
 def is_mismatch(record: Record, fingerprints: tuple[Fingerprint, ...], operation: str) -> bool:
     """Whether the request is known to differ from the one that the record was made for.
 
-    Only fingerprints of one rule can be compared. A record made under a rule that this process
-    does not know counts as a match when it is of the same operation: during a deploy that changes
-    the rule, an honest retry must not be refused. Another operation is another request anyway.
+    Only fingerprints of one rule and one secret can be compared. A record made under a rule or
+    with a secret that this process does not know counts as a match when it is of the same
+    operation: during a deploy that changes either, an honest retry must not be refused. Another
+    operation is another request anyway.
     """
     for fingerprint in fingerprints:
-        if fingerprint.rule == record.rule:
+        if fingerprint.rule == record.rule and is_comparable(fingerprint, record.fingerprint):
             return fingerprint.digest != record.fingerprint
     return record.operation != operation
+
+
+def is_comparable(fingerprint: Fingerprint, digest: bytes) -> bool:
+    """Whether a digest of the same rule was made as this fingerprint was: plain, or by its secret.
+
+    Negative rules are keyed, and begin with the tag of their secret.
+    """
+    return fingerprint.rule > 0 or fingerprint.digest[:TAG_BYTES] == digest[:TAG_BYTES]
 
 
 def claim_event(

@@ -16,6 +16,10 @@ from retrysafe.core.keys import Key
 
 # Tokens are random, so that no two claims in the whole history of all keys share one.
 TOKEN_BYTES: Final = 16
+# What a keyed fingerprint begins with: the tag of its secret. Long enough that two secrets of a
+# fleet never share one by chance; the rest of the 16 bytes that a store keeps, 104 bits, cannot be
+# guessed without the secret.
+TAG_BYTES: Final = 3
 
 
 class State(IntEnum):
@@ -65,7 +69,10 @@ class Decision(StrEnum):
 
 @dataclass(slots=True)
 class Fingerprint:
-    """What a request asks for, in 16 bytes, and the version of the rule that made them."""
+    """What a request asks for, in 16 bytes, and the version of the rule that made them.
+
+    A negative version says that they are keyed: they begin with the tag of the secret.
+    """
 
     rule: int
     digest: bytes
@@ -148,6 +155,9 @@ class ClaimAnswer:
     is_locked: bool = False
     # How many of the attempts before a granted one ended with a word, see `Record`.
     releases: int = 0
+    # The record's own, of a grant that goes on with what an earlier attempt began; None for a
+    # grant that begins, whose record has the first fingerprint of the request.
+    fingerprint: Fingerprint | None = None
 
 
 @dataclass(slots=True)

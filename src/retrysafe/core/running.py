@@ -31,6 +31,7 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import UNSHARED, Fate, Lock, Renewals, Writer
 from retrysafe.core.run_times import RunTimes
+from retrysafe.core.secret import Secrets
 from retrysafe.core.settling import Settler, settlement_of
 from retrysafe.core.stepping import Stepper
 from retrysafe.core.undoing import Concluder, Verdict
@@ -71,7 +72,7 @@ class Runner:
         "_renewals",
         "_report",
         "_run_times",
-        "_secret",
+        "_secrets",
         "_settler",
         "_stepper",
         "_writer",
@@ -89,7 +90,7 @@ class Runner:
         lock: Lock,
         report: Reporter,
         monotonic: Callable[[], float],
-        secret: bytes | None,
+        secrets: Secrets,
         joiner: Joiner | None,
         stepper: Stepper | None,
         endings: Endings,
@@ -106,7 +107,7 @@ class Runner:
         self._lock = lock
         self._report = report
         self._monotonic = monotonic
-        self._secret = secret
+        self._secrets = secrets
         self._joiner = joiner
         self._stepper = stepper
         self._endings = endings
@@ -156,12 +157,13 @@ class Runner:
             number,
             lease,
             self._monotonic,
-            self._secret,
+            self._secrets,
             answer.decision is _ADMIT,
             call,
             self._joiner,
             self._stepper,
             self._confirm,
+            answer.fingerprint,
         )
         try:
             # Inside the try: a signal right after it must not leave a lease that is renewed for

@@ -26,6 +26,7 @@ from retrysafe.core.model import (
     Decision,
     ExtendAnswer,
     Extension,
+    Fingerprint,
     OperatorCommand,
     Payload,
     Record,
@@ -98,7 +99,9 @@ def _claimed(
     """What a claim does to a record that is there and not outlived."""
     if decision is _TAKE_OVER:
         granted = _granted(request, record, condition, now_ms)
-        return granted, _grant(decision, condition, granted)
+        told = _grant(decision, condition, granted)
+        told.fingerprint = Fingerprint(granted.rule, granted.fingerprint)
+        return granted, told
     ends_at_ms = record.expires_at_ms if decision is _REPLAY else record.lease_ends_at_ms
     remaining_ms = max(0, (ends_at_ms or now_ms) - now_ms)
     if decision is not _REPLAY:
@@ -116,6 +119,7 @@ def _claimed(
         # A clock that was set back may be behind the claim.
         elapsed_ms=max(0, now_ms - record.claimed_at_ms) if decision is _IN_FLIGHT else 0,
         releases=record.releases,
+        fingerprint=Fingerprint(record.rule, record.fingerprint),
     )
 
 

@@ -16,12 +16,13 @@ import inspect
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from retrysafe.core.framing import frame
 from retrysafe.core.keys import CALLER_LIMIT_CHARACTERS, GlobalCaller
+from retrysafe.core.secret import Secrets
 from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.http.request import Request
 
@@ -71,6 +72,16 @@ def caller_of_credential(credential: Credential, secret: bytes | None) -> str:
     return f"{scheme}:{digest[:_DIGEST_CHARACTERS]}"
 
 
+def callers_of_credential(
+    credential: Credential, secrets: Secrets, *, with_plain: bool = False
+) -> list[str]:
+    """The same by every secret that is listed, the first one's first; `with_plain` adds by none."""
+    values: list[bytes | None] = [secret.value for secret in secrets.listed]
+    if secrets.has_plain or with_plain:
+        values.append(None)
+    return [caller_of_credential(credential, value) for value in values]
+
+
 # A client sends its token with every request, and nothing takes as long as the digest of it. The
 # last ones are kept in memory, where each has been anyway; clients choose them, so that is bounded.
 _KEPT_LIMIT: Final = 1_024
@@ -78,20 +89,19 @@ _KEPT_LIMIT_BYTES: Final = 4_096
 
 
 class Naming:
-    """Makes the caller that is stored of what a caller function tells, with one secret."""
+    """Makes the caller that is stored of what a caller function tells, with its secrets."""
 
-    __slots__ = ("_before", "_secret")
+    __slots__ = ("_before", "_secrets")
 
-    def __init__(self, secret: bytes | None) -> None:
-        self._secret = secret
-        self._before = lru_cache(maxsize=_KEPT_LIMIT)(partial(caller_of_credential, secret=secret))
+    def __init__(self, secrets: Secrets) -> None:
+        self._secrets = secrets
+        self._before = lru_cache(maxsize=_KEPT_LIMIT)(self._digested)
 
     def named(self, told: object) -> str | GlobalCaller | None:
         """The caller; None when nobody could be told. Raises `InvalidInput` for what is none."""
         if isinstance(told, Credential):
-            if len(told.value) > _KEPT_LIMIT_BYTES:
-                return caller_of_credential(told, self._secret)
-            return self._before(told)
+            is_short = len(told.value) <= _KEPT_LIMIT_BYTES
+            return self._before(told) if is_short else self._digested(told)
         if isinstance(told, str | GlobalCaller | None):
             return told
         if inspect.iscoroutine(told):
@@ -105,6 +115,9 @@ class Naming:
             f"the caller is a text, a Credential, or None when nobody can be told, got {told!r}: "
             "write str(…) around a number such as the user's id"
         )
+
+    def _digested(self, credential: Credential) -> str:
+        return caller_of_credential(credential, self._secrets.only)
 
 
 @dataclass(frozen=True, slots=True)

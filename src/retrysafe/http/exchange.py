@@ -139,9 +139,11 @@ class Protection:
         self._caller_of = None if isinstance(caller, GlobalCaller) else checked_caller_of(caller)
         # Then `begin` leaves the caller to `identified`.
         self.has_async_caller = is_async(self._caller_of)
-        self._named = Naming(settings.secret).named
+        self._fingerprints = settings.secrets.fingerprints
+        self._named = Naming(settings.secrets).named
         self.shipped_caller = shipped(caller)
-        if self.shipped_caller and self.shipped_caller.has_credential and not settings.secret:
+        known = self.shipped_caller
+        if known is not None and known.has_credential and not settings.secrets.listed:
             _logger.warning(
                 "there is no secret, so credentials of callers are stored as plain SHA-256, "
                 "against which short ones can be tried: pass secret=… or set RETRYSAFE_SECRET"
@@ -174,7 +176,6 @@ class Protection:
         # What runs without a claim, and ran; None where nothing ever does.
         self.unprotected = UnprotectedRuns(self.breaker, monotonic) if fail_open else None
         if challenge is None:
-            known = self.shipped_caller
             challenge = "Bearer" if known is None else known.challenge
         self.refusals = Refusals(policy_path, challenge)
         # What a view may complete its attempt with, as a response.
@@ -384,11 +385,14 @@ class Protection:
         if text is None:
             assert route.maker is not None  # Else the plan would have its key.
             text = plan.key = route.maker.key(
-                request, operation=operation, rule=route.fingerprint, secret=self.settings.secret
+                request,
+                operation=operation,
+                rule=route.fingerprint,
+                secret=self.settings.secrets.value,
             )
         return Call(
             scoped_key(text, plan.caller),
-            request_fingerprints(request, route.fingerprint),
+            self._fingerprints(request_fingerprints(request, route.fingerprint)),
             plan.policy,
             operation,
             route.codec,

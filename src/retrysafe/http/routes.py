@@ -12,10 +12,11 @@ from copy import copy
 from types import MappingProxyType
 from typing import Any, Final
 
+from retrysafe.core.keys import checked_secret
 from retrysafe.core.model import Ending
 from retrysafe.core.policy import InFlight
 from retrysafe.errors import PolicyInvalid
-from retrysafe.http.keys_of import FromHeader
+from retrysafe.http.keys_of import FromBody, FromHeader
 from retrysafe.http.paths import PathPattern
 from retrysafe.http.request import plain_path, served_path
 from retrysafe.http.responses import ResponseCodec
@@ -56,12 +57,16 @@ class Route:
             in_flight = InFlight.FAIL if isinstance(rule.in_flight, Accept) else rule.in_flight
             policy = policy.with_changes(in_flight=in_flight)
         source = rule.source
-        self.policy = source.checked(policy, settings.secret)
+        self.policy = source.checked(policy, settings.secrets.value)
         # What makes the keys that clients do not send, and the policy of those.
         self.maker = source.otherwise if isinstance(source, FromHeader) else source
         self.made_policy = (
-            self.policy if self.maker is None else self.maker.checked(policy, settings.secret)
+            self.policy
+            if self.maker is None
+            else self.maker.checked(policy, settings.secrets.value)
         )
+        if isinstance(self.maker, FromBody):
+            checked_secret(settings.secrets.only)
         self.fingerprint = rule.fingerprint or settings.rule
         self.codec = ResponseCodec(rule.headers)
         self.judge: Callable[[Any], Ending] = rule.stored.ending_of

@@ -172,7 +172,7 @@ class AtomicTasks(Face, ABC):
             mint_token=mint_token,
             report=self._report,
             owner=owner_name(),
-            secret=self._settings.secret,
+            secrets=self._settings.secrets,
             has_outbox=self._store.capabilities.has_outbox,
             run_times=self.run_times,
         )

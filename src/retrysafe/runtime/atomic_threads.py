@@ -212,7 +212,7 @@ class AtomicThreads(Face):
             mint_token=mint_token,
             report=self._report,
             owner=owner_name(),
-            secret=self._settings.secret,
+            secrets=self._settings.secrets,
             has_outbox=self._store.capabilities.has_outbox,
             run_times=self.run_times,
         )

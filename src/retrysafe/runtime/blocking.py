@@ -48,6 +48,7 @@ from retrysafe.runtime.group_commit import DirectWriter
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
 from retrysafe.runtime.performing import perform_in_thread
 from retrysafe.runtime.refusals import (
+    SecretSource,
     misplaced_keywords,
     require_no_positional,
     require_plain,
@@ -85,7 +86,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         caller: CallerSource | None = None,
         policy: Policy | None = None,
         rule: FingerprintRule | None = None,
-        secret: bytes | str | None = None,
+        secret: SecretSource = None,
         cache: bool = True,
         observers: Iterable[Emit] = (),
         owns_store: bool = False,
@@ -131,7 +132,7 @@ class BlockingIdempotency(AtomicThreads, Face):
             report=self._report,
             endings=store,
             owner=owner_name(),
-            secret=self._settings.secret,
+            secrets=self._settings.secrets,
             joiner=Joiner(
                 join=self._join_blocking,
                 drive=lambda waits, flow: run_sync(flow),

@@ -34,6 +34,7 @@ from retrysafe.core.keys import (
 from retrysafe.core.model import Fingerprint, Payload
 from retrysafe.core.policy import Policy
 from retrysafe.core.request_tree import asked_tree
+from retrysafe.core.secret import Secrets
 from retrysafe.core.values import NotStorable
 from retrysafe.errors import (
     CallerMissing,
@@ -100,7 +101,15 @@ class Settings:
     caller: CallerSource | None
     policy: Policy
     rule: FingerprintRule
-    secret: bytes | None
+    secrets: Secrets
+
+    def fingerprints(
+        self, rule: FingerprintRule | None, name: str, request: object
+    ) -> tuple[Fingerprint, ...]:
+        """What tells this request from others under its key; raises `FingerprintImpossible`."""
+        return self.secrets.fingerprints(
+            fingerprints_of(self.rule if rule is None else rule, name, request)
+        )
 
     def key(self, key: str | Key, caller: CallerSource | None) -> Key:
         """The scoped key; raises `CallerMissing` when nobody said whose it is."""
@@ -210,7 +219,7 @@ _empty: dict[tuple[int, str], tuple[FingerprintRule, tuple[Fingerprint, ...]]] =
 
 
 def fingerprints_of(rule: FingerprintRule, name: str, request: object) -> tuple[Fingerprint, ...]:
-    """What tells this request from others under its key; raises `FingerprintImpossible`."""
+    """The same without a secret."""
     if type(request) is list and not request:
         known = _empty.get((id(rule), name))
         # The rule is held with it, so that its id is nobody else's.
@@ -263,7 +272,7 @@ class Once:
                     "its arguments"
                 )
         if isinstance(self.key_source, BodyKey):
-            checked_secret(self.settings.secret)
+            checked_secret(self.settings.secrets.only)
             if self.window is not None:
                 raise PolicyInvalid("a BodyKey has its own window: BodyKey(window=…)")
             self.policy = self.policy.with_window(self.key_source.window, of="a BodyKey")
@@ -294,8 +303,9 @@ class Once:
         request = {
             name: value for name, value in bound.arguments.items() if name not in self.ignore
         }
-        fingerprints = fingerprints_of(self.rule or self.settings.rule, self.name, request)
-        key = self._key(bound, args, kwargs, fingerprints[0])
+        plain = fingerprints_of(self.rule or self.settings.rule, self.name, request)
+        fingerprints = self.settings.secrets.fingerprints(plain)
+        key = self._key(bound, args, kwargs, plain[0])
         return Call(
             self.settings.key(key, None if isinstance(key, Key) else self.caller),
             fingerprints,
@@ -324,7 +334,7 @@ class Once:
         if isinstance(source, BodyKey):
             # What the rule leaves out does not count here either: a retry that differs in nothing
             # else would get a key of its own, and run again.
-            secret = checked_secret(self.settings.secret)
+            secret = checked_secret(self.settings.secrets.only)
             return body_key(secret, self.name, fingerprint.digest)
         made = source(*args, **kwargs)
         return natural_key(self.name, *made) if isinstance(made, tuple) else made

@@ -43,16 +43,16 @@ from retrysafe.runtime.calls import (
     checked_caller,
     codec_for,
     codec_of,
-    fingerprints_of,
     operation_name,
 )
 from retrysafe.runtime.refusals import (
+    SecretSource,
     checked_observers,
     checked_policy,
     checked_rule,
     require_call,
     require_runnable,
-    secret_bytes,
+    secrets_of,
 )
 from retrysafe.runtime.resumers import Resumable, Resumables, Run
 from retrysafe.runtime.threaded_transaction import in_thread
@@ -125,7 +125,7 @@ class Face:
         caller: CallerSource | None = None,
         policy: Policy | None = None,
         rule: FingerprintRule | None = None,
-        secret: bytes | str | None = None,
+        secret: SecretSource = None,
         cache: bool = True,
         observers: Iterable[Emit] = (),
         owns_store: bool = False,
@@ -135,7 +135,7 @@ class Face:
             checked_caller(caller),
             Policy() if policy is None else checked_policy(policy),
             FingerprintRule() if rule is None else checked_rule(rule),
-            secret_bytes(secret),
+            secrets_of(secret),
         )
         self._has_cache = cache
         self._report = reporter(checked_observers(observers))
@@ -213,7 +213,7 @@ class Face:
             name = operation_name(operation)
         call = Call(
             settings.key(key, caller),
-            fingerprints_of(settings.rule if rule is None else checked_rule(rule), name, request),
+            settings.fingerprints(None if rule is None else checked_rule(rule), name, request),
             settings.policy if policy is None else checked_policy(policy),
             name,
             codec_for(operation, returns),
@@ -251,10 +251,10 @@ class Face:
                 f"it as {name!r}: leave name= out"
             )
         policy = resumable.policy if policy is None else checked_policy(policy)
-        rule = self._settings.rule if rule is None else checked_rule(rule)
+        rule = None if rule is None else checked_rule(rule)
         return Call(
             key,
-            fingerprints_of(rule, resumable.name, request),
+            self._settings.fingerprints(rule, resumable.name, request),
             policy,
             resumable.name,
             resumable.codec if returns is None else codec_of(returns),
@@ -331,10 +331,10 @@ class Face:
         rule: FingerprintRule | None,
         returns: type | tuple[type, ...] | None,
     ) -> Call:
-        rule = self._settings.rule if rule is None else checked_rule(rule)
+        rule = None if rule is None else checked_rule(rule)
         return Call(
             self._settings.key(key, caller),
-            fingerprints_of(rule, name, request),
+            self._settings.fingerprints(rule, name, request),
             self._settings.policy if policy is None else checked_policy(policy),
             name,
             codec_of(returns),

@@ -24,6 +24,7 @@ from retrysafe.core.model import ClaimAnswer, ClaimRequest
 from retrysafe.core.ports import UNSHARED, ExtendsAnywhere, Store, Transaction, Waits, Writer
 from retrysafe.core.renewing import confirm
 from retrysafe.core.run_times import RunTimes
+from retrysafe.core.secret import Secrets
 from retrysafe.core.stepping import Stepper
 from retrysafe.runtime.calls import owner_name
 from retrysafe.runtime.current import current
@@ -99,7 +100,7 @@ class LoopParts:
         *,
         report: Reporter,
         cache: ReplayCache | None,
-        secret: bytes | None,
+        secrets: Secrets,
         join: Callable[[object, Waits | None], Transaction],
         run_times: RunTimes,
     ) -> None:
@@ -118,16 +119,14 @@ class LoopParts:
         self.orphans = TaskOrphanage(loop)
         self._join = join
         self._run_times = run_times
-        self.engine = self._new_engine(report, cache, secret)
+        self.engine = self._new_engine(report, cache, secrets)
         self._end_of_loop = self._write_before_the_loop_ends()
         # Its first step tells the loop of it, which has it closed at its end.
         with suppress(StopIteration):
             self._end_of_loop.__anext__().send(None)
         _alive.add(self)
 
-    def _new_engine(
-        self, report: Reporter, cache: ReplayCache | None, secret: bytes | None
-    ) -> Engine:
+    def _new_engine(self, report: Reporter, cache: ReplayCache | None, secrets: Secrets) -> Engine:
         store = self.store
         waiting = self._waiting
         return Engine(
@@ -142,7 +141,7 @@ class LoopParts:
             report=report,
             endings=store,
             owner=owner_name(),
-            secret=secret,
+            secrets=secrets,
             joiner=Joiner(
                 join=self._join_either,
                 drive=drive_either,

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from types import CoroutineType, FunctionType, MethodType
 from typing import Any, Final
@@ -18,8 +18,8 @@ from typing import Any, Final
 from retrysafe.core.events import Emit
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.given import require_function, shown_in_place
-from retrysafe.core.keys import checked_secret
 from retrysafe.core.policy import Policy
+from retrysafe.core.secret import Secrets
 from retrysafe.errors import AwaitForgotten, InvalidInput, PolicyInvalid
 from retrysafe.runtime.calls import shown_name
 
@@ -218,18 +218,33 @@ def checked_observers(observers: object) -> tuple[Emit, ...]:
     return found
 
 
-def secret_bytes(secret: object) -> bytes | None:
-    """The secret as bytes; raises `InvalidInput` for what is neither text nor bytes.
+# A secret, or several: the first makes, the others are recognised. None at the end of a list stands
+# for what was made without one.
+SecretSource = bytes | str | Sequence[bytes | str | None] | None
+# What stands for None in a text, where each secret has a line of its own. No secret is so short.
+NO_SECRET_WORD: Final = "none"
 
-    And `SecretMissing` for a short one. The secret itself is never shown.
+
+def secrets_of(secret: object) -> Secrets:
+    """The secrets; raises `InvalidInput` for what is neither text, bytes nor a list of these.
+
+    And `SecretMissing` for a short one. The secrets themselves are never shown.
     """
-    if secret is None:
-        return None
     if isinstance(secret, str):
-        secret = secret.encode()
-    if not isinstance(secret, bytes):
-        raise InvalidInput(f"secret takes text or bytes, got {shown_in_place(secret)}")
-    return checked_secret(secret)
+        # A file or a variable often ends with a line break.
+        lines = secret.splitlines()
+        secret = [None if line == NO_SECRET_WORD else line for line in lines if line]
+    elif secret is None or isinstance(secret, bytes):
+        secret = [secret]
+    if not isinstance(secret, list | tuple):
+        raise InvalidInput(
+            f"secret takes text, bytes or a list of them, got {shown_in_place(secret)}"
+        )
+    values = [item.encode() if isinstance(item, str) else item for item in secret]
+    for value in values:
+        if not isinstance(value, bytes | None):
+            raise InvalidInput(f"a list of secrets has text and bytes, got {shown_in_place(value)}")
+    return Secrets(*values)
 
 
 def require_waiting_threads() -> None:

@@ -41,6 +41,7 @@ from retrysafe.runtime.face import Face, checked_limit, operator_outcome, requir
 from retrysafe.runtime.gate import TaskGate
 from retrysafe.runtime.loop_parts import LoopParts
 from retrysafe.runtime.refusals import (
+    SecretSource,
     misplaced_keywords,
     require_async,
     require_no_positional,
@@ -63,7 +64,7 @@ class AsyncFace(AtomicTasks, Face):
         caller: CallerSource | None = None,
         policy: Policy | None = None,
         rule: FingerprintRule | None = None,
-        secret: bytes | str | None = None,
+        secret: SecretSource = None,
         cache: bool = True,
         observers: Iterable[Emit] = (),
         owns_store: bool = False,
@@ -116,7 +117,7 @@ class AsyncFace(AtomicTasks, Face):
             self._store,
             report=self._report,
             cache=self._new_cache(),
-            secret=self._settings.secret,
+            secrets=self._settings.secrets,
             join=self._join,
             run_times=self.run_times,
         )

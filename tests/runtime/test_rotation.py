@@ -1,0 +1,138 @@
+"""Secrets that are replaced: what began under one list of them goes on under the next."""
+
+from __future__ import annotations
+
+import pytest
+
+from retrysafe import (
+    Idempotency,
+    Key,
+    KeyReused,
+    MemoryStore,
+    Policy,
+    SecretMissing,
+    child_key,
+    current_attempt,
+)
+from retrysafe.core.outbox import entry_key
+from retrysafe.core.secret import Secret
+from tests.servers.fixtures import migrated
+
+OLD, NEW = "the old secret, 16 or more", "the new secret, 16 or more"
+KEY = Key("k-1", caller="acme")
+# As a fleet goes through a rotation, and through its first secret.
+STAGES = [None, [OLD], [OLD, NEW], [NEW, OLD], [NEW]]
+
+
+@pytest.fixture(params=["memory", "sqlite", "postgres"])
+def place(request, tmp_path):
+    """A store that several objects share."""
+    if request.param == "memory":
+        return MemoryStore()
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'keys.db'}"
+    return migrated(request.getfixturevalue("postgres_url"))
+
+
+@pytest.fixture(autouse=True)
+def _no_secret_around(monkeypatch):
+    monkeypatch.delenv("RETRYSAFE_SECRET", raising=False)
+
+
+@pytest.mark.parametrize("position", range(len(STAGES) - 1))
+def test_an_honest_retry_is_replayed_from_stage_to_stage(subject, place, position):
+    """Both ways, as in a deploy: and another request is refused where the secret is known."""
+    for number, (first, second) in enumerate([(position, position + 1), (position + 1, position)]):
+        key = Key(f"k-{number}", caller="acme")
+        made, read = (subject(place, secret=STAGES[item]) for item in (first, second))
+        runs = []
+        assert made.run(key, runs.append, 7) is None
+        assert read.run(key, runs.append, 7) is None
+        assert runs == [7]
+        is_known = not STAGES[first] or STAGES[first][0] in (STAGES[second] or ())
+        if is_known:
+            with pytest.raises(KeyReused):
+                read.run(key, runs.append, 8)
+        assert runs == [7]
+
+
+def test_a_fingerprint_in_the_store_is_keyed(subject, place):
+    """Whoever reads the store cannot try requests: a plain one is in it only without a secret."""
+    plain, keyed, other = (subject(place, secret=secret) for secret in (None, OLD, [NEW, OLD]))
+    stored = []
+    for number, face in enumerate((plain, keyed, other)):
+        key = Key(f"k-{number}", caller="acme")
+        face.run(key, str, 7)
+        record = face.call("read", key).record
+        stored.append((record.rule, record.fingerprint))
+    assert [rule for rule, _ in stored] == [1, -1, -1]
+    assert len({digest for _, digest in stored}) == 3
+    tags = [digest[:3] for _, digest in stored[1:]]
+    assert tags == [Secret(OLD.encode()).tag, Secret(NEW.encode()).tag]
+
+
+def made_by(place, subject, secret, key=KEY):
+    """What an attempt of a process with this secret makes: a child key, and an entry's."""
+    seen = []
+
+    def operation() -> None:
+        attempt = current_attempt()
+        seen.append(attempt.child_key("charge"))
+        seen.append(attempt.outbox.stage("mail", "hello"))
+        raise ConnectionError("again")
+
+    with pytest.raises((ConnectionError, SecretMissing)) as caught:
+        subject(place, secret=secret, policy=Policy()).run(key, operation, name="pay")
+    if caught.type is SecretMissing:
+        assert seen == []
+        return None
+    return tuple(seen)
+
+
+def expected(secret, key=KEY):
+    value = secret.encode()
+    return child_key(value, key, "charge"), entry_key(value, key, "mail", 1)
+
+
+def test_child_keys_outlive_a_rotation(subject, place):
+    """Every attempt sends the keys of the first one, whichever secret is the first by then."""
+    assert made_by(place, subject, [OLD]) == expected(OLD)
+    for secret in ([OLD, NEW], [NEW, OLD], [OLD]):
+        assert made_by(place, subject, secret) == expected(OLD)
+    other = Key("k-2", caller="acme")
+    assert made_by(place, subject, [NEW, OLD], other) == expected(NEW, other)
+    for secret in ([NEW], [OLD, NEW], [NEW, OLD]):
+        assert made_by(place, subject, secret, other) == expected(NEW, other)
+
+
+def test_child_keys_that_would_differ_are_refused(subject, place):
+    """A process that does not know the first attempt's secret would send a second charge."""
+    assert made_by(place, subject, [NEW, OLD]) == expected(NEW)
+    assert made_by(place, subject, [OLD]) is None
+    assert made_by(place, subject, [NEW]) == expected(NEW)
+
+
+def test_what_began_without_a_secret_goes_on_with_the_oldest(subject, place):
+    """A release that did not key fingerprints made child keys with the secret of its time."""
+    with pytest.raises(ConnectionError):
+        subject(place).run(KEY, _fails, name="pay")
+    assert made_by(place, subject, [NEW, OLD]) == expected(OLD)
+    assert made_by(place, subject, [OLD]) == expected(OLD)
+
+
+def _fails() -> None:
+    raise ConnectionError("again")
+
+
+@pytest.mark.parametrize(
+    ("text", "rules"), [(f"{NEW}\n{OLD}\n", [-1, -1, 1]), (f"{NEW}\nnone", [-1, 1]), ("\n", [1])]
+)
+def test_the_environment_lists_a_secret_a_line(monkeypatch, text, rules):
+    """The word none stands for what was made without one; empty lines for nothing."""
+    monkeypatch.setenv("RETRYSAFE_SECRET", text)
+    with Idempotency("memory://", caller="acme") as idem:
+        secrets = idem.settings.secrets
+        made = idem.settings.fingerprints(None, "charge", {})
+    assert [item.rule for item in made] == rules
+    assert secrets.has_plain is ("none" in text or not text.strip())
+    assert secrets.value == (NEW.encode() if rules[0] < 0 else None)
