@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from datetime import timedelta
 
 import httpx
@@ -10,7 +11,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.core.handlers.asgi import ASGIHandler
 from django.test import override_settings
-from django.urls import include, path
+from django.urls import clear_url_caches, include, path
 
 from retrysafe import GLOBAL, AsyncIdempotency, MemoryStore, Policy
 from retrysafe.contrib.django.configuration import current
@@ -18,6 +19,7 @@ from retrysafe.http import IdempotencyMiddleware, Rule, bearer_token
 from tests.contrib import django_shop
 from tests.contrib.django_visits import CSRF, MIDDLEWARE, database, is_replay, open_shop, problem
 
+URLS = "retrysafe.contrib.django.urls"
 LIST = [*django_shop.SETTINGS["MIDDLEWARE"], MIDDLEWARE]
 
 
@@ -163,6 +165,29 @@ def test_the_policy_page_lists_the_views(world):
         assert b"/charges" in html.content
         head = shop.ask("HEAD", "/idempotency-policy")
         assert (head.status_code, head.content) == (200, b"")
+
+
+def is_staff(request):
+    return "X-Staff" in request.host.headers
+
+
+@pytest.mark.parametrize("middleware", [LIST, LIST[:-1]])
+@pytest.mark.parametrize("readers", [False, is_staff, f"{__name__}.is_staff"])
+def test_the_policy_page_can_be_for_some_or_for_nobody(world, middleware, readers, monkeypatch):
+    """By the middleware and by the URLs: others find nothing there."""
+    with open_shop(world, middleware=middleware, POLICY_PAGE=readers) as shop:
+        # The module reads the setting when it is imported.
+        sys.modules.pop(URLS, None)
+        added = [] if middleware is LIST else [path("", include(URLS))]
+        monkeypatch.setattr(django_shop, "urlpatterns", [*django_shop.urlpatterns, *added])
+        clear_url_caches()
+        try:
+            assert shop.ask("GET", "/idempotency-policy").status_code == 404
+            staff = shop.ask("GET", "/idempotency-policy", headers={"X-Staff": "yes"})
+            assert staff.status_code == (200 if readers else 404)
+        finally:
+            sys.modules.pop(URLS, None)
+            clear_url_caches()
 
 
 @pytest.mark.parametrize("middleware", [LIST, LIST[:-1]])

@@ -235,6 +235,22 @@ def test_the_policy_page_lists_the_endpoints(visit):
     visit(scenario)
 
 
+@pytest.mark.parametrize("readers", [False, lambda request: request.header(b"x-staff") == b"yes"])
+def test_the_policy_page_can_be_for_some_or_for_nobody(visit, readers):
+    """Others find nothing there; the status page stays."""
+
+    async def scenario(shop):
+        assert (await shop.client.get("/idempotency-policy")).status_code == 404
+        staff = await shop.client.get("/idempotency-policy", headers={"X-Staff": "yes"})
+        assert staff.status_code == (200 if readers else 404)
+        await shop.post()
+        mine = {"Authorization": "Bearer alice"}
+        status = await shop.client.get("/idempotency-status/k-1", headers=mine)
+        assert status.status_code == 201
+
+    visit(scenario, policy_page=readers)
+
+
 def test_problems_lead_to_the_policy_page(visit):
     """From below a router too: the page is the application's."""
 

@@ -517,6 +517,15 @@ def test_the_policy_page_lists_the_views(shop):
     assert shop.post("/idempotency-policy").status_code == 405
 
 
+@pytest.mark.parametrize("readers", [False, lambda request: "X-Staff" in request.host.headers])
+def test_the_policy_page_can_be_for_some_or_for_nobody(make_shop, readers):
+    """Others find nothing there."""
+    shop = make_shop(policy_page=readers)
+    assert shop.ask("GET", "/idempotency-policy").status_code == 404
+    staff = shop.ask("GET", "/idempotency-policy", headers={"X-Staff": "yes"})
+    assert staff.status_code == (200 if readers else 404)
+
+
 def test_the_status_page_shows_the_callers_own_key(shop):
     """Also a key with slashes; another caller is told that there is no such key."""
     shop.post(key='"a//b c/"')

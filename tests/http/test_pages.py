@@ -11,8 +11,10 @@ from retrysafe import (
     Ending,
     FingerprintRule,
     InFlight,
+    InvalidInput,
     MemoryStore,
     Policy,
+    PolicyInvalid,
 )
 from retrysafe.http import ACCEPT, FromFields, KeyUse, Rule, StatusRule, Streaming
 from retrysafe.http.problems import KINDS
@@ -247,3 +249,59 @@ def test_the_status_page_refuses_the_callers_that_requests_are_refused_for(make_
     assert (asked.status, asked.problem) == (401, "caller-unknown")
     assert (looked.status, looked.problem) == (401, "caller-unknown")
     assert looked.headers["www-authenticate"] == "Bearer"
+
+
+# Who may read the policy page.
+
+
+def _is_staff(request):
+    return request.header(b"x-staff") == b"yes"
+
+
+def test_the_policy_page_can_be_for_some(make_subject):
+    """Others find nothing there, and no shared cache keeps what the readers see."""
+    subject = make_subject(policy_page=_is_staff)
+    assert subject.ask("GET", "/idempotency-policy", x_staff="yes").status == 200
+    reply = subject.ask("GET", "/idempotency-policy", x_staff="yes")
+    assert reply.headers["cache-control"] == "no-store"
+    hidden = subject.ask("GET", "/idempotency-policy")
+    assert (hidden.status, hidden.body) == (404, b"")
+    assert hidden.headers["cache-control"] == "no-store"
+    assert subject.ask("HEAD", "/idempotency-policy").status == 404
+    assert subject.ask(key=None).headers["link"] == '</idempotency-policy>; rel="describedby"'
+    assert subject.shop.runs == []
+
+
+def test_without_a_policy_page_its_path_is_the_applications(make_subject):
+    """Problems keep their types, which programs tell them by, and lead nowhere; the status page
+    stays."""
+    subject = make_subject(policy_page=False)
+    assert subject.ask("GET", "/idempotency-policy").status == 201
+    assert len(subject.shop.runs) == 1
+    refused = subject.ask(key=None)
+    assert refused.json["type"] == "/idempotency-policy#key-missing"
+    assert "link" not in refused.headers
+    subject.ask()
+    assert subject.ask("GET", "/idempotency-status/k-1").status == 201
+
+
+@pytest.mark.parametrize("answer", [None, 1, "yes"])
+def test_an_unclear_answer_shows_no_policy_page(make_subject, answer):
+    """A coroutine, or a user that is none, would count as true."""
+    subject = make_subject(policy_page=lambda request: answer)
+    with pytest.raises(InvalidInput, match="says True or False"):
+        subject.ask("GET", "/idempotency-policy")
+
+
+@pytest.mark.parametrize("readers", [None, "staff", 1])
+def test_readers_that_are_no_function_are_refused(make_subject, readers):
+    with pytest.raises(PolicyInvalid, match="policy_page is True, False"):
+        make_subject(policy_page=readers)
+
+
+def test_readers_are_told_by_a_plain_function(make_subject):
+    async def is_staff(request):
+        return True
+
+    with pytest.raises(PolicyInvalid, match="plain function"):
+        make_subject(policy_page=is_staff)

@@ -24,6 +24,7 @@ from retrysafe.http.callers import CallerOf
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, STORE_TIMEOUT, Protection
 from retrysafe.http.keys_of import FromFields
 from retrysafe.http.limits import Limits
+from retrysafe.http.policy_page import PolicyReaders
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response, response_of
 from retrysafe.http.routes import NO_PARAMETERS, Route
@@ -132,6 +133,7 @@ class Endpoints:
         fail_open: bool = False,
         store_timeout: timedelta | None = STORE_TIMEOUT,
         policy_path: str = POLICY_PATH,
+        policy_page: PolicyReaders = True,
         status_path: str = STATUS_PATH,
         challenge: str | None = None,
         breaker: Breaker | None = None,
@@ -150,6 +152,7 @@ class Endpoints:
             fail_open=fail_open,
             store_timeout=store_timeout,
             policy_path=policy_path,
+            policy_page=policy_page,
             status_path=status_path,
             challenge=challenge,
             breaker=breaker,

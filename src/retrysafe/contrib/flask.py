@@ -41,6 +41,7 @@ from retrysafe.http.callers import CallerOf, require_blocking
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, Plan, Protection
 from retrysafe.http.held import Held, passes_at_once
 from retrysafe.http.limits import Limits
+from retrysafe.http.policy_page import PolicyReaders
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response
 from retrysafe.http.routes import Route
@@ -93,6 +94,7 @@ class Retrysafe:
         rules: Iterable[Rule] = (),
         fail_open: bool = False,
         policy_path: str = POLICY_PATH,
+        policy_page: PolicyReaders = True,
         status_path: str = STATUS_PATH,
         challenge: str | None = None,
         breaker: Breaker | None = None,
@@ -116,6 +118,7 @@ class Retrysafe:
             rules=rules,
             fail_open=fail_open,
             policy_path=policy_path,
+            policy_page=policy_page,
             status_path=status_path,
             challenge=challenge,
             breaker=breaker,
@@ -174,8 +177,9 @@ class _Protected:
         self._is_in_order = False
         # Before any other code of the application has read the body.
         request_started.connect(self._keep_body, app)
+        pages = [(protection.policy_path, POLICY_ENDPOINT)] if protection.has_policy_page else []
         for path, endpoint in (
-            (protection.policy_path, POLICY_ENDPOINT),
+            *pages,
             # Without a key there is nothing to tell, which is better said here than by a view.
             (protection.status_path, STATUS_ENDPOINT),
             (f"{protection.status_path}<path:key>", STATUS_ENDPOINT),

@@ -122,8 +122,10 @@ class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
                     *(own if isinstance(own, list) else [own]),
                 ]
         status_path = self.protection.status_path.rstrip("/")
+        if self.protection.has_policy_page:
+            policy_path = self.protection.policy_path
+            app_config.route_handlers.append(asgi(policy_path, copy_scope=False)(_page(self)))
         app_config.route_handlers += (
-            asgi(self.protection.policy_path, copy_scope=False)(_page(self)),
             # A mount, because a key may have slashes.
             asgi(status_path, is_mount=True, copy_scope=False)(_page(self, status_path)),
         )

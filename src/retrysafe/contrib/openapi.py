@@ -102,9 +102,10 @@ def description_of(route: Route, protection: Protection, *, has_callers: bool) -
         duplicate = "gets 409"
     text += (
         "A retry gets the first response again, marked with `Idempotent-Replayed: true`, for "
-        f"{retention} after the first one. A duplicate of a request that still runs {duplicate}. "
-        f"See [the idempotency policy]({protection.policy_path})."
+        f"{retention} after the first one. A duplicate of a request that still runs {duplicate}."
     )
+    if protection.has_policy_page:
+        text += f" See [the idempotency policy]({protection.policy_path})."
     parameters = []
     if has_header:
         quotes = "" if rule.strict else "; also taken without the quotes"

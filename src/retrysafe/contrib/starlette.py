@@ -95,7 +95,10 @@ class Retrysafe(Endpoints):
         setattr(app.state, _STATE_NAME, self)
         self._served: dict[Any, Served] = {}
         page = _Page(self)
-        for path in (self.protection.policy_path, self.protection.status_path + "{key:path}"):
+        pages = [self.protection.status_path + "{key:path}"]
+        if self.protection.has_policy_page:
+            pages.insert(0, self.protection.policy_path)
+        for path in pages:
             # In front: a mount at the root would take them.
             app.router.routes.insert(
                 0, Route(path, page, methods=["GET"], name="retrysafe", include_in_schema=False)

@@ -50,6 +50,7 @@ from retrysafe.http.exchange import (
 )
 from retrysafe.http.large_bodies import LARGE_BODIES, LARGE_BODY_BYTES
 from retrysafe.http.limits import Limits
+from retrysafe.http.policy_page import PolicyReaders
 from retrysafe.http.recent import Recent, Repetition, head_of
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
@@ -84,6 +85,7 @@ class IdempotencyMiddleware:
         fail_open: bool = False,
         store_timeout: timedelta | None = STORE_TIMEOUT,
         policy_path: str = POLICY_PATH,
+        policy_page: PolicyReaders = True,
         status_path: str = STATUS_PATH,
         challenge: str | None = None,
         breaker: Breaker | None = None,
@@ -103,6 +105,7 @@ class IdempotencyMiddleware:
             fail_open=fail_open,
             store_timeout=store_timeout,
             policy_path=policy_path,
+            policy_page=policy_page,
             status_path=status_path,
             challenge=challenge,
             breaker=breaker,

@@ -56,7 +56,12 @@ from retrysafe.http.headers import (
 )
 from retrysafe.http.keys_of import FromBody, require_own_key
 from retrysafe.http.limits import Limits
-from retrysafe.http.policy_page import policy_response
+from retrysafe.http.policy_page import (
+    PolicyReaders,
+    checked_readers,
+    may_read,
+    policy_response,
+)
 from retrysafe.http.problems import first_use, problem, problem_of
 from retrysafe.http.refusals import Refusals
 from retrysafe.http.request import Request
@@ -121,6 +126,7 @@ class Protection:
         fail_open: bool = False,
         store_timeout: timedelta | None = STORE_TIMEOUT,
         policy_path: str = POLICY_PATH,
+        policy_page: PolicyReaders = True,
         status_path: str = STATUS_PATH,
         challenge: str | None = None,
         breaker: Breaker | None = None,
@@ -162,6 +168,8 @@ class Protection:
         # How long a claim may take, on an event loop; None for as long as the store takes.
         self.store_timeout_seconds = _checked_timeout(store_timeout)
         self.policy_path = policy_path
+        self._policy_readers = checked_readers(policy_page)
+        self.has_policy_page = policy_page is not False
         self.status_path = status_path.rstrip("/") + "/"
         self.breaker = breaker or Breaker()
         self.unmatched = Unmatched()
@@ -177,7 +185,7 @@ class Protection:
         self.unprotected = UnprotectedRuns(self.breaker, monotonic) if fail_open else None
         if challenge is None:
             challenge = "Bearer" if known is None else known.challenge
-        self.refusals = Refusals(policy_path, challenge)
+        self.refusals = Refusals(policy_path, challenge, has_policy_page=self.has_policy_page)
         # What a view may complete its attempt with, as a response.
         self._outcome_of = outcome_of
         self._monotonic = monotonic
@@ -187,18 +195,23 @@ class Protection:
 
     def has_page(self, path: str) -> bool:
         """Whether a GET or HEAD of this path is answered here and not by the application."""
-        return path == self.policy_path or path.startswith(self.status_path)
+        if path == self.policy_path:
+            return self.has_policy_page
+        return path.startswith(self.status_path)
 
     def policy_page(self, path: str, request: Request, prefix: str) -> Response | None:
         """The policy page; None when the path is that of a key's status."""
         if path != self.policy_path:
             return None
+        if not may_read(self._policy_readers, request):
+            return Response(404, [(b"content-length", b"0"), NO_STORE], b"")
         return policy_response(
             (*self.table.routes, *self.endpoints),
             request.header(b"accept"),
             policy_url=f"{link_path(prefix)}{self.policy_path}",
             status_url=f"{link_path(prefix)}{self.status_path}",
             has_callers=self._global is None,
+            is_public=self._policy_readers is True,
         )
 
     def status_key(

@@ -6,8 +6,9 @@ hand per application, so it cannot disagree with what the server does.
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from html import escape
 from typing import Any, Final
@@ -15,10 +16,12 @@ from typing import Any, Final
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.keys import KEY_LIMIT_CHARACTERS
 from retrysafe.core.policy import FOREVER, InFlight
+from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.http.durations import spoken
 from retrysafe.http.keys_of import FromHeader
 from retrysafe.http.problems import KINDS
-from retrysafe.http.responses import STORED_HEADERS, Response
+from retrysafe.http.request import Request
+from retrysafe.http.responses import NO_STORE, STORED_HEADERS, Response
 from retrysafe.http.routes import Route
 from retrysafe.http.rules import ACCEPT, KeyUse, Streaming, responds_async
 
@@ -31,6 +34,33 @@ _NAMESPACES: Final = {
 }
 
 
+# Who may read the page: everybody, nobody, or those of whom a function of the request says so.
+PolicyReaders = bool | Callable[[Request], bool]
+
+
+def checked_readers(readers: object) -> PolicyReaders:
+    """Who may read the page; raises `PolicyInvalid` for what cannot say it."""
+    if isinstance(readers, bool):
+        return readers
+    # A coroutine is true, whatever it would come to.
+    if not callable(readers) or inspect.iscoroutinefunction(readers):
+        raise PolicyInvalid(
+            "policy_page is True, False for no page, or a plain function of the request that says "
+            f"who may read it, got {readers!r}"
+        )
+    return readers
+
+
+def may_read(readers: PolicyReaders, request: Request) -> bool:
+    """Whether this request may read the page; raises `InvalidInput` for an unclear answer."""
+    if isinstance(readers, bool):
+        return readers
+    answer = readers(request)
+    if not isinstance(answer, bool):
+        raise InvalidInput(f"the function policy_page says True or False, got {answer!r}")
+    return answer
+
+
 def policy_response(
     routes: Iterable[Route],
     accept: bytes | None,
@@ -38,10 +68,12 @@ def policy_response(
     policy_url: str,
     status_url: str,
     has_callers: bool,
+    is_public: bool = True,
 ) -> Response:
     """The page as HTML, or as JSON for clients that ask for it and not for HTML.
 
-    `has_callers` says that each caller has keys of its own.
+    `has_callers` says that each caller has keys of its own, `is_public` that a shared cache may
+    keep the page.
     """
     content = policy_content(
         routes, policy_url=policy_url, status_url=status_url, has_callers=has_callers
@@ -56,7 +88,7 @@ def policy_response(
         [
             (b"content-type", kind),
             (b"content-length", b"%d" % len(body)),
-            (b"cache-control", b"max-age=60"),
+            (b"cache-control", b"max-age=60") if is_public else NO_STORE,
             (b"vary", b"accept"),
         ],
         body,

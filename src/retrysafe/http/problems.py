@@ -265,6 +265,8 @@ class Place:
 
     policy_url: str
     instance: str
+    # Without a page the URL still tells the kinds of problems apart, for programs.
+    has_page: bool = True
 
 
 def problem(
@@ -294,8 +296,9 @@ def problem(
         (b"content-type", b"application/problem+json"),
         (b"content-length", b"%d" % len(body)),
         (b"cache-control", b"no-store"),
-        (b"link", b'<%b>; rel="describedby"' % place.policy_url.encode()),
     ]
+    if place.has_page:
+        lines.append((b"link", b'<%b>; rel="describedby"' % place.policy_url.encode()))
     if retry_after is None and content["retryable"]:
         retry_after = RETRY_AFTER
     if retry_after is not None:

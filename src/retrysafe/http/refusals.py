@@ -13,14 +13,19 @@ from retrysafe.http.routes import Route
 class Refusals:
     """What clients of one application are told when a request of theirs cannot be protected."""
 
-    def __init__(self, policy_path: str, challenge: str) -> None:
+    def __init__(self, policy_path: str, challenge: str, *, has_policy_page: bool = True) -> None:
         self._policy_path = policy_path
+        self._has_policy_page = has_policy_page
         # What a 401 asks for.
         self.challenge: tuple[Header, ...] = ((b"www-authenticate", challenge.encode()),)
 
     def place(self, request: Request, prefix: str) -> Place:
         """Where the request was refused, and where the reason is explained."""
-        return Place(f"{link_path(prefix)}{self._policy_path}", link_path(request.path))
+        return Place(
+            f"{link_path(prefix)}{self._policy_path}",
+            link_path(request.path),
+            has_page=self._has_policy_page,
+        )
 
     def problem(
         self, kind: ProblemKind, request: Request, prefix: str, key: str | None = None

@@ -19,6 +19,7 @@ from retrysafe.http.callers import CallerOf, require_blocking
 from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, Plan, Protection
 from retrysafe.http.headers import length_of
 from retrysafe.http.limits import Limits
+from retrysafe.http.policy_page import PolicyReaders
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Header, Response
 from retrysafe.http.routes import Match
@@ -55,6 +56,7 @@ class WSGIIdempotencyMiddleware:
         rule: Rule | None = None,
         fail_open: bool = False,
         policy_path: str = POLICY_PATH,
+        policy_page: PolicyReaders = True,
         status_path: str = STATUS_PATH,
         challenge: str | None = None,
         breaker: Breaker | None = None,
@@ -76,6 +78,7 @@ class WSGIIdempotencyMiddleware:
             rule=rule,
             fail_open=fail_open,
             policy_path=policy_path,
+            policy_page=policy_page,
             status_path=status_path,
             challenge=challenge,
             breaker=breaker,

@@ -46,7 +46,7 @@ _PROTECTION_NAMES: Final = {
     "BREAKER": "breaker",
     "LIMITS": "limits",
 }
-_NAMES: Final = {"STORE", "CALLER", "RULES", *_FACE_NAMES, *_PROTECTION_NAMES}
+_NAMES: Final = {"STORE", "CALLER", "RULES", "POLICY_PAGE", *_FACE_NAMES, *_PROTECTION_NAMES}
 
 
 class Configuration:
@@ -73,6 +73,7 @@ class Configuration:
                 self.idempotency.settings,
                 caller=_imported(options, "CALLER"),
                 rules=_imported(options, "RULES") if "RULES" in options else (),
+                policy_page=_imported(options, "POLICY_PAGE") if "POLICY_PAGE" in options else True,
                 outcome_of=outcome_of,
                 **_renamed(options, _PROTECTION_NAMES),
             )
