@@ -337,8 +337,10 @@ class Batches:
                 else:
                     record, payload, now_ms = found
                     changed, answer = transitions.claim(record, request, now_ms)
+                    arguments = request.arguments
                     if answer.decision is Decision.CONFIRM:
-                        changed = record  # Written as it is, see `confirm`.
+                        # Written as it is, see `confirm`.
+                        changed, arguments = record, None
                     if changed is None:
                         answer.payload = payload if answer.decision is Decision.REPLAY else None
                         return answer
@@ -347,7 +349,7 @@ class Batches:
                         record,
                         changed,
                         is_new_life=is_new_life,
-                        arguments=request.arguments,
+                        arguments=arguments,
                         lock_wait=_NO_WAIT if self._sifter.is_busy(digest) else lock_wait,
                     ):
                         return answer

@@ -54,6 +54,13 @@ class RecoveryCases(SuiteBase):
         assert probe.read(key_of("b")).arguments is None
         assert probe.read(key_of("a")).arguments == FIRST
 
+    def test_a_repeated_claim_brings_no_arguments(self, probe: Probe) -> None:
+        """It is confirmed, and changes nothing."""
+        token = probe.hold()
+        answer = probe.claim(KEY, token, arguments=FIRST)
+        assert answer.decision is Decision.CONFIRM
+        assert probe.read().arguments is None
+
     def test_a_batch_keeps_the_arguments_of_each_row(self, probe: Probe) -> None:
         """Every key gets its own, and those that bring none get none."""
         wishes = [
