@@ -130,7 +130,11 @@ class StoreAgainstModel(RuleBasedStateMachine):
         if record is not None:
             self.commit([], [Settlement(kind, key, record.token, payload, 1_000, 1_000)])
 
-    @rule(items=st.lists(extensions, min_size=1, max_size=4))
+    @rule(
+        items=st.lists(
+            extensions, min_size=1, max_size=4, unique_by=lambda item: (item.key.digest, item.token)
+        )
+    )
     def extend(self, items):
         answers = run_sync(self.store.extend(items, 30.0))
         assert answers == [self.model.extend(item) for item in items]

@@ -91,6 +91,7 @@ class Store(Protocol):
     ) -> list[ExtendResult]:
         """Extends leases and answers each in order; a row that cannot be taken as in `commit`.
 
+        No token of a key comes twice in one call: an attempt is renewed by one heartbeat.
         A healthy owner loses its key when this comes late. So it waits for nothing that is not the
         file or the server itself: neither for a `commit` under way, nor for a connection of a pool
         that is used up. When the time is over it raises `StoreUnavailable`, and what it waited for
