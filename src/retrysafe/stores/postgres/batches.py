@@ -262,19 +262,19 @@ class Batches:
     ) -> list[ClaimResult]:
         """Answers the claims that are not answered yet, by what was read of their keys.
 
-        Where an earlier claim of the same batch has changed that, the comparison finds out.
+        Claims of one key are answered one after the other.
         """
         told = list(results)
         wishes: dict[bytes, Takeover | None] = {}
         for place, request in enumerate(claims):
             digest = request.key.digest
             known = found.get(digest) if told[place] is None else None
-            if known is None:
-                continue
+            if known is None or digest in wishes:
+                continue  # Not there, or judged after the earlier claim that wants to change it.
             judged = takeovers.judged(request, known, place)
             if not isinstance(judged, Takeover):
                 told[place] = judged
-            elif digest not in wishes:
+            else:
                 # What is busy or brings arguments goes alone, and later claims of its key after it.
                 is_plain = request.arguments is None and not self._sifter.is_busy(digest)
                 wishes[digest] = judged if is_plain else None
@@ -283,12 +283,17 @@ class Batches:
         if len(together) > 1 and await self._take_over(together, claims, told, found):
             lock_wait = _NO_WAIT
         answers: list[ClaimResult] = []
+        claimed: set[bytes] = set()
         for request, result in zip(claims, told, strict=True):
             if result is not None:
                 answers.append(result)
                 continue
             digest = request.key.digest
-            answers.append(await self._claim_existing(request, found.get(digest), lock_wait))
+            known = found.get(digest)
+            if digest in claimed:
+                known = await self._reader.read_payload(digest)
+            claimed.add(digest)
+            answers.append(await self._claim_existing(request, known, lock_wait))
             if self._sifter.is_busy(digest):
                 # The batch has waited once, and its other rows with it. That is enough.
                 lock_wait = _NO_WAIT

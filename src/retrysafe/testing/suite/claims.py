@@ -62,6 +62,16 @@ class ClaimCases(SuiteBase):
         assert answer.remaining_ms == LEASE_MS - 1
         assert probe.stored() == stored
 
+    def test_claims_of_one_key_in_a_batch_count_one_after_the_other(self, probe: Probe) -> None:
+        """The later one meets what the earlier one has written: here, another operation."""
+        probe.end(SettleKind.RELEASE, probe.hold())
+        first = request(operation="refund")
+        unknown_rule = Fingerprint(9, b"nine nine nine n")
+        again = request(KEY, first.token, unknown_rule, operation="refund")
+        claimed, _ = probe.commit([first, again])
+        decisions = [getattr(answer, "decision", None) for answer in claimed]
+        assert decisions == [Decision.TAKE_OVER, Decision.CONFIRM]
+
     @pytest.mark.parametrize(
         ("kind", "state", "payload"),
         [
