@@ -29,7 +29,7 @@ import pytest
 import retrysafe
 from retrysafe import AsyncIdempotency, Idempotency
 from retrysafe.core import canonical
-from retrysafe.http import IdempotencyMiddleware, Rule, bearer_token
+from retrysafe.http import FromBody, FromHeader, IdempotencyMiddleware, Rule, bearer_token
 from retrysafe.http.callers import basic_user, gateway_header
 from retrysafe.http.exchange import Protection
 from retrysafe.http.headers import HEADER_LIMIT_BYTES, parse_key, parse_prefer
@@ -42,6 +42,7 @@ from tests.attacks.growth import FACTOR, LIMIT, growth
 from tests.attacks.hostile_inputs import BODIES, FILLERS, OTHERS, headers, mark
 from tests.attacks.patterns import attacks
 from tests.http.building import JSON, request
+from tests.http.driving import ask, ask_wsgi
 
 
 @pytest.mark.parametrize(("make", "size"), BODIES.values(), ids=BODIES)
@@ -234,6 +235,57 @@ async def test_a_large_body_is_compared_beside_the_loop(is_large, monkeypatch):
     assert (first.status_code, second.headers["idempotent-replayed"]) == (201, "true")
     # The second is answered without any, as the same request as the first.
     assert [ident != threading.get_ident() for ident in seen.threads[:1]] == [is_large]
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+@scenario
+async def test_a_large_query_is_compared_beside_the_loop(is_large, monkeypatch):
+    """It counts with the body: a client may put there what it would put here."""
+    seen = _Recording(monkeypatch)
+    query = b"a=" + b"%41" * ((LARGE_BODY_BYTES + 2) // 3)
+    app = _protected()
+    for path in ("/charges?a=1", "/charges?" + query.decode())[is_large:][:1]:
+        reply = await ask(app, path=path, body=b"{}")
+        assert reply.status == 201
+    assert [ident != threading.get_ident() for ident in seen.threads] == [is_large]
+
+
+@pytest.mark.parametrize(
+    ("body", "most"),
+    [
+        (b"[1, 2", 1),
+        (b'{"a": 1, "a": 2}', 1),
+        (b"[1, 2] 3", 1),
+        (b"[NaN]", 1),
+        (b"\xff", 0),
+        # A number that is longer than Python reads at once is met at the end of what was read.
+        (b"[1, " + b"9" * 5_000, 2),
+    ],
+)
+@pytest.mark.parametrize("source", [FromHeader(), FromBody()], ids=["header", "body"])
+def test_broken_json_is_read_once(body, most, source, monkeypatch):
+    """For the key and the fingerprint together, whatever is wrong with it."""
+    reads = []
+    for name in ("_decode", "_decode_long"):
+        decode = getattr(canonical, name)
+
+        def counted(text, decode=decode):
+            reads.append(text)
+            return decode(text)
+
+        monkeypatch.setattr(canonical, name, counted)
+    with Idempotency(MemoryStore(), secret=b"s" * 32) as idem:
+        app = WSGIIdempotencyMiddleware(
+            _created, idem, caller=bearer_token, rules=[Rule(source=source)]
+        )
+        key = "k" if isinstance(source, FromHeader) else None
+        assert ask_wsgi(app, body=body, key=key).status == 201
+    assert len(reads) <= most
+
+
+def _created(environ, start_response):
+    start_response("201 Created", [])
+    return [b""]
 
 
 @scenario

@@ -108,6 +108,7 @@ class Dripping:
         self._answer = (at_once, dripped)
         self.was_left = threading.Event()
         self._listening = socket.create_server(("127.0.0.1", 0))
+        self._listening.settimeout(30)
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}/"
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -133,7 +134,8 @@ class Dripping:
                     return
 
     def close(self) -> None:
-        self._thread.join()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
         self._listening.close()
 
 

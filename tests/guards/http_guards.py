@@ -70,7 +70,7 @@ HTTP_GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 IdempotencyMiddleware.answer,
-                "if len(plan.request.body) < LARGE_BODY_BYTES",
+                "if len(plan.request.body) + len(plan.request.query) < LARGE_BODY_BYTES",
                 "if plan is not None",
             ),
         ),

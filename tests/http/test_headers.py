@@ -261,12 +261,23 @@ def test_clients_that_send_no_quotes_are_understood_unless_strict(key):
         (b'"a\x00"', "printable ASCII"),
         (b'"a\tb"', "printable ASCII"),
         (b'"a\x7f"', "printable ASCII"),
+        (b'"."', "cannot stand in a URL"),
+        (b'".."', "cannot stand in a URL"),
+        (b'"..";a=1', "cannot stand in a URL"),
     ],
 )
 @pytest.mark.parametrize("strict", [True, False])
 def test_broken_keys_are_refused_with_what_is_wrong(line, words, strict):
     with pytest.raises(KeyInvalid, match=words):
         parse_key([line], strict=strict)
+
+
+@pytest.mark.parametrize("line", [b".", b"..", b" .. "])
+def test_dots_are_no_key_without_quotes_either(line):
+    """At the status URL a client or a proxy would take them out of the path."""
+    with pytest.raises(KeyInvalid, match="cannot stand in a URL"):
+        parse_key([line], strict=False)
+    assert parse_key([line.strip() + b"a"], strict=False)
 
 
 @pytest.mark.parametrize("line", [b"a,b", b"a b", b"a;b=1", b'a"b', b"a, a", b"abc;"])

@@ -10,7 +10,7 @@ import pytest
 from retrysafe import GLOBAL, AsyncIdempotency, EventKind, MemoryStore
 from retrysafe.http import IdempotencyMiddleware, bearer_token, gateway_header
 from retrysafe.http.callers import basic_user, caller_of_credential, is_told_by_headers
-from retrysafe.http.recent import BODY_LIMIT_BYTES, ENTRIES_LIMIT, Recent, Repetition, head_of
+from retrysafe.http.recent import ENTRIES_LIMIT, ENTRY_LIMIT_BYTES, Recent, Repetition, head_of
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response
 from tests.http.driving import BODY, Connection, headers_of, http_scope
@@ -172,7 +172,7 @@ def test_shipped_callers_are_told_by_headers():
 
 
 def test_what_is_kept_is_bounded():
-    """The oldest goes first, and what is large is not kept at all."""
+    """The oldest goes first."""
     recent = Recent()
     small = Repetition(b"", 1, None, None, Response(200, [], b""))
     for number in range(ENTRIES_LIMIT + 1):
@@ -180,10 +180,24 @@ def test_what_is_kept_is_bounded():
     assert len(recent.entries) == ENTRIES_LIMIT
     assert recent.find((0,)) is None
     assert recent.find((1,)) is small
-    recent.keep(
-        ("large",), Repetition(b"x", 1, None, None, Response(200, [], b"y" * BODY_LIMIT_BYTES))
-    )
-    assert recent.find(("large",)) is None
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_what_is_large_is_not_kept(size):
+    """Whatever is large of it: a body, the headers of either side, the path."""
+    half = ENTRY_LIMIT_BYTES // 2
+    text = "x" * (half + size)
+    header = ((b"n" * 8, b"v" * (half - 8 + size)),)
+    filled = Repetition(b"", 1, None, None, Response(200, [], b"y" * half))
+    for head, repetition in (
+        ((text,), filled),
+        ((header,), filled),
+        ((b"x" * half,), Repetition(b"", 1, None, None, Response(200, list(header), b""))),
+        ((b"x" * half, None), Repetition(text.encode(), 1, None, None, Response(200, [], b""))),
+    ):
+        recent = Recent()
+        recent.keep(head, repetition)
+        assert (recent.find(head) is repetition) is (size == 0)
 
 
 def test_headers_that_cannot_be_looked_up_are_not_kept():

@@ -318,7 +318,7 @@ class IdempotencyMiddleware:
         try:
             call = (
                 protection.call(plan)
-                if len(plan.request.body) < LARGE_BODY_BYTES
+                if len(plan.request.body) + len(plan.request.query) < LARGE_BODY_BYTES
                 else await LARGE_BODIES.run(protection.call, plan)
             )
             answer = self.idempotency.recall(call)

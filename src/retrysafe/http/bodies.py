@@ -58,14 +58,24 @@ Content = tuple[bytes, Any]
 
 
 def content_of(request: Request) -> Content:
-    """What the request's body says; raises `FingerprintImpossible` past a limit."""
+    """What the request's body says; raises `FingerprintImpossible` past a limit.
+
+    Read once, for the key and for the fingerprint: clients choose how dear a body is to read.
+    """
+    known, body = request.content, request.body
+    if known is not None and known[0] is body:
+        return known[1]
+    content = _content_of(request)
+    request.content = body, content
+    return content
+
+
+def _content_of(request: Request) -> Content:
     lines = request.lines_by_name()
     if lines is not None and lines.get(b"content-type") == _JSON and _ENCODING not in lines:
         # What nearly all requests to an API are.
         value = _json_of(request.body)
-        if value is not RAW:
-            return _JSON, value
-        # It counts as it stands, with all that is said about it.
+        return (_JSON if value is not RAW else _RAW_JSON), value
     types = [value.strip(b" \t") for value in request.header_lines(b"content-type")]
     encodings = [value.strip(b" \t").lower() for value in request.header_lines(_ENCODING)]
     # Compressed bodies count as they are: unpacking one would let a small request take a lot of
@@ -84,6 +94,8 @@ def content_of(request: Request) -> Content:
 
 
 _NO_PARAMETERS: Final[dict[bytes, bytes]] = {}
+# It counts as it stands, with all that is said about it.
+_RAW_JSON: Final = frame(frame(_JSON), frame())
 
 
 def media_type_parameters(request: Request) -> list[bytes]:

@@ -44,6 +44,8 @@ _UNPRINTABLE: Final = re.compile(rb"[^ -~]")
 _PLAIN_KEY: Final = re.compile(rb'"([ !#-\[\]-~]{1,%d}+)"' % KEY_LIMIT_CHARACTERS)
 # What clients send that know nothing of structured fields: a UUID, order-42, base64.
 _BARE_KEY: Final = re.compile(rb"[!#-+\--:<-~]++")
+# What a path means something else by, in a URL.
+_DOT_SEGMENTS: Final = frozenset({".", ".."})
 
 
 def parse_key(lines: Sequence[bytes], *, strict: bool) -> str:
@@ -57,7 +59,7 @@ def parse_key(lines: Sequence[bytes], *, strict: bool) -> str:
         raise KeyInvalid(f"the key is sent in one header line, got {len(lines)} lines")
     plain = _PLAIN_KEY.fullmatch(lines[0])
     if plain is not None:
-        return plain[1].decode("ascii")
+        return _addressable(plain[1].decode("ascii"))
     if len(lines[0]) > HEADER_LIMIT_BYTES:
         raise KeyInvalid(
             f"the header line with the key has at most {HEADER_LIMIT_BYTES:,} bytes, "
@@ -79,7 +81,22 @@ def parse_key(lines: Sequence[bytes], *, strict: bool) -> str:
             f"a key has 1 to {KEY_LIMIT_CHARACTERS} characters, got {len(text)}",
             key=text[:KEY_LIMIT_CHARACTERS].decode("ascii") or None,
         )
-    return text.decode("ascii")
+    return _addressable(text.decode("ascii"))
+
+
+def _addressable(key: str) -> str:
+    """The key, which has a place at the status URL; raises `KeyInvalid` for `.` and `..`.
+
+    Clients and proxies take such segments out of a path, also in their escaped form, and would ask
+    for the status of nothing.
+    """
+    if key in _DOT_SEGMENTS:
+        raise KeyInvalid(
+            f"{key!r} cannot be a key, because it cannot stand in a URL: send one with other "
+            "characters than dots",
+            key=key,
+        )
+    return key
 
 
 def _complaint(line: bytes, *, strict: bool) -> str:

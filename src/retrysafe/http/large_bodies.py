@@ -1,4 +1,4 @@
-"""Large bodies are read and compared beside the event loop, in one worker thread of the process.
+"""Large bodies and queries are compared beside the event loop, in one worker thread of the process.
 
 Owns from which size on that is worth a hop, and the thread. While a loop reads a body it renews no
 lease and answers nobody, and a client could hold it for as long as it likes with bodies that are

@@ -243,9 +243,9 @@ _KINDS_OF_ERRORS: Final[tuple[tuple[type[RetrysafeError], ProblemKind], ...]] = 
     (StoreError, STORE_UNUSABLE),
     (Closed, CLOSING),
 )
-# Errors whose own words are made for the client and tell no more than it has sent.
 # No lease frees such a key, so Retry-After is only when to ask again.
 _HELD: Final = "An open transaction of the server holds its record until that transaction ends."
+# Errors whose own words are made for the client and tell no more than it has sent.
 _SPOKEN: Final = frozenset({KEY_INVALID, BODY_TOO_COMPLEX})
 # A client that is told nothing comes back at once.
 RETRY_AFTER: Final = timedelta(seconds=1)

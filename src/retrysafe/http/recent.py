@@ -16,9 +16,10 @@ from retrysafe.core.cache import CachedOutcome
 from retrysafe.core.call import Call
 from retrysafe.http.responses import Header, Response
 
-# A thousand keys that are retried at the same time, with bodies as people send them: 17 MB at most.
+# A thousand keys that are retried at the same time, with bodies and headers as people send them:
+# 17 MB at most.
 ENTRIES_LIMIT: Final = 1_024
-BODY_LIMIT_BYTES: Final = 16 * 1024
+ENTRY_LIMIT_BYTES: Final = 16 * 1024
 
 # Method, path, query, mounts and headers.
 Head = tuple[Any, ...]
@@ -47,6 +48,11 @@ class Repetition:
         self.headers: tuple[Header, ...] = tuple(response.headers)
         self.response_body = response.body
 
+    @property
+    def size_bytes(self) -> int:
+        """How much of it is the client's and the application's to choose."""
+        return len(self.body) + len(self.response_body) + _size_of(self.headers)
+
     def start(self) -> dict[str, Any]:
         """The first message of the replay, with a list of headers of its own."""
         return {
@@ -70,6 +76,13 @@ def head_of(scope: MutableMapping[str, Any]) -> Head:
     )
 
 
+def _size_of(part: Any) -> int:
+    """The bytes of a head; what is neither text nor a tuple of such counts nothing."""
+    if isinstance(part, tuple):
+        return sum(map(_size_of, part))
+    return len(part) if isinstance(part, str | bytes) else 0
+
+
 class Recent:
     """The last requests that were replayed, oldest out first; for the tasks of one loop."""
 
@@ -87,7 +100,7 @@ class Recent:
 
     def keep(self, head: Head, repetition: Repetition) -> None:
         """Remembers a request that was replayed the usual way."""
-        if len(repetition.body) + len(repetition.response_body) > BODY_LIMIT_BYTES:
+        if _size_of(head) + repetition.size_bytes > ENTRY_LIMIT_BYTES:
             return
         try:
             self.entries[head] = repetition

@@ -97,6 +97,10 @@ class Request:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     # Whether slashes at the end of the path, and double ones, tell two requests apart.
     has_exact_path: bool = False
+    # What the body was found to say, by `bodies.content_of`, and the body that this is of.
+    content: tuple[bytes, tuple[bytes, Any]] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
     # What `lines_by_name` found, and the lines that it looked at.
     _lines: dict[bytes, bytes] | None = field(default=None, init=False, repr=False, compare=False)
     _looked_at: object = field(default=None, init=False, repr=False, compare=False)

@@ -1,12 +1,16 @@
 """A limit on a whole request of httpx, for threads.
 
 httpx limits each read. A receiver that sends one byte a second stays within every one of them, and
-would hold the relay's thread, and the entry's lease, for as long as it likes. Tasks need nothing of
-this: asyncio ends them from outside.
+would hold the relay's thread, and the entry's lease, for as long as it likes. So would a resolver
+that is silent, and a host with many addresses that are. Tasks need nothing of this: asyncio ends
+them from outside.
 """
 
 from __future__ import annotations
 
+import queue
+import socket
+import threading
 import time
 from collections.abc import Iterable
 from contextvars import ContextVar
@@ -14,6 +18,8 @@ from typing import Any, Final
 
 import httpcore
 import httpx
+
+from retrysafe import forks
 
 # When the request that this thread is at work on must have ended, by the monotonic clock.
 deadline: Final[ContextVar[float | None]] = ContextVar("retrysafe_deadline", default=None)
@@ -65,8 +71,88 @@ class _Backend(httpcore.NetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
-        limit = _within(timeout, httpcore.ConnectTimeout)
-        return _Stream(self._backend.connect_tcp(host, port, limit, local_address, socket_options))
+        """Connects to the first address of the host that answers, all within the one limit."""
+        options = None if socket_options is None else list(socket_options)
+        addresses = _addresses(host, port, _within(timeout, httpcore.ConnectTimeout))
+        error: httpcore.NetworkError | httpcore.ConnectTimeout | None = None
+        for number, address in enumerate(addresses):
+            limit = _within(timeout, httpcore.ConnectTimeout)
+            if limit is not None:
+                # One that is silent leaves time for those behind it.
+                limit /= len(addresses) - number
+            try:
+                return _Stream(
+                    self._backend.connect_tcp(address, port, limit, local_address, options)
+                )
+            except (httpcore.NetworkError, httpcore.ConnectTimeout) as failed:
+                error = failed
+        raise error or httpcore.ConnectError(f"{host} has no address")
+
+
+# A resolver that is silent for half a minute holds a thread for as long, and Python cannot end it.
+_LOOKUPS_LIMIT: Final = 16
+
+
+class _Lookups:
+    """Looks hosts up in threads of their own, so that whoever asks can stop waiting."""
+
+    def __init__(self) -> None:
+        self._places = threading.BoundedSemaphore(_LOOKUPS_LIMIT)
+        forks.register(self)
+
+    def after_fork_in_child(self) -> None:
+        """The threads that would give their places back stayed in the parent."""
+        self._places = threading.BoundedSemaphore(_LOOKUPS_LIMIT)
+
+    def find(self, host: str, port: int, timeout: float) -> list[str]:
+        """The addresses of a host; raises `ConnectTimeout`, and `ConnectError` for an unknown one.
+
+        Also when all places are taken by lookups that nobody waits for any more.
+        """
+        ends_at = time.monotonic() + timeout
+        places = self._places
+        if not places.acquire(timeout=timeout):
+            raise httpcore.ConnectTimeout(f"{_LOOKUPS_LIMIT} hosts are being looked up")
+        found: queue.SimpleQueue[list[str] | OSError] = queue.SimpleQueue()
+
+        def look_up() -> None:
+            try:
+                found.put(_resolved(host, port))
+            except (OSError, UnicodeError) as error:
+                found.put(error if isinstance(error, OSError) else OSError(str(error)))
+            finally:
+                places.release()
+
+        try:
+            # A daemon, because a process that ends does not wait for an answer either.
+            threading.Thread(target=look_up, name="retrysafe-lookup", daemon=True).start()
+        except BaseException:
+            places.release()
+            raise
+        try:
+            answer = found.get(timeout=max(0.0, ends_at - time.monotonic()))
+        except queue.Empty:
+            raise httpcore.ConnectTimeout(f"{host} was not found in time") from None
+        if isinstance(answer, OSError):
+            raise httpcore.ConnectError(str(answer)) from answer
+        return answer
+
+
+_LOOKUPS: Final = _Lookups()
+
+
+def _resolved(host: str, port: int, flags: int = 0) -> list[str]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def _addresses(host: str, port: int, timeout: float | None) -> list[str]:
+    if timeout is None:
+        return [host]
+    try:
+        return _resolved(host, port, socket.AI_NUMERICHOST)
+    except (OSError, UnicodeError):
+        return _LOOKUPS.find(host, port, timeout)
 
 
 def limited(client: httpx.Client) -> httpx.Client:

@@ -118,10 +118,9 @@ class Webhook:
     ) -> None:
         """`secret` signs the requests; give several while receivers change over to a new one.
 
-        `timeout` limits each delivery as a whole, except for looking its host up, and for each
-        address of the host while it connects. A client of your own stays yours, with its own
-        time-outs for connecting and for the head of the answer. Raises `InvalidInput` and
-        `SecretMissing`.
+        `timeout` limits each delivery as a whole, from looking its host up to its last byte. A
+        client of your own stays yours, with its own time-outs for connecting and for the head of
+        the answer. Raises `InvalidInput` and `SecretMissing`.
         """
         self._request = _Request(url, secret, now_seconds)
         self._timeout_seconds = timeout.total_seconds()

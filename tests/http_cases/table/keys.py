@@ -160,6 +160,8 @@ CASES = (
     ),
     _refused("empty-header", "An empty header is no key", "", "empty"),
     _refused("empty-string", "An empty string is no key", '""', "1 to 255"),
+    _refused("one-dot", "A dot is no key: it has no place in a URL", '"."', "URL"),
+    _refused("two-dots", "Nor are two", '".."', "URL"),
     _refused("unclosed", "A string without its closing quote is refused", '"abc', "closing quote"),
     _refused("quote-inside", "A bare value with a quote inside is refused", 'ab"c', ""),
     _refused("bad-escape", "A backslash before anything else is refused", '"a\\bc"', "backslash"),
