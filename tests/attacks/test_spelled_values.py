@@ -100,7 +100,7 @@ def test_a_converted_parameter_of_fastapi_is_one_value(store):
 
 
 def test_a_field_of_a_body_is_one_value(store):
-    """pydantic makes 7 of all of these, where it takes them."""
+    """pydantic makes 1 of all of these, where it takes them."""
     app, idem = fastapi_app(store)
     runs = []
 
@@ -108,9 +108,9 @@ def test_a_field_of_a_body_is_one_value(store):
     async def pay(order: Annotated[int, Body(embed=True)]) -> None:
         runs.append(order)
 
-    values = (7, 7, 7.0, "7", "07", " 7", "+7", "7.0", "1_0", "7\n")
+    values = (1, 1, 1.0, "1", "01", " 1", "+1", "1.0", "1\n", True, "true")
     statuses = ask(app, idem, [("/", {"order": value}) for value in values])
-    assert (runs, statuses[:3]) == ([7], [200, 200, 200])
+    assert (runs, statuses[:3]) == ([1], [200, 200, 200])
     assert set(statuses[3:]) == {400, 422}
 
 

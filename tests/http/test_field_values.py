@@ -38,8 +38,10 @@ class Size(Enum):
         ("0", 0),
         ("-7", -7),
         ("7.5", Decimal("7.5")),
-        ("true", True),
-        (True, True),
+        ("true", 1),
+        (True, 1),
+        (False, 0),
+        (timedelta(days=1), "1 day, 0:00:00"),
         (Number("7.0"), 7),
         (7, 7),
         (10**40, Decimal(10**40)),
@@ -68,7 +70,7 @@ class Size(Enum):
         ("x" * TEXT_LIMIT_CHARACTERS, "x" * TEXT_LIMIT_CHARACTERS),
     ],
 )  # fmt: skip
-def test_a_value_without_a_type_is_a_number_a_boolean_or_a_text(value, part):
+def test_a_value_without_a_type_is_a_number_or_a_text(value, part):
     """Whichever way it came: as JSON, as text, or converted by a framework."""
     made = plain_part("/a", value)
     assert (type(made), made) == (type(part), part)
@@ -109,11 +111,14 @@ class Loaded:
         return "order 7, open"
 
 
-@pytest.mark.parametrize("value", [Loaded(), b"7", timedelta(1), object()])
+@pytest.mark.parametrize("value", [Loaded(), b"7", object()])
 def test_what_a_converter_made_and_is_no_plain_value_is_a_mistake_of_the_server(value):
     """Its text may change while the operation runs, or with every process."""
-    with pytest.raises(InvalidInput, match="declare its type"):
+    with pytest.raises(InvalidInput, match=f"gives as a {type(value).__qualname__}: use"):
         plain_part("{id}", value)
+    for kind in TYPES:
+        with pytest.raises(InvalidInput, match="use a converter"):
+            declared_part("{id}", kind, value)
 
 
 @pytest.mark.parametrize(

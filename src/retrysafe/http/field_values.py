@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from datetime import date, datetime, time
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal, InvalidOperation
 from enum import Enum
 from pathlib import PurePath
@@ -111,10 +111,17 @@ TYPES: Final[dict[str, tuple[Callable[[Any], Part], str]]] = {
 
 
 def declared_part(name: str, kind: str, value: Any) -> Part:
-    """The value of a field with a declared type; raises `KeyInvalid` for what is none."""
+    """The value of a field with a declared type; raises `KeyInvalid` for what is none.
+
+    Raises `InvalidInput` as `plain_part` does.
+    """
     read, told = TYPES[kind]
     try:
-        return read(_as_sent(value))
+        value = _as_sent(value)
+        _require_plain(name, value)
+        return read(value)
+    except InvalidInput:
+        raise  # It is a ValueError, too, and nothing that a client could mend.
     except (ValueError, KeyError, InvalidOperation):
         raise KeyInvalid(f"the key is made from {name}, which must be sent once, as {told}") from (
             None
@@ -122,9 +129,10 @@ def declared_part(name: str, kind: str, value: Any) -> Part:
 
 
 def plain_part(name: str, value: Any) -> Part:
-    """The value of a field without one: a number, a boolean, or text.
+    """The value of a field without one: a number or text.
 
-    A number counts as one also where it is sent as text, as in a path or a form. Raises
+    A number counts as one also where it is sent as text, as in a path or a form, and a boolean as 1
+    or 0. Raises
     `KeyInvalid` for what can be written in several ways and is not written in the plainest, and
     `InvalidInput` for a value that a framework's converter made and nothing can be compared with.
     """
@@ -144,18 +152,27 @@ def plain_part(name: str, value: Any) -> Part:
     if isinstance(value, str) and value:
         return value
     if isinstance(value, bool):
-        return value
-    if value is None or value is ABSENT or isinstance(value, str | list | dict):
-        raise KeyInvalid(
-            f"the key is made from {name}, which must be sent once, as a text, a number or a "
-            "boolean"
-        )
-    # A text of its own making may tell what changes while the operation runs.
-    raise InvalidInput(
-        f"the key is made from {name}, which the framework gives as a {type(value).__qualname__}: "
-        "declare its type, as in {id:text}, or use a converter that gives text, a number, a UUID "
-        "or a date"
+        # Endpoints with a number take `true` for 1, and those with a boolean take 1 for `true`.
+        return int(value)
+    _require_plain(name, value)
+    raise KeyInvalid(
+        f"the key is made from {name}, which must be sent once, as a text, a number or a boolean"
     )
+
+
+def _require_plain(name: str, value: Any) -> None:
+    """Raises `InvalidInput` for what a framework's converter made that is no plain value.
+
+    Its text is of its own making, and may tell what changes while the operation runs.
+    """
+    if value is None or value is ABSENT or value is NOT_TAKEN:
+        return
+    if not isinstance(value, str | bool | Number | list | dict):
+        raise InvalidInput(
+            f"the key is made from {name}, which the framework gives as a "
+            f"{type(value).__qualname__}: use a converter that gives text, a number, a UUID or a "
+            "date, or take another field"
+        )
 
 
 def _as_sent(value: Any) -> Any:
@@ -176,7 +193,7 @@ def _as_sent(value: Any) -> Any:
         return utc_text(value)
     if isinstance(value, date | time):
         return value.isoformat()
-    return str(value) if isinstance(value, UUID | PurePath) else value
+    return str(value) if isinstance(value, UUID | PurePath | timedelta) else value
 
 
 def _of_number(number: Number) -> Part:
@@ -196,7 +213,7 @@ def _of_text(name: str, text: str) -> Part:
     if len(text) != _UUID_CHARACTERS and _PLAIN_NUMBER.fullmatch(text):
         return _of_number(Number(text))
     if text in _BOOLEANS:
-        return _BOOLEANS[text]
+        return int(_BOOLEANS[text])
     if _has_other_spellings(text):
         raise KeyInvalid(
             f"the key is made from {name}, whose value can be written in several ways: send it in "
