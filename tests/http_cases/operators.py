@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from retrysafe import FingerprintRule, Idempotency, Key, SqliteStore
 from retrysafe.core.model import ClaimRequest, Decision
+from retrysafe.core.secret import Secrets
 from retrysafe.http import Request
+from retrysafe.http.callers import Credential, caller_of_credential
 from retrysafe.http.fingerprints import request_fingerprints
 from retrysafe.runtime.drive import run_sync
 from tests.http_cases.cases import Ask
+from tests.http_cases.configuration import SECRET
 
 
 def _key(text: str, token: str) -> Key:
-    # The caller that `bearer_token` makes of a token.
-    return Key(text, caller="bearer:" + hashlib.sha256(token.encode()).hexdigest()[:40])
+    # The caller that the servers store for the holder of a token.
+    return Key(text, caller=caller_of_credential(Credential("bearer", token), SECRET))
 
 
 def operate(path: Path, command: str, text: str, token: str) -> None:
@@ -36,7 +38,7 @@ def claim_elsewhere(path: Path, ask: Ask, text: str, token: str, lease_seconds: 
     try:
         request = ClaimRequest(
             _key(text, token),
-            request_fingerprints(asked, FingerprintRule()),
+            Secrets(SECRET).fingerprints(request_fingerprints(asked, FingerprintRule())),
             b"a token elsewhere"[:16],
             lease_seconds * 1000,
         )
