@@ -216,7 +216,7 @@ class SqliteTransaction:
         """Compares what the store sees with what the user's connection sees."""
         if self._has_outcome(settlement):
             return Fate.STANDS
-        sought = (settlement.key.digest, settlement.token)
+        sought = {"digest": settlement.key.digest, "token": settlement.token}
         try:
             (count,) = self._plainly(
                 lambda connection: connection.execute(SQL["count_outcomes"], sought).fetchone()

@@ -308,8 +308,9 @@ class Connections:
         # is all C: a signal that raises in between would leave a lock taken that nobody knows of.
         locks = (self._reading_lock, self._lock)
         is_taken: list[bool] = []
+        taking = map(_TAKE, locks)
         self._resting[thread] = compress(locks, is_taken)
-        is_taken.extend(map(_TAKE, locks))
+        is_taken.extend(taking)
 
     def after_fork_in_parent(self) -> None:
         """Lets the next ones in."""

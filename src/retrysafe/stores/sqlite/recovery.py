@@ -50,7 +50,12 @@ def resumable(
 ) -> list[StoredKey]:
     """Those of the operations that have arguments, by their digests."""
     found = []
-    sought = (after, now_ms, limit, json.dumps(operations))
+    sought = {
+        "after": after,
+        "now_ms": now_ms,
+        "limit": limit,
+        "operations": json.dumps(operations),
+    }
     for row in connection.execute(SQL["select_resumable"], sought).fetchall():
         record = rows.record(row[:-3])
         item = StoredKey(record, condition_of(record, now_ms), now_ms)

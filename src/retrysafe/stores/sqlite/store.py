@@ -174,7 +174,7 @@ class SqliteStore:
         )
 
     def _has_outcome(self, settlement: Settlement) -> bool:
-        sought = (settlement.key.digest, settlement.token)
+        sought = {"digest": settlement.key.digest, "token": settlement.token}
         (count,) = self._read(
             lambda connection: connection.execute(SQL["count_outcomes"], sought).fetchone()
         )

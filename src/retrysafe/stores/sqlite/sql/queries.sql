@@ -120,7 +120,7 @@ UPDATE retrysafe_keys SET owner = owner WHERE 0;
 -- name: count_outcomes
 -- Whether the outcome of this token is there, as the connection sees it.
 SELECT count(*) FROM retrysafe_keys AS k JOIN retrysafe_outcomes AS o ON o.id = k.outcome_id
-WHERE k.digest = ?1 AND o.token = ?2 AND k.token = ?2 AND k.state <> 1;
+WHERE k.digest = :digest AND o.token = :token AND k.token = :token AND k.state <> 1;
 
 -- name: insert_step
 -- A step's first result, which stands; under the write lock, nobody else records one meanwhile.

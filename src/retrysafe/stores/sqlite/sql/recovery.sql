@@ -36,10 +36,10 @@ SELECT
     k.owner, k.releases, a.form, a.head, a.body
 FROM retrysafe_arguments AS a
 CROSS JOIN retrysafe_keys AS k
-WHERE a.digest > ?1 AND k.digest = a.digest AND k.first_claimed_at_ms = a.first_claimed_at_ms
-  AND k.state = 1 AND k.lease_ends_at_ms <= ?2
-  AND k.operation IN (SELECT value FROM json_each(?4))
-ORDER BY a.digest LIMIT ?3;
+WHERE a.digest > :after AND k.digest = a.digest AND k.first_claimed_at_ms = a.first_claimed_at_ms
+  AND k.state = 1 AND k.lease_ends_at_ms <= :now_ms
+  AND k.operation IN (SELECT value FROM json_each(:operations))
+ORDER BY a.digest LIMIT :limit;
 
 -- name: delete_needless_arguments
 -- Removes a bounded number of arguments of operations that have ended for good, or whose life is
