@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from io import BytesIO
 from itertools import chain
@@ -44,7 +44,7 @@ from retrysafe.http.limits import Limits
 from retrysafe.http.policy_page import PolicyReaders
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response
-from retrysafe.http.routes import Route
+from retrysafe.http.routes import NO_PARAMETERS, Match, Route
 from retrysafe.http.rules import KeyUse, Rule
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.http.wsgi import is_run, prefix_of, request_of
@@ -231,15 +231,17 @@ class _Protected:
             return None
         return _rule_of(self._app.view_functions.get(place.endpoint), request.method)
 
-    def _route_by_path(self) -> Route | None:
+    def _match_by_path(self) -> Match | None:
         if request.url_rule is None:
             return None  # No view answers, so there is nothing to run once.
-        match = self._protection.find(request.method, request.path)
-        return None if match is None else match[0]
+        return self._protection.find(request.method, request.path)
 
     def _dispatch_by_rules(self, *args: Any) -> Any:
         run = functools.partial(self._dispatch, *args)
-        return run() if self._own_rule() is not None else self._answer(self._route_by_path(), run)
+        if self._own_rule() is not None:
+            return run()
+        route, taken = self._match_by_path() or (None, NO_PARAMETERS)
+        return self._answer(route, run, taken)
 
     def _require_order(self) -> None:
         """Raises `InvalidInput` for a view whose route stands below its decorator.
@@ -265,7 +267,10 @@ class _Protected:
         if not self._is_in_order:
             self._require_order()
         rule = self._own_rule()
-        route = self._route_by_path() if rule is None else self._route(rule, request.url_rule)
+        if rule is None:
+            route = (self._match_by_path() or (None,))[0]
+        else:
+            route = self._route(rule, request.url_rule)
         if route is not None and route.rule.key is not KeyUse.OFF:
             _kept_body(route.rule.request_limit_bytes)
         elif route is None and rule is None and _KEY_NAME in request.environ:
@@ -292,7 +297,12 @@ class _Protected:
             return view()
         return self._answer(self._route(rule, request.url_rule), view)
 
-    def _answer(self, route: Route | None, view: Callable[[], Any]) -> Any:
+    def _answer(
+        self,
+        route: Route | None,
+        view: Callable[[], Any],
+        taken: Mapping[str, Any] = NO_PARAMETERS,
+    ) -> Any:
         around = request.environ.get(ATTEMPT_NAME)
         if isinstance(around, Attempt | AtomicAttempt):
             # Somebody further out protects this very request; a second claim of its key would
@@ -308,7 +318,8 @@ class _Protected:
         if NOTICED_NAME in request.environ:
             request.environ[NOTICED_NAME].append(self)
         asked = _request()
-        asked.parameters = request.view_args or {}
+        # A rule's pattern may have names of its own; of the view's, Flask has made values.
+        asked.parameters = {**taken, **(request.view_args or {})}
         protection, prefix = self._protection, prefix_of(request.environ)
         plan = protection.begin(route, asked, prefix, is_on_loop=False)
         if isinstance(plan, Response):
