@@ -61,13 +61,21 @@ def shop(routes, retrysafe=None, **options):
 
 
 def ask(app, *requests, root_path=""):
-    """The responses to requests that are posted one after the other, all with one key."""
+    """The responses to requests that are posted one after the other, with one key if any."""
 
     async def whole():
         transport = httpx.ASGITransport(app, root_path=root_path)
         async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
             return [
-                await client.post(path, content=body, headers={"Idempotency-Key": "k", **headers})
+                await client.post(
+                    path,
+                    content=body,
+                    headers={
+                        name: value
+                        for name, value in ({"Idempotency-Key": "k"} | headers).items()
+                        if value is not None
+                    },
+                )
                 for path, body, headers in (
                     (*request, *(b"", {})[len(request) - 1 :]) for request in requests
                 )
@@ -308,8 +316,11 @@ def test_keys_from_path_parameters_and_bodies():
         ("/orders/2", b'{"amount": 1}', json),
     )
     assert (first.json(), is_replay(again), other.json()) == ({"run": 1}, True, {"run": 2})
-    same = ask(app, ("/mails", b"hello"), ("/mails", b"hello"), ("/mails", b"bye"))
+    without = {"Idempotency-Key": None}
+    asked = [("/mails", body, without) for body in (b"hello", b"hello", b"bye")]
+    *same, refused = ask(app, *asked, ("/mails", b"hello"))
     assert [is_replay(reply) for reply in same] == [False, True, False]
+    assert refused.json()["code"] == "idempotency_key_unexpected"
 
 
 def test_an_endpoint_without_a_protection_never_runs():
