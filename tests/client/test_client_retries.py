@@ -11,8 +11,10 @@ from email.utils import format_datetime
 import httpx
 import pytest
 import requests
+import urllib3
 
 from retrysafe.client import RetryBudget, RetryPolicy, Stopped
+from retrysafe.client.requests import _read_raw
 from tests.client.clients import CONNECTION_ERRORS, EPOCH
 from tests.client.server import Answer, CutBody, Drop, Stall, problem
 
@@ -294,6 +296,55 @@ def test_an_answer_that_is_not_kept_gives_its_connection_back(server, make_clien
     server.script(*[Answer(503, {}, b"x" * 300_000, is_chunked=True)] * 3)
     assert client.first_line("/charges", lambda: None).startswith(b'{"number": 1}')
     assert len(server.seen) == 4
+
+
+@pytest.mark.parametrize("make_client", ["requests"], indirect=True)
+def test_an_answer_that_is_kept_and_closed_early_gives_its_connection_back(server, make_client):
+    """One that was begun to be judged and is longer than that: its caller leaves it half read.
+
+    With room for one connection, the next request would wait for it for ever.
+    """
+    client = make_client(one_connection=True, policy=RetryPolicy(response_buffer_bytes=1_000))
+    headers = {"Content-Type": "application/problem+json"}
+    server.script(Answer(409, headers, b"x" * 300_000, is_chunked=True))
+    response = client.client.post(f"{server.url}/charges", data=b"{}", stream=True, timeout=30)
+    assert (response.status_code, response.raw.read(10)) == (409, b"x" * 10)
+    response.close()
+    sent = []
+    thread = threading.Thread(
+        target=lambda: sent.append(client.send("POST", "/charges").status), daemon=True
+    )
+    thread.start()
+    thread.join(20)
+    assert sent == [201]
+    # Kept alive until here, so that it is not the garbage collector that frees the connection.
+    assert response.raw.closed
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (urllib3.exceptions.SSLError("bad record"), requests.exceptions.SSLError),
+        (
+            urllib3.exceptions.ReadTimeoutError(None, None, "silent"),
+            requests.exceptions.ConnectionError,
+        ),
+        (urllib3.exceptions.ProtocolError("cut"), requests.exceptions.ChunkedEncodingError),
+    ],
+)
+def test_what_breaks_a_body_is_told_in_the_words_of_requests(raised, told):
+    """Callers catch those, and what may be tried again is judged by them."""
+
+    class Breaking:
+        def read1(self, *args, **options):
+            raise raised
+
+    response = requests.Response()
+    response.raw = Breaking()
+    with pytest.raises(told) as caught:
+        _read_raw(response, 1_000, lambda: False)
+    assert type(caught.value) is told
+    assert caught.value.__cause__ is raised
 
 
 def test_an_answer_that_breaks_gives_its_connection_back(server, make_client):

@@ -429,6 +429,15 @@ def hooked(request):
 
 
 @idempotent()
+def hooked_and_told(request):
+    """The same in other words."""
+    try:
+        return hooked(request)
+    except ConnectionError as error:
+        raise LookupError("no mail server") from error
+
+
+@idempotent()
 def writing(request):
     till.atomic_blocks.append(blocks_around())
     till.write("pen")
@@ -531,6 +540,7 @@ urlpatterns = [
     path("atomic-orders", atomic_order),
     path("hooked", idempotent()(hooked)),
     path("hooked-by-rule", hooked),
+    path("hooked-and-told", hooked_and_told),
     path("writing", writing),
     path("writing-alone", writing_alone),
     path("writing-alone-inside", writing_alone_inside),

@@ -8,6 +8,8 @@ import pytest
 from django.db import OperationalError, connections, transaction
 
 from retrysafe import Condition
+from retrysafe.contrib.django import exchange
+from retrysafe.contrib.django.transactions import hook_failure
 from retrysafe.http import Rule
 from tests.contrib import django_shop
 from tests.contrib.django_visits import MIDDLEWARE, database, is_replay, open_shop
@@ -82,9 +84,16 @@ def test_a_rule_with_a_transaction_makes_claim_writes_and_response_one(
         assert shop.idem.read("c", caller="user:alice") is None
 
 
-@pytest.mark.parametrize("path", ["/hooked", "/hooked-by-rule"])
-def test_a_hook_that_fails_after_the_commit_does_not_free_the_key(world, path, tmp_path):
-    """The row is there; every further run would write another one."""
+@pytest.mark.parametrize("path", ["/hooked", "/hooked-by-rule", "/hooked-and-told"])
+def test_a_hook_that_fails_after_the_commit_does_not_free_the_key(
+    world, path, tmp_path, monkeypatch
+):
+    """The row is there; every further run would write another one. The server's log says why, and
+    names the view and the way out."""
+    raised = []
+    monkeypatch.setattr(
+        exchange, "hook_failure", lambda *given: raised.append(hook_failure(*given)) or raised[-1]
+    )
     rules = [Rule(path="/hooked-by-rule")]
     names = [*django_shop.SETTINGS["MIDDLEWARE"], MIDDLEWARE]
     with opened(world, tmp_path, RULES=rules, middleware=names) as shop:
@@ -95,6 +104,8 @@ def test_a_hook_that_fails_after_the_commit_does_not_free_the_key(world, path, t
         assert replies[1].json()["code"] == "idempotency_operation_failed"
         stored = shop.idem.read("k-1", caller="user:alice")
         assert stored.condition is Condition.FAILED
+    (failure,) = raised
+    assert all(word in str(failure) for word in ("hooked", "robust=True", "complete_in"))
 
 
 # ATOMIC_REQUESTS.

@@ -278,6 +278,32 @@ def test_a_router_that_is_included_twice_is_in_two_places():
     assert set(policy(app)) == {"/v1/charges/{number}", "/v2/charges/{number}"}
 
 
+@pytest.mark.parametrize(("root", "prefix"), [("/api", "/api"), ("/api/", "/api/"), ("/api/", "")])
+def test_the_places_of_a_router_are_found_behind_a_root_path(root, prefix):
+    """A server may be told it with a slash at its end, and its path may have it in front or not:
+    whatever Starlette serves is found."""
+    app, runs = shop(), []
+    router = APIRouter(route_class=IdempotentRoute)
+
+    @router.post("/charges")
+    async def charge():
+        runs.append(1)
+        return len(runs)
+
+    app.include_router(router, prefix="/v1", dependencies=[idempotent()])
+    app.include_router(router, prefix="/free")
+
+    async def behind(scope, receive, send):
+        await app({**scope, "root_path": root}, receive, send)
+
+    replies = ask(
+        behind, *((f"{prefix}/v1/charges", {}),) * 2, *((f"{prefix}/free/charges", {}),) * 2
+    )
+    assert [reply.status_code for reply in replies] == [200] * 4
+    assert [is_replay(reply) for reply in replies] == [False, True, False, False]
+    assert len(runs) == 3
+
+
 def test_a_mounted_application_has_its_own_protection():
     """Its problems lead to its own page; the outer application does not know its endpoints."""
     outer, inner = shop(), shop()

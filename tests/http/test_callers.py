@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrysafe import Key
+from retrysafe import GLOBAL, Key
 from retrysafe.core.secret import Secrets
 from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.http import callers
@@ -37,6 +37,25 @@ def stored(credential, secret=None):
 
 def basic(pair: bytes) -> bytes:
     return b"Basic " + base64.b64encode(pair)
+
+
+class Slotted:
+    """A caller of the user's own that cannot be referred to weakly, nor be hashed."""
+
+    __slots__ = ()
+    __hash__ = None
+
+    def __call__(self, request: Request) -> str:
+        return "alice"
+
+
+def test_of_a_caller_that_is_not_ours_nothing_is_known():
+    """Whatever kind of callable it is: what it looks at may be anything, so caches must not."""
+    for caller in (Slotted(), Slotted().__call__, lambda request: "alice", str.upper):
+        assert callers.vary_of(caller) == "*"
+        assert not callers.is_told_by_headers(caller)
+    assert callers.vary_of(bearer_token) == "Authorization"
+    assert callers.vary_of(GLOBAL) is None
 
 
 @given(TOKENS, TOKENS)

@@ -493,3 +493,12 @@ def test_slashes_make_no_other_request_unless_the_path_is_exact(path, query):
     assert request_fingerprints(plain, rule) == request_fingerprints(other, rule)
     plain.has_exact_path = other.has_exact_path = True
     assert request_fingerprints(plain, rule) != request_fingerprints(other, rule)
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_a_line_feed_at_the_end_of_a_path_makes_no_other_request(is_exact):
+    """Not even where the path is exact: frameworks serve it as the path without it."""
+    rule = FingerprintRule()
+    plain, other = request(b"{}", path="/charges"), request(b"{}", path="/charges\n")
+    plain.has_exact_path = other.has_exact_path = is_exact
+    assert request_fingerprints(plain, rule) == request_fingerprints(other, rule)

@@ -125,6 +125,9 @@ def test_all_answers_tell_the_same(make_elsewhere):
         assert (accepted.status, conflict.status, status.status) == (202, 409, 200)
         told = [reply.headers["retry-after"] for reply in (accepted, conflict, status)]
         assert told == [hint] * 3
+        # What is running now has ended a moment later, so no cache may keep any of it.
+        for reply in (accepted, conflict, status):
+            assert reply.headers["cache-control"] == "no-store"
     assert elsewhere.slow.runs == 1
 
 

@@ -270,13 +270,18 @@ def test_the_wrong_face_is_refused_when_the_application_is_built(middleware, fac
 
 def test_an_exact_path_is_one_spelling():
     """With `exact_path`, slashes make another path, for plain ones and for patterns."""
-    rules = [Rule(path="/charges", exact_path=True), Rule(path="/c/{id}", exact_path=True)]
+    rules = [
+        Rule(path="/charges", exact_path=True),
+        Rule(path="/c/{id}", exact_path=True),
+        Rule(path="/c/{id}/refunds", exact_path=True),
+    ]
     assert found(rules, "POST", "/charges") == (0, {})
     assert found(rules, "POST", "/c/7") == (1, {"id": "7"})
     for path in ("/charges/", "//charges", "/c/7/", "/c//7"):
         assert found(rules, "POST", path) is None
     # Not a slash: it is served as the path without it.
     assert found(rules, "POST", "/charges\n") == (0, {})
+    assert found(rules, "POST", "/c/7/refunds\n") == (2, {"id": "7"})
 
 
 def test_another_spelling_does_not_slip_to_a_later_rule():

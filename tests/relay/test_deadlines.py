@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from retrysafe.relay import deadlines
+from tests.attacks.test_hostile_servers import Dripping
 from tests.relay.test_webhooks import send
 
 WAIT = 30
@@ -135,3 +136,19 @@ def test_addresses_are_listed_once_and_found_by_name():
     assert set(deadlines._addresses("localhost", 80, WAIT)) <= {"127.0.0.1", "::1"}
     assert deadlines._addresses("127.0.0.1", 80, WAIT) == ["127.0.0.1"]
     assert deadlines._addresses("receiver.test", 80, None) == ["receiver.test"]
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_proxy_that_drips_ends_with_the_time_out(monkeypatch, scheme):
+    """The limit holds on the way through a proxy as well, which the environment may name."""
+    for name in ("NO_PROXY", "no_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    # What answers here is the proxy: with a head that takes ten seconds, a byte at a time.
+    proxy = Dripping(b"HTTP/1.1 204 No Content\r\n", b"x-dripping: " + b"a" * 34 + b"\r\n\r\n")
+    try:
+        monkeypatch.setenv(f"{scheme}_proxy", proxy.url)
+        with pytest.raises(httpx.TimeoutException):
+            send("blocking", f"{scheme}://receiver.test/", timeout=timedelta(milliseconds=400))
+        assert proxy.was_left.wait(WAIT)
+    finally:
+        proxy.close()
