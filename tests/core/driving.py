@@ -33,7 +33,7 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import UNSHARED
 from retrysafe.core.renewing import confirm
-from retrysafe.core.secret import Secrets
+from retrysafe.core.secret import NO_SECRETS, Secrets
 from retrysafe.core.stepping import Stepper
 from retrysafe.stores.memory import MemoryStore
 
@@ -289,9 +289,9 @@ class World:
         self._processes: list[Process] = []
         self.first = self.process()
 
-    def process(self) -> Process:
-        """Another process on the same store."""
-        made = Process(self)
+    def process(self, *secrets: bytes | None) -> Process:
+        """Another process on the same store, with secrets of its own if they are given."""
+        made = Process(self, Secrets(*(secrets or (self._secret,))))
         self._processes.append(made)
         return made
 
@@ -312,7 +312,7 @@ class World:
 class Process:
     """One engine with its own flights, cache and renewals."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, secrets: Secrets = NO_SECRETS) -> None:
         self.world = world
         self.writer = ScriptedWriter(world.store)
         self.waiting = ManualWaiting(world.clock)
@@ -333,7 +333,7 @@ class Process:
             perform=perform_with_attempt,
             confirm=self.renewals.confirm,
             owner="host:1",
-            secrets=Secrets(world._secret),
+            secrets=secrets,
             joiner=None
             if world.join is None
             else Joiner(

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrysafe.core.flights import is_same_request
+from retrysafe.core.keys import Key
 from retrysafe.core.machine import is_mismatch
 from retrysafe.core.model import TAG_BYTES, Fingerprint
 from retrysafe.core.secret import NO_SECRETS, Secret, Secrets
@@ -101,11 +102,11 @@ def test_local_duplicates_are_compared_under_one_secret():
 def test_child_keys_keep_the_secret_that_the_operation_began_with():
     """The first of the list for what begins here, the record's own for what goes on."""
     rotating = Secrets(NEW, OLD)
-    assert rotating.began_with(None) == NEW
+    assert rotating.began_with(None).value == NEW
     for value in (NEW, OLD):
-        assert rotating.began_with(Secret(value).fingerprint(PLAIN)) == value
+        assert rotating.began_with(Secret(value).fingerprint(PLAIN)).value == value
     # Before fingerprints were keyed, there was the oldest secret or none.
-    assert rotating.began_with(PLAIN) == OLD
+    assert rotating.began_with(PLAIN).value == OLD
     with pytest.raises(SecretMissing, match="not listed"):
         Secrets(NEW).began_with(Secret(OLD).fingerprint(PLAIN))
     assert NO_SECRETS.began_with(Secret(OLD).fingerprint(PLAIN)) is None
@@ -130,9 +131,23 @@ def test_a_secret_is_never_shown():
     assert Secret(NEW).tag.hex() in shown
 
 
-def test_keys_themselves_are_made_with_one_secret():
-    """With two, a request would have two keys, and run twice."""
-    assert (Secrets(NEW).only, NO_SECRETS.only) == (NEW, None)
-    for several in (Secrets(NEW, OLD), Secrets(NEW, None)):
-        with pytest.raises(InvalidInput, match="one secret"):
-            several.only  # noqa: B018 — reading it is what is refused.
+def test_several_forms_of_a_key():
+    """Of one secret, and of none, there is one."""
+    assert not any(item.is_several for item in (Secrets(NEW), NO_SECRETS, Secrets(None)))
+    assert Secrets(NEW, OLD).is_several
+    assert Secrets(NEW, None).is_several
+
+
+def test_child_keys_are_made_of_the_key_by_the_same_secret():
+    """Another form of the key would be another parent."""
+    rotating, key = Secrets(NEW, OLD), Key("k", caller="by none")
+    keys = {secret.tag: Key("k", caller=repr(secret)) for secret in rotating.listed}
+    began = Secret(OLD).fingerprint(PLAIN)
+    assert rotating.parent(key, keys, began) == (OLD, keys[Secret(OLD).tag])
+    assert rotating.parent(key, keys, None) == (NEW, keys[Secret(NEW).tag])
+    assert rotating.parent(key, None, began) == (OLD, key)
+    assert rotating.parent(key, {}, began) == (OLD, key)
+    assert NO_SECRETS.parent(key, keys, began) == (None, key)
+    assert rotating.key_by(keys, began, key) == keys[Secret(OLD).tag]
+    assert Secrets(NEW).key_by(keys, began, key) == key
+    assert (rotating.value, NO_SECRETS.value) == (NEW, None)

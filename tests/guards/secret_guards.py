@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from retrysafe.core import machine
+from retrysafe.core import machine, nesting
 from retrysafe.core.attempt import Attempt
+from retrysafe.core.nesting import Nester
 from retrysafe.core.secret import Secrets
+from retrysafe.core.step_writing import StepWriter
 from tests.guards import test_secret_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode
@@ -29,13 +31,43 @@ SECRET_GUARDS: tuple[Guard, ...] = (
         properties.test_a_new_secret_refuses_no_retry,
     ),
     Guard(
+        "a key that a secret has made is claimed in all its forms",
+        "a process with the old secret and one with the new both run the operation",
+        (InCode(nesting.nested, "if len(set(levels)) == 1:", "if True:"),),
+        properties.test_a_new_secret_runs_nothing_again,
+    ),
+    Guard(
+        "what an inner claim says about itself is no outcome of the outer one",
+        "a request that is refused gets the outcome of another one the second time",
+        (
+            InCode(
+                Nester._end_by_error,
+                "if nest.token is None and not nest.is_replay:",
+                "if False:",
+            ),
+        ),
+        properties.test_a_refused_request_is_refused_again,
+    ),
+    Guard(
+        "steps are recorded under all forms of a key",
+        "a process that knows another secret runs a recorded step again",
+        (
+            InCode(
+                StepWriter.writes_around,
+                "for lease in self._held",
+                "for lease in ()",
+            ),
+        ),
+        properties.test_a_new_secret_runs_no_step_again,
+    ),
+    Guard(
         "child keys are made with the secret that the operation began with",
         "an attempt after a new secret sends its call downstream under another key, a second time",
         (
             InCode(
-                Attempt.child_key,
-                "self._secrets.began_with(self._fingerprint)",
-                "self._secrets.value",
+                Attempt._parent,
+                "self._secrets.parent(self.key, keys, self._fingerprint)",
+                "self._secrets.parent(self.key, keys, None)",
             ),
         ),
         properties.test_a_new_secret_does_not_change_child_keys,

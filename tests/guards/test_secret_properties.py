@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 
-from retrysafe import Idempotency, MemoryStore, current_attempt
+from retrysafe import BodyKey, Idempotency, MemoryStore, current_attempt
+from retrysafe.http import WSGIIdempotencyMiddleware, bearer_token
+from retrysafe.testing import ManualClock
+from tests.http.driving import ask_wsgi
 
 OLD, NEW = "the old secret, 16 or more", "the new secret, 16 or more"
 
@@ -31,6 +36,61 @@ def test_a_new_secret_refuses_no_retry():
             idem.run("k", str, 7)
         with _object(store, second) as idem:
             assert idem.answer("k", str, 7).replayed
+
+
+def test_a_new_secret_runs_nothing_again():
+    """Body keys are made with it; both directions, as in a deploy."""
+    pairs = [(OLD, [NEW, OLD]), ([OLD, NEW], [NEW, OLD]), ([NEW, OLD], NEW)]
+    for pair in pairs + [pair[::-1] for pair in pairs]:
+        store, runs = MemoryStore(), []
+
+        def pay(number, runs=runs):
+            runs.append(number)
+
+        for secret in pair:
+            with _object(store, secret) as idem:
+                idem.once(key=BodyKey(), name="pay", ignore=["runs"])(pay)(7)
+        assert runs == [7]
+
+
+def test_a_refused_request_is_refused_again():
+    store, statuses = MemoryStore(), []
+
+    def app(environ, start_response):
+        start_response("201 Made", [])
+        return [b"of another request"]
+
+    for secret, body in ((NEW, b"1"), ([NEW, OLD], b"2"), ([NEW, OLD], b"2")):
+        with _object(store, secret) as idem:
+            made = WSGIIdempotencyMiddleware(app, idem, caller=bearer_token)
+            statuses.append(ask_wsgi(made, body=body).status)
+    for secret, body in ((OLD, b"3"), ([NEW, OLD], b"4"), ([NEW, OLD], b"4")):
+        with _object(store, secret) as idem:
+            made = WSGIIdempotencyMiddleware(app, idem, caller=bearer_token)
+            statuses.append(ask_wsgi(made, key='"k-2"', body=body).status)
+    # One of the two forms is the inner one.
+    assert statuses == [201, 422, 422] * 2
+
+
+def test_a_new_secret_runs_no_step_again():
+    """An attempt that dies after its step is followed by one that knows one form of the key."""
+    for last in (OLD, NEW):
+        clock, steps = ManualClock(), []
+        store = MemoryStore(now_ms=clock)
+
+        def pay(number, steps=steps):
+            attempt = current_attempt()
+            attempt.step("charge", steps.append, number)
+            if attempt.is_first:
+                raise SystemExit
+
+        both = [last, OLD if last is NEW else NEW]
+        with _object(store, both) as idem, pytest.raises(SystemExit):
+            idem.once(key=BodyKey(), name="pay", ignore=["steps"])(pay)(7)
+        clock.advance(timedelta(hours=1))
+        with _object(store, last) as idem:
+            idem.once(key=BodyKey(), name="pay", ignore=["steps"])(pay)(7)
+        assert steps == [7]
 
 
 def test_a_new_secret_does_not_change_child_keys():

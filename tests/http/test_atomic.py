@@ -96,7 +96,11 @@ class AsgiOrders(Orders):
     def __init__(self, path, runner, **options):
         super().__init__(path)
         self._runner = runner
-        self.idem = AsyncIdempotency(f"sqlite:///{path}", cache=options.pop("cache", True))
+        self.idem = AsyncIdempotency(
+            f"sqlite:///{path}",
+            cache=options.pop("cache", True),
+            secret=options.pop("secret", None),
+        )
         rule = Rule(path="/orders", transaction=self.async_transaction)
         self.app = IdempotencyMiddleware(
             self.asgi, self.idem, caller=bearer_token, rules=[rule], **options
@@ -112,7 +116,11 @@ class AsgiOrders(Orders):
 class WsgiOrders(Orders):
     def __init__(self, path, **options):
         super().__init__(path)
-        self.idem = Idempotency(f"sqlite:///{path}", cache=options.pop("cache", True))
+        self.idem = Idempotency(
+            f"sqlite:///{path}",
+            cache=options.pop("cache", True),
+            secret=options.pop("secret", None),
+        )
         rule = Rule(path="/orders", transaction=self.plain_transaction)
         self.app = WSGIIdempotencyMiddleware(
             self.wsgi, self.idem, caller=bearer_token, rules=[rule], **options
@@ -154,6 +162,27 @@ def make_orders(request, path):
         yield make
         for orders in made:
             orders.close()
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+@pytest.mark.parametrize("turn", [1, -1])
+def test_an_order_is_placed_once_while_secrets_are_replaced(make_orders, turn, has_failed):
+    """All forms of the caller's key are claimed and settled in the application's transaction."""
+    old, new = "the old secret, 16 or more", "the new secret, 16 or more"
+    for number, pair in enumerate([([old], [new, old]), ([new, old], [new])]):
+        key = f'"k-{number}"'
+        one, other = (make_orders(secret=listed, cache=False) for listed in pair[::turn])
+        if has_failed:
+            one.error = LookupError("rolled back")
+            with pytest.raises(LookupError):
+                one.ask(key=key)
+            one.error = None
+        assert not one.ask(key=key).is_replay
+        assert other.ask(key=key).is_replay
+        assert one.ask(key=key).is_replay
+        is_known = pair[::turn][0][0] in pair[::turn][1]
+        assert other.ask(key=key, body=b"{}").status == (422 if is_known else 201)
+        assert len(one.committed) == number + 1
 
 
 @pytest.mark.parametrize("cache", [True, False])

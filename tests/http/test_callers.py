@@ -230,7 +230,10 @@ def test_one_value_is_another_caller_under_another_scheme_and_secret():
     assert len(made) == 6
 
 
-def test_a_credential_by_several_secrets_is_refused():
-    """It would be several callers, and its requests would run once for each."""
-    with pytest.raises(InvalidInput, match="one secret"):
-        callers.Naming(Secrets(SECRET, None)).named(Credential("session", "v"))
+def test_a_credential_has_a_caller_for_every_secret():
+    """By the first one to the eye, and the others with it."""
+    credential, other = Credential("session", "v"), SECRET[::-1]
+    made = callers.Naming(Secrets(SECRET, other, None)).named(credential)
+    assert made == stored(credential, SECRET)
+    assert list(made.by_tag.values()) == [stored(credential, key) for key in (SECRET, other, None)]
+    assert not hasattr(callers.Naming(Secrets(SECRET)).named(credential), "by_tag")

@@ -15,7 +15,7 @@ from retrysafe.core import codec
 from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind, Reporter
 from retrysafe.core.framing import Part
-from retrysafe.core.keys import checked_secret, child_key
+from retrysafe.core.keys import Key, checked_secret, child_key
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
@@ -102,6 +102,11 @@ class AtomicBlock:
         run_times: RunTimes | None = None,
     ) -> None:
         self.call = call
+        # All keys of a request whose key has several forms, see `nesting`; here they are claimed
+        # and settled one after the other, in the one transaction.
+        self._levels = [call]
+        while self._levels[-1].inner is not None:
+            self._levels.append(self._levels[-1].inner)
         self._transaction = transaction
         self._waiting = waiting
         self._report = report
@@ -136,7 +141,13 @@ class AtomicBlock:
         await self._transaction.begin()
         try:
             try:
-                answer = await self._admission()
+                answer = await self._admission(self.call)
+                for level in self._levels[1:]:
+                    if answer.decision is Decision.REPLAY:
+                        break
+                    began = answer.fingerprint
+                    answer = await self._admission(level)
+                    answer.fingerprint = answer.fingerprint or began
             finally:
                 if self.call.waiters is not None:
                     self.call.waiters.leave(self)
@@ -167,8 +178,8 @@ class AtomicBlock:
         was_abandoned = answer.condition is Condition.ABANDONED
         self._tell(EventKind.TAKEN_OVER if was_abandoned else EventKind.CLAIMED)
 
-    async def _admission(self) -> ClaimAnswer:
-        call, transaction = self.call, self._transaction
+    async def _admission(self, call: Call) -> ClaimAnswer:
+        transaction = self._transaction
         policy = call.policy
         request = ClaimRequest(
             call.key, call.fingerprints, self._token, policy.lease_ms, call.operation, self._owner
@@ -237,8 +248,14 @@ class AtomicBlock:
 
     def child_key(self, *parts: Part) -> str:
         """The key for a call downstream; raises `SecretMissing`."""
-        secret = checked_secret(self._secrets.began_with(self._fingerprint))
-        return child_key(secret, self.call.key, *parts)
+        key, secret = self._parent()
+        return child_key(checked_secret(secret), key, *parts)
+
+    def _parent(self) -> tuple[Key, bytes | None]:
+        """What child keys are made of: the key by the secret that the operation began with."""
+        keys = None if self.call.nest is None else self.call.nest.keys
+        secret, key = self._secrets.parent(self._levels[-1].key, keys, self._fingerprint)
+        return key, secret
 
     @property
     def outbox(self) -> Staging:
@@ -246,8 +263,7 @@ class AtomicBlock:
         if not self._has_outbox:
             raise InvalidInput("this block's store has no outbox to stage entries in")
         if self._outbox is None:
-            secret = self._secrets.began_with(self._fingerprint)
-            self._outbox = Staging(self.call.key, secret, self._require_claimed)
+            self._outbox = Staging(*self._parent(), self._require_claimed)
         return self._outbox
 
     async def complete(self, value: Any) -> None:
@@ -279,8 +295,14 @@ class AtomicBlock:
 
     async def _settle(self, kind: SettleKind, payload: Payload) -> None:
         entries = () if self._outbox is None else self._outbox.entries()
-        settlement = settlement_of(self.call, self._token, kind, payload, entries)
-        decision = await self._transaction.settle(settlement)
+        for level in self._levels:
+            is_innermost = level is self._levels[-1]
+            settlement = settlement_of(
+                level, self._token, kind, payload, entries if is_innermost else ()
+            )
+            decision = await self._transaction.settle(settlement)
+            if decision is not Decision.APPLY:
+                break
         if decision is not Decision.APPLY:
             # The claim was rolled back by a savepoint, or the user's transaction was: whoever
             # claims now may be running.

@@ -49,6 +49,7 @@ class Attempt:
         "_outbox",
         "_secrets",
         "_stepper",
+        "held",
         "is_first",
         "joined",
         "key",
@@ -81,6 +82,8 @@ class Attempt:
         self._secrets = secrets
         # Of the record, where an earlier attempt has begun it: tells with which secret.
         self._fingerprint = fingerprint
+        # Claims on other keys of the same request, which hold as long as this one must.
+        self.held: tuple[Lease, ...] = () if call is None or call.nest is None else call.nest.held
         # Not the same as number 1: an operator's release starts the numbers over.
         self.is_first = is_first
         self._call = call
@@ -105,12 +108,15 @@ class Attempt:
     @property
     def time_left(self) -> timedelta:
         """What is surely left of the lease; zero when the claim is lost."""
-        return timedelta(seconds=self._lease.seconds_left(self._monotonic()))
+        now = self._monotonic()
+        left = min(lease.seconds_left(now) for lease in (self._lease, *self.held))
+        return timedelta(seconds=left)
 
     @property
     def is_lost(self) -> bool:
         """Whether another owner has, or may have, the key: stop before the next effect."""
-        return self._lease.is_lost(self._monotonic())
+        now = self._monotonic()
+        return self._lease.is_lost(now) or any(lease.is_lost(now) for lease in self.held)
 
     def raise_if_lost(self) -> None:
         """Raises `ClaimLost` when the claim is, or may be, lost. Call it before an effect."""
@@ -126,15 +132,16 @@ class Attempt:
         the lease may be over by the local clock, only the store can tell: it is asked, and the
         lease is the owner's again if nobody was faster. Raises `ClaimLost`.
         """
-        lease = self._lease
+        for lease in (*self.held, self._lease):
+            await self._confirmed(lease)
+        self.raise_if_lost()
+
+    async def _confirmed(self, lease: Lease) -> None:
         for _ in range(HOLD_TRIES):
             now = self._monotonic()
-            if not lease.is_lost(now):
+            if not lease.is_lost(now) or self._confirm is None or not lease.may_renew(now):
                 return
-            if self._confirm is None or not lease.may_renew(now):
-                break
             await self._confirm(lease)
-        self.raise_if_lost()
 
     def complete_in(self, connection: object, value: Any) -> Any:
         """Writes the outcome in the user's open transaction, so that both commit or neither does.
@@ -233,8 +240,14 @@ class Attempt:
     def _new_outbox(self) -> Staging:
         if self._joiner is None or not self._joiner.has_outbox:
             raise InvalidInput("this attempt's store has no outbox to stage entries in")
-        secret = self._secrets.began_with(self._fingerprint)
-        return Staging(self.key, secret, self._require_stageable)
+        return Staging(*self._parent(), self._require_stageable)
+
+    def _parent(self) -> tuple[Key, bytes | None]:
+        """What child keys are made of: the key by the secret that the operation began with."""
+        nest = None if self._call is None else self._call.nest
+        keys = None if nest is None else nest.keys
+        secret, key = self._secrets.parent(self.key, keys, self._fingerprint)
+        return key, secret
 
     def _require_stageable(self) -> None:
         self.raise_if_lost()
@@ -258,8 +271,8 @@ class Attempt:
         Raises `SecretMissing` when no secret was configured, or not the one that the operation
         began with.
         """
-        secret = checked_secret(self._secrets.began_with(self._fingerprint))
-        return child_key(secret, self.key, *parts)
+        key, secret = self._parent()
+        return child_key(checked_secret(secret), key, *parts)
 
     def __repr__(self) -> str:
         return f"Attempt({self.key!r}, number={self.number})"

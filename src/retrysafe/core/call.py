@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from retrysafe.core.codec import OutcomeCodec
 from retrysafe.core.keys import Key
+from retrysafe.core.lease import Lease
 from retrysafe.core.model import Ending, Fingerprint, Payload
 from retrysafe.core.places import Places
 from retrysafe.core.policy import Policy
+
+
+@dataclass(slots=True)
+class Nest:
+    """What a level of a nested call knows of the others, see `nesting`."""
+
+    # All keys of the request, by the tags of the secrets that made them.
+    keys: Mapping[bytes, Key]
+    # The claims around this level's.
+    held: tuple[Lease, ...] = ()
+    # Of the nearest record around that an earlier attempt has begun.
+    fingerprint: Fingerprint | None = None
+    # Whether an earlier attempt has begun a record around.
+    is_later: bool = False
+    # What came of this level's claim: its token where it was granted, or a replay.
+    token: bytes | None = None
+    is_replay: bool = False
 
 
 @dataclass(slots=True)
@@ -36,6 +54,10 @@ class Call:
     rebuilds_failures: bool = True
     # Who may wait for another run, when the policy says so; None for everybody.
     waiters: Places | None = None
+    # The same request under another of its keys, which is claimed and run inside this claim.
+    inner: Call | None = None
+    # None for a request with one key, as nearly all have.
+    nest: Nest | None = None
 
 
 T = TypeVar("T")

@@ -20,6 +20,7 @@ from retrysafe.core.flights import Flight, Flights, Phase, Request, is_same_requ
 from retrysafe.core.joining import Joiner
 from retrysafe.core.keys import Key
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, Decision, Payload
+from retrysafe.core.nesting import Nester
 from retrysafe.core.policy import InFlight
 from retrysafe.core.ports import Lock, Orphanage, Renewals, Waiting, Writer
 from retrysafe.core.replaying import gone, in_flight, replayed_value, reused
@@ -131,6 +132,16 @@ class Engine:
             confirm=confirm,
             run_times=run_times,
         )
+        self._nester = Nester(
+            ask=self.ask,
+            writer=writer,
+            waiting=waiting,
+            renewals=renewals,
+            orphanage=orphanage,
+            flights=self._flights,
+            endings=endings,
+            remember=self._runner.remember,
+        )
         self._atomic_lead = AtomicLead(
             flights=self._flights,
             monotonic=self._monotonic,
@@ -206,9 +217,10 @@ class Engine:
                         if isinstance(granted, Answer):
                             return granted
                         told, asked = granted
-                    return await self._runner.run(
-                        flight, call, operation, args, kwargs, request, told, asked
-                    )
+                    if call.nest is not None:
+                        call.nest.token = request.token
+                    run = self._runner.run if call.inner is None else self._nester.run
+                    return await run(flight, call, operation, args, kwargs, request, told, asked)
             finally:
                 try:
                     self._flights.land(digest, mine)
@@ -396,6 +408,8 @@ class Engine:
         self, flight: Flight, call: Call, answer: ClaimAnswer, asked: float
     ) -> Answer[Any]:
         payload = answer.payload
+        if call.nest is not None:
+            call.nest.is_replay = True
         if payload is None:
             raise gone(call)
         self._runner.remember(call, flight, payload, answer.attempt, asked, answer.remaining_ms)
@@ -467,6 +481,8 @@ class Engine:
         if flight.payload is not None and not (flight.is_released and wait_until is None):
             if not is_same:
                 raise self._reused(call, flight.operation, "process")
+            if call.nest is not None:
+                call.nest.is_replay = True
             try:
                 return self._replay(call, flight.payload, flight.attempt, "process")
             except OperationFailed as error:

@@ -7,6 +7,7 @@ still depends on the user's commit, or was rolled back.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from retrysafe.core import codec
@@ -94,9 +95,18 @@ class Joiner:
         await check()
         await transaction.begin()
         # Before the record is written: the next renewal comes at any moment.
-        lease.is_joined = lease.may_be_settled = True
+        leases = (lease,) if call.nest is None else (*call.nest.held, lease)
+        for each in leases:
+            each.is_joined = each.may_be_settled = True
         try:
-            decision = await transaction.settle(settlement)
+            # The entries go with the operation's own key, once.
+            for each in leases[:-1]:
+                around = replace(settlement, key=each.key, token=each.token, entries=())
+                decision = await transaction.settle(around)
+                if decision is Decision.LOST:
+                    break
+            else:
+                decision = await transaction.settle(settlement)
             if decision is Decision.LOST:
                 lease.revoke()
                 raise ClaimLost(

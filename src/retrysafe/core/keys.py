@@ -54,6 +54,10 @@ class Key:
         """Whether the key lives in the namespace shared by all callers."""
         return self.caller == ""
 
+    def renamed(self, text: str) -> Key:
+        """Another key of the same caller."""
+        return Key(text, caller=GLOBAL if self.is_global else self.caller)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Key):
             return NotImplemented

@@ -151,19 +151,21 @@ class Runner:
         if number > 1 and (limit := policy.exhausted_limit(number, answer.releases)):
             # The attempts so far may have died half-way; running again could kill the next worker.
             return await self._exhaust(flight, call, lease, number, limit)
+        nest = call.nest
+        fingerprint = answer.fingerprint or (None if nest is None else nest.fingerprint)
         attempt = Attempt(
-            call.key,
+            call.key if nest is None else self._secrets.key_by(nest.keys, fingerprint, call.key),
             call.operation,
             number,
             lease,
             self._monotonic,
             self._secrets,
-            answer.decision is _ADMIT,
+            answer.decision is _ADMIT and (nest is None or not nest.is_later),
             call,
             self._joiner,
             self._stepper,
             self._confirm,
-            answer.fingerprint,
+            fingerprint,
         )
         try:
             # Inside the try: a signal right after it must not leave a lease that is renewed for
@@ -172,7 +174,7 @@ class Runner:
             # Only a clean exception is an ending. Cancellation and process exit pass through:
             # nobody knows how far the operation got, so only the lease frees the key.
             try:
-                if lease.is_lost(self._monotonic()):
+                if nest or lease.is_lost(self._monotonic()):
                     # The process stood still since its claim was granted.
                     await attempt.hold()
                 value = await self._perform(attempt, operation, args, kwargs)

@@ -8,13 +8,17 @@ recognised for as long as that one is listed.
 from __future__ import annotations
 
 import hmac
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Final
 
 from retrysafe.core.framing import DIGEST_BYTES
-from retrysafe.core.keys import checked_secret
+from retrysafe.core.keys import Key, checked_secret
 from retrysafe.core.model import TAG_BYTES, Fingerprint
 from retrysafe.errors import InvalidInput, SecretMissing
+
+# What is made without a secret has no tag.
+PLAIN_TAG: Final = b""
 
 
 class Secret:
@@ -68,17 +72,9 @@ class Secrets:
         return self.listed[0].value if self.listed else None
 
     @property
-    def only(self) -> bytes | None:
-        """The one secret that keys themselves are made with; None without any.
-
-        Raises `InvalidInput` where several are listed: a key that is made with another secret is
-        another key, and its request would run again.
-        """
-        if len(self.listed) > 1 or (self.listed and self.has_plain):
-            raise InvalidInput(
-                "body keys and callers that are credentials take one secret, not a list of them"
-            )
-        return self.value
+    def is_several(self) -> bool:
+        """Whether a key that is made with a secret has more than one form."""
+        return len(self.listed) + self.has_plain > 1
 
     def fingerprints(self, plain: tuple[Fingerprint, ...]) -> tuple[Fingerprint, ...]:
         """A request's fingerprints by every secret, the first one's first, and without any.
@@ -93,25 +89,47 @@ class Secrets:
         keyed = (secret.fingerprint(each) for secret in listed for each in plain)
         return (*keyed, *plain)
 
-    def began_with(self, fingerprint: Fingerprint | None) -> bytes | None:
+    def began_with(self, fingerprint: Fingerprint | None) -> Secret | None:
         """The secret that a record was begun with, by its fingerprint; None without any.
 
         No fingerprint means that this process has just begun it. Child keys must be the same in
         every attempt, also in one after the secret was replaced. Raises `SecretMissing` when that
         secret is not listed here.
         """
-        if fingerprint is None or not self.listed:
-            return self.value
+        if not self.listed:
+            return None
+        if fingerprint is None:
+            return self.listed[0]
         if fingerprint.rule > 0:
             # From before fingerprints were keyed: the oldest secret is what there may have been.
-            return self.listed[-1].value
+            return self.listed[-1]
         for secret in self.listed:
             if fingerprint.digest.startswith(secret.tag):
-                return secret.value
+                return secret
         raise SecretMissing(
             "an earlier attempt of this operation made its child keys with a secret that is not "
             "listed here: list it until what began with it has ended"
         )
+
+    def parent(
+        self, key: Key, keys: Mapping[bytes, Key] | None, fingerprint: Fingerprint | None
+    ) -> tuple[bytes | None, Key]:
+        """What child keys are made with: the secret that a record began with, and the key by it.
+
+        `keys` are all keys of the request by the tags of their secrets; None where it has one.
+        Raises `SecretMissing`.
+        """
+        secret = self.began_with(fingerprint)
+        if secret is None:
+            return None, key
+        return secret.value, key if keys is None else keys.get(secret.tag, key)
+
+    def key_by(self, keys: Mapping[bytes, Key], fingerprint: Fingerprint | None, key: Key) -> Key:
+        """The key that every attempt of an operation sees; `key` where its secret is not known."""
+        try:
+            return self.parent(key, keys, fingerprint)[1]
+        except SecretMissing:
+            return key
 
     def __repr__(self) -> str:
         return f"Secrets({', '.join(map(repr, self.listed))})"

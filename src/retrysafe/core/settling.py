@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -193,6 +194,11 @@ class Settler:
         """
         orphan = self._settle_orphan(call, lease, settlement, attempt)
         self._orphanage.adopt(orphan, self.abandoning(call, attempt))
+        # The caller was to settle the other keys of a nested call after this one.
+        for held in () if call.nest is None else call.nest.held:
+            around = replace(settlement, key=held.key, token=held.token, entries=())
+            orphan = self._settle_orphan(call, held, around, attempt)
+            self._orphanage.adopt(orphan, self.abandoning(call, attempt))
 
     def abandoning(self, call: Call, attempt: int) -> Callable[[str], None]:
         """What tells of an ending that nobody can write any more."""

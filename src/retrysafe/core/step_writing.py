@@ -47,6 +47,7 @@ class StepWriter:
     __slots__ = (
         "_attempt",
         "_call",
+        "_held",
         "_lease",
         "_orphanage",
         "_report",
@@ -74,13 +75,29 @@ class StepWriter:
         self._lease = lease
         self._attempt = attempt
         self._unrecorded: dict[str, StepWrite] = {}
+        # The claims on other keys of the request: each of them has all steps, because a process
+        # that knows another secret finds only one of the keys.
+        self._held = () if call.nest is None else call.nest.held
 
     async def read(self) -> dict[str, Step]:
         """What earlier attempts have recorded; raises `ClaimLost` or `StoreUnavailable`."""
+        steps = await self._read(self._lease)
+        if not self._held:
+            return steps
+        found = [(lease, await self._read(lease)) for lease in self._held]
+        for _, others in found:
+            steps = others | steps
+        for lease, known in [(self._lease, None), *found]:
+            for step in steps.values():
+                if known is None or step.name not in known:
+                    await self._insist(self._write_by(lease, step), None)
+        return steps
+
+    async def _read(self, lease: Lease) -> dict[str, Step]:
         retries = Retries(READ_TRIES, self._waiting.monotonic)
         while True:
             try:
-                stored = await self._store.read(self._call.key)
+                stored = await self._store.read(lease.key)
                 break
             except StoreUnavailable as error:
                 self.tell(EventKind.STORE_UNAVAILABLE, str(error))
@@ -88,14 +105,22 @@ class StepWriter:
                 if pause is None:
                     raise
             await self._waiting.sleep(pause)
-        if stored is None or stored.record.token != self._lease.token:
+        if stored is None or stored.record.token != lease.token:
             # Whatever is stored now may be the work of the new owner.
             raise self.lost()
         return {step.name: step for step in stored.steps}
 
     def write_of(self, step: Step) -> StepWrite:
         """The write of a step with the claim's token."""
-        return StepWrite(self._call.key, self._lease.token, step, self._lease.lease_ms)
+        return self._write_by(self._lease, step)
+
+    def writes_around(self, step: Step) -> list[StepWrite]:
+        """The same under the other keys of the request."""
+        return [self._write_by(lease, step) for lease in self._held]
+
+    @staticmethod
+    def _write_by(lease: Lease, step: Step) -> StepWrite:
+        return StepWrite(lease.key, lease.token, step, lease.lease_ms)
 
     async def record(self, step: Step, value: Any = None) -> None:
         """Makes a finished step durable; raises `ClaimLost` or `StepNotStored`."""
@@ -121,6 +146,9 @@ class StepWriter:
         step = write.step
         pause = RETRY_PAUSE_SECONDS
         give_up = self._waiting.monotonic() + self._call.policy.settle_patience.total_seconds()
+        for around in self.writes_around(step) if write.key == self._call.key else ():
+            if await self._insist(around, value) is Decision.LOST:
+                return Decision.LOST
         while True:
             try:
                 return await self._store.record_step(write)

@@ -349,7 +349,9 @@ class StepRun:
         """
         transaction = self._ports.join(options.connection)
         # Before the record is written: the next renewal comes at any moment.
-        self._lease.is_joined = True
+        leases = (self._lease, *self._attempt.held)
+        for lease in leases:
+            lease.is_joined = True
 
         async def run_once() -> Any:
             await transaction.begin()
@@ -357,8 +359,9 @@ class StepRun:
                 value = await self._ports.perform(call, args)
                 payload = storable_payload(self.call, outcome_codec, value)
                 write = self.writer.write_of(Step(name, position, payload))
-                if await transaction.record_step(write) is Decision.LOST:
-                    raise self.writer.lost()
+                for each in (*self.writer.writes_around(write.step), write):
+                    if await transaction.record_step(each) is Decision.LOST:
+                        raise self.writer.lost()
             except BaseException:
                 await undo_quietly(transaction)
                 raise
@@ -367,7 +370,8 @@ class StepRun:
             # From now on the transaction itself keeps renewals off the record, for as long as it is
             # open; then they go there again, where the previous release looks. Not after a failed
             # try: the next one would meet a record that was renewed since its snapshot.
-            self._lease.is_joined = self._lease.may_be_settled
+            for lease in leases:
+                lease.is_joined = lease.may_be_settled
             return value
 
         return await self.perform(run_once, options.retry, options.terminal)

@@ -225,14 +225,15 @@ class IdempotencyMiddleware:
         `path` is the page's path inside the application, which is mounted at `prefix`.
         """
         protection = self.protection
-        page: Response | Key | None = protection.policy_page(path, request, prefix)
+        page: Response | list[Key] | None = protection.policy_page(path, request, prefix)
         if page is None:
             caller = await protection.caller_on_loop(request)
-            page = protection.status_key(path, request, prefix, caller)
-        if isinstance(page, Key):
-            key = page
+            page = protection.status_keys(path, request, prefix, caller)
+        if isinstance(page, list):
+            stored, key = None, page[0]
             try:
-                stored = await self.idempotency.read(key, with_audit=False)
+                for each in page:
+                    stored = stored or await self.idempotency.read(each, with_audit=False)
                 page = protection.status(stored, key, request, prefix, self.idempotency.run_times)
             except StoreError as error:
                 page = protection.status_refused(error, key, request, prefix)

@@ -150,14 +150,15 @@ def page(
 
     `caller_of` is how an integration asks for the caller, where it can await one.
     """
-    shown: Response | Key | None = protection.policy_page(path, request, prefix)
+    shown: Response | list[Key] | None = protection.policy_page(path, request, prefix)
     if shown is None:
         caller = (protection.caller if caller_of is None else caller_of)(request)
-        shown = protection.status_key(path, request, prefix, caller)
-    if isinstance(shown, Key):
-        key = shown
+        shown = protection.status_keys(path, request, prefix, caller)
+    if isinstance(shown, list):
+        stored, key = None, shown[0]
         try:
-            stored = idempotency.read(key, with_audit=False)
+            for each in shown:
+                stored = stored or idempotency.read(each, with_audit=False)
             shown = protection.status(stored, key, request, prefix, idempotency.run_times)
         except StoreError as error:
             shown = protection.status_refused(error, key, request, prefix)

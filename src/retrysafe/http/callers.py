@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from retrysafe.core.framing import frame
 from retrysafe.core.keys import CALLER_LIMIT_CHARACTERS, GlobalCaller
-from retrysafe.core.secret import Secrets
+from retrysafe.core.secret import PLAIN_TAG, Secrets
 from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.http.request import Request
 
@@ -88,6 +88,16 @@ _KEPT_LIMIT: Final = 1_024
 _KEPT_LIMIT_BYTES: Final = 4_096
 
 
+class RotatingCaller(str):
+    """The caller of a credential while several secrets are listed: by the first of them.
+
+    Its keys are made for every one of them.
+    """
+
+    # The caller by each secret's tag.
+    by_tag: dict[bytes, str]
+
+
 class Naming:
     """Makes the caller that is stored of what a caller function tells, with its secrets."""
 
@@ -117,7 +127,16 @@ class Naming:
         )
 
     def _digested(self, credential: Credential) -> str:
-        return caller_of_credential(credential, self._secrets.only)
+        secrets = self._secrets
+        if not secrets.is_several:
+            return caller_of_credential(credential, secrets.value)
+        made = RotatingCaller(caller_of_credential(credential, secrets.value))
+        made.by_tag = {
+            secret.tag: caller_of_credential(credential, secret.value) for secret in secrets.listed
+        }
+        if secrets.has_plain:
+            made.by_tag[PLAIN_TAG] = caller_of_credential(credential, None)
+        return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
@@ -18,9 +18,11 @@ from urllib.parse import quote
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.keys import GlobalCaller, Key, scoped_key
 from retrysafe.core.model import StoredKey
+from retrysafe.core.nesting import nested
 from retrysafe.core.places import Places
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.run_times import RunTimes
+from retrysafe.core.secret import PLAIN_TAG
 from retrysafe.errors import (
     CallerMissing,
     Closed,
@@ -37,6 +39,7 @@ from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import (
     CallerOf,
     Naming,
+    RotatingCaller,
     checked_caller_of,
     is_async,
     is_told_by_headers,
@@ -105,6 +108,8 @@ class Plan:
     waiters: Places
     # Whether it runs without a claim.
     is_unprotected: bool = False
+    # Whether the key was made here, and not sent by the client.
+    is_made: bool = False
     # The lines of a key that the route does not look at.
     unread: list[bytes] = field(default_factory=lambda: _NO_LINES)
 
@@ -145,6 +150,7 @@ class Protection:
         self._caller_of = None if isinstance(caller, GlobalCaller) else checked_caller_of(caller)
         # Then `begin` leaves the caller to `identified`.
         self.has_async_caller = is_async(self._caller_of)
+        self._is_rotating = settings.secrets.is_several
         self._fingerprints = settings.secrets.fingerprints
         self._named = Naming(settings.secrets).named
         self.shipped_caller = shipped(caller)
@@ -214,14 +220,20 @@ class Protection:
             is_public=self._policy_readers is True,
         )
 
-    def status_key(
+    def status_keys(
         self, path: str, request: Request, prefix: str, caller: str | GlobalCaller | None
-    ) -> Response | Key:
-        """The key whose record must be read for `status`, or a refusal."""
+    ) -> Response | list[Key]:
+        """The keys whose records must be read for `status`, or a refusal.
+
+        Several where the caller has a form by every secret: the first that has a record counts.
+        """
         if caller is None:
             return self.refusals.unknown_caller(request, prefix)
+        callers: Iterable[str | GlobalCaller] = (caller,)
+        if isinstance(caller, RotatingCaller):
+            callers = caller.by_tag.values()
         try:
-            return Key(path[len(self.status_path) :], caller=caller)
+            return [Key(path[len(self.status_path) :], caller=each) for each in callers]
         except CallerMissing:
             # Empty or over-long: as for a request with a key, whose it is cannot be told.
             return self.refusals.unknown_caller(request, prefix)
@@ -396,6 +408,7 @@ class Protection:
         request.has_exact_path = route.rule.exact_path
         text = plan.key
         if text is None:
+            plan.is_made = True
             assert route.maker is not None  # Else the plan would have its key.
             text = plan.key = route.maker.key(
                 request,
@@ -403,7 +416,7 @@ class Protection:
                 rule=route.fingerprint,
                 secret=self.settings.secrets.value,
             )
-        return Call(
+        call = Call(
             scoped_key(text, plan.caller),
             self._fingerprints(request_fingerprints(request, route.fingerprint)),
             plan.policy,
@@ -418,6 +431,26 @@ class Protection:
             False,
             plan.waiters,
         )
+        return nested(call, self._keys_by_tag(plan, call)) if self._is_rotating else call
+
+    def _keys_by_tag(self, plan: Plan, call: Call) -> Iterator[tuple[bytes, Key]]:
+        """The request's key as every secret that is listed makes it."""
+        secrets, route, caller = self.settings.secrets, plan.route, plan.caller
+        by_tag = caller.by_tag if isinstance(caller, RotatingCaller) else {}
+        is_of_body = plan.is_made and isinstance(route.maker, FromBody)
+        for secret in secrets.listed:
+            text = call.key.text
+            if is_of_body:
+                assert route.maker is not None  # It has made the key.
+                text = route.maker.key(
+                    plan.request,
+                    operation=call.operation,
+                    rule=route.fingerprint,
+                    secret=secret.value,
+                )
+            yield secret.tag, scoped_key(text, by_tag.get(secret.tag, caller))
+        if PLAIN_TAG in by_tag and not is_of_body:
+            yield PLAIN_TAG, scoped_key(call.key.text, by_tag[PLAIN_TAG])
 
     def closed_off(self, plan: Plan) -> Response | None:
         """The refusal while the store is left alone; None when it may be asked."""

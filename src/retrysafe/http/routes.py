@@ -12,11 +12,10 @@ from copy import copy
 from types import MappingProxyType
 from typing import Any, Final
 
-from retrysafe.core.keys import checked_secret
 from retrysafe.core.model import Ending
 from retrysafe.core.policy import InFlight
 from retrysafe.errors import PolicyInvalid
-from retrysafe.http.keys_of import FromBody, FromHeader
+from retrysafe.http.keys_of import FromHeader
 from retrysafe.http.paths import PathPattern
 from retrysafe.http.request import plain_path, served_path
 from retrysafe.http.responses import ResponseCodec
@@ -65,8 +64,6 @@ class Route:
             if self.maker is None
             else self.maker.checked(policy, settings.secrets.value)
         )
-        if isinstance(self.maker, FromBody):
-            checked_secret(settings.secrets.only)
         self.fingerprint = rule.fingerprint or settings.rule
         self.codec = ResponseCodec(rule.headers)
         self.judge: Callable[[Any], Ending] = rule.stored.ending_of

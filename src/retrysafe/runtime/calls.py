@@ -32,6 +32,7 @@ from retrysafe.core.keys import (
     scoped_key,
 )
 from retrysafe.core.model import Fingerprint, Payload
+from retrysafe.core.nesting import nested
 from retrysafe.core.policy import Policy
 from retrysafe.core.request_tree import asked_tree
 from retrysafe.core.secret import Secrets
@@ -272,7 +273,7 @@ class Once:
                     "its arguments"
                 )
         if isinstance(self.key_source, BodyKey):
-            checked_secret(self.settings.secrets.only)
+            checked_secret(self.settings.secrets.value)
             if self.window is not None:
                 raise PolicyInvalid("a BodyKey has its own window: BodyKey(window=…)")
             self.policy = self.policy.with_window(self.key_source.window, of="a BodyKey")
@@ -306,8 +307,9 @@ class Once:
         plain = fingerprints_of(self.rule or self.settings.rule, self.name, request)
         fingerprints = self.settings.secrets.fingerprints(plain)
         key = self._key(bound, args, kwargs, plain[0])
-        return Call(
-            self.settings.key(key, None if isinstance(key, Key) else self.caller),
+        scoped = self.settings.key(key, None if isinstance(key, Key) else self.caller)
+        call = Call(
+            scoped,
             fingerprints,
             self.policy,
             self.name,
@@ -316,6 +318,16 @@ class Once:
                 None
                 if self.keep is None
                 else self.keep(args, kwargs, self.policy.arguments_limit_bytes)
+            ),
+        )
+        secrets = self.settings.secrets
+        if not isinstance(self.key_source, BodyKey) or len(secrets.listed) < 2:
+            return call
+        return nested(
+            call,
+            (
+                (secret.tag, scoped.renamed(body_key(secret.value, self.name, plain[0].digest)))
+                for secret in secrets.listed
             ),
         )
 
@@ -334,7 +346,7 @@ class Once:
         if isinstance(source, BodyKey):
             # What the rule leaves out does not count here either: a retry that differs in nothing
             # else would get a key of its own, and run again.
-            secret = checked_secret(self.settings.secrets.only)
+            secret = checked_secret(self.settings.secrets.value)
             return body_key(secret, self.name, fingerprint.digest)
         made = source(*args, **kwargs)
         return natural_key(self.name, *made) if isinstance(made, tuple) else made
