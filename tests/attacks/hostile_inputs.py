@@ -34,6 +34,7 @@ FILLERS = (
 
 
 def mark(made):
+    made.content = None  # A request that comes again is read again.
     return request_fingerprints(made, RULE)
 
 
