@@ -28,7 +28,16 @@ from retrysafe import (
     PolicyInvalid,
 )
 from retrysafe.contrib.fastapi import IdempotentRoute, Retrysafe, idempotent
-from retrysafe.http import ACCEPT, FromFields, KeyUse, StatusRule, Streaming, bearer_token
+from retrysafe.http import (
+    ACCEPT,
+    FromBody,
+    FromFields,
+    FromHeader,
+    KeyUse,
+    StatusRule,
+    Streaming,
+    bearer_token,
+)
 from tests.contrib.conftest import is_replay, made, problem
 from tests.contrib.shops import Till
 from tests.servers.fixtures import migrated
@@ -562,6 +571,26 @@ def test_the_document_follows_the_configuration():
     paths = app.openapi()["paths"]
     assert parameter_of(paths["/late"]["post"])["required"] is True
     assert paths["/orders"]["post"]["description"] == operation["description"]
+
+
+def test_a_key_that_may_be_left_out_is_described_so():
+    """Where the body makes the key of clients that send none, and where it makes all of them."""
+    app = FastAPI()
+    secret = "a secret of these tests"
+    Retrysafe(AsyncIdempotency(MemoryStore(), secret=secret), caller=GLOBAL).install(app)
+    both = idempotent(source=FromHeader(otherwise=FromBody()))
+
+    @app.post("/both", dependencies=[both])
+    async def shared(): ...
+
+    @app.post("/hashed", dependencies=[idempotent(source=FromBody())])
+    async def hashed(): ...
+
+    paths = app.openapi()["paths"]
+    operation = paths["/both"]["post"]
+    assert parameter_of(operation)["required"] is False
+    assert "Without one, repeated requests are recognised by all that" in operation["description"]
+    assert "Idempotency-Key is not taken here" in str(paths["/hashed"]["post"]["responses"]["400"])
 
 
 def test_a_document_without_protected_endpoints_is_left_alone():

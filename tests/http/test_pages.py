@@ -16,7 +16,16 @@ from retrysafe import (
     Policy,
     PolicyInvalid,
 )
-from retrysafe.http import ACCEPT, FromFields, KeyUse, Rule, StatusRule, Streaming
+from retrysafe.http import (
+    ACCEPT,
+    FromBody,
+    FromFields,
+    FromHeader,
+    KeyUse,
+    Rule,
+    StatusRule,
+    Streaming,
+)
 from retrysafe.http.problems import KINDS
 from retrysafe.testing import FaultyStore, ManualClock, Moment
 
@@ -249,6 +258,25 @@ def test_the_status_page_refuses_the_callers_that_requests_are_refused_for(make_
     assert (asked.status, asked.problem) == (401, "caller-unknown")
     assert (looked.status, looked.problem) == (401, "caller-unknown")
     assert looked.headers["www-authenticate"] == "Bearer"
+
+
+def test_the_policy_tells_of_keys_that_may_be_left_out_and_of_headers_that_count(make_subject):
+    rule = Rule(
+        source=FromHeader(otherwise=FromBody(intent="X-Intent")),
+        fingerprint=FingerprintRule(
+            headers=("If-Match", "X-Tenant"), exclude_query=("ts",), media_type_parameters=True
+        ),
+    )
+    subject = make_subject(rules=[rule], face={"secret": "a secret of these tests"})
+    page = subject.ask("GET", "/idempotency-policy", accept="application/json")
+    (route,) = page.json["routes"]
+    assert (route["key"], route["takes_header"]) == ("optional", True)
+    assert route["same_request"] == (
+        "the method, the path, the query (without ts), the headers If-Match, X-Tenant, "
+        "the parameters of the media type and the body"
+    )
+    html = subject.ask("GET", "/idempotency-policy").body.decode()
+    assert "<dt>Without a key</dt><dd>repeated requests are recognised by all that they" in html
 
 
 # Who may read the policy page.
