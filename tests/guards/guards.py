@@ -105,7 +105,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "the lease is looked at right before the operation",
         "a process that stood still after its grant runs next to its successor",
-        (InCode(Runner.run, "if lease.is_lost(self._monotonic()):", "if False:"),),
+        (InCode(Runner.run, "if nest or lease.is_lost(self._monotonic()):", "if False:"),),
         properties.test_a_lease_is_looked_at_right_before_the_operation,
     ),
     Guard(

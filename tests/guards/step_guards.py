@@ -48,7 +48,7 @@ STEP_GUARDS: tuple[Guard, ...] = (
     Guard(
         "the stored steps are those of the own claim",
         "a zombie goes on from the steps of its successor",
-        (InCode(StepWriter.read, "stored.record.token != self._lease.token", "False"),),
+        (InCode(StepWriter._read, "stored.record.token != lease.token", "False"),),
         properties.test_the_steps_of_a_successor_are_not_used,
     ),
     Guard(

@@ -302,16 +302,14 @@ class AtomicBlock:
             )
             decision = await self._transaction.settle(settlement)
             if decision is not Decision.APPLY:
-                break
-        if decision is not Decision.APPLY:
-            # The claim was rolled back by a savepoint, or the user's transaction was: whoever
-            # claims now may be running.
-            self._tell(EventKind.CLAIM_LOST)
-            raise ClaimLost(
-                f"the claim on {self.call.key.text!r} is gone: the transaction, or the savepoint "
-                "that it was made in, was rolled back inside the block",
-                key=self.call.key.text,
-            )
+                # The claim was rolled back by a savepoint, or the user's transaction was: whoever
+                # claims now may be running.
+                self._tell(EventKind.CLAIM_LOST)
+                raise ClaimLost(
+                    f"the claim on {self.call.key.text!r} is gone: the transaction, or the "
+                    "savepoint that it was made in, was rolled back inside the block",
+                    key=self.call.key.text,
+                )
         self._stage = Stage.SETTLED
 
     # Leaving.

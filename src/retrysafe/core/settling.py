@@ -192,12 +192,13 @@ class Settler:
         The operation is done: its outcome must not be lost with the caller. Writing it twice is
         harmless, the token confirms the second.
         """
-        orphan = self._settle_orphan(call, lease, settlement, attempt)
-        self._orphanage.adopt(orphan, self.abandoning(call, attempt))
+        endings = [(lease, settlement)]
         # The caller was to settle the other keys of a nested call after this one.
         for held in () if call.nest is None else call.nest.held:
             around = replace(settlement, key=held.key, token=held.token, entries=())
-            orphan = self._settle_orphan(call, held, around, attempt)
+            endings.append((held, around))
+        for held, ending in endings:
+            orphan = self._settle_orphan(call, held, ending, attempt)
             self._orphanage.adopt(orphan, self.abandoning(call, attempt))
 
     def abandoning(self, call: Call, attempt: int) -> Callable[[str], None]:
