@@ -209,6 +209,9 @@ state at one instant, seen through its lease and its active window.
 {grid}
 "Other request" means that the fingerprint differs; "same token" is a claim that is asked for again
 because its answer was lost; "other token" is a write by somebody who no longer holds the key.
+"Corrected request" is another request of the same operation under a key that is made from requests,
+where nothing happened in this life of the key: every attempt so far ended as its rule lists it, and
+no step is stored. It brings its own fingerprint; the steps and arguments of the first are dropped.
 
 {decisions}
 A takeover counts how the attempt before it ended: an abandoned one crashed, any other ended with a

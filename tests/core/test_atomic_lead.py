@@ -167,6 +167,17 @@ def test_a_replay_that_the_process_remembers_opens_no_transaction():
     assert desk.ends == ["begin", "commit"] * 2
 
 
+def test_an_outcome_that_a_corrected_request_may_replace_is_not_remembered():
+    """It is replayed from the database alone, and there a corrected request takes its place."""
+    desk = Desk(cache=True)
+    listed = judged(Ending.FAILED, nothing_happened=lambda came_to: came_to == 7)
+    desk.answer(seven, listed)
+    assert desk.answer(never, listed).replayed
+    assert desk.ends == ["begin", "commit"] * 2
+    corrected = call(OTHER_MARK, nothing_happened=listed.nothing_happened)
+    assert desk.answer(seven, corrected).attempt == 2
+
+
 def test_a_value_that_is_a_failure_is_kept(desk):
     """Judged as failed: committed with what was written, and replayed."""
     assert desk.answer(seven, judged(Ending.FAILED)).value == 7

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,13 +19,14 @@ from retrysafe.core.model import (
     SettleKind,
     State,
 )
-from tests.core.building import LEASE_MS, MARK, NOW, OTHER_MARK, OTHER_TOKEN, TOKEN, record
+from tests.core.building import LEASE_MS, MARK, NOW, OTHER_MARK, OTHER_TOKEN, TOKEN, record, request
 
 # Written by hand, from the rules and not from the code. Columns as in HEADER.
 HEADER = "absent running abandoned succeeded failed released outlived"
 GOLDEN = """
 claim                  | admit  | in flight | take over | replay   | replay   | take over | admit
 claim, other request   | admit  | mismatch  | mismatch  | mismatch | mismatch | mismatch  | admit
+claim, corrected request | admit | mismatch | mismatch | mismatch | take over | take over | admit
 claim, same token      | admit  | confirm   | take over | replay   | replay   | take over | admit
 recover                | lost   | in flight | take over | lost     | lost     | lost      | lost
 complete               | lost   | apply     | apply     | confirm  | lost     | lost      | lost
@@ -38,7 +41,7 @@ operator expire        | refuse | refuse    | refuse    | apply    | apply    | 
 sweep                  | keep   | keep      | keep      | keep     | keep     | keep      | delete
 """
 
-CLAIMS = (Event.CLAIM, Event.CLAIM_MISMATCHED, Event.CLAIM_AGAIN)
+CLAIMS = (Event.CLAIM, Event.CLAIM_MISMATCHED, Event.CLAIM_CORRECTED, Event.CLAIM_AGAIN)
 OWNER_WRITES = (Event.COMPLETE, Event.FAIL, Event.RELEASE, Event.EXTEND, Event.RECORD_STEP)
 OPERATOR = (Event.OPERATOR_RELEASE, Event.OPERATOR_FORCE_RELEASE, Event.OPERATOR_EXPIRE)
 THERE = (Condition.RUNNING, Condition.ABANDONED, Condition.SUCCEEDED, Condition.FAILED)
@@ -263,7 +266,32 @@ def test_another_operation_under_an_unknown_rule_is_another_request():
     ],
 )
 def test_a_claim_is_told_apart_by_request_first_then_by_token(item, mark, token, event):
-    assert machine.claim_event(item, (mark,), record().operation, token) is event
+    assert machine.claim_event(item, request(token, mark)) is event
+
+
+@pytest.mark.parametrize(
+    ("item", "changes", "event"),
+    [
+        (record(State.FAILED, nothing_happened=True), {}, Event.CLAIM_CORRECTED),
+        (record(State.RELEASED, nothing_happened=True), {}, Event.CLAIM_CORRECTED),
+        (record(State.FAILED), {}, Event.CLAIM_MISMATCHED),
+        (
+            record(State.FAILED, nothing_happened=True),
+            {"takes_corrections": False},
+            Event.CLAIM_MISMATCHED,
+        ),
+        (
+            record(State.FAILED, nothing_happened=True, operation="shop.refund"),
+            {},
+            Event.CLAIM_MISMATCHED,
+        ),
+        (record(State.FAILED, nothing_happened=True), {"fingerprints": (MARK,)}, Event.CLAIM),
+    ],
+)
+def test_only_a_derived_key_after_nothing_takes_a_corrected_request(item, changes, event):
+    """Both sides have to say so, and it is the same operation; the same request is none."""
+    wish = replace(request(OTHER_TOKEN, OTHER_MARK), takes_corrections=True)
+    assert machine.claim_event(item, replace(wish, **changes)) is event
 
 
 @pytest.mark.parametrize("kind", SettleKind)

@@ -530,3 +530,48 @@ def test_an_atomic_block_that_loses_one_key_keeps_nothing():
 def test_another_key_of_the_same_caller():
     assert Key("a", caller="acme").renamed("b") == Key("b", caller="acme")
     assert Key("a", caller=GLOBAL).renamed("b") == Key("b", caller=GLOBAL)
+
+
+def test_a_key_with_several_forms_takes_no_corrected_request():
+    """Its forms could be of different requests then, so the next one is refused as ever."""
+    world, process = made_world()
+    listed = {"nothing_happened": lambda came_to: True}
+    with pytest.raises(Declined):
+        process.answer(both(**listed), process.raising(Declined("no")))
+    assert not any(drive(world.store.read(key)).record.nothing_happened for key in (OUTER, INNER))
+    with pytest.raises(KeyReused):
+        process.answer(both(mark=OTHER_MARK, **listed))
+    assert world.ran == [1]
+
+
+@pytest.mark.parametrize("is_atomic", [False, True])
+def test_what_was_corrected_before_a_rotation_keeps_its_child_keys(is_atomic):
+    """The record around tells that it was; the claims inside it are new."""
+    world, process = made_world()
+    first = world.process(OUTER_SECRET)
+    seen = []
+
+    def charging(error):
+        async def operation(attempt):
+            seen.append(attempt.child_key("bank"))
+            raise error
+
+        return operation
+
+    listed = {"nothing_happened": lambda came_to: True, "policy": Policy()}
+    with pytest.raises(Declined):
+        first.answer(asked(OUTER_SECRET, **listed), first.operating(charging(Declined("no"))))
+    corrected = asked(OUTER_SECRET, mark=OTHER_MARK, **listed)
+    with pytest.raises(ConnectionError):
+        first.answer(corrected, first.operating(charging(ConnectionError("down"))))
+    again = both(mark=OTHER_MARK, policy=Policy())
+    if is_atomic:
+        record = drive(world.store.read(OUTER)).record
+        transaction = TwoRecords({OUTER.digest: (record, None)})
+        transaction.database.clock = world.clock
+        made = Made(transaction, again, secrets=Secrets(OLD, NEW)).enter()
+        seen.append(made.block.child_key("bank"))
+    else:
+        with pytest.raises(ConnectionError):
+            process.answer(again, process.operating(charging(ConnectionError("down"))))
+    assert seen[0] != seen[1] == seen[2]

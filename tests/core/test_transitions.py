@@ -105,7 +105,13 @@ def test_a_takeover_counts_the_attempt_and_keeps_birth_and_fingerprint():
     assert answer.decision is Decision.TAKE_OVER
     assert answer.condition is Condition.ABANDONED
     assert answer.attempt == made.attempt == 3
-    assert changed(old, made) == {"token", "attempt", "claimed_at_ms", "lease_ends_at_ms"}
+    assert changed(old, made) == {
+        "token",
+        "attempt",
+        "claimed_at_ms",
+        "lease_ends_at_ms",
+        "is_uncertain",
+    }
     assert (made.token, made.claimed_at_ms) == (OTHER_TOKEN, LATER)
     assert answer.lease_ends_at_ms == made.lease_ends_at_ms == LATER + LEASE_MS
 

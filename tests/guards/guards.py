@@ -26,6 +26,7 @@ from retrysafe.stores.sqlite.schema import SQL
 from tests.core import test_interrupted as interrupted
 from tests.guards import test_properties as properties
 from tests.guards.atomic_guards import ATOMIC_GUARDS
+from tests.guards.correction_guards import CORRECTION_GUARDS
 from tests.guards.failover_guards import FAILOVER_GUARDS
 from tests.guards.guard import Guard
 from tests.guards.http_guards import HTTP_GUARDS
@@ -327,7 +328,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "a claim that is asked for again is confirmed by its token",
         "a claim whose answer was lost blocks its own caller until the lease ends",
-        (InCode(machine.claim_event, "if record.token == token:", "if False:"),),
+        (InCode(machine.claim_event, "if record.token == request.token:", "if False:"),),
         properties.test_a_claim_with_a_lost_answer_is_found_again,
         (Invariant.OWN_CLAIM,),
     ),
@@ -549,6 +550,7 @@ GUARDS: tuple[Guard, ...] = (
     *LEASE_GUARDS,
     *HTTP_GUARDS,
     *KEY_GUARDS,
+    *CORRECTION_GUARDS,
     *SECRET_GUARDS,
 )
 

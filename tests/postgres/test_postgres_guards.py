@@ -12,14 +12,22 @@ import pytest
 
 from retrysafe.core import transitions
 from retrysafe.core.keys import Key
-from retrysafe.core.model import Decision, Extension, Payload, SettleKind, Step, StepWrite
+from retrysafe.core.model import (
+    Decision,
+    Extension,
+    Payload,
+    SettleKind,
+    StagedEntry,
+    Step,
+    StepWrite,
+)
 from retrysafe.errors import OperationInFlight, StoreUnavailable
 from retrysafe.runtime.blocking import BlockingIdempotency
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import mint_token
 from retrysafe.stores.postgres import PostgresStore, takeovers
 from retrysafe.stores.postgres.takeovers import Takeover
-from retrysafe.testing.suite.probe import KEY, key_of, request, settlement
+from retrysafe.testing.suite.probe import KEY, OTHER, key_of, request, settlement
 from retrysafe.wiring import postgres_store
 from tests.servers.fixtures import migrated
 
@@ -353,6 +361,89 @@ def first_arguments_stay(store: PostgresStore) -> None:
     assert run_sync(store.read(KEY)).arguments == ARGUMENTS
 
 
+def harmless(store: PostgresStore, token: bytes, *, in_a_batch: bool = False) -> bool:
+    """Ends an attempt so, and gives what the record says of its life."""
+    endings = [settlement(SettleKind.RELEASE, KEY, token, nothing_happened=True)]
+    if in_a_batch:
+        endings.append(settlement(SettleKind.COMPLETE, key_of("other"), mint_token()))
+    run_sync(store.commit([], endings))
+    return run_sync(store.read(KEY)).record.nothing_happened
+
+
+def crash_stays_uncertain(store: PostgresStore) -> None:
+    _, successor = taken_over(store)
+    assert not harmless(store, successor)
+
+
+def crash_stays_uncertain_in_a_batch(store: PostgresStore) -> None:
+    _, successor = taken_over(store)
+    assert not harmless(store, successor, in_a_batch=True)
+
+
+def crash_stays_uncertain_in_a_transaction(store: PostgresStore) -> None:
+    _, successor = taken_over(store)
+    ending = settlement(SettleKind.FAIL, KEY, successor, nothing_happened=True)
+    with closing(psycopg.connect(store.url)) as connection:
+        connection.execute("SELECT 1")
+        assert run_sync(store.join(connection).settle(ending)) is Decision.APPLY
+        connection.commit()
+    assert not run_sync(store.read(KEY)).record.nothing_happened
+
+
+def crash_stays_uncertain_beside_entries(store: PostgresStore) -> None:
+    _, successor = taken_over(store)
+    ending = settlement(SettleKind.FAIL, KEY, successor, nothing_happened=True)
+    ending.entries = (StagedEntry("entry-1", "mail", "application/json", b"1"),)
+    run_sync(store.commit([], [ending]))
+    assert not run_sync(store.read(KEY)).record.nothing_happened
+
+
+def stored_step_has_happened(store: PostgresStore) -> None:
+    token = mint_token()
+    claimed(store, token, 60_000)
+    write = StepWrite(KEY, token, Step("charge", 1, Payload("json.1", b"", b"1")))
+    assert run_sync(store.record_step(write)) is Decision.APPLY
+    assert not harmless(store, token)
+
+
+def mark_is_of_one_claim(store: PostgresStore) -> None:
+    token = mint_token()
+    claimed(store, token, 60_000)
+    assert harmless(store, token)
+    with closing(psycopg.connect(store.url, autocommit=True)) as connection:
+        # As a release ends the next attempt that does not know of marks.
+        connection.execute(f"UPDATE {store.schema_name}.keys SET token = digest, attempt = 2")
+    assert not run_sync(store.read(KEY)).record.nothing_happened
+
+
+def corrections(store: PostgresStore) -> list[Takeover]:
+    """Corrections of two keys, of which a step is stored since they were judged."""
+    made = []
+    for key in PAIR:
+        token = mint_token()
+        run_sync(store.commit([request(key, token)], []))
+        write = StepWrite(key, token, Step("charge", 1, Payload("json.1", b"", b"1")))
+        run_sync(store.record_step(write))
+        run_sync(store.commit([], [settlement(SettleKind.FAIL, key, token)]))
+        found = run_sync(store.read(key))
+        record = dataclasses.replace(found.record, nothing_happened=True)
+        wish = request(key, None, OTHER, takes_corrections=True)
+        changed, answer = transitions.claim(record, wish, found.now_ms)
+        assert answer.decision is Decision.TAKE_OVER
+        made.append(Takeover(record, changed, answer, len(made)))
+    return made
+
+
+def correction_looks_for_steps(store: PostgresStore) -> None:
+    first, _ = corrections(store)
+    assert not run_sync(store._batches.replace(first.old, first.new, is_new_request=True))
+
+
+def corrections_look_for_steps(store: PostgresStore) -> None:
+    taken, _ = run_sync(takeovers.write(store._fetch, corrections(store)))
+    assert taken == set()
+
+
 def rows_of_arguments(store: PostgresStore) -> int:
     with closing(psycopg.connect(store.url, autocommit=True)) as connection:
         found = connection.execute(f"SELECT count(*) FROM {store.schema_name}.arguments")
@@ -369,7 +460,33 @@ class Guard:
     check: Callable[[PostgresStore], None]
 
 
+NO_STEP = "NOT EXISTS (SELECT 1 FROM {schema}.steps AS s WHERE s.digest = k.digest)"
+NOTHING_HAPPENED = f"(CASE WHEN k.nothing_happened_token = k.token THEN {NO_STEP} ELSE false END)"
+
 GUARDS = [
+    Guard("settle_one", " AND NOT k.is_uncertain", "", crash_stays_uncertain),
+    Guard("commit", " AND NOT k.is_uncertain", "", crash_stays_uncertain_in_a_batch),
+    Guard("settle_record", " AND NOT k.is_uncertain", "", crash_stays_uncertain_in_a_transaction),
+    Guard("settle_staged", " AND NOT k.is_uncertain", "", crash_stays_uncertain_beside_entries),
+    Guard("read_records", NO_STEP, "true", stored_step_has_happened),
+    Guard(
+        "read_records",
+        "k.nothing_happened_token = k.token",
+        "k.nothing_happened_token IS NOT NULL",
+        mark_is_of_one_claim,
+    ),
+    Guard(
+        "replace_record",
+        f"{NOTHING_HAPPENED} = $28::boolean",
+        "$28::boolean IS NOT NULL",
+        correction_looks_for_steps,
+    ),
+    Guard(
+        "replace_records",
+        f"{NOTHING_HAPPENED} = w.old_nothing_happened",
+        "w.old_nothing_happened IS NOT NULL",
+        corrections_look_for_steps,
+    ),
     Guard("commit", " AND k.token = w.token", "", zombie_cannot_settle_in_a_batch),
     Guard("commit", " AND k.state = 1", "", outcome_never_changes_in_a_batch),
     Guard("settle_one", "k.token = $2::bytea", "$2::bytea <> ''", zombie_cannot_settle),
@@ -421,14 +538,14 @@ GUARDS = [
     Guard(
         "replace_records",
         "DELETE FROM {schema}.steps\n"
-        "    WHERE digest IN (SELECT digest FROM replaced WHERE is_new_life)",
+        "    WHERE digest IN (SELECT digest FROM replaced WHERE is_new_request)",
         "SELECT 1",
         new_lives_start_without_steps,
     ),
     Guard(
         "replace_records",
         "DELETE FROM {schema}.arguments\n"
-        "    WHERE digest IN (SELECT digest FROM replaced WHERE is_new_life)",
+        "    WHERE digest IN (SELECT digest FROM replaced WHERE is_new_request)",
         "SELECT 1",
         new_lives_start_without_steps,
     ),

@@ -81,9 +81,11 @@ FITTING_CLOSE = {
 class Life:
     """One life of a key, from its admission to its expiry or an operator's release."""
 
-    __slots__ = ("granted", "released", "started")
+    __slots__ = ("granted", "is_uncertain", "released", "started")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_uncertain: bool = False) -> None:
+        # Whether an attempt of it ended in any way but with nothing done.
+        self.is_uncertain = is_uncertain
         self.granted = 0
         self.started = 0
         # How many of its attempts freed the key; the others crashed, or have not ended.
@@ -162,7 +164,7 @@ class Execution:
 class Truth:
     """What is true of a key now."""
 
-    __slots__ = ("expires_at_ms", "grant", "payload", "request", "status", "token")
+    __slots__ = ("expires_at_ms", "grant", "is_harmless", "payload", "request", "status", "token")
 
     def __init__(self, token: bytes, grant: Grant) -> None:
         self.request = grant.request
@@ -170,6 +172,8 @@ class Truth:
         self.grant = grant
         self.status = Status.PENDING
         self.expires_at_ms = 0
+        # Whether it ended, and nothing was done in its whole life.
+        self.is_harmless = False
         self.payload: Payload | None = None
 
 
@@ -193,7 +197,10 @@ class Ledger:
         attempt_limits: dict[str, int],
         release_limits: dict[str, int | None],
         request_of: dict[bytes, int],
+        derived: set[str],
     ) -> None:
+        # The keys that are made from requests.
+        self._derived = derived
         self._attempt_limits = attempt_limits
         self._release_limits = release_limits
         self._request_of = request_of
@@ -221,11 +228,19 @@ class Ledger:
 
     # Claims.
 
-    def claimed(self, row: ClaimRequest, answer: ClaimAnswer, now_ms: int) -> None:
-        """Judges the store's answer to a claim, and takes note of it."""
+    def claimed(self, row: ClaimRequest, answer: ClaimAnswer, now_ms: int) -> bool:
+        """Judges the store's answer to a claim, and takes note of it.
+
+        Says whether the request has taken the place of another one.
+        """
         request = self._request_of[row.fingerprints[0].digest]
         truth = self.truths.get(row.key.text)
-        self._judge_claim(row, answer, now_ms, self._expected(truth, request, row.token, now_ms))
+        expected = self._expected(truth, request, row.token, now_ms)
+        is_other = truth is not None and truth.request != request
+        if expected is Decision.MISMATCH and truth is not None and truth.is_harmless:
+            expected = Decision.TAKE_OVER
+        self._judge_claim(row, answer, now_ms, expected)
+        return is_other and answer.decision is Decision.TAKE_OVER
 
     def taken_over(self, row: ClaimRequest, held: bytes, answer: ClaimAnswer, now_ms: int) -> None:
         """Judges the store's answer to a worker: what it saw abandoned, or nothing."""
@@ -254,6 +269,12 @@ class Ledger:
             return
         if decision is Decision.ADMIT or decision is Decision.TAKE_OVER:
             life = Life() if truth is None or decision is Decision.ADMIT else truth.grant.life
+            is_own = truth is not None and truth.token == token
+            if truth is not None and not (is_own and truth.status is Status.PENDING):
+                life.is_uncertain |= decision is Decision.TAKE_OVER and not truth.is_harmless
+            if truth is not None and truth.status is Status.FAILED and truth.grant.life is life:
+                # Corrected: the failure has freed the key after all.
+                life.released += 1
             grant = Grant(life, request, now_ms, now_ms + row.lease_ms)
             grant.moment = self._next_moment()
             if truth is not None and truth.grant.life is life and truth.token != token:
@@ -390,6 +411,11 @@ class Ledger:
             truth.grant.life.released += truth.status is Status.RELEASED
             truth.expires_at_ms = now_ms + row.active_ms
             truth.payload = row.payload
+            truth.is_harmless = (
+                row.nothing_happened
+                and not truth.grant.life.is_uncertain
+                and not self.steps.get(key)
+            )
             assert row.payload is not None
             self.stored[token] = Stored(key, truth.request, row.kind, row.payload)
 
@@ -433,6 +459,10 @@ class Ledger:
             if not (is_spent and row.kind is SettleKind.FAIL and is_told):
                 self.violated(Invariant.HONEST_ANSWER, f"{key}: an ending without a run")
             return
+        if row.nothing_happened and not (
+            key in self._derived and execution.close is Close.TERMINAL
+        ):
+            self.violated(Invariant.SAME_REQUEST, f"{key}: an ending was marked as harmless")
         if execution.close is not FITTING_CLOSE[row.kind]:
             self.violated(
                 Invariant.NO_EARLY_RERUN,
@@ -512,7 +542,9 @@ class Ledger:
             self.violated(Invariant.OUTCOME_STANDS, f"{key}: a success was released")
         # The token stays, so that the old owner is refused by the state; a new life begins.
         released = Truth(truth.token, truth.grant)
-        released.grant = Grant(Life(), truth.request, now_ms, now_ms)
+        life = Life(is_uncertain=truth.grant.life.is_uncertain)
+        released.grant = Grant(life, truth.request, now_ms, now_ms)
+        released.is_harmless = truth.is_harmless
         released.grant.life.granted = 0
         released.status = Status.RELEASED
         released.expires_at_ms = max(truth.expires_at_ms, now_ms + 24 * 60 * 60 * 1000)

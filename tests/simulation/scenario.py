@@ -22,6 +22,8 @@ KEYS = tuple(Key(f"k{number}", caller="tenant") for number in range(3))
 ATTEMPT_LIMITS = (1, 2, 3)
 # Beside each of them: how many attempts may free the key; None for any number.
 RELEASE_LIMITS: dict[int, int | None] = {1: 2, 2: None, 3: 1}
+# Keys with these limits are made from requests: after a decline they take a corrected one.
+DERIVED_LIMITS = (1, 2)
 
 
 def _request(number: int) -> tuple[Fingerprint, Fingerprint]:
@@ -54,6 +56,7 @@ def _policy(
         settle_patience=timedelta(seconds=0.6),
         terminal=(Declined,),
         retryable=(Busy,),
+        nothing_happened=(Declined,),
     )
 
 

@@ -37,6 +37,7 @@ SHOWN_AT_LEAST = {
     "claim: replay": 10_000,
     "replayed after a wait": 400,
     "mismatch in flight": 1_000,
+    "request corrected": 30,
     "exhausted": 1_000,
     "withheld": 500,
     "settle failed": 150,

@@ -56,6 +56,7 @@ from tests.simulation.ports import (
     TakeOver,
 )
 from tests.simulation.scenario import (
+    DERIVED_LIMITS,
     KEYS,
     LEASE_SECONDS,
     PATIENT,
@@ -170,6 +171,11 @@ class World:
                 for number, limit in enumerate(self.plan.limits)
             },
             REQUEST_OF,
+            {
+                KEYS[number].text
+                for number, limit in enumerate(self.plan.limits)
+                if limit in DERIVED_LIMITS
+            },
         )
         self.report = Reporter(self._reported)
         self.store = MemoryStore(now_ms=self.store_now_ms)
@@ -206,7 +212,8 @@ class World:
             ((answer,), _) = await self.store.commit([row], [])
             if isinstance(answer, StoreError):
                 raise answer
-            self.ledger.claimed(row, answer, now_ms)
+            if self.ledger.claimed(row, answer, now_ms):
+                self.saw("request corrected")
             self.saw(f"claim: {answer.decision.value}")
         elif isinstance(row, TakeOver):
             answer = await self.store.take_over(row.request, row.held)
@@ -363,6 +370,8 @@ class World:
             await host.waiting.sleep(plan.delay_seconds)
         key = KEYS[plan.key]
         call = Call(key, plan.fingerprints, plan.policy, "simulated", CODEC)
+        if self.plan.limits[plan.key] in DERIVED_LIMITS:
+            call.nothing_happened = plan.policy.is_nothing_happened
         if self.plan.has_worker:
             call.arguments = ARGUMENTS
         result: Any = None

@@ -42,15 +42,17 @@ class Model:
     def claim(self, request):
         """The answer, or the error that takes its place."""
         shelf = self.shelf(request.key)
+        before = shelf.record
         try:
-            changed, answer = transitions.claim(shelf.record, request, self._now_ms())
+            changed, answer = transitions.claim(before, request, self._now_ms())
         except DigestCollision as error:
             return error
         if changed is not None:
             shelf.record = changed
-        if answer.decision is Decision.ADMIT:
-            shelf.steps = {}
-            shelf.arguments = None
+            is_corrected = before is not None and changed.fingerprint != before.fingerprint
+            if answer.decision is Decision.ADMIT or is_corrected:
+                shelf.steps = {}
+                shelf.arguments = None
         if changed is not None and shelf.arguments is None:
             shelf.arguments = request.arguments
         if answer.decision is Decision.REPLAY:
@@ -84,6 +86,8 @@ class Model:
         changed, answer = transitions.settle(shelf.record, settlement, now_ms)
         if changed is not None:
             shelf.record = changed
+            # A step that is stored has happened, whatever the ending says.
+            changed.nothing_happened = changed.nothing_happened and not shelf.steps
             if settlement.payload is not None:
                 ending = StoredOutcome(
                     settlement.token,

@@ -21,7 +21,15 @@ from retrysafe.stores.postgres import schema as postgres_schema
 from retrysafe.stores.sqlite import SqliteStore
 from retrysafe.stores.sqlite import schema as sqlite_schema
 from retrysafe.testing import ManualClock
-from retrysafe.testing.suite.probe import ACTIVE_MS, ASKED, KEY, LEASE_MS, Probe
+from retrysafe.testing.suite.probe import (
+    ACTIVE_MS,
+    ASKED,
+    KEY,
+    LEASE_MS,
+    OTHER,
+    Probe,
+    request,
+)
 from tests.stores.postgres_stores import ClockedStore
 
 INSERT = """
@@ -137,7 +145,8 @@ def test_records_of_before_stay_readable(earlier, state):
     run_sync(earlier.probe.store.migrate())
     record = earlier.probe.read().record
     assert (record.state, record.token, record.attempt) == (state, token, 1)
-    assert record.releases == 0
+    assert (record.releases, record.is_uncertain) == (0, False)
+    assert (record.nothing_happened, record.corrected_at_ms) == (False, None)
 
 
 def test_attempts_of_before_count_as_crashes(earlier):
@@ -183,3 +192,39 @@ def test_a_new_life_by_the_release_before_lifts_no_limit(deploying):
     assert answer.condition is Condition.ABANDONED
     assert answer.attempt == 2
     assert answer.releases <= 1
+
+
+def test_a_mark_that_the_release_before_left_behind_is_not_believed(deploying):
+    """It ends an attempt and does not take the mark of an earlier one away."""
+    probe = deploying.probe
+    probe.end(SettleKind.RELEASE, probe.hold(), nothing_happened=True)
+    assert probe.read().record.nothing_happened
+    deploying.settle(deploying.write(TAKE_OVER), State.FAILED)
+    assert not probe.read().record.nothing_happened
+    corrected = request(KEY, None, OTHER, takes_corrections=True)
+    assert probe.ask(corrected).decision is Decision.MISMATCH
+
+
+def test_what_the_release_before_has_run_stays_uncertain(deploying):
+    """A harmless ending here, after an attempt there, speaks for itself alone."""
+    probe = deploying.probe
+    probe.end(SettleKind.RELEASE, probe.hold(), nothing_happened=True)
+    deploying.settle(deploying.write(TAKE_OVER), State.RELEASED)
+    probe.end(SettleKind.FAIL, probe.hold(), nothing_happened=True)
+    corrected = request(KEY, None, OTHER, takes_corrections=True)
+    assert probe.ask(corrected).decision is Decision.MISMATCH
+
+
+def test_a_correction_that_the_release_before_left_behind_is_not_believed(deploying):
+    """It starts a new life and leaves the instant of the one before."""
+    probe = deploying.probe
+    probe.end(SettleKind.FAIL, probe.hold(), nothing_happened=True)
+    corrected = request(KEY, None, OTHER, takes_corrections=True)
+    assert probe.ask(corrected).correction
+    probe.end(SettleKind.COMPLETE, corrected.token)
+    probe.operate(OperatorCommand.EXPIRE)
+    probe.advance(1)
+    deploying.write(NEW_LIFE)
+    probe.advance(LEASE_MS)
+    answer = probe.claim()
+    assert (answer.decision, answer.correction) == (Decision.TAKE_OVER, b"")

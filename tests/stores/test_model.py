@@ -71,6 +71,7 @@ claims = st.builds(
     operation=st.sampled_from(("", "charge", "refund")),
     owner=st.sampled_from(("", "owner-1")),
     arguments=st.sampled_from((None, None, *PAYLOADS[1:])),
+    takes_corrections=st.booleans(),
 )
 settlements = st.builds(
     Settlement,
@@ -80,8 +81,10 @@ settlements = st.builds(
     payload=st.sampled_from(PAYLOADS),
     active_ms=durations_ms,
     audit_ms=durations_ms,
+    nothing_happened=st.booleans(),
 )
 extensions = st.builds(Extension, key=keys, token=tokens, lease_ms=durations_ms)
+
 steps = st.builds(
     Step,
     name=st.sampled_from(("reserve", "charge")),
@@ -123,12 +126,31 @@ class StoreAgainstModel(RuleBasedStateMachine):
         assert settled == [self.model.settle(item) for item in settlements]
         assert list(map(plain, claimed)) == [plain(self.model.claim(item)) for item in claims]
 
-    @rule(kind=st.sampled_from(SettleKind), key=keys, payload=st.sampled_from(PAYLOADS))
-    def settle_by_owner(self, kind, key, payload):
+    @rule(
+        kind=st.sampled_from(SettleKind),
+        key=keys,
+        payload=st.sampled_from(PAYLOADS),
+        nothing_happened=st.booleans(),
+    )
+    def settle_by_owner(self, kind, key, payload, nothing_happened):
         """Random tokens seldom hold a key, so here the owner writes, if there is one."""
         record = self.model.shelf(key).record
         if record is not None:
-            self.commit([], [Settlement(kind, key, record.token, payload, 1_000, 1_000)])
+            ending = Settlement(kind, key, record.token, payload, 1_000, 1_000)
+            ending.nothing_happened = nothing_happened
+            self.commit([], [ending])
+
+    @rule(key=keys, kind=st.sampled_from(SettleKind), token=tokens)
+    def correct(self, key, kind, token):
+        """What seldom comes about by itself: a harmless ending, and then another request."""
+        record = self.model.shelf(key).record
+        if record is None:
+            return
+        self.commit([], [Settlement(kind, key, record.token, PAYLOADS[1], 1_000, 1_000, (), True)])
+        asked = FINGERPRINTS[record.fingerprint == FINGERPRINTS[0][0].digest]
+        self.commit(
+            [ClaimRequest(key, asked, token, 1_000, record.operation, takes_corrections=True)], []
+        )
 
     @rule(
         items=st.lists(

@@ -19,7 +19,7 @@ SHIPPED = {
         (4, "audit", "e7bf85a526b01434", 1),
         (5, "open_tries", "9d0ea6c4cf5277bc", 1),
         (6, "renewals", "353c601750674069", 1),
-        (7, "endings", "07acdd0409aa96cd", 1),
+        (7, "endings", "ab2fbecdfd8f5481", 1),
     ],
     "sqlite": [
         (1, "initial", "3df313ba5777f85e", 1),
@@ -27,7 +27,7 @@ SHIPPED = {
         (3, "arguments", "832c41ce12713694", 1),
         (4, "no_sweep_indexes", "64fa692efb759bd8", 1),
         (5, "open_tries", "7be45aaec8ed56f8", 1),
-        (6, "endings", "a6bb7859e4a5c680", 1),
+        (6, "endings", "05469a9663daf858", 1),
     ],
 }
 

@@ -79,10 +79,16 @@ def settlement_of(
     kind: SettleKind,
     payload: Payload,
     entries: tuple[StagedEntry, ...] = (),
+    came_to: Any = None,
 ) -> Settlement:
     """The ending of an attempt as it is written in the user's transaction."""
     policy = call.policy
-    return Settlement(kind, call.key, token, payload, policy.active_ms, policy.audit_ms, entries)
+    settlement = Settlement(
+        kind, call.key, token, payload, policy.active_ms, policy.audit_ms, entries
+    )
+    if call.nothing_happened is not None and kind is not SettleKind.COMPLETE:
+        settlement.nothing_happened = call.nothing_happened(came_to)
+    return settlement
 
 
 class AtomicBlock:
@@ -121,7 +127,8 @@ class AtomicBlock:
         self._value: Any = None
         self._has_outbox = has_outbox
         self._outbox: Staging | None = None
-        # The replayed outcome as it is stored, and what is left of its active window.
+        self._correction = b""
+        # The replayed outcome as it is stored, and for how long it may be remembered.
         self.replayed_payload: Payload | None = None
         self.replayed_ms = 0
         self._run_times = RunTimes() if run_times is None else run_times
@@ -145,9 +152,10 @@ class AtomicBlock:
                 for level in self._levels[1:]:
                     if answer.decision is Decision.REPLAY:
                         break
-                    began = answer.fingerprint
+                    around = answer
                     answer = await self._admission(level)
-                    answer.fingerprint = answer.fingerprint or began
+                    answer.fingerprint = answer.fingerprint or around.fingerprint
+                    answer.correction = answer.correction or around.correction
             finally:
                 if self.call.waiters is not None:
                     self.call.waiters.leave(self)
@@ -157,7 +165,8 @@ class AtomicBlock:
                 self._value = replayed_value(self.call, answer.payload)
                 self.replayed = True
                 self.replayed_payload = answer.payload
-                self.replayed_ms = answer.remaining_ms
+                # A corrected request may take its place at any moment: it is not kept.
+                self.replayed_ms = 0 if answer.nothing_happened else answer.remaining_ms
             elif limit := self.call.policy.exhausted_limit(answer.attempt, answer.releases):
                 # Not stored: the error rolls the user's transaction back, and the next caller
                 # finds the same number of attempts and is told the same.
@@ -174,7 +183,7 @@ class AtomicBlock:
         self._stage = Stage.CLAIMED
         self._began_monotonic = self._waiting.monotonic()
         self.attempt = answer.attempt
-        self._fingerprint = answer.fingerprint
+        self._fingerprint, self._correction = answer.fingerprint, answer.correction
         was_abandoned = answer.condition is Condition.ABANDONED
         self._tell(EventKind.TAKEN_OVER if was_abandoned else EventKind.CLAIMED)
 
@@ -182,7 +191,13 @@ class AtomicBlock:
         transaction = self._transaction
         policy = call.policy
         request = ClaimRequest(
-            call.key, call.fingerprints, self._token, policy.lease_ms, call.operation, self._owner
+            call.key,
+            call.fingerprints,
+            self._token,
+            policy.lease_ms,
+            call.operation,
+            self._owner,
+            takes_corrections=call.nothing_happened is not None,
         )
         wait_until: float | None = None
         if policy.in_flight is InFlight.WAIT:
@@ -249,7 +264,7 @@ class AtomicBlock:
     def child_key(self, *parts: Part) -> str:
         """The key for a call downstream; raises `SecretMissing`."""
         key, secret = self._parent()
-        return child_key(checked_secret(secret), key, *parts)
+        return child_key(checked_secret(secret), key, *parts, correction=self._correction)
 
     def _parent(self) -> tuple[Key, bytes | None]:
         """What child keys are made of: the key by the secret that the operation began with."""
@@ -263,7 +278,7 @@ class AtomicBlock:
         if not self._has_outbox:
             raise InvalidInput("this block's store has no outbox to stage entries in")
         if self._outbox is None:
-            self._outbox = Staging(*self._parent(), self._require_claimed)
+            self._outbox = Staging(*self._parent(), self._require_claimed, self._correction)
         return self._outbox
 
     async def complete(self, value: Any) -> None:
@@ -274,7 +289,7 @@ class AtomicBlock:
     async def conclude(self, kind: SettleKind, payload: Payload, value: Any) -> None:
         """Stores an outcome whose stored form is known already; raises `ClaimLost`."""
         self._require_claimed()
-        await self._settle(kind, payload)
+        await self._settle(kind, payload, value)
         self._value = value
         self._tell(EventKind.COMPLETED if kind is SettleKind.COMPLETE else EventKind.FAILED)
 
@@ -293,12 +308,12 @@ class AtomicBlock:
         if self._stage is not Stage.CLAIMED:
             raise InvalidInput(f"the outcome of {text!r} is given once, inside the block", key=text)
 
-    async def _settle(self, kind: SettleKind, payload: Payload) -> None:
+    async def _settle(self, kind: SettleKind, payload: Payload, came_to: Any) -> None:
         entries = () if self._outbox is None else self._outbox.entries()
         for level in self._levels:
             is_innermost = level is self._levels[-1]
             settlement = settlement_of(
-                level, self._token, kind, payload, entries if is_innermost else ()
+                level, self._token, kind, payload, entries if is_innermost else (), came_to
             )
             decision = await self._transaction.settle(settlement)
             if decision is not Decision.APPLY:

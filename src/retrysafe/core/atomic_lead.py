@@ -206,4 +206,6 @@ class _AtomicRun:
             self._flight.share(self.payload, self.attempt, is_released=True)
             raise _Undone
         await block.conclude(kind, self.payload, self.value)
-        self.remaining_ms = call.policy.active_ms
+        if call.nothing_happened is None or not call.nothing_happened(self.value):
+            # Else a corrected request may take its place at any moment.
+            self.remaining_ms = call.policy.active_ms

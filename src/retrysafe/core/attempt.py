@@ -42,6 +42,7 @@ class Attempt:
     __slots__ = (
         "_call",
         "_confirm",
+        "_correction",
         "_fingerprint",
         "_joiner",
         "_lease",
@@ -72,9 +73,12 @@ class Attempt:
         stepper: Stepper | None = None,
         confirm: Confirm | None = None,
         fingerprint: Fingerprint | None = None,
+        correction: bytes = b"",
     ) -> None:
         self.key = key
         self._confirm = confirm
+        # What tells its request from the one that it has corrected; empty for all others.
+        self._correction = correction
         self.operation = operation
         self.number = number
         self._lease = lease
@@ -240,7 +244,7 @@ class Attempt:
     def _new_outbox(self) -> Staging:
         if self._joiner is None or not self._joiner.has_outbox:
             raise InvalidInput("this attempt's store has no outbox to stage entries in")
-        return Staging(*self._parent(), self._require_stageable)
+        return Staging(*self._parent(), self._require_stageable, self._correction)
 
     def _parent(self) -> tuple[Key, bytes | None]:
         """What child keys are made of: the key by the secret that the operation began with."""
@@ -268,11 +272,11 @@ class Attempt:
     def child_key(self, *parts: Part) -> str:
         """The key for a call downstream: the same in every attempt, different for other parts.
 
-        Raises `SecretMissing` when no secret was configured, or not the one that the operation
-        began with.
+        A corrected request has child keys of its own. Raises `SecretMissing` when no secret was
+        configured, or not the one that the operation began with.
         """
         key, secret = self._parent()
-        return child_key(checked_secret(secret), key, *parts)
+        return child_key(checked_secret(secret), key, *parts, correction=self._correction)
 
     def __repr__(self) -> str:
         return f"Attempt({self.key!r}, number={self.number})"

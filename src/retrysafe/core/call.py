@@ -24,6 +24,8 @@ class Nest:
     held: tuple[Lease, ...] = ()
     # Of the nearest record around that an earlier attempt has begun.
     fingerprint: Fingerprint | None = None
+    # What tells the request from one that it has corrected, where a record around says so.
+    correction: bytes = b""
     # Whether an earlier attempt has begun a record around.
     is_later: bool = False
     # What came of this level's claim: its token where it was granted, or a replay.
@@ -54,6 +56,10 @@ class Call:
     rebuilds_failures: bool = True
     # Who may wait for another run, when the policy says so; None for everybody.
     waiters: Places | None = None
+    # Whether an ending, by a value or an exception, is listed as one with which nothing happened.
+    # None under a key that its client has sent, which belongs to one request for good, and where
+    # nothing is listed: then no corrected request is taken.
+    nothing_happened: Callable[[Any], bool] | None = None
     # The same request under another of its keys, which is claimed and run inside this claim.
     inner: Call | None = None
     # None for a request with one key, as nearly all have.

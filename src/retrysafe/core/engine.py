@@ -201,6 +201,7 @@ class Engine:
                         call.operation,
                         self._owner,
                         call.arguments,
+                        call.nothing_happened is not None,
                     )
                     claim: Claim = self._writer.claim
                     if call.recovers is not None:
@@ -412,7 +413,8 @@ class Engine:
             call.nest.is_replay = True
         if payload is None:
             raise gone(call)
-        self._runner.remember(call, flight, payload, answer.attempt, asked, answer.remaining_ms)
+        kept_ms = 0 if answer.nothing_happened else answer.remaining_ms
+        self._runner.remember(call, flight, payload, answer.attempt, asked, kept_ms)
         if self._cache is not None:
             with self._lock:
                 self._cache.move(call.key.digest)
@@ -480,6 +482,8 @@ class Engine:
         is_same = is_same_request(call, flight)
         if flight.payload is not None and not (flight.is_released and wait_until is None):
             if not is_same:
+                if call.nothing_happened is not None:
+                    return None  # Whether it may be a corrected request, the store knows.
                 raise self._reused(call, flight.operation, "process")
             if call.nest is not None:
                 call.nest.is_replay = True

@@ -174,17 +174,21 @@ def body_key(secret: bytes, operation: str, body: bytes) -> str:
     return f"body:{_text_of(mac)}"
 
 
-def child_key(secret: bytes, parent: Key, *parts: Part) -> str:
+def child_key(secret: bytes, parent: Key, *parts: Part, correction: bytes = b"") -> str:
     """The key to send downstream: the same for every attempt of the parent, different per parts.
 
     Keyed, so that nobody who sees a child key can guess another; framed, so that no two lists of
-    parts meet. Raises `KeyInvalid` without parts: a child needs a name.
+    parts meet. `correction` tells a corrected request from the one before it, so that nobody
+    downstream sees one key with two requests. Raises `KeyInvalid` without parts: a child needs a
+    name.
     """
     if not parts:
         raise KeyInvalid("a child key needs at least one part that names the call", key=parent.text)
-    framed = frame(
-        b"child key 1", parent.caller.encode(), parent.text.encode(), frame_parts(*parts)
-    )
+    names = parent.caller.encode(), parent.text.encode()
+    if correction:
+        framed = frame(b"child key of a correction 1", *names, correction, frame_parts(*parts))
+    else:
+        framed = frame(b"child key 1", *names, frame_parts(*parts))
     return f"child:{_text_of(hmac.digest(checked_secret(secret), framed, 'sha256'))}"
 
 

@@ -6,7 +6,9 @@ answers every pair. Stores only make an answer atomic: the in-memory and SQLite 
 
 The rules that the table spells out:
 
-- A different request under the same key is refused before anything else is looked at.
+- A different request under the same key is refused before anything else is looked at. One row is
+  the exception: under a key that was made from the request, after a life in which nothing happened,
+  it is a corrected request and takes the place of the first.
 - Pending never runs again while its lease holds; a pending record never expires.
 - Only the holder of the record's token writes; everybody else has lost the claim. The holder of
   an *expired* lease still holds the token until somebody takes over, so its outcome is kept.
@@ -23,6 +25,7 @@ from typing import Final
 
 from retrysafe.core.model import (
     TAG_BYTES,
+    ClaimRequest,
     Condition,
     Decision,
     Fingerprint,
@@ -38,6 +41,7 @@ class Event(StrEnum):
 
     CLAIM = "claim"
     CLAIM_MISMATCHED = "claim, other request"
+    CLAIM_CORRECTED = "claim, corrected request"
     CLAIM_AGAIN = "claim, same token"
     RECOVER = "recover"
     COMPLETE = "complete"
@@ -67,11 +71,12 @@ CONDITIONS: Final = (
 )
 
 # fmt: off
-# The grid is read by column; the formatter would stack it into 98 lines.
+# The grid is read by column; the formatter would stack it into 105 lines.
 _ROWS: Final[dict[Event, tuple[Decision, ...]]] = {
     #                              absent      running       abandoned     succeeded     failed        released      outlived
     Event.CLAIM:                  (_D.ADMIT,   _D.IN_FLIGHT, _D.TAKE_OVER, _D.REPLAY,    _D.REPLAY,    _D.TAKE_OVER, _D.ADMIT),
     Event.CLAIM_MISMATCHED:       (_D.ADMIT,   _D.MISMATCH,  _D.MISMATCH,  _D.MISMATCH,  _D.MISMATCH,  _D.MISMATCH,  _D.ADMIT),
+    Event.CLAIM_CORRECTED:        (_D.ADMIT,   _D.MISMATCH,  _D.MISMATCH,  _D.MISMATCH,  _D.TAKE_OVER, _D.TAKE_OVER, _D.ADMIT),
     Event.CLAIM_AGAIN:            (_D.ADMIT,   _D.CONFIRM,   _D.TAKE_OVER, _D.REPLAY,    _D.REPLAY,    _D.TAKE_OVER, _D.ADMIT),
     Event.RECOVER:                (_D.LOST,    _D.IN_FLIGHT, _D.TAKE_OVER, _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST),
     Event.COMPLETE:               (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.CONFIRM,   _D.LOST,      _D.LOST,      _D.LOST),
@@ -151,14 +156,19 @@ def is_comparable(fingerprint: Fingerprint, digest: bytes) -> bool:
     return fingerprint.rule > 0 or fingerprint.digest[:TAG_BYTES] == digest[:TAG_BYTES]
 
 
-def claim_event(
-    record: Record | None, fingerprints: tuple[Fingerprint, ...], operation: str, token: bytes
-) -> Event:
+def claim_event(record: Record | None, request: ClaimRequest) -> Event:
     """Which kind of claim this is; the request is compared before the state is looked at."""
     if record is not None:
-        if is_mismatch(record, fingerprints, operation):
+        if is_mismatch(record, request.fingerprints, request.operation):
+            if (
+                record.nothing_happened
+                and request.takes_corrections
+                # Another operation is no correction of this one.
+                and record.operation == request.operation
+            ):
+                return Event.CLAIM_CORRECTED
             return Event.CLAIM_MISMATCHED
-        if record.token == token:
+        if record.token == request.token:
             return Event.CLAIM_AGAIN
     return _CLAIM
 

@@ -114,6 +114,14 @@ class Record:
     # How many of the attempts before this one ended with a word; the others crashed. It is counted
     # by the claim that follows, so an ending that a crash has swallowed counts as a crash.
     releases: int = 0
+    # Whether an attempt of this life before this one may have left effects behind: it crashed, or
+    # ended in a way of which its rule does not say that nothing happened.
+    is_uncertain: bool = False
+    # Whether nothing happened in this life, by the rule's word for every attempt of it, and no step
+    # is stored: then the key may take a corrected request.
+    nothing_happened: bool = False
+    # When the request was replaced by a corrected one, in this life of the key.
+    corrected_at_ms: int | None = None
 
 
 @dataclass(slots=True)
@@ -130,6 +138,8 @@ class ClaimRequest:
     # What the operation is called with, stored with the claim so that a worker can run it again;
     # None for an operation that is not resumable, of which nothing is stored.
     arguments: Payload | None = None
+    # Whether it may be a corrected one: never under a key that its client has sent.
+    takes_corrections: bool = False
 
 
 @dataclass(slots=True)
@@ -158,6 +168,11 @@ class ClaimAnswer:
     # The record's own, of a grant that goes on with what an earlier attempt began; None for a
     # grant that begins, whose record has the first fingerprint of the request.
     fingerprint: Fingerprint | None = None
+    # What tells the request of a granted claim from the one that it has corrected; empty when none
+    # was corrected in this life of the key.
+    correction: bytes = b""
+    # Whether a corrected request may take the place of the one that is replayed.
+    nothing_happened: bool = False
 
 
 @dataclass(slots=True)
@@ -195,6 +210,8 @@ class Settlement:
     audit_ms: int = 0
     # Outbox entries that become deliverable with this ending, written in its transaction.
     entries: tuple[StagedEntry, ...] = ()
+    # Whether the rule lists this ending as one with which nothing happened.
+    nothing_happened: bool = False
 
 
 @dataclass(slots=True)

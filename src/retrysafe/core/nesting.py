@@ -68,6 +68,8 @@ def nested(call: Call, keys: Iterable[tuple[bytes, Key]]) -> Call:
     if len(set(levels)) == 1:
         return call
     nest = Nest(by_tag)
+    # Nor does it take a corrected request: the levels could be of different ones then.
+    call = replace(call, nothing_happened=None)
     made = replace(call, key=levels[-1], arguments=None, nest=nest)
     for key in reversed(levels[:-1]):
         made = replace(call, key=key, arguments=None, nest=nest, inner=made)
@@ -305,6 +307,7 @@ def _inner_of(call: Call, lease: Lease, answer: ClaimAnswer) -> Call:
             around.keys,
             (*around.held, lease),
             fingerprint,
+            answer.correction or around.correction,
             around.is_later or answer.decision is not Decision.ADMIT,
         ),
     )

@@ -345,14 +345,19 @@ def new_entry(staged: StagedEntry, number: int, key: Key | None, now_ms: int) ->
 # Making entries.
 
 
-def entry_key(secret: bytes | None, parent: Key, topic: str, name: Part) -> str:
+def entry_key(
+    secret: bytes | None, parent: Key, topic: str, name: Part, correction: bytes = b""
+) -> str:
     """The key of an entry that an operation stages: the same in every attempt and every life.
 
+    A corrected request has entries of its own, told from those of the one before it.
     Keyed where there is a secret, so that whoever sees one entry's key cannot compute another's.
     """
-    framed = frame(
-        b"entry key 1", parent.caller.encode(), parent.text.encode(), frame_parts(topic, name)
-    )
+    names = parent.caller.encode(), parent.text.encode()
+    if correction:
+        framed = frame(b"entry key of a correction 1", *names, correction, frame_parts(topic, name))
+    else:
+        framed = frame(b"entry key 1", *names, frame_parts(topic, name))
     mac = hmac.digest(secret or b"", framed, "sha256")
     return f"entry:{base64.urlsafe_b64encode(mac).rstrip(b'=').decode()}"
 

@@ -13,7 +13,13 @@ from typing import Any, Final
 
 from retrysafe.core.machine import exhausted_limit
 from retrysafe.core.model import Ending
-from retrysafe.errors import AwaitForgotten, CommitHookFailed, OperationInFlight, PolicyInvalid
+from retrysafe.errors import (
+    AwaitForgotten,
+    CommitHookFailed,
+    OperationInFlight,
+    PolicyInvalid,
+    RetrysafeError,
+)
 
 _ZERO: Final = timedelta(0)
 # Renewal comes three times per lease; below this a busy machine would lose healthy claims.
@@ -73,6 +79,10 @@ class Policy:
     # What an exception in neither list does. Freeing the key is the default because most unknown
     # errors are outages; an operation that must never run twice says Ending.FAILED here.
     unlisted: Ending = Ending.RELEASED
+    # Exceptions after which nothing has happened, such as a card that was declined: a key that
+    # `once` makes from the arguments then takes a corrected request. Whether the failure is kept or
+    # frees the key is said above.
+    nothing_happened: tuple[type[Exception], ...] = ()
 
     lease_ms: int = field(init=False, repr=False, compare=False)
     active_ms: int = field(init=False, repr=False, compare=False)
@@ -146,6 +156,11 @@ class Policy:
                 return Ending.RELEASED
         return self.unlisted
 
+    def is_nothing_happened(self, error: object) -> bool:
+        """Whether an attempt that raised this exception is listed as one that left no effects."""
+        # What retrysafe itself raises, such as `StepNotStored`, may come after effects.
+        return isinstance(error, self.nothing_happened) and not isinstance(error, RetrysafeError)
+
     def _check_durations(self) -> None:
         for name in ("lease", "active_window", "audit_window", "wait_limit", "settle_patience"):
             value = getattr(self, name)
@@ -214,7 +229,7 @@ class Policy:
             )
 
     def _check_exceptions(self) -> None:
-        for name in ("terminal", "retryable"):
+        for name in ("terminal", "retryable", "nothing_happened"):
             types = getattr(self, name)
             if not isinstance(types, Iterable):
                 # One class alone is what people write first; anything else is refused below.
@@ -227,6 +242,13 @@ class Policy:
                         "process exit are never an outcome"
                     )
             object.__setattr__(self, name, types)
+        for item in self.nothing_happened:
+            if issubclass(TimeoutError, item):
+                raise PolicyInvalid(
+                    f"nothing_happened must not list {item.__name__}: it takes TimeoutError in, "
+                    "after which nobody knows what happened; list what says so, such as a declined "
+                    "card"
+                )
         both = set(self.terminal) & set(self.retryable)
         if both:
             names = ", ".join(sorted(item.__name__ for item in both))

@@ -166,6 +166,7 @@ class Runner:
             self._stepper,
             self._confirm,
             fingerprint,
+            answer.correction or (b"" if nest is None else nest.correction),
         )
         try:
             # Inside the try: a signal right after it must not leave a lease that is renewed for
@@ -198,7 +199,7 @@ class Runner:
                 if verdict is not None:
                     return await self._end_by(verdict, flight, call, lease, number, verdict.error)
             # As in `Settler.settle`, which every operation would pay for.
-            settlement = settlement_of(call, lease, ending, payload, entries)
+            settlement = settlement_of(call, lease, ending, payload, entries, value)
             try:
                 try:
                     stands = await self._writer.settle(settlement)
@@ -213,7 +214,8 @@ class Runner:
             if ending is _RELEASED:
                 flight.share(payload, number, is_released=True)
             else:
-                self.remember(call, flight, payload, number, asked, policy.active_ms)
+                active_ms = 0 if settlement.nothing_happened else policy.active_ms
+                self.remember(call, flight, payload, number, asked, active_ms)
         finally:
             try:
                 self._renewals.remove(lease)
@@ -245,7 +247,8 @@ class Runner:
             if verdict is not None:
                 return await self._end_by(verdict, flight, call, lease, number, error)
         ending, payload = await self._settler.settle_error(call, lease, error, number)
-        self._remember_ending(call, flight, ending, payload, number, asked)
+        is_kept = call.nothing_happened is None or not call.nothing_happened(error)
+        self._remember_ending(call, flight, ending, payload, number, asked, is_kept=is_kept)
         return None
 
     async def _end_by(
@@ -329,11 +332,14 @@ class Runner:
         payload: Payload,
         attempt: int,
         asked: float,
+        *,
+        is_kept: bool = True,
     ) -> None:
         if ending is _RELEASED:
             flight.share(payload, attempt, is_released=True)
         else:
-            self.remember(call, flight, payload, attempt, asked, call.policy.active_ms)
+            active_ms = call.policy.active_ms if is_kept else 0
+            self.remember(call, flight, payload, attempt, asked, active_ms)
 
     def remember(
         self,
@@ -344,7 +350,11 @@ class Runner:
         asked: float,
         remaining_ms: int,
     ) -> None:
-        """Hands an outcome to those who wait for it, and keeps it for those who come soon."""
+        """Hands an outcome to those who wait for it, and keeps it for those who come soon.
+
+        Not one after which nothing happened, which comes with no time left: a corrected request may
+        take its place at any moment, in any process, and from then on it is not replayed any more.
+        """
         flight.payload, flight.attempt, flight.is_released = payload, attempt, False
         cache = self._cache
         if cache is None:

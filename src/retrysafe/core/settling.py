@@ -56,8 +56,9 @@ def settlement_of(
     ending: Ending,
     payload: Payload,
     entries: tuple[StagedEntry, ...] = (),
+    came_to: Any = None,
 ) -> Settlement:
-    """The row that ends an attempt, with what it staged.
+    """The row that ends an attempt, with what it staged; `came_to` is its value or exception.
 
     A released key will run again, so what this attempt staged goes with the one that settles it.
     """
@@ -67,6 +68,8 @@ def settlement_of(
     )
     if entries and ending is not _RELEASED:
         settlement.entries = entries
+    if call.nothing_happened is not None and ending is not _SUCCEEDED:
+        settlement.nothing_happened = call.nothing_happened(came_to)
     return settlement
 
 
@@ -133,7 +136,7 @@ class Settler:
         if self.is_postponed(call, ending, attempt, error):
             return ending, payload
         try:
-            stored = await self.settle(call, lease, ending, payload, attempt)
+            stored = await self.settle(call, lease, ending, payload, attempt, came_to=error)
         except OutcomeNotStored as unstored:
             if ending is Ending.RELEASED:
                 # The key is freed by its lease instead; the operation's own error matters more.
@@ -167,13 +170,14 @@ class Settler:
         attempt: int,
         value: Any = None,
         entries: tuple[StagedEntry, ...] = (),
+        came_to: Any = None,
     ) -> Payload:
         """Stores an ending; when it returns, the returned payload is durable.
 
         Raises `ClaimLost` when another owner has the key, `OutcomeNotStored` when the store could
         not be told within the policy's patience.
         """
-        settlement = settlement_of(call, lease, ending, payload, entries)
+        settlement = settlement_of(call, lease, ending, payload, entries, came_to)
         try:
             try:
                 answer = await self._writer.settle(settlement)

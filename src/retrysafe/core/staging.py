@@ -21,10 +21,26 @@ from retrysafe.errors import InvalidInput
 class Staging:
     """The outbox of one attempt: `attempt.outbox`, or `run.outbox` in an atomic block."""
 
-    __slots__ = ("_entries", "_is_closed", "_key", "_numbers", "_require_claim", "_secret")
+    __slots__ = (
+        "_correction",
+        "_entries",
+        "_is_closed",
+        "_key",
+        "_numbers",
+        "_require_claim",
+        "_secret",
+    )
 
-    def __init__(self, key: Key, secret: bytes | None, require_claim: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        key: Key,
+        secret: bytes | None,
+        require_claim: Callable[[], None],
+        correction: bytes = b"",
+    ) -> None:
         self._key = key
+        # What tells a corrected request from the one before it, whose entries may be delivered.
+        self._correction = correction
         self._secret = secret
         self._require_claim = require_claim
         # By topic and name, in the order of staging.
@@ -65,7 +81,7 @@ class Staging:
         while True:
             place = name if numbers is None else next(numbers)
             entry = staged_entry(
-                entry_key(self._secret, self._key, topic, place),
+                entry_key(self._secret, self._key, topic, place, self._correction),
                 topic,
                 payload,
                 aggregate=aggregate,

@@ -65,13 +65,22 @@ def claim(
             "another key with the same digest exists; use a different key", key=request.key.text
         )
     condition = condition_of(record, now_ms)
-    event = claim_event(record, request.fingerprints, request.operation, request.token)
+    event = claim_event(record, request)
     decision = decide(event, condition)
     if decision is _ADMIT:
         granted = _granted(request, None, condition, now_ms)
         return granted, _grant(decision, condition, granted)
     assert record is not None  # Only an absent record has no row, and absent is always admitted.
-    return _claimed(record, request, decision, condition, now_ms)
+    is_corrected = event is Event.CLAIM_CORRECTED
+    return _claimed(record, request, decision, condition, now_ms, is_corrected=is_corrected)
+
+
+def is_new_request(record: Record, changed: Record, decision: Decision) -> bool:
+    """Whether a claim starts a new life of the key, or brings a corrected request.
+
+    What is stored beside the record, its steps and its arguments, is of the earlier request then.
+    """
+    return decision is _ADMIT or changed.fingerprint != record.fingerprint
 
 
 def take_over(
@@ -94,11 +103,22 @@ def take_over(
 
 
 def _claimed(
-    record: Record, request: ClaimRequest, decision: Decision, condition: Condition, now_ms: int
+    record: Record,
+    request: ClaimRequest,
+    decision: Decision,
+    condition: Condition,
+    now_ms: int,
+    *,
+    is_corrected: bool = False,
 ) -> tuple[Record | None, ClaimAnswer]:
     """What a claim does to a record that is there and not outlived."""
     if decision is _TAKE_OVER:
         granted = _granted(request, record, condition, now_ms)
+        if is_corrected:
+            current = request.fingerprints[0]
+            granted.rule, granted.fingerprint = current.rule, current.digest
+            # Not before the life's first claim, also when the clock was set back since.
+            granted.corrected_at_ms = max(now_ms, granted.first_claimed_at_ms)
         told = _grant(decision, condition, granted)
         told.fingerprint = Fingerprint(granted.rule, granted.fingerprint)
         return granted, told
@@ -120,7 +140,22 @@ def _claimed(
         elapsed_ms=max(0, now_ms - record.claimed_at_ms) if decision is _IN_FLIGHT else 0,
         releases=record.releases,
         fingerprint=Fingerprint(record.rule, record.fingerprint),
+        correction=correction_of(record) if decision is Decision.CONFIRM else b"",
+        nothing_happened=record.nothing_happened and decision is _REPLAY,
     )
+
+
+def correction_of(record: Record) -> bytes:
+    """What tells the request from the one that it has corrected; empty when there is none.
+
+    Taken from the record, so that it is the same in every attempt, whatever rules their processes
+    know. An instant before this life is left over from an earlier one, by a release of retrysafe
+    that does not know of corrections.
+    """
+    corrected_at_ms = record.corrected_at_ms
+    if corrected_at_ms is None or corrected_at_ms < record.first_claimed_at_ms:
+        return b""
+    return b"%d:" % record.rule + record.fingerprint
 
 
 def _grant(decision: Decision, condition: Condition, granted: Record) -> ClaimAnswer:
@@ -133,6 +168,7 @@ def _grant(decision: Decision, condition: Condition, granted: Record) -> ClaimAn
         ends_at_ms,
         _PENDING,
         releases=granted.releases,
+        correction=correction_of(granted),
     )
 
 
@@ -145,7 +181,11 @@ def _granted(
     the request that it was made for.
     """
     current = request.fingerprints[0]
-    attempt, releases = (1, 0) if previous is None else _counted(previous, request, condition)
+    attempt, releases, is_uncertain = 1, 0, False
+    corrected_at_ms = None
+    if previous is not None:
+        attempt, releases, is_uncertain = _counted(previous, request, condition)
+        corrected_at_ms = previous.corrected_at_ms
     key = request.key
     ends_at_ms = now_ms + request.lease_ms
     # A pending record has no expiry, also when the settled one before it had one.
@@ -176,20 +216,29 @@ def _granted(
         expires_at_ms,
         request.owner,
         releases,
+        is_uncertain,
+        False,
+        corrected_at_ms,
     )
 
 
-def _counted(previous: Record, request: ClaimRequest, condition: Condition) -> tuple[int, int]:
-    """The number of the attempt after this record, and how many before it ended with a word."""
+def _counted(
+    previous: Record, request: ClaimRequest, condition: Condition
+) -> tuple[int, int, bool]:
+    """The number of the attempt after this record, and how those before it ended.
+
+    That is how many of them ended with a word, and whether any of them may have left effects.
+    """
+    is_uncertain = previous.is_uncertain or not previous.nothing_happened
     if condition is not Condition.ABANDONED:
         # An operator's release starts the numbers over, and so may a release of retrysafe that
         # does not know this count: it is never more than the attempts that there were.
-        return previous.attempt + 1, min(previous.releases + 1, previous.attempt)
+        return previous.attempt + 1, min(previous.releases + 1, previous.attempt), is_uncertain
     if previous.token == request.token:
         # Asked for again by the same owner, whose lease ended before it could start: an attempt
         # that ran nothing must not count towards the limit.
-        return previous.attempt, previous.releases
-    return previous.attempt + 1, min(previous.releases, previous.attempt)
+        return previous.attempt, previous.releases, previous.is_uncertain
+    return previous.attempt + 1, min(previous.releases, previous.attempt), is_uncertain
 
 
 def settle(
@@ -240,6 +289,10 @@ def _settled(record: Record, settlement: Settlement, now_ms: int) -> Record:
         now_ms + settlement.active_ms,
         record.owner,
         record.releases,
+        record.is_uncertain,
+        # Of a life in which anything else happened before, one harmless ending proves nothing.
+        settlement.nothing_happened and not record.is_uncertain,
+        record.corrected_at_ms,
     )
 
 

@@ -406,10 +406,13 @@ class Protection:
         route, request = plan.route, plan.request
         operation = route.operations[request.method]
         request.has_exact_path = route.rule.exact_path
-        text = plan.key
+        text, nothing_happened = plan.key, None
         if text is None:
             plan.is_made = True
             assert route.maker is not None  # Else the plan would have its key.
+            # Only where the key is made here, whatever the source takes beside that: a key that its
+            # client has sent belongs to one request for good.
+            nothing_happened = route.nothing_happened
             text = plan.key = route.maker.key(
                 request,
                 operation=operation,
@@ -430,6 +433,7 @@ class Protection:
             # that says nothing. By its place, because a name costs every request some time.
             False,
             plan.waiters,
+            nothing_happened,
         )
         return nested(call, self._keys_by_tag(plan, call)) if self._is_rotating else call
 

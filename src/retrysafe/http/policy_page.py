@@ -149,6 +149,7 @@ def _route(route: Route) -> dict[str, Any]:
         "responds_async": responds_async(rule),
         "same_request": _counted(route.fingerprint),
         "freed_statuses": _ranges(rule.stored.freed_statuses),
+        "nothing_happened_statuses": sorted(rule.nothing_happened),
         "stored_headers": sorted(name.decode() for name in STORED_HEADERS | route.codec.extra),
         "response_is_kept": rule.streaming is Streaming.BUFFER,
         "request_limit_bytes": rule.request_limit_bytes,
@@ -297,6 +298,11 @@ def _html_route(route: dict[str, Any]) -> str:
         # Nothing is sent that could be missing or written in two ways.
         del lines["Keys without quotes"]
         lines["Key"] = f"none is sent; repeated requests are recognised by {route['key_source']}"
+    if route["nothing_happened_statuses"]:
+        statuses = ", ".join(map(str, route["nothing_happened_statuses"]))
+        lines["Corrected requests"] = (
+            f"accepted after {statuses}, unless an earlier attempt ended in any other way"
+        )
     lines["After a crash"] = (
         "the key is free at once: the work and its response are one transaction"
         if route["is_atomic"]

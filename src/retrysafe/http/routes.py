@@ -18,12 +18,31 @@ from retrysafe.errors import PolicyInvalid
 from retrysafe.http.keys_of import FromHeader
 from retrysafe.http.paths import PathPattern
 from retrysafe.http.request import plain_path, served_path
-from retrysafe.http.responses import ResponseCodec
+from retrysafe.http.responses import Response, ResponseCodec
 from retrysafe.http.rules import ACCEPT, Accept, KeyUse, Rule, require_rules
 from retrysafe.runtime.calls import Settings
 
 # The column of the stores that holds an operation's name.
 _NAME_LIMIT_CHARACTERS: Final = 255
+
+
+class _Listed:
+    """The statuses after which nothing happened, asked of whatever a run came to."""
+
+    __slots__ = ("_statuses",)
+
+    def __init__(self, statuses: Iterable[int]) -> None:
+        self._statuses = frozenset(statuses)
+
+    def __call__(self, came_to: Any) -> bool:
+        # An exception becomes a 500, whatever the policy of the route says of its type. Of a
+        # response that was not held back, nobody knows what its client has seen.
+        return (
+            type(came_to) is Response
+            and came_to.status in self._statuses
+            and not came_to.is_streamed
+            and not came_to.doubt
+        )
 
 
 class Route:
@@ -40,6 +59,7 @@ class Route:
         "judge",
         "made_policy",
         "maker",
+        "nothing_happened",
         "operations",
         "policy",
         "rule",
@@ -67,6 +87,10 @@ class Route:
         self.fingerprint = rule.fingerprint or settings.rule
         self.codec = ResponseCodec(rule.headers)
         self.judge: Callable[[Any], Ending] = rule.stored.ending_of
+        # Whether a response is listed as one after which nothing happened; None without a list.
+        self.nothing_happened: Callable[[Any], bool] | None = None
+        if rule.nothing_happened:
+            self.nothing_happened = _Listed(rule.nothing_happened)
         self.is_required = rule.key is KeyUse.REQUIRED
         self.source = rule.source
         self.has_header_key = type(source) is FromHeader

@@ -165,6 +165,9 @@ class Rule:
     # Whether `Prefer: respond-async` is followed.
     respond_async: bool = True
     stored: StatusRule = KEPT_BELOW_500
+    # Responses after which nothing has happened, such as 402: a key that is made from the request
+    # then takes a corrected one. Whether the response is kept or frees the key, `stored` says.
+    nothing_happened: tuple[int, ...] = ()
     # Headers that are stored beside the usual ones, such as "X-Total-Count".
     headers: tuple[str, ...] = ()
     # Whether slashes at the end and double ones make another path, and another request.
@@ -216,12 +219,30 @@ class Rule:
                 f"a rule's in_flight is InFlight.FAIL, InFlight.WAIT or ACCEPT, "
                 f"got {self.in_flight!r}"
             )
+        self._check_nothing_happened()
         self._check_transaction()
         if self.in_flight is ACCEPT and not has_status(self):
             raise PolicyInvalid(
                 "in_flight=ACCEPT promises a status URL, where nobody could read a transaction "
                 "before its end or the bytes of a stream: use InFlight.WAIT or InFlight.FAIL"
             )
+
+    def _check_nothing_happened(self) -> None:
+        given: object = self.nothing_happened
+        listed = (given,) if isinstance(given, int) else tuple(self.nothing_happened)
+        for status in listed:
+            if type(status) is not int or not 400 <= status <= 499 or status == 408:
+                raise PolicyInvalid(
+                    "nothing_happened takes statuses from 400 to 499 except 408, because after "
+                    f"others something may have happened, got {status!r}"
+                )
+        source = self.source
+        if listed and isinstance(source, FromHeader) and source.otherwise is None:
+            raise PolicyInvalid(
+                "nothing_happened is for keys that are made from the request: one in the "
+                "Idempotency-Key header belongs to one request, and a corrected one brings another"
+            )
+        object.__setattr__(self, "nothing_happened", listed)
 
     def _check_transaction(self) -> None:
         if self.transaction is None:

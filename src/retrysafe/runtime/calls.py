@@ -306,7 +306,8 @@ class Once:
         }
         plain = fingerprints_of(self.rule or self.settings.rule, self.name, request)
         fingerprints = self.settings.secrets.fingerprints(plain)
-        key = self._key(bound, args, kwargs, plain[0])
+        key, is_derived = self._key(bound, args, kwargs, plain[0])
+        takes_corrections = is_derived and bool(self.policy.nothing_happened)
         scoped = self.settings.key(key, None if isinstance(key, Key) else self.caller)
         call = Call(
             scoped,
@@ -319,6 +320,7 @@ class Once:
                 if self.keep is None
                 else self.keep(args, kwargs, self.policy.arguments_limit_bytes)
             ),
+            nothing_happened=self.policy.is_nothing_happened if takes_corrections else None,
         )
         secrets = self.settings.secrets
         if not isinstance(self.key_source, BodyKey) or len(secrets.listed) < 2:
@@ -337,19 +339,26 @@ class Once:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         fingerprint: Fingerprint,
-    ) -> str | Key:
+    ) -> tuple[str | Key, bool]:
+        """The key, and whether it was made from values here.
+
+        A text that a function gives may be a client's own key, which belongs to one request.
+        """
         source = self.key_source
         if isinstance(source, str):
             source = (source,)
         if isinstance(source, tuple):
-            return natural_key(self.name, **{name: bound.arguments[name] for name in source})
+            named = {name: bound.arguments[name] for name in source}
+            return natural_key(self.name, **named), True
         if isinstance(source, BodyKey):
             # What the rule leaves out does not count here either: a retry that differs in nothing
             # else would get a key of its own, and run again.
             secret = checked_secret(self.settings.secrets.value)
-            return body_key(secret, self.name, fingerprint.digest)
+            return body_key(secret, self.name, fingerprint.digest), True
         made = source(*args, **kwargs)
-        return natural_key(self.name, *made) if isinstance(made, tuple) else made
+        if isinstance(made, tuple):
+            return natural_key(self.name, *made), True
+        return made, False
 
 
 ONCE_ATTRIBUTE: Final = "__retrysafe_once__"

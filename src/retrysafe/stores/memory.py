@@ -89,15 +89,16 @@ class MemoryStore:
 
     def _claim(self, request: ClaimRequest, now_ms: int) -> ClaimResult:
         digest = request.key.digest
+        record = self._records.find(digest)
         try:
-            changed, answer = transitions.claim(self._records.find(digest), request, now_ms)
+            changed, answer = transitions.claim(record, request, now_ms)
         except StoreError as error:
             return error
         if changed is not None:
             self._records[digest] = changed
-            if answer.decision is Decision.ADMIT:
+            if record is None or transitions.is_new_request(record, changed, answer.decision):
                 # A new life of the key must not resume from the steps of an earlier one, nor with
-                # its arguments.
+                # its arguments; neither must a corrected request.
                 self._steps.pop(digest, None)
                 self._arguments.pop(digest, None)
             if request.arguments is not None:
@@ -111,6 +112,8 @@ class MemoryStore:
         digest = settlement.key.digest
         changed, answer = transitions.settle(self._records.find(digest), settlement, now_ms)
         if changed is not None:
+            # With a step stored, something has happened. None can come after the ending.
+            changed.nothing_happened = changed.nothing_happened and not self._steps.get(digest)
             self._records[digest] = changed
             if settlement.payload is not None:
                 ending = ending_of(settlement, settlement.payload, changed, now_ms)

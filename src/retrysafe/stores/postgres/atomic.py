@@ -178,9 +178,9 @@ class PostgresTransaction:
             if record.state is State.PENDING and not await self._fetch("lock_record", key.digest):
                 # Its owner may be completing it in an open transaction, whatever its lease says.
                 return rows.in_flight()
-            is_new_life = answer.decision is Decision.ADMIT
+            is_new = transitions.is_new_request(record, changed, answer.decision)
             ((count,),) = await self._fetch(
-                "replace_record", *rows.replacement(record, changed, is_new_life=is_new_life)
+                "replace_record", *rows.replacement(record, changed, is_new_request=is_new)
             )
             if count:
                 return answer
@@ -216,6 +216,7 @@ class PostgresTransaction:
             payload.head,
             payload.body,
             self._lock_number(settlement.key),
+            settlement.nothing_happened,
         )
         if settled:
             self._transaction_id = str(settled[0][0])

@@ -349,11 +349,10 @@ class Batches:
                     if changed is None:
                         answer.payload = payload if answer.decision is Decision.REPLAY else None
                         return answer
-                    is_new_life = answer.decision is Decision.ADMIT
                     if await self.replace(
                         record,
                         changed,
-                        is_new_life=is_new_life,
+                        is_new_request=transitions.is_new_request(record, changed, answer.decision),
                         arguments=arguments,
                         lock_wait=_NO_WAIT if self._sifter.is_busy(digest) else lock_wait,
                     ):
@@ -397,7 +396,7 @@ class Batches:
         old: Record,
         new: Record,
         *,
-        is_new_life: bool = False,
+        is_new_request: bool = False,
         arguments: Payload | None = None,
         lock_wait: str | None = None,
     ) -> bool:
@@ -408,7 +407,7 @@ class Batches:
         ((count,),) = await self._fetch(
             "replace_record",
             *replacement(
-                old, new, is_new_life=is_new_life, arguments=arguments, lock_wait=lock_wait
+                old, new, is_new_request=is_new_request, arguments=arguments, lock_wait=lock_wait
             ),
         )
         return bool(count)

@@ -100,6 +100,7 @@ class PostgresOutbox:
             [None if payload is None else payload.body for payload in payloads],
             [item.key.digest for item in ends for _ in item.entries],
             *entry_columns(entries),
+            [item.nothing_happened for item in ends],
         )
         return {bytes(digest) for (digest,) in rows}
 

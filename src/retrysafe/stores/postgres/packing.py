@@ -25,7 +25,7 @@ def split(digests: bytes) -> set[bytes]:
 
 
 def _columns(rows: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
-    return [list(column) for column in zip(*rows, strict=True)] or [[], [], [], []]
+    return [list(column) for column in zip(*rows, strict=True)]
 
 
 async def write(
@@ -59,6 +59,7 @@ def _ending_row(item: Settlement, payload: Payload) -> Sequence[Any]:
         payload.form,
         payload.head,
         payload.body,
+        item.nothing_happened,
     )
 
 
@@ -88,21 +89,23 @@ def _packed(claims: Iterable[ClaimRequest], endings: Iterable[Settlement]) -> Se
     ended: list[bytes] = []
     heads: list[bytes | None] = []
     bodies: list[bytes | None] = []
-    ways: dict[tuple[int, int, int, str | None], int] = {}
-    way: tuple[int, int, int, str | None] | None = None
+    ways: dict[tuple[int, int, int, str | None, bool], int] = {}
+    way: tuple[int, int, int, str | None, bool] | None = None
     for item in sorted(endings, key=_digest_of):
         payload = item.payload
         if payload is None:
             form = head = body = None
         else:
             form, head, body = payload.form, payload.head, payload.body
-        if way != (another := (item.kind, item.active_ms, item.audit_ms, form)):
+        if way != (
+            another := (item.kind, item.active_ms, item.audit_ms, form, item.nothing_happened)
+        ):
             way, mark = another, _BYTES[ways.setdefault(another, len(ways))]
         ended.append(item.key.digest + item.token + mark)
         heads.append(head)
         bodies.append(body)
-    operations, rules, leases, owners = _columns(manners)
-    kinds, actives, audits, forms = _columns(ways)
+    operations, rules, leases, owners = _columns(manners) or [[]] * 4
+    kinds, actives, audits, forms, marks = _columns(ways) or [[]] * 5
     return (
         identities,
         callers,
@@ -118,6 +121,7 @@ def _packed(claims: Iterable[ClaimRequest], endings: Iterable[Settlement]) -> Se
         actives,
         audits,
         forms,
+        marks,
     )
 
 

@@ -84,7 +84,7 @@ def replacement(
     old: Record,
     new: Record,
     *,
-    is_new_life: bool,
+    is_new_request: bool,
     arguments: Payload | None = None,
     lock_wait: str | None = None,
 ) -> tuple[Any, ...]:
@@ -114,12 +114,16 @@ def replacement(
         old.attempt,
         old.lease_ends_at_ms,
         old.expires_at_ms,
-        is_new_life,
+        is_new_request,
         form,
         head,
         body,
         lock_wait,
         new.releases,
+        new.is_uncertain,
+        new.nothing_happened,
+        new.corrected_at_ms,
+        old.nothing_happened,
     )
 
 

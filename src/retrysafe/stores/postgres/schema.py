@@ -28,6 +28,12 @@ _LEASE_ENDS_AT_MS: Final = (
     "FROM {schema}.renewals AS r WHERE r.digest = k.digest AND r.token = k.token)) "
     "ELSE k.lease_ends_at_ms END"
 )
+# Whether nothing happened in the life of a key `k`, by the word of its last claim's owner, and no
+# step is stored. Steps are written by the owner of a pending record alone, so none comes later.
+_NOTHING_HAPPENED: Final = (
+    "(CASE WHEN k.nothing_happened_token = k.token THEN NOT EXISTS ("
+    "SELECT 1 FROM {schema}.steps AS s WHERE s.digest = k.digest) ELSE false END)"
+)
 # How long a batch waits for the rows of others. Rivals among batches need one flush of the WAL,
 # which is mostly shorter; a user's transaction may last for ever. Below the second after which the
 # server looks for deadlocks: the batch gives way, and not the user's transaction.
@@ -75,6 +81,7 @@ def statements(schema: str, now_ms: str = NOW_MS) -> dict[str, str]:
     """
     made = {
         name: block.replace("{lease_ends_at_ms}", _LEASE_ENDS_AT_MS)
+        .replace("{nothing_happened}", _NOTHING_HAPPENED)
         .replace("{schema}", schema)
         .replace("{now_ms}", now_ms)
         .replace("{horizon_days}", str(HORIZON_DAYS))

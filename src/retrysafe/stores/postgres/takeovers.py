@@ -83,11 +83,14 @@ def _row(takeover: Takeover) -> tuple[Any, ...]:
         new.claimed_at_ms,
         new.lease_ends_at_ms,
         new.owner,
-        answer.decision is Decision.ADMIT,  # A new life.
+        transitions.is_new_request(old, new, answer.decision),
         old.token,
         old.state.value,
         old.attempt,
         old.lease_ends_at_ms,
         old.expires_at_ms,
         new.releases,
+        new.is_uncertain,
+        new.corrected_at_ms,
+        old.nothing_happened,
     )

@@ -61,7 +61,7 @@ class _Rows:
 _SELECT_EXISTING: Final = _Rows("select_existing", 1)
 _INSERT_KEYS: Final = _Rows("insert_keys", 11)
 _COUNT_HELD: Final = _Rows("count_held", 2)
-_SETTLE_KEYS: Final = _Rows("settle_keys", 5)
+_SETTLE_KEYS: Final = _Rows("settle_keys", 6)
 _INSERT_OUTCOMES: Final = _Rows("insert_outcomes", 8)
 _INSERT_KEY: Final = SQL["insert_key"]
 _SETTLE_KEY: Final = SQL["settle_key"]
@@ -166,9 +166,9 @@ def _decide(
     digest = request.key.digest
     if changed is not None:
         rows.update(connection, changed)
-        if answer.decision is Decision.ADMIT:
+        if record is None or transitions.is_new_request(record, changed, answer.decision):
             # A new life of the key must not resume from the steps of an earlier one, nor with
-            # its arguments.
+            # its arguments; neither must a corrected request.
             connection.execute(SQL["delete_steps"], (digest,))
             connection.execute(SQL["delete_arguments"], (digest,))
         if request.arguments is not None:
@@ -218,7 +218,8 @@ def _settle_all(
     for digest, item in zip(digests, settlements, strict=True):
         number, payload = int(item.kind), item.payload
         assert payload is not None  # Looked at above.
-        wishes += (number, now_ms, now_ms + item.active_ms, outcome_id, digest)
+        mark = int(item.nothing_happened)
+        wishes += (number, now_ms, now_ms + item.active_ms, outcome_id, mark, digest)
         ending = (number, payload.form, payload.head, payload.body)
         outcomes += (outcome_id, digest, *ending, now_ms, now_ms + item.audit_ms)
         outcome_id += 1
@@ -239,7 +240,9 @@ def _settle_one(
         stored = connection.execute(_INSERT_OUTCOME, (*ending, blob, _blob(settlement.token)))
         if stored.rowcount == 1:
             expires_at_ms = now_ms + settlement.active_ms
-            connection.execute(_SETTLE_KEY, (number, now_ms, expires_at_ms, stored.lastrowid, blob))
+            mark = int(settlement.nothing_happened)
+            ended = (number, now_ms, expires_at_ms, stored.lastrowid, mark, blob)
+            connection.execute(_SETTLE_KEY, ended)
             return SettleAnswer(Decision.APPLY)
     record = rows.select(connection, digest)
     changed, answer = transitions.settle(record, settlement, now_ms)

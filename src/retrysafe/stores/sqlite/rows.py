@@ -17,6 +17,8 @@ def record(row: tuple[Any, ...]) -> Record:
     """The record of a row."""
     made = Record(*row)
     made.state = State(made.state)
+    made.is_uncertain = bool(made.is_uncertain)
+    made.nothing_happened = bool(made.nothing_happened)
     return made
 
 
@@ -65,6 +67,9 @@ def update(connection: sqlite3.Connection, changed: Record) -> None:
             changed.expires_at_ms,
             changed.owner,
             changed.releases,
+            changed.is_uncertain,
+            changed.token if changed.nothing_happened else None,
+            changed.corrected_at_ms,
             changed.digest,
         ),
     )

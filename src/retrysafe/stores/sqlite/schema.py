@@ -10,11 +10,20 @@ from retrysafe.errors import SchemaMissing
 from retrysafe.stores.migrations import Applied, Migration, load_migrations, pending
 from retrysafe.stores.sql import load_blocks
 
-SQL: Final = {
+# Whether nothing happened in the life of a key `k`, by the word of its last claim's owner, and no
+# step is stored. Steps are written by the owner of a pending record alone, so none comes later.
+_NOTHING_HAPPENED: Final = (
+    "CASE WHEN k.nothing_happened_token = k.token THEN NOT EXISTS ("
+    "SELECT 1 FROM retrysafe_steps AS s WHERE s.digest = k.digest) ELSE 0 END"
+)
+_BLOCKS: Final = {
     **load_blocks("retrysafe.stores.sqlite.sql", "queries.sql"),
     **load_blocks("retrysafe.stores.sqlite.sql", "outbox.sql"),
     **load_blocks("retrysafe.stores.sqlite.sql", "recovery.sql"),
     **load_blocks("retrysafe.stores.sqlite.sql", "sweeping.sql"),
+}
+SQL: Final = {
+    name: block.replace("{nothing_happened}", _NOTHING_HAPPENED) for name, block in _BLOCKS.items()
 }
 MIGRATIONS: Final = load_migrations("retrysafe.stores.sqlite.migrations")
 

@@ -46,6 +46,7 @@ from retrysafe.testing.suite.batches import BatchCases
 from retrysafe.testing.suite.claims import ClaimCases
 from retrysafe.testing.suite.collisions import CollisionCases
 from retrysafe.testing.suite.concurrency import ConcurrencyCases
+from retrysafe.testing.suite.corrections import CorrectionCases
 from retrysafe.testing.suite.leases import LeaseCases
 from retrysafe.testing.suite.listing import ListingCases
 from retrysafe.testing.suite.operators import OperatorCases
@@ -65,6 +66,7 @@ from retrysafe.testing.suite.table import TableCases
 class StoreSuite(
     TableCases,
     ClaimCases,
+    CorrectionCases,
     LeaseCases,
     SettlementCases,
     PayloadCases,

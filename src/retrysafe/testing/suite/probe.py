@@ -83,10 +83,18 @@ def request(
     operation: str = "charge",
     owner: str = "owner-1",
     arguments: Payload | None = None,
+    takes_corrections: bool = False,
 ) -> ClaimRequest:
     """A claim, with a fresh token unless one is given."""
     return ClaimRequest(
-        key, fingerprints or (ASKED,), token or mint_token(), lease_ms, operation, owner, arguments
+        key,
+        fingerprints or (ASKED,),
+        token or mint_token(),
+        lease_ms,
+        operation,
+        owner,
+        arguments,
+        takes_corrections,
     )
 
 
@@ -98,9 +106,18 @@ def settlement(
     payload: Payload | None = RESULT,
     active_ms: int = ACTIVE_MS,
     audit_ms: int = AUDIT_MS,
+    nothing_happened: bool = False,
 ) -> Settlement:
     """An owner's ending."""
-    return Settlement(kind, key, token, payload, active_ms=active_ms, audit_ms=audit_ms)
+    return Settlement(
+        kind,
+        key,
+        token,
+        payload,
+        active_ms=active_ms,
+        audit_ms=audit_ms,
+        nothing_happened=nothing_happened,
+    )
 
 
 class Probe:
@@ -166,10 +183,19 @@ class Probe:
         payload: Payload | None = RESULT,
         active_ms: int = ACTIVE_MS,
         audit_ms: int = AUDIT_MS,
+        nothing_happened: bool = False,
     ) -> Decision:
         """Ends an attempt."""
         return self.settle(
-            settlement(kind, key, token, payload=payload, active_ms=active_ms, audit_ms=audit_ms)
+            settlement(
+                kind,
+                key,
+                token,
+                payload=payload,
+                active_ms=active_ms,
+                audit_ms=audit_ms,
+                nothing_happened=nothing_happened,
+            )
         ).decision
 
     def extend_all(self, extensions: Sequence[Extension]) -> list[ExtendResult]:
@@ -269,15 +295,25 @@ class Probe:
     # Scenes.
 
     def arrange(
-        self, condition: Condition, key: Key = KEY, *, arguments: Payload | None = None
+        self,
+        condition: Condition,
+        key: Key = KEY,
+        *,
+        arguments: Payload | None = None,
+        nothing_happened: bool = False,
     ) -> bytes:
-        """Brings a key into a condition with one step recorded; gives its last owner's token."""
+        """Brings a key into a condition; gives its last owner's token.
+
+        One step is recorded, unless nothing happened.
+        """
         if condition is Condition.ABSENT:
             return mint_token()
         token = self.hold(key, arguments=arguments)
-        assert self.record(token, "arranged", key=key) is Decision.APPLY
+        if not nothing_happened:
+            assert self.record(token, "arranged", key=key) is Decision.APPLY
         if condition in _ENDING_OF:
-            assert self.end(_ENDING_OF[condition], token, key) is Decision.APPLY
+            ended = self.end(_ENDING_OF[condition], token, key, nothing_happened=nothing_happened)
+            assert ended is Decision.APPLY
         if condition is Condition.ABANDONED:
             self.advance(LEASE_MS)
         if condition is Condition.OUTLIVED:

@@ -277,6 +277,7 @@ class RecoveryCases(SuiteBase):
             owner="worker",
             claimed_at_ms=probe.clock(),
             lease_ends_at_ms=probe.clock() + 1_000,
+            is_uncertain=True,  # The owner that died may have done anything.
         )
         assert after.record == expected
         assert (after.steps, after.arguments) == (before.steps, FIRST)

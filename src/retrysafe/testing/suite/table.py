@@ -42,7 +42,12 @@ _COMMANDS: Final = {
     Event.OPERATOR_FORCE_RELEASE: OperatorCommand.FORCE_RELEASE,
     Event.OPERATOR_EXPIRE: OperatorCommand.EXPIRE,
 }
-_CLAIMS: Final = (Event.CLAIM, Event.CLAIM_MISMATCHED, Event.CLAIM_AGAIN)
+_CLAIMS: Final = (
+    Event.CLAIM,
+    Event.CLAIM_MISMATCHED,
+    Event.CLAIM_CORRECTED,
+    Event.CLAIM_AGAIN,
+)
 
 
 def _cells(*events: Event) -> pytest.MarkDecorator:
@@ -62,7 +67,8 @@ class TableCases(SuiteBase):
         self, probe: Probe, event: Event, condition: Condition
     ) -> None:
         """Each kind of claim gets the table's decision, and the row becomes the model's row."""
-        wish = _claim_wish(event, probe.arrange(condition))
+        is_correctable = event is Event.CLAIM_CORRECTED
+        wish = _claim_wish(event, probe.arrange(condition, nothing_happened=is_correctable))
         before = probe.find()
         expected = transitions.claim(_record(before), wish, probe.clock())
         answer = probe.ask(wish)
@@ -194,6 +200,8 @@ def _record(found: StoredKey | None) -> Record | None:
 def _claim_wish(event: Event, token: bytes) -> ClaimRequest:
     if event is Event.CLAIM_MISMATCHED:
         return request(KEY, None, OTHER)
+    if event is Event.CLAIM_CORRECTED:
+        return request(KEY, None, OTHER, takes_corrections=True)
     if event is Event.CLAIM_AGAIN:
         return request(KEY, token)
     return request(KEY)

@@ -80,7 +80,8 @@ WITH clock AS MATERIALIZED (
         state = $3::smallint,
         settled_at_ms = c.now_ms,
         expires_at_ms = c.now_ms + $4::bigint,
-        audit_ends_at_ms = c.now_ms + $5::bigint
+        audit_ends_at_ms = c.now_ms + $5::bigint,
+        nothing_happened_token = CASE WHEN $10::boolean AND NOT k.is_uncertain THEN k.token END
     FROM clock AS c
     WHERE k.digest = $1::bytea AND k.token = $2::bytea AND k.state = 1
     RETURNING k.digest, k.token, k.attempt, k.state, k.settled_at_ms, k.audit_ends_at_ms

@@ -11,11 +11,13 @@ WITH clock AS MATERIALIZED (
         state = w.state,
         settled_at_ms = c.now_ms,
         expires_at_ms = c.now_ms + w.active_ms,
-        audit_ends_at_ms = c.now_ms + w.audit_ms
+        audit_ends_at_ms = c.now_ms + w.audit_ms,
+        nothing_happened_token =
+            CASE WHEN w.nothing_happened AND NOT k.is_uncertain THEN k.token END
     FROM clock AS c, unnest(
         $1::bytea[], $2::bytea[], $3::smallint[], $4::bigint[], $5::bigint[],
-        $6::text[], $7::bytea[], $8::bytea[]
-    ) AS w (digest, token, state, active_ms, audit_ms, form, head, body)
+        $6::text[], $7::bytea[], $8::bytea[], $16::boolean[]
+    ) AS w (digest, token, state, active_ms, audit_ms, form, head, body, nothing_happened)
     WHERE k.digest = w.digest AND k.token = w.token AND k.state = 1
     RETURNING
         k.digest, k.token, k.attempt, k.state, w.form, w.head, w.body,

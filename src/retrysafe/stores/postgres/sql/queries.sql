@@ -13,7 +13,8 @@
 --
 -- A claim's identities are its digest, its fingerprint and its token (16 bytes each) and the number
 -- of its manner (1 byte): an operation, a rule, a lease and an owner, which many rows share. An
--- ending's are its digest, its token and the number of its way: a state, two windows and a form.
+-- ending's are its digest, its token and the number of its way: a state, two windows, a form, and
+-- whether nothing happened.
 WITH clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms, set_config('lock_timeout', '{lock_wait}', true)
 ), claimed AS (
@@ -37,7 +38,9 @@ WITH clock AS MATERIALIZED (
         state = ($11::smallint[])[w.way],
         settled_at_ms = c.now_ms,
         expires_at_ms = c.now_ms + ($12::bigint[])[w.way],
-        audit_ends_at_ms = c.now_ms + ($13::bigint[])[w.way]
+        audit_ends_at_ms = c.now_ms + ($13::bigint[])[w.way],
+        nothing_happened_token =
+            CASE WHEN ($15::boolean[])[w.way] AND NOT k.is_uncertain THEN k.token END
     FROM clock AS c, (
         SELECT
             substring(ids FROM 1 FOR 16) AS digest, substring(ids FROM 17 FOR 16) AS token,
@@ -86,7 +89,8 @@ WITH settled AS (
         state = $3::smallint,
         settled_at_ms = c.now_ms,
         expires_at_ms = c.now_ms + $4::bigint,
-        audit_ends_at_ms = c.now_ms + $5::bigint
+        audit_ends_at_ms = c.now_ms + $5::bigint,
+        nothing_happened_token = CASE WHEN $9::boolean AND NOT k.is_uncertain THEN k.token END
     FROM (
         SELECT {now_ms} AS now_ms, set_config('lock_timeout', '{lock_wait}', true) AS lock_wait
     ) AS c
@@ -160,7 +164,8 @@ SELECT
     (SELECT {now_ms}),
     k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token, k.attempt,
     k.first_claimed_at_ms, k.claimed_at_ms, k.lease_ends_at_ms, k.settled_at_ms, k.expires_at_ms,
-    k.owner, k.releases, k.audit_ends_at_ms, o.form, o.head, o.body
+    k.owner, k.releases, k.is_uncertain, {nothing_happened}, k.corrected_at_ms,
+    k.audit_ends_at_ms, o.form, o.head, o.body
 FROM {schema}.keys AS k
 LEFT JOIN {schema}.outcomes AS o
     ON k.state IN (2, 3)
@@ -181,10 +186,11 @@ SELECT digest, token, lease_ends_at_ms FROM {schema}.renewals WHERE digest = ANY
 -- newest version, waits for one that is being written, and fails with 40001 on an older snapshot. If
 -- it finds a later end than the one that was read, nothing is replaced. The lock on the key's row
 -- keeps renewals out from here on.
--- A new life of the key drops the steps and the arguments of the earlier one in the same transaction.
--- Arguments that come along are kept with it, unless this life has some. The store bounds the wait
--- for a row that somebody's open transaction has written; in a user's transaction the user's own
--- bound holds.
+-- A new life of the key drops the steps and the arguments of the earlier one in the same transaction,
+-- and a corrected request those of the one before it. Arguments that come along are kept with it,
+-- unless this life has some. That nothing happened, and that no step is stored, is looked at again
+-- here, where the row is locked. The store bounds the wait for a row that somebody's open transaction
+-- has written; in a user's transaction the user's own bound holds.
 WITH bound AS MATERIALIZED (
     SELECT CASE WHEN $23::text IS NOT NULL THEN set_config('lock_timeout', $23::text, true) END
 ), held AS MATERIALIZED (
@@ -192,6 +198,7 @@ WITH bound AS MATERIALIZED (
     FROM bound, {schema}.keys AS k
     WHERE k.digest = $13 AND k.token = $14 AND k.state = $15::smallint AND k.attempt = $16
         AND k.lease_ends_at_ms <= $17 AND k.expires_at_ms IS NOT DISTINCT FROM $18::bigint
+        AND {nothing_happened} = $28::boolean
     FOR UPDATE OF k
 ), fenced AS (
     INSERT INTO {schema}.renewals AS r (digest, token, lease_ends_at_ms)
@@ -208,7 +215,8 @@ WITH bound AS MATERIALIZED (
         operation = $1, rule = $2, fingerprint = $3, state = $4::smallint, token = $5, attempt = $6,
         first_claimed_at_ms = $7, claimed_at_ms = $8, lease_ends_at_ms = $9, settled_at_ms = $10,
         expires_at_ms = $11, audit_ends_at_ms = CASE WHEN $4::smallint = 1 THEN NULL ELSE audit_ends_at_ms END,
-        owner = $12, releases = $24
+        owner = $12, releases = $24, is_uncertain = $25::boolean,
+        nothing_happened_token = CASE WHEN $26::boolean THEN $5 END, corrected_at_ms = $27::bigint
     FROM allowed AS a
     WHERE k.digest = a.digest
     RETURNING k.digest
@@ -240,16 +248,19 @@ WITH bound AS MATERIALIZED (
     FROM bound, unnest(
         $1::bytea[], $2::text[], $3::smallint[], $4::bytea[], $5::bytea[], $6::integer[], $7::bigint[],
         $8::bigint[], $9::bigint[], $10::text[], $11::boolean[],
-        $12::bytea[], $13::smallint[], $14::integer[], $15::bigint[], $16::bigint[], $17::integer[]
+        $12::bytea[], $13::smallint[], $14::integer[], $15::bigint[], $16::bigint[], $17::integer[],
+        $18::boolean[], $19::bigint[], $20::boolean[]
     ) AS w (
         digest, operation, rule, fingerprint, token, attempt, first_claimed_at_ms,
-        claimed_at_ms, lease_ends_at_ms, owner, is_new_life,
-        old_token, old_state, old_attempt, old_lease_ends_at_ms, old_expires_at_ms, releases
+        claimed_at_ms, lease_ends_at_ms, owner, is_new_request,
+        old_token, old_state, old_attempt, old_lease_ends_at_ms, old_expires_at_ms, releases,
+        is_uncertain, corrected_at_ms, old_nothing_happened
     )
     JOIN {schema}.keys AS k
         ON k.digest = w.digest AND k.token = w.old_token AND k.state = w.old_state
         AND k.attempt = w.old_attempt AND k.lease_ends_at_ms <= w.old_lease_ends_at_ms
         AND k.expires_at_ms IS NOT DISTINCT FROM w.old_expires_at_ms
+        AND {nothing_happened} = w.old_nothing_happened
     ORDER BY k.digest
     FOR UPDATE OF k{skip_locked}
 ), fenced AS (
@@ -272,16 +283,17 @@ WITH bound AS MATERIALIZED (
         token = h.token, attempt = h.attempt, first_claimed_at_ms = h.first_claimed_at_ms,
         claimed_at_ms = h.claimed_at_ms, lease_ends_at_ms = h.lease_ends_at_ms,
         settled_at_ms = NULL, expires_at_ms = NULL, audit_ends_at_ms = NULL, owner = h.owner,
-        releases = h.releases
+        releases = h.releases, is_uncertain = h.is_uncertain, nothing_happened_token = NULL,
+        corrected_at_ms = h.corrected_at_ms
     FROM allowed AS h
     WHERE k.digest = h.digest
-    RETURNING k.digest, h.is_new_life
+    RETURNING k.digest, h.is_new_request
 ), forgotten AS (
     DELETE FROM {schema}.steps
-    WHERE digest IN (SELECT digest FROM replaced WHERE is_new_life)
+    WHERE digest IN (SELECT digest FROM replaced WHERE is_new_request)
 ), dropped AS (
     DELETE FROM {schema}.arguments
-    WHERE digest IN (SELECT digest FROM replaced WHERE is_new_life)
+    WHERE digest IN (SELECT digest FROM replaced WHERE is_new_request)
 )
 SELECT coalesce(string_agg(digest, ''), '') FROM replaced;
 
@@ -344,7 +356,7 @@ WITH clock AS MATERIALIZED (
 SELECT
     c.now_ms, k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token,
     k.attempt, k.first_claimed_at_ms, k.claimed_at_ms, {lease_ends_at_ms}, k.settled_at_ms,
-    k.expires_at_ms, k.owner, k.releases
+    k.expires_at_ms, k.owner, k.releases, k.is_uncertain, {nothing_happened}, k.corrected_at_ms
 FROM {schema}.keys AS k, clock AS c
 WHERE ($1::text IS NULL OR k.caller = $1)
   AND starts_with(k.key, $2)
@@ -369,7 +381,7 @@ SELECT (pg_relation_size('{schema}.keys') / current_setting('block_size')::bigin
 SELECT
     {now_ms}, k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token,
     k.attempt, k.first_claimed_at_ms, k.claimed_at_ms, {lease_ends_at_ms}, k.settled_at_ms,
-    k.expires_at_ms, k.owner, k.releases
+    k.expires_at_ms, k.owner, k.releases, k.is_uncertain, {nothing_happened}, k.corrected_at_ms
 FROM {schema}.keys AS k
 WHERE k.ctid >= $1::text::tid AND k.ctid < $2::text::tid
     AND k.state = 1 AND k.lease_ends_at_ms <= (SELECT {now_ms})

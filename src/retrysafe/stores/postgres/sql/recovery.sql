@@ -46,7 +46,8 @@ SELECT form, head, body FROM {schema}.arguments WHERE digest = $1 AND first_clai
 SELECT
     {now_ms}, k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token,
     k.attempt, k.first_claimed_at_ms, k.claimed_at_ms, {lease_ends_at_ms}, k.settled_at_ms,
-    k.expires_at_ms, k.owner, k.releases, a.form, a.head, a.body
+    k.expires_at_ms, k.owner, k.releases, k.is_uncertain, {nothing_happened}, k.corrected_at_ms,
+    a.form, a.head, a.body
 FROM {schema}.arguments AS a
 JOIN {schema}.keys AS k ON k.digest = a.digest AND k.first_claimed_at_ms = a.first_claimed_at_ms
 WHERE a.digest > $1 AND k.state = 1 AND k.lease_ends_at_ms <= (SELECT {now_ms})

@@ -25,8 +25,8 @@ FROM (VALUES {rows:(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)}) WHERE column1 <> 0;
 SELECT
     digest, caller, key, operation, rule, fingerprint, state, token, attempt,
     first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, settled_at_ms, expires_at_ms, owner,
-    releases
-FROM retrysafe_keys WHERE digest = ?;
+    releases, is_uncertain, {nothing_happened}, corrected_at_ms
+FROM retrysafe_keys AS k WHERE digest = ?;
 
 -- name: select_existing
 -- Which of several keys have a row.
@@ -37,7 +37,8 @@ SELECT digest FROM retrysafe_keys WHERE digest IN ({rows:?});
 UPDATE retrysafe_keys SET
     operation = ?, rule = ?, fingerprint = ?, state = ?, token = ?, attempt = ?,
     first_claimed_at_ms = ?, claimed_at_ms = ?, lease_ends_at_ms = ?,
-    settled_at_ms = ?, expires_at_ms = ?, owner = ?, releases = ?
+    settled_at_ms = ?, expires_at_ms = ?, owner = ?, releases = ?, is_uncertain = ?,
+    nothing_happened_token = ?, corrected_at_ms = ?
 WHERE digest = ?;
 
 -- name: count_held
@@ -61,7 +62,9 @@ WHERE digest = ? AND token = ? AND state = 1;
 
 -- name: settle_key
 -- Ends the attempt whose outcome was just stored; the write lock has kept the row as it was.
-UPDATE retrysafe_keys SET state = ?, settled_at_ms = ?, expires_at_ms = ?, outcome_id = ?
+UPDATE retrysafe_keys SET
+    state = ?, settled_at_ms = ?, expires_at_ms = ?, outcome_id = ?,
+    nothing_happened_token = CASE WHEN ? AND NOT is_uncertain THEN token END
 WHERE digest = ?;
 
 -- name: settle_keys
@@ -70,9 +73,10 @@ UPDATE retrysafe_keys SET
     state = wish.column1,
     settled_at_ms = wish.column2,
     expires_at_ms = wish.column3,
-    outcome_id = wish.column4
-FROM (VALUES {rows:(?, ?, ?, ?, ?)}) AS wish
-WHERE retrysafe_keys.digest = wish.column5;
+    outcome_id = wish.column4,
+    nothing_happened_token = CASE WHEN wish.column5 AND NOT is_uncertain THEN token END
+FROM (VALUES {rows:(?, ?, ?, ?, ?, ?)}) AS wish
+WHERE retrysafe_keys.digest = wish.column6;
 
 -- name: insert_outcomes
 -- Stores the endings of attempts, in the transaction that settles their keys.
@@ -148,8 +152,8 @@ DELETE FROM retrysafe_steps WHERE digest = ?;
 SELECT
     digest, caller, key, operation, rule, fingerprint, state, token, attempt,
     first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, settled_at_ms, expires_at_ms, owner,
-    releases
-FROM retrysafe_keys
+    releases, is_uncertain, {nothing_happened}, corrected_at_ms
+FROM retrysafe_keys AS k
 WHERE (:caller IS NULL OR caller = :caller)
   AND substr(key, 1, length(:prefix)) = :prefix
   AND (:any_condition OR (

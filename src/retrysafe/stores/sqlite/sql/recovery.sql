@@ -23,8 +23,8 @@ DELETE FROM retrysafe_arguments WHERE digest = ?;
 SELECT
     digest, caller, key, operation, rule, fingerprint, state, token, attempt,
     first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, settled_at_ms, expires_at_ms, owner,
-    releases
-FROM retrysafe_keys WHERE state = 1 AND lease_ends_at_ms <= ?
+    releases, is_uncertain, {nothing_happened}, corrected_at_ms
+FROM retrysafe_keys AS k WHERE state = 1 AND lease_ends_at_ms <= ?
 ORDER BY lease_ends_at_ms, digest LIMIT ?;
 
 -- name: select_resumable
@@ -33,7 +33,8 @@ ORDER BY lease_ends_at_ms, digest LIMIT ?;
 SELECT
     k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token, k.attempt,
     k.first_claimed_at_ms, k.claimed_at_ms, k.lease_ends_at_ms, k.settled_at_ms, k.expires_at_ms,
-    k.owner, k.releases, a.form, a.head, a.body
+    k.owner, k.releases, k.is_uncertain, {nothing_happened}, k.corrected_at_ms,
+    a.form, a.head, a.body
 FROM retrysafe_arguments AS a
 CROSS JOIN retrysafe_keys AS k
 WHERE a.digest > :after AND k.digest = a.digest AND k.first_claimed_at_ms = a.first_claimed_at_ms
