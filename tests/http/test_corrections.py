@@ -8,8 +8,8 @@ import pytest
 
 from retrysafe import FOREVER, Policy, PolicyInvalid
 from retrysafe.http import FromBody, FromFields, FromHeader, Rule, StatusRule
-from retrysafe.runtime.drive import run_sync
-from retrysafe.wiring import postgres_store
+from tests.servers.fixtures import schema_on
+from tests.stores.postgres_stores import Table
 
 INVOICE = FromFields("/invoice", window=FOREVER)
 KEPT = Rule(source=INVOICE, nothing_happened=(402,))
@@ -17,15 +17,22 @@ FREED = Rule(source=INVOICE, nothing_happened=[402], stored=StatusRule(freed=[40
 SECRET = {"secret": "x" * 32}
 
 
+@pytest.fixture(scope="module")
+def table(postgres_server):
+    """One schema for all tests here: making one takes most of a second."""
+    with schema_on(postgres_server.url()) as made:
+        table = Table(made, postgres_server.url())
+        yield table
+        table.close()
+
+
 @pytest.fixture(params=["sqlite", "postgres"])
 def url(request, tmp_path):
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'keys.db'}"
-    made = request.getfixturevalue("postgres_url")
-    store = postgres_store(made, is_async=False)
-    run_sync(store.migrate())
-    run_sync(store.close())
-    return made
+    table = request.getfixturevalue("table")
+    table.empty()
+    return table.url
 
 
 def paying(subject, card, **options):

@@ -16,8 +16,8 @@ from retrysafe import (
     current_attempt,
     natural_key,
 )
-from retrysafe.runtime.drive import run_sync
-from retrysafe.wiring import postgres_store
+from tests.servers.fixtures import schema_on
+from tests.stores.postgres_stores import Table
 
 SECRET = "x" * 32
 LIMIT_SECONDS = 30
@@ -36,15 +36,22 @@ KEPT = Policy(terminal=(Declined,), nothing_happened=(Declined,))
 FREED = Policy(retryable=(Declined,), nothing_happened=(Declined,))
 
 
+@pytest.fixture(scope="module")
+def table(postgres_server):
+    """One schema for all tests here: making one takes most of a second."""
+    with schema_on(postgres_server.url()) as made:
+        table = Table(made, postgres_server.url())
+        yield table
+        table.close()
+
+
 @pytest.fixture(params=["sqlite", "postgres"])
 def url(request, tmp_path):
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'keys.db'}"
-    made = request.getfixturevalue("postgres_url")
-    store = postgres_store(made, is_async=False)
-    run_sync(store.migrate())
-    run_sync(store.close())
-    return made
+    table = request.getfixturevalue("table")
+    table.empty()
+    return table.url
 
 
 class Till:
