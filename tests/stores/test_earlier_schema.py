@@ -18,7 +18,6 @@ from retrysafe.core.model import Condition, Decision, OperatorCommand, SettleKin
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import mint_token
 from retrysafe.stores.postgres import schema as postgres_schema
-from retrysafe.stores.sqlite import SqliteStore
 from retrysafe.stores.sqlite import schema as sqlite_schema
 from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import (
@@ -31,6 +30,7 @@ from retrysafe.testing.suite.probe import (
     request,
 )
 from tests.stores.postgres_stores import ClockedStore
+from tests.stores.sqlite_stores import calm_store
 
 INSERT = """
 INSERT INTO {keys} (
@@ -97,7 +97,7 @@ class Earlier:
 @contextmanager
 def sqlite_database(path):
     clock = ManualClock()
-    store = SqliteStore(path, now_ms=clock)
+    store = calm_store(path, clock)
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         yield Earlier(Probe(store, clock, run_sync), connection.execute, "retrysafe_keys", ":{}")
     run_sync(store.close())

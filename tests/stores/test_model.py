@@ -14,7 +14,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from retrysafe import GLOBAL, Key, MemoryStore, SqliteStore, StoreError
+from retrysafe import GLOBAL, Key, MemoryStore, StoreError
 from retrysafe.core.machine import condition_of
 from retrysafe.core.model import (
     ClaimRequest,
@@ -34,6 +34,7 @@ from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import colliding
 from tests.stores.model import Model
 from tests.stores.postgres_stores import ClockedStore, Table
+from tests.stores.sqlite_stores import calm_store
 
 FIRST = Key("key-1", caller="caller-1")
 KEYS = (
@@ -317,7 +318,7 @@ class MemoryAgainstModel(StoreAgainstModel):
 class SqliteAgainstModel(StoreAgainstModel):
     def make_store(self, clock):
         self.folder = tempfile.TemporaryDirectory(prefix="retrysafe-")
-        return SqliteStore(Path(self.folder.name) / "records.db", now_ms=clock)
+        return calm_store(Path(self.folder.name) / "records.db", clock)
 
     def teardown(self):
         super().teardown()

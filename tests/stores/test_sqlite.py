@@ -2,8 +2,8 @@
 
 import pytest
 
-from retrysafe import SqliteStore
 from retrysafe.testing import StoreSuite
+from tests.stores.sqlite_stores import calm_store
 
 
 class TestSqliteStore(StoreSuite):
@@ -12,7 +12,7 @@ class TestSqliteStore(StoreSuite):
         self.path = tmp_path / "records.db"
 
     def make_store(self, clock):
-        return SqliteStore(self.path, now_ms=clock)
+        return calm_store(self.path, clock)
 
     def join_store(self, store, clock):
-        return SqliteStore(self.path, now_ms=clock)
+        return calm_store(self.path, clock)
