@@ -68,12 +68,15 @@ class ServerKind:
         return case.reason_without(self.traits)
 
 
-_UVICORN = (
+_UVICORN_ALONE = (
     *("uvicorn", _TARGET, "--host", "127.0.0.1", "--port", "{port}"),
     *("--log-level", "warning", "--ws", "wsproto", "--lifespan", "on"),
     # A play may pause between two requests on a busy machine.
     *("--timeout-keep-alive", "75"),
 )
+# Its parser and loop in Python, and those in C: what it is installed with decides in production.
+_UVICORN = (*_UVICORN_ALONE, "--http", "h11", "--loop", "asyncio")
+_UVICORN_IN_C = (*_UVICORN_ALONE, "--http", "httptools", "--loop", "uvloop")
 _GRANIAN = (
     *("granian", _TARGET, "--host", "127.0.0.1", "--port", "{port}"),
     *("--interface", "asgi", "--http", "1", "--log-level", "warning"),
@@ -129,9 +132,9 @@ KINDS = (
     ),
     _kind(
         "starlette",
-        "Starlette, a rule on every endpoint; Uvicorn",
+        "Starlette, a rule on every endpoint; Uvicorn with httptools and uvloop",
         f"{ASGI}:starlette_app",
-        _UVICORN,
+        _UVICORN_IN_C,
     ),
     _kind("fastapi", "FastAPI, a rule on every endpoint; Uvicorn", f"{ASGI}:fastapi_app", _UVICORN),
     _kind(
