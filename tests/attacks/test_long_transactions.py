@@ -514,7 +514,11 @@ def run_in_threads(desk: Desk) -> None:
 
             def operation() -> str:
                 desk.executed.append(key)
-                attempt = current_attempt()
+                # As the guide says: a renewal that was under way conflicts with a snapshot, once.
+                retry_serialization(write, current_attempt())
+                return key
+
+            def write(attempt) -> None:
                 with psycopg.connect(desk.url) as connection:
                     connection.execute(f"BEGIN ISOLATION LEVEL {isolation}")
                     if what == "step":
@@ -525,7 +529,6 @@ def run_in_threads(desk: Desk) -> None:
                     assert isinstance(ask(key), OperationInFlight)
                     getattr(connection, ending)()
                     desk.expected(what, ending, key, ask(key))
-                return key
 
             told = owner.run(key, operation, name="place", request=None, policy=desk.policy)
             assert told == key
@@ -563,7 +566,10 @@ def run_in_tasks(desk: Desk) -> None:
 
                 async def operation() -> str:
                     desk.executed.append(key)
-                    attempt = current_attempt()
+                    await retry_serialization(write, current_attempt())
+                    return key
+
+                async def write(attempt) -> None:
                     connection = await asyncpg.connect(desk.url)
                     try:
                         await connection.execute(f"BEGIN ISOLATION LEVEL {isolation}")
@@ -577,7 +583,6 @@ def run_in_tasks(desk: Desk) -> None:
                         desk.expected(what, ending, key, await ask(key))
                     finally:
                         await connection.close()
-                    return key
 
                 told = await owner.run(
                     key, operation, name="place", request=None, policy=desk.policy
