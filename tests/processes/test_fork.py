@@ -18,6 +18,7 @@ import pytest
 
 from retrysafe import (
     AsyncIdempotency,
+    ClaimLost,
     Closed,
     Idempotency,
     InFlight,
@@ -329,3 +330,36 @@ def _use_beside_a_refusal(pipe, database: str) -> int:
 def test_an_object_that_refuses_the_child_hangs_no_other_one(start, database):
     """The locks that are held for a fork are let go in the child, whatever another object says."""
     assert start(_use_beside_a_refusal, database).result() == 0
+
+
+def _fork_inside_an_operation(pipe, database: str, ending: str) -> list[object]:
+    idem = Idempotency(f"sqlite:///{database}", caller="owner", policy=POLICY)
+    rival = Idempotency(f"sqlite:///{database}", caller="owner")
+    parent = os.getpid()
+    seen = []
+
+    def operation() -> str:
+        child = os.fork()
+        if child == 0:
+            if ending == "raises":
+                raise ValueError("in the child")
+            return "child"
+        seen.append(exit_code(child))
+        with pytest.raises(OperationInFlight):
+            rival.run("k", lambda: "rival", name="pay", request=None)
+        return "parent"
+
+    try:
+        told = idem.run("k", operation, name="pay", request=None)
+    except ClaimLost:
+        assert os.getpid() != parent
+        os._exit(7)
+    assert os.getpid() == parent
+    return [*seen, told, rival.run("k", lambda: "rival", name="pay", request=None)]
+
+
+@pytest.mark.parametrize("ending", ["raises", "returns"])
+def test_a_child_that_was_forked_inside_an_operation_does_not_end_it(start, database, ending):
+    """Whatever goes up through `run` in the child: the parent keeps the key, and its end counts."""
+    child = start(_fork_inside_an_operation, database, ending)
+    assert child.result() == [7, "parent", "parent"]

@@ -116,13 +116,13 @@ class BlockingIdempotency(AtomicThreads, Face):
         # whole at every place where a handler may run.
         lock = threading.RLock()
         self._heartbeat = ThreadHeartbeat(store, self._report, waiting.monotonic)
-        writer: Writer = (
+        self._writer: Writer = (
             DirectWriter(store)
             if store.capabilities.waits is Waits.NEVER
             else ThreadGroupCommit(store)
         )
         self._engine = Engine(
-            writer=writer,
+            writer=self._writer,
             waiting=waiting,
             lock=lock,
             renewals=self._heartbeat,
@@ -166,6 +166,12 @@ class BlockingIdempotency(AtomicThreads, Face):
         Raises `InvalidInput` for threads that cannot wait.
         """
         was_closed = self._gate.is_closed
+        # A child that was forked inside an operation still has the operation on its stack. Its end
+        # there is not the operation's: the parent's copy goes on.
+        for lease in self._heartbeat.leases:
+            lease.revoke()
+        if isinstance(self._writer, ThreadGroupCommit):
+            self._writer.leave_to_parent()
         self._build()
         self._gate.is_closed = was_closed
 

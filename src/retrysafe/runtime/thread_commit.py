@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
 from retrysafe.core.ports import Store
-from retrysafe.errors import StoreError, StoreUnavailable
+from retrysafe.errors import ClaimLost, StoreError, StoreUnavailable
 from retrysafe.reentry import reentered
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit import FEW_ROWS, HELD_UP_SECONDS, as_store_error
@@ -75,6 +75,8 @@ class ThreadGroupCommit:
         self._carriers: set[_Entry] = set()
         # Who is in here, by thread: a signal's handler may call from inside.
         self._inside: dict[int, _Entry] = {}
+        # Whether a fork has made this a copy of another process's.
+        self._is_parents = False
         # How many batches have left.
         self._departures = 0
         # A store with one writer says whether this thread is that writer.
@@ -93,7 +95,17 @@ class ThreadGroupCommit:
         answer: SettleAnswer = self._submit(settlement)
         return answer
 
+    def leave_to_parent(self) -> None:
+        """Writes nothing more: this process is a fork of the one that runs the operations."""
+        self._is_parents = True
+
     def _submit(self, row: Row) -> Any:
+        if self._is_parents:
+            raise ClaimLost(
+                "this process was forked while the operation ran, which is its parent's to end: "
+                "nothing was stored. End a forked child with os._exit",
+                key=row.key.text,
+            )
         thread = threading.get_ident()
         inside = self._inside.get(thread)
         if inside is not None and not inside.is_done:
