@@ -139,7 +139,9 @@ def _claimed(
         # A clock that was set back may be behind the claim.
         elapsed_ms=max(0, now_ms - record.claimed_at_ms) if decision is _IN_FLIGHT else 0,
         releases=record.releases,
-        fingerprint=Fingerprint(record.rule, record.fingerprint),
+        fingerprint=(
+            Fingerprint(record.rule, record.fingerprint) if decision is Decision.CONFIRM else None
+        ),
         correction=correction_of(record) if decision is Decision.CONFIRM else b"",
         nothing_happened=record.nothing_happened and decision is _REPLAY,
     )

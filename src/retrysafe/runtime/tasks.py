@@ -290,7 +290,10 @@ class AsyncFace(AtomicTasks, Face):
         group_commit = self._bound().group_commit
         # A store that never waits has answered every claim before anybody can lose patience.
         if group_commit is not None:
-            group_commit.let_go(call.key)
+            level: Call | None = call
+            while level is not None:
+                group_commit.let_go(level.key)
+                level = level.inner
 
     def remembered(self, call: Call) -> CachedOutcome | None:
         """For adapters: what this process remembers of the outcome; raises `KeyReused`."""
