@@ -23,6 +23,7 @@ from retrysafe.errors import (
     CommitHookFailed,
     OperationInFlight,
     PolicyInvalid,
+    SecretMissing,
 )
 
 SECOND = timedelta(seconds=1)
@@ -218,6 +219,12 @@ def test_a_run_that_gave_way_frees_its_key():
     assert policy.judge(conflict) is Ending.FAILED
     conflict.has_record = False
     assert policy.judge(conflict) is Ending.RELEASED
+
+
+def test_a_missing_secret_never_ends_an_operation():
+    """Another process knows it, and goes on: kept, the failure would be replayed to that one."""
+    for policy in (Policy(unlisted=Ending.FAILED), Policy(terminal=(Exception,))):
+        assert policy.judge(SecretMissing("not listed here")) is Ending.RELEASED
 
 
 def test_a_key_brings_its_own_window():

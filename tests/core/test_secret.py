@@ -105,8 +105,12 @@ def test_child_keys_keep_the_secret_that_the_operation_began_with():
     assert rotating.began_with(None).value == NEW
     for value in (NEW, OLD):
         assert rotating.began_with(Secret(value).fingerprint(PLAIN)).value == value
-    # Before fingerprints were keyed, there was the oldest secret or none.
-    assert rotating.began_with(PLAIN).value == OLD
+    # Before fingerprints were keyed, none said which secret it was made with.
+    assert Secrets(OLD).began_with(PLAIN).value == OLD
+    assert Secrets(OLD, None).began_with(PLAIN).value == OLD
+    for several in (rotating, Secrets(OLD, NEW)):
+        with pytest.raises(SecretMissing, match="several are listed"):
+            several.began_with(PLAIN)
     with pytest.raises(SecretMissing, match="not listed"):
         Secrets(NEW).began_with(Secret(OLD).fingerprint(PLAIN))
     assert NO_SECRETS.began_with(Secret(OLD).fingerprint(PLAIN)) is None

@@ -72,4 +72,10 @@ SECRET_GUARDS: tuple[Guard, ...] = (
         ),
         properties.test_a_new_secret_does_not_change_child_keys,
     ),
+    Guard(
+        "child keys are not made with a secret that is only guessed",
+        "during an upgrade with two secrets an attempt sends its call downstream a second time",
+        (InCode(Secrets.began_with, "if len(self.listed) > 1:", "if False:"),),
+        properties.test_no_secret_is_guessed_for_child_keys,
+    ),
 )

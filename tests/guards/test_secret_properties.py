@@ -6,7 +6,15 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import BodyKey, Idempotency, MemoryStore, current_attempt
+from retrysafe import (
+    BodyKey,
+    Idempotency,
+    Key,
+    MemoryStore,
+    SecretMissing,
+    child_key,
+    current_attempt,
+)
 from retrysafe.http import WSGIIdempotencyMiddleware, bearer_token
 from retrysafe.testing import ManualClock
 from tests.http.driving import ask_wsgi
@@ -104,3 +112,22 @@ def test_a_new_secret_does_not_change_child_keys():
         with _object(store, secret) as idem, pytest.raises(ConnectionError):
             idem.run("k", operation)
     assert seen[0] == seen[1]
+
+
+def test_no_secret_is_guessed_for_child_keys():
+    """A record from before fingerprints were keyed does not say which secret it began with."""
+    store, seen = MemoryStore(), []
+
+    def operation():
+        seen.append(current_attempt().child_key("charge"))
+
+    # Its fingerprint is plain, as that of every record was then.
+    with _object(store, [None]) as idem, pytest.raises(SecretMissing):
+        idem.run("k", operation, name="pay")
+    for secret in ([OLD, NEW], [NEW, OLD]):
+        with _object(store, secret) as idem, pytest.raises(SecretMissing):
+            idem.run("k", operation, name="pay")
+    assert seen == []
+    with _object(store, OLD) as idem:
+        idem.run("k", operation, name="pay")
+    assert seen == [child_key(OLD.encode(), Key("k", caller="acme"), "charge")]

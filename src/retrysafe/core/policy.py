@@ -19,6 +19,7 @@ from retrysafe.errors import (
     OperationInFlight,
     PolicyInvalid,
     RetrysafeError,
+    SecretMissing,
 )
 
 _ZERO: Final = timedelta(0)
@@ -148,6 +149,10 @@ class Policy:
             return Ending.FAILED
         if isinstance(error, OperationInFlight) and not error.has_record:
             # The key runs without a claim, and nothing has run under this one.
+            return Ending.RELEASED
+        if isinstance(error, SecretMissing):
+            # Another process knows the secret, or this one after its next start: kept, it would end
+            # an operation for good that only the wrong process had taken over.
             return Ending.RELEASED
         for ancestor in type(error).__mro__:
             if ancestor in self.terminal:

@@ -94,15 +94,22 @@ class Secrets:
 
         No fingerprint means that this process has just begun it. Child keys must be the same in
         every attempt, also in one after the secret was replaced. Raises `SecretMissing` when that
-        secret is not listed here.
+        secret is not listed here, or cannot be told.
         """
         if not self.listed:
             return None
         if fingerprint is None:
             return self.listed[0]
         if fingerprint.rule > 0:
-            # From before fingerprints were keyed: the oldest secret is what there may have been.
-            return self.listed[-1]
+            if len(self.listed) > 1:
+                # From before fingerprints were keyed. Which of them was the secret of that time is
+                # not known, and child keys by another one would be a second charge.
+                raise SecretMissing(
+                    "this operation began before fingerprints told which secret they were made "
+                    "with, and several are listed here: list only the secret of that time until "
+                    "what began with it has ended, and replace it then"
+                )
+            return self.listed[0]
         for secret in self.listed:
             if fingerprint.digest.startswith(secret.tag):
                 return secret
