@@ -11,7 +11,13 @@ from retrysafe.core.outbox import entry_key
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.secret import Secrets
 from retrysafe.core.staging import Staging
-from retrysafe.errors import KeyReused, OutcomeNotStored, PolicyInvalid, StepNotStored
+from retrysafe.errors import (
+    KeyReused,
+    OutcomeNotStored,
+    PolicyInvalid,
+    StepNotStored,
+    StoreMissing,
+)
 from tests.core.building import (
     KEY,
     MARK,
@@ -93,6 +99,52 @@ def test_an_outcome_that_may_be_replaced_is_not_remembered():
     for process in (world.first, world.process()):
         with pytest.raises(KeyReused):
             process.answer(asked())
+
+
+def test_an_outcome_that_may_be_replaced_is_not_remembered_after_a_step():
+    """The steps' own way to the ending is no way around: here the step itself was declined."""
+    world = World(cache=True)
+    process = world.first
+
+    def declining():
+        raise Declined("no")
+
+    async def operation(attempt):
+        await attempt.step("charge", declining)
+
+    with pytest.raises(Declined):
+        process.answer(asked(), process.operating(operation))
+    assert process.answer(asked(OTHER_MARK)).attempt == 2
+    with pytest.raises(KeyReused):
+        process.answer(asked())
+
+
+@pytest.mark.parametrize("ending", ["exception", "value"])
+def test_a_step_that_ran_and_could_not_be_stored_is_not_nothing(ending):
+    """The operation went on without it, and no store knows that it has happened."""
+    world = World(cache=True)
+    process, done = world.first, []
+
+    async def operation(attempt):
+        process.steps.write_faults.append(Fault(StoreMissing("gone")))
+        with pytest.raises(StepNotStored):
+            await attempt.step("reserve", done.append, 1)
+        if ending == "exception":
+            raise Declined("no")
+        return "402"
+
+    if ending == "exception":
+        with pytest.raises(Declined):
+            process.answer(asked(), process.operating(operation))
+    else:
+        made = call(judge=lambda _: Ending.FAILED, nothing_happened=lambda it: it == "402")
+        process.answer(made, process.operating(operation))
+    assert world.store._records[KEY.digest].state is State.FAILED
+    assert not marked(world)
+    for other in (process, world.process()):
+        with pytest.raises(KeyReused):
+            other.answer(asked(OTHER_MARK))
+    assert done == [1]
 
 
 def test_an_outcome_that_stays_is_remembered():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from retrysafe.core import machine, transitions
+from retrysafe.core import machine, running, transitions
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.engine import Engine
 from retrysafe.core.policy import Policy
@@ -131,12 +131,18 @@ CORRECTION_GUARDS: tuple[Guard, ...] = (
         "a decline is replayed while, or after, the corrected request is paid",
         (
             InCode(
-                Runner._failed,
+                Runner._remember_ending,
                 "call.nothing_happened is None or not call.nothing_happened(error)",
                 "True",
             ),
         ),
         properties.test_what_was_declined_is_not_replayed_after_its_correction,
+    ),
+    Guard(
+        "a step that ran and could not be stored has happened",
+        "what the first request has reserved is reserved once more for the corrected one",
+        (InCode(running._with_steps, "not steps.writer.has_unrecorded", "True"),),
+        properties.test_an_unstored_step_keeps_the_key,
     ),
     Guard(
         "an outcome that may be replaced is not kept by who replays it",

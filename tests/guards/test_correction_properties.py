@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from retrysafe import (
 )
 from retrysafe.core.model import Decision, Payload, SettleKind
 from retrysafe.core.ports import Store
-from retrysafe.errors import StepNotStored
+from retrysafe.errors import StepNotStored, StoreMissing
 from retrysafe.runtime.drive import run_sync
+from retrysafe.testing import FaultyStore, Moment
 from retrysafe.testing.clock import ManualClock
 from retrysafe.testing.suite.probe import KEY, LEASE_MS, OTHER, Probe, request
 from tests.guards.test_properties import sqlite_store
@@ -226,3 +228,18 @@ def test_a_step_that_could_not_be_stored_is_not_nothing() -> None:
     )
     with shop() as idem:
         refused(pay_with(idem, pay, policy=policy), StepNotStored)
+
+
+def test_an_unstored_step_keeps_the_key() -> None:
+    """It ran, and the operation went on without it until its card was declined."""
+    store, reserved = FaultyStore(MemoryStore()), []
+    store.fail(Moment.BEFORE, method="record_step", error=lambda _: StoreMissing("gone"))
+
+    def pay(card: str) -> str:
+        with suppress(StepNotStored):
+            current_attempt().step("reserve", reserved.append, card)
+        return decline(card)
+
+    with shop(store) as idem:
+        refused(pay_with(idem, pay))
+    assert reserved == ["bad"]

@@ -8,6 +8,7 @@ told afterwards is remembered here. Who may run at all is decided before.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from retrysafe.core import codec
@@ -33,7 +34,7 @@ from retrysafe.core.ports import UNSHARED, Fate, Lock, Renewals, Writer
 from retrysafe.core.run_times import RunTimes
 from retrysafe.core.secret import Secrets
 from retrysafe.core.settling import Settler, settlement_of
-from retrysafe.core.stepping import Stepper
+from retrysafe.core.stepping import Stepper, StepRun
 from retrysafe.core.undoing import Concluder, Verdict
 from retrysafe.errors import ClaimLost, RetrysafeError, StoreError
 
@@ -196,6 +197,7 @@ class Runner:
                 verdict = await self._concluder.conclude(
                     steps, lease, ending, payload, value=value, entries=entries
                 )
+                call = _with_steps(call, steps)
                 if verdict is not None:
                     return await self._end_by(verdict, flight, call, lease, number, verdict.error)
             # As in `Settler.settle`, which every operation would pay for.
@@ -244,11 +246,11 @@ class Runner:
             verdict = await self._concluder.conclude(
                 steps, lease, *self._settler.judged(call, error), error=error
             )
+            call = _with_steps(call, steps)
             if verdict is not None:
                 return await self._end_by(verdict, flight, call, lease, number, error)
         ending, payload = await self._settler.settle_error(call, lease, error, number)
-        is_kept = call.nothing_happened is None or not call.nothing_happened(error)
-        self._remember_ending(call, flight, ending, payload, number, asked, is_kept=is_kept)
+        self._remember_ending(call, flight, ending, payload, number, asked, error)
         return None
 
     async def _end_by(
@@ -265,7 +267,7 @@ class Runner:
         ending, payload = await self._settler.settle_judged(
             call, lease, verdict.ending, verdict.payload, attempt, error
         )
-        self._remember_ending(call, flight, ending, payload, attempt, asked)
+        self._remember_ending(call, flight, ending, payload, attempt, asked, error)
         return Answer(verdict.told(call), False, attempt)
 
     async def _is_settled(
@@ -305,7 +307,7 @@ class Runner:
             attempt,
         )
         self._report(EventKind.EXHAUSTED, call.key, call.operation, attempt, ending)
-        self._remember_ending(call, flight, Ending.FAILED, payload, attempt, asked)
+        self._remember_ending(call, flight, Ending.FAILED, payload, attempt, asked, None)
         raise codec.decode_failure(payload, (), call.key.text)
 
     async def _last_failure(self, key: Key) -> str:
@@ -332,12 +334,13 @@ class Runner:
         payload: Payload,
         attempt: int,
         asked: float,
-        *,
-        is_kept: bool = True,
+        error: Exception | None,
     ) -> None:
         if ending is _RELEASED:
             flight.share(payload, attempt, is_released=True)
         else:
+            # As `settlement_of` has it, whichever way the ending came here.
+            is_kept = call.nothing_happened is None or not call.nothing_happened(error)
             active_ms = call.policy.active_ms if is_kept else 0
             self.remember(call, flight, payload, attempt, asked, active_ms)
 
@@ -364,3 +367,14 @@ class Runner:
         else:
             with self._lock:
                 cache.keep(call.key.digest, call, payload, attempt, asked, remaining_ms)
+
+
+def _with_steps(call: Call, steps: StepRun) -> Call:
+    """The call for the ending of these steps.
+
+    A step that ran has happened, also when it could not be stored and the operation went on: no
+    store knows of it, so a corrected request would run it once more.
+    """
+    if call.nothing_happened is None or not steps.writer.has_unrecorded:
+        return call
+    return replace(call, nothing_happened=None)

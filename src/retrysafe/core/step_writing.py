@@ -179,6 +179,11 @@ class StepWriter:
     def _abandon(self, name: str, reason: str) -> None:
         self.tell(EventKind.SETTLE_FAILED, f"the result of step {name!r}: {reason}")
 
+    @property
+    def has_unrecorded(self) -> bool:
+        """Whether a step ran of which nobody knows that it is stored."""
+        return bool(self._unrecorded)
+
     async def record_the_rest(self) -> None:
         """Insists once more on what could not be written, before the key is freed for a retry.
 
