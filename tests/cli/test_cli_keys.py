@@ -18,7 +18,7 @@ from retrysafe.cli.keys import BODY_LIMIT_CHARACTERS, ListedCondition
 from retrysafe.cli.problems import ExitCode
 from retrysafe.cli.shapes import duration_text, status_text
 from retrysafe.core.codec import withheld
-from retrysafe.core.model import Payload, SettleKind
+from retrysafe.core.model import OperatorCommand, Payload, SettleKind
 from retrysafe.http.callers import Credential, bearer_token, caller_of_credential
 from retrysafe.http.request import Request
 from retrysafe.runtime.drive import run_sync
@@ -400,6 +400,65 @@ def test_a_key_is_found_by_every_secret_that_is_listed(invoke, desk, monkeypatch
     conditions = {item["condition"] for item in invoke("keys", "list", *by_key).json["keys"]}
     assert conditions == {"succeeded", "released"}
     assert invoke("keys", "list", "--api-key", "", "--store", desk.url).code == ExitCode.USAGE
+
+
+@pytest.fixture
+def two_forms(desk, monkeypatch):
+    """A key of a client in the form of each of two secrets: their callers, and the options."""
+    secrets = ["the new secret, 16 or more", "the old secret, 16 or more"]
+    monkeypatch.setenv("RETRYSAFE_SECRET", "\n".join(secrets))
+    credential = Credential("api-key", TOKEN)
+    callers = [caller_of_credential(credential, item.encode()) for item in secrets]
+    return callers, ("--json", "--api-key", TOKEN, "--store", desk.url)
+
+
+@pytest.mark.parametrize("command", ["release", "expire"])
+def test_a_command_on_two_forms_writes_one_document(invoke, desk, two_forms, command):
+    """It tells of the form that had come furthest; both are changed."""
+    callers, by_key = two_forms
+    for caller, kind in zip(callers, (SettleKind.RELEASE, SettleKind.FAIL), strict=True):
+        desk.put("k", kind, caller=caller)
+    done = invoke("keys", command, "k", "--yes", *by_key)
+    assert (done.code, done.json["condition_before"]) == (0, "failed")
+    after = "released" if command == "release" else "outlived"
+    assert [desk.condition("k", caller) for caller in callers] == [after, after]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_refused_form_does_not_keep_the_other(invoke, desk, two_forms, first):
+    """The refusal is told of at the end."""
+    callers, by_key = two_forms
+    desk.put("k", caller=callers[first])
+    desk.put("k", SettleKind.FAIL, caller=callers[1 - first])
+    done = invoke("keys", "release", "k", "--yes", *by_key)
+    assert (done.code, done.json["condition_before"]) == (ExitCode.REFUSED, "failed")
+    assert "succeeded" in done.stderr
+    assert desk.condition("k", callers[first]) == "succeeded"
+    assert desk.condition("k", callers[1 - first]) == "released"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_form_that_gave_way_does_not_hide_the_other(invoke, desk, two_forms, first):
+    """Outlived, it tells nothing; commands leave it alone as well."""
+    callers, by_key = two_forms
+    for caller in callers:
+        desk.put("k", SettleKind.FAIL, caller=caller)
+    run_sync(desk.store.operate(Key("k", caller=callers[first]), OperatorCommand.EXPIRE))
+    assert invoke("keys", "show", "k", *by_key).json["record"]["condition"] == "failed"
+    done = invoke("keys", "expire", "k", "--yes", *by_key)
+    assert done.json["condition_before"] == "failed"
+    # Where nothing else is left, it is shown.
+    assert invoke("keys", "show", "k", *by_key).json["record"]["condition"] == "outlived"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_audit_of_either_form_is_shown(invoke, desk, two_forms, first):
+    """Also after a sweep has removed its record."""
+    callers, by_key = two_forms
+    desk.put("k", payload=Payload("json.1", b"", b'{"paid":5}'), caller=callers[first])
+    run_sync(desk.store.operate(Key("k", caller=callers[first]), OperatorCommand.EXPIRE))
+    run_sync(desk.store.sweep(100))
+    assert len(invoke("keys", "show", "k", *by_key).json["outcomes"]) == 1
 
 
 def test_doctor_says_what_the_secrets_of_its_environment_mean(invoke, desk, monkeypatch):

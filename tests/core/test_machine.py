@@ -347,3 +347,16 @@ def test_stored_numbers_never_change():
         "FAIL": State.FAILED,
         "RELEASE": State.RELEASED,
     }
+
+
+def test_of_several_forms_the_one_with_an_outcome_counts():
+    """Then what runs or may have run; what gave way says nothing."""
+    assert sorted(Condition, key=machine.how_far) == [
+        Condition.ABSENT,
+        Condition.OUTLIVED,
+        Condition.RELEASED,
+        Condition.ABANDONED,
+        Condition.RUNNING,
+        Condition.FAILED,
+        Condition.SUCCEEDED,
+    ]

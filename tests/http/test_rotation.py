@@ -130,6 +130,16 @@ def test_a_status_is_found_by_every_secret(side):
     assert one.ask("GET", url, key=None, body=b"").status == 201
 
 
+@pytest.mark.parametrize("lists", [[[OLD], [NEW, OLD]], [[NEW], [OLD, NEW]]])
+def test_a_status_is_not_hidden_by_a_form_that_gave_way(side, lists):
+    """A request that was refused lets its own form go; the other one has the answer."""
+    store = new_store()
+    one, other = (side(store, listed) for listed in lists)
+    one.ask()
+    assert other.ask(body=b'{"amount":2}').status == 422
+    assert other.ask("GET", "/idempotency-status/k-1", key=None, body=b"").status == 201
+
+
 def test_a_name_costs_nothing_more(make_subject):
     """A key that no secret has made has one form, and one record."""
     store = MemoryStore()

@@ -18,7 +18,7 @@ from rich.text import Text
 from retrysafe.cli import options, output, shapes
 from retrysafe.cli.problems import ExitCode, Problem, usage
 from retrysafe.core.keys import Key
-from retrysafe.core.machine import decide, operator_event
+from retrysafe.core.machine import decide, how_far, operator_event
 from retrysafe.core.model import (
     Condition,
     Decision,
@@ -30,6 +30,7 @@ from retrysafe.core.model import (
     StoredOutcome,
 )
 from retrysafe.core.ports import Store
+from retrysafe.errors import OperatorRefused
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import operator_outcome
 from retrysafe.stores.audit import Audited
@@ -230,7 +231,11 @@ def show_key(
         stored = run_sync(opened.read(wanted, with_audit=True))
         past: list[StoredOutcome] = []
         if stored is None and isinstance(opened, Audited):
-            past = run_sync(opened.read_audit(wanted))
+            for form in named:
+                past = run_sync(opened.read_audit(form))
+                if past:
+                    wanted = form
+                    break
     if stored is None and not past:
         raise _unknown(wanted)
     shape = shapes.past_shape(wanted, past) if stored is None else shapes.detail_shape(stored)
@@ -251,10 +256,17 @@ def _unknown(key: Key) -> Problem:
 
 
 def _stored_keys(store: Store, named: list[Key]) -> list[Key]:
-    """Those of a client's keys that have a record; the first one where none has."""
+    """Those forms of a client's key that have a record, the one that has come furthest first.
+
+    What is outlived counts where nothing else is left; the first form where none has a record.
+    """
     if len(named) == 1:
         return named
-    return [key for key in named if run_sync(store.read(key)) is not None] or named[:1]
+    found = {key: run_sync(store.read(key)) for key in named}
+    reached = {key: how_far(item.condition) for key, item in found.items() if item is not None}
+    least = how_far(Condition.OUTLIVED)
+    live = [key for key, far in reached.items() if far > least] or [*reached]
+    return sorted(live, key=reached.__getitem__, reverse=True) or named[:1]
 
 
 def _stored(store: Store, key: Key) -> StoredKey:
@@ -380,8 +392,7 @@ def release_key(
     command = OperatorCommand.FORCE_RELEASE if force else OperatorCommand.RELEASE
     named = options.chosen_keys(key, caller, bearer, api_key, is_global)
     with options.opened_store(store, busy_timeout) as opened:
-        for wanted in _stored_keys(opened, named):
-            _operate(opened, wanted, command, yes, options.is_json(context, as_json))
+        _operate(opened, named, command, yes, options.is_json(context, as_json))
 
 
 @app.command("expire")
@@ -408,8 +419,7 @@ def expire_key(
     """
     named = options.chosen_keys(key, caller, bearer, api_key, is_global)
     with options.opened_store(store, busy_timeout) as opened:
-        for wanted in _stored_keys(opened, named):
-            _operate(opened, wanted, OperatorCommand.EXPIRE, yes, options.is_json(context, as_json))
+        _operate(opened, named, OperatorCommand.EXPIRE, yes, options.is_json(context, as_json))
 
 
 _CONSEQUENCES: Final = {
@@ -427,8 +437,32 @@ _DONE: Final = {
 
 
 def _operate(
-    store: Store, key: Key, command: OperatorCommand, is_confirmed: bool, is_json: bool
+    store: Store, named: list[Key], command: OperatorCommand, is_confirmed: bool, is_json: bool
 ) -> None:
+    """Acts on every form of the key; somebody is asked once, and JSON tells of the first done.
+
+    A form that is refused does not keep the others as they are: it is told of at the end.
+    """
+    refusal: OperatorRefused | None = None
+    is_told = False
+    for key in _stored_keys(store, named):
+        try:
+            shape = _operate_on(store, key, command, is_confirmed=is_confirmed or is_told)
+        except OperatorRefused as error:
+            refusal = refusal or error
+            continue
+        if not is_json:
+            _tell_done(key, command, shape)
+        elif not is_told:
+            output.write_json(shape)
+        is_told = True
+    if refusal is not None:
+        raise refusal
+
+
+def _operate_on(
+    store: Store, key: Key, command: OperatorCommand, *, is_confirmed: bool
+) -> dict[str, Any]:
     before = _stored(store, key)
     # Nobody is asked about a command that will be refused.
     operator_outcome(decide(operator_event(command), before.condition), command, key, before)
@@ -438,20 +472,20 @@ def _operate(
     decision = run_sync(store.operate(key, command))
     after = run_sync(store.read(key))
     operator_outcome(decision, command, key, after)
-    if is_json:
-        output.write_json(
-            {
-                "command": command.value,
-                "decision": decision.value,
-                "condition_before": before.condition.value,
-                "record": None if after is None else shapes.record_shape(after),
-            }
-        )
-    elif decision is Decision.CONFIRM:
+    return {
+        "command": command.value,
+        "decision": decision.value,
+        "condition_before": before.condition.value,
+        "record": None if after is None else shapes.record_shape(after),
+    }
+
+
+def _tell_done(key: Key, command: OperatorCommand, shape: dict[str, Any]) -> None:
+    if shape["decision"] == Decision.CONFIRM.value:
         sys.stdout.write(f"nothing to do: {output.safe(str(key))} has expired already\n")
     else:
         sys.stdout.write(
-            f"{_DONE[command]} {output.safe(str(key))}; it was {before.condition.value}\n"
+            f"{_DONE[command]} {output.safe(str(key))}; it was {shape['condition_before']}\n"
         )
 
 

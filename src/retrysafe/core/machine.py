@@ -110,6 +110,17 @@ _OPERATOR_EVENTS: Final = {
     OperatorCommand.EXPIRE: Event.OPERATOR_EXPIRE,
 }
 
+# What is known of an operation whose key has several forms, from the least to the most.
+_REACHED: Final = (
+    Condition.ABSENT,
+    Condition.OUTLIVED,
+    Condition.RELEASED,
+    Condition.ABANDONED,
+    Condition.RUNNING,
+    Condition.FAILED,
+    Condition.SUCCEEDED,
+)
+
 _SETTLED_CONDITIONS: Final = {
     State.SUCCEEDED: Condition.SUCCEEDED,
     State.FAILED: Condition.FAILED,
@@ -204,6 +215,15 @@ def operator_event(command: OperatorCommand) -> Event:
 def decide(event: Event, condition: Condition) -> Decision:
     """The table's answer."""
     return TABLE[event, condition]
+
+
+def how_far(condition: Condition) -> int:
+    """How far an operation has come, for comparing the records of several forms of its key.
+
+    A process that knows one secret writes one form alone, and what gave way to it leaves another
+    form outlived or released: the furthest one says what has become of the operation.
+    """
+    return _REACHED.index(condition)
 
 
 def exhausted_limit(

@@ -230,11 +230,10 @@ class IdempotencyMiddleware:
             caller = await protection.caller_on_loop(request)
             page = protection.status_keys(path, request, prefix, caller)
         if isinstance(page, list):
-            stored, key = None, page[0]
+            key = page[0]
             try:
-                for each in page:
-                    stored = stored or await self.idempotency.read(each, with_audit=False)
-                page = protection.status(stored, key, request, prefix, self.idempotency.run_times)
+                forms = [await self.idempotency.read(each, with_audit=False) for each in page]
+                page = protection.status(forms, key, request, prefix, self.idempotency.run_times)
             except StoreError as error:
                 page = protection.status_refused(error, key, request, prefix)
         if request.method == "HEAD":

@@ -155,11 +155,10 @@ def page(
         caller = (protection.caller if caller_of is None else caller_of)(request)
         shown = protection.status_keys(path, request, prefix, caller)
     if isinstance(shown, list):
-        stored, key = None, shown[0]
+        key = shown[0]
         try:
-            for each in shown:
-                stored = stored or idempotency.read(each, with_audit=False)
-            shown = protection.status(stored, key, request, prefix, idempotency.run_times)
+            forms = [idempotency.read(each, with_audit=False) for each in shown]
+            shown = protection.status(forms, key, request, prefix, idempotency.run_times)
         except StoreError as error:
             shown = protection.status_refused(error, key, request, prefix)
     if request.method == "HEAD":

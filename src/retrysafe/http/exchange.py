@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.keys import GlobalCaller, Key, scoped_key
+from retrysafe.core.machine import how_far
 from retrysafe.core.model import StoredKey
 from retrysafe.core.nesting import nested
 from retrysafe.core.places import Places
@@ -225,7 +226,7 @@ class Protection:
     ) -> Response | list[Key]:
         """The keys whose records must be read for `status`, or a refusal.
 
-        Several where the caller has a form by every secret: the first that has a record counts.
+        Several where the caller has a form by every secret: the furthest record counts.
         """
         if caller is None:
             return self.refusals.unknown_caller(request, prefix)
@@ -242,13 +243,15 @@ class Protection:
 
     def status(
         self,
-        stored: StoredKey | None,
+        forms: Iterable[StoredKey | None],
         key: Key,
         request: Request,
         prefix: str,
         run_times: RunTimes,
     ) -> Response:
-        """What a caller is shown of the record of its key."""
+        """What a caller is shown of its key, by the records of all its forms."""
+        found = (item for item in forms if item is not None)
+        stored = max(found, key=lambda item: how_far(item.condition), default=None)
         place = self.refusals.place(request, prefix)
         response = status_response(stored, place, key.text, run_times)
         response.headers = uncached(response.headers, self._no_store)
