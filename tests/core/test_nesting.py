@@ -32,7 +32,8 @@ from tests.core.test_atomic import Made
 from tests.core.transacting import FakeTransaction
 
 OLD, NEW = b"the old secret, 16 or more", b"the new secret, 16 or more"
-KEYS = {Secret(value).tag: Key("k-1", caller=value.decode()[4:7]) for value in (OLD, NEW)}
+THIRD = b"the 3rd secret, 16 or more"
+KEYS = {Secret(value).tag: Key("k-1", caller=value.decode()[4:7]) for value in (OLD, NEW, THIRD)}
 # The secrets by the place of their keys.
 OUTER_SECRET, INNER_SECRET = sorted((OLD, NEW), key=lambda value: Secret(value).tag)
 OUTER, INNER = (KEYS[Secret(value).tag] for value in (OUTER_SECRET, INNER_SECRET))
@@ -120,6 +121,44 @@ def test_another_request_leaves_no_fingerprint_behind():
     with pytest.raises(KeyReused):
         process.answer(both(mark=OTHER_MARK))
     assert process.answer(both()).replayed
+
+
+def test_a_refused_claim_keeps_what_an_earlier_attempt_has_done():
+    """Its outer lease ended first; a duplicate took that over, and was refused by the inner one."""
+    world, charged = World(), []
+
+    async def dying(attempt: Attempt):
+        await attempt.step("charge", charged.append, True)
+        await Pause()
+
+    one, other = world.process(OLD, NEW), world.process(OLD, NEW)
+    one.writer.claim_faults.extend([None, Fault(pauses=True)])
+    running = one.start(both(), one.operating(dying))
+    world.clock.advance(1)
+    died(running.step())
+    world.clock.advance(29.5)
+    assert conditions(world) == [Condition.ABANDONED, Condition.RUNNING]
+    with pytest.raises(OperationInFlight):
+        other.answer(both())
+    assert conditions(world) == [Condition.RELEASED, Condition.RUNNING]
+    alone = world.process(OUTER_SECRET)
+    with pytest.raises(KeyReused):
+        alone.answer(asked(OUTER_SECRET, mark=OTHER_MARK))
+    died(alone.start(asked(OUTER_SECRET), alone.operating(dying)))
+    assert charged == [True]
+    assert drive(world.store.read(OUTER)).record.attempt == 3
+
+
+def test_a_refusal_inside_leaves_no_fingerprint_at_any_of_three_levels():
+    """The level in the middle frees its key, which is no ending for the one around it."""
+    world = World()
+    secrets = sorted((OLD, NEW, THIRD), key=lambda value: Secret(value).tag)
+    innermost, process = world.process(secrets[-1]), world.process(*secrets)
+    innermost.answer(asked(secrets[-1]))
+    with pytest.raises(KeyReused):
+        process.answer(asked(*secrets, mark=OTHER_MARK))
+    assert process.answer(asked(*secrets)).replayed
+    assert world.ran == [1]
 
 
 def test_an_inner_claim_without_an_answer_leaves_the_outer_one_to_its_lease():
@@ -319,6 +358,60 @@ def test_a_caller_that_leaves_before_the_outer_outcome_is_written_loses_none(fau
     drive(orphan)
     assert states(world) == [outer, State.SUCCEEDED]
     assert process.renewals.running == []
+
+
+def test_a_caller_that_leaves_before_the_outer_failure_is_written_loses_none():
+    world, process = made_world()
+    process.writer.ending_faults.append(Fault(pauses=True))
+    running = process.start(both(), process.raising(Declined("no")))
+    running.throw(asyncio.CancelledError())
+    (orphan,) = world.orphans
+    drive(orphan)
+    assert states(world) == [State.FAILED, State.FAILED]
+    assert process.renewals.running == []
+
+
+def test_a_caller_that_leaves_while_its_refused_claim_is_given_back_blocks_nobody():
+    world, process = made_world()
+    rival = world.process(INNER_SECRET)
+    rival.start(asked(INNER_SECRET), rival.pausing(7))
+    process.writer.settle_faults.append(Fault(pauses=True))
+    running = process.start(both())
+    running.throw(asyncio.CancelledError())
+    (orphan,) = world.orphans
+    drive(orphan)
+    assert conditions(world) == [Condition.OUTLIVED, Condition.RUNNING]
+    assert process.renewals.running == []
+
+
+def test_a_caller_that_leaves_between_three_levels_loses_none():
+    """The orphan of the level in the middle settles the one around it, too."""
+    world = World()
+    secrets = (OLD, NEW, THIRD)
+    process = world.process(*secrets)
+    process.writer.ending_faults.append(Fault(pauses=True))
+    running = process.start(asked(*secrets))
+    running.throw(asyncio.CancelledError())
+    (orphan,) = world.orphans
+    drive(orphan)
+    for secret in secrets:
+        assert world.process(secret).answer(asked(secret)).replayed
+    assert process.renewals.running == []
+
+
+def test_a_caller_that_leaves_an_operation_with_steps_loses_no_level():
+    """While its stored steps are read: the outcome is known, and all levels get it."""
+    world, process = made_world()
+    died(process.start(both(), process.pausing(7)))
+    world.clock.advance(31)
+    process.steps.read_faults.append(Fault(pauses=True))
+    running = process.start(both())
+    running.throw(asyncio.CancelledError())
+    (orphan,) = world.orphans
+    drive(orphan)
+    assert states(world) == DONE
+    assert process.renewals.running == []
+    assert world.process(OUTER_SECRET).answer(asked(OUTER_SECRET)).replayed
 
 
 def test_a_signal_leaves_no_lease_that_is_renewed_for_ever():

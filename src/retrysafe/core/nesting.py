@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from retrysafe.core import codec
@@ -52,6 +53,8 @@ _ENDINGS: Final = {
     State.RELEASED: Ending.RELEASED,
 }
 
+# Settles one level, and returns what it has settled; None when that is nothing.
+End = Callable[[], Awaitable[tuple[Ending, Payload] | None]]
 Ask = Callable[[Call, Callable[..., Any], Any, Any], Awaitable[Answer[Any]]]
 Remember = Callable[[Call, Flight, Payload, int, float, int], None]
 
@@ -161,17 +164,11 @@ class Nester:
             try:
                 told = await self._ask(inner, operation, args, kwargs)
             except Exception as error:
-                await self._end_by_error(call, flight, lease, inner, answer.attempt, error)
+                end = partial(self._end_by_error, call, flight, lease, inner, answer, error)
+                await self._insist(call, lease, answer.attempt, end)
                 raise
-            try:
-                await self._end(call, flight, lease, inner, answer.attempt, told.value)
-            except RetrysafeError:
-                raise
-            except BaseException:
-                # As in `Settler.hand_over`: the operation is done, its caller is being cancelled.
-                orphan = self._end_orphan(call, flight, lease, inner, answer.attempt, told.value)
-                self._orphanage.adopt(orphan, self._settler.abandoning(call, answer.attempt))
-                raise
+            end = partial(self._end, call, flight, lease, inner, answer.attempt, told.value)
+            await self._insist(call, lease, answer.attempt, end)
         finally:
             try:
                 self._renewals.remove(lease)
@@ -181,10 +178,40 @@ class Nester:
                 raise
         return told
 
+    async def _insist(self, call: Call, lease: Lease, attempt: int, end: End) -> None:
+        """Settles this level, also when its caller is cancelled meanwhile."""
+        try:
+            await end()
+        except RetrysafeError:
+            raise
+        except BaseException:
+            # As in `Settler.hand_over`: the next level has ended, its caller is being cancelled.
+            orphan = self._end_orphan(call, lease, attempt, end)
+            self._orphanage.adopt(orphan, self._settler.abandoning(call, attempt))
+            raise
+
+    async def _end_orphan(self, call: Call, lease: Lease, attempt: int, end: End) -> None:
+        """The same for a caller who is gone; there is nobody left to tell."""
+        leases = (lease, *_nest_of(call).held)
+        try:
+            for each in leases:
+                self._renewals.add(each)
+            ended = await end()
+            if ended is not None:
+                await self._settler.settle_around(call, lease, *ended, attempt)
+        except RetrysafeError:
+            return
+        finally:
+            for each in leases:
+                self._renewals.remove(each)
+
     async def _end(
         self, call: Call, flight: Flight, lease: Lease, inner: Call, attempt: int, value: Any
-    ) -> None:
-        """Settles this level as the next one ended, which gave a value; raises as `settle` does."""
+    ) -> tuple[Ending, Payload] | None:
+        """Settles this level as the next one ended, which gave a value; raises as `settle` does.
+
+        Returns what it has settled; None when that is nothing.
+        """
         asked = self._monotonic()
         try:
             ended = await self._ended(inner)
@@ -194,23 +221,12 @@ class Nester:
             ending, payload = _ENDINGS[ended.state], ended.payload
         elif lease.may_be_settled:
             # The user's transaction has written the ending of every level, and decides about it.
-            return
+            return None
         else:
             ending, payload = self._settler.payload_of(call, value, attempt)
         payload = await self._settler.settle(call, lease, ending, payload, attempt, value)
         self._share(call, flight, ending, payload, attempt, asked)
-
-    async def _end_orphan(
-        self, call: Call, flight: Flight, lease: Lease, inner: Call, attempt: int, value: Any
-    ) -> None:
-        """The same for a caller who is gone; there is nobody left to tell."""
-        try:
-            self._renewals.add(lease)
-            await self._end(call, flight, lease, inner, attempt, value)
-        except RetrysafeError:
-            return
-        finally:
-            self._renewals.remove(lease)
+        return ending, payload
 
     async def _end_by_error(
         self,
@@ -218,10 +234,10 @@ class Nester:
         flight: Flight,
         lease: Lease,
         inner: Call,
-        attempt: int,
+        answer: ClaimAnswer,
         error: Exception,
-    ) -> None:
-        """Settles this level after the next one raised.
+    ) -> tuple[Ending, Payload] | None:
+        """The same after the next level raised.
 
         What that level raised about itself is never stored as an outcome. The key is freed where it
         is known that nothing ran, and left to its lease where that is not known.
@@ -229,22 +245,23 @@ class Nester:
         nest, asked = _nest_of(inner), self._monotonic()
         if nest.token is None and not nest.is_replay:
             if isinstance(error, OperationInFlight | KeyReused):
-                await self._let_go(call, lease)
-            return
+                await self._let_go(call, lease, answer.decision)
+            return None
         try:
             ended = await self._ended(inner)
         except StoreError:
-            return
+            return None
         if ended is not None:
             ending, payload = _ENDINGS[ended.state], ended.payload
         elif nest.is_replay:
             ending, payload = Ending.SUCCEEDED, codec.withheld("it is no longer stored")
         else:
-            return
+            return None
         ending, payload = await self._settler.settle_judged(
-            call, lease, ending, payload, attempt, error
+            call, lease, ending, payload, answer.attempt, error
         )
-        self._share(call, flight, ending, payload, attempt, asked)
+        self._share(call, flight, ending, payload, answer.attempt, asked)
+        return ending, payload
 
     async def _ended(self, inner: Call) -> StoredOutcome | None:
         """How the next level ended; None when it has not, or nobody knows any more."""
@@ -262,14 +279,19 @@ class Nester:
         # Another token's is of an earlier attempt, or of an owner that has taken over.
         return None if ended is None or token not in (None, ended.token) else ended
 
-    async def _let_go(self, call: Call, lease: Lease) -> None:
-        """Leaves the key as if it had never been claimed: nothing ran under this claim.
+    async def _let_go(self, call: Call, lease: Lease, decision: Decision) -> None:
+        """Leaves the key as this claim has found it: nothing ran under it.
 
-        A released record would keep the fingerprint of a request that was refused, and refuse the
-        honest one after it.
+        A record that this claim has made would keep the fingerprint of a request that was refused,
+        and refuse the honest one after it. One that it took over is of an earlier attempt: without
+        its steps, its fingerprint and its count, the next one would repeat what was done.
         """
-        payload = codec.withheld("it was refused")
+        policy, payload = call.policy, codec.withheld("it was refused")
         settlement = Settlement(SettleKind.RELEASE, call.key, lease.token, payload)
+        if decision is not Decision.ADMIT:
+            settlement.active_ms, settlement.audit_ms = policy.active_ms, policy.audit_ms
+        # The level around must not take this release for an ending.
+        _nest_of(call).token = None
         try:
             await self._writer.settle(settlement)
         except StoreError:

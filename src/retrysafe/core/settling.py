@@ -73,6 +73,17 @@ def settlement_of(
     return settlement
 
 
+def _around(call: Call, settlement: Settlement) -> list[tuple[Lease, Settlement]]:
+    """The same ending of the claims around, which a nested call settles after its own.
+
+    Where its caller is gone, nobody else does: who knows only their keys would run it again.
+    """
+    held = () if call.nest is None else call.nest.held
+    return [
+        (lease, replace(settlement, key=lease.key, token=lease.token, entries=())) for lease in held
+    ]
+
+
 class Settler:
     """Writes endings until they stand."""
 
@@ -196,14 +207,16 @@ class Settler:
         The operation is done: its outcome must not be lost with the caller. Writing it twice is
         harmless, the token confirms the second.
         """
-        endings = [(lease, settlement)]
-        # The caller was to settle the other keys of a nested call after this one.
-        for held in () if call.nest is None else call.nest.held:
-            around = replace(settlement, key=held.key, token=held.token, entries=())
-            endings.append((held, around))
-        for held, ending in endings:
+        for held, ending in [(lease, settlement), *_around(call, settlement)]:
             orphan = self._settle_orphan(call, held, ending, attempt)
             self._orphanage.adopt(orphan, self.abandoning(call, attempt))
+
+    async def settle_around(
+        self, call: Call, lease: Lease, ending: Ending, payload: Payload, attempt: int
+    ) -> None:
+        """Settles the claims around this one as it was settled, for a caller who is gone."""
+        for held, around in _around(call, settlement_of(call, lease, ending, payload)):
+            await self._settle_orphan(call, held, around, attempt)
 
     def abandoning(self, call: Call, attempt: int) -> Callable[[str], None]:
         """What tells of an ending that nobody can write any more."""

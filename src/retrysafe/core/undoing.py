@@ -105,22 +105,27 @@ class Concluder:
 
         It calls nothing of the user's: what must be undone is left to the next attempt.
         """
+        call, number = run.call, run.attempt_number
+        leases = (lease,) if call.nest is None else (lease, *call.nest.held)
         try:
             # Until the ending is written, as `Settler` does it for those without steps.
-            self._renewals.add(lease)
+            for each in leases:
+                self._renewals.add(each)
             verdict = await _told(run, ending, payload, error, None, is_orphan=True)
             if verdict is not None:
                 # Not what the operation said, so what it wanted to send is not sent.
                 ending, payload, entries = verdict.ending, verdict.payload, ()
-            if self._settler.is_postponed(run.call, ending, run.attempt_number, error):
+            if self._settler.is_postponed(call, ending, number, error):
                 return
-            await self._settler.settle(
-                run.call, lease, ending, payload, run.attempt_number, entries=entries
+            payload = await self._settler.settle(
+                call, lease, ending, payload, number, entries=entries
             )
+            await self._settler.settle_around(call, lease, ending, payload, number)
         except (_LeftToLease, RetrysafeError):
             return  # Reported where it was raised.
         finally:
-            self._renewals.remove(lease)
+            for each in leases:
+                self._renewals.remove(each)
 
 
 async def _told(
