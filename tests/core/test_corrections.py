@@ -300,8 +300,40 @@ def test_what_retrysafe_raises_is_never_nothing():
     assert not policy.is_nothing_happened(None)
 
 
-@pytest.mark.parametrize("kind", [Exception, OSError, TimeoutError])
-def test_a_time_out_cannot_be_listed(kind):
-    """Nobody knows what happened after one, and a wide class takes it in."""
-    with pytest.raises(PolicyInvalid, match="TimeoutError"):
+class Unanswered(Declined, TimeoutError):
+    """What a client library raises when the answer did not come."""
+
+
+class CutOff(Declined, ConnectionResetError):
+    """The same, when the connection broke."""
+
+
+@pytest.mark.parametrize("kind", [Unanswered, CutOff])
+def test_what_is_uncertain_does_not_count_by_another_class(kind):
+    """An exception may be of a listed class and a time-out at once."""
+    assert not KEPT.is_nothing_happened(kind("no answer"))
+    world = World()
+    with pytest.raises(kind):
+        world.first.answer(asked(), world.first.raising(kind("no answer")))
+    assert not marked(world)
+    with pytest.raises(KeyReused):
+        world.first.answer(asked(OTHER_MARK))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Exception,
+        OSError,
+        TimeoutError,
+        ConnectionError,
+        ConnectionResetError,
+        BrokenPipeError,
+        Unanswered,
+        CutOff,
+    ],
+)
+def test_what_leaves_everything_open_cannot_be_listed(kind):
+    """Nobody knows what happened after it, and a wide class takes it in."""
+    with pytest.raises(PolicyInvalid, match="nobody knows what happened"):
         Policy(nothing_happened=(kind,))

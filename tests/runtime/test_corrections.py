@@ -7,12 +7,15 @@ import threading
 import pytest
 
 from retrysafe import (
+    BodyKey,
     Ending,
     Idempotency,
     InFlight,
     KeyReused,
+    MemoryStore,
     OperationFailed,
     Policy,
+    PolicyInvalid,
     current_attempt,
     natural_key,
 )
@@ -198,6 +201,24 @@ def test_a_key_that_its_caller_brings_takes_no_correction(subject, url):
     with pytest.raises(KeyReused):
         made.run("client-key", till.pay, 43, "good")
     assert till.ran == ["bad", "bad"]
+
+
+def test_a_body_key_takes_no_list():
+    """A corrected call has another key, so the list would promise what never happens.
+
+    The policy of all operations may have one, for those with other keys.
+    """
+    with Idempotency(MemoryStore(), caller="shop", policy=KEPT, secret=SECRET) as idem:
+        decorate = idem.once(key=BodyKey(), name="pay", policy=FREED)
+        with pytest.raises(PolicyInvalid, match="another key anyway"):
+            decorate(Till().pay)
+        till = Till(bad=Declined("no funds"), good="paid")
+        pay = idem.once(key=BodyKey(), name="pay")(till.pay)
+        for _ in range(2):
+            with pytest.raises(Declined):
+                pay(42, "bad")
+        assert pay(42, "good") == "paid"
+        assert till.ran == ["bad", "good"]
 
 
 def test_what_another_process_has_corrected_is_not_replayed_here(subject, url):

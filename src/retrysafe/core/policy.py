@@ -23,6 +23,9 @@ from retrysafe.errors import (
 )
 
 _ZERO: Final = timedelta(0)
+# After a time-out, or a connection that broke, the other side may have done what it was sent.
+_NO_ANSWER: Final = (TimeoutError, ConnectionError)
+_UNCERTAIN: Final = (RetrysafeError, *_NO_ANSWER)
 # Renewal comes three times per lease; below this a busy machine would lose healthy claims.
 LEASE_MINIMUM: Final = timedelta(milliseconds=100)
 # A lease is how long a crash blocks its key; renewal makes longer ones pointless.
@@ -163,8 +166,9 @@ class Policy:
 
     def is_nothing_happened(self, error: object) -> bool:
         """Whether an attempt that raised this exception is listed as one that left no effects."""
-        # What retrysafe itself raises, such as `StepNotStored`, may come after effects.
-        return isinstance(error, self.nothing_happened) and not isinstance(error, RetrysafeError)
+        # What retrysafe itself raises, such as `StepNotStored`, may come after effects; and an
+        # exception of a listed class may be of an uncertain one as well.
+        return isinstance(error, self.nothing_happened) and not isinstance(error, _UNCERTAIN)
 
     def _check_durations(self) -> None:
         for name in ("lease", "active_window", "audit_window", "wait_limit", "settle_patience"):
@@ -248,12 +252,13 @@ class Policy:
                     )
             object.__setattr__(self, name, types)
         for item in self.nothing_happened:
-            if issubclass(TimeoutError, item):
-                raise PolicyInvalid(
-                    f"nothing_happened must not list {item.__name__}: it takes TimeoutError in, "
-                    "after which nobody knows what happened; list what says so, such as a declined "
-                    "card"
-                )
+            for kind in _NO_ANSWER:
+                if issubclass(kind, item) or issubclass(item, kind):
+                    raise PolicyInvalid(
+                        f"nothing_happened must not list {item.__name__}: after a "
+                        f"{kind.__name__} nobody knows what happened, and it is one or takes it "
+                        "in; list what says so, such as a declined card"
+                    )
         both = set(self.terminal) & set(self.retryable)
         if both:
             names = ", ".join(sorted(item.__name__ for item in both))

@@ -301,7 +301,8 @@ def _html_route(route: dict[str, Any]) -> str:
     if route["nothing_happened_statuses"]:
         statuses = ", ".join(map(str, route["nothing_happened_statuses"]))
         lines["Corrected requests"] = (
-            f"accepted after {statuses}, unless an earlier attempt ended in any other way"
+            f"accepted after {statuses}, unless an earlier attempt ended in any other way, or a "
+            "part of the work is done"
         )
     lines["After a crash"] = (
         "the key is free at once: the work and its response are one transaction"

@@ -165,8 +165,8 @@ class Rule:
     # Whether `Prefer: respond-async` is followed.
     respond_async: bool = True
     stored: StatusRule = KEPT_BELOW_500
-    # Responses after which nothing has happened, such as 402: a key that is made from the request
-    # then takes a corrected one. Whether the response is kept or frees the key, `stored` says.
+    # Responses after which nothing has happened, such as 402: a key of `FromFields` then takes a
+    # corrected request. Whether the response is kept or frees the key, `stored` says.
     nothing_happened: tuple[int, ...] = ()
     # Headers that are stored beside the usual ones, such as "X-Total-Count".
     headers: tuple[str, ...] = ()
@@ -229,18 +229,18 @@ class Rule:
 
     def _check_nothing_happened(self) -> None:
         given: object = self.nothing_happened
-        listed = (given,) if isinstance(given, int) else tuple(self.nothing_happened)
+        listed: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
         for status in listed:
             if type(status) is not int or not 400 <= status <= 499 or status == 408:
                 raise PolicyInvalid(
                     "nothing_happened takes statuses from 400 to 499 except 408, because after "
                     f"others something may have happened, got {status!r}"
                 )
-        source = self.source
-        if listed and isinstance(source, FromHeader) and source.otherwise is None:
+        if listed and not isinstance(self.source, FromFields):
             raise PolicyInvalid(
-                "nothing_happened is for keys that are made from the request: one in the "
-                "Idempotency-Key header belongs to one request, and a corrected one brings another"
+                "nothing_happened is for FromFields, whose keys several requests may have: one in "
+                "the Idempotency-Key header belongs to one request, and of FromBody a corrected "
+                "request has another key anyway"
             )
         object.__setattr__(self, "nothing_happened", listed)
 

@@ -276,6 +276,12 @@ class Once:
             checked_secret(self.settings.secrets.value)
             if self.window is not None:
                 raise PolicyInvalid("a BodyKey has its own window: BodyKey(window=…)")
+            # The policy of all operations may list it for those with other keys.
+            if self.policy.nothing_happened and self.policy is not self.settings.policy:
+                raise PolicyInvalid(
+                    "nothing_happened is for keys that several requests may have: under a BodyKey "
+                    "a corrected request has another key anyway"
+                )
             self.policy = self.policy.with_window(self.key_source.window, of="a BodyKey")
         elif self.window is None:
             raise PolicyInvalid(
@@ -340,7 +346,7 @@ class Once:
         kwargs: Mapping[str, Any],
         fingerprint: Fingerprint,
     ) -> tuple[str | Key, bool]:
-        """The key, and whether it was made from values here.
+        """The key, and whether it was made here from values that several requests may have.
 
         A text that a function gives may be a client's own key, which belongs to one request.
         """
@@ -354,7 +360,7 @@ class Once:
             # What the rule leaves out does not count here either: a retry that differs in nothing
             # else would get a key of its own, and run again.
             secret = checked_secret(self.settings.secrets.value)
-            return body_key(secret, self.name, fingerprint.digest), True
+            return body_key(secret, self.name, fingerprint.digest), False
         made = source(*args, **kwargs)
         if isinstance(made, tuple):
             return natural_key(self.name, *made), True
