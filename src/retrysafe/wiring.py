@@ -13,7 +13,7 @@ from retrysafe.core.events import Emit
 from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store
-from retrysafe.errors import StoreUrlInvalid
+from retrysafe.errors import InvalidInput, StoreUrlInvalid
 from retrysafe.observe.logs import EventLog
 from retrysafe.runtime.blocking import BlockingIdempotency
 from retrysafe.runtime.calls import CallerSource
@@ -25,6 +25,8 @@ from retrysafe.stores.postgres.urls import PostgresUrl, postgres_url, without_pa
 from retrysafe.stores.sqlite import SqliteStore
 
 SECRET_VARIABLE: Final = "RETRYSAFE_SECRET"
+# What stands for None in that variable. No secret is so short.
+NO_SECRET_WORD: Final = "none"
 _SQLITE_PREFIX: Final = "sqlite:///"
 _POSTGRES_PREFIXES: Final = ("postgresql://", "postgres://")
 # A worker would rather wait for a slow writer than give up a claim, and it asks three times;
@@ -123,9 +125,18 @@ def _checked_by_libpq(url: PostgresUrl) -> str:
     return url.for_libpq
 
 
-def environment_secret() -> str | None:
-    """The secrets in `RETRYSAFE_SECRET`, each on a line of its own; None without one."""
-    return os.environ.get(SECRET_VARIABLE) or None
+def environment_secret() -> list[str | None] | None:
+    """The secrets in `RETRYSAFE_SECRET`, each on a line of its own; None without one.
+
+    Raises `InvalidInput` for a PEM file, whose first line everybody knows.
+    """
+    lines = os.environ.get(SECRET_VARIABLE, "").splitlines()
+    if any(line.startswith("-----BEGIN ") for line in lines):
+        raise InvalidInput(
+            f"each line of {SECRET_VARIABLE} is a secret, and a PEM file has public ones: set it "
+            "to the output of openssl rand -hex 32, or pass secret=[…] with the whole text"
+        )
+    return [None if line == NO_SECRET_WORD else line for line in lines if line] or None
 
 
 class Idempotency(BlockingIdempotency):

@@ -172,7 +172,21 @@ def test_an_intent_tells_equal_requests_apart():
         key(by_field, request(b'{"a":1,"deep":{"intent":null}}'), rule=rule)
 
 
-@pytest.mark.parametrize("intent", ["", "a b", "/~2", 5, "Idempotency-Key", "\u00e9"])
+def test_an_intent_may_have_a_type():
+    """What the refusal of an ambiguous value advises: two intents stay two orders."""
+    rule = FingerprintRule(exclude=("/intent",))
+    bodies = [b'{"intent":"%s"}' % text for text in (b"007", b"7", b"008")]
+    with pytest.raises(KeyInvalid, match="/intent:text"):
+        key(FromBody(intent="/intent"), request(bodies[0]), rule=rule)
+    for kind, count in (("text", 3), ("int", 2)):
+        source = FromBody(intent=f"/intent:{kind}")
+        assert len({key(source, request(body), rule=rule) for body in bodies}) == count
+        assert str(source).endswith(f"and by /intent ({kind})")
+    with pytest.raises(PolicyInvalid, match="no type 'txt'"):
+        FromBody(intent="/intent:txt")
+
+
+@pytest.mark.parametrize("intent", ["", "a b", "/~2", 5, "Idempotency-Key", "\u00e9", "{id:int}"])
 def test_an_intent_that_nothing_could_tell_is_refused_when_it_is_configured(intent):
     with pytest.raises(PolicyInvalid, match="intent of FromBody"):
         FromBody(intent=intent)

@@ -6,6 +6,7 @@ import pytest
 
 from retrysafe import (
     Idempotency,
+    InvalidInput,
     Key,
     KeyReused,
     MemoryStore,
@@ -16,6 +17,7 @@ from retrysafe import (
 )
 from retrysafe.core.outbox import entry_key
 from retrysafe.core.secret import Secret
+from retrysafe.runtime.refusals import secrets_of
 from tests.servers.fixtures import migrated
 
 OLD, NEW = "the old secret, 16 or more", "the new secret, 16 or more"
@@ -137,3 +139,27 @@ def test_the_environment_lists_a_secret_a_line(monkeypatch, text, rules):
     assert [item.rule for item in made] == rules
     assert secrets.has_plain is ("none" in text or not text.strip())
     assert secrets.value == (NEW.encode() if rules[0] < 0 else None)
+
+
+PEM = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBgkqhkiG9w0BAQ\n-----END PRIVATE KEY-----\n"
+
+
+@pytest.mark.parametrize("text", [PEM, f"{NEW}\n{OLD}", f"{NEW}\r\nnone"])
+@pytest.mark.parametrize("form", [str, str.encode])
+def test_a_secret_of_several_lines_is_not_taken_apart(text, form):
+    """The first line of a PEM file is known to everybody; a list says what is meant."""
+    with pytest.raises(InvalidInput, match="pass a list") as caught:
+        secrets_of(form(text))
+    assert not any(line in str(caught.value) for line in text.splitlines())
+    assert [item.value for item in secrets_of([text]).listed] == [text.encode()]
+
+
+@pytest.mark.parametrize("secret", [f"{NEW}\n", b"\x80\nrandom bytes..", b"\0\nrandom bytes..."])
+def test_a_line_break_at_the_end_or_in_random_bytes_is_none(secret):
+    assert secrets_of(secret).value == (NEW.encode() if isinstance(secret, str) else secret)
+
+
+def test_a_pem_file_in_the_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("RETRYSAFE_SECRET", PEM)
+    with pytest.raises(InvalidInput, match="PEM"):
+        Idempotency("memory://", caller="acme")

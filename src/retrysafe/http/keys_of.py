@@ -109,11 +109,7 @@ class FromFields:
                 if content is None:
                     content = content_of(request)
                 value = field_of(content, item.tokens)
-            parts.append(
-                plain_part(item.name, value)
-                if item.kind is None
-                else declared_part(item.name, item.kind, value)
-            )
+            parts.append(item.part(value))
         return natural_key(operation, *parts)
 
 
@@ -126,21 +122,24 @@ class FromBody:
     either, so a change of that rule is a change of the keys.
 
     `intent` names what tells two equal requests apart: a field of the body such as `/intent`, which
-    then counts whatever that rule says, or a header such as `X-Order-Number`. A request without it
-    has the key that it would have anyway. Raises `PolicyInvalid` for what names neither.
+    then counts whatever that rule says, or a header such as `X-Order-Number`. A field may have a
+    type as in `FromFields`: `/intent:text`. A request without it has the key that it would have
+    anyway. Raises `PolicyInvalid` for what names neither.
     """
 
     window: timedelta = timedelta(minutes=5)
     intent: str | None = None
-    # The steps of a pointer, or a header's name.
-    _intent: tuple[str, ...] | bytes | None = field(init=False, repr=False, compare=False)
+    # A field of the body, or a header's name.
+    _intent: _Field | bytes | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_intent", _intent_of(self.intent))
 
     def __str__(self) -> str:
         told = f"all that they ask for, within {spoken(self.window)}"
-        return told if self.intent is None else f"{told}, and by {self.intent}"
+        if self._intent is None:
+            return told
+        return f"{told}, and by {self._intent if isinstance(self._intent, _Field) else self.intent}"
 
     def checked(self, policy: Policy, secret: bytes | None) -> Policy:
         """The policy with this window; raises `PolicyInvalid` or `SecretMissing`."""
@@ -159,13 +158,13 @@ class FromBody:
 
     def _told_intent(self, request: Request) -> list[bytes]:
         """What the request says of its intent; nothing when it says nothing."""
-        if self._intent is None or self.intent is None:
+        if self._intent is None:
             return []
         if isinstance(self._intent, bytes):
             # An empty line says something; several lines of one name are all said.
             return [line.strip(b" \t") for line in request.header_lines(self._intent)]
-        value = field_of(content_of(request), self._intent)
-        return [] if value is canonical.ABSENT else [part_bytes(plain_part(self.intent, value))]
+        value = field_of(content_of(request), self._intent.tokens)
+        return [] if value is canonical.ABSENT else [part_bytes(self._intent.part(value))]
 
 
 KeySource = FromHeader | FromFields | FromBody
@@ -186,8 +185,8 @@ def require_own_key(text: str) -> None:
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 
 
-def _intent_of(given: object) -> tuple[str, ...] | bytes | None:
-    """What names an intent: the steps of a pointer, or a header's name."""
+def _intent_of(given: object) -> _Field | bytes | None:
+    """What names an intent: a field of the body, or a header's name."""
     if given is None:
         return None
     if isinstance(given, str) and _HEADER_NAME.fullmatch(given):
@@ -197,21 +196,18 @@ def _intent_of(given: object) -> tuple[str, ...] | bytes | None:
                 "FromHeader(otherwise=FromBody(…))"
             )
         return given.lower().encode("ascii")
-    try:
-        tokens = canonical.pointer_tokens(given)  # type: ignore[arg-type]
-    except (ValueError, TypeError, AttributeError):
-        tokens = ()
-    if not tokens:
+    found = _pointed_field(given)
+    if found is None:
         raise PolicyInvalid(
             "the intent of FromBody is a field such as /intent or a header such as "
             f"X-Order-Number, got {given!r}"
         )
-    return tokens
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One field of a natural key, read once."""
+    """One field of a natural key, or of an intent, read once."""
 
     # As it is written, without its type.
     name: str
@@ -224,22 +220,38 @@ class _Field:
     def __str__(self) -> str:
         return self.name if self.kind is None else f"{self.name} ({self.kind})"
 
+    def part(self, value: Any) -> Part:
+        """What a value of this field is in a key; raises `KeyInvalid` or `InvalidInput`."""
+        if self.kind is None:
+            return plain_part(self.name, value)
+        return declared_part(self.name, self.kind, value)
+
 
 def _field_of(given: object) -> _Field:
     """A field as it is written; raises `PolicyInvalid` for what is none."""
-    name, kind = (given, None) if not isinstance(given, str) else _split_type(given)
-    if isinstance(name, str) and name.startswith("{") and name.endswith("}") and len(name) > 2:
-        return _Field(name, kind, name[1:-1], ())
-    try:
-        tokens = canonical.pointer_tokens(name)  # type: ignore[arg-type]
-    except (ValueError, TypeError, AttributeError):
-        tokens = ()
-    if not isinstance(name, str) or not tokens:
+    if isinstance(given, str) and given.startswith("{") and given.endswith("}"):
+        name, kind = _split_type(given)
+        found = _Field(name, kind, name[1:-1], ()) if len(name) > 2 else None
+    else:
+        found = _pointed_field(given)
+    if found is None:
         raise PolicyInvalid(
             f"FromFields takes JSON Pointers such as /order_id and path parameters such as {{id}}, "
             f"got {given!r}"
         )
-    return _Field(name, kind, "", tokens)
+    return found
+
+
+def _pointed_field(given: object) -> _Field | None:
+    """A field of the body by its JSON Pointer; None for what is no pointer."""
+    if not isinstance(given, str):
+        return None
+    name, kind = _split_type(given)
+    try:
+        tokens = canonical.pointer_tokens(name)
+    except ValueError:
+        return None
+    return _Field(name, kind, "", tokens) if tokens else None
 
 
 def _split_type(given: str) -> tuple[str, str | None]:
@@ -252,7 +264,7 @@ def _split_type(given: str) -> tuple[str, str | None]:
     if kind not in TYPES:
         # As a part of the name it would be looked for in vain, in every request.
         raise PolicyInvalid(
-            f"FromFields knows no type {kind!r} in {given!r}: a type is one of "
+            f"there is no type {kind!r}, as in {given!r}: a type is one of "
             f"{', '.join(TYPES)}; after a name with a colon write one too, as in /a:b:text"
         )
     return (f"{{{name}}}" if is_parameter else name), kind

@@ -221,8 +221,6 @@ def checked_observers(observers: object) -> tuple[Emit, ...]:
 # A secret, or several: the first makes, the others are recognised. None at the end of a list stands
 # for what was made without one.
 SecretSource = bytes | str | Sequence[bytes | str | None] | None
-# What stands for None in a text, where each secret has a line of its own. No secret is so short.
-NO_SECRET_WORD: Final = "none"
 
 
 def secrets_of(secret: object) -> Secrets:
@@ -231,10 +229,15 @@ def secrets_of(secret: object) -> Secrets:
     And `SecretMissing` for a short one. The secrets themselves are never shown.
     """
     if isinstance(secret, str):
+        _require_one_line(secret)
         # A file or a variable often ends with a line break.
-        lines = secret.splitlines()
-        secret = [None if line == NO_SECRET_WORD else line for line in lines if line]
+        secret = [line for line in secret.splitlines() if line]
     elif secret is None or isinstance(secret, bytes):
+        # Of random bytes any one may be a line break; of a text in bytes it is one.
+        if secret is not None and secret.isascii():
+            text = secret.decode("ascii")
+            if all(map(str.isprintable, text.splitlines())):
+                _require_one_line(text)
         secret = [secret]
     if not isinstance(secret, list | tuple):
         raise InvalidInput(
@@ -245,6 +248,18 @@ def secrets_of(secret: object) -> Secrets:
         if not isinstance(value, bytes | None):
             raise InvalidInput(f"a list of secrets has text and bytes, got {shown_in_place(value)}")
     return Secrets(*values)
+
+
+def _require_one_line(secret: str) -> None:
+    """Raises `InvalidInput` for a text of several lines.
+
+    Taken apart, a PEM file would give three secrets, the first of which everybody knows.
+    """
+    if sum(map(bool, secret.splitlines())) > 1:
+        raise InvalidInput(
+            "the secret has several lines: pass a list, with one item for each secret, or with "
+            "the whole text as its one item"
+        )
 
 
 def require_waiting_threads() -> None:
