@@ -64,6 +64,23 @@ def test_fields_come_from_all_kinds_of_bodies_and_from_the_path():
         assert key(source, made) == expected
 
 
+def test_an_endpoint_that_is_served_with_a_slash_too_has_one_key():
+    """Two routes lead to it under two names; one request by both runs once."""
+    for source in (FromFields("{id}", window=FOREVER), FromBody()):
+        made = [
+            key(
+                source,
+                request(parameters={"id": "7"}),
+                operation=f"POST /orders/{{id}}/cancel{end}",
+            )
+            for end in ("", "/")
+        ]
+        assert made[0] == made[1]
+    assert key(
+        FromFields("{id}", window=FOREVER), request(parameters={"id": "7"}), operation="POST /"
+    ) == (natural_key("POST /", 7))
+
+
 def test_path_parameters_need_no_body():
     assert key(
         FromFields("{id}", window=FOREVER), request(b"", None, parameters={"id": "7"})

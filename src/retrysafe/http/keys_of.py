@@ -110,7 +110,7 @@ class FromFields:
                     content = content_of(request)
                 value = field_of(content, item.tokens)
             parts.append(item.part(value))
-        return natural_key(operation, *parts)
+        return natural_key(_without_slash(operation), *parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class FromBody:
         intent = self._told_intent(request)
         if intent:
             asked = frame(asked, *intent)
-        return body_key(checked_secret(secret), operation, asked)
+        return body_key(checked_secret(secret), _without_slash(operation), asked)
 
     def _told_intent(self, request: Request) -> list[bytes]:
         """What the request says of its intent; nothing when it says nothing."""
@@ -268,3 +268,12 @@ def _split_type(given: str) -> tuple[str, str | None]:
             f"{', '.join(TYPES)}; after a name with a colon write one too, as in /a:b:text"
         )
     return (f"{{{name}}}" if is_parameter else name), kind
+
+
+def _without_slash(operation: str) -> str:
+    """The operation's name for a key: an endpoint is often served with a slash at its end, too.
+
+    Two routes to it have two names then, and one request by both must not run twice.
+    """
+    bare = operation.rstrip("/")
+    return operation if bare.endswith(" ") else bare
