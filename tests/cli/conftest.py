@@ -98,22 +98,23 @@ class Desk:
         self.store = SqliteStore(path, now_ms=lambda: self.now_ms)
         run_sync(self.store.migrate())
 
-    def claim(self, text, caller="acme", operation="charge", arguments=None):
-        """Claims a key; returns the token."""
+    def claim(self, text, caller="acme", operation="charge", arguments=None, mark=b"f" * 16):
+        """Claims a natural key, which takes corrected requests; returns the token."""
         token = os.urandom(16)
         request = ClaimRequest(
             Key(text, caller=caller),
-            (Fingerprint(1, b"f" * 16),),
+            (Fingerprint(1, mark),),
             token,
             self.LEASE_MS,
             operation,
             "host:1",
             arguments,
+            takes_corrections=True,
         )
         run_sync(self.store.commit([request], []))
         return token
 
-    def settle(self, kind, text, token, payload, caller="acme"):
+    def settle(self, kind, text, token, payload, caller="acme", *, nothing_happened=False):
         """Ends a claim."""
         settlement = Settlement(
             kind,
@@ -122,6 +123,7 @@ class Desk:
             payload,
             active_ms=self.ACTIVE_MS,
             audit_ms=self.AUDIT_MS,
+            nothing_happened=nothing_happened,
         )
         run_sync(self.store.commit([], [settlement]))
 

@@ -257,6 +257,31 @@ def test_show_tells_record_steps_and_audit(invoke, desk):
     assert "shop:Declined" in people
 
 
+def test_show_tells_of_releases_and_corrections(invoke, desk):
+    """Why a key takes another request, and that it has taken one."""
+    command = ("keys", "show", "k", "--caller", "acme", "--store", desk.url)
+    names = ("attempt", "releases", "nothing_happened", "corrected_at")
+
+    def shown():
+        record = invoke(*command, "--json").json["record"]
+        return [record[name] for name in names], invoke(*command).stdout
+
+    declined = Payload("failure.1", b"shop:Declined", b'{"message":"no"}')
+    token = desk.claim("k")
+    desk.settle(SettleKind.RELEASE, "k", token, declined, nothing_happened=True)
+    told, people = shown()
+    assert told == [1, 0, True, None]
+    assert "takes a corrected request" in people
+    assert "releases" not in people
+    desk.now_ms += 5_000
+    desk.claim("k", mark=b"g" * 16)
+    told, people = shown()
+    assert told == [2, 1, False, "2027-01-15T08:00:05.000Z"]
+    assert "1 of the attempts before this one" in people
+    assert "corrected at" in people
+    assert "nothing happened" not in people
+
+
 def test_show_tells_when_a_worker_tries_a_key_again(invoke, desk):
     """A second attempt that was postponed rests for its lease and the back-off; then it is due."""
     arguments = Payload("json.1", b"", b"[7]")

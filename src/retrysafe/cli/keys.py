@@ -302,8 +302,19 @@ def _detail(stored: StoredKey, shape: dict[str, Any]) -> list[Any]:
     if tries_at_ms is not None:
         grid.add_row("next try", shapes.next_try_text(stored, tries_at_ms))
     grid.add_row("attempt", str(record["attempt"]))
+    if record["releases"]:
+        grid.add_row("releases", f"{record['releases']} of the attempts before this one")
+    if record["nothing_happened"]:
+        grid.add_row("nothing happened", "a natural key takes a corrected request")
     grid.add_row("owner", output.cell(record["owner"] or "-"))
-    for name in ("first_claimed_at", "claimed_at", "settled_at", "lease_ends_at", "expires_at"):
+    for name in (
+        "first_claimed_at",
+        "corrected_at",
+        "claimed_at",
+        "settled_at",
+        "lease_ends_at",
+        "expires_at",
+    ):
         if record[name] is not None:
             grid.add_row(name.replace("_", " "), record[name])
     keyed = "keyed" if record["fingerprint_is_keyed"] else "not keyed"

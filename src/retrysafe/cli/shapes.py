@@ -20,6 +20,7 @@ from retrysafe.core.keys import Key
 from retrysafe.core.model import Condition, Payload, Record, State, Step, StoredKey, StoredOutcome
 from retrysafe.core.policy import FOREVER
 from retrysafe.core.recovery import back_off_ms
+from retrysafe.core.transitions import correction_of
 from retrysafe.core.values import NotReadable
 from retrysafe.runtime.duties import WorkerPolicy
 
@@ -133,6 +134,7 @@ def record_shape(stored: StoredKey) -> dict[str, Any]:
 def detail_shape(stored: StoredKey) -> dict[str, Any]:
     """One record with its steps and its audit as JSON."""
     record = stored.record
+    is_corrected = bool(correction_of(record))
     return {
         # By which the rows of every table are found in SQL.
         "digest": record.digest.hex(),
@@ -142,6 +144,11 @@ def detail_shape(stored: StoredKey) -> dict[str, Any]:
             # Negative in the store where it is keyed.
             "fingerprint_rule": abs(record.rule),
             "fingerprint_is_keyed": record.rule < 0,
+            # Of the attempts before this one, those that said how they ended; the others crashed.
+            "releases": record.releases,
+            # Whether a natural key takes a corrected request now.
+            "nothing_happened": record.nothing_happened,
+            "corrected_at": instant_text(record.corrected_at_ms) if is_corrected else None,
             # With the default back-off; null when no worker resumes it.
             "worker_tries_at": instant_text(worker_tries_at_ms(stored)),
         },
