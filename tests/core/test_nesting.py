@@ -204,6 +204,40 @@ def test_an_outcome_that_is_no_longer_stored_is_done_at_every_level():
     assert world.ran == [1]
 
 
+@pytest.mark.parametrize("secrets", [(OLD, NEW), (OLD, NEW, THIRD)])
+@pytest.mark.parametrize("error", [None, Declined("no")])
+def test_a_replay_of_the_inner_level_makes_no_window_longer(secrets, error):
+    """All levels end with the one that ran; also what the process itself remembers does."""
+    world = World(cache=True)
+    policy = POLICY.with_changes(active_window=timedelta(minutes=5))
+    innermost = max(secrets, key=lambda value: Secret(value).tag)
+    first, process = world.process(innermost), world.process(*secrets)
+    asking = asked(innermost, policy=policy)
+    ending = first.start(asking, first.raising(error) if error else None)
+    assert ending.is_done
+    world.clock.advance(299)
+    for _ in range(2):
+        replay = process.start(asked(*secrets, policy=policy))
+        assert replay.error is not None if error else replay.value.replayed
+    assert world.ran == [1]
+    world.clock.advance(1)
+    assert not process.answer(asked(*secrets, policy=policy)).replayed
+
+
+def test_a_replay_that_a_local_caller_waited_for_makes_no_window_longer():
+    world, process = made_world()
+    policy = POLICY.with_changes(active_window=timedelta(minutes=5))
+    world.process(INNER_SECRET).answer(asked(INNER_SECRET, policy=policy))
+    world.clock.advance(299)
+    process.writer.claim_faults.append(Fault(stalls=True))
+    leader = process.start(asked(INNER_SECRET, policy=policy))
+    follower = process.start(both(policy=policy))
+    leader.step()
+    assert follower.step().value.replayed
+    world.clock.advance(1)
+    assert not process.answer(both(policy=policy)).replayed
+
+
 def test_a_failure_that_frees_the_key_frees_every_level():
     world, process = made_world()
     with pytest.raises(ConnectionError):

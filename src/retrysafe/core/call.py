@@ -31,6 +31,9 @@ class Nest:
     # What came of this level's claim: its token where it was granted, or a replay.
     token: bytes | None = None
     is_replay: bool = False
+    # What is left of the active window where this level's outcome is an earlier run's: the levels
+    # around end with it, else a replay would make the window longer.
+    active_ms: int | None = None
 
 
 @dataclass(slots=True)

@@ -409,8 +409,9 @@ class Engine:
         self, flight: Flight, call: Call, answer: ClaimAnswer, asked: float
     ) -> Answer[Any]:
         payload = answer.payload
+        flight.active_ms = answer.remaining_ms
         if call.nest is not None:
-            call.nest.is_replay = True
+            call.nest.is_replay, call.nest.active_ms = True, flight.active_ms
         if payload is None:
             raise gone(call)
         kept_ms = 0 if answer.nothing_happened else answer.remaining_ms
@@ -486,7 +487,7 @@ class Engine:
                     return None  # Whether it may be a corrected request, the store knows.
                 raise self._reused(call, flight.operation, "process")
             if call.nest is not None:
-                call.nest.is_replay = True
+                call.nest.is_replay, call.nest.active_ms = True, flight.active_ms
             try:
                 return self._replay(call, flight.payload, flight.attempt, "process")
             except OperationFailed as error:

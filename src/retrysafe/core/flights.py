@@ -35,6 +35,7 @@ class Flight:
     """One key's leader at work, and the followers who wait for news."""
 
     __slots__ = (
+        "active_ms",
         "attempt",
         "began_monotonic",
         "conflict_ends_monotonic",
@@ -76,6 +77,8 @@ class Flight:
         self.outage: str | None = None
         self.attempt = 0
         self.payload: Payload | None = None
+        # What is left of the payload's active window, where the leader was told of it.
+        self.active_ms: int | None = None
         self.waiters: list[Signal] | None = None
 
     def share(self, payload: Payload, attempt: int, *, is_released: bool = False) -> None:

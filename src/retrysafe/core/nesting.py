@@ -213,6 +213,7 @@ class Nester:
         Returns what it has settled; None when that is nothing.
         """
         asked = self._monotonic()
+        _nest_of(call).active_ms = _nest_of(inner).active_ms
         try:
             ended = await self._ended(inner)
         except StoreError:
@@ -247,6 +248,7 @@ class Nester:
             if isinstance(error, OperationInFlight | KeyReused):
                 await self._let_go(call, lease, answer.decision)
             return None
+        _nest_of(call).active_ms = nest.active_ms
         try:
             ended = await self._ended(inner)
         except StoreError:
@@ -309,7 +311,10 @@ class Nester:
         if ending is Ending.RELEASED:
             flight.share(payload, attempt, is_released=True)
         else:
-            self._remember(call, flight, payload, attempt, asked, call.policy.active_ms)
+            active_ms = _nest_of(call).active_ms
+            if active_ms is None:
+                active_ms = call.policy.active_ms
+            self._remember(call, flight, payload, attempt, asked, active_ms)
 
 
 def _nest_of(call: Call) -> Nest:

@@ -66,6 +66,8 @@ def settlement_of(
     settlement = Settlement(
         _KINDS[ending][0], call.key, lease.token, payload, policy.active_ms, policy.audit_ms
     )
+    if call.nest is not None and call.nest.active_ms is not None:
+        settlement.active_ms = call.nest.active_ms
     if entries and ending is not _RELEASED:
         settlement.entries = entries
     if call.nothing_happened is not None and ending is not _SUCCEEDED:
