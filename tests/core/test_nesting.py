@@ -538,8 +538,31 @@ def test_steps_of_one_level_are_copied_to_the_others():
     world.clock.advance(31)
     two = world.process(OLD, NEW)
     died(two.start(both(), two.operating(dying)))
+    assert two.steps.writes == ["charge"]  # Where it was missing, and nowhere else.
     steps = [drive(world.store.read(key)).steps for key in (OUTER, INNER)]
     assert [[step.name for step in each] for each in steps] == [["charge"], ["charge"]]
+    assert charged == [True]
+
+
+@pytest.mark.parametrize("first", [OUTER_SECRET, INNER_SECRET])
+def test_a_step_that_cannot_be_copied_to_a_lost_level_stops_the_attempt(first):
+    """The level's new owner does not know of the step, and may run it."""
+    world, charged = World(), []
+
+    async def dying(attempt: Attempt):
+        await attempt.step("charge", charged.append, True)
+        await Pause()
+
+    one = world.process(first)
+    died(one.start(asked(first), one.operating(dying)))
+    world.clock.advance(31)
+    two = world.process(OLD, NEW)
+    two.steps.write_faults.append(Fault(pauses=True))
+    running = two.start(both(), two.operating(dying))
+    other = INNER if first == OUTER_SECRET else OUTER
+    drive(world.store.operate(other, OperatorCommand.FORCE_RELEASE))
+    running.step()
+    assert isinstance(running.error, ClaimLost)
     assert charged == [True]
 
 

@@ -84,13 +84,18 @@ class StepWriter:
         steps = await self._read(self._lease)
         if not self._held:
             return steps
-        found = [(lease, await self._read(lease)) for lease in self._held]
-        for _, others in found:
+        found = [(self._lease, steps)]
+        for lease in self._held:
+            others = await self._read(lease)
+            found.append((lease, others))
             steps = others | steps
-        for lease, known in [(self._lease, None), *found]:
+        for lease, known in found:
             for step in steps.values():
-                if known is None or step.name not in known:
-                    await self._insist(self._write_by(lease, step), None)
+                if step.name in known:
+                    continue
+                if await self._write(self._write_by(lease, step), None) is Decision.LOST:
+                    # Its new owner may run what is skipped here.
+                    raise self.lost()
         return steps
 
     async def _read(self, lease: Lease) -> dict[str, Step]:
@@ -142,13 +147,17 @@ class StepWriter:
             raise self.lost()
 
     async def _insist(self, write: StepWrite, value: Any) -> Decision:
+        """Writes under all keys of the request until it stands; LOST where one of them is."""
+        for around in self.writes_around(write.step):
+            if await self._write(around, value) is Decision.LOST:
+                return Decision.LOST
+        return await self._write(write, value)
+
+    async def _write(self, write: StepWrite, value: Any) -> Decision:
         """Writes again until it stands, within the policy's patience."""
         step = write.step
         pause = RETRY_PAUSE_SECONDS
         give_up = self._waiting.monotonic() + self._call.policy.settle_patience.total_seconds()
-        for around in self.writes_around(step) if write.key == self._call.key else ():
-            if await self._insist(around, value) is Decision.LOST:
-                return Decision.LOST
         while True:
             try:
                 return await self._store.record_step(write)
