@@ -16,6 +16,7 @@ from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.ports import Fate
 from retrysafe.core.secret import Secret, Secrets
 from retrysafe.errors import (
+    AttemptsExhausted,
     ClaimLost,
     KeyReused,
     OperationInFlight,
@@ -522,6 +523,24 @@ def test_a_later_attempt_has_the_steps_and_the_child_keys_of_the_first(first, se
             other.answer(asked(*second), other.operating(operation))
     assert charged == [True]
     assert set(keys) == {child_key(first[0], KEYS[Secret(first[0]).tag], "charge")}
+
+
+@pytest.mark.parametrize("secrets", [(OLD, NEW), (OLD, NEW, THIRD)])
+def test_crashes_of_one_level_count_for_the_others(secrets):
+    """The operation may have killed its workers, whichever keys they knew."""
+    world = World()
+    policy = POLICY.with_changes(attempt_limit=3)
+    outermost = min(secrets, key=lambda value: Secret(value).tag)
+    for listed in [(outermost,)] * 2 + [secrets]:
+        process = world.process(*listed)
+        died(process.start(asked(*listed, policy=policy), process.pausing(7)))
+        world.clock.advance(31)
+    with pytest.raises(AttemptsExhausted):
+        world.process(*secrets).answer(asked(*secrets, policy=policy))
+    assert len(world.ran) == 3
+    for secret in secrets:
+        with pytest.raises(AttemptsExhausted):
+            world.process(secret).answer(asked(secret, policy=policy))
 
 
 def test_steps_of_one_level_are_copied_to_the_others():

@@ -28,6 +28,9 @@ class Nest:
     correction: bytes = b""
     # Whether an earlier attempt has begun a record around.
     is_later: bool = False
+    # How many attempts of a record around ended without a word, at the most. This level's own count
+    # may have begun later, with the list of several secrets.
+    crashes: int = 0
     # What came of this level's claim: its token where it was granted, or a replay.
     token: bytes | None = None
     is_replay: bool = False

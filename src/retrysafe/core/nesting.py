@@ -336,6 +336,7 @@ def _inner_of(call: Call, lease: Lease, answer: ClaimAnswer) -> Call:
             fingerprint,
             answer.correction or around.correction,
             around.is_later or answer.decision is not Decision.ADMIT,
+            max(around.crashes, answer.attempt - 1 - answer.releases),
         ),
     )
 

@@ -149,10 +149,15 @@ class Runner:
         # The owner that was in the way is gone: followers must not be told of it any more.
         flight.conflict_ends_monotonic = None
         self._flights.enter(flight, _RUNNING)
-        if number > 1 and (limit := policy.exhausted_limit(number, answer.releases)):
+        # Crashes of the levels around count as if they were this one's.
+        count = (
+            number
+            if (nest := call.nest) is None
+            else max(number, nest.crashes + answer.releases + 1)
+        )
+        if count > 1 and (limit := policy.exhausted_limit(count, answer.releases)):
             # The attempts so far may have died half-way; running again could kill the next worker.
             return await self._exhaust(flight, call, lease, number, limit)
-        nest = call.nest
         fingerprint = answer.fingerprint or (None if nest is None else nest.fingerprint)
         attempt = Attempt(
             call.key if nest is None else self._secrets.key_by(nest.keys, fingerprint, call.key),
