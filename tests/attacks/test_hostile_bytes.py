@@ -370,7 +370,7 @@ def test_no_byte_of_a_path_becomes_a_header_line():
             assert any(b"%0D%0AX-Injected" in value for _, value in answer.headers)
     for path in (protection.policy_path, protection.status_path + "\r\nX-Injected: 1"):
         made = Request("GET", HOSTILE_PREFIX + path, b"", [(b"accept", b"\r\nX-Injected: 1")])
-        shown = protection.policy_page(path, made, HOSTILE_PREFIX) or protection.status_key(
+        shown = protection.policy_page(path, made, HOSTILE_PREFIX) or protection.status_keys(
             path, made, HOSTILE_PREFIX, None
         )
         assert _is_clean(shown.headers)

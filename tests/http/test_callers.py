@@ -182,7 +182,12 @@ def test_a_name_that_no_header_has_is_refused_when_it_is_configured(name):
             made(name)
 
 
-@pytest.mark.parametrize("name", ["Authorization", "X-API-Key", "x-api-key", "Cookie"])
+@pytest.mark.parametrize(
+    "name",
+    ["Authorization", "Proxy-Authorization", "X-API-Key", "x-api-key", "Api-Key", "apikey",
+     "Cookie", "X-Auth-Token", "X-Access-Token", "X-Forwarded-Access-Token", "Private-Token",
+     "X-Password", "X-Client-Secret", "Cf-Access-Jwt-Assertion"],
+)  # fmt: skip
 def test_a_header_that_holds_a_credential_is_no_gateways(name):
     """It would be stored in clear."""
     with pytest.raises(PolicyInvalid, match="api_key"):
@@ -200,6 +205,13 @@ def test_an_api_key_is_taken_as_it_is_sent():
     """Any bytes but the blanks around them: what counts as a key is the application's to know."""
     holder = api_key("X-Key")
     assert holder(sent(b" \xff-1\t", name=b"x-key")) == Credential("api-key", b"\xff-1")
+
+
+def test_what_a_caller_function_returned_is_not_shown():
+    """It may be a token, and the refusal goes to a log."""
+    with pytest.raises(InvalidInput, match="got a bytes") as caught:
+        callers.Naming(Secrets()).named(b"tok_live_1")
+    assert "tok_live_1" not in str(caught.value)
 
 
 def test_a_credential_is_never_shown():

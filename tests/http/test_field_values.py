@@ -10,6 +10,7 @@ from uuid import UUID
 
 import pytest
 
+from retrysafe.core.framing import part_bytes
 from retrysafe.core.numerals import Number
 from retrysafe.errors import InvalidInput, KeyInvalid
 from retrysafe.http.field_values import (
@@ -79,7 +80,10 @@ def test_a_value_without_a_type_is_a_number_or_a_text(value, part):
 @pytest.mark.parametrize(
     "text",
     ["07", "00", "+7", "-0", " 7", "7 ", "7\n", "\u30007", "7.0", "7.50", "7.", ".5", "1e3", "1E3",
-     "7e-1", "1_000", "\uff17", "\u0667", "True", "FALSE", " c1", "c1\t", "e\u0301",
+     "7e-1", "1_000", "\uff17", "\u0667", "True", "FALSE",
+     "yes", "NO", "on", "Off", "t", "F", "y", "n",
+     "+" + SOME_UUID.replace("-", "")[1:], "0x" + SOME_UUID.replace("-", "")[2:],
+     SOME_UUID.replace("9", "_"), "{ " + SOME_UUID[1:] + "}", " c1", "c1\t", "e\u0301",
      SOME_UUID.upper(), SOME_UUID.replace("-", ""), f"{{{SOME_UUID}}}", f"urn:uuid:{SOME_UUID}",
      "1" * 32, "2026-01-31T10:00:00Z", "2026-01-31 10:00", "20260131T100000",
      "x" * (TEXT_LIMIT_CHARACTERS + 1)],
@@ -89,6 +93,12 @@ def test_a_text_that_can_be_another_spelling_is_refused(text):
     with pytest.raises(KeyInvalid, match=r"the key is made from \{id\}"):
         plain_part("{id}", text)
     assert declared_part("{id}", "text", text) == text
+
+
+def test_a_type_that_is_declared_later_may_keep_the_key():
+    """Of an int and of a UUID, which are the same without one."""
+    for kind, text in (("int", "7"), ("uuid", SOME_UUID)):
+        assert part_bytes(declared_part("/a", kind, text)) == part_bytes(plain_part("/a", text))
 
 
 def test_the_refusal_says_what_to_send_and_what_to_declare():
@@ -130,7 +140,7 @@ def test_what_a_converter_made_and_is_no_plain_value_is_a_mistake_of_the_server(
         ("int", ["-0", "0", Number("-0.0")], 0),
         ("decimal", ["9.5", "9.50", "09.5", 9.5, Number("9.50"), Decimal("9.5")], Decimal("9.5")),
         ("uuid", [SOME_UUID, SOME_UUID.upper(), SOME_UUID.replace("-", ""), UUID(SOME_UUID)],
-         UUID(SOME_UUID)),
+         SOME_UUID),
         ("date", ["2026-01-31", date(2026, 1, 31)], date(2026, 1, 31)),
         ("datetime", ["2026-01-31T10:00:00Z", "2026-01-31 11:00+01:00", "20260131T100000Z", TEN],
          TEN),

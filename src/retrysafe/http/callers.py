@@ -122,8 +122,9 @@ class Naming:
             )
         # Told to the client as a missing caller, nobody would find the mistake.
         raise InvalidInput(
-            f"the caller is a text, a Credential, or None when nobody can be told, got {told!r}: "
-            "write str(…) around a number such as the user's id"
+            # Not its value: that may be a token, and this goes to a log.
+            "the caller is a text, a Credential, or None when nobody can be told, got a "
+            f"{type(told).__qualname__}: write str(…) around a number such as the user's id"
         )
 
     def _digested(self, credential: Credential) -> str:
@@ -279,7 +280,7 @@ def gateway_header(name: str) -> CallerOf:
     for a name that no header can have.
     """
     wanted = _checked_name(name)
-    if wanted in _CREDENTIAL_NAMES:
+    if _CREDENTIAL_NAME.search(wanted):
         raise PolicyInvalid(
             f"{name} holds a credential, which is not stored in clear: use bearer_token or "
             f"api_key({name!r})"
@@ -295,9 +296,9 @@ def gateway_header(name: str) -> CallerOf:
     return caller_in_header
 
 
-# What these headers hold lets anybody in who reads it.
-_CREDENTIAL_NAMES: Final = frozenset(
-    {b"authorization", b"proxy-authorization", b"cookie", b"x-api-key", b"x-auth-token"}
+# What headers of such names hold lets anybody in who reads it.
+_CREDENTIAL_NAME: Final = re.compile(
+    rb"authorization|cookie|token|secret|password|passwd|jwt|credential|(?:api|access)[-_.]?key"
 )
 
 

@@ -30,6 +30,8 @@ _INT_LIMIT: Final = 10**_DIGITS_LIMIT
 # Stands for a value that its endpoint refuses, as an endpoint for whole numbers refuses `x`.
 NOT_TAKEN: Final = object()
 _BOOLEANS: Final = {"true": True, "false": False}
+# What pydantic and many forms take for one of these, in any letter case.
+_BOOLEAN_WORDS: Final = frozenset({"true", "false", "yes", "no", "on", "off", "t", "f", "y", "n"})
 
 # What Python, pydantic and most databases read as a number; `\d` has the digits of all scripts.
 _NUMERIC: Final = re.compile(r"[+-]?[\d_]*+(?:\.[\d_]*+)?(?:[eE][+-]?[\d_]++)?")
@@ -42,7 +44,6 @@ _UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]
 # What `uuid.UUID` and its kin leave out before they look at the digits.
 _UUID_MARKS: Final = re.compile(r"urn:|uuid:|[{}-]")
 _UUID_CHARACTERS: Final = 32
-_UUID_DIGITS: Final = re.compile(r"[0-9a-f]{32}")
 _DATE: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _INSTANT: Final = re.compile(r"[0-9]{4}-?[0-9]{2}-?[0-9]{2}[Tt_ ][0-9]{2}")
 _INSTANT_LIMIT_CHARACTERS: Final = 40
@@ -76,10 +77,11 @@ def _boolean(value: Any) -> bool:
     return value if isinstance(value, bool) else _BOOLEANS[_text(value)]
 
 
-def _uuid(value: Any) -> UUID:
+def _uuid(value: Any) -> str:
     if _UUID.fullmatch(_text(value)) is None:
         raise ValueError
-    return UUID(value)
+    # As text, which it is without a type as well: declared later, it makes no other key.
+    return str(UUID(value))
 
 
 def _date(value: Any) -> date:
@@ -217,9 +219,9 @@ def _of_text(name: str, text: str) -> Part:
     if _has_other_spellings(text):
         raise KeyInvalid(
             f"the key is made from {name}, whose value can be written in several ways: send it in "
-            "the plainest, such as 7 and not 07, +7 or 7.0, a UUID in lower case with hyphens, a "
-            "text without blanks around it. An API that means any text declares it, as in "
-            f"{_with_type(name)}"
+            "the plainest, such as 7 and not 07, +7 or 7.0, true and not yes, a UUID in lower case "
+            "with hyphens, a text without blanks around it. An API that means any text declares "
+            f"it, as in {_with_type(name)}"
         )
     return text
 
@@ -230,14 +232,18 @@ def _has_other_spellings(text: str) -> bool:
         return True
     if _DIGIT.search(text) is not None and _NUMERIC.fullmatch(text):
         return True
-    if text.lower() in _BOOLEANS:
+    if text.lower() in _BOOLEAN_WORDS:
         return True
     if _INSTANT.match(text):
         return True  # Z and +00:00 are one offset, and every second has many fractions.
     digits = _UUID_MARKS.sub("", text.lower())
-    if _UUID_DIGITS.fullmatch(digits) is None:
+    if len(digits) != _UUID_CHARACTERS:
         return False
-    return text != str(UUID(digits))
+    try:
+        # As `uuid.UUID` reads them: also with a plus sign, with 0x or with underscores.
+        return text != str(UUID(int=int(digits, 16)))
+    except ValueError:
+        return False
 
 
 def _with_type(name: str) -> str:

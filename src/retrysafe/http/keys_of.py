@@ -61,8 +61,9 @@ class FromFields:
     datetime or bool. Without one it is what the framework has converted it to, a number also where
     that is sent as text, else text; what can be written in several ways is refused. The key is
     `natural_key(operation, *values)` with the rule's operation name and the values in the order
-    given. `window` is how long the key is remembered after the run: a timedelta, or FOREVER. Raises
-    `PolicyInvalid` for fields that cannot be any of these, and without a window.
+    given, a UUID as its text. `window` is how long the key is remembered after the run: a
+    timedelta, or FOREVER. Raises `PolicyInvalid` for fields that cannot be any of these, and
+    without a window.
     """
 
     fields: tuple[str, ...]
