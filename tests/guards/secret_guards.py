@@ -61,6 +61,12 @@ SECRET_GUARDS: tuple[Guard, ...] = (
         properties.test_a_new_secret_runs_no_step_again,
     ),
     Guard(
+        "a refused claim on all forms of a key keeps what it took over",
+        "a refused duplicate wipes out recorded steps, and the next attempt runs them again",
+        (InCode(Nester._let_go, "if decision is not Decision.ADMIT:", "if False:"),),
+        properties.test_a_refused_duplicate_wipes_out_no_step,
+    ),
+    Guard(
         "child keys are made with the secret that the operation began with",
         "an attempt after a new secret sends its call downstream under another key, a second time",
         (

@@ -11,6 +11,7 @@ from retrysafe import (
     Idempotency,
     Key,
     MemoryStore,
+    OperationInFlight,
     SecretMissing,
     child_key,
     current_attempt,
@@ -99,6 +100,38 @@ def test_a_new_secret_runs_no_step_again():
         with _object(store, last) as idem:
             idem.once(key=BodyKey(), name="pay", ignore=["steps"])(pay)(7)
         assert steps == [7]
+
+
+def test_a_refused_duplicate_wipes_out_no_step():
+    """It has taken one form of the key over from an attempt that died, and the other one runs."""
+    clock, runs, steps, refusals = ManualClock(), [], [], []
+
+    def call(store, secret, operation, first):
+        with _object(store, secret) as idem:
+            idem.once(key=BodyKey(), name="pay")(operation)(first)
+
+    def pay(first):
+        runs.append(first)
+        current_attempt().step("charge", steps.append, first)
+        if runs.count(first) == 1:
+            raise SystemExit
+
+    for first, second in ((OLD, NEW), (NEW, OLD)):
+        store = MemoryStore(now_ms=clock)
+
+        def busy(first, store=store):
+            with pytest.raises(OperationInFlight):
+                call(store, [OLD, NEW], pay, first)
+            refusals.append(first)
+
+        with pytest.raises(SystemExit):
+            call(store, first, pay, first)
+        clock.advance(timedelta(hours=1))
+        with _object(store, second) as idem:
+            idem.once(key=BodyKey(), name="pay", ignore=["store"])(busy)(first)
+        call(store, first, pay, first)
+    # One of the two forms is the outer one.
+    assert steps == refusals == [OLD, NEW]
 
 
 def test_a_new_secret_does_not_change_child_keys():
