@@ -17,6 +17,12 @@ KEY_GUARDS: tuple[Guard, ...] = (
         properties.test_no_spelling_of_a_value_runs_twice,
     ),
     Guard(
+        "a number that a float rounds is no part of a natural key",
+        "order 7 runs once more as 7.00000000000000000001, which its framework rounds",
+        (InCode(field_values._require_exact, "not _is_float(value)", "False"),),
+        properties.test_no_number_runs_twice,
+    ),
+    Guard(
         "a client's key does not look like one that is made from a body",
         "a client with a key gets the response of one without, and its own order is lost",
         (InCode(keys_of.require_own_key, "if _BODY_KEY.fullmatch(text):", "if False:"),),

@@ -21,6 +21,7 @@ from tests.http.driving import ask, ask_wsgi
 _BY_ORDER = FromFields("{order}", window=FOREVER)
 _NATURAL = [
     Rule(path="/orders/{order}", source=_BY_ORDER),
+    Rule(path="/bodies", source=FromFields("/order", window=FOREVER)),
 ]
 
 
@@ -60,6 +61,12 @@ def _runs(requests) -> int:
 def test_no_spelling_of_a_value_runs_twice():
     """Whatever an application makes of 07, it is not run beside 7."""
     assert _runs([(f"/orders/{text}", b"{}") for text in ("7", "07", "7.0", " 7")]) == 1
+
+
+def test_no_number_runs_twice():
+    """An application reads all of these as the float 7.0."""
+    numbers = (b"7", b"7.0", b"7.00000000000000000001", b"6.99999999999999999999")
+    assert _runs([("/bodies", b'{"order":%b}' % number) for number in numbers]) == 1
 
 
 def test_a_clients_key_does_not_meet_a_body_key():

@@ -65,6 +65,20 @@ class Size(Enum):
         ("a b", "a b"),
         ("\u00e9", "\u00e9"),
         ("c-07", "c-07"),
+        ("9007199254740993", 2**53 + 1),
+        ("20260131", 20260131),
+        ("20260131-01", "20260131-01"),
+        ("2026-0131", "2026-0131"),
+        ("PT", "PT"),
+        ("P1", "P1"),
+        ("P-1H", "P-1H"),
+        ("5d", "5d"),
+        ("a:1", "a:1"),
+        ("ab:cd:12", "ab:cd:12"),
+        ("1:2:3:4", "1:2:3:4"),
+        ("::1", "::1"),
+        ("2001:db8::1", "2001:db8::1"),
+        ("x::1", "x::1"),
         ("_", "_"),
         ("-", "-"),
         ("e", "e"),
@@ -86,6 +100,13 @@ def test_a_value_without_a_type_is_a_number_or_a_text(value, part):
      SOME_UUID.replace("9", "_"), "{ " + SOME_UUID[1:] + "}", " c1", "c1\t", "e\u0301",
      SOME_UUID.upper(), SOME_UUID.replace("-", ""), f"{{{SOME_UUID}}}", f"urn:uuid:{SOME_UUID}",
      "1" * 32, "2026-01-31T10:00:00Z", "2026-01-31 10:00", "20260131T100000",
+     "2026-01-31x10:00", "2026-01-31-10:00", "2026-1-31", "2026-01-1", "2026-031", "2026-W05",
+     "2026-W05-6", "2026W056", "2026w05", "2026-W05-6T10:00", "10:00", "9:00", "T10:00", "10:00:00",
+     "10:00:00.000", "10:00:00,5", "10:00Z", "12:00+02:00", "12:00-0200", "12:00\u221202:00",
+     "90:00", "-01:00:00", "1 day, 10:00:00", "-1 days, 23:00:00", "1 10:00:00", "1d10:00",
+     "1 day", "2 days", "1 d", "PT1H", "PT60M", "P0DT1H", "-P1D", "P1.5D", "pt0,5h", "P1W",
+     "\uff11\uff10:00", "0::1", "0:0:0:0:0:0:0:1", "::0:1", "2001:DB8::1", "2001:db8::0:1",
+     "::ffff:1.2.3.4", "::ffff:102:304", "::1/128", "0:0:0:0:0:0:1.2.3.4",
      "x" * (TEXT_LIMIT_CHARACTERS + 1)],
 )  # fmt: skip
 def test_a_text_that_can_be_another_spelling_is_refused(text):
@@ -99,6 +120,13 @@ def test_a_type_that_is_declared_later_may_keep_the_key():
     """Of an int and of a UUID, which are the same without one."""
     for kind, text in (("int", "7"), ("uuid", SOME_UUID)):
         assert part_bytes(declared_part("/a", kind, text)) == part_bytes(plain_part("/a", text))
+
+
+@pytest.mark.parametrize("text", ["7.00000000000000000001", "9007199254740993.5"])
+def test_a_text_with_more_digits_than_a_float_keeps_is_refused(text):
+    with pytest.raises(KeyInvalid, match="a floating-point number keeps"):
+        plain_part("{id}", text)
+    assert declared_part("{id}", "decimal", text) == Decimal(text)
 
 
 def test_the_refusal_says_what_to_send_and_what_to_declare():
@@ -174,7 +202,26 @@ def test_a_declared_type_refuses_everything_else(kind, values):
 
 
 @pytest.mark.parametrize("kind", [None, *TYPES])
-@pytest.mark.parametrize("filler", ["7", "_", " ", "-", "e", "\u0301", ".", "0-", "7.", "\u0344"])
+@pytest.mark.parametrize(
+    "filler",
+    [
+        "7",
+        "_",
+        " ",
+        "-",
+        "e",
+        "\u0301",
+        ".",
+        "0-",
+        "7.",
+        "\u0344",
+        ":",
+        "7:",
+        "1 ",
+        "P1D",
+        "2026-W05-6 10",
+    ],
+)
 def test_the_time_for_a_value_grows_in_proportion_to_it(filler, kind):
     """Clients choose these texts; one that took the square of its length would hold the loop."""
 

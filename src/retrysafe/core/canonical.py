@@ -75,10 +75,18 @@ _decode = json.JSONDecoder(
 ).raw_decode
 # What Python sets itself: digits of an int take the square of their number in time.
 _DIGITS_LIMIT: Final = 4_300
+# Python reads so many under every limit that a process may set.
+_DIGITS_ALWAYS_READ: Final = 640
+
+
+def _whole(digits: str) -> int | Number:
+    return int(digits) if len(digits) <= _DIGITS_ALWAYS_READ else Number(digits)
+
+
 # For texts with longer numbers, which stay as they are written.
 _decode_long = json.JSONDecoder(
     object_pairs_hook=_object,
-    parse_int=Number,
+    parse_int=_whole,
     parse_float=Number,
     parse_constant=_no_constant,
 ).raw_decode

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal, InvalidOperation
 from enum import Enum
+from ipaddress import IPv6Address
+from math import isfinite
 from pathlib import PurePath
 from typing import Any, Final
 from unicodedata import is_normalized
@@ -45,8 +47,29 @@ _UUID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]
 _UUID_MARKS: Final = re.compile(r"urn:|uuid:|[{}-]")
 _UUID_CHARACTERS: Final = 32
 _DATE: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
-_INSTANT: Final = re.compile(r"[0-9]{4}-?[0-9]{2}-?[0-9]{2}[Tt_ ][0-9]{2}")
+# Python takes any character between a date and a time. `20260131-01` is no instant to most, and a
+# usual number of an invoice.
+_INSTANT: Final = re.compile(r"\d{4}-?\d\d-?\d\d(?:[^\d-]\d\d|-\d\d:)")
 _INSTANT_LIMIT_CHARACTERS: Final = 40
+# Days of a year by number, of a month without its zeros, and of a week, with a time or without.
+_OTHER_DATE: Final = re.compile(
+    r"\d{4}-(?:\d{3}|\d-\d\d?|\d\d-\d)|\d{4}-?W\d\d(?:-?\d(?:\D\d\d.*+)?)?", re.I
+)
+# Times of day and lengths of time: 10:00, 10:00:00.0Z, 1 day, 10:00:00, and 3 days.
+_TIME: Final = re.compile(
+    r"[+-]?(?:\d++(?: ++| *+d(?:ays?)?+,? *+))?[+-]?T?\d++(?::\d++){1,2}+(?:[.,]\d*+)?"
+    r" ?(?:Z|[+\u2212-]\d\d(?::?\d\d){0,2}+)?"
+    r"|[+-]?\d++(?: *+days?| ++d)",
+    re.I,
+)
+# ISO 8601 writes an hour as PT1H, PT60M and P0DT1H.
+_DURATION: Final = re.compile(
+    r"[+-]?P(?=[\dT])(?:\d++(?:[.,]\d*+)?[YMWD])*+(?:T(?:\d++(?:[.,]\d*+)?[HMS])++)?", re.I
+)
+# The fewest that an IPv6 address without `::` has, when it ends as an IPv4 address does.
+_IPV6_COLONS: Final = 6
+# A float has no more digits that count; sign and exponent take the rest.
+_FLOAT_LIMIT_CHARACTERS: Final = 24
 
 
 def _whole(value: Any) -> int:
@@ -118,6 +141,7 @@ def declared_part(name: str, kind: str, value: Any) -> Part:
     Raises `InvalidInput` as `plain_part` does.
     """
     read, told = TYPES[kind]
+    _require_exact(name, value)
     try:
         value = _as_sent(value)
         _require_plain(name, value)
@@ -144,6 +168,7 @@ def plain_part(name: str, value: Any) -> Part:
         return _of_text(name, value)
     if value is NOT_TAKEN:
         raise KeyInvalid(f"the key is made from {name}, whose value this endpoint does not take")
+    _require_exact(name, value)
     try:
         value = _as_sent(value)
         if isinstance(value, Number):
@@ -160,6 +185,31 @@ def plain_part(name: str, value: Any) -> Part:
     raise KeyInvalid(
         f"the key is made from {name}, which must be sent once, as a text, a number or a boolean"
     )
+
+
+def _require_exact(name: str, value: Any) -> None:
+    """Raises `KeyInvalid` for a JSON number with a point or an exponent that a float rounds.
+
+    Applications read it as a float: 7.00000000000000000001 is order 7 to them, which ran already.
+    """
+    if isinstance(value, Number) and not _is_float(value):
+        raise KeyInvalid(
+            f"the key is made from {name}, which must be sent once, with no more digits than a "
+            "floating-point number keeps: leave out the rest, and send a whole number without "
+            "point and exponent"
+        )
+
+
+def _is_float(number: Number) -> bool:
+    """Whether applications that read it as a float have the same number, and no other one."""
+    if len(number.text) > _FLOAT_LIMIT_CHARACTERS:
+        return False
+    read = float(number.text)
+    if not isfinite(read):
+        return False
+    exact = Decimal(number.text)
+    # A large float is written with fewer digits than the whole number has that it stands for.
+    return exact == Decimal(repr(read)) and (not read.is_integer() or exact == Decimal(read))
 
 
 def _require_plain(name: str, value: Any) -> None:
@@ -213,15 +263,19 @@ def _of_text(name: str, text: str) -> Part:
         )
     # So many digits may be a UUID without its hyphens.
     if len(text) != _UUID_CHARACTERS and _PLAIN_NUMBER.fullmatch(text):
-        return _of_number(Number(text))
+        number = Number(text)
+        if "." in text:
+            _require_exact(name, number)
+        return _of_number(number)
     if text in _BOOLEANS:
         return int(_BOOLEANS[text])
     if _has_other_spellings(text):
         raise KeyInvalid(
             f"the key is made from {name}, whose value can be written in several ways: send it in "
             "the plainest, such as 7 and not 07, +7 or 7.0, true and not yes, a UUID in lower case "
-            "with hyphens, a text without blanks around it. An API that means any text declares "
-            f"it, as in {_with_type(name)}"
+            "with hyphens, a date such as 2026-01-31, a text without blanks around it. Times and "
+            "durations have no plainest. An API that means any text declares it, as in "
+            f"{_with_type(name)}"
         )
     return text
 
@@ -236,6 +290,10 @@ def _has_other_spellings(text: str) -> bool:
         return True
     if _INSTANT.match(text):
         return True  # Z and +00:00 are one offset, and every second has many fractions.
+    if any(shape.fullmatch(text) for shape in (_OTHER_DATE, _TIME, _DURATION)):
+        return True
+    if _is_long_address(text):
+        return True
     digits = _UUID_MARKS.sub("", text.lower())
     if len(digits) != _UUID_CHARACTERS:
         return False
@@ -244,6 +302,19 @@ def _has_other_spellings(text: str) -> bool:
         return text != str(UUID(int=int(digits, 16)))
     except ValueError:
         return False
+
+
+def _is_long_address(text: str) -> bool:
+    """Whether it is an IPv6 address in another form than the shortest, or with a prefix."""
+    if "::" not in text and text.count(":") < _IPV6_COLONS:
+        return False
+    plain, slash, _ = text.partition("/")
+    try:
+        address = IPv6Address(plain)
+    except ValueError:
+        return False
+    # Versions of Python differ in how they write the mapped ones.
+    return bool(slash) or address.ipv4_mapped is not None or str(address) != text
 
 
 def _with_type(name: str) -> str:
