@@ -21,6 +21,7 @@ from retrysafe.http.bodies import Content, content_of, field_of
 from retrysafe.http.durations import spoken
 from retrysafe.http.field_values import TYPES, declared_part, plain_part
 from retrysafe.http.fingerprints import request_fingerprints
+from retrysafe.http.plain_parts import require_plain_parts
 from retrysafe.http.request import Request
 
 
@@ -108,7 +109,7 @@ class FromFields:
                 value: Any = request.parameters.get(item.parameter, canonical.ABSENT)
             else:
                 if content is None:
-                    content = content_of(request)
+                    content = _content_with_fields(request)
                 value = field_of(content, item.tokens)
             parts.append(item.part(value))
         return natural_key(_without_slash(operation), *parts)
@@ -164,8 +165,16 @@ class FromBody:
         if isinstance(self._intent, bytes):
             # An empty line says something; several lines of one name are all said.
             return [line.strip(b" \t") for line in request.header_lines(self._intent)]
-        value = field_of(content_of(request), self._intent.tokens)
+        value = field_of(_content_with_fields(request), self._intent.tokens)
         return [] if value is canonical.ABSENT else [part_bytes(self._intent.part(value))]
+
+
+def _content_with_fields(request: Request) -> Content:
+    """What the body says, for a key to be made from its fields; raises `KeyInvalid`."""
+    content = content_of(request)
+    # Else the key is of one order, and a framework that reads the form differently runs another.
+    require_plain_parts(request, content)
+    return content
 
 
 KeySource = FromHeader | FromFields | FromBody
