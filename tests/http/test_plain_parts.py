@@ -69,6 +69,7 @@ ODD = {
     "escape in a name": named(b'name="o\\rder"'),
     "escape in a filename": named(b'name="x"; filename="a\\"; name=\\"order"'),
     "angle brackets": named(b"name=<order>"),
+    "square bracket": named(b"name=order]"),
     "single quotes": named(b"name='order'"),
     "Latin-1 part": typed(b"text/plain; charset=iso-8859-1"),
     "Latin-1 part among more": typed(b"text/plain; charset=utf-8; charset*=''latin1"),

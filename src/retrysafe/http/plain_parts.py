@@ -17,9 +17,9 @@ from retrysafe.http.request import Request
 _MULTIPART: Final = b"multipart/"
 _HEAD_END: Final = b"\r\n\r\n"
 _DELIMITER: Final = re.compile(rb"--[0-9A-Za-z_.+=/:?\-]++")
-# With other signs, an unquoted name is another one to the parsers that take <order> for order.
+# Unquoted, other signs make another name of it: some parsers take <order> and order] for order.
 _DISPOSITION: Final = re.compile(
-    rb'form-data *+(?:; *+(?:(?:file)?name=(?:"[^"\\]*+"|[\w.\[\]\-]++)'
+    rb'form-data *+(?:; *+(?:(?:file)?name=(?:"[^"\\]*+"|[\w.\-]++)'
     rb'|filename\*=[^;"\\ ]++) *+)++',
     re.IGNORECASE,
 )
