@@ -51,9 +51,10 @@ _DATE: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 # usual number of an invoice.
 _INSTANT: Final = re.compile(r"\d{4}-?\d\d-?\d\d(?:[^\d-]\d\d|-\d\d:)")
 _INSTANT_LIMIT_CHARACTERS: Final = 40
-# Days of a year by number, of a month without its zeros, and of a week, with a time or without.
+# Days of a month without its zeros, and of a week, with a time or without. `2026-001` is no day to
+# any of the parsers that frameworks use, and a usual number of an invoice.
 _OTHER_DATE: Final = re.compile(
-    r"\d{4}-(?:\d{3}|\d-\d\d?|\d\d-\d)|\d{4}-?W\d\d(?:-?\d(?:\D\d\d.*+)?)?", re.I
+    r"\d{4}-(?:\d-\d\d?|\d\d-\d)|\d{4}-?W\d\d(?:-?\d(?:\D\d\d.*+)?)?", re.I
 )
 # Times of day and lengths of time: 10:00, 10:00:00.0Z, 1 day, 10:00:00, and 3 days.
 _TIME: Final = re.compile(
