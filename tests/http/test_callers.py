@@ -18,6 +18,7 @@ from retrysafe.http.callers import (
     api_key,
     basic_user,
     bearer_token,
+    checked_caller_of,
     gateway_header,
 )
 from retrysafe.http.request import Request
@@ -249,3 +250,16 @@ def test_a_credential_has_a_caller_for_every_secret():
     assert made == stored(credential, SECRET)
     assert list(made.by_tag.values()) == [stored(credential, key) for key in (SECRET, other, None)]
     assert not hasattr(callers.Naming(Secrets(SECRET)).named(credential), "by_tag")
+
+
+@pytest.mark.parametrize("maker", [api_key, gateway_header])
+def test_a_header_that_is_not_named_is_refused_when_it_is_configured(maker):
+    """Later it would be each request's error, and nobody would know what to write."""
+    with pytest.raises(InvalidInput, match=rf"caller={maker.__name__}\("):
+        checked_caller_of(maker)
+
+
+def test_a_request_shows_no_credentials():
+    """Whatever raises or logs one: neither lines, nor body, nor the server's own request."""
+    made = Request("POST", "/", b"", [(b"x-api-key", b"token-1")], b"token-2", {"k": b"token-3"})
+    assert "token" not in repr(made)

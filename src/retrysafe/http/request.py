@@ -88,10 +88,11 @@ class Request:
     query: bytes
     # Not shown: among them are credentials.
     raw_headers: Sequence[tuple[bytes, bytes]] = field(repr=False)
-    body: bytes = b""
+    # Not shown, either: a log is no place for it.
+    body: bytes = field(default=b"", repr=False)
     # What the server or framework calls its request: the ASGI scope, the WSGI environ, Django's
     # HttpRequest. For callables of the application; nothing in this package looks inside.
-    host: Any = None
+    host: Any = field(default=None, repr=False)
     # What was taken from the path: {"id": "7"} by a rule's pattern, {"id": 7} where the framework
     # has converted it.
     parameters: Mapping[str, Any] = field(default_factory=dict)
