@@ -186,9 +186,9 @@ def checked_caller_of(caller: object) -> CallerOf:
             f"caller is a function of the request such as bearer_token, or GLOBAL for one "
             f"namespace shared by everybody; got {caller!r}"
         )
-    for maker in (api_key, gateway_header):
+    for name, maker in (("api_key", api_key), ("gateway_header", gateway_header)):
         if caller is maker:
-            raise InvalidInput(f'name the header: caller={maker.__name__}("X-…")')
+            raise InvalidInput(f'name the header: caller={name}("X-…")')
     return caller
 
 
