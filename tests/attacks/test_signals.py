@@ -8,6 +8,7 @@ and never waits for its own thread.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import signal
 import sqlite3
@@ -338,6 +339,10 @@ def shop(request, tmp_path: Path, monkeypatch) -> Iterator[Shop]:
         if request.param == "sqlite":
             idem._store._connections.writer.execute("PRAGMA synchronous = OFF")
         yield made
+    # What was interrupted while a connection was being made is thrown away here, and not during a
+    # later test, which would be blamed for a connection that was not closed.
+    del made
+    gc.collect()
 
 
 # Of a flow that a signal kept from being begun; Python says so when it is thrown away.
