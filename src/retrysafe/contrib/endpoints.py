@@ -28,7 +28,12 @@ from retrysafe.http.policy_page import PolicyReaders
 from retrysafe.http.protection import POLICY_PATH, STATUS_PATH, STORE_TIMEOUT, Protection
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response, response_of
-from retrysafe.http.routes import NO_PARAMETERS, Route
+from retrysafe.http.routes import (
+    NO_PARAMETERS,
+    Route,
+    require_name_at_host,
+    require_one_operation,
+)
 from retrysafe.http.rules import KeyUse, Rule
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 
@@ -59,6 +64,10 @@ class EndpointPath:
     # What the endpoint makes of parameters of the path that are given by name; None where it takes
     # what the router made of them.
     convert: Convert | None = None
+    # Parameters that requests have beside those of the path, such as those of a host.
+    names: frozenset[str] = frozenset()
+    # Whether it is one host's: others may have the same path.
+    has_host: bool = False
 
 
 class Served:
@@ -172,6 +181,9 @@ class Endpoints:
             # Of a route that only reads, nothing is left, and nothing needs protection.
             methods = tuple(method for method in methods if method in place.methods) or methods
         located = replace(rule, path=place.path, methods=methods)
+        require_one_operation(located, place.names)
+        if place.has_host:
+            require_name_at_host(located)
         return Served(self._pages.around(app), Route(located, self.idempotency.settings), place)
 
     def note_unmatched(self, scope: Scope, place: str) -> None:
