@@ -40,6 +40,10 @@ class Declined(Exception):
     """A failure for good."""
 
 
+class Sold(StopIteration):
+    """A failure for good that no coroutine raises."""
+
+
 FINAL = Policy(terminal=Declined)
 
 
@@ -140,6 +144,21 @@ def test_retries_terminal_failures_and_ways_back(shop):
     stored = shop.subject.call("read", "order-1")
     assert stored.condition is Condition.FAILED
     assert [item.name for item in stored.steps] == ["reserve", "!failed", "!undo reserve"]
+
+
+def test_a_step_that_raises_stop_iteration_is_judged_by_that(shop):
+    """Tried again where the retry lists it, and terminal where the step does."""
+
+    def decline(amount):
+        shop.ran.append(amount)
+        raise StopIteration("no") if len(shop.ran) < 3 else Sold("no")
+
+    retry = StepRetry(tries=5, pause=timedelta(0), on=StopIteration)
+    with pytest.raises(RuntimeError) as caught:
+        shop.run(("charge", decline, (100,), {"retry": retry, "terminal": Sold}))
+    assert type(caught.value.__cause__) is Sold
+    assert shop.ran == [100, 100, 100]
+    assert shop.subject.call("read", "order-1").condition is Condition.FAILED
 
 
 def test_a_way_back_that_fails_is_finished_by_the_next_attempt(shop):
