@@ -1,6 +1,7 @@
 """retrysafe: an operation that is retried, redelivered or raced runs once."""
 
 from retrysafe.conflicts import is_conflict, retry_serialization
+from retrysafe.core.atomic_lead import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer
 from retrysafe.core.events import Event, EventKind
@@ -71,6 +72,7 @@ __all__ = [
     "AsyncAtomicRun",
     "AsyncIdempotency",
     "AsyncWorker",
+    "AtomicAttempt",
     "AtomicRun",
     "Attempt",
     "AttemptsExhausted",

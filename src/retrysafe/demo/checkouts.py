@@ -88,7 +88,7 @@ async def _sent(
     return entry.id
 
 
-def _receipt(
+async def _receipt(
     attempt: Attempt, wish: CheckoutWish, charge: str, price: dict[str, Any]
 ) -> dict[str, Any]:
     """What the customer is sent."""
