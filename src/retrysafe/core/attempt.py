@@ -226,10 +226,10 @@ class Attempt:
         """Runs `call(*args)` once for the key, and returns the stored result to later attempts.
 
         With `AsyncIdempotency` it is awaited, and so is what the call returns; type checkers want
-        an async function there. `retry` tries again within this attempt. An exception of a `terminal`
-        type that leaves the operation ends it for good. `compensate` is called with the result when
-        the operation fails for good. `in_transaction` takes a connection with an open transaction:
-        the step is recorded in it.
+        an async function there. `retry` tries again within this attempt. An exception of a
+        `terminal` type that leaves the operation ends it for good. `compensate` is called with
+        the result when the operation fails for good. `in_transaction` takes a connection with an
+        open transaction: the step is recorded in it.
 
         Raises what the call raises; `StepReused`, `StepsChanged`, `StepUnavailable`,
         `StepNotStored`, `ClaimLost`, `OperationUndone`, `StoreUnavailable`, and `InvalidInput`.
