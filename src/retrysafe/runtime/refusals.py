@@ -183,7 +183,7 @@ def _called_by(operation: Callable[..., Any]) -> str:
     lines[0] = lines[0][start:]
     try:
         body = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
-    except SyntaxError:  # The file has changed since.
+    except Exception:  # The file has changed since; Python 3.11 also fails while it is parsing.
         return _SOME_CALL
     if not isinstance(body, ast.Call):
         return _SOME_CALL
