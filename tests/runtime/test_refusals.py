@@ -368,6 +368,21 @@ def _logged(function):
     return logged
 
 
+@_logged
+def weekly():
+    return "done"
+
+
+def _bound(function, amount):
+    """What people write who do not know `functools.partial`."""
+
+    @functools.wraps(function)
+    def bound():
+        return function("c1", amount)
+
+    return bound
+
+
 def _charging(amount):
     """Nested functions: two that hold the amount, and one that holds nothing."""
 
@@ -380,6 +395,7 @@ def _charging(amount):
     def free():
         return charge("c1", 500)
 
+    captured.cached = functools.cache(captured)
     return captured, by_default, free
 
 
@@ -399,8 +415,14 @@ _HIDDEN = {
     ),
     "lambda without a call": (lambda: 900, 'run(key, charge, "c1", 500)'),
     "lambda without source": (eval("lambda: charge('c1', 900)"), 'run(key, charge, "c1", 500)'),
+    "lambda in a cache": (
+        functools.cache(lambda: charge("c1", 900)),
+        'run(key, charge, "c1", 500)',
+    ),
     "lambda in a partial": (functools.partial(lambda: charge("c1", 900)), "run(key, charge, 'c1'"),
     "closure": (_CAPTURED, "takes amount from the code around it"),
+    "closure in a cache": (_CAPTURED.cached, "run(key, captured, amount)"),
+    "closure with the name of a function": (_bound(charge, 900), "takes amount, function from"),
     "default value": (_BY_DEFAULT, "run(key, by_default, amount)"),
     "method": (Shop().charge_all, "run(key, service.charge_all, …)"),
     "method of a built-in class": (b"900".decode, "run(key, service.decode, …)"),
@@ -408,7 +430,7 @@ _HIDDEN = {
 }
 _VISIBLE = {
     "function of a module": (nightly,),
-    "decorated function": (_logged(nightly),),
+    "decorated function": (weekly,),
     "built-in function": (uuid.getnode,),
     "class": (dict,),
     "nested function that captures nothing": (_FREE,),

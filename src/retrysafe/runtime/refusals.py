@@ -150,23 +150,35 @@ def require_visible(operation: Callable[..., Any]) -> None:
         raise _hidden(f"{shown_name(operation)} is an object, which is no part of the request")
     if name.endswith("<lambda>"):
         raise _hidden("a lambda hides its values", _called_by(operation))
-    # A function of a module is the same function in every call, whatever it closes over.
-    if "<locals>" in name and (names := _captured(operation)):
+    # A function that its module holds is the same in every call, whatever its decorators hold.
+    if (names := _captured(operation)) and not _is_held_by_module(operation, name):
         hidden = f"{shown_name(operation)} takes {', '.join(names)} from the code around it"
         raise _hidden(hidden, ", ".join((operation.__name__, *names)))
 
 
 def _captured(operation: Callable[..., Any]) -> tuple[str, ...]:
     """The variables that a function has brought along from where it was defined."""
-    if not isinstance(operation, FunctionType):
+    function = operation if isinstance(operation, FunctionType) else inspect.unwrap(operation)
+    if not isinstance(function, FunctionType):
         return ()
-    parameters = inspect.signature(operation).parameters.values()
-    defaults = [item.name for item in parameters if item.default is not item.empty]
-    return (*operation.__code__.co_freevars, *defaults)
+    code = function.__code__
+    defaults = len(function.__defaults__ or ())
+    by_place = code.co_varnames[code.co_argcount - defaults : code.co_argcount]
+    return (*code.co_freevars, *by_place, *(function.__kwdefaults__ or ()))
+
+
+def _is_held_by_module(operation: Callable[..., Any], name: str) -> bool:
+    """Whether the operation is what its name stands for; nothing local to a function is."""
+    found: object = sys.modules.get(operation.__module__)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is operation
 
 
 def _called_by(operation: Callable[..., Any]) -> str:
     """The call that a lambda makes, as `run` takes it: `lambda: pay("c", 5)` is `pay, "c", 5`."""
+    if not isinstance(operation, FunctionType):
+        return _SOME_CALL  # Wrapped by something that is no function, such as a cache.
     code = operation.__code__
     # The first and the last character of all that it does. Instructions of Python's own have none.
     spans = [
