@@ -328,6 +328,8 @@ def test_the_demos_own_pool_outlives_a_failover(url, primary, standby, address):
     async def main():
         ledger = PostgresLedger(postgres_url(url))
         async with ledger.opened():
+            # The connection that created the table is cut below; this is about a new one.
+            await ledger._pool.expire_connections()
             address.move(standby.port, cut=True)
             with pytest.raises(asyncpg.ReadOnlySQLTransactionError):
                 await write(ledger)
