@@ -36,9 +36,9 @@ from benchmarks.measuring import Row, chance, discards_at_once, progress
 from benchmarks.postgres_filling import fill, fill_past_day, migrate, tidy
 from benchmarks.postgres_load import Load, Overloaded, percentile
 from retrysafe.core.model import SweepReport
-from retrysafe.runtime.sweeping import Sweeper
-from retrysafe.runtime.waiting import TaskWaiting
+from retrysafe.runtime.local_clocks import TaskClock
 from retrysafe.wiring import open_store
+from retrysafe.workers.sweeper import Sweeper
 
 SCHEMA = "cleanup"
 
@@ -168,7 +168,7 @@ async def _sweep(url: str, turns: _Turns) -> tuple[int, int]:
             turns.set()
 
     try:
-        await Sweeper(store, TaskWaiting(), on_round=count).run(turns)
+        await Sweeper(store, TaskClock(), on_round=count).run(turns)
     finally:
         await store.close()
     return keys, rounds

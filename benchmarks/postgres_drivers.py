@@ -15,8 +15,8 @@ import psycopg
 from benchmarks.measuring import Report, Row, in_turn, median_ratio, progress
 from benchmarks.postgres_filling import fill, migrate, tidy
 from retrysafe.stores.postgres import schema
-from retrysafe.stores.postgres.connector import PLANNER_SETTINGS
-from retrysafe.stores.postgres.psycopg_arrays import BytesArray, BytesArrayDumper, encoded
+from retrysafe.stores.postgres.drivers.arrays import BytesArray, BytesArrayDumper, encoded
+from retrysafe.stores.postgres.drivers.port import PLANNER_SETTINGS
 from tests.servers.postgres import PostgresServer
 
 # A busy store has two full batches in flight, an idle one sends single rows.

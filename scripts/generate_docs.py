@@ -20,8 +20,8 @@ from typing import Any, Final
 
 from retrysafe import errors
 from retrysafe.core import transitions
-from retrysafe.core.keys import GLOBAL, Key
-from retrysafe.core.machine import CONDITIONS, TABLE, Event, condition_of
+from retrysafe.core.keys.key import GLOBAL, Key
+from retrysafe.core.machine import CONDITIONS, TABLE, Trigger, condition_of
 from retrysafe.core.model import (
     ClaimRequest,
     Condition,
@@ -51,14 +51,14 @@ _ACTIVE_MS: Final = 60_000
 _LATER_MS: Final = _NOW_MS + 1_000_000
 
 _SETTLES: Final = {
-    Event.COMPLETE: SettleKind.COMPLETE,
-    Event.FAIL: SettleKind.FAIL,
-    Event.RELEASE: SettleKind.RELEASE,
+    Trigger.COMPLETE: SettleKind.COMPLETE,
+    Trigger.FAIL: SettleKind.FAIL,
+    Trigger.RELEASE: SettleKind.RELEASE,
 }
 _OPERATOR_COMMANDS: Final = {
-    Event.OPERATOR_RELEASE: OperatorCommand.RELEASE,
-    Event.OPERATOR_FORCE_RELEASE: OperatorCommand.FORCE_RELEASE,
-    Event.OPERATOR_EXPIRE: OperatorCommand.EXPIRE,
+    Trigger.OPERATOR_RELEASE: OperatorCommand.RELEASE,
+    Trigger.OPERATOR_FORCE_RELEASE: OperatorCommand.FORCE_RELEASE,
+    Trigger.OPERATOR_EXPIRE: OperatorCommand.EXPIRE,
 }
 
 _DECISION_MEANINGS: Final = {
@@ -121,22 +121,22 @@ def _record_in(condition: Condition) -> Record | None:
     return made
 
 
-def _target(event: Event, condition: Condition) -> Condition | None:
+def _target(event: Trigger, condition: Condition) -> Condition | None:
     """Where the event takes a record, or None when it writes nothing."""
     record = _record_in(condition)
     changed: Record | None = None
-    if event in (Event.CLAIM, Event.CLAIM_AGAIN):
-        token = _OTHER_TOKEN if event is Event.CLAIM else _TOKEN
+    if event in (Trigger.CLAIM, Trigger.CLAIM_AGAIN):
+        token = _OTHER_TOKEN if event is Trigger.CLAIM else _TOKEN
         request = ClaimRequest(_KEY, _SAME, token, _LEASE_MS)
         changed = transitions.claim(record, request, _NOW_MS)[0]
     elif event in _SETTLES:
         settlement = Settlement(_SETTLES[event], _KEY, _TOKEN, active_ms=_ACTIVE_MS)
         changed = transitions.settle(record, settlement, _NOW_MS)[0]
-    elif event is Event.EXTEND:
+    elif event is Trigger.EXTEND:
         changed = transitions.extend(record, Extension(_KEY, _TOKEN, _LEASE_MS), _NOW_MS)[0]
     elif event in _OPERATOR_COMMANDS:
         changed = transitions.operate(record, _OPERATOR_COMMANDS[event], _NOW_MS)[0]
-    elif event is Event.SWEEP and TABLE[event, condition] is Decision.DELETE:
+    elif event is Trigger.SWEEP and TABLE[event, condition] is Decision.DELETE:
         return Condition.ABSENT
     return None if changed is None else condition_of(changed, _NOW_MS)
 
@@ -144,8 +144,8 @@ def _target(event: Event, condition: Condition) -> Condition | None:
 def _edges() -> Iterator[tuple[Condition, Condition, str]]:
     """Every change of condition, by an event or by time."""
     for condition in CONDITIONS:
-        for event in Event:
-            if event is Event.CLAIM_AGAIN:
+        for event in Trigger:
+            if event is Trigger.CLAIM_AGAIN:
                 continue  # The repetition of a claim goes where the claim went.
             target = _target(event, condition)
             if target is not None:
@@ -183,7 +183,7 @@ def state_machine() -> str:
         ("event", *(condition.value for condition in CONDITIONS)),
         (
             (event.value, *(TABLE[event, condition].value for condition in CONDITIONS))
-            for event in Event
+            for event in Trigger
         ),
     )
     conditions = _table(

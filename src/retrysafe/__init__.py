@@ -1,14 +1,13 @@
 """retrysafe: an operation that is retried, redelivered or raced runs once."""
 
-from retrysafe.conflicts import is_conflict, retry_serialization
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer
 from retrysafe.core.events import Event, EventKind
-from retrysafe.core.fingerprint import FingerprintRule
-from retrysafe.core.keys import GLOBAL, Key, child_key, natural_key
+from retrysafe.core.keys.fingerprint import FingerprintRule
+from retrysafe.core.keys.key import GLOBAL, Key, child_key, natural_key
 from retrysafe.core.model import Condition, Ending
 from retrysafe.core.policy import FOREVER, InFlight, Policy
-from retrysafe.core.steps import StepRetry
+from retrysafe.core.steps.history import StepRetry
 from retrysafe.errors import (
     ArgumentsNotStorable,
     AttemptsExhausted,
@@ -52,14 +51,15 @@ from retrysafe.errors import (
 )
 from retrysafe.runtime.atomic_tasks import AsyncAtomicRun
 from retrysafe.runtime.atomic_threads import AtomicRun
-from retrysafe.runtime.calls import BodyKey
 from retrysafe.runtime.current import current_attempt
-from retrysafe.runtime.duties import WorkerPolicy
+from retrysafe.runtime.describe import BodyKey
 from retrysafe.runtime.steps import step
-from retrysafe.runtime.workers import AsyncWorker, Worker
-from retrysafe.stores.memory import MemoryStore
+from retrysafe.stores.memory.store import MemoryStore
 from retrysafe.stores.sqlite import SqliteStore
+from retrysafe.transactions import is_conflict, retry_serialization
 from retrysafe.wiring import AsyncIdempotency, Idempotency, open_store
+from retrysafe.workers.duties import WorkerPolicy
+from retrysafe.workers.worker import AsyncWorker, Worker
 
 __version__ = "0.1.0"
 

@@ -9,17 +9,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Final, cast
 
+from retrysafe.async_idempotency import AsyncFace
 from retrysafe.core.events import Emit
-from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store
 from retrysafe.errors import InvalidInput, StoreUrlInvalid
+from retrysafe.idempotency import BlockingIdempotency
 from retrysafe.observe.logs import EventLog
-from retrysafe.runtime.blocking import BlockingIdempotency
-from retrysafe.runtime.calls import CallerSource
-from retrysafe.runtime.refusals import SecretSource, checked_observers
-from retrysafe.runtime.tasks import AsyncFace
-from retrysafe.stores.memory import MemoryStore
+from retrysafe.runtime.checks import SecretSource, checked_observers
+from retrysafe.runtime.describe import CallerSource
+from retrysafe.stores.memory.store import MemoryStore
 from retrysafe.stores.postgres import PostgresStore
 from retrysafe.stores.postgres.urls import PostgresUrl, postgres_url, without_password
 from retrysafe.stores.sqlite import SqliteStore
@@ -95,7 +95,7 @@ def postgres_store(url: str, *, is_async: bool) -> PostgresStore:
     location = parts.location
     extra, module = ("asyncpg", "asyncpg") if is_async else ("postgres", "psycopg")
     try:
-        connector = import_module(f"retrysafe.stores.postgres.{module}_connector")
+        connector = import_module(f"retrysafe.stores.postgres.drivers.{module}")
     except ImportError as error:
         raise StoreUrlInvalid(
             f"{location} needs a driver that is not installed ({error.name}): "

@@ -73,7 +73,7 @@ class Blocking:
         isolation: str | None = None,
         **options: Any,
     ) -> tuple[Any, bool]:
-        """Places an order once; the outcome, and whether it was replayed."""
+        """Permits an order once; the outcome, and whether it was replayed."""
         with contextlib.ExitStack() as stack:
             used = connection or stack.enter_context(self.connected(isolation=isolation))
             stack.enter_context(self.transaction(used))
@@ -90,7 +90,7 @@ class Blocking:
         return self.idem.stage(connection, "orders.placed", payload, **options)
 
     def place_and_tell(self, key: str, name: str, then: Callable[[], None] | None = None) -> Any:
-        """Places an order once and stages a message about it."""
+        """Permits an order once and stages a message about it."""
         with self.connected() as used, self.transaction(used):
             with self.idem.atomic(used, key, request=name) as run:
                 if not run.replayed:

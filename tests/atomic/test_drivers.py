@@ -180,7 +180,7 @@ def test_a_nested_transaction_that_rolls_back_takes_the_claim_with_it(driver, sh
 
 
 def placed(driver, connection, key, name, then=None):
-    """Places an order in the transaction that is open."""
+    """Permits an order in the transaction that is open."""
     context = driver.idem.atomic(connection, key, request=name)
     if hasattr(driver, "runner"):
 

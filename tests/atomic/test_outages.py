@@ -9,7 +9,7 @@ import psycopg
 import pytest
 import sqlalchemy.exc
 
-from retrysafe.conflicts import is_outage
+from retrysafe.transactions import is_outage
 
 
 def sqlite_error(code):

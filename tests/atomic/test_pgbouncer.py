@@ -37,7 +37,7 @@ def pooled(shop, pooled_url):
 
 
 def place(shop, idem, url, key, then=None, **options):
-    """Places an order on a connection of its own, as PgBouncer's users are told to make them."""
+    """Permits an order on a connection of its own, as PgBouncer's users are told to make them."""
     with (
         psycopg.connect(url, prepare_threshold=None) as connection,
         idem.atomic(connection, key, request=key, **options) as run,

@@ -21,9 +21,9 @@ from retrysafe import (
     StoreUnavailable,
     current_attempt,
 )
-from retrysafe.stores.postgres.connector import Conflict
+from retrysafe.stores.postgres.drivers.port import Conflict
+from retrysafe.stores.postgres.drivers.servers import Servers
 from retrysafe.stores.postgres.same_database import SameDatabase
-from retrysafe.stores.postgres.servers import Servers
 from tests.atomic.drivers import DRIVERS
 from tests.atomic.test_drivers import enter
 from tests.servers.fixtures import migrated

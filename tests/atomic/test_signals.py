@@ -13,8 +13,8 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from retrysafe import Idempotency, Key, OperationFailed
-from retrysafe.runtime import blocking, gate
+from retrysafe import Idempotency, Key, OperationFailed, idempotency
+from retrysafe.runtime import gate
 from tests.core.building import call
 from tests.interrupting import at_every_place
 
@@ -103,7 +103,7 @@ def test_a_signal_before_the_first_step_leaves_no_flow_that_was_never_begun(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with monkeypatch.context() as patch:
-            patch.setattr(blocking, "run_sync", interrupted)
+            patch.setattr(idempotency, "run_sync", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 idem.answer_atomic(call(), transaction, lambda attempt: 1)
         gc.collect()

@@ -32,7 +32,7 @@ from retrysafe import (
     is_conflict,
 )
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.sqlite import connections, own_lock
+from retrysafe.stores.sqlite import connections, reentry
 from retrysafe.testing import FaultyStore
 
 PATIENCE_SECONDS = 30
@@ -243,7 +243,7 @@ def test_a_thread_with_a_copy_of_the_blocks_context_waits_for_it(idem, connectio
 
     def require_outside(path):
         try:
-            own_lock.require_outside(path)
+            reentry.require_outside(path)
         except StoreUnavailable as error:
             refusals.append(error)
             raise

@@ -16,7 +16,7 @@ from retrysafe import (
     TransactionMissing,
     current_attempt,
 )
-from retrysafe.core.outbox import EntryQuery
+from retrysafe.core.outbox.entries import EntryQuery
 from retrysafe.relay import Relay
 from retrysafe.runtime.drive import run_sync
 from tests.atomic.drivers import Rollback

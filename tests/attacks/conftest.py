@@ -11,8 +11,8 @@ import pytest
 
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.postgres import PostgresStore
-from retrysafe.stores.postgres.asyncpg_connector import AsyncpgConnector
-from retrysafe.stores.postgres.psycopg_connector import PsycopgConnector
+from retrysafe.stores.postgres.drivers.asyncpg import AsyncpgConnector
+from retrysafe.stores.postgres.drivers.psycopg import PsycopgConnector
 from retrysafe.stores.postgres.urls import postgres_url
 
 # Processes, the ledger of what they did, and a store that they share.

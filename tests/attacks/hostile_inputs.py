@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from retrysafe.client.replies import problem_retryable, retry_after_seconds
-from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.http.asgi_io import paths_of
 from retrysafe.http.fingerprints import request_fingerprints
 from retrysafe.http.headers import length_of

@@ -7,7 +7,7 @@ from typing import Any
 
 from retrysafe import Policy
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.keys import GLOBAL, Key
+from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.core.model import Fingerprint
 from retrysafe.core.run_times import RunTimes
 from retrysafe.http import Breaker

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from retrysafe import GLOBAL, Idempotency, current_attempt, open_store
-from retrysafe.core.outbox import EntryQuery, StoredEntry
+from retrysafe.core.outbox.entries import EntryQuery, StoredEntry
 from retrysafe.relay import AsyncRelay, Delivery, Relay, RelayPolicy
 from retrysafe.runtime.drive import run_sync
 from tests.processes.children import PATIENCE_SECONDS

@@ -18,13 +18,13 @@ import pytest
 
 from retrysafe import AsyncIdempotency, Idempotency, InFlight, Policy, current_attempt
 from retrysafe.core.events import Event, Reporter
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Extension, StepWrite
 from retrysafe.core.ports import Capabilities, Waits
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.heartbeat import TaskHeartbeat, ThreadHeartbeat
-from retrysafe.stores.memory import MemoryStore
+from retrysafe.stores.memory.store import MemoryStore
 from retrysafe.stores.sqlite.store import SqliteStore
 from retrysafe.testing.suite.probe import key_of, request
 from tests.runtime.staged import PATIENCE_SECONDS, Hold, StagedStore, Worker, until

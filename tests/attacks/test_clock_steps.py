@@ -16,7 +16,7 @@ import pytest
 from retrysafe import ClaimLost, Idempotency, OperationInFlight, OperatorRefused, Policy
 from retrysafe.core.model import Decision
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.memory import MemoryStore
+from retrysafe.stores.memory.store import MemoryStore
 from retrysafe.stores.sqlite import SqliteStore
 from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import request

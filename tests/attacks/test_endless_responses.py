@@ -36,7 +36,7 @@ from retrysafe.http import (
     Rule,
     WSGIIdempotencyMiddleware,
     bearer_token,
-    held,
+    held_response,
 )
 from tests.http.driving import Connection, ask, ask_wsgi, headers_of, http_scope
 
@@ -205,7 +205,7 @@ def test_pieces_without_a_byte_count_as_well():
 def test_a_response_that_drips_passes_after_its_time(monkeypatch):
     """Held back within the time and the size; the next piece after the time lets it through."""
     now = [0.0]
-    monkeypatch.setattr(held, "monotonic", lambda: now[0])
+    monkeypatch.setattr(held_response, "monotonic", lambda: now[0])
 
     async def run():
         connection, seen = Connection(), []

@@ -27,7 +27,7 @@ from retrysafe import (
     StoreUnavailable,
 )
 from retrysafe.core.events import EventKind
-from retrysafe.core.keys import GLOBAL, Key
+from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.http import (
     Breaker,
     IdempotencyMiddleware,

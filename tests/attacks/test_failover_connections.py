@@ -29,7 +29,7 @@ from retrysafe.core.model import Decision, SettleKind, Settlement
 from retrysafe.core.ports import Fate
 from retrysafe.demo.ledger import PostgresLedger
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.postgres import psycopg_connector
+from retrysafe.stores.postgres.drivers import psycopg as psycopg_connector
 from retrysafe.stores.postgres.urls import postgres_url
 from retrysafe.testing.suite.probe import KEY, RESULT, request
 from tests.attacks.failover_load import CALLER

@@ -17,9 +17,9 @@ import pytest
 
 from retrysafe import open_store
 from retrysafe.core.model import Decision
-from retrysafe.core.outbox import EntryCommand, EntryStart
-from retrysafe.relay import engine
-from retrysafe.relay.held_entries import HeldEntries
+from retrysafe.core.outbox.entries import EntryCommand, EntryStart
+from retrysafe.relay import delivery_loop
+from retrysafe.relay.deliveries import HeldEntries
 from retrysafe.runtime.drive import run_sync
 from tests.attacks.freezing import Freezer, wait_until_frozen
 from tests.attacks.relays import LEASE, drain, entries, policy_of, stage, states, wait_until
@@ -48,7 +48,7 @@ SOME = ("claim:after", "look:before", "start:before", "settle:before")
 
 def _zombie(pipe, url: str, ledger: str, face: str, boundary: str, lease: timedelta) -> None:
     freezer = Freezer(ledger, boundary)
-    made, may_begin = engine.RelayEngine.__init__, HeldEntries.may_begin
+    made, may_begin = delivery_loop.RelayEngine.__init__, HeldEntries.may_begin
 
     def wrapped(self, outbox, *args, **options) -> None:
         made(self, _Outbox(outbox, freezer), *args, **options)
@@ -63,7 +63,7 @@ def _zombie(pipe, url: str, ledger: str, face: str, boundary: str, lease: timede
         freezer.cross("deliver:before")
         freezer.cross("deliver:after")
 
-    engine.RelayEngine.__init__, HeldEntries.may_begin = wrapped, look
+    delivery_loop.RelayEngine.__init__, HeldEntries.may_begin = wrapped, look
     drain(url, deliver, policy_of(lease), face, 1)
 
 

@@ -22,9 +22,9 @@ import pytest
 from retrysafe import AsyncIdempotency, Idempotency, OperationInFlight, Policy
 from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.postgres.asyncpg_connector import AsyncpgConnector
-from retrysafe.stores.postgres.connector import PoolOptions
-from retrysafe.stores.postgres.psycopg_connector import PsycopgConnector
+from retrysafe.stores.postgres.drivers.asyncpg import AsyncpgConnector
+from retrysafe.stores.postgres.drivers.port import PoolOptions
+from retrysafe.stores.postgres.drivers.psycopg import PsycopgConnector
 from retrysafe.stores.postgres.store import PostgresStore
 from tests.servers.fixtures import migrated, schema_on
 from tests.servers.postgres import PostgresServer

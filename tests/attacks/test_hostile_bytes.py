@@ -28,16 +28,16 @@ import pytest
 
 import retrysafe
 from retrysafe import AsyncIdempotency, Idempotency
-from retrysafe.core import canonical
-from retrysafe.http import FromBody, FromHeader, IdempotencyMiddleware, Rule, bearer_token
+from retrysafe.core.keys import canonical
+from retrysafe.http import FromBody, HeaderKey, IdempotencyMiddleware, Rule, bearer_token
 from retrysafe.http.callers import basic_user, gateway_header
-from retrysafe.http.exchange import Protection
 from retrysafe.http.headers import HEADER_LIMIT_BYTES, parse_key, parse_prefer
 from retrysafe.http.large_bodies import LARGE_BODIES, LARGE_BODY_BYTES
+from retrysafe.http.protection import Protection
 from retrysafe.http.request import Request
 from retrysafe.http.routes import Route
 from retrysafe.http.wsgi import WSGIIdempotencyMiddleware
-from retrysafe.stores.memory import MemoryStore
+from retrysafe.stores.memory.store import MemoryStore
 from tests.attacks.growth import FACTOR, LIMIT, growth
 from tests.attacks.hostile_inputs import BODIES, FILLERS, OTHERS, headers, mark
 from tests.attacks.patterns import attacks
@@ -262,7 +262,7 @@ async def test_a_large_query_is_compared_beside_the_loop(is_large, monkeypatch):
         (b"[1, " + b"9" * 5_000, 2),
     ],
 )
-@pytest.mark.parametrize("source", [FromHeader(), FromBody()], ids=["header", "body"])
+@pytest.mark.parametrize("source", [HeaderKey(), FromBody()], ids=["header", "body"])
 def test_broken_json_is_read_once(body, most, source, monkeypatch):
     """For the key and the fingerprint together, whatever is wrong with it."""
     reads = []
@@ -278,7 +278,7 @@ def test_broken_json_is_read_once(body, most, source, monkeypatch):
         app = WSGIIdempotencyMiddleware(
             _created, idem, caller=bearer_token, rules=[Rule(source=source)]
         )
-        key = "k" if isinstance(source, FromHeader) else None
+        key = "k" if isinstance(source, HeaderKey) else None
         assert ask_wsgi(app, body=body, key=key).status == 201
     assert len(reads) <= most
 

@@ -22,7 +22,7 @@ import trio
 from retrysafe import AsyncIdempotency
 from retrysafe.errors import InvalidInput
 from tests.attacks.apps.ledger import LEASE
-from tests.attacks.shapes import (
+from tests.attacks.deployments import (
     FINISHED,
     ROOT,
     SHAPES,

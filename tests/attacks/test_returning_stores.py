@@ -18,7 +18,7 @@ from datetime import timedelta
 import pytest
 
 from retrysafe import AsyncIdempotency, Ending, Idempotency, MemoryStore, OperationInFlight, Policy
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import State
 from retrysafe.http import (
     Breaker,

@@ -141,6 +141,6 @@ def test_each_request_runs_once_through_a_rotation(url, recipe):
 
 def test_without_nested_claims_requests_run_twice(tmp_path, monkeypatch):
     """The attack finds what it is made to find."""
-    monkeypatch.setattr("retrysafe.http.exchange.nested", lambda call, keys: call)
+    monkeypatch.setattr("retrysafe.http.protection.nested", lambda call, keys: call)
     runs, _ = rotated(f"sqlite:///{tmp_path / 'keys.db'}", SHORT_RECIPE)
     assert len(runs) > len(set(runs))

@@ -44,9 +44,15 @@ from retrysafe.core.model import (
     Step,
     StepWrite,
 )
-from retrysafe.core.outbox import EntryClaim, EntryCommand, EntryEnding, EntryQuery, EntryState
+from retrysafe.core.outbox.entries import (
+    EntryClaim,
+    EntryCommand,
+    EntryEnding,
+    EntryQuery,
+    EntryState,
+)
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.thread_commit import ThreadGroupCommit
+from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
 from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import key_of, request
 from tests.core.building import MARK

@@ -34,9 +34,9 @@ from retrysafe import AsyncIdempotency, Idempotency, InFlight, Key, Policy
 from retrysafe.core.events import Event, EventKind
 from retrysafe.errors import StoreUnavailable, StoreUrlInvalid
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.postgres.asyncpg_connector import AsyncpgConnector
-from retrysafe.stores.postgres.connector import Keepalive, PoolOptions
-from retrysafe.stores.postgres.psycopg_connector import PsycopgConnector
+from retrysafe.stores.postgres.drivers.asyncpg import AsyncpgConnector
+from retrysafe.stores.postgres.drivers.port import Keepalive, PoolOptions
+from retrysafe.stores.postgres.drivers.psycopg import PsycopgConnector
 from retrysafe.stores.postgres.store import PostgresStore
 from retrysafe.stores.postgres.urls import postgres_url
 from tests.servers.fixtures import migrated, schema_on
@@ -200,7 +200,7 @@ def hold_out(server: Any, face: str, silence: Silence, moment: Moment, timing: T
         took = play.answered - began
         assert play.rival.result(PATIENCE_SECONDS) == OUTCOME, moment
         assert play.runs == ["owner"], moment
-        assert EventKind.CLAIM_LOST not in play.events, moment
+        assert EventKind.LOST not in play.events, moment
         if moment is not Moment.BETWEEN_RENEWALS:
             assert play.proxy.cuts == 1, moment
         # The silence costs one wait for a commit and a few retries; the rest is for a slow machine.

@@ -22,13 +22,13 @@ from retrysafe import AsyncIdempotency, ClaimLost, Idempotency, MemoryStore, Pol
 from retrysafe.core.events import EventKind, Reporter
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import OperatorCommand
-from retrysafe.core.outbox import EntryCommand, OpenTry
+from retrysafe.core.outbox.entries import EntryCommand, OpenTry
 from retrysafe.http import IdempotencyMiddleware, bearer_token
 from retrysafe.http.asgi_run import AppRun
 from retrysafe.runtime import local_time
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.heartbeat import TaskHeartbeat, ThreadHeartbeat
-from retrysafe.runtime.waiting import TaskWaiting, ThreadWaiting
+from retrysafe.runtime.local_clocks import TaskClock, ThreadClock
 from retrysafe.testing import ManualClock
 from tests.core.building import KEY
 from tests.http.driving import Shop, ask
@@ -45,7 +45,7 @@ class Machine:
         self.store_clock = ManualClock()
         self.store = MemoryStore(now_ms=self.store_clock)
         self.slept = 0.0
-        for kind in (ThreadWaiting, TaskWaiting):
+        for kind in (ThreadClock, TaskClock):
             monkeypatch.setattr(kind, "monotonic", staticmethod(self.monotonic))
 
     def monotonic(self) -> float:
@@ -74,7 +74,7 @@ def test_the_local_clock_counts_a_suspension():
     """It is the one that Linux keeps running, not the one of Python's timers."""
     before = time.clock_gettime(time.CLOCK_BOOTTIME)
     assert before <= local_time.monotonic() <= time.clock_gettime(time.CLOCK_BOOTTIME)
-    assert ThreadWaiting().monotonic is TaskWaiting.monotonic is local_time.monotonic
+    assert ThreadClock().monotonic is TaskClock.monotonic is local_time.monotonic
 
 
 def test_where_there_is_no_such_clock_the_usual_one_is_taken(monkeypatch):
@@ -261,10 +261,10 @@ def test_no_delivery_begins_on_a_lease_that_ended_while_the_machine_slept():
         scene.pass_time(40)
         number = scene.stored("head").entry.id
         run_sync(scene.store.outbox.operate(number, EntryCommand.DISCARD))
-        scene.crew.end()
+        scene.pool.end()
 
     report = scene.run(sleep)
-    assert scene.crew.taken == ["a"]
+    assert scene.pool.taken == ["a"]
     assert (report.delivered, report.lost) == (1, 1)
     assert scene.states() == {"a": "delivered", "head": "discarded"}
 
@@ -278,20 +278,20 @@ def test_what_was_handed_to_a_thread_is_looked_at_again():
 
     def act() -> None:
         scene.pass_time(0.005)
-        scene.crew.end()
+        scene.pool.end()
 
     def sleep() -> None:
         scene.pass_time(40)
-        gone.append(scene.crew.queued[0].body.decode())
-        run_sync(scene.store.outbox.operate(scene.crew.queued[0].id, EntryCommand.DISCARD))
+        gone.append(scene.pool.queued[0].body.decode())
+        run_sync(scene.store.outbox.operate(scene.pool.queued[0].id, EntryCommand.DISCARD))
         act()
 
-    scene.crew.script = [act] * 30 + [sleep] + [act] * 60
+    scene.pool.script = [act] * 30 + [sleep] + [act] * 60
     run_sync(scene.engine.run(until_idle=True))
-    assert gone[0] not in scene.crew.taken
-    assert sorted([*gone, *scene.crew.taken]) == sorted(f"n{number}" for number in range(60))
-    assert {scene.stored(name).entry.open_try for name in scene.crew.taken} == {OpenTry.NONE}
-    assert {scene.stored(name).entry.attempts for name in scene.crew.taken} == {1}
+    assert gone[0] not in scene.pool.taken
+    assert sorted([*gone, *scene.pool.taken]) == sorted(f"n{number}" for number in range(60))
+    assert {scene.stored(name).entry.open_try for name in scene.pool.taken} == {OpenTry.NONE}
+    assert {scene.stored(name).entry.attempts for name in scene.pool.taken} == {1}
     other = ScriptedCrew()
     run_sync(scene.relay(other).run(until_idle=True))
     assert other.taken == []

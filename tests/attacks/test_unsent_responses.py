@@ -18,7 +18,7 @@ from flask import Response as FlaskResponse
 from retrysafe import Idempotency, MemoryStore, Policy
 from retrysafe.contrib.flask import Retrysafe
 from retrysafe.errors import StoreError
-from retrysafe.http import Rule, WSGIIdempotencyMiddleware, bearer_token, held
+from retrysafe.http import Rule, WSGIIdempotencyMiddleware, bearer_token, held_response
 from retrysafe.testing import FaultyStore, Moment
 from tests.http.driving import ask_wsgi
 
@@ -100,7 +100,7 @@ def test_the_stream_that_could_not_be_held_is_closed(making, monkeypatch):
     def refused(self, piece):
         raise RuntimeError("too long")
 
-    monkeypatch.setattr(held.Held, "take", refused)
+    monkeypatch.setattr(held_response.Held, "take", refused)
     pieces = Pieces()
     with making(pieces) as app:
         if making is wsgi:
@@ -137,7 +137,7 @@ def test_a_stream_of_nothing_is_let_through_after_its_time(making, monkeypatch):
         now[0] += 10.0
         return now[0]
 
-    monkeypatch.setattr(held, "monotonic", later)
+    monkeypatch.setattr(held_response, "monotonic", later)
     pieces = Pieces(b"")
     with making(pieces) as app:
 

@@ -16,11 +16,11 @@ import pytest
 from retrysafe import GLOBAL, Condition, Key
 from retrysafe.cli.keys import BODY_LIMIT_CHARACTERS, ListedCondition
 from retrysafe.cli.problems import ExitCode
-from retrysafe.cli.shapes import duration_text, status_text
-from retrysafe.core.codec import withheld
 from retrysafe.core.model import OperatorCommand, Payload, SettleKind
+from retrysafe.core.values.codec import withheld
 from retrysafe.http.callers import Credential, bearer_token, caller_of_credential
 from retrysafe.http.request import Request
+from retrysafe.inspection import duration_text, status_text
 from retrysafe.runtime.drive import run_sync
 
 

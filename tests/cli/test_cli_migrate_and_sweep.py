@@ -125,7 +125,7 @@ class Timed:
 def test_sweep_rests_longer_than_it_works(invoke, desk, monkeypatch):
     """Where rounds take long others need the time, so the pauses follow; a given pause stands."""
     timed = Timed()
-    monkeypatch.setattr("retrysafe.cli.sweeping.time", timed)
+    monkeypatch.setattr("retrysafe.cli.sweep.time", timed)
     fill(desk, 5)
     assert invoke("sweep", "--limit", "2", "--store", desk.url).code == 0
     assert timed.pauses == pytest.approx([1.2, 1.2])

@@ -12,12 +12,12 @@ import time
 import pytest
 
 from retrysafe import GLOBAL, Idempotency, current_attempt, open_store
-from retrysafe.cli.entries import BODY_LIMIT_CHARACTERS, ListedEntryCondition
+from retrysafe.cli.outbox import BODY_LIMIT_CHARACTERS, ListedEntryCondition
 from retrysafe.cli.problems import ExitCode, Problem
-from retrysafe.cli.relaying import chosen_target, shown_progress
-from retrysafe.core.keys import Key
+from retrysafe.cli.relay import chosen_target, shown_progress
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import SettleKind, StagedEntry
-from retrysafe.core.outbox import EntryClaim, EntryCondition, EntryEnding, EntryState
+from retrysafe.core.outbox.entries import EntryClaim, EntryCondition, EntryEnding, EntryState
 from retrysafe.relay.signing import verify_webhook
 from retrysafe.runtime.drive import run_sync
 from retrysafe.testing.suite.probe import request, settlement

@@ -41,7 +41,7 @@ from django.views.decorators.http import require_POST
 
 from retrysafe import FOREVER, Policy, current_attempt
 from retrysafe.contrib.django.decorators import idempotent
-from retrysafe.http import ACCEPT, FromFields, KeyUse, Streaming
+from retrysafe.http import ACCEPT, FieldsKey, KeyUse, Streaming
 
 SETTINGS = {
     "ROOT_URLCONF": __name__,
@@ -358,7 +358,7 @@ async def async_template(request):
     return template.__wrapped__(request)
 
 
-@idempotent(source=FromFields("{name}", window=FOREVER))
+@idempotent(source=FieldsKey("{name}", window=FOREVER))
 def delete(request, name):
     till.note(name)
     response = HttpResponse(status=204)

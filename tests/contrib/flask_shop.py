@@ -26,7 +26,7 @@ from flask.views import MethodView
 
 from retrysafe import FOREVER, Policy, current_attempt
 from retrysafe.contrib.flask import Retrysafe
-from retrysafe.http import FromFields, KeyUse, Streaming
+from retrysafe.http import FieldsKey, KeyUse, Streaming
 
 retrysafe = Retrysafe()
 refunds = Blueprint("refunds", __name__)
@@ -211,7 +211,7 @@ def make_app(till: Till) -> Flask:
         return send_file(BytesIO(b"report"), mimetype="text/plain", download_name="r.txt")
 
     @app.delete("/things/<name>")
-    @retrysafe.idempotent(source=FromFields("{name}", window=FOREVER))
+    @retrysafe.idempotent(source=FieldsKey("{name}", window=FOREVER))
     def delete(name):
         till.note(name)
         return "", 204

@@ -9,7 +9,7 @@ import pytest
 
 from retrysafe import MemoryStore
 from retrysafe.errors import StoreError
-from retrysafe.http import held
+from retrysafe.http import held_response
 from retrysafe.testing import FaultyStore, Moment
 from tests.contrib import django_shop
 from tests.contrib.django_visits import open_shop, problem
@@ -72,7 +72,7 @@ def test_a_stream_that_could_not_be_held_is_closed(world, path, monkeypatch):
     def refused(self, piece):
         raise RuntimeError("too long")
 
-    monkeypatch.setattr(held.Held, "take", refused)
+    monkeypatch.setattr(held_response.Held, "take", refused)
     with open_shop(world) as shop:
         assert shop.post(path).status_code == 500
         assert (shop.till.pieces, shop.till.closed) == (1, 1)
@@ -97,7 +97,7 @@ def test_a_stream_of_nothing_is_let_through_after_its_time(world, path, monkeypa
         now[0] += 10.0
         return now[0]
 
-    monkeypatch.setattr(held, "monotonic", later)
+    monkeypatch.setattr(held_response, "monotonic", later)
     with open_shop(world) as shop:
         shop.till.piece = b""
         shop.post(path, pieces=1)
@@ -107,13 +107,13 @@ def test_a_stream_of_nothing_is_let_through_after_its_time(world, path, monkeypa
 def test_the_stream_of_a_client_that_has_gone_is_closed(monkeypatch):
     """Django cancels the request while the view answers: the run goes on, and its stream ends."""
     requests = []
-    take = held.Held.take
+    take = held_response.Held.take
 
     def taken(self, piece):
         requests.pop().cancel() if requests else None
         return take(self, piece)
 
-    monkeypatch.setattr(held.Held, "take", taken)
+    monkeypatch.setattr(held_response.Held, "take", taken)
 
     async def leave(client_request):
         requests.append(asyncio.current_task())

@@ -8,7 +8,7 @@ import pytest
 from django.db import OperationalError, connections, transaction
 
 from retrysafe import Condition
-from retrysafe.contrib.django import exchange
+from retrysafe.contrib.django import views
 from retrysafe.contrib.django.transactions import hook_failure
 from retrysafe.http import Rule
 from tests.contrib import django_shop
@@ -92,7 +92,7 @@ def test_a_hook_that_fails_after_the_commit_does_not_free_the_key(
     names the view and the way out."""
     raised = []
     monkeypatch.setattr(
-        exchange, "hook_failure", lambda *given: raised.append(hook_failure(*given)) or raised[-1]
+        views, "hook_failure", lambda *given: raised.append(hook_failure(*given)) or raised[-1]
     )
     rules = [Rule(path="/hooked-by-rule")]
     names = [*django_shop.SETTINGS["MIDDLEWARE"], MIDDLEWARE]

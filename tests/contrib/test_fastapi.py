@@ -30,9 +30,9 @@ from retrysafe import (
 from retrysafe.contrib.fastapi import IdempotentRoute, Retrysafe, idempotent
 from retrysafe.http import (
     ACCEPT,
+    FieldsKey,
     FromBody,
-    FromFields,
-    FromHeader,
+    HeaderKey,
     KeyUse,
     StatusRule,
     Streaming,
@@ -557,7 +557,7 @@ def test_the_document_follows_the_configuration():
     described, those that were described before only once."""
     app = shop()
 
-    @app.post("/orders", dependencies=[idempotent(source=FromFields("/order", window=FOREVER))])
+    @app.post("/orders", dependencies=[idempotent(source=FieldsKey("/order", window=FOREVER))])
     async def order(): ...
 
     operation = app.openapi()["paths"]["/orders"]["post"]
@@ -578,7 +578,7 @@ def test_a_key_that_may_be_left_out_is_described_so():
     app = FastAPI()
     secret = "a secret of these tests"
     Retrysafe(AsyncIdempotency(MemoryStore(), secret=secret), caller=GLOBAL).install(app)
-    both = idempotent(source=FromHeader(otherwise=FromBody()))
+    both = idempotent(source=HeaderKey(otherwise=FromBody()))
 
     @app.post("/both", dependencies=[both])
     async def shared(): ...

@@ -16,7 +16,7 @@ from flask import Flask, request
 
 from retrysafe import FOREVER, GLOBAL, Idempotency, MemoryStore, PolicyInvalid
 from retrysafe.contrib.flask import Retrysafe
-from retrysafe.http import FromFields, KeyUse, Rule
+from retrysafe.http import FieldsKey, KeyUse, Rule
 from tests.contrib.flask_shop import Declined
 from tests.contrib.test_flask_views import Shop, Till, is_replay, problem
 from tests.docs.documents import ROOT
@@ -78,7 +78,7 @@ def test_a_method_of_a_class_may_have_its_own_rule(make_shop):
 @pytest.mark.parametrize(("name", "statuses"), [("size", [200, 422]), ("of_the_rule", [200, 400])])
 def test_a_natural_key_takes_names_of_the_rule_and_of_the_view(make_shop, name, statuses):
     """Of the view's name Flask has made a value; the rule's own is text, in one spelling."""
-    source = FromFields(f"{{{name}}}", window=FOREVER)
+    source = FieldsKey(f"{{{name}}}", window=FOREVER)
     shop = make_shop(Rule(path=f"/boxes/{{{name}}}", methods=("PUT",), source=source))
     replies = [shop.ask("PUT", path, key=None) for path in ("/boxes/7", "/boxes/07")]
     assert [reply.status_code for reply in replies] == statuses

@@ -26,7 +26,7 @@ from retrysafe import (
     SecretMissing,
 )
 from retrysafe.contrib.litestar import RetrysafePlugin, rendered
-from retrysafe.http import ACCEPT, FromBody, FromFields, KeyUse, Rule, Streaming
+from retrysafe.http import ACCEPT, FieldsKey, FromBody, KeyUse, Rule, Streaming
 from tests.contrib.conftest import is_replay, made, problem
 from tests.contrib.shops import Till
 from tests.servers.fixtures import migrated
@@ -274,7 +274,7 @@ def test_a_request_that_does_not_fit_is_an_outcome():
 def test_keys_from_path_parameters():
     runs = []
 
-    @post("/orders/{order:int}", idempotency=Rule(source=FromFields("{order}", window=FOREVER)))
+    @post("/orders/{order:int}", idempotency=Rule(source=FieldsKey("{order}", window=FOREVER)))
     async def place(order: FromPath[int]) -> int:
         runs.append(order)
         return order

@@ -27,7 +27,7 @@ from retrysafe import (
     SecretMissing,
 )
 from retrysafe.contrib.starlette import Idempotent, Retrysafe, idempotent
-from retrysafe.http import FromBody, FromFields, IdempotencyMiddleware, Rule
+from retrysafe.http import FieldsKey, FromBody, IdempotencyMiddleware, Rule
 from tests.contrib.conftest import is_replay, problem
 from tests.contrib.serving import served
 from tests.contrib.shops import Till
@@ -297,7 +297,7 @@ def test_what_is_remembered_is_bounded_for_all_endpoints_together():
 def test_keys_from_path_parameters_and_bodies():
     """The route's parameters make natural keys; equal bodies are recognised without any key."""
     orders, mails = Counted(), Counted()
-    source = FromFields("{order}", "/amount", window=FOREVER)
+    source = FieldsKey("{order}", "/amount", window=FOREVER)
     app = shop(
         [
             Route(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from retrysafe.core.call import Call
-from retrysafe.core.codec import ValueCodec
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import (
     ClaimRequest,
     Fingerprint,
@@ -17,6 +16,7 @@ from retrysafe.core.model import (
     State,
 )
 from retrysafe.core.policy import Policy
+from retrysafe.core.values.codec import ValueCodec
 
 KEY = Key("order-1", caller="tenant-1")
 TOKEN, OTHER_TOKEN = b"T" * 16, b"U" * 16

@@ -12,14 +12,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from retrysafe.core.atomic.complete_in import Join, Joiner
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.codec import ValueCodec
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Event, Reporter
-from retrysafe.core.joining import Join, Joiner
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
+from retrysafe.core.keys.secret import NO_SECRETS, Secrets
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import (
     ClaimAnswer,
@@ -32,10 +32,10 @@ from retrysafe.core.model import (
     StoredOutcome,
 )
 from retrysafe.core.ports import UNSHARED
-from retrysafe.core.renewing import confirm
-from retrysafe.core.secret import NO_SECRETS, Secrets
-from retrysafe.core.stepping import Stepper
-from retrysafe.stores.memory import MemoryStore
+from retrysafe.core.renewal import confirm
+from retrysafe.core.steps.run import Stepper
+from retrysafe.core.values.codec import ValueCodec
+from retrysafe.stores.memory.store import MemoryStore
 
 Invoke = Callable[[Attempt], Awaitable[Any]]
 
@@ -279,7 +279,7 @@ class World:
         self.clock = Clock()
         self.store = MemoryStore(now_ms=self.clock.now_ms)
         self.heard: list[Event] = []
-        self.orphans: list[Coroutine[Any, Any, None]] = []
+        self.background: list[Coroutine[Any, Any, None]] = []
         # For each of them, what is called when nobody runs it to its end.
         self.abandon: list[Callable[[str], None]] = []
         self.ran: list[int] = []
@@ -299,8 +299,8 @@ class World:
         self._tokens += 1
         return self._tokens.to_bytes(16)
 
-    def adopt(self, flow: Coroutine[Any, Any, None], abandon: Callable[[str], None]) -> None:
-        self.orphans.append(flow)
+    def finish(self, flow: Coroutine[Any, Any, None], abandon: Callable[[str], None]) -> None:
+        self.background.append(flow)
         self.abandon.append(abandon)
 
     @property
@@ -325,7 +325,7 @@ class Process:
             waiting=self.waiting,
             lock=UNSHARED,
             renewals=self.renewals,
-            orphanage=world,
+            background=world,
             mint_token=world.mint_token,
             cache=ReplayCache() if world._cache else None,
             report=Reporter(world.heard.append),
@@ -345,7 +345,7 @@ class Process:
                 store=self.steps,
                 waiting=self.waiting,
                 lock=nullcontext(),
-                orphanage=world,
+                background=world,
                 report=Reporter(world.heard.append),
                 drive=lambda flow: flow,
                 perform=perform,

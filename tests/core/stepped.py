@@ -45,8 +45,8 @@ def crashed(process: Process, operation: Callable[[Attempt], Any], **options: An
     try:
         run(process, operation, **options)
     except Stop:
-        while process.world.orphans:
-            process.world.orphans.pop().close()  # They end with the process.
+        while process.world.background:
+            process.world.background.pop().close()  # They end with the process.
         process.world.clock.advance(60)
         return
     raise AssertionError("the operation ended by itself")

@@ -7,14 +7,14 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe.core import codec
-from retrysafe.core.atomic import AtomicBlock
+from retrysafe.core.atomic.block import AtomicBlock
 from retrysafe.core.events import Event, Reporter
-from retrysafe.core.keys import child_key
+from retrysafe.core.keys.key import child_key
+from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.model import State
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.run_times import UNKNOWN_SECONDS
-from retrysafe.core.secret import Secrets
+from retrysafe.core.values import codec
 from retrysafe.errors import (
     AttemptsExhausted,
     ClaimLost,
@@ -140,7 +140,7 @@ def test_a_rival_transaction_is_refused_at_once():
         made.enter()
     assert caught.value.retry_after == timedelta(seconds=UNKNOWN_SECONDS)
     assert transaction.calls == ["begin", "lock", "look", "undo"]
-    assert made.kinds == ["conflicted"]
+    assert made.kinds == ["in flight"]
 
 
 def test_a_waiting_rival_claims_when_the_lock_is_free():
@@ -157,7 +157,7 @@ def test_a_wait_for_a_rival_that_runs_out():
     with pytest.raises(OperationInFlight):
         made.enter()
     assert transaction.calls == ["begin", "lock", "lock 10", "undo"]
-    assert made.kinds == ["wait ended"]
+    assert made.kinds == ["wait timed out"]
 
 
 def test_a_leased_owner_is_in_flight():
@@ -186,7 +186,7 @@ def test_a_wait_for_a_leased_owner_runs_out():
     with pytest.raises(OperationInFlight):
         made.enter()
     assert sum(made.waiting.slept) == pytest.approx(10)
-    assert made.kinds == ["wait ended"]
+    assert made.kinds == ["wait timed out"]
 
 
 def test_a_leased_owner_is_not_waited_for_where_its_end_cannot_be_seen():
@@ -290,7 +290,7 @@ def test_a_claim_that_was_rolled_back_inside_the_block_is_lost():
     made.transaction.database.record = None
     with pytest.raises(ClaimLost):
         made.complete(1)
-    assert made.kinds == ["claimed", "claim lost"]
+    assert made.kinds == ["claimed", "lost"]
 
 
 @pytest.mark.parametrize("value", [object(), "x" * 2_000_000])

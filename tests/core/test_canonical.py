@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from retrysafe.core import canonical
-from retrysafe.core.canonical import (
+from retrysafe.core.keys import canonical
+from retrysafe.core.keys.canonical import (
     ABSENT,
     DEPTH_LIMIT,
     NotCanonical,
@@ -20,7 +20,7 @@ from retrysafe.core.canonical import (
     canonical_bytes,
     parse,
 )
-from retrysafe.core.framing import frame
+from retrysafe.core.keys.framing import frame
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

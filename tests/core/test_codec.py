@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrysafe.core import codec
-from retrysafe.core.codec import ValueCodec
 from retrysafe.core.model import Payload
-from retrysafe.core.sameness import difference
-from retrysafe.core.values import NotReadable, NotStorable, type_name
+from retrysafe.core.values import codec
+from retrysafe.core.values.codec import ValueCodec
+from retrysafe.core.values.compare import difference
+from retrysafe.core.values.trees import NotReadable, NotStorable, type_name
 from retrysafe.errors import AttemptsExhausted, OperationFailed, OutcomeUnavailable
 from tests.core import sample_types
 from tests.core.sample_types import (

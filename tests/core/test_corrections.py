@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from retrysafe.core import transitions
-from retrysafe.core.keys import child_key
+from retrysafe.core.keys.key import child_key
+from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.model import Decision, Ending, SettleKind, State
-from retrysafe.core.outbox import entry_key
+from retrysafe.core.outbox.entries import entry_key
+from retrysafe.core.outbox.staging import Staging
 from retrysafe.core.policy import InFlight, Policy
-from retrysafe.core.secret import Secrets
-from retrysafe.core.staging import Staging
 from retrysafe.errors import (
     KeyReused,
     OutcomeNotStored,

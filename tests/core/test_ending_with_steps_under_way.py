@@ -220,7 +220,7 @@ def test_a_cancelled_caller_frees_nothing_while_a_step_is_under_way(world, effec
     beside = Beside(effects, "charge", ending=OSError("first"))
     flow = beside.started(world)
     assert isinstance(flow.throw(Stop()).error, Stop)
-    orphan = Flow(world.orphans.pop()).step()
+    orphan = Flow(world.background.pop()).step()
     assert not orphan.is_done
     assert state(world) is State.PENDING
     assert len(world.first.renewals.running) == 1
@@ -236,7 +236,7 @@ def test_an_orphan_that_is_cancelled_too_leaves_the_key_to_its_lease(world, effe
     """It was the last that could have waited for the step."""
     beside = Beside(effects, "charge", ending=OSError("first"))
     beside.started(world).throw(Stop())
-    orphan = Flow(world.orphans.pop()).step()
+    orphan = Flow(world.background.pop()).step()
     assert isinstance(orphan.throw(Stop()).error, Stop)
     beside.tasks[0].step()
     assert state(world) is State.PENDING

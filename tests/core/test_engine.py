@@ -6,11 +6,10 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe.core import codec
 from retrysafe.core.cache import CachedOutcome
 from retrysafe.core.engine import CLAIM_TRIES, POLL_MAXIMUM_SECONDS
 from retrysafe.core.events import EventKind
-from retrysafe.core.keys import Key, child_key
+from retrysafe.core.keys.key import Key, child_key
 from retrysafe.core.model import (
     ClaimAnswer,
     Condition,
@@ -21,6 +20,7 @@ from retrysafe.core.model import (
     State,
 )
 from retrysafe.core.policy import InFlight, Policy
+from retrysafe.core.values import codec
 from retrysafe.errors import (
     AttemptsExhausted,
     ClaimLost,
@@ -235,7 +235,7 @@ def test_a_running_operation_of_another_process_is_told_with_the_time_left():
         world.first.answer(call())
     assert caught.value.retry_after == timedelta(seconds=12)
     assert not caught.value.is_known_here
-    assert (world.kinds[-1], world.heard[-1].source) == ("conflicted", "store")
+    assert (world.kinds[-1], world.heard[-1].source) == ("in flight", "store")
     assert world.ran == [1]
 
 
@@ -274,7 +274,7 @@ def test_a_waiter_gives_up_at_its_limit():
     assert max(slept) == POLL_MAXIMUM_SECONDS
     assert slept[:-1] == sorted(slept[:-1])
     assert caught.value.retry_after == timedelta(seconds=10)
-    assert world.kinds[-1] == "wait ended"
+    assert world.kinds[-1] == "wait timed out"
 
 
 def test_a_wait_of_zero_asks_once():

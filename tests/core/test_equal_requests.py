@@ -12,9 +12,9 @@ import msgspec
 import pydantic
 import pytest
 
-from retrysafe.core.fingerprint import FingerprintRule
-from retrysafe.core.keys import natural_key
-from retrysafe.core.request_tree import asked_tree
+from retrysafe.core.keys.fingerprint import FingerprintRule
+from retrysafe.core.keys.key import natural_key
+from retrysafe.core.keys.request_tree import asked_tree
 
 NOON = datetime(2024, 2, 29, 12, 0, tzinfo=UTC)
 NOON_ELSEWHERE = NOON.astimezone(timezone(timedelta(hours=2)))

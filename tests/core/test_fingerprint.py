@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.flights import Flight, is_same_request
+from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.errors import PolicyInvalid
 
 

@@ -11,11 +11,11 @@ import pytest
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.events import Event, EventKind, Reporter
 from retrysafe.core.flights import Flight, Flights, Phase, is_same_request
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Decision, ExtendAnswer, Fingerprint, Payload
 from retrysafe.core.ports import UNSHARED, Capabilities, Waits
-from retrysafe.core.renewing import due_leases, next_renewal, renew
+from retrysafe.core.renewal import due_leases, next_renewal, renew
 from retrysafe.errors import StoreRejected, StoreUnavailable
 from tests.core.building import MARK, OTHER_MARK, call
 from tests.core.driving import World, drive

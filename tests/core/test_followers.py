@@ -57,7 +57,7 @@ def test_a_duplicate_of_a_running_operation_is_told_without_a_store_call(world, 
     assert caught.value.retry_after == timedelta(seconds=5)
     assert caught.value.is_known_here
     assert len(process.writer.claims) == 1
-    assert (world.kinds[-1], world.heard[-1].source) == ("conflicted", "process")
+    assert (world.kinds[-1], world.heard[-1].source) == ("in flight", "process")
     assert leader.step().value.value == "first"
     assert world.ran == [1]
 
@@ -193,7 +193,7 @@ def test_a_followers_wait_has_a_limit(world, process):
     follower.step()
     assert isinstance(follower.error, OperationInFlight)
     assert follower.error.retry_after == timedelta(seconds=10)
-    assert world.kinds[-1] == "wait ended"
+    assert world.kinds[-1] == "wait timed out"
     assert leader.step().value.value == "first"
 
 

@@ -11,7 +11,8 @@ from types import TracebackType
 
 import pytest
 
-from retrysafe.core import running, settling
+from retrysafe.core import run
+from retrysafe.core import settle as settling
 from retrysafe.core.flights import Flight, Flights, Phase
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import State
@@ -162,12 +163,12 @@ def test_an_outcome_survives_a_signal_anywhere_in_its_settling(is_after, is_fail
             process.answer(call(policy=Policy(terminal=Declined)), invoke)
 
     places_after_the_write = 0
-    for place in at_every_place(act, running, settling):
+    for place in at_every_place(act, run, settling):
         if not worlds or not worlds[0].first.writer.settlements:
             continue
         places_after_the_write += 1
         world = worlds[0]
-        for orphan in world.orphans:
+        for orphan in world.background:
             drive(orphan)
         state = drive(world.store.read(KEY)).record.state
         assert state is (State.FAILED if is_failing else State.SUCCEEDED), place

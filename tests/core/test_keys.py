@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from retrysafe.core.framing import digest as digest_of
-from retrysafe.core.framing import frame
-from retrysafe.core.keys import (
+from retrysafe.core.keys.framing import digest as digest_of
+from retrysafe.core.keys.framing import frame
+from retrysafe.core.keys.key import (
     CALLER_LIMIT_CHARACTERS,
     GLOBAL,
     KEY_LIMIT_CHARACTERS,

@@ -155,7 +155,7 @@ def test_an_outcome_that_outlives_its_caller_keeps_its_lease(world, process):
     process.writer.settle_faults.extend([Fault(pauses=True), Fault(pauses=True)])
     flow = process.start(call(), process.returning("done"))
     flow.throw(GeneratorExit())
-    (flow_without_caller,) = world.orphans
+    (flow_without_caller,) = world.background
     orphan = Flow(flow_without_caller).step()
     assert len(process.renewals.running) == 1
     while not orphan.is_done:
@@ -171,7 +171,7 @@ def test_a_last_write_that_was_never_begun_leaves_no_lease(world, process):
     process.writer.settle_faults.append(Fault(pauses=True))
     flow = process.start(call(), process.returning("done"))
     flow.throw(GeneratorExit())
-    (flow_without_caller,) = world.orphans
+    (flow_without_caller,) = world.background
     with pytest.raises(GeneratorExit):
         flow_without_caller.throw(GeneratorExit())
     assert process.renewals.running == []

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrysafe.core import machine
-from retrysafe.core.machine import CONDITIONS, TABLE, Event, condition_of, decide, recover_event
+from retrysafe.core.machine import CONDITIONS, TABLE, Trigger, condition_of, decide, recover_trigger
 from retrysafe.core.model import (
     Condition,
     Decision,
@@ -41,20 +41,26 @@ operator expire        | refuse | refuse    | refuse    | apply    | apply    | 
 sweep                  | keep   | keep      | keep      | keep     | keep     | keep      | delete
 """
 
-CLAIMS = (Event.CLAIM, Event.CLAIM_MISMATCHED, Event.CLAIM_CORRECTED, Event.CLAIM_AGAIN)
-OWNER_WRITES = (Event.COMPLETE, Event.FAIL, Event.RELEASE, Event.EXTEND, Event.RECORD_STEP)
-OPERATOR = (Event.OPERATOR_RELEASE, Event.OPERATOR_FORCE_RELEASE, Event.OPERATOR_EXPIRE)
+CLAIMS = (Trigger.CLAIM, Trigger.CLAIM_MISMATCHED, Trigger.CLAIM_CORRECTED, Trigger.CLAIM_AGAIN)
+OWNER_WRITES = (
+    Trigger.COMPLETE,
+    Trigger.FAIL,
+    Trigger.RELEASE,
+    Trigger.EXTEND,
+    Trigger.RECORD_STEP,
+)
+OPERATOR = (Trigger.OPERATOR_RELEASE, Trigger.OPERATOR_FORCE_RELEASE, Trigger.OPERATOR_EXPIRE)
 THERE = (Condition.RUNNING, Condition.ABANDONED, Condition.SUCCEEDED, Condition.FAILED)
 PENDING = (Condition.RUNNING, Condition.ABANDONED)
 SETTLED_STATES = (State.SUCCEEDED, State.FAILED, State.RELEASED)
 
 
-def golden() -> dict[tuple[Event, Condition], Decision]:
+def golden() -> dict[tuple[Trigger, Condition], Decision]:
     cells = {}
     for line in GOLDEN.strip().splitlines():
         event, *decisions = (cell.strip() for cell in line.split("|"))
         for condition, decision in zip(HEADER.split(), decisions, strict=True):
-            cells[Event(event), Condition(condition)] = Decision(decision)
+            cells[Trigger(event), Condition(condition)] = Decision(decision)
     return cells
 
 
@@ -64,7 +70,7 @@ def test_the_whole_table_is_as_written_here():
 
 def test_every_cell_is_decided():
     """There is no pair of a wish and a condition to which the machine has no answer."""
-    assert set(TABLE) == {(event, condition) for event in Event for condition in Condition}
+    assert set(TABLE) == {(event, condition) for event in Trigger for condition in Condition}
     assert set(CONDITIONS) == set(Condition)
     assert all(decide(event, condition) in Decision for event, condition in TABLE)
 
@@ -72,7 +78,7 @@ def test_every_cell_is_decided():
 @pytest.mark.parametrize("condition", [*THERE, Condition.RELEASED])
 def test_another_request_is_refused_whatever_the_record_is(condition):
     """A different request under the same key is refused before anything else is looked at."""
-    assert decide(Event.CLAIM_MISMATCHED, condition) is Decision.MISMATCH
+    assert decide(Trigger.CLAIM_MISMATCHED, condition) is Decision.MISMATCH
 
 
 def test_pending_never_runs_again_while_its_lease_holds():
@@ -87,13 +93,13 @@ def test_a_pending_record_never_expires(now_ms):
     item = record(expires_at_ms=1)
     assert condition_of(item, now_ms) in PENDING
     for condition in PENDING:
-        assert decide(Event.SWEEP, condition) is Decision.KEEP
-        assert decide(Event.OPERATOR_EXPIRE, condition) is Decision.REFUSE
+        assert decide(Trigger.SWEEP, condition) is Decision.KEEP
+        assert decide(Trigger.OPERATOR_EXPIRE, condition) is Decision.REFUSE
 
 
 @pytest.mark.parametrize("condition", Condition)
 def test_only_the_holder_of_the_token_writes(condition):
-    assert decide(Event.WRITE_UNHELD, condition) is Decision.LOST
+    assert decide(Trigger.WRITE_UNHELD, condition) is Decision.LOST
 
 
 @pytest.mark.parametrize("event", OWNER_WRITES)
@@ -105,10 +111,10 @@ def test_the_holder_of_an_expired_lease_still_holds_the_token(event):
 @pytest.mark.parametrize(
     ("event", "condition"),
     [
-        (Event.CLAIM_AGAIN, Condition.RUNNING),
-        (Event.COMPLETE, Condition.SUCCEEDED),
-        (Event.FAIL, Condition.FAILED),
-        (Event.RELEASE, Condition.RELEASED),
+        (Trigger.CLAIM_AGAIN, Condition.RUNNING),
+        (Trigger.COMPLETE, Condition.SUCCEEDED),
+        (Trigger.FAIL, Condition.FAILED),
+        (Trigger.RELEASE, Condition.RELEASED),
     ],
 )
 def test_repeating_a_write_that_stands_is_confirmed(event, condition):
@@ -123,14 +129,16 @@ def test_a_settled_outcome_never_changes(event):
         assert decide(event, condition) in (Decision.CONFIRM, Decision.LOST)
 
 
-@pytest.mark.parametrize("event", [*CLAIMS, *OWNER_WRITES, Event.WRITE_UNHELD])
+@pytest.mark.parametrize("event", [*CLAIMS, *OWNER_WRITES, Trigger.WRITE_UNHELD])
 def test_a_record_past_its_window_counts_as_absent(event):
     assert decide(event, Condition.OUTLIVED) is decide(event, Condition.ABSENT)
 
 
 def test_only_outlived_records_are_swept():
     swept = {
-        condition for condition in Condition if decide(Event.SWEEP, condition) is not Decision.KEEP
+        condition
+        for condition in Condition
+        if decide(Trigger.SWEEP, condition) is not Decision.KEEP
     }
     assert swept == {Condition.OUTLIVED}
 
@@ -142,10 +150,10 @@ def test_an_operator_cannot_act_on_what_is_not_there(event):
 
 def test_an_operator_never_frees_a_success_or_by_chance_a_running_one():
     """Releasing a success would run it twice; a running one needs the force command."""
-    assert decide(Event.OPERATOR_RELEASE, Condition.SUCCEEDED) is Decision.REFUSE
-    assert decide(Event.OPERATOR_FORCE_RELEASE, Condition.SUCCEEDED) is Decision.REFUSE
-    assert decide(Event.OPERATOR_RELEASE, Condition.RUNNING) is Decision.REFUSE
-    assert decide(Event.OPERATOR_FORCE_RELEASE, Condition.RUNNING) is Decision.APPLY
+    assert decide(Trigger.OPERATOR_RELEASE, Condition.SUCCEEDED) is Decision.REFUSE
+    assert decide(Trigger.OPERATOR_FORCE_RELEASE, Condition.SUCCEEDED) is Decision.REFUSE
+    assert decide(Trigger.OPERATOR_RELEASE, Condition.RUNNING) is Decision.REFUSE
+    assert decide(Trigger.OPERATOR_FORCE_RELEASE, Condition.RUNNING) is Decision.APPLY
 
 
 def test_a_worker_goes_on_with_what_is_abandoned_and_with_nothing_else():
@@ -153,7 +161,7 @@ def test_a_worker_goes_on_with_what_is_abandoned_and_with_nothing_else():
     taken = {
         condition
         for condition in Condition
-        if decide(Event.RECOVER, condition) in (Decision.ADMIT, Decision.TAKE_OVER)
+        if decide(Trigger.RECOVER, condition) in (Decision.ADMIT, Decision.TAKE_OVER)
     }
     assert taken == {Condition.ABANDONED}
 
@@ -161,38 +169,38 @@ def test_a_worker_goes_on_with_what_is_abandoned_and_with_nothing_else():
 @pytest.mark.parametrize(
     ("held", "token", "event"),
     [
-        (TOKEN, OTHER_TOKEN, Event.RECOVER),
-        (OTHER_TOKEN, OTHER_TOKEN * 2, Event.WRITE_UNHELD),
-        (OTHER_TOKEN, TOKEN, Event.CLAIM_AGAIN),
-        (TOKEN, TOKEN, Event.CLAIM_AGAIN),
+        (TOKEN, OTHER_TOKEN, Trigger.RECOVER),
+        (OTHER_TOKEN, OTHER_TOKEN * 2, Trigger.WRITE_UNHELD),
+        (OTHER_TOKEN, TOKEN, Trigger.CLAIM_AGAIN),
+        (TOKEN, TOKEN, Trigger.CLAIM_AGAIN),
     ],
 )
 def test_a_worker_is_known_by_the_token_that_it_saw(held, token, event):
     """Its own token is a claim asked for again; any other is somebody else's hold."""
-    assert recover_event(record(), held=held, token=token) is event
+    assert recover_trigger(record(), held=held, token=token) is event
 
 
 @pytest.mark.parametrize("state", SETTLED_STATES)
 def test_a_worker_that_asks_again_after_its_end_has_lost(state):
     """A copy of its claim that was delayed must not free, replay or restart what has ended."""
-    event = recover_event(record(state), held=OTHER_TOKEN, token=TOKEN)
-    assert event is Event.WRITE_UNHELD
+    event = recover_trigger(record(state), held=OTHER_TOKEN, token=TOKEN)
+    assert event is Trigger.WRITE_UNHELD
 
 
 def test_a_worker_finds_nothing_where_there_is_no_record():
-    assert recover_event(None, held=TOKEN, token=OTHER_TOKEN) is Event.WRITE_UNHELD
+    assert recover_trigger(None, held=TOKEN, token=OTHER_TOKEN) is Trigger.WRITE_UNHELD
 
 
 def test_decisions_belong_to_kinds_of_events():
     """A claim is never "lost" and a write never "replayed": callers branch on these sets."""
     allowed = {
         CLAIMS: {"admit", "take over", "in flight", "replay", "mismatch", "confirm"},
-        (*OWNER_WRITES, Event.WRITE_UNHELD): {"apply", "confirm", "lost"},
+        (*OWNER_WRITES, Trigger.WRITE_UNHELD): {"apply", "confirm", "lost"},
         OPERATOR: {"apply", "confirm", "refuse"},
-        (Event.RECOVER,): {"take over", "in flight", "lost"},
-        (Event.SWEEP,): {"keep", "delete"},
+        (Trigger.RECOVER,): {"take over", "in flight", "lost"},
+        (Trigger.SWEEP,): {"keep", "delete"},
     }
-    assert sum(len(events) for events in allowed) == len(Event)
+    assert sum(len(events) for events in allowed) == len(Trigger)
     for events, decisions in allowed.items():
         for event in events:
             assert {decide(event, condition).value for condition in Condition} <= decisions
@@ -258,53 +266,53 @@ def test_another_operation_under_an_unknown_rule_is_another_request():
 @pytest.mark.parametrize(
     ("item", "mark", "token", "event"),
     [
-        (None, MARK, TOKEN, Event.CLAIM),
-        (record(), MARK, OTHER_TOKEN, Event.CLAIM),
-        (record(), MARK, TOKEN, Event.CLAIM_AGAIN),
-        (record(), OTHER_MARK, OTHER_TOKEN, Event.CLAIM_MISMATCHED),
-        (record(), OTHER_MARK, TOKEN, Event.CLAIM_MISMATCHED),
+        (None, MARK, TOKEN, Trigger.CLAIM),
+        (record(), MARK, OTHER_TOKEN, Trigger.CLAIM),
+        (record(), MARK, TOKEN, Trigger.CLAIM_AGAIN),
+        (record(), OTHER_MARK, OTHER_TOKEN, Trigger.CLAIM_MISMATCHED),
+        (record(), OTHER_MARK, TOKEN, Trigger.CLAIM_MISMATCHED),
     ],
 )
 def test_a_claim_is_told_apart_by_request_first_then_by_token(item, mark, token, event):
-    assert machine.claim_event(item, request(token, mark)) is event
+    assert machine.claim_trigger(item, request(token, mark)) is event
 
 
 @pytest.mark.parametrize(
     ("item", "changes", "event"),
     [
-        (record(State.FAILED, nothing_happened=True), {}, Event.CLAIM_CORRECTED),
-        (record(State.RELEASED, nothing_happened=True), {}, Event.CLAIM_CORRECTED),
-        (record(State.FAILED), {}, Event.CLAIM_MISMATCHED),
+        (record(State.FAILED, nothing_happened=True), {}, Trigger.CLAIM_CORRECTED),
+        (record(State.RELEASED, nothing_happened=True), {}, Trigger.CLAIM_CORRECTED),
+        (record(State.FAILED), {}, Trigger.CLAIM_MISMATCHED),
         (
             record(State.FAILED, nothing_happened=True),
             {"takes_corrections": False},
-            Event.CLAIM_MISMATCHED,
+            Trigger.CLAIM_MISMATCHED,
         ),
         (
             record(State.FAILED, nothing_happened=True, operation="shop.refund"),
             {},
-            Event.CLAIM_MISMATCHED,
+            Trigger.CLAIM_MISMATCHED,
         ),
-        (record(State.FAILED, nothing_happened=True), {"fingerprints": (MARK,)}, Event.CLAIM),
+        (record(State.FAILED, nothing_happened=True), {"fingerprints": (MARK,)}, Trigger.CLAIM),
     ],
 )
 def test_only_a_derived_key_after_nothing_takes_a_corrected_request(item, changes, event):
     """Both sides have to say so, and it is the same operation; the same request is none."""
     wish = replace(request(OTHER_TOKEN, OTHER_MARK), takes_corrections=True)
-    assert machine.claim_event(item, replace(wish, **changes)) is event
+    assert machine.claim_trigger(item, replace(wish, **changes)) is event
 
 
 @pytest.mark.parametrize("kind", SettleKind)
 def test_a_write_counts_only_with_the_records_token(kind):
     """This is the fence."""
-    assert machine.settle_event(record(), kind, TOKEN) is Event(kind.name.lower())
-    assert machine.settle_event(record(), kind, OTHER_TOKEN) is Event.WRITE_UNHELD
-    assert machine.settle_event(None, kind, TOKEN) is Event.WRITE_UNHELD
+    assert machine.settle_trigger(record(), kind, TOKEN) is Trigger(kind.name.lower())
+    assert machine.settle_trigger(record(), kind, OTHER_TOKEN) is Trigger.WRITE_UNHELD
+    assert machine.settle_trigger(None, kind, TOKEN) is Trigger.WRITE_UNHELD
 
 
 @pytest.mark.parametrize("command", OperatorCommand)
 def test_every_operator_command_is_an_event(command):
-    assert machine.operator_event(command).value == f"operator {command.value}"
+    assert machine.operator_trigger(command).value == f"operator {command.value}"
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ import threading
 import pytest
 
 from retrysafe.core.call import Call
-from retrysafe.core.codec import ValueCodec
 from retrysafe.core.engine import CLAIM_TRIES, Engine
 from retrysafe.core.events import Reporter
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Fingerprint
 from retrysafe.core.policy import InFlight, Policy
+from retrysafe.core.values.codec import ValueCodec
 from retrysafe.errors import StoreUnavailable
-from retrysafe.runtime.waiting import TaskWaiting
+from retrysafe.runtime.local_clocks import TaskClock
 from tests.core.driving import perform_with_attempt
 
 
@@ -31,7 +31,7 @@ class _SilentWriter:
         raise StoreUnavailable("no answer")
 
 
-class _Waiting(TaskWaiting):
+class _Waiting(TaskClock):
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(0)
 
@@ -45,7 +45,7 @@ def test_followers_of_a_claim_that_got_no_answer_are_told(in_flight):
         waiting=_Waiting(),
         lock=threading.Lock(),
         renewals=None,
-        orphanage=None,
+        background=None,
         mint_token=lambda: b"t" * 16,
         cache=None,
         report=Reporter(None),

@@ -9,9 +9,9 @@ from datetime import UTC, datetime, timedelta, timezone
 import pytest
 
 from retrysafe import InvalidInput, Key
-from retrysafe.core import outbox
 from retrysafe.core.model import Decision, StagedEntry
-from retrysafe.core.outbox import (
+from retrysafe.core.outbox import entries as outbox
+from retrysafe.core.outbox.entries import (
     BODY_LIMIT_BYTES,
     DISCARDED_KEEP_MS,
     BackOff,
@@ -28,7 +28,7 @@ from retrysafe.core.outbox import (
     staged_entry,
     tries_text,
 )
-from retrysafe.core.outbox_ports import outbox_of
+from retrysafe.core.outbox.port import outbox_of
 from retrysafe.core.ports import Capabilities, Waits
 from tests.core.building import KEY, NOW, OTHER_TOKEN, TOKEN
 

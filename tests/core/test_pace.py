@@ -8,8 +8,8 @@ from retrysafe.core.model import SweepReport
 from retrysafe.core.pace import Pace
 from retrysafe.errors import StoreError, StoreUnavailable
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.duties import SweepDuty
-from retrysafe.runtime.sweeping import Sweeper
+from retrysafe.workers.duties import SweepDuty
+from retrysafe.workers.sweeper import Sweeper
 
 
 class Simulated:

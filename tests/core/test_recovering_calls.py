@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from retrysafe.core.call import Call
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Condition, Ending, Fingerprint, OperatorCommand, Payload, State
 from retrysafe.core.policy import Policy
 from retrysafe.errors import (
@@ -292,7 +292,7 @@ def test_a_worker_that_is_cancelled_while_its_steps_are_stored_leaves_the_key_to
     flow = process.start(recovering(world, policy=patience), process.operating(operation))
     flow.throw(Cancelled())
     assert isinstance(flow.error, Cancelled)
-    (orphan,) = world.orphans
+    (orphan,) = world.background
     drive(orphan)
     assert stored(world).record.state is State.PENDING
     assert [name for name, _ in stored_steps(world)] == ["charge"]

@@ -10,7 +10,7 @@ import pytest
 from retrysafe import GLOBAL, MemoryStore
 from retrysafe.core.call import Answer
 from retrysafe.core.events import Event, EventKind, Reporter
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import ClaimRequest, Fingerprint, Payload, SettleKind, Settlement
 from retrysafe.core.recovery import (
     BACK_OFF_MAXIMUM_MS,
@@ -23,7 +23,7 @@ from retrysafe.core.recovery import (
     back_off_ms,
     key_of,
 )
-from retrysafe.core.values import NotReadable
+from retrysafe.core.values.trees import NotReadable
 from retrysafe.errors import ClaimLost, Closed, OperationInFlight
 from retrysafe.testing import ManualClock
 from tests.core.building import record
@@ -35,7 +35,7 @@ BACK_OFF_MS = 10_000
 PATIENCE_SECONDS = 5.0
 
 
-class Crew:
+class WorkerPool:
     """Runs each flow at once, in as many places as a test gives it."""
 
     size = 3
@@ -107,11 +107,11 @@ class Scene:
         self.pay = Operation(ending)
         self.heard: list[Event] = []
         self.notices = Notices()
-        self.crew = options.pop("crew", None) or Crew()
+        self.pool = options.pop("pool", None) or WorkerPool()
         self.recovery = Recovery(
             store=self.store,
             resumers={"pay": self.pay},
-            crew=self.crew,
+            pool=self.pool,
             lock=nullcontext(),
             report=Reporter(self.heard.append),
             back_off_ms=BACK_OFF_MS,
@@ -212,7 +212,7 @@ def test_an_operation_that_cuts_itself_off_leaves_a_trace(ending):
 def test_what_a_worker_gives_up_has_not_failed():
     """That it was cancelled says nothing about the operation."""
     scene = Scene(Cancelled())
-    scene.crew.has_given_up = True
+    scene.pool.has_given_up = True
     scene.claim("order")
     scene.wait()
     with pytest.raises(Cancelled):
@@ -234,17 +234,17 @@ def test_a_flow_that_is_thrown_away_counts_nothing():
 
 def test_a_long_wait_for_room_is_told_once_in_a_walk():
     """With the number of operations that are under way; a short wait is not told."""
-    scene = Scene(crew=Crew())
+    scene = Scene(pool=WorkerPool())
     for number in range(3):
         scene.claim(f"order-{number}")
     scene.wait()
     scene.resume()
-    assert (scene.crew.patience, scene.notices.full) == ([PATIENCE_SECONDS] * 3, [])
-    scene.crew.is_slow = True
+    assert (scene.pool.patience, scene.notices.full) == ([PATIENCE_SECONDS] * 3, [])
+    scene.pool.is_slow = True
     scene.resume()
-    assert scene.notices.full == [Crew.size]
+    assert scene.notices.full == [WorkerPool.size]
     scene.resume()
-    assert scene.notices.full == [Crew.size] * 2
+    assert scene.notices.full == [WorkerPool.size] * 2
     assert len(scene.pay.ran) == 9
 
 
@@ -277,8 +277,8 @@ def test_the_walk_meets_everything_once():
 
 
 def test_nothing_starts_without_room():
-    """A crew that is being stopped gets nothing more."""
-    scene = Scene(crew=Crew(room=2))
+    """A pool that is being stopped gets nothing more."""
+    scene = Scene(pool=WorkerPool(room=2))
     for number in range(5):
         scene.claim(f"order-{number}")
     scene.wait()

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from retrysafe.core.events import Reporter
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.lease import Lease
-from retrysafe.core.renewing import due_leases, renew
-from retrysafe.stores.memory import MemoryStore
+from retrysafe.core.renewal import due_leases, renew
+from retrysafe.stores.memory.store import MemoryStore
 
 
 def _lease(asked_monotonic: float, *, lease_ms: int = 6_000) -> Lease:

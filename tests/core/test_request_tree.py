@@ -22,9 +22,9 @@ import pydantic
 import pytest
 from asyncpg.pgproto import pgproto
 
-from retrysafe.core.fingerprint import FingerprintRule
-from retrysafe.core.request_tree import asked_tree
-from retrysafe.core.values import NotStorable
+from retrysafe.core.keys.fingerprint import FingerprintRule
+from retrysafe.core.keys.request_tree import asked_tree
+from retrysafe.core.values.trees import NotStorable
 from tests.core.sample_types import Colour, Frozen, Number, Plain, Text, Word
 
 NOON = datetime(2024, 2, 29, 12, 0, tzinfo=UTC)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrysafe.core.flights import is_same_request
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
+from retrysafe.core.keys.secret import NO_SECRETS, Secret, Secrets
 from retrysafe.core.machine import is_mismatch
 from retrysafe.core.model import TAG_BYTES, Fingerprint
-from retrysafe.core.secret import NO_SECRETS, Secret, Secrets
 from retrysafe.core.transitions import claim
 from retrysafe.errors import InvalidInput, SecretMissing
 from tests.core.building import NOW, TOKEN, request

@@ -12,10 +12,10 @@ from retrysafe.core.attempt import Attempt
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.events import ALL_KINDS, Event, EventKind, Reporter
 from retrysafe.core.flights import Flight, is_same_request
-from retrysafe.core.keys import child_key
+from retrysafe.core.keys.key import child_key
+from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.lease import RENEWALS_PER_LEASE, Lease
 from retrysafe.core.model import Payload
-from retrysafe.core.secret import Secrets
 from retrysafe.errors import ClaimLost, SecretMissing
 from tests.core.building import KEY, MARK, OTHER_MARK, TOKEN
 

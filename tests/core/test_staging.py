@@ -6,16 +6,16 @@ import threading
 
 import pytest
 
-from retrysafe.core.atomic import AtomicBlock
+from retrysafe.core.atomic.block import AtomicBlock
+from retrysafe.core.atomic.complete_in import stage_in
 from retrysafe.core.events import Reporter
-from retrysafe.core.joining import stage_in
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
+from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.model import Decision, Ending, StagedEntry
-from retrysafe.core.outbox import ENTRIES_LIMIT, EntryClaim, EntryQuery, entry_key
+from retrysafe.core.outbox.entries import ENTRIES_LIMIT, EntryClaim, EntryQuery, entry_key
+from retrysafe.core.outbox.staging import Staging
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Fate
-from retrysafe.core.secret import Secrets
-from retrysafe.core.staging import Staging
 from retrysafe.errors import ClaimLost, InvalidInput, StepsChanged, StoreUnavailable
 from tests.core.building import KEY, TOKEN, call
 from tests.core.driving import Fault, ManualWaiting, World, drive
@@ -406,7 +406,7 @@ def test_a_cancelled_caller_with_steps_does_not_lose_what_was_staged():
     second.steps.read_faults.append(Fault(pauses=True))
     flow = second.start(call(), second.operating(operation))
     flow.throw(KeyboardInterrupt())
-    (orphan,) = made.orphans
+    (orphan,) = made.background
     drive(orphan)
     assert [entry.body for entry in entries(made)] == [b"a"]
 
@@ -429,7 +429,7 @@ def test_an_operation_that_left_steps_out_sends_nothing():
         if is_cancelled:
             second.steps.read_faults.append(Fault(pauses=True))
             second.start(call(), second.operating(operation)).throw(KeyboardInterrupt())
-            drive(made.orphans.pop())
+            drive(made.background.pop())
         else:
             with pytest.raises(StepsChanged):
                 second.answer(call(), second.operating(operation))

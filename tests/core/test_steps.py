@@ -9,12 +9,12 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe.core import codec
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.events import EventKind
 from retrysafe.core.model import Payload, State, Step
 from retrysafe.core.policy import Policy
-from retrysafe.core.steps import StepBook, StepRetry, checked_name
+from retrysafe.core.steps.history import StepHistory, StepRetry, checked_name
+from retrysafe.core.values import codec
 from retrysafe.errors import (
     ClaimLost,
     InvalidInput,
@@ -415,11 +415,11 @@ def test_attempts_that_are_over_leave_nothing_in_the_context(world):
 
     def many():
         for number in range(5):
-            book = StepBook(str(number), is_first=True)
+            book = StepHistory(str(number), is_first=True)
             book.advance(1)
             del book
             gc.collect()
-        last = StepBook("last", is_first=True)
+        last = StepHistory("last", is_first=True)
         last.advance(3)
         (trail,) = [
             value for var, value in contextvars.copy_context().items() if "steps" in var.name
@@ -554,7 +554,7 @@ def test_a_zombie_records_no_step(world, effects):
         run(world.first, operation)
     assert record_of(world).steps == []
     assert record_of(world).record.state is State.SUCCEEDED
-    assert world.kinds.count(EventKind.CLAIM_LOST) == 1
+    assert world.kinds.count(EventKind.LOST) == 1
 
 
 def test_a_zombie_starts_no_step(world, effects):
@@ -862,7 +862,7 @@ def test_a_cancelled_write_is_repeated_before_the_key_is_freed(world, effects):
         run(world.first, operation)
     assert stored_steps(world) == [("charge", 1)]
     assert record_of(world).record.state is State.RELEASED
-    assert drive(world.orphans.pop()) is None
+    assert drive(world.background.pop()) is None
 
 
 def test_a_refused_result_is_done_without_result(world, effects):
@@ -891,7 +891,7 @@ def test_a_cancelled_caller_does_not_lose_a_finished_step(world, effects):
     flow = world.first.start(call(), world.first.operating(in_order(effects, "charge")))
     assert isinstance(flow.throw(Stop()).error, Stop)
     assert stored_steps(world) == []
-    drive(world.orphans.pop())
+    drive(world.background.pop())
     assert stored_steps(world) == [("charge", 1)]
     world.clock.advance(60)
     run(world.process(), in_order(effects, "charge"))
@@ -907,7 +907,7 @@ def test_a_step_that_nobody_can_write_any_more_is_told(world, effects):
     told = world.heard[-1]
     assert told.kind is EventKind.SETTLE_FAILED
     assert told.detail == "the result of step 'charge': the loop has ended"
-    world.orphans.pop().close()
+    world.background.pop().close()
 
 
 def test_an_orphan_gives_up_quietly(world, effects):
@@ -915,7 +915,7 @@ def test_an_orphan_gives_up_quietly(world, effects):
     world.first.steps.write_faults.extend([Fault(pauses=True), Fault(StoreMissing("gone"))])
     flow = world.first.start(call(), world.first.operating(in_order(effects, "charge")))
     flow.throw(Stop())
-    assert drive(world.orphans.pop()) is None
+    assert drive(world.background.pop()) is None
     assert stored_steps(world) == []
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrysafe.core import transitions
-from retrysafe.core.keys import Key
-from retrysafe.core.machine import Event, condition_of, decide
+from retrysafe.core.keys.key import Key
+from retrysafe.core.machine import Trigger, condition_of, decide
 from retrysafe.core.model import (
     Condition,
     Decision,
@@ -258,7 +258,7 @@ def test_another_result_of_a_stored_step_is_a_lost_claim(item, token):
 @given(RECORDS | st.none(), st.sampled_from(OperatorCommand))
 def test_an_operator_writes_only_what_the_table_applies(item, command):
     made, decision = transitions.operate(item, command, NOW)
-    assert decision is decide(Event(f"operator {command.value}"), condition_of(item, NOW))
+    assert decision is decide(Trigger(f"operator {command.value}"), condition_of(item, NOW))
     assert (made is not None) == (decision is Decision.APPLY)
 
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from retrysafe.core import values
-from retrysafe.core.values import (
+from retrysafe.core.values import trees
+from retrysafe.core.values.trees import (
     DEPTH_LIMIT,
     NotReadable,
     NotStorable,
@@ -329,7 +329,7 @@ class OldPydantic:
 
 
 def test_older_pydantic_is_asked_in_its_own_way():
-    assert values.read_pydantic(OldPydantic, b'{"a":1}') == {"a": 1}
+    assert trees.read_pydantic(OldPydantic, b'{"a":1}') == {"a": 1}
 
 
 @pytest.mark.parametrize(("package", "model"), [("msgspec", Struct(1)), ("pydantic", Model(a=1))])

@@ -14,12 +14,12 @@ import msgspec
 import pydantic
 import pytest
 
-from retrysafe.core.canonical import of_tree
-from retrysafe.core.codec import PYDANTIC, TAGGED, ValueCodec
+from retrysafe.core.keys.canonical import of_tree
+from retrysafe.core.keys.request_tree import asked_tree
 from retrysafe.core.model import Payload
-from retrysafe.core.request_tree import asked_tree
-from retrysafe.core.values import NotReadable, NotStorable
-from retrysafe.core.zones import zone_name
+from retrysafe.core.values.codec import PYDANTIC, TAGGED, ValueCodec
+from retrysafe.core.values.trees import NotReadable, NotStorable
+from retrysafe.core.values.zones import zone_name
 from tests.core.test_request_tree import ZONE
 
 BERLIN = ZoneInfo("Europe/Berlin")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from retrysafe.stores.postgres import schema
-from retrysafe.stores.postgres.connector import PoolOptions
 from retrysafe.stores.postgres.diagnosis import OLDEST_VERSION
+from retrysafe.stores.postgres.drivers.port import PoolOptions
 from tests.docs.documents import ROOT
 
 GUIDE = (ROOT / "docs" / "postgresql.md").read_text()

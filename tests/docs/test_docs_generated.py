@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from retrysafe.core.machine import CONDITIONS, TABLE, Event
+from retrysafe.core.machine import CONDITIONS, TABLE, Trigger
 from tests.docs.documents import ROOT, table_rows
 
 
@@ -49,7 +49,7 @@ def test_the_grid_in_the_document_is_the_table():
     rows = table_rows(ROOT / "docs" / "state-machine.md", "event")
     assert rows == [
         [event.value, *(TABLE[event, condition].value for condition in CONDITIONS)]
-        for event in Event
+        for event in Trigger
     ]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from retrysafe.core.atomic import AtomicBlock
-from retrysafe.core.atomic_lead import AtomicLead, _AtomicRun
+from retrysafe.core.atomic.block import AtomicBlock
+from retrysafe.core.atomic.run import AtomicRunner, _AtomicRun
 from retrysafe.stores.sqlite.atomic import SqliteTransaction
 from tests.guards import test_atomic_properties as properties
 from tests.guards.guard import Guard
@@ -25,7 +25,7 @@ ATOMIC_GUARDS: tuple[Guard, ...] = (
     Guard(
         "an answer that freed the key is not shared as an outcome",
         "callers are replayed a run of which nothing is left",
-        (InCode(AtomicLead.lead, "and run.ending is not Ending.RELEASED", ""),),
+        (InCode(AtomicRunner.lead, "and run.ending is not Ending.RELEASED", ""),),
         properties.test_an_answer_that_freed_the_key_is_nobody_elses_outcome,
     ),
     Guard(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from retrysafe.core import machine, running, transitions
+from retrysafe.core import machine, run, transitions
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.engine import Engine
 from retrysafe.core.policy import Policy
-from retrysafe.core.running import Runner
-from retrysafe.stores.memory import MemoryStore
+from retrysafe.core.run import Runner
+from retrysafe.stores.memory.store import MemoryStore
 from retrysafe.stores.sqlite import batches, rows
 from retrysafe.stores.sqlite.schema import SQL
 from tests.guards import test_correction_properties as properties
@@ -21,19 +21,19 @@ CORRECTION_GUARDS: tuple[Guard, ...] = (
     Guard(
         "only after nothing happened is a request corrected",
         "a second card is charged after a failure of which nobody knows what it did",
-        (InCode(machine.claim_event, "record.nothing_happened", "True"),),
+        (InCode(machine.claim_trigger, "record.nothing_happened", "True"),),
         properties.test_an_unlisted_failure_keeps_the_key,
     ),
     Guard(
         "a key that its client has sent belongs to one request",
         "two requests of a client that mixes up its keys both run",
-        (InCode(machine.claim_event, "and request.takes_corrections", ""),),
+        (InCode(machine.claim_trigger, "and request.takes_corrections", ""),),
         properties.test_a_clients_key_takes_no_correction,
     ),
     Guard(
         "another operation is no correction",
         "a refund takes the key of a charge",
-        (InCode(machine.claim_event, "and record.operation == request.operation", ""),),
+        (InCode(machine.claim_trigger, "and record.operation == request.operation", ""),),
         properties.test_another_operation_is_no_correction,
     ),
     Guard(
@@ -141,7 +141,7 @@ CORRECTION_GUARDS: tuple[Guard, ...] = (
     Guard(
         "a step that ran and could not be stored has happened",
         "what the first request has reserved is reserved once more for the corrected one",
-        (InCode(running._with_steps, "not steps.writer.has_unrecorded", "True"),),
+        (InCode(run._with_steps, "not steps.writer.has_unrecorded", "True"),),
         properties.test_an_unstored_step_keeps_the_key,
     ),
     Guard(

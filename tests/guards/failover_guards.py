@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from retrysafe.stores.postgres import servers, takeovers
-from retrysafe.stores.postgres.unwritten import Unwritten
+from retrysafe.stores.postgres import takeovers
+from retrysafe.stores.postgres.drivers import servers
+from retrysafe.stores.postgres.unsettled import UnsettledEndings
 from tests.guards import test_failover_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode
@@ -18,7 +19,7 @@ FAILOVER_GUARDS: tuple[Guard, ...] = (
     Guard(
         "an outcome that is found stored is written again",
         "an outcome is told that a failover forgets, and its operation runs again",
-        (InCode(Unwritten._settle, "if await self._confirm(record):", "if True:"),),
+        (InCode(UnsettledEndings._settle, "if await self._confirm(record):", "if True:"),),
         properties.test_an_outcome_that_is_found_stored_is_written_before_it_is_believed,
     ),
     Guard(

@@ -9,19 +9,19 @@ from retrysafe.core import flights, machine, transitions
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.engine import Engine
 from retrysafe.core.flights import Flights
-from retrysafe.core.machine import Event
+from retrysafe.core.machine import Trigger
 from retrysafe.core.model import Condition, Decision
-from retrysafe.core.running import Runner
-from retrysafe.core.settling import Settler
+from retrysafe.core.run import Runner
+from retrysafe.core.settle import Settler
 from retrysafe.http.asgi_run import AppRun
-from retrysafe.runtime.loop_parts import LoopParts
-from retrysafe.runtime.task_commit import TaskGroupCommit
-from retrysafe.runtime.thread_commit import ThreadGroupCommit
-from retrysafe.stores.memory import MemoryStore
-from retrysafe.stores.sqlite import batches, connecting
+from retrysafe.runtime.group_commit.tasks import TaskGroupCommit
+from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
+from retrysafe.runtime.loop_ports import LoopPorts
+from retrysafe.stores.memory.store import MemoryStore
+from retrysafe.stores.sqlite import batches, file
 from retrysafe.stores.sqlite import store as sqlite_store
 from retrysafe.stores.sqlite.connections import Connections
-from retrysafe.stores.sqlite.place import Place
+from retrysafe.stores.sqlite.file_identity import FileIdentity
 from retrysafe.stores.sqlite.schema import SQL
 from tests.core import test_interrupted as interrupted
 from tests.guards import test_properties as properties
@@ -46,7 +46,11 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "fence: only the record's token writes",
         "a zombie overwrites the new owner's outcome",
-        (InCode(machine.held_event, "record is None or record.token != token", "record is None"),),
+        (
+            InCode(
+                machine.held_trigger, "record is None or record.token != token", "record is None"
+            ),
+        ),
         properties.test_a_zombie_is_refused,
         (Invariant.ZOMBIE,),
     ),
@@ -139,7 +143,7 @@ GUARDS: tuple[Guard, ...] = (
         (
             InEntry(
                 machine.TABLE,
-                (Event.COMPLETE, Condition.RELEASED),
+                (Trigger.COMPLETE, Condition.RELEASED),
                 Decision.APPLY,
                 "`core/machine.py`, the table",
             ),
@@ -201,7 +205,7 @@ GUARDS: tuple[Guard, ...] = (
         (
             InEntry(
                 machine.TABLE,
-                (Event.OPERATOR_RELEASE, Condition.RUNNING),
+                (Trigger.OPERATOR_RELEASE, Condition.RUNNING),
                 Decision.APPLY,
                 "`core/machine.py`, the table",
             ),
@@ -328,7 +332,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "a claim that is asked for again is confirmed by its token",
         "a claim whose answer was lost blocks its own caller until the lease ends",
-        (InCode(machine.claim_event, "if record.token == request.token:", "if False:"),),
+        (InCode(machine.claim_trigger, "if record.token == request.token:", "if False:"),),
         properties.test_a_claim_with_a_lost_answer_is_found_again,
         (Invariant.OWN_CLAIM,),
     ),
@@ -339,7 +343,7 @@ GUARDS: tuple[Guard, ...] = (
             InCode(
                 Runner.run,
                 "stands = await self._writer.settle(settlement)",
-                "self._settler._orphanage.adopt("
+                "self._settler._background.finish("
                 "self._settler._settle_orphan(call, lease, settlement, number), str); "
                 "stands = type('Stands', (), {'decision': Decision.APPLY})()",
             ),
@@ -366,7 +370,7 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Settler.hand_over,
-                "self._orphanage.adopt(orphan, self.abandoning(call, attempt))",
+                "self._background.finish(orphan, self.abandoning(call, attempt))",
                 "orphan.close()",
             ),
         ),
@@ -493,11 +497,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "SQLite commits with `synchronous=FULL`",
         "a power cut forgets a claim whose operation already ran",
-        (
-            InCode(
-                connecting.make_durable, "PRAGMA synchronous = FULL", "PRAGMA synchronous = NORMAL"
-            ),
-        ),
+        (InCode(file.make_durable, "PRAGMA synchronous = FULL", "PRAGMA synchronous = NORMAL"),),
         properties.test_sqlite_commits_reach_the_disk,
     ),
     Guard(
@@ -509,7 +509,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "SQLite writes only under the locks that others see",
         "the same, when only the files beside it are deleted",
-        (InCode(Place.remember, "self._beside = tuple(beside)", "self._beside = ()"),),
+        (InCode(FileIdentity.remember, "self._beside = tuple(beside)", "self._beside = ()"),),
         properties.test_sqlite_without_its_shared_locks_grants_no_claim,
     ),
     Guard(
@@ -539,7 +539,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "a loop that ends waits for the last writes",
         "`asyncio.run` that ends without `close` loses outcomes, and their operations run again",
-        (InCode(LoopParts._write_before_the_loop_ends, "await self.settle()", "pass"),),
+        (InCode(LoopPorts._write_before_the_loop_ends, "await self.settle()", "pass"),),
         properties.test_what_is_queued_is_stored_before_its_loop_ends,
     ),
     *ATOMIC_GUARDS,

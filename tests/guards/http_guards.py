@@ -6,7 +6,7 @@ from retrysafe.core.policy import Policy
 from retrysafe.http import bodies, callers
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.asgi_run import AppRun
-from retrysafe.http.held import Held
+from retrysafe.http.held_response import Held
 from retrysafe.http.routes import RouteTable
 from retrysafe.http.rules import StatusRule
 from retrysafe.http.unprotected import UnprotectedRuns

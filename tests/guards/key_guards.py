@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from retrysafe.contrib import fastapi
-from retrysafe.http import field_values, keys_of
-from retrysafe.http.exchange import Protection
+from retrysafe.http import field_values, key_sources
+from retrysafe.http.protection import Protection
 from tests.guards import test_key_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode
@@ -25,7 +25,7 @@ KEY_GUARDS: tuple[Guard, ...] = (
     Guard(
         "a client's key does not look like one that is made from a body",
         "a client with a key gets the response of one without, and its own order is lost",
-        (InCode(keys_of.require_own_key, "if _BODY_KEY.fullmatch(text):", "if False:"),),
+        (InCode(key_sources.require_own_key, "if _BODY_KEY.fullmatch(text):", "if False:"),),
         properties.test_a_clients_key_does_not_meet_a_body_key,
     ),
     Guard(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from retrysafe.core import outbox
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.settling import settlement_of
-from retrysafe.core.staging import Staging
-from retrysafe.core.undoing import Concluder
-from retrysafe.relay.crews import TaskCrew, ThreadCrew
-from retrysafe.relay.engine import RelayEngine
-from retrysafe.relay.held_entries import HeldEntries
+from retrysafe.core.outbox import entries
+from retrysafe.core.outbox.staging import Staging
+from retrysafe.core.settle import settlement_of
+from retrysafe.core.steps.compensation import Compensator
+from retrysafe.relay.deliveries import HeldEntries
+from retrysafe.relay.delivery_loop import RelayEngine
+from retrysafe.relay.pools import TaskDeliveryPool, ThreadDeliveryPool
 from retrysafe.stores.sqlite import batches
 from retrysafe.stores.sqlite.schema import SQL
 from tests.guards import test_outbox_properties as outbox_properties
@@ -24,7 +24,7 @@ OUTBOX_GUARDS: tuple[Guard, ...] = (
         "a relay that stood still overwrites what the next one has delivered",
         (
             InCode(
-                outbox.settled,
+                entries.settled,
                 "entry is None or entry.state is not EntryState.WAITING "
                 "or entry.token != ending.token",
                 "entry is None",
@@ -65,7 +65,7 @@ OUTBOX_GUARDS: tuple[Guard, ...] = (
         "an entry overtakes an earlier one that failed or is dead",
         (
             InCode(
-                outbox.holds_back,
+                entries.holds_back,
                 "entry.state is EntryState.WAITING or "
                 "(dead_blocks and entry.state is EntryState.DEAD)",
                 "entry.state is EntryState.WAITING and entry.token is None",
@@ -138,7 +138,7 @@ OUTBOX_GUARDS: tuple[Guard, ...] = (
         "an entry that kills its relay buries those that the relay had only claimed",
         (
             InCode(
-                outbox.claimed,
+                entries.claimed,
                 "due_at_ms=now_ms + claim.lease_ms",
                 "due_at_ms=now_ms + claim.lease_ms, attempts=entry.attempts + 1",
             ),
@@ -166,13 +166,17 @@ OUTBOX_GUARDS: tuple[Guard, ...] = (
     Guard(
         "threads look at the lease before each delivery",
         "a relay that stood still delivers what it had only queued, after a later entry",
-        (InCode(ThreadCrew._deliver_all, "is_begun = may_begin(entry)", "is_begun = True"),),
+        (
+            InCode(
+                ThreadDeliveryPool._deliver_all, "is_begun = may_begin(entry)", "is_begun = True"
+            ),
+        ),
         outbox_properties.test_a_thread_looks_before_it_delivers,
     ),
     Guard(
         "tasks look at the lease before each delivery",
         "the same, on an event loop",
-        (InCode(TaskCrew._deliver_all, "is_begun = may_begin(entry)", "is_begun = True"),),
+        (InCode(TaskDeliveryPool._deliver_all, "is_begun = may_begin(entry)", "is_begun = True"),),
         outbox_properties.test_a_task_looks_before_it_delivers,
     ),
     Guard(
@@ -180,7 +184,7 @@ OUTBOX_GUARDS: tuple[Guard, ...] = (
         "a relay that stood still delivers what an operator has discarded",
         (
             InCode(
-                outbox.begun,
+                entries.begun,
                 "entry is None or entry.state is not EntryState.WAITING "
                 "or entry.token != start.token",
                 "entry is None",
@@ -235,7 +239,7 @@ OUTBOX_GUARDS: tuple[Guard, ...] = (
     Guard(
         "the entries of a cancelled caller go with its outcome",
         "the operation counts as done, and its messages are lost",
-        (InCode(Concluder._conclude_orphan, "entries=entries", "entries=()"),),
+        (InCode(Compensator._conclude_orphan, "entries=entries", "entries=()"),),
         outbox_properties.test_a_cancelled_caller_with_steps_keeps_its_entries,
     ),
 )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from retrysafe.core import machine, recovery
 from retrysafe.core.engine import Engine
 from retrysafe.core.recovery import Recovery
-from retrysafe.core.settling import Settler
-from retrysafe.runtime.resumers import Resumable
+from retrysafe.core.settle import Settler
+from retrysafe.runtime.resumable import Resumable
 from retrysafe.stores.sqlite import batches
 from retrysafe.stores.sqlite.schema import SQL
-from retrysafe.stores.sqlite.sweeping import Sweeping
+from retrysafe.stores.sqlite.sweep import Sweeping
 from tests.guards import test_recovery_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode, InStatement
@@ -23,9 +23,9 @@ RECOVERY_GUARDS: tuple[Guard, ...] = (
         "two workers, or a worker and a retry, run an operation one after the other",
         (
             InCode(
-                machine.recover_event,
-                "return held_event(record, Event.RECOVER, held)",
-                "return Event.RECOVER",
+                machine.recover_trigger,
+                "return held_trigger(record, Trigger.RECOVER, held)",
+                "return Trigger.RECOVER",
             ),
         ),
         properties.test_a_worker_never_takes_over_from_a_successor,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from retrysafe.core import machine, nesting
+from retrysafe.core import machine, nested_claims
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.nesting import Nester
-from retrysafe.core.secret import Secrets
-from retrysafe.core.step_writing import StepWriter
+from retrysafe.core.keys.secret import Secrets
+from retrysafe.core.nested_claims import NestedRunner
+from retrysafe.core.steps.writer import StepWriter
 from tests.guards import test_secret_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode
@@ -33,7 +33,7 @@ SECRET_GUARDS: tuple[Guard, ...] = (
     Guard(
         "a key that a secret has made is claimed in all its forms",
         "a process with the old secret and one with the new both run the operation",
-        (InCode(nesting.nested, "if len(set(levels)) == 1:", "if True:"),),
+        (InCode(nested_claims.nested, "if len(set(levels)) == 1:", "if True:"),),
         properties.test_a_new_secret_runs_nothing_again,
     ),
     Guard(
@@ -41,7 +41,7 @@ SECRET_GUARDS: tuple[Guard, ...] = (
         "a request that is refused gets the outcome of another one the second time",
         (
             InCode(
-                Nester._end_by_error,
+                NestedRunner._end_by_error,
                 "if nest.token is None and not nest.is_replay:",
                 "if False:",
             ),
@@ -63,7 +63,7 @@ SECRET_GUARDS: tuple[Guard, ...] = (
     Guard(
         "a refused claim on all forms of a key keeps what it took over",
         "a refused duplicate wipes out recorded steps, and the next attempt runs them again",
-        (InCode(Nester._let_go, "if decision is not Decision.ADMIT:", "if False:"),),
+        (InCode(NestedRunner._let_go, "if decision is not Decision.ADMIT:", "if False:"),),
         properties.test_a_refused_duplicate_wipes_out_no_step,
     ),
     Guard(

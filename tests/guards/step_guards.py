@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from retrysafe.core import undoing
-from retrysafe.core.step_writing import StepWriter
-from retrysafe.core.stepping import StepRun
-from retrysafe.core.steps import StepBook
-from retrysafe.core.undoing import Concluder
+from retrysafe.core.steps import compensation
+from retrysafe.core.steps.compensation import Compensator
+from retrysafe.core.steps.history import StepHistory
+from retrysafe.core.steps.run import StepRun
+from retrysafe.core.steps.writer import StepWriter
 from tests.guards import test_step_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode
@@ -16,7 +16,7 @@ STEP_GUARDS: tuple[Guard, ...] = (
     Guard(
         "a later attempt reads what is recorded",
         "a takeover repeats the effects of finished steps",
-        (InCode(StepBook.__init__, "{} if is_first else None", "{}"),),
+        (InCode(StepHistory.__init__, "{} if is_first else None", "{}"),),
         properties.test_a_recorded_step_is_not_run_again,
         (Invariant.STEP_ONCE,),
     ),
@@ -62,7 +62,7 @@ STEP_GUARDS: tuple[Guard, ...] = (
         "a deploy that changes an operation under way mixes results",
         (
             InCode(
-                StepBook.begin,
+                StepHistory.begin,
                 "NOWHERE not in (stored.position, position) and stored.position != position",
                 "False",
             ),
@@ -72,13 +72,13 @@ STEP_GUARDS: tuple[Guard, ...] = (
     Guard(
         "a name is one step",
         "a second effect is taken for the first one by the next attempt",
-        (InCode(StepBook.begin, "name in self._running or name in self._finished", "False"),),
+        (InCode(StepHistory.begin, "name in self._running or name in self._finished", "False"),),
         properties.test_a_name_is_one_step,
     ),
     Guard(
         "no recorded step is left out",
         "an operation completes although something else was done for its key",
-        (InCode(undoing._conclude, "if not missing:", "if True:"),),
+        (InCode(compensation._conclude, "if not missing:", "if True:"),),
         properties.test_no_recorded_step_is_left_out,
     ),
     Guard(
@@ -86,7 +86,7 @@ STEP_GUARDS: tuple[Guard, ...] = (
         "after a crash the operation succeeds with half of its steps undone",
         (
             InCode(
-                undoing._conclude,
+                compensation._conclude,
                 "await run.writer.record(Step(FAILURE_NAME, book.next_position(), payload))",
                 "pass",
             ),
@@ -98,7 +98,9 @@ STEP_GUARDS: tuple[Guard, ...] = (
         "after a crash a refund is paid twice",
         (
             InCode(
-                undoing._undo_all, "await run.writer.record(Step(name, position, _DONE))", "pass"
+                compensation._undo_all,
+                "await run.writer.record(Step(name, position, _DONE))",
+                "pass",
             ),
         ),
         properties.test_what_is_undone_is_remembered,
@@ -139,8 +141,8 @@ STEP_GUARDS: tuple[Guard, ...] = (
         "the outcome of a finished operation is lost, and the operation runs again",
         (
             InCode(
-                Concluder.conclude,
-                "self._orphanage.adopt(orphan, told)",
+                Compensator.conclude,
+                "self._background.finish(orphan, told)",
                 "orphan.close()",
             ),
         ),

@@ -15,7 +15,7 @@ from retrysafe import ClaimLost, Idempotency, KeyReused, OperationInFlight, Stor
 from retrysafe.core.model import Ending
 from tests.core.building import OTHER_MARK, call
 from tests.core.test_atomic import Made, settled_transaction
-from tests.core.test_atomic_lead import PausingDesk, judged, seven
+from tests.core.test_atomic_runner import PausingDesk, judged, seven
 from tests.core.transacting import FakeTransaction
 
 

@@ -9,8 +9,8 @@ from retrysafe.core.model import Decision, SettleKind
 from retrysafe.errors import StoreNotWritable
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.postgres import takeovers
-from retrysafe.stores.postgres.servers import require_writable
-from retrysafe.stores.postgres.unwritten import Unwritten
+from retrysafe.stores.postgres.drivers.servers import require_writable
+from retrysafe.stores.postgres.unsettled import UnsettledEndings
 from retrysafe.testing.suite.probe import KEY, request, settlement
 
 NOW_MS = 1_700_000_000_000
@@ -53,7 +53,7 @@ def test_an_outcome_that_is_found_stored_is_written_before_it_is_believed():
     ending = settlement(SettleKind.COMPLETE, KEY, TOKEN)
     settled, _ = transitions.settle(claimed_record(), ending, NOW_MS + 1)
     reader = OneRecord(settled)
-    unwritten = Unwritten(reader, None, None, reader.confirm)
+    unwritten = UnsettledEndings(reader, None, None, reader.confirm)
     (answer,) = run_sync(unwritten.told([ending], [None]))
     assert answer.decision is Decision.CONFIRM
     assert reader.confirmed == [settled, settled]

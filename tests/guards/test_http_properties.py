@@ -31,8 +31,8 @@ from retrysafe.http import (
     WSGIIdempotencyMiddleware,
     bearer_token,
 )
-from retrysafe.http.exchange import Protection
 from retrysafe.http.large_bodies import LARGE_BODY_BYTES
+from retrysafe.http.protection import Protection
 from retrysafe.http.responses import Response
 from retrysafe.testing import FaultyStore, Moment
 from tests.attacks.growth import LIMIT, growth

@@ -9,19 +9,19 @@ from fastapi import FastAPI
 from retrysafe import FOREVER, GLOBAL, AsyncIdempotency, Idempotency, MemoryStore
 from retrysafe.contrib.fastapi import Retrysafe, idempotent
 from retrysafe.http import (
+    FieldsKey,
     FromBody,
-    FromFields,
-    FromHeader,
+    HeaderKey,
     Rule,
     WSGIIdempotencyMiddleware,
     bearer_token,
 )
 from tests.http.driving import ask, ask_wsgi
 
-_BY_ORDER = FromFields("{order}", window=FOREVER)
+_BY_ORDER = FieldsKey("{order}", window=FOREVER)
 _NATURAL = [
     Rule(path="/orders/{order}", source=_BY_ORDER),
-    Rule(path="/bodies", source=FromFields("/order", window=FOREVER)),
+    Rule(path="/bodies", source=FieldsKey("/order", window=FOREVER)),
 ]
 
 
@@ -71,7 +71,7 @@ def test_no_number_runs_twice():
 
 def test_a_clients_key_does_not_meet_a_body_key():
     """Not even when a client learns the key of its body, and sends it as its own."""
-    first, again = _replies(Rule(source=FromHeader(otherwise=FromBody())), None, True)
+    first, again = _replies(Rule(source=HeaderKey(otherwise=FromBody())), None, True)
     assert (first.status, again.is_replay) == (201, False)
 
 

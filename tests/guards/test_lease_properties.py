@@ -13,14 +13,14 @@ from typing import Any
 
 from retrysafe import AsyncIdempotency, Policy
 from retrysafe.core.events import Reporter
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Extension
 from retrysafe.core.ports import Capabilities, Waits
-from retrysafe.core.renewing import renew
+from retrysafe.core.renewal import renew
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
-from retrysafe.stores.memory import MemoryStore
+from retrysafe.stores.memory.store import MemoryStore
 from retrysafe.stores.sqlite.store import SqliteStore
 from retrysafe.testing.suite.probe import key_of, request
 

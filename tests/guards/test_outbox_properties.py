@@ -12,7 +12,7 @@ import pytest
 from retrysafe import GLOBAL, Ending, Idempotency, InvalidInput, MemoryStore, SqliteStore
 from retrysafe import current_attempt as attempt
 from retrysafe.core.model import Decision, SettleKind
-from retrysafe.core.outbox import (
+from retrysafe.core.outbox.entries import (
     EntryClaim,
     EntryCommand,
     EntryEnding,
@@ -20,7 +20,7 @@ from retrysafe.core.outbox import (
     EntryStart,
     EntryState,
 )
-from retrysafe.relay.crews import TaskCrew, ThreadCrew
+from retrysafe.relay.pools import TaskDeliveryPool, ThreadDeliveryPool
 from retrysafe.runtime.drive import run_sync
 from retrysafe.testing import ManualClock, Moment
 from retrysafe.testing.suite.probe import KEY, request, settlement
@@ -147,8 +147,8 @@ def test_a_relay_does_not_deliver_an_entry_twice_at_once():
     scene.stage("a")
 
     scene.stand_still_before_claim(2)
-    scene.run(scene.crew.end)
-    assert scene.crew.taken == ["a"]
+    scene.run(scene.pool.end)
+    assert scene.pool.taken == ["a"]
 
 
 def test_an_entry_that_kills_relays_is_buried():
@@ -157,7 +157,7 @@ def test_an_entry_that_kills_relays_is_buried():
     for _ in range(2):
         assert scene.relay_dies() == ["a"]
     scene.run()
-    assert scene.crew.taken == []
+    assert scene.pool.taken == []
 
 
 def test_what_a_relay_only_claims_is_not_tried():
@@ -177,7 +177,7 @@ def test_no_entry_is_buried_for_its_company():
     scene = Scene(size=2, attempt_limit=1)
     scene.stage("a", "b")
     scene.relay_dies()
-    scene.run(scene.crew.end, scene.crew.end)
+    scene.run(scene.pool.end, scene.pool.end)
     assert scene.states() == {"a": "delivered", "b": "delivered"}
 
 
@@ -192,10 +192,10 @@ class _Target:
 def test_a_thread_looks_before_it_delivers():
     store, target = MemoryStore(), _Target()
     stage(store, entry("a"))
-    crew = ThreadCrew(target, 1)
-    crew.start(_claimed(store)[0], lambda _: False)
-    run_sync(crew.wait(10))
-    run_sync(crew.close())
+    pool = ThreadDeliveryPool(target, 1)
+    pool.start(_claimed(store)[0], lambda _: False)
+    run_sync(pool.wait(10))
+    run_sync(pool.close())
     assert target.delivered == []
 
 
@@ -204,10 +204,10 @@ def test_a_task_looks_before_it_delivers():
     stage(store, entry("a"))
 
     async def main() -> None:
-        crew = TaskCrew(target, 1, 10)
-        crew.start(_claimed(store)[0], lambda _: False)
-        await crew.wait(10)
-        await crew.close()
+        pool = TaskDeliveryPool(target, 1, 10)
+        pool.start(_claimed(store)[0], lambda _: False)
+        await pool.wait(10)
+        await pool.close()
 
     asyncio.run(main())
     assert target.delivered == []
@@ -243,9 +243,9 @@ def test_an_ending_that_was_not_heard_is_told_again():
 
     def end():
         scene.store.fail(Moment.BEFORE, method="outbox.write")
-        scene.crew.end()
+        scene.pool.end()
 
-    scene.crew.script = [end, *[lambda: None] * 2]
+    scene.pool.script = [end, *[lambda: None] * 2]
     run_sync(scene.engine.run(until_idle=True))
     assert scene.states() == {"a": "delivered"}
 
@@ -258,7 +258,7 @@ def test_a_slow_delivery_is_renewed():
         scene.pass_time(10)
         assert _claimed(scene.store) == []
 
-    scene.run(*[wait] * 5, scene.crew.end)
+    scene.run(*[wait] * 5, scene.pool.end)
 
 
 def test_a_store_without_an_outbox_is_asked_first():
@@ -298,5 +298,5 @@ def test_a_cancelled_caller_with_steps_keeps_its_entries():
     second = world.process()
     second.steps.read_faults.append(Fault(pauses=True))
     second.start(call(), second.operating(operation)).throw(KeyboardInterrupt())
-    drive(world.orphans.pop())
+    drive(world.background.pop())
     assert len(_listed(world.store)) == 1

@@ -44,7 +44,6 @@ from retrysafe import (
 )
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Call
-from retrysafe.core.codec import ValueCodec
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Event, Reporter
 from retrysafe.core.flights import Flight, Flights, Phase
@@ -73,13 +72,14 @@ from retrysafe.core.ports import (
     Waits,
     Writer,
 )
+from retrysafe.core.values.codec import ValueCodec
 from retrysafe.http import IdempotencyMiddleware, bearer_token
 from retrysafe.http.asgi_run import AppRun
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.group_commit import DirectWriter
-from retrysafe.runtime.task_commit import TaskGroupCommit
-from retrysafe.runtime.thread_commit import ThreadGroupCommit, _Entry
-from retrysafe.runtime.waiting import ThreadSignal, ThreadWaiting
+from retrysafe.runtime.group_commit.direct import DirectWriter
+from retrysafe.runtime.group_commit.tasks import TaskGroupCommit
+from retrysafe.runtime.group_commit.threads import ThreadGroupCommit, _QueuedRow
+from retrysafe.runtime.local_clocks import ThreadClock, ThreadSignal
 from tests.core.driving import perform_with_attempt
 from tests.http.driving import ask
 
@@ -169,7 +169,7 @@ def engine_over(
         waiting=waiting,
         lock=threading.Lock(),
         renewals=NoRenewals(),
-        orphanage=None,
+        background=None,
         mint_token=lambda: os.urandom(16),
         cache=None,
         report=Reporter(listener),
@@ -264,7 +264,7 @@ def test_nothing_starts_on_a_lease_that_has_run_out():
         numbers.append(attempt.number)
         return "done"
 
-    waiting = ThreadWaiting()
+    waiting = ThreadClock()
     waiting.monotonic = lambda: now[0]
     engine = engine_over(DirectWriter(Interfering(store, after=after)), waiting)
     call = Call(KEY, (Fingerprint(1, bytes(16)),), POLICY, "pay", ValueCodec())
@@ -283,7 +283,7 @@ def test_a_lease_is_looked_at_right_before_the_operation():
     async def operation(attempt: Attempt) -> None:
         ran.append(attempt.number)
 
-    waiting = ThreadWaiting()
+    waiting = ThreadClock()
     waiting.monotonic = lambda: now[0]
     engine = engine_over(DirectWriter(MemoryStore()), waiting, stand_still)
     call = Call(KEY, (Fingerprint(1, bytes(16)),), POLICY, "pay", ValueCodec())
@@ -331,7 +331,7 @@ def test_a_lost_operation_does_not_end_the_run():
         attempt.raise_if_lost()
         return "never"
 
-    waiting = ThreadWaiting()
+    waiting = ThreadClock()
     waiting.monotonic = lambda: now[0]
     engine = engine_over(DirectWriter(store), waiting)
     call = Call(KEY, (Fingerprint(1, bytes(16)),), policy, "pay", ValueCodec())
@@ -785,7 +785,7 @@ class InterruptedStore:
 
 def test_an_interrupted_carrier_hands_over():
     """When the thread that carries a batch is interrupted, the next one carries the queue."""
-    passenger = _Entry(claim_of(b"u" * 16))
+    passenger = _QueuedRow(claim_of(b"u" * 16))
     passenger.gate = threading.Lock()
     passenger.gate.acquire()
     store = InterruptedStore(KeyboardInterrupt())

@@ -33,7 +33,7 @@ from retrysafe import (
 )
 from retrysafe.http import (
     Breaker,
-    FromFields,
+    FieldsKey,
     IdempotencyMiddleware,
     Rule,
     Streaming,
@@ -1127,7 +1127,7 @@ async def test_a_natural_key_tells_paths_apart_that_are_no_utf_8():
         runs.append(scope["raw_path"])
         await respond(send)
 
-    rule = Rule(path="/close/{name}", source=FromFields("{name}", window=FOREVER))
+    rule = Rule(path="/close/{name}", source=FieldsKey("{name}", window=FOREVER))
     app = protected(app, rules=[rule])
     for raw_path in (b"/close/caf%E9", b"/close/caf%E8?a=1", b"/close/caf%E9"):
         scope = {"path": "/close/caf\ufffd", "raw_path": raw_path}

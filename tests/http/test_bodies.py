@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrysafe.core.canonical import ABSENT
-from retrysafe.core.numerals import Number
+from retrysafe.core.keys.canonical import ABSENT
+from retrysafe.core.keys.numbers import Number
 from retrysafe.errors import FingerprintImpossible
 from retrysafe.http.bodies import (
     CONTENT_TYPE_LIMIT_BYTES,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrysafe import GLOBAL, Key
-from retrysafe.core.secret import Secrets
+from retrysafe.core.keys.secret import Secrets
 from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.http import callers
 from retrysafe.http.callers import (

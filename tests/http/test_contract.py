@@ -20,9 +20,9 @@ from retrysafe import (
 from retrysafe.core.events import EventKind
 from retrysafe.http import (
     Breaker,
+    FieldsKey,
     FromBody,
-    FromFields,
-    FromHeader,
+    HeaderKey,
     IdempotencyMiddleware,
     KeyUse,
     Rule,
@@ -405,7 +405,7 @@ def test_safe_methods_pass_untouched(make_subject, method):
 
 def test_natural_keys_come_from_the_request(make_subject):
     """The same order is placed once without any header; another one runs."""
-    subject = make_subject(rules=[Rule(source=FromFields("/order", window=FOREVER))])
+    subject = make_subject(rules=[Rule(source=FieldsKey("/order", window=FOREVER))])
     subject.ask(key=None, body=b'{"order": 7}')
     assert subject.ask(key=None, body=b'{"order": 7}').is_replay
     assert not subject.ask(key=None, body=b'{"order": 8}').is_replay
@@ -416,7 +416,7 @@ def test_natural_keys_come_from_the_request(make_subject):
 def test_natural_keys_come_from_the_path(make_subject):
     """A parameter of the rule's pattern is a field like any other."""
     subject = make_subject(
-        rules=[Rule(path="/orders/{id}/cancel", source=FromFields("{id}", window=FOREVER))]
+        rules=[Rule(path="/orders/{id}/cancel", source=FieldsKey("{id}", window=FOREVER))]
     )
     subject.ask(key=None, path="/orders/1/cancel")
     assert subject.ask(key=None, path="/orders/1/cancel").is_replay
@@ -443,7 +443,7 @@ def test_clients_with_and_without_a_key_share_a_route(make_subject):
     subject = make_subject(
         MemoryStore(now_ms=clock),
         face={"secret": SECRET, "cache": False},
-        rules=[Rule(source=FromHeader(otherwise=FromBody(window=timedelta(minutes=1))))],
+        rules=[Rule(source=HeaderKey(otherwise=FromBody(window=timedelta(minutes=1))))],
     )
     assert not subject.ask(key=None).is_replay
     assert not subject.ask(key="k").is_replay
@@ -456,7 +456,7 @@ def test_clients_with_and_without_a_key_share_a_route(make_subject):
 
 def test_a_key_from_a_body_cannot_be_sent_as_a_header(make_subject):
     """On a route with both it would be two intents under one key."""
-    rule = Rule(source=FromHeader(otherwise=FromBody()))
+    rule = Rule(source=HeaderKey(otherwise=FromBody()))
     subject = make_subject(face={"secret": SECRET}, rules=[rule])
     assert subject.ask(key=None).status == 201
     made = "body:" + "x" * 43
@@ -467,7 +467,7 @@ def test_a_key_from_a_body_cannot_be_sent_as_a_header(make_subject):
 def test_a_key_that_is_made_from_fields_tells_of_the_one_that_was_sent(make_subject, caplog):
     """It does not count, and is never ignored in silence: an event each, one line in the log."""
     events = []
-    rule = Rule(source=FromFields("/order", window=FOREVER))
+    rule = Rule(source=FieldsKey("/order", window=FOREVER))
     subject = make_subject(face={"observers": [events.append]}, rules=[rule])
     with caplog.at_level(logging.WARNING, "retrysafe"):
         assert not subject.ask(key="a", body=b'{"order": 7}').is_replay

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from retrysafe import FOREVER, Policy, PolicyInvalid
-from retrysafe.http import FromBody, FromFields, FromHeader, Rule, StatusRule
+from retrysafe.http import FieldsKey, FromBody, HeaderKey, Rule, StatusRule
 from tests.servers.fixtures import schema_on
 from tests.stores.postgres_stores import Table
 
-INVOICE = FromFields("/invoice", window=FOREVER)
+INVOICE = FieldsKey("/invoice", window=FOREVER)
 KEPT = Rule(source=INVOICE, nothing_happened=(402,))
 FREED = Rule(source=INVOICE, nothing_happened=[402], stored=StatusRule(freed=[402]))
 SECRET = {"secret": "x" * 32}
@@ -103,11 +103,11 @@ def test_a_key_of_a_client_belongs_to_one_request(make_subject, url):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"source": FromHeader(), "nothing_happened": (402,)}, "belongs to one request"),
+        ({"source": HeaderKey(), "nothing_happened": (402,)}, "belongs to one request"),
         ({"source": FromBody(), "nothing_happened": (402,)}, "another key anyway"),
         (
-            {"source": FromHeader(otherwise=FromBody()), "nothing_happened": (402,)},
-            "is for FromFields",
+            {"source": HeaderKey(otherwise=FromBody()), "nothing_happened": (402,)},
+            "is for FieldsKey",
         ),
         ({"source": INVOICE, "nothing_happened": None}, "None"),
         ({"source": INVOICE, "nothing_happened": 4.02}, "4.02"),

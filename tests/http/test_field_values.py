@@ -10,8 +10,8 @@ from uuid import UUID
 
 import pytest
 
-from retrysafe.core.framing import part_bytes
-from retrysafe.core.numerals import Number
+from retrysafe.core.keys.framing import part_bytes
+from retrysafe.core.keys.numbers import Number
 from retrysafe.errors import InvalidInput, KeyInvalid
 from retrysafe.http.field_values import (
     NOT_TAKEN,

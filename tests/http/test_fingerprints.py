@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from retrysafe.core.canonical import DEPTH_LIMIT
-from retrysafe.core.fingerprint import FingerprintRule
 from retrysafe.core.flights import Flight, is_same_request
+from retrysafe.core.keys.canonical import DEPTH_LIMIT
+from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.errors import FingerprintImpossible
 from retrysafe.http import fingerprints
 from retrysafe.http.bodies import FIELD_LIMIT

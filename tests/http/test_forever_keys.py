@@ -8,7 +8,7 @@ import pytest
 
 from retrysafe import FOREVER, Idempotency, OutcomeUnavailable, PolicyInvalid
 from retrysafe.core.policy import Policy
-from retrysafe.http import FromFields, Rule
+from retrysafe.http import FieldsKey, Rule
 from retrysafe.stores.sqlite import SqliteStore
 from retrysafe.testing import ManualClock
 
@@ -43,7 +43,7 @@ def test_an_invoice_is_paid_once(clock, tmp_path):
 
 def test_a_request_is_carried_out_once(make_subject, clock, tmp_path):
     store = SqliteStore(tmp_path / "keys.db", now_ms=clock)
-    rule = Rule(source=FromFields("/invoice", window=FOREVER))
+    rule = Rule(source=FieldsKey("/invoice", window=FOREVER))
     subject = make_subject(store, rules=[rule], face={"cache": False})
     body = b'{"invoice": 42}'
     assert subject.ask(key=None, body=body).status == 201

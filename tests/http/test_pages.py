@@ -18,9 +18,9 @@ from retrysafe import (
 )
 from retrysafe.http import (
     ACCEPT,
+    FieldsKey,
     FromBody,
-    FromFields,
-    FromHeader,
+    HeaderKey,
     KeyUse,
     Rule,
     StatusRule,
@@ -46,7 +46,7 @@ RULES = [
         strict=True,
         request_limit_bytes=1234,
     ),
-    Rule(path="/feed", streaming=Streaming.PASS, source=FromFields("/order", window=FOREVER)),
+    Rule(path="/feed", streaming=Streaming.PASS, source=FieldsKey("/order", window=FOREVER)),
     Rule(
         path="/a&b",
         key=KeyUse.OPTIONAL,
@@ -262,7 +262,7 @@ def test_the_status_page_refuses_the_callers_that_requests_are_refused_for(make_
 
 def test_the_policy_tells_of_keys_that_may_be_left_out_and_of_headers_that_count(make_subject):
     rule = Rule(
-        source=FromHeader(otherwise=FromBody(intent="X-Intent")),
+        source=HeaderKey(otherwise=FromBody(intent="X-Intent")),
         fingerprint=FingerprintRule(
             headers=("If-Match", "X-Tenant"), exclude_query=("ts",), media_type_parameters=True
         ),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from retrysafe import FOREVER, natural_key
-from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.errors import KeyInvalid
 from retrysafe.http.fingerprints import request_fingerprints
-from retrysafe.http.keys_of import FromBody, FromFields
+from retrysafe.http.key_sources import FieldsKey, FromBody
 from retrysafe.http.request import Request
 from tests.http.building import request
 
@@ -86,9 +86,9 @@ ODD = {
 def test_forms_that_frameworks_read_differently_give_no_key_from_a_field(made):
     """Else the key is of order 5, and a framework that reads the form differently runs order 7."""
     for source in (
-        FromFields("/order", window=FOREVER),
-        FromFields("/order:int", window=FOREVER),
-        FromFields("/order:text", window=FOREVER),
+        FieldsKey("/order", window=FOREVER),
+        FieldsKey("/order:int", window=FOREVER),
+        FieldsKey("/order:text", window=FOREVER),
         FromBody(intent="/order"),
     ):
         with pytest.raises(KeyInvalid, match="send it as browsers do"):
@@ -122,11 +122,11 @@ PLAIN = {
 
 @pytest.mark.parametrize("made", PLAIN.values(), ids=PLAIN)
 def test_forms_as_browsers_and_libraries_send_them_give_the_key(made):
-    assert FromFields("/order", window=FOREVER).key(made, **TERMS) == natural_key("pay", 5)
+    assert FieldsKey("/order", window=FOREVER).key(made, **TERMS) == natural_key("pay", 5)
     assert FromBody(intent="/order").key(made, **TERMS) != FromBody().key(made, **TERMS)
 
 
 def test_a_key_from_the_path_alone_takes_any_form():
     made = beside(OTHER, b"1\n--b\n")
     made.parameters = {"id": "5"}
-    assert FromFields("{id}", window=FOREVER).key(made, **TERMS) == natural_key("pay", 5)
+    assert FieldsKey("{id}", window=FOREVER).key(made, **TERMS) == natural_key("pay", 5)

@@ -9,11 +9,11 @@ import pytest
 
 from retrysafe import errors
 from retrysafe.http.breaker import Breaker
-from retrysafe.http.problems import KINDS, Place, kind_of, problem_of
+from retrysafe.http.problems import KINDS, ProblemContext, kind_of, problem_of
 from tests.http.codes import CODES
 from tests.http.driving import Reply
 
-PLACE = Place("/policy", "/charges")
+PLACE = ProblemContext("/policy", "/charges")
 SECRET_TEXT = "host=db-7"
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from retrysafe import PolicyInvalid
 from retrysafe.core.model import Payload
-from retrysafe.core.values import NotReadable, NotStorable
+from retrysafe.core.values.trees import NotReadable, NotStorable
 from retrysafe.http.responses import (
     NEVER_STORED,
     STORED_HEADERS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from retrysafe import MemoryStore, SqliteStore
-from retrysafe.http import FromBody, FromHeader, Rule, api_key, bearer_token, gateway_header
+from retrysafe.http import FromBody, HeaderKey, Rule, api_key, bearer_token, gateway_header
 from tests.http.driving import new_store
 
 OLD, NEW = b"the old secret, 16 or more", b"the new secret, 16 or more"
@@ -26,7 +26,7 @@ SIDE_BY_SIDE = [
     for first, second in (pair, pair[::-1])
 ]
 BODY_KEY = Rule(source=FromBody())
-EITHER_KEY = Rule(source=FromHeader(otherwise=FromBody()))
+EITHER_KEY = Rule(source=HeaderKey(otherwise=FromBody()))
 WAYS = {
     "token": (bearer_token, Rule(), {}),
     "api key": (api_key(), Rule(), {}),

@@ -16,7 +16,7 @@ from retrysafe import (
     Policy,
     PolicyInvalid,
 )
-from retrysafe.core.secret import NO_SECRETS
+from retrysafe.core.keys.secret import NO_SECRETS
 from retrysafe.http import (
     ACCEPT,
     IdempotencyMiddleware,
@@ -29,7 +29,7 @@ from retrysafe.http import (
 from retrysafe.http.responses import Response
 from retrysafe.http.routes import Route, RouteTable
 from retrysafe.http.rules import checked_rules
-from retrysafe.runtime.calls import Settings
+from retrysafe.runtime.describe import Settings
 
 SETTINGS = Settings(None, Policy(), FingerprintRule(), NO_SECRETS)
 
@@ -155,7 +155,7 @@ def test_a_policy_does_not_take_what_only_http_can_answer():
         ({"streaming": True}, "Streaming"),
         ({"stored": (200,)}, "StatusRule"),
         ({"strict": 1}, "bool"),
-        ({"source": "header"}, "FromHeader"),
+        ({"source": "header"}, "HeaderKey"),
         ({"request_limit_bytes": -1}, "request_limit_bytes"),
         ({"request_limit_bytes": True}, "request_limit_bytes"),
         ({"in_flight": "wait"}, "InFlight.FAIL, InFlight.WAIT or ACCEPT, got 'wait'"),

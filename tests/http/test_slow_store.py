@@ -24,7 +24,7 @@ from retrysafe.core.model import RecordQuery
 from retrysafe.core.ports import Waits
 from retrysafe.errors import StoreUnavailable
 from retrysafe.http import Breaker, IdempotencyMiddleware, Rule, bearer_token
-from retrysafe.http.asgi_claims import ClaimLookout
+from retrysafe.http.claim_timeout import ClaimLookout
 from tests.http.driving import Shop, ask
 
 SOON = timedelta(milliseconds=20)

@@ -8,12 +8,12 @@ from datetime import timedelta
 import pytest
 
 from retrysafe import AsyncIdempotency, Condition, Idempotency, MemoryStore
-from retrysafe.http.problems import Place
+from retrysafe.http.problems import ProblemContext
 from retrysafe.http.status_page import status_response
 from retrysafe.testing import ManualClock
 from tests.http.driving import Reply
 
-PLACE = Place("/policy", "/status")
+PLACE = ProblemContext("/policy", "/status")
 
 
 def status_of(idem):
@@ -66,10 +66,10 @@ def test_adapters_recall_without_asking_the_store():
 
     async def run():
         from retrysafe.core.call import Call
-        from retrysafe.core.codec import ValueCodec
-        from retrysafe.core.keys import Key
+        from retrysafe.core.keys.key import Key
         from retrysafe.core.model import Fingerprint
         from retrysafe.core.policy import Policy
+        from retrysafe.core.values.codec import ValueCodec
 
         fingerprints = (Fingerprint(1, b"x" * 16),)
         call = Call(Key("k", caller="a"), fingerprints, Policy(), "op", ValueCodec())

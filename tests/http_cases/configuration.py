@@ -18,9 +18,9 @@ from retrysafe import FOREVER, GLOBAL, Ending, FingerprintRule, InFlight, Policy
 from retrysafe.http import (
     ACCEPT,
     Breaker,
+    FieldsKey,
     FromBody,
-    FromFields,
-    FromHeader,
+    HeaderKey,
     KeyUse,
     Limits,
     Rule,
@@ -85,17 +85,17 @@ RULES = (
             headers=("If-Match", "X-Tenant"), exclude_query=("ts",), media_type_parameters=True
         ),
     ),
-    Rule(path="/natural", source=FromFields("/customer", "/order", window=FOREVER)),
-    Rule(path="/natural/{id}", source=FromFields("{id}", window=FOREVER)),
+    Rule(path="/natural", source=FieldsKey("/customer", "/order", window=FOREVER)),
+    Rule(path="/natural/{id}", source=FieldsKey("{id}", window=FOREVER)),
     # Frameworks that have converters make a whole number of this one.
-    Rule(path=NUMBERED_PATH, source=FromFields("{id}", window=FOREVER)),
+    Rule(path=NUMBERED_PATH, source=FieldsKey("{id}", window=FOREVER)),
     Rule(
-        path="/typed/{id}", source=FromFields("{id:int}", "/order:int", "/by:uuid", window=FOREVER)
+        path="/typed/{id}", source=FieldsKey("{id:int}", "/order:int", "/by:uuid", window=FOREVER)
     ),
     Rule(path="/hashed", source=FromBody(window=timedelta(minutes=5))),
     Rule(
         path="/shared",
-        source=FromHeader(otherwise=FromBody(window=timedelta(minutes=5), intent="X-Intent")),
+        source=HeaderKey(otherwise=FromBody(window=timedelta(minutes=5), intent="X-Intent")),
     ),
     Rule(
         path="/intents",

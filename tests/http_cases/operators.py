@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from retrysafe import FingerprintRule, Idempotency, Key, SqliteStore
+from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.model import ClaimRequest, Decision
-from retrysafe.core.secret import Secrets
 from retrysafe.http import Request
 from retrysafe.http.callers import Credential, caller_of_credential
 from retrysafe.http.fingerprints import request_fingerprints

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from retrysafe.stores.postgres.connector import Locked
+from retrysafe.stores.postgres.drivers.port import Locked
 
 
 class Counted:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Extension
 from retrysafe.core.ports import Waits
 from retrysafe.errors import StoreNotWritable, StoreUnavailable
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.postgres import schema
-from retrysafe.stores.postgres.connector import Conflict
+from retrysafe.stores.postgres.drivers.port import Conflict
 from retrysafe.stores.postgres.store import PostgresStore
 
 KEY = Key("the key", caller="tester")

@@ -6,9 +6,9 @@ import asyncio
 from datetime import timedelta
 
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.postgres.asyncpg_connector import AsyncpgConnector
-from retrysafe.stores.postgres.connector import PLANNER_SETTINGS, PoolOptions
-from retrysafe.stores.postgres.psycopg_connector import PsycopgConnector
+from retrysafe.stores.postgres.drivers.asyncpg import AsyncpgConnector
+from retrysafe.stores.postgres.drivers.port import PLANNER_SETTINGS, PoolOptions
+from retrysafe.stores.postgres.drivers.psycopg import PsycopgConnector
 
 
 def _connector(url: str, size_limit: int) -> AsyncpgConnector:

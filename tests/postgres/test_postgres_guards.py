@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from retrysafe.core import transitions
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import (
     Decision,
     Extension,
@@ -22,7 +22,7 @@ from retrysafe.core.model import (
     StepWrite,
 )
 from retrysafe.errors import OperationInFlight, StoreUnavailable
-from retrysafe.runtime.blocking import BlockingIdempotency
+from retrysafe.idempotency import BlockingIdempotency
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import mint_token
 from retrysafe.stores.postgres import PostgresStore, takeovers

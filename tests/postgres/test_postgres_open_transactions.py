@@ -23,9 +23,9 @@ from retrysafe.core.model import (
 from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import mint_token
-from retrysafe.stores.postgres import rows, sifting
+from retrysafe.stores.postgres import busy_keys, rows
 from retrysafe.stores.postgres.batches import BALANCE_LIMIT
-from retrysafe.stores.postgres.connector import Locked
+from retrysafe.stores.postgres.drivers.port import Locked
 from retrysafe.stores.postgres.schema import LOCK_WAIT
 from retrysafe.testing.suite.probe import KEY, key_of, request, settlement
 from retrysafe.wiring import postgres_store
@@ -460,15 +460,15 @@ def test_busy_keys_are_forgotten(scene, monkeypatch):
     """After some seconds, and the oldest ones when there are too many: a key that is free again is
     not looked at apart for ever."""
     now = 100.0
-    monkeypatch.setattr(sifting.time, "monotonic", lambda: now)
+    monkeypatch.setattr(busy_keys.time, "monotonic", lambda: now)
     sifter = scene.store._batches._sifter
     sifter.note([b"first"])
-    sifter.note(bytes([number // 256, number % 256]) for number in range(sifting.BUSY_LIMIT))
+    sifter.note(bytes([number // 256, number % 256]) for number in range(busy_keys.BUSY_LIMIT))
     assert not sifter.is_busy(b"first")
     assert sifter.is_busy(b"\x00\x00")
     sifter.note([b"late"])
     assert not sifter.is_busy(b"\x00\x00")
-    now += sifting.BUSY_SECONDS
+    now += busy_keys.BUSY_SECONDS
     claims = others()
     assert sifter.parted(claims, []) == [(False, claims, [])]
     assert not sifter.knows_any({b"late"})

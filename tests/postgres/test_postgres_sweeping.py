@@ -10,7 +10,7 @@ import pytest
 from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.postgres import schema
-from retrysafe.stores.postgres.sweeping import (
+from retrysafe.stores.postgres.sweep import (
     CALLS_BETWEEN,
     PAGES_PER_CALL,
     ROWS_BESIDE,
@@ -153,8 +153,8 @@ def test_few_outlived_keys_are_found_in_few_statements(desk, ranges):
 
 def test_one_call_walks_over_a_bounded_part_of_the_table(desk, monkeypatch):
     """A table without anything to remove is walked over in several calls, each of them short."""
-    monkeypatch.setattr("retrysafe.stores.postgres.sweeping.PAGES_PER_CALL", 2)
-    monkeypatch.setattr("retrysafe.stores.postgres.sweeping.WIDTH_MOST", 2)
+    monkeypatch.setattr("retrysafe.stores.postgres.sweep.PAGES_PER_CALL", 2)
+    monkeypatch.setattr("retrysafe.stores.postgres.sweep.WIDTH_MOST", 2)
     store = desk.store = desk.another()
     desk.fill(2000, expires_at_ms=desk.clock() + ACTIVE_MS)
     calls = -(-table_pages(desk) // (2 * STEPS_PER_CALL))

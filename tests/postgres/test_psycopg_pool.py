@@ -12,9 +12,9 @@ import psycopg
 import pytest
 from psycopg.pq import TransactionStatus
 
-from retrysafe.stores.postgres import psycopg_connector
-from retrysafe.stores.postgres.connector import PoolOptions
-from retrysafe.stores.postgres.psycopg_connector import _Pool, _Slots
+from retrysafe.stores.postgres.drivers import psycopg as psycopg_connector
+from retrysafe.stores.postgres.drivers.port import PoolOptions
+from retrysafe.stores.postgres.drivers.psycopg import _Pool, _Slots
 from tests.interrupting import at_every_place
 from tests.runtime.staged import until
 

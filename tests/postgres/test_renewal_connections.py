@@ -12,10 +12,10 @@ import pytest
 
 from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.postgres import asyncpg_connector, asyncpg_renewals, psycopg_renewals
-from retrysafe.stores.postgres.asyncpg_connector import AsyncpgConnector
-from retrysafe.stores.postgres.connector import Conflict, PoolOptions, RowRefused
-from retrysafe.stores.postgres.psycopg_connector import PsycopgConnector
+from retrysafe.stores.postgres.drivers import asyncpg, asyncpg_renewals, psycopg_renewals
+from retrysafe.stores.postgres.drivers.asyncpg import AsyncpgConnector
+from retrysafe.stores.postgres.drivers.port import Conflict, PoolOptions, RowRefused
+from retrysafe.stores.postgres.drivers.psycopg import PsycopgConnector
 
 PID = "SELECT pg_backend_pid()"
 CONFLICT = "DO $$ BEGIN RAISE EXCEPTION 'a rival' USING ERRCODE = '40001'; END $$"
@@ -100,7 +100,7 @@ def test_a_connection_without_keepalive_is_ended(postgres_server, monkeypatch):
         opened.append(connection)
         raise OSError(errno.EMFILE, "too many open files")
 
-    monkeypatch.setattr(asyncpg_connector, "set_keepalive", refuse)
+    monkeypatch.setattr(asyncpg, "set_keepalive", refuse)
 
     async def main() -> None:
         connector = AsyncpgConnector(postgres_server.url(), "here", PoolOptions())

@@ -25,7 +25,7 @@ from retrysafe import (
 from retrysafe.core.model import Payload, SettleKind, Settlement, State, Step, StepWrite
 from retrysafe.stores.postgres.atomic import PostgresTransaction
 from retrysafe.stores.postgres.connections import adapted
-from retrysafe.stores.postgres.connector import Conflict, RowRefused
+from retrysafe.stores.postgres.drivers.port import Conflict, RowRefused
 from retrysafe.stores.postgres.same_database import SameDatabase
 from retrysafe.stores.postgres.schema import statements
 from retrysafe.wiring import open_store

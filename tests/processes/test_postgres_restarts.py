@@ -8,8 +8,8 @@ import asyncpg
 import pytest
 
 from retrysafe import StoreUnavailable
-from retrysafe.stores.postgres.asyncpg_connector import AsyncpgConnector
-from retrysafe.stores.postgres.connector import PoolOptions, Session
+from retrysafe.stores.postgres.drivers.asyncpg import AsyncpgConnector
+from retrysafe.stores.postgres.drivers.port import PoolOptions, Session
 
 
 async def open_all(connector: AsyncpgConnector) -> None:

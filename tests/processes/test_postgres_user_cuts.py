@@ -75,7 +75,7 @@ def shop(postgres_server, shop_url):
 
 
 def blocking_place(shop: Shop, idem: Idempotency, way: str, cut: Cut | None) -> str:
-    """Places the order; with a cut, the connection ends during the COMMIT."""
+    """Permits the order; with a cut, the connection ends during the COMMIT."""
     connection = psycopg.connect(shop.direct_url if cut is None else shop.cut_url)
     pid = connection.execute("SELECT pg_backend_pid()").fetchone()[0]
     connection.rollback()

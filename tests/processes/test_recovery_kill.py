@@ -23,7 +23,7 @@ from retrysafe import (
     child_key,
     current_attempt,
 )
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import State
 from tests.processes import downstream
 from tests.processes.boundaries import Boundaries, MortalPostgresStore, MortalStore

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 
 from retrysafe import GLOBAL, Idempotency, current_attempt, open_store
-from retrysafe.core.outbox import EntryQuery, EntryStart
+from retrysafe.core.outbox.entries import EntryQuery, EntryStart
 from retrysafe.relay import Relay, RelayPolicy
 from retrysafe.runtime.drive import run_sync
 from tests.processes.boundaries import Boundaries

@@ -1,4 +1,4 @@
-"""A relay whose crew, clock and chance are in the test's hands; every rest is a line of it."""
+"""A relay whose pool, clock and chance are in the test's hands; every rest is a line of it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 from retrysafe import MemoryStore
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import SettleKind, StagedEntry
-from retrysafe.core.outbox import Entry, EntryQuery
+from retrysafe.core.outbox.entries import Entry, EntryQuery
 from retrysafe.relay import RelayPolicy
-from retrysafe.relay.engine import RelayEngine
+from retrysafe.relay.delivery_loop import RelayEngine
 from retrysafe.relay.ports import Finished, MayBegin
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import mint_token
@@ -110,14 +110,14 @@ class Scene:
         self.ahead_ms = 0
         self.store = FaultyStore(MemoryStore(now_ms=self.clock))
         self.policy = RelayPolicy(**settings)
-        self.crew = ScriptedCrew(size)
-        self.engine = self.relay(self.crew)
+        self.pool = ScriptedCrew(size)
+        self.engine = self.relay(self.pool)
 
-    def relay(self, crew: ScriptedCrew) -> RelayEngine:
+    def relay(self, pool: ScriptedCrew) -> RelayEngine:
         """One more relay on the same store."""
         return RelayEngine(
             self.store.outbox,
-            crew,
+            pool,
             self.policy,
             monotonic=lambda: (self.clock() - self.ahead_ms) / 1000,
             mint_token=mint_token,
@@ -129,9 +129,9 @@ class Scene:
 
     def run(self, *script: Callable[[], None], until_idle: bool = True):
         """Runs the relay; each rest does the next thing of the script."""
-        self.crew.script += script
+        self.pool.script += script
         run_sync(self.engine.run(until_idle=until_idle))
-        assert self.crew.script == []
+        assert self.pool.script == []
         return self.engine.report
 
     def pass_time(self, seconds: float) -> None:
@@ -168,12 +168,12 @@ class Scene:
 
     def relay_dies(self) -> list[str]:
         """A relay begins what it can, ends nothing, and its leases run out; what it had begun."""
-        crew = ScriptedCrew(self.crew.size)
-        crew.script = [_die]
+        pool = ScriptedCrew(self.pool.size)
+        pool.script = [_die]
         with suppress(_Died):
-            run_sync(self.relay(crew).run())
+            run_sync(self.relay(pool).run())
         self.pass_time(self.policy.lease.total_seconds())
-        return crew.taken
+        return pool.taken
 
     def states(self) -> dict[str, str]:
         found = run_sync(self.store.outbox.list_entries(EntryQuery(limit=1_000)))

@@ -11,10 +11,10 @@ import pytest
 from nats.js.api import StreamConfig
 
 from retrysafe import DeliveryFailed, MemoryStore
-from retrysafe.core.outbox import EntryQuery
+from retrysafe.core.outbox.entries import EntryQuery
 from retrysafe.relay import AsyncRelay
-from retrysafe.relay.nats import NatsJetStream
-from retrysafe.relay.rabbitmq import RabbitMQ
+from retrysafe.relay.targets.nats import NatsJetStream
+from retrysafe.relay.targets.rabbitmq import RabbitMQ
 from retrysafe.runtime.drive import run_sync
 from tests.relay.scripted import entry, stage
 from tests.relay.test_webhooks import delivery

@@ -18,7 +18,9 @@ SOURCE = Path(retrysafe.__file__).parents[1]
 )
 def test_a_missing_library_says_which_extra_has_it(target, library):
     """In an environment that has retrysafe alone, by the name of the extra."""
-    code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); import retrysafe.relay.{target}"
+    code = (
+        f"import sys; sys.path.insert(0, {str(SOURCE)!r}); import retrysafe.relay.targets.{target}"
+    )
     ended = subprocess.run(
         # -S -E: nothing of the environment that the tests run in.
         [sys.executable, "-S", "-E", "-c", code],
@@ -30,6 +32,6 @@ def test_a_missing_library_says_which_extra_has_it(target, library):
     assert ended.returncode == 1
     last = ended.stderr.strip().splitlines()[-1]
     assert last == (
-        f"ModuleNotFoundError: retrysafe.relay.{target} needs {library}: install retrysafe with "
-        f"its extra {target}, from a clone with pip install '/path/to/clone[{target}]'"
+        f"ModuleNotFoundError: retrysafe.relay.targets.{target} needs {library}: install "
+        f"retrysafe with its extra {target}, from a clone with pip install '/path/to/clone[{target}]'"
     )

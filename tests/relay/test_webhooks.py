@@ -15,7 +15,7 @@ import pytest
 from retrysafe import DeliveryFailed, InvalidInput, MemoryStore, SecretMissing
 from retrysafe.relay import AsyncRelay, Delivery, Relay
 from retrysafe.relay.signing import secret_bytes, signed_headers, verify_webhook, webhook_id
-from retrysafe.relay.webhooks import AsyncWebhook, Webhook, _retry_after
+from retrysafe.relay.targets.webhooks import AsyncWebhook, Webhook, _retry_after
 from retrysafe.runtime.drive import run_sync
 from tests.relay.scripted import entry, stage
 from tests.servers.postgres import free_port

@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from retrysafe.stores.sqlite import connecting
-from tests.runtime.faces import AsyncSubject, BlockingSubject, Subject
+from retrysafe.stores.sqlite import file
+from tests.runtime.objects import AsyncSubject, BlockingSubject, Subject
 
 
 @pytest.fixture(autouse=True)
 def _no_leaks(monkeypatch) -> Iterator[None]:
     """After each test no thread of retrysafe runs and no connection is open."""
     connections: list[sqlite3.Connection] = []
-    connect = connecting.connect
+    connect = file.connect
 
     def connect_and_note(*args, **kwargs) -> sqlite3.Connection:
         connection = connect(*args, **kwargs)
         connections.append(connection)
         return connection
 
-    monkeypatch.setattr(connecting, "connect", connect_and_note)
+    monkeypatch.setattr(file, "connect", connect_and_note)
     before = set(threading.enumerate())
     yield
     # Those of this test: an attack on loops that end without `close` leaves workers for a while.

@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import ClaimRequest, Extension, Settlement
 from retrysafe.core.ports import Capabilities, ClaimResult, ExtendResult, SettleResult, Store, Waits
-from retrysafe.stores.memory import MemoryStore
+from retrysafe.stores.memory.store import MemoryStore
 
 PATIENCE_SECONDS = 30
 

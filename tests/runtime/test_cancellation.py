@@ -133,7 +133,7 @@ def test_cancelled_while_the_outcome_is_being_stored():
             await _cancel(task)
             assert await scene.condition() is Condition.RUNNING
             hold.open()
-            await scene.idem._parts.orphans.settle()
+            await scene.idem._parts.background.settle()
             assert await scene.condition() is Condition.SUCCEEDED
             answer = await scene.answer("second")
             assert (answer.value, answer.replayed) == ("first", True)
@@ -154,7 +154,7 @@ def test_cancelled_while_a_blocking_store_writes_the_outcome():
             await asyncio.to_thread(hold.reached)
             await _cancel(task)
             hold.open()
-            await scene.idem._parts.orphans.settle()
+            await scene.idem._parts.background.settle()
             assert await scene.condition() is Condition.SUCCEEDED
             assert (await scene.answer("second")).value == "first"
 

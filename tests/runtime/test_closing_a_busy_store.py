@@ -14,7 +14,7 @@ import pytest
 
 from retrysafe import AsyncIdempotency, Condition, Idempotency, Policy, SqliteStore
 from retrysafe.core.ports import Waits
-from retrysafe.runtime.ending import Limit, end_aside_within, end_within
+from retrysafe.runtime.closing import Limit, end_aside_within, end_within
 from tests.runtime.staged import KEY, Hold, StagedStore, TaskHold, Worker, drive, until
 
 BRIEFLY = timedelta(milliseconds=20)

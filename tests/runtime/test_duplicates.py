@@ -18,7 +18,7 @@ from retrysafe import (
     StoreUnavailable,
 )
 from retrysafe.core.ports import Waits
-from retrysafe.runtime.waiting import ThreadWaiting
+from retrysafe.runtime.local_clocks import ThreadClock
 from tests.runtime.staged import (
     KEY,
     PATIENCE_SECONDS,
@@ -300,7 +300,7 @@ class MovableTime:
 @pytest.fixture
 def time(monkeypatch) -> MovableTime:
     clock = MovableTime()
-    monkeypatch.setattr(ThreadWaiting, "monotonic", staticmethod(clock))
+    monkeypatch.setattr(ThreadClock, "monotonic", staticmethod(clock))
     return clock
 
 

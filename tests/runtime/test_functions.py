@@ -35,7 +35,7 @@ from retrysafe import (
     natural_key,
     open_store,
 )
-from retrysafe.runtime.calls import UNSET
+from retrysafe.runtime.describe import UNSET
 from tests.runtime.staged import Clock, StagedStore, drive
 
 SECRET = "0123456789abcdef"

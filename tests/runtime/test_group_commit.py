@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from retrysafe import Idempotency, SqliteStore, StoreRejected, StoreUnavailable
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import (
     ClaimRequest,
     Condition,
@@ -27,11 +27,12 @@ from retrysafe.core.model import (
     Settlement,
 )
 from retrysafe.core.ports import Capabilities, Waits
-from retrysafe.runtime import task_commit, thread_commit
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.group_commit import FEW_ROWS
-from retrysafe.runtime.task_commit import REPLAYS_SHARE, SPLIT_ROWS, TaskGroupCommit
-from retrysafe.runtime.thread_commit import ThreadGroupCommit
+from retrysafe.runtime.group_commit import tasks as task_commit
+from retrysafe.runtime.group_commit import threads as thread_commit
+from retrysafe.runtime.group_commit.direct import FEW_ROWS
+from retrysafe.runtime.group_commit.tasks import REPLAYS_SHARE, SPLIT_ROWS, TaskGroupCommit
+from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
 from tests.runtime.staged import (
     PATIENCE_SECONDS,
     Hold,
@@ -337,7 +338,7 @@ def test_a_batch_that_is_held_up_is_waited_for_once(monkeypatch):
 def test_who_has_seen_a_batch_leave_goes_on_waiting():
     """What moves is not held up, however long one of many waits for its turn."""
     group = ThreadGroupCommit(_two_at_a_time(batch_limit=64))
-    carrier, waiting = (thread_commit._Entry(_request(name)) for name in ("carried", "waiting"))
+    carrier, waiting = (thread_commit._QueuedRow(_request(name)) for name in ("carried", "waiting"))
     group._board(carrier)
     group._queue.append(waiting)
 

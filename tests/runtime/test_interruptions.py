@@ -25,10 +25,10 @@ from retrysafe import (
     MemoryStore,
     Policy,
     SqliteStore,
+    idempotency,
 )
 from retrysafe.core.events import Reporter
 from retrysafe.core.lease import Lease
-from retrysafe.runtime import blocking
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
@@ -231,7 +231,7 @@ def test_a_signal_before_the_first_step_leaves_no_flow_that_was_never_begun(monk
     def interrupted(flow):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(blocking, "run_sync", interrupted)
+    monkeypatch.setattr(idempotency, "run_sync", interrupted)
     with warnings.catch_warnings(record=True) as caught, Idempotency("memory://") as idem:
         warnings.simplefilter("always")
         with pytest.raises(KeyboardInterrupt):

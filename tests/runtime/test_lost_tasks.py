@@ -15,9 +15,9 @@ from retrysafe import GLOBAL, AsyncIdempotency, SqliteStore, current_attempt
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.model import Condition
 from retrysafe.core.policy import InFlight, Policy
-from retrysafe.core.steps import StepBook
+from retrysafe.core.steps.history import StepHistory
 from retrysafe.errors import OperationInFlight
-from retrysafe.stores.memory import MemoryStore
+from retrysafe.stores.memory.store import MemoryStore
 
 LIMIT_SECONDS = 10
 HASTY = Policy(in_flight=InFlight.FAIL)
@@ -123,9 +123,9 @@ def test_a_lost_operation_keeps_its_key(make_store, operation, where, tmp_path, 
 def test_a_lost_step_that_ends_while_another_begins_stops_nobody(monkeypatch):
     """Both take the lock of the steps, in the same thread."""
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
-    begin, told = StepBook.begin, []
+    begin, told = StepHistory.begin, []
 
-    def collecting(self: StepBook, *step: object) -> object:
+    def collecting(self: StepHistory, *step: object) -> object:
         gc.collect()
         return begin(self, *step)
 
@@ -141,7 +141,7 @@ def test_a_lost_step_that_ends_while_another_begins_stops_nobody(monkeypatch):
     async def both() -> None:
         idem = AsyncIdempotency(MemoryStore(), caller=GLOBAL)
         await _begin_and_lose(idem, told, lost_in_a_step)
-        monkeypatch.setattr(StepBook, "begin", collecting)
+        monkeypatch.setattr(StepHistory, "begin", collecting)
         told.append(await idem.run("other", in_a_step))
 
     thread = threading.Thread(target=lambda: asyncio.run(both()), daemon=True)

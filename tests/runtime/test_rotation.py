@@ -15,9 +15,9 @@ from retrysafe import (
     child_key,
     current_attempt,
 )
-from retrysafe.core.outbox import entry_key
-from retrysafe.core.secret import Secret
-from retrysafe.runtime.refusals import secrets_of
+from retrysafe.core.keys.secret import Secret
+from retrysafe.core.outbox.entries import entry_key
+from retrysafe.runtime.checks import secrets_of
 from tests.servers.fixtures import migrated
 
 OLD, NEW = "the old secret, 16 or more", "the new secret, 16 or more"

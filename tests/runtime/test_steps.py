@@ -329,7 +329,7 @@ def test_a_cancelled_operation_keeps_the_step_that_it_had_finished(url):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await parts.orphans.settle()
+        await parts.background.settle()
         stored = await idem.read("k")
         assert [item.name for item in stored.steps] == ["charge"]
         await idem.release("k", force=True)

@@ -23,11 +23,11 @@ from retrysafe import (
     current_attempt,
 )
 from retrysafe.relay import AsyncRelay, Relay
-from retrysafe.runtime.crews import TaskCrew, ThreadCrew
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.duties import rounds
 from retrysafe.testing import ManualClock
 from retrysafe.testing.faults import FaultyStore, Moment
+from retrysafe.workers.duties import rounds
+from retrysafe.workers.pools import TaskWorkerPool, ThreadWorkerPool
 
 LEASE = timedelta(seconds=30)
 # Nothing in these tests waits for a rest to be over.
@@ -132,7 +132,7 @@ def test_an_operation_is_finished_within_its_lease_and_an_interval(idem, clock):
     flow = worker.duties["recovery"]._flow
 
     def meanwhile(seconds: float) -> None:
-        run_sync(flow._crew.drain())
+        run_sync(flow._pool.drain())
         clock.advance(timedelta(milliseconds=round(seconds * 1000)))
 
     run_sync(flow.run(Rests(20, meanwhile)))
@@ -290,7 +290,7 @@ def test_an_interrupted_worker_stops_its_duties(idem, monkeypatch):
         def get(self, timeout):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("retrysafe.runtime.workers.queue.SimpleQueue", Interrupted)
+    monkeypatch.setattr("retrysafe.workers.worker.queue.SimpleQueue", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         worker.run()
     assert calls == [None] * len(worker.duties)
@@ -327,7 +327,7 @@ def test_what_ends_recovery_is_told_before_the_wait_for_what_is_under_way(idem, 
 
     acts.append(hang)
     flow = idem.worker().duties["recovery"]._flow
-    resume_all, drain = flow._recovery.resume_all, flow._crew.drain
+    resume_all, drain = flow._recovery.resume_all, flow._pool.drain
 
     async def fail():
         await resume_all()
@@ -340,7 +340,7 @@ def test_what_ends_recovery_is_told_before_the_wait_for_what_is_under_way(idem, 
         go_on.set()
         await drain()
 
-    flow._recovery.resume_all, flow._crew.drain = fail, told_before
+    flow._recovery.resume_all, flow._pool.drain = fail, told_before
     with pytest.raises(StoreMissing):
         run_sync(flow.run(Rests(1)))
     assert flow.report.resumed == 1
@@ -472,7 +472,7 @@ def test_limits_that_make_no_sense_are_refused(changes):
 
 
 def test_a_crew_of_threads_runs_a_few_at_a_time():
-    crew = ThreadCrew(2)
+    pool = ThreadWorkerPool(2)
     lock, go_on = threading.Lock(), threading.Event()
     inside: list[int] = []
     most: list[int] = []
@@ -489,10 +489,10 @@ def test_a_crew_of_threads_runs_a_few_at_a_time():
         for number in range(6):
             if number == 2:
                 go_on.set()
-            assert await crew.has_room()
-            crew.start(flow(number))
-        await crew.drain()
-        assert await crew.has_room()
+            assert await pool.has_room()
+            pool.start(flow(number))
+        await pool.drain()
+        assert await pool.has_room()
 
     run_sync(start_all())
     assert (len(most), inside) == (6, [])
@@ -500,7 +500,7 @@ def test_a_crew_of_threads_runs_a_few_at_a_time():
 
 
 def test_a_crew_that_cannot_start_a_thread_keeps_its_place(monkeypatch):
-    """The flow is closed, and whoever drains the crew does not wait for it."""
+    """The flow is closed, and whoever drains the pool does not wait for it."""
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")
@@ -508,45 +508,45 @@ def test_a_crew_that_cannot_start_a_thread_keeps_its_place(monkeypatch):
     async def nothing():
         raise AssertionError("never started")
 
-    crew = ThreadCrew(1)
+    pool = ThreadWorkerPool(1)
     flow = nothing()
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert run_sync(crew.has_room())
+    assert run_sync(pool.has_room())
     with pytest.raises(RuntimeError, match="new thread"):
-        crew.start(flow)
+        pool.start(flow)
     assert inspect.getcoroutinestate(flow) == inspect.CORO_CLOSED
-    assert run_sync(crew.wait_for_room(0.01))
-    run_sync(crew.drain())
+    assert run_sync(pool.wait_for_room(0.01))
+    run_sync(pool.drain())
 
 
 def test_a_crew_that_is_stopped_wakes_who_waits_for_room():
-    crew = ThreadCrew(1)
+    pool = ThreadWorkerPool(1)
     go_on = threading.Event()
 
     async def flow():
         assert go_on.wait(PATIENCE_SECONDS)
 
-    assert run_sync(crew.wait_for_room(1e300))
-    assert run_sync(crew.has_room())
-    crew.start(flow())
-    assert not run_sync(crew.wait_for_room(0.01))
+    assert run_sync(pool.wait_for_room(1e300))
+    assert run_sync(pool.has_room())
+    pool.start(flow())
+    assert not run_sync(pool.wait_for_room(0.01))
     answers = []
-    thread = threading.Thread(target=lambda: answers.append(run_sync(crew.has_room())))
+    thread = threading.Thread(target=lambda: answers.append(run_sync(pool.has_room())))
     thread.start()
-    crew.stop()
+    pool.stop()
     thread.join(PATIENCE_SECONDS)
     assert answers == [False]
-    crew.stop()
-    assert run_sync(crew.wait_for_room(PATIENCE_SECONDS))
+    pool.stop()
+    assert run_sync(pool.wait_for_room(PATIENCE_SECONDS))
     go_on.set()
-    run_sync(crew.drain())
-    assert not run_sync(crew.has_room())
-    assert not run_sync(crew.has_room())
+    run_sync(pool.drain())
+    assert not run_sync(pool.has_room())
+    assert not run_sync(pool.has_room())
 
 
 def test_a_crew_of_tasks_does_the_same():
     async def scene():
-        crew = TaskCrew(2)
+        pool = TaskWorkerPool(2)
         go_on = asyncio.Event()
         inside: list[int] = []
         most: list[int] = []
@@ -558,30 +558,30 @@ def test_a_crew_of_tasks_does_the_same():
             inside.remove(number)
 
         for number in range(2):
-            assert await crew.wait_for_room(PATIENCE_SECONDS)
-            assert await crew.has_room()
-            crew.start(flow(number))
-        assert not await crew.wait_for_room(0.01)
-        waiting = asyncio.ensure_future(crew.has_room())
+            assert await pool.wait_for_room(PATIENCE_SECONDS)
+            assert await pool.has_room()
+            pool.start(flow(number))
+        assert not await pool.wait_for_room(0.01)
+        waiting = asyncio.ensure_future(pool.has_room())
         await asyncio.sleep(0)
         assert not waiting.done()
         go_on.set()
         assert await waiting
-        crew.start(flow(2))
-        await crew.drain()
+        pool.start(flow(2))
+        await pool.drain()
         assert (most, inside) == ([1, 2, most[-1]], [])
         go_on.clear()
         for number in range(2):
-            assert await crew.has_room()
-            crew.start(flow(number))
-        waiting = asyncio.ensure_future(crew.has_room())
+            assert await pool.has_room()
+            pool.start(flow(number))
+        waiting = asyncio.ensure_future(pool.has_room())
         await asyncio.sleep(0)
-        crew.stop()
-        assert await crew.wait_for_room(PATIENCE_SECONDS)
+        pool.stop()
+        assert await pool.wait_for_room(PATIENCE_SECONDS)
         assert not await waiting
-        assert not await crew.has_room()
+        assert not await pool.has_room()
         go_on.set()
-        await crew.drain()
+        await pool.drain()
 
     asyncio.run(scene())
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from retrysafe.core import codec
 from retrysafe.core.call import Answer
 from retrysafe.core.model import SettleKind
+from retrysafe.core.values import codec
 from retrysafe.errors import (
     AttemptsExhausted,
     ClaimLost,

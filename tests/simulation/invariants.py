@@ -10,7 +10,6 @@ from __future__ import annotations
 from enum import Enum, StrEnum
 from typing import Any
 
-from retrysafe.core import codec
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
@@ -24,6 +23,7 @@ from retrysafe.core.model import (
     Settlement,
     StepWrite,
 )
+from retrysafe.core.values import codec
 
 
 class Invariant(StrEnum):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import (
     ClaimAnswer,
@@ -26,7 +26,7 @@ from retrysafe.core.model import (
     StoredOutcome,
 )
 from retrysafe.core.ports import Capabilities, Waits
-from retrysafe.core.renewing import due_leases, next_renewal, renew
+from retrysafe.core.renewal import due_leases, next_renewal, renew
 from retrysafe.errors import StoreMissing, StoreUnavailable
 from tests.simulation.scheduler import NEVER, READY, Process, Task, suspend
 
@@ -270,7 +270,7 @@ class SimulatedOrphanage:
         self._world = world
         self._process = process
 
-    def adopt(self, flow: Coroutine[Any, Any, None], abandon: Callable[[str], None]) -> None:
+    def finish(self, flow: Coroutine[Any, Any, None], abandon: Callable[[str], None]) -> None:
         """Runs the flow as a task of its own."""
         scheduler = self._world.scheduler
         if self._process.is_dead or scheduler.is_over:

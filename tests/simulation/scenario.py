@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from random import Random
 
-from retrysafe.core.framing import digest
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.framing import digest
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Fingerprint
 from retrysafe.core.policy import InFlight, Policy
 from tests.simulation.answers import Busy, Declined

@@ -17,10 +17,9 @@ from typing import Any
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.codec import WITHHELD, ValueCodec
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Event, EventKind, Reporter
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import (
     ClaimRequest,
     Decision,
@@ -34,7 +33,8 @@ from retrysafe.core.model import (
     StoredOutcome,
 )
 from retrysafe.core.policy import InFlight
-from retrysafe.core.stepping import Stepper
+from retrysafe.core.steps.run import Stepper
+from retrysafe.core.values.codec import WITHHELD, ValueCodec
 from retrysafe.errors import (
     ClaimLost,
     KeyReused,
@@ -43,7 +43,7 @@ from retrysafe.errors import (
     StoreError,
     StoreRejected,
 )
-from retrysafe.stores.memory import MemoryStore
+from retrysafe.stores.memory.store import MemoryStore
 from tests.core.driving import perform_with_attempt
 from tests.simulation.answers import Busy, Declined, Unstorable, judge_answer
 from tests.simulation.invariants import Close, Execution, Invariant, Ledger
@@ -120,14 +120,14 @@ class Host:
         self.process = process
         self.waiting = SimulatedWaiting(world, process)
         writer = SimulatedWriter(world, process)
-        lock, orphanage = threading.Lock(), SimulatedOrphanage(world, process)
+        lock, background = threading.Lock(), SimulatedOrphanage(world, process)
         renewals = SimulatedRenewals(world, process, self.waiting, writer, lateness_seconds)
         self.engine = Engine(
             writer=writer,
             waiting=self.waiting,
             lock=lock,
             renewals=renewals,
-            orphanage=orphanage,
+            background=background,
             mint_token=world.mint_token,
             cache=ReplayCache() if has_cache else None,
             report=world.report,
@@ -139,7 +139,7 @@ class Host:
                 store=writer,
                 waiting=self.waiting,
                 lock=lock,
-                orphanage=orphanage,
+                background=background,
                 report=world.report,
                 drive=lambda flow: flow,
                 perform=_perform,

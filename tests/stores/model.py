@@ -6,7 +6,7 @@ Owns what every store must agree with. It has no lock, no I/O and no clock of it
 from dataclasses import dataclass, field
 
 from retrysafe.core import transitions
-from retrysafe.core.machine import Event, condition_of, decide
+from retrysafe.core.machine import Trigger, condition_of, decide
 from retrysafe.core.model import (
     Condition,
     Decision,
@@ -138,7 +138,7 @@ class Model:
         return {
             digest
             for digest, shelf in self.shelves.items()
-            if decide(Event.SWEEP, condition_of(shelf.record, self._now_ms())) is Decision.DELETE
+            if decide(Trigger.SWEEP, condition_of(shelf.record, self._now_ms())) is Decision.DELETE
         }
 
     def abandoned(self):

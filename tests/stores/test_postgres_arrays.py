@@ -7,7 +7,7 @@ import struct
 import psycopg
 import pytest
 
-from retrysafe.stores.postgres.psycopg_arrays import BytesArray, BytesArrayDumper, encoded
+from retrysafe.stores.postgres.drivers.arrays import BytesArray, BytesArrayDumper, encoded
 
 
 def test_texts_are_quoted():

@@ -28,9 +28,9 @@ from retrysafe.core.model import (
 from retrysafe.errors import StoreError
 from retrysafe.runtime.face import mint_token
 from retrysafe.stores.postgres import PostgresStore
-from retrysafe.stores.postgres.asyncpg_connector import AsyncpgConnector
-from retrysafe.stores.postgres.connector import PoolOptions
-from retrysafe.stores.postgres.psycopg_connector import PsycopgConnector
+from retrysafe.stores.postgres.drivers.asyncpg import AsyncpgConnector
+from retrysafe.stores.postgres.drivers.port import PoolOptions
+from retrysafe.stores.postgres.drivers.psycopg import PsycopgConnector
 from retrysafe.testing.suite.probe import key_of, request, settlement
 from tests.servers.fixtures import migrated
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from retrysafe.cli.app import app
 from retrysafe.cli.problems import ExitCode
-from retrysafe.core.keys import GLOBAL, Key
+from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.errors import StoreError
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.clock import wall_clock_ms

@@ -26,7 +26,7 @@ from retrysafe import (
 )
 from retrysafe.core.model import Decision, OperatorCommand, RecordQuery, SettleKind
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.sqlite import connecting, place
+from retrysafe.stores.sqlite import file, file_identity
 from retrysafe.testing.suite.probe import KEY, request
 from tests.forking import answer_of_child, exit_code, fork
 
@@ -394,7 +394,7 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_opened_again(path, monkey
     run_sync(_made(path).close())
     other = path.with_name("other.db")
     shutil.copy(path, other)
-    connect = connecting.connect
+    connect = file.connect
 
     def connect_too_early(*arguments):
         connection = connect(*arguments)
@@ -402,7 +402,7 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_opened_again(path, monkey
             other.replace(path)
         return connection
 
-    monkeypatch.setattr(connecting, "connect", connect_too_early)
+    monkeypatch.setattr(file, "connect", connect_too_early)
     store = SqliteStore(path)
     run_sync(store.commit([request()], []))
     with closing(sqlite3.connect(path)) as connection:
@@ -412,7 +412,7 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_opened_again(path, monkey
 
 def test_a_file_that_never_stays_is_given_up(path, monkeypatch):
     """Opening ends."""
-    connect = connecting.connect
+    connect = file.connect
     opened = []
 
     def connect_in_vain(*arguments):
@@ -420,7 +420,7 @@ def test_a_file_that_never_stays_is_given_up(path, monkeypatch):
         path.unlink()
         return opened[-1]
 
-    monkeypatch.setattr(connecting, "connect", connect_in_vain)
+    monkeypatch.setattr(file, "connect", connect_in_vain)
     with pytest.raises(StoreMissing, match=SAID):
         run_sync(SqliteStore(path).commit([request()], []))
     for connection in opened:
@@ -458,7 +458,7 @@ def test_a_file_that_cannot_be_seen_for_a_moment_is_asked_for_again(path, monkey
         return Path(name).stat()
 
     armed = []
-    monkeypatch.setattr(place, "_stat", stat)
+    monkeypatch.setattr(file_identity, "_stat", stat)
     with Idempotency(SqliteStore(path), caller="caller-1", cache=False) as idem:
         assert idem.run("key-1", lambda: armed.append(1) or "charged") == "charged"
         assert refusals == []
@@ -473,7 +473,7 @@ def test_a_file_that_cannot_be_seen_is_out_of_reach(probe, monkeypatch, number):
     def refuse(name):
         raise OSError(number, os.strerror(number), name)
 
-    monkeypatch.setattr(place, "_stat", refuse)
+    monkeypatch.setattr(file_identity, "_stat", refuse)
     with pytest.raises(StoreUnavailable, match=os.strerror(number)) as told:
         probe.claim()
     assert told.value.retryable
@@ -487,7 +487,7 @@ def test_a_file_that_is_not_there_is_lost(probe, monkeypatch, number):
     def refuse(name):
         raise OSError(number, os.strerror(number), name)
 
-    monkeypatch.setattr(place, "_stat", refuse)
+    monkeypatch.setattr(file_identity, "_stat", refuse)
     with pytest.raises(StoreMissing, match=SAID):
         probe.claim()
 
@@ -521,6 +521,6 @@ def test_a_file_whose_name_is_no_text(tmp_path):
 
 def test_an_error_of_the_binding_itself_is_told():
     """It has no result code of SQLite."""
-    told = connecting.translated(sqlite3.OperationalError("Could not decode"), "sqlite:///a.db")
+    told = file.translated(sqlite3.OperationalError("Could not decode"), "sqlite:///a.db")
     assert isinstance(told, StoreUnavailable)
     assert "Could not decode" in str(told)

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from retrysafe.core.model import Decision, SettleKind
-from retrysafe.stores.sqlite import sweeping
+from retrysafe.stores.sqlite import sweep as sweeping
 from retrysafe.testing.suite.probe import ACTIVE_MS, AUDIT_MS, key_of
 
 LIMIT_SECONDS = 30

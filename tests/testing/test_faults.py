@@ -13,7 +13,7 @@ from retrysafe.core.model import (
     Step,
     StepWrite,
 )
-from retrysafe.core.outbox_ports import Outbox
+from retrysafe.core.outbox.port import Outbox
 from retrysafe.core.ports import Store, Transaction
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.threaded import ThreadedStore

@@ -13,17 +13,17 @@ from typer.core import TyperGroup
 
 from retrysafe import __version__
 from retrysafe.cli import (
-    diagnosing,
-    entries,
+    demo,
+    doctor,
     keys,
-    migrating,
-    natural,
+    migrate,
+    natural_keys,
     options,
+    outbox,
     output,
-    relaying,
-    serving,
-    sweeping,
-    working,
+    relay,
+    sweep,
+    worker,
 )
 from retrysafe.cli.problems import ExitCode, problem_of, tell
 
@@ -92,14 +92,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command("migrate")(migrating.migrate)
-app.command("doctor")(diagnosing.doctor)
+app.command("migrate")(migrate.migrate)
+app.command("doctor")(doctor.doctor)
 app.add_typer(keys.app, name="keys", invoke_without_command=True)
-app.add_typer(entries.app, name="outbox", invoke_without_command=True)
-app.command("worker")(working.worker)
-app.command("relay")(relaying.relay)
-app.command("sweep")(sweeping.sweep)
-app.command("demo")(serving.demo)
+app.add_typer(outbox.app, name="outbox", invoke_without_command=True)
+app.command("worker")(worker.worker)
+app.command("relay")(relay.relay)
+app.command("sweep")(sweep.sweep)
+app.command("demo")(demo.demo)
 
 
 @app.callback(invoke_without_command=True)
@@ -129,7 +129,7 @@ def root(
     _help_without_command(context)
 
 
-keys.app.command("natural")(natural.natural)
+keys.app.command("natural")(natural_keys.natural)
 
 
 @keys.app.callback(invoke_without_command=True)
@@ -138,7 +138,7 @@ def keys_root(context: typer.Context) -> None:
     _help_without_command(context)
 
 
-@entries.app.callback(invoke_without_command=True)
+@outbox.app.callback(invoke_without_command=True)
 def outbox_root(context: typer.Context) -> None:
     """Look at outbox entries, and retry or discard one."""
     _help_without_command(context)

@@ -15,10 +15,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from retrysafe.cli import options, output, shapes
+from retrysafe import inspection
+from retrysafe.cli import options, output
 from retrysafe.cli.problems import ExitCode, Problem, usage
-from retrysafe.core.keys import Key
-from retrysafe.core.machine import decide, how_far, operator_event
+from retrysafe.core.keys.key import Key
+from retrysafe.core.machine import decide, how_far, operator_trigger
 from retrysafe.core.model import (
     Condition,
     Decision,
@@ -139,7 +140,7 @@ def list_keys(
     shown, has_more = found[:limit], len(found) > limit
     if options.is_json(context, as_json):
         output.write_json(
-            {"keys": [shapes.record_shape(item) for item in shown], "has_more": has_more}
+            {"keys": [inspection.record_shape(item) for item in shown], "has_more": has_more}
         )
         return
     if not shown:
@@ -147,7 +148,7 @@ def list_keys(
         return
     screen = output.console()
     # What is searched or copied from comes whole; on a screen the digest of a token only fills it.
-    caller_text = shapes.short_caller_text if screen.is_terminal else shapes.caller_text
+    caller_text = inspection.short_caller_text if screen.is_terminal else inspection.caller_text
     output.show_list(
         screen, _table(shown, caller_text), (_block(item, caller_text) for item in shown)
     )
@@ -176,14 +177,14 @@ def _table(found: list[StoredKey], caller_text: Callable[[Record], str]) -> Tabl
         table.add_row(
             output.cell(caller_text(record), "" if record.caller else "italic"),
             output.cell(record.text),
-            output.cell(shapes.operation_text(record)),
+            output.cell(inspection.operation_text(record)),
             output.cell(
                 stored.condition.value,
                 _STYLES[stored.condition],
             ),
             str(record.attempt),
-            shapes.duration_text(stored.now_ms - record.first_claimed_at_ms),
-            shapes.time_left_text(stored),
+            inspection.duration_text(stored.now_ms - record.first_claimed_at_ms),
+            inspection.time_left_text(stored),
         )
     return table
 
@@ -195,11 +196,11 @@ def _block(stored: StoredKey, caller_text: Callable[[Record], str]) -> Group:
         output.cell(record.text, "bold"),
         (
             output.cell(stored.condition.value, _STYLES[stored.condition]),
-            output.cell(shapes.operation_text(record)),
+            output.cell(inspection.operation_text(record)),
             output.cell(caller_text(record), "" if record.caller else "italic"),
             f"attempt {record.attempt}",
-            f"{shapes.duration_text(stored.now_ms - record.first_claimed_at_ms)} old",
-            shapes.time_left_text(stored),
+            f"{inspection.duration_text(stored.now_ms - record.first_claimed_at_ms)} old",
+            inspection.time_left_text(stored),
         ),
     )
 
@@ -238,7 +239,9 @@ def show_key(
                     break
     if stored is None and not past:
         raise _unknown(wanted)
-    shape = shapes.past_shape(wanted, past) if stored is None else shapes.detail_shape(stored)
+    shape = (
+        inspection.past_shape(wanted, past) if stored is None else inspection.detail_shape(stored)
+    )
     if options.is_json(context, as_json):
         output.write_json(shape)
         return
@@ -294,13 +297,13 @@ def _detail(stored: StoredKey, shape: dict[str, Any]) -> list[Any]:
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     grid.add_row("key", output.cell(record["key"]))
-    grid.add_row("caller", output.cell(shapes.caller_text(stored.record)))
-    grid.add_row("operation", output.cell(shapes.operation_text(stored.record)))
+    grid.add_row("caller", output.cell(inspection.caller_text(stored.record)))
+    grid.add_row("operation", output.cell(inspection.operation_text(stored.record)))
     grid.add_row("condition", output.cell(record["condition"], _STYLES[stored.condition]))
-    grid.add_row("time left", shapes.time_left_text(stored))
-    tries_at_ms = shapes.worker_tries_at_ms(stored)
+    grid.add_row("time left", inspection.time_left_text(stored))
+    tries_at_ms = inspection.worker_tries_at_ms(stored)
     if tries_at_ms is not None:
-        grid.add_row("next try", shapes.next_try_text(stored, tries_at_ms))
+        grid.add_row("next try", inspection.next_try_text(stored, tries_at_ms))
     grid.add_row("attempt", str(record["attempt"]))
     if record["releases"]:
         grid.add_row("releases", f"{record['releases']} of the attempts before this one")
@@ -353,15 +356,15 @@ def _endings(shape: dict[str, Any], outcomes: Sequence[StoredOutcome]) -> list[A
 
 
 def _body(payload: Payload) -> Padding:
-    name, body = shapes.readable_body(payload)
+    name, body = inspection.readable_body(payload)
     text = body if name != "body" else json.dumps(body, indent=2, ensure_ascii=False)
     if len(text) > BODY_LIMIT_CHARACTERS:
         left = len(text) - BODY_LIMIT_CHARACTERS
         text = f"{text[:BODY_LIMIT_CHARACTERS]}\n… {left:,} more characters; --json shows all"
     what = [payload.form, f"{payload.size_bytes:,} bytes"]
-    response = shapes.response_shape(payload)
+    response = inspection.response_shape(payload)
     if response is not None:
-        lines = [shapes.status_text(response["status"])]
+        lines = [inspection.status_text(response["status"])]
         lines += [f"{name}: {value}" for name, value in response["headers"]]
         text = "\n".join(lines) + (f"\n\n{text}" if payload.body else "")
     elif payload.head:
@@ -476,7 +479,7 @@ def _operate_on(
 ) -> dict[str, Any]:
     before = _stored(store, key)
     # Nobody is asked about a command that will be refused.
-    operator_outcome(decide(operator_event(command), before.condition), command, key, before)
+    operator_outcome(decide(operator_trigger(command), before.condition), command, key, before)
     if not is_confirmed:
         _confirm(key, command, before)
     # Decided once more by the store: the record may have changed while somebody was thinking.
@@ -487,7 +490,7 @@ def _operate_on(
         "command": command.value,
         "decision": decision.value,
         "condition_before": before.condition.value,
-        "record": None if after is None else shapes.record_shape(after),
+        "record": None if after is None else inspection.record_shape(after),
     }
 
 
@@ -505,7 +508,7 @@ def _confirm(key: Key, command: OperatorCommand, stored: StoredKey) -> None:
         raise usage(f"there is no terminal to ask on: add --yes to {command.value} the key")
     output.note(
         f"{key} is {stored.condition.value} (attempt {stored.record.attempt}, "
-        f"{shapes.time_left_text(stored)}); after this, {_CONSEQUENCES[command]}."
+        f"{inspection.time_left_text(stored)}); after this, {_CONSEQUENCES[command]}."
     )
     if not typer.confirm(f"{command.value.capitalize()} it?", err=True):
         raise Problem("Declined", "nothing was changed", ExitCode.REFUSED)

@@ -11,12 +11,12 @@ from typing import Annotated, Final, TypeVar
 import typer
 
 from retrysafe.cli.problems import usage
-from retrysafe.core.keys import GLOBAL, Key
+from retrysafe.core.keys.key import GLOBAL, Key
+from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.ports import Store, Waits
-from retrysafe.core.secret import Secrets
 from retrysafe.errors import StoreUrlInvalid
+from retrysafe.runtime.checks import secrets_of
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.refusals import secrets_of
 from retrysafe.wiring import environment_secret, open_store
 
 # People at a terminal and scripts with a deadline want to hear of a lock soon.

@@ -19,7 +19,7 @@ from typing import Final
 
 from retrysafe.cli.output import safe
 from retrysafe.core.model import Condition
-from retrysafe.core.outbox import EntryCondition
+from retrysafe.core.outbox.entries import EntryCondition
 from retrysafe.errors import InvalidInput, RetrysafeError, StoreError
 
 # In people's words; the limits themselves are where the options are declared.

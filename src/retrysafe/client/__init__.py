@@ -6,9 +6,9 @@ needs neither.
 
 from retrysafe.client.budget import RetryBudget
 from retrysafe.client.flow import Stopped, Timing, Tries, tries_of
-from retrysafe.client.keys import for_attempt, header_value, intent_key, one_intent
-from retrysafe.client.policy import RetryPolicy
+from retrysafe.client.intents import for_attempt, header_value, intent_key, one_intent
 from retrysafe.client.replies import was_replayed
+from retrysafe.client.retry_policy import RetryPolicy
 
 __all__ = [
     "RetryBudget",

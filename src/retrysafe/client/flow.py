@@ -13,9 +13,9 @@ from enum import Enum
 from typing import Final, Generic, Protocol, TypeVar
 
 from retrysafe.client.budget import RetryBudget
-from retrysafe.client.keys import KeyScope
-from retrysafe.client.policy import RetryPolicy
+from retrysafe.client.intents import KeyScope
 from retrysafe.client.replies import Headers, is_retryable, retry_after_seconds
+from retrysafe.client.retry_policy import RetryPolicy
 
 _logger = logging.getLogger("retrysafe.client")
 # Where a response carries its `Tries`.
@@ -100,7 +100,7 @@ class Wire(Protocol[R]):
         """Method and target for the log, without secrets."""
 
 
-class Settings:
+class ClientSettings:
     """What all requests of a client share."""
 
     __slots__ = ("budget", "policy", "random", "timing")
@@ -118,7 +118,7 @@ class Settings:
         self.random = random
 
 
-class Delivery:
+class Sending:
     """One logical operation on its way; decides after every try, and counts."""
 
     __slots__ = (
@@ -135,7 +135,7 @@ class Delivery:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ClientSettings,
         *,
         key: str | None,
         scope: KeyScope | None = None,
@@ -220,7 +220,7 @@ class Delivery:
         return Tries(self.tries, self.key, self.waited_seconds, self.stopped)
 
 
-async def deliver(wire: Wire[R], delivery: Delivery, timing: Timing) -> R:
+async def deliver(wire: Wire[R], delivery: Sending, timing: Timing) -> R:
     """The response to keep. Raises the last try's error when there is none."""
     scope = delivery.scope
     if scope is None:
@@ -232,7 +232,7 @@ async def deliver(wire: Wire[R], delivery: Delivery, timing: Timing) -> R:
         scope.end(delivery.key_text, is_answered=delivery.stopped is Stopped.ANSWERED)
 
 
-async def _tried(wire: Wire[R], delivery: Delivery, timing: Timing) -> R:
+async def _tried(wire: Wire[R], delivery: Sending, timing: Timing) -> R:
     while True:
         delivery.begin_try()
         try:
@@ -253,7 +253,7 @@ async def _tried(wire: Wire[R], delivery: Delivery, timing: Timing) -> R:
         await timing.sleep(wait)
 
 
-def _note(delivery: Delivery) -> str:
+def _note(delivery: Sending) -> str:
     tries = "1 try" if delivery.tries == 1 else f"{delivery.tries} tries"
     key = "" if delivery.key is None else f" with the key {delivery.key}"
     return f"retrysafe gave up after {tries}{key}: {delivery.stopped.value}"

@@ -12,16 +12,15 @@ from retrysafe.client.budget import RetryBudget
 from retrysafe.client.faults import is_certificate_refused
 from retrysafe.client.flow import (
     TRIES_EXTENSION,
-    Delivery,
+    ClientSettings,
     Reply,
-    Settings,
+    Sending,
     Timing,
     deliver,
 )
-from retrysafe.client.keys import KEY_EXTENSION, KEY_HEADER
-from retrysafe.client.policy import RetryPolicy
+from retrysafe.client.intents import KEY_EXTENSION, KEY_HEADER
 from retrysafe.client.replies import problem_body
-from retrysafe.client.requesting import (
+from retrysafe.client.request_keys import (
     NOT_GIVEN,
     PREFER_HEADER,
     begin,
@@ -29,6 +28,7 @@ from retrysafe.client.requesting import (
     prefer_of,
     takes_key,
 )
+from retrysafe.client.retry_policy import RetryPolicy
 from retrysafe.client.timing import ThreadTiming
 from retrysafe.runtime.drive import run_sync
 
@@ -81,7 +81,7 @@ class RetryTransport(httpx.BaseTransport):
         `budget` may be shared by several transports. `timing` and `random` are for tests.
         """
         self._transport = httpx.HTTPTransport() if transport is None else transport
-        self._settings = Settings(policy, budget, timing or ThreadTiming(), random)
+        self._settings = ClientSettings(policy, budget, timing or ThreadTiming(), random)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """The response to keep; raises what the last try raised when there is none."""
@@ -131,7 +131,7 @@ class AsyncRetryTransport(httpx.AsyncBaseTransport):
     ) -> None:
         """Takes what `RetryTransport` takes."""
         self._transport = httpx.AsyncHTTPTransport() if transport is None else transport
-        self._settings = Settings(policy, budget, timing or TaskTiming(), random)
+        self._settings = ClientSettings(policy, budget, timing or TaskTiming(), random)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """The response to keep; raises what the last try raised when there is none."""
@@ -167,7 +167,7 @@ class AsyncRetryTransport(httpx.AsyncBaseTransport):
         await self._transport.__aexit__(kind, error, traceback)
 
 
-def _begun(settings: Settings, request: httpx.Request) -> Delivery | None:
+def _begun(settings: ClientSettings, request: httpx.Request) -> Sending | None:
     """The request's delivery, with the key on the request.
 
     The key stays on the request object: a redirect that keeps the method keeps the key, and so
@@ -197,7 +197,7 @@ class _OneWire:
 
     __slots__ = ("_delivery", "_monotonic", "_request", "_response_limit_bytes")
 
-    def __init__(self, request: httpx.Request, settings: Settings, delivery: Delivery) -> None:
+    def __init__(self, request: httpx.Request, settings: ClientSettings, delivery: Sending) -> None:
         self._request = request
         self._response_limit_bytes = settings.policy.response_buffer_bytes
         self._monotonic = settings.timing.monotonic
@@ -228,8 +228,8 @@ class _Wire(_OneWire):
         self,
         transport: httpx.BaseTransport,
         request: httpx.Request,
-        settings: Settings,
-        delivery: Delivery,
+        settings: ClientSettings,
+        delivery: Sending,
     ) -> None:
         super().__init__(request, settings, delivery)
         self._transport = transport
@@ -258,8 +258,8 @@ class _AsyncWire(_OneWire):
         self,
         transport: httpx.AsyncBaseTransport,
         request: httpx.Request,
-        settings: Settings,
-        delivery: Delivery,
+        settings: ClientSettings,
+        delivery: Sending,
     ) -> None:
         super().__init__(request, settings, delivery)
         self._transport = transport

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Final, Protocol
 
-from retrysafe.client.policy import RetryPolicy
+from retrysafe.client.retry_policy import RetryPolicy
 
 REPLAYED_HEADER: Final = "Idempotent-Replayed"
 CONFLICT: Final = 409

@@ -11,11 +11,17 @@ from urllib.parse import urlsplit
 
 from retrysafe.client.budget import RetryBudget
 from retrysafe.client.faults import is_certificate_refused
-from retrysafe.client.flow import TRIES_EXTENSION, Delivery, Reply, Settings, Timing, deliver
-from retrysafe.client.keys import KEY_HEADER
-from retrysafe.client.policy import RetryPolicy
+from retrysafe.client.flow import TRIES_EXTENSION, ClientSettings, Reply, Sending, Timing, deliver
+from retrysafe.client.intents import KEY_HEADER
 from retrysafe.client.replies import problem_body
-from retrysafe.client.requesting import PREFER_HEADER, begin, is_read_at_once, prefer_of, takes_key
+from retrysafe.client.request_keys import (
+    PREFER_HEADER,
+    begin,
+    is_read_at_once,
+    prefer_of,
+    takes_key,
+)
+from retrysafe.client.retry_policy import RetryPolicy
 from retrysafe.client.timing import ThreadTiming
 from retrysafe.runtime.drive import run_sync
 
@@ -61,7 +67,7 @@ class RetryAdapter(HTTPAdapter):
         `budget` may be shared by several adapters. `timing` and `random` are for tests.
         """
         super().__init__(**options)
-        self._settings = Settings(policy, budget, timing or ThreadTiming(), random)
+        self._settings = ClientSettings(policy, budget, timing or ThreadTiming(), random)
 
     def __getstate__(self) -> dict[str, Any]:
         # Sessions can be pickled, and what comes back must still retry.
@@ -92,7 +98,7 @@ class RetryAdapter(HTTPAdapter):
         return response
 
 
-def _begun(settings: Settings, request: requests.PreparedRequest) -> Delivery | None:
+def _begun(settings: ClientSettings, request: requests.PreparedRequest) -> Sending | None:
     """The request's delivery, with the key on the request.
 
     The key stays on the request object: a redirect that keeps the method keeps the key, and so
@@ -134,8 +140,8 @@ class _Wire:
         send: Callable[..., requests.Response],
         request: requests.PreparedRequest,
         options: tuple[Any, ...],
-        settings: Settings,
-        delivery: Delivery,
+        settings: ClientSettings,
+        delivery: Sending,
     ) -> None:
         self._send = send
         self._request = request

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from retrysafe.runtime.waiting import ThreadWaiting
+from retrysafe.runtime.local_clocks import ThreadClock
 
 
-class ThreadTiming(ThreadWaiting):
+class ThreadTiming(ThreadClock):
     """The system's clocks; `sleep` blocks the calling thread."""
 
     now = staticmethod(time.time)

@@ -12,25 +12,25 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final
 
-from retrysafe.core.atomic_lead import AtomicAttempt
+from retrysafe.async_idempotency import AsyncFace
+from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.keys import GlobalCaller
+from retrysafe.core.keys.key import GlobalCaller
 from retrysafe.errors import InvalidInput
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.asgi_io import is_protected
 from retrysafe.http.asgi_run import App, Receive, Scope, Send, exact_path, is_below
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
-from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, STORE_TIMEOUT, Protection
-from retrysafe.http.keys_of import FromFields
+from retrysafe.http.key_sources import FieldsKey
 from retrysafe.http.limits import Limits
 from retrysafe.http.policy_page import PolicyReaders
+from retrysafe.http.protection import POLICY_PATH, STATUS_PATH, STORE_TIMEOUT, Protection
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response, response_of
 from retrysafe.http.routes import NO_PARAMETERS, Route
 from retrysafe.http.rules import KeyUse, Rule
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
-from retrysafe.runtime.tasks import AsyncFace
 
 # Where the attempt is in the request's state, for endpoints.
 STATE_NAME: Final = "idempotency"
@@ -47,7 +47,7 @@ Convert = Callable[[tuple[str, ...], Mapping[str, Any]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EndpointPath:
     """Where the routes of an application lead to an endpoint."""
 
     # As rules write it: /charges/{id}, or /v1/* for everything below.
@@ -66,7 +66,9 @@ class Served:
 
     __slots__ = ("_converted", "_is_on", "_middleware", "place", "route")
 
-    def __init__(self, middleware: IdempotencyMiddleware, route: Route, place: Place) -> None:
+    def __init__(
+        self, middleware: IdempotencyMiddleware, route: Route, place: EndpointPath
+    ) -> None:
         self._middleware = middleware
         # The rule made ready, and where it holds.
         self.route = route
@@ -74,7 +76,7 @@ class Served:
         self._is_on = route.rule.key is not KeyUse.OFF
         source = route.source
         # The parameters whose converted values are part of the key.
-        self._converted = source.converted_parameters if isinstance(source, FromFields) else ()
+        self._converted = source.converted_parameters if isinstance(source, FieldsKey) else ()
 
     @property
     def is_shown(self) -> bool:
@@ -163,7 +165,7 @@ class Endpoints:
         self._pages = IdempotencyMiddleware.sharing(_nothing, idempotency, self.protection)
         self._is_closed = False
 
-    def serving(self, app: App, rule: Rule, place: Place) -> Served:
+    def serving(self, app: App, rule: Rule, place: EndpointPath) -> Served:
         """An endpoint of the application, protected by its rule; raises as rules do."""
         methods = rule.methods
         if place.methods is not None:

@@ -31,17 +31,17 @@ from retrysafe.contrib.views import (
     require_options,
     view_rule,
 )
-from retrysafe.core.atomic_lead import AtomicAttempt
+from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.keys import GlobalCaller
+from retrysafe.core.keys.key import GlobalCaller
 from retrysafe.errors import InvalidInput
 from retrysafe.http import blocking
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf, require_blocking
-from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, Plan, Protection
-from retrysafe.http.held import Held, passes_at_once
+from retrysafe.http.held_response import Held, passes_at_once
 from retrysafe.http.limits import Limits
 from retrysafe.http.policy_page import PolicyReaders
+from retrysafe.http.protection import POLICY_PATH, STATUS_PATH, Plan, Protection
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response
 from retrysafe.http.routes import NO_PARAMETERS, Match, Route
@@ -49,7 +49,7 @@ from retrysafe.http.rules import KeyUse, Rule
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.http.wsgi import is_run, prefix_of, request_of
 from retrysafe.http.wsgi_run import ATTEMPT_NAME
-from retrysafe.runtime.blocking import BlockingIdempotency
+from retrysafe.idempotency import BlockingIdempotency
 
 EXTENSION: Final = "retrysafe"
 POLICY_ENDPOINT: Final = "idempotency_policy"

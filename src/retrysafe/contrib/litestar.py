@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
-from retrysafe.contrib.endpoints import Endpoints, Place, Served
+from retrysafe.async_idempotency import AsyncFace
+from retrysafe.contrib.endpoints import EndpointPath, Endpoints, Served
 from retrysafe.contrib.openapi import (
     ACCEPTED_SCHEMA,
     ACCEPTED_TEXT,
@@ -22,8 +23,8 @@ from retrysafe.contrib.openapi import (
     Description,
     description_of,
 )
-from retrysafe.core.keys import GlobalCaller
-from retrysafe.core.values import NotStorable
+from retrysafe.core.keys.key import GlobalCaller
+from retrysafe.core.values.trees import NotStorable
 from retrysafe.errors import PolicyInvalid
 from retrysafe.extras import missing_extra
 from retrysafe.http.asgi_run import ERROR_NAME, App
@@ -32,8 +33,7 @@ from retrysafe.http.responses import Response as StoredResponse
 from retrysafe.http.responses import response_of
 from retrysafe.http.routes import Route
 from retrysafe.http.rules import KeyUse, Rule
-from retrysafe.runtime.refusals import running_loop
-from retrysafe.runtime.tasks import AsyncFace
+from retrysafe.runtime.checks import running_loop
 
 try:
     from litestar import Litestar, Request, Response, asgi
@@ -211,12 +211,12 @@ def rule_of(handler: Any) -> Rule | None:
     return rule
 
 
-def place_of(handler: Any, path: str) -> Place:
+def place_of(handler: Any, path: str) -> EndpointPath:
     """Where a handler is; one that is no HTTP handler answers every method."""
     methods = getattr(handler, "http_methods", None)
     if methods is None:
-        return Place(min(handler.paths).rstrip("/") + "/*" if handler.is_mount else path)
-    return Place(path, frozenset(str(getattr(item, "value", item)) for item in methods))
+        return EndpointPath(min(handler.paths).rstrip("/") + "/*" if handler.is_mount else path)
+    return EndpointPath(path, frozenset(str(getattr(item, "value", item)) for item in methods))
 
 
 def _handlers(route: BaseRoute) -> Iterable[Any]:

@@ -13,9 +13,9 @@ from typing import Any, Final
 from retrysafe.core.policy import InFlight
 from retrysafe.http import problems
 from retrysafe.http.durations import spoken
-from retrysafe.http.exchange import Protection
-from retrysafe.http.keys_of import FromBody, FromHeader
+from retrysafe.http.key_sources import FromBody, HeaderKey
 from retrysafe.http.problems import ProblemKind
+from retrysafe.http.protection import Protection
 from retrysafe.http.routes import Route
 from retrysafe.http.rules import KeyUse, responds_async
 
@@ -76,7 +76,7 @@ def description_of(route: Route, protection: Protection, *, has_callers: bool) -
     """What is said about an endpoint with this rule."""
     rule = route.rule
     retention = spoken(route.policy.active_window)
-    has_header = isinstance(route.source, FromHeader)
+    has_header = isinstance(route.source, HeaderKey)
     is_required = has_header and route.maker is None and rule.key is KeyUse.REQUIRED
     responses: dict[int, str] = {}
     for kind in _kinds(route, is_required=is_required, has_callers=has_callers):

@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from retrysafe.contrib.endpoints import Endpoints, Place, Served
+from retrysafe.contrib.endpoints import EndpointPath, Endpoints, Served
 from retrysafe.contrib.views import require_options, view_rule
 from retrysafe.errors import InvalidInput
 from retrysafe.extras import missing_extra
 from retrysafe.http.asgi_run import App, Receive, Scope, Send
-from retrysafe.runtime.refusals import running_loop
+from retrysafe.runtime.checks import running_loop
 
 try:
     from starlette.applications import Starlette
@@ -130,7 +130,7 @@ class Retrysafe(Endpoints):
         if served is None:
             # Around the whole application, or behind a middleware that does not show what it wraps.
             served = self._served[protected] = self.serving(
-                protected.app, protected.rule, Place("/*")
+                protected.app, protected.rule, EndpointPath("/*")
             )
             self._list()
         return served
@@ -144,7 +144,7 @@ class Retrysafe(Endpoints):
                 self._served[protected] = self.serving(inner, rule, place)
         self._list()
 
-    def _found(self, app: Starlette) -> Iterator[tuple[Any, App, Any, Place]]:
+    def _found(self, app: Starlette) -> Iterator[tuple[Any, App, Any, EndpointPath]]:
         """Every protected endpoint: what it is known by, what it runs, its rule and its place."""
         for route, _, place in walk(app.routes):
             yield from guards_of(route, place)
@@ -192,7 +192,7 @@ def walk(
     *,
     prefix: str = "",
     depth: int = 0,
-) -> Iterator[tuple[BaseRoute, Any, Place]]:
+) -> Iterator[tuple[BaseRoute, Any, EndpointPath]]:
     """Every route at or below these, with what tells about it, and its place.
 
     An application that is mounted has a protection of its own and is left out.
@@ -200,18 +200,20 @@ def walk(
     for route, told in flatten(routes):
         if isinstance(route, Route):
             methods = None if told.methods is None else frozenset(told.methods)
-            yield route, told, Place(prefix + told.path_format, methods, depth)
+            yield route, told, EndpointPath(prefix + told.path_format, methods, depth)
             continue
         # A host has no path, and only mounts change the root path of what is below them.
         path = getattr(told, "path", "") if isinstance(route, Mount) else ""
         below = depth + path.count("/")
-        yield route, told, Place(f"{prefix}{path}/*", None, below)
+        yield route, told, EndpointPath(f"{prefix}{path}/*", None, below)
         if not any(isinstance(layer, Starlette) for layer in layers_of(route)):
             inner = getattr(route, "routes", None) or ()
             yield from walk(inner, flatten, prefix=prefix + path, depth=below)
 
 
-def guards_of(route: BaseRoute, place: Place) -> Iterator[tuple[Any, App, Any, Place]]:
+def guards_of(
+    route: BaseRoute, place: EndpointPath
+) -> Iterator[tuple[Any, App, Any, EndpointPath]]:
     """Every `Idempotent` around what a route leads to."""
     for layer in layers_of(route):
         if isinstance(layer, Idempotent):

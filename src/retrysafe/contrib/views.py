@@ -11,14 +11,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from retrysafe.core.atomic_lead import AtomicAttempt
+from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.http import blocking
-from retrysafe.http.exchange import Plan, Protection
+from retrysafe.http.protection import Plan, Protection
 from retrysafe.http.responses import Header, Response
 from retrysafe.http.rules import Rule
-from retrysafe.runtime.blocking import BlockingIdempotency
+from retrysafe.idempotency import BlockingIdempotency
 
 # Where a view holds its rule. Decorators that use `functools.wraps` carry it along.
 RULE_NAME: Final = "retrysafe_rule"

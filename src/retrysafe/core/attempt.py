@@ -6,23 +6,23 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
+from retrysafe.core.atomic.complete_in import JoinedOutcome, Joiner
 from retrysafe.core.call import Call
-from retrysafe.core.framing import Part
-from retrysafe.core.given import require_function
-from retrysafe.core.joining import JoinedOutcome, Joiner
-from retrysafe.core.keys import Key, checked_secret, child_key
+from retrysafe.core.checks import require_function
+from retrysafe.core.keys.framing import Part
+from retrysafe.core.keys.key import Key, checked_secret, child_key
+from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Fingerprint, StagedEntry
-from retrysafe.core.secret import Secrets
-from retrysafe.core.staging import Staging
-from retrysafe.core.stepping import Stepper, StepRun
-from retrysafe.core.steps import (
+from retrysafe.core.outbox.staging import Staging
+from retrysafe.core.steps.history import (
     ONE_TRY,
     Exceptions,
     StepOptions,
     StepRetry,
     checked_exceptions,
 )
+from retrysafe.core.steps.run import Stepper, StepRun
 from retrysafe.errors import ClaimLost, InvalidInput
 
 # Asks the store for a lease that may be over; the lease tells what came of it.

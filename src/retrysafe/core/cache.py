@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, Final
 
-from retrysafe.core.flights import Request
+from retrysafe.core.flights import Requested
 from retrysafe.core.model import Fingerprint, Payload
 
 # Long enough to absorb a burst of retries, short enough for an operator who waits for effect.
@@ -147,7 +147,7 @@ class ReplayCache:
     def keep(
         self,
         digest: bytes,
-        request: Request,
+        request: Requested,
         payload: Payload,
         attempt: int,
         asked_monotonic: float,

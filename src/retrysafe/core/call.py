@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from retrysafe.core.codec import OutcomeCodec
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Ending, Fingerprint, Payload
-from retrysafe.core.places import Places
+from retrysafe.core.permits import Permits
 from retrysafe.core.policy import Policy
+from retrysafe.core.values.codec import OutcomeCodec
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Call:
     # catch it, such as a client of an API, is told of `OperationFailed` instead.
     rebuilds_failures: bool = True
     # Who may wait for another run, when the policy says so; None for everybody.
-    waiters: Places | None = None
+    waiters: Permits | None = None
     # Whether an ending, by a value or an exception, is listed as one with which nothing happened.
     # None under a key that its client has sent, which belongs to one request for good, and where
     # nothing is listed: then no corrected request is taken.

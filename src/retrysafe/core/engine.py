@@ -11,26 +11,26 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final, Protocol
 
-from retrysafe.core.atomic_lead import AtomicLead, Transacting
+from retrysafe.core.atomic.complete_in import Joiner
+from retrysafe.core.atomic.run import AtomicRunner, Transacting
 from retrysafe.core.attempt import Confirm
 from retrysafe.core.cache import CachedOutcome, ReplayCache
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind, Reporter
-from retrysafe.core.flights import Flight, Flights, Phase, Request, is_same_request
-from retrysafe.core.joining import Joiner
-from retrysafe.core.keys import Key
+from retrysafe.core.flights import Flight, Flights, Phase, Requested, is_same_request
+from retrysafe.core.keys.key import Key
+from retrysafe.core.keys.secret import NO_SECRETS, Secrets
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, Decision, Payload
-from retrysafe.core.nesting import Nester
+from retrysafe.core.nested_claims import NestedRunner
 from retrysafe.core.policy import InFlight
-from retrysafe.core.ports import Lock, Orphanage, Renewals, Waiting, Writer
-from retrysafe.core.replaying import gone, in_flight, replayed_value, reused
+from retrysafe.core.ports import Background, Lock, Renewals, Waiting, Writer
+from retrysafe.core.replay import gone, in_flight, replayed_value, reused
 from retrysafe.core.retries import Retries
+from retrysafe.core.run import Endings, Perform, Runner
 from retrysafe.core.run_times import MINIMUM_SECONDS, RunTimes
-from retrysafe.core.running import Endings, Perform, Runner
-from retrysafe.core.secret import NO_SECRETS, Secrets
-from retrysafe.core.settling import Settler
-from retrysafe.core.stepping import Stepper
-from retrysafe.core.undoing import Concluder
+from retrysafe.core.settle import Settler
+from retrysafe.core.steps.compensation import Compensator
+from retrysafe.core.steps.run import Stepper
 from retrysafe.errors import (
     ClaimLost,
     KeyReused,
@@ -79,7 +79,7 @@ class Engine:
         waiting: Waiting,
         lock: Lock,
         renewals: Renewals,
-        orphanage: Orphanage,
+        background: Background,
         mint_token: Callable[[], bytes],
         cache: ReplayCache | None,
         report: Reporter,
@@ -107,7 +107,7 @@ class Engine:
             writer=writer,
             waiting=waiting,
             renewals=renewals,
-            orphanage=orphanage,
+            background=background,
             report=report,
         )
         self._owner = owner
@@ -118,7 +118,7 @@ class Engine:
             writer=writer,
             flights=self._flights,
             settler=settler,
-            concluder=Concluder(settler=settler, orphanage=orphanage, renewals=renewals),
+            concluder=Compensator(settler=settler, background=background, renewals=renewals),
             renewals=renewals,
             cache=cache,
             lock=lock,
@@ -132,17 +132,17 @@ class Engine:
             confirm=confirm,
             run_times=run_times,
         )
-        self._nester = Nester(
+        self._nester = NestedRunner(
             ask=self.ask,
             writer=writer,
             waiting=waiting,
             renewals=renewals,
-            orphanage=orphanage,
+            background=background,
             flights=self._flights,
             endings=endings,
             remember=self._runner.remember,
         )
-        self._atomic_lead = AtomicLead(
+        self._atomic_lead = AtomicRunner(
             flights=self._flights,
             monotonic=self._monotonic,
             payload_of=settler.payload_of,
@@ -508,7 +508,7 @@ class Engine:
             self._report(_REPLAYED, call.key, call.operation, attempt, source=source)
         return Answer(replayed_value(call, payload), True, attempt)
 
-    def _check_same(self, call: Call, other: Request, source: str) -> None:
+    def _check_same(self, call: Call, other: Requested, source: str) -> None:
         if not is_same_request(call, other):
             raise self._reused(call, other.operation, source)
 
@@ -533,7 +533,7 @@ class Engine:
             seconds = self._run_times.retry_after(
                 call.operation, flight.seconds_run(now), left if has_lease else None
             )
-        kind = EventKind.WAIT_ENDED if has_waited else EventKind.CONFLICTED
+        kind = EventKind.WAIT_TIMED_OUT if has_waited else EventKind.IN_FLIGHT
         self._report(kind, call.key, call.operation, source=source)
         waited = f" after a wait of {call.policy.wait_seconds:g} s" if has_waited else ""
         error = in_flight(

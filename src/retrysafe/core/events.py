@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 
 
 class EventKind(StrEnum):
@@ -17,14 +17,14 @@ class EventKind(StrEnum):
     TAKEN_OVER = "taken over"
     REPLAYED = "replayed"
     MISMATCHED = "mismatched"
-    CONFLICTED = "conflicted"
-    WAIT_ENDED = "wait ended"
+    IN_FLIGHT = "in flight"
+    WAIT_TIMED_OUT = "wait timed out"
     COMPLETED = "completed"
     FAILED = "failed"
     RELEASED = "released"
     EXHAUSTED = "exhausted"
     WITHHELD = "withheld"
-    CLAIM_LOST = "claim lost"
+    LOST = "lost"
     RENEWAL_FAILED = "renewal failed"
     SETTLE_FAILED = "settle failed"
     STORE_UNAVAILABLE = "store unavailable"

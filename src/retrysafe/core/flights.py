@@ -105,7 +105,7 @@ class Flight:
         return 0.0
 
 
-class Request(Protocol):
+class Requested(Protocol):
     """What two requests are told apart by."""
 
     @property
@@ -117,7 +117,7 @@ class Request(Protocol):
         """Of which operation."""
 
 
-def is_same_request(first: Request, second: Request) -> bool:
+def is_same_request(first: Requested, second: Requested) -> bool:
     """Whether two requests agree under the first rule that both know, as the store decides it.
 
     Without such a rule, or with no secret in common, those of one operation count as equal.

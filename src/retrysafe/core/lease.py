@@ -6,7 +6,7 @@ before the claim was sent, so it never lies later than the true one.
 
 from __future__ import annotations
 
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 
 # Two renewals may fail before a lease ends.
 RENEWALS_PER_LEASE = 3

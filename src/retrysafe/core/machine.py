@@ -36,7 +36,7 @@ from retrysafe.core.model import (
 )
 
 
-class Event(StrEnum):
+class Trigger(StrEnum):
     """Somebody's wish about a record, with what identifies them already compared."""
 
     CLAIM = "claim"
@@ -72,42 +72,42 @@ CONDITIONS: Final = (
 
 # fmt: off
 # The grid is read by column; the formatter would stack it into 105 lines.
-_ROWS: Final[dict[Event, tuple[Decision, ...]]] = {
+_ROWS: Final[dict[Trigger, tuple[Decision, ...]]] = {
     #                              absent      running       abandoned     succeeded     failed        released      outlived
-    Event.CLAIM:                  (_D.ADMIT,   _D.IN_FLIGHT, _D.TAKE_OVER, _D.REPLAY,    _D.REPLAY,    _D.TAKE_OVER, _D.ADMIT),
-    Event.CLAIM_MISMATCHED:       (_D.ADMIT,   _D.MISMATCH,  _D.MISMATCH,  _D.MISMATCH,  _D.MISMATCH,  _D.MISMATCH,  _D.ADMIT),
-    Event.CLAIM_CORRECTED:        (_D.ADMIT,   _D.MISMATCH,  _D.MISMATCH,  _D.MISMATCH,  _D.TAKE_OVER, _D.TAKE_OVER, _D.ADMIT),
-    Event.CLAIM_AGAIN:            (_D.ADMIT,   _D.CONFIRM,   _D.TAKE_OVER, _D.REPLAY,    _D.REPLAY,    _D.TAKE_OVER, _D.ADMIT),
-    Event.RECOVER:                (_D.LOST,    _D.IN_FLIGHT, _D.TAKE_OVER, _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST),
-    Event.COMPLETE:               (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.CONFIRM,   _D.LOST,      _D.LOST,      _D.LOST),
-    Event.FAIL:                   (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.LOST,      _D.CONFIRM,   _D.LOST,      _D.LOST),
-    Event.RELEASE:                (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.LOST,      _D.LOST,      _D.CONFIRM,   _D.LOST),
-    Event.EXTEND:                 (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST),
-    Event.RECORD_STEP:            (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST),
-    Event.WRITE_UNHELD:           (_D.LOST,    _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST),
-    Event.OPERATOR_RELEASE:       (_D.REFUSE,  _D.REFUSE,    _D.APPLY,     _D.REFUSE,    _D.APPLY,     _D.APPLY,     _D.CONFIRM),
-    Event.OPERATOR_FORCE_RELEASE: (_D.REFUSE,  _D.APPLY,     _D.APPLY,     _D.REFUSE,    _D.APPLY,     _D.APPLY,     _D.CONFIRM),
-    Event.OPERATOR_EXPIRE:        (_D.REFUSE,  _D.REFUSE,    _D.REFUSE,    _D.APPLY,     _D.APPLY,     _D.APPLY,     _D.CONFIRM),
-    Event.SWEEP:                  (_D.KEEP,    _D.KEEP,      _D.KEEP,      _D.KEEP,      _D.KEEP,      _D.KEEP,      _D.DELETE),
+    Trigger.CLAIM:                  (_D.ADMIT,   _D.IN_FLIGHT, _D.TAKE_OVER, _D.REPLAY,    _D.REPLAY,    _D.TAKE_OVER, _D.ADMIT),
+    Trigger.CLAIM_MISMATCHED:       (_D.ADMIT,   _D.MISMATCH,  _D.MISMATCH,  _D.MISMATCH,  _D.MISMATCH,  _D.MISMATCH,  _D.ADMIT),
+    Trigger.CLAIM_CORRECTED:        (_D.ADMIT,   _D.MISMATCH,  _D.MISMATCH,  _D.MISMATCH,  _D.TAKE_OVER, _D.TAKE_OVER, _D.ADMIT),
+    Trigger.CLAIM_AGAIN:            (_D.ADMIT,   _D.CONFIRM,   _D.TAKE_OVER, _D.REPLAY,    _D.REPLAY,    _D.TAKE_OVER, _D.ADMIT),
+    Trigger.RECOVER:                (_D.LOST,    _D.IN_FLIGHT, _D.TAKE_OVER, _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST),
+    Trigger.COMPLETE:               (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.CONFIRM,   _D.LOST,      _D.LOST,      _D.LOST),
+    Trigger.FAIL:                   (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.LOST,      _D.CONFIRM,   _D.LOST,      _D.LOST),
+    Trigger.RELEASE:                (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.LOST,      _D.LOST,      _D.CONFIRM,   _D.LOST),
+    Trigger.EXTEND:                 (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST),
+    Trigger.RECORD_STEP:            (_D.LOST,    _D.APPLY,     _D.APPLY,     _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST),
+    Trigger.WRITE_UNHELD:           (_D.LOST,    _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST,      _D.LOST),
+    Trigger.OPERATOR_RELEASE:       (_D.REFUSE,  _D.REFUSE,    _D.APPLY,     _D.REFUSE,    _D.APPLY,     _D.APPLY,     _D.CONFIRM),
+    Trigger.OPERATOR_FORCE_RELEASE: (_D.REFUSE,  _D.APPLY,     _D.APPLY,     _D.REFUSE,    _D.APPLY,     _D.APPLY,     _D.CONFIRM),
+    Trigger.OPERATOR_EXPIRE:        (_D.REFUSE,  _D.REFUSE,    _D.REFUSE,    _D.APPLY,     _D.APPLY,     _D.APPLY,     _D.CONFIRM),
+    Trigger.SWEEP:                  (_D.KEEP,    _D.KEEP,      _D.KEEP,      _D.KEEP,      _D.KEEP,      _D.KEEP,      _D.DELETE),
 }
 # fmt: on
 
-TABLE: Final[dict[tuple[Event, Condition], Decision]] = {
+TABLE: Final[dict[tuple[Trigger, Condition], Decision]] = {
     (event, condition): decision
     for event, row in _ROWS.items()
     for condition, decision in zip(CONDITIONS, row, strict=True)
 }
 
 _SETTLE_EVENTS: Final = {
-    SettleKind.COMPLETE: Event.COMPLETE,
-    SettleKind.FAIL: Event.FAIL,
-    SettleKind.RELEASE: Event.RELEASE,
+    SettleKind.COMPLETE: Trigger.COMPLETE,
+    SettleKind.FAIL: Trigger.FAIL,
+    SettleKind.RELEASE: Trigger.RELEASE,
 }
 
 _OPERATOR_EVENTS: Final = {
-    OperatorCommand.RELEASE: Event.OPERATOR_RELEASE,
-    OperatorCommand.FORCE_RELEASE: Event.OPERATOR_FORCE_RELEASE,
-    OperatorCommand.EXPIRE: Event.OPERATOR_EXPIRE,
+    OperatorCommand.RELEASE: Trigger.OPERATOR_RELEASE,
+    OperatorCommand.FORCE_RELEASE: Trigger.OPERATOR_FORCE_RELEASE,
+    OperatorCommand.EXPIRE: Trigger.OPERATOR_EXPIRE,
 }
 
 # What is known of an operation whose key has several forms, from the least to the most.
@@ -130,7 +130,7 @@ _SETTLED_CONDITIONS: Final = {
 
 # Looked up once: members of an enum are dear to look up on every call.
 _PENDING: Final = State.PENDING
-_CLAIM: Final = Event.CLAIM
+_CLAIM: Final = Trigger.CLAIM
 
 
 def condition_of(record: Record | None, now_ms: int) -> Condition:
@@ -167,7 +167,7 @@ def is_comparable(fingerprint: Fingerprint, digest: bytes) -> bool:
     return fingerprint.rule > 0 or fingerprint.digest[:TAG_BYTES] == digest[:TAG_BYTES]
 
 
-def claim_event(record: Record | None, request: ClaimRequest) -> Event:
+def claim_trigger(record: Record | None, request: ClaimRequest) -> Trigger:
     """Which kind of claim this is; the request is compared before the state is looked at."""
     if record is not None:
         if is_mismatch(record, request.fingerprints, request.operation):
@@ -177,42 +177,42 @@ def claim_event(record: Record | None, request: ClaimRequest) -> Event:
                 # Another operation is no correction of this one.
                 and record.operation == request.operation
             ):
-                return Event.CLAIM_CORRECTED
-            return Event.CLAIM_MISMATCHED
+                return Trigger.CLAIM_CORRECTED
+            return Trigger.CLAIM_MISMATCHED
         if record.token == request.token:
-            return Event.CLAIM_AGAIN
+            return Trigger.CLAIM_AGAIN
     return _CLAIM
 
 
-def held_event(record: Record | None, event: Event, token: bytes) -> Event:
+def held_trigger(record: Record | None, event: Trigger, token: bytes) -> Trigger:
     """The event itself when the token is the record's, else `WRITE_UNHELD`: this is the fence."""
     if record is None or record.token != token:
-        return Event.WRITE_UNHELD
+        return Trigger.WRITE_UNHELD
     return event
 
 
-def recover_event(record: Record | None, *, held: bytes, token: bytes) -> Event:
+def recover_trigger(record: Record | None, *, held: bytes, token: bytes) -> Trigger:
     """Which kind of claim a worker makes that saw the key held by that token, and brings its own.
 
     It compares no fingerprint: the request is the record's own. Its own token is a claim that is
     asked for again, as long as nobody has ended it.
     """
     if record is not None and record.token == token and record.state is State.PENDING:
-        return Event.CLAIM_AGAIN
-    return held_event(record, Event.RECOVER, held)
+        return Trigger.CLAIM_AGAIN
+    return held_trigger(record, Trigger.RECOVER, held)
 
 
-def settle_event(record: Record | None, kind: SettleKind, token: bytes) -> Event:
+def settle_trigger(record: Record | None, kind: SettleKind, token: bytes) -> Trigger:
     """The event of an owner's ending."""
-    return held_event(record, _SETTLE_EVENTS[kind], token)
+    return held_trigger(record, _SETTLE_EVENTS[kind], token)
 
 
-def operator_event(command: OperatorCommand) -> Event:
+def operator_trigger(command: OperatorCommand) -> Trigger:
     """The event of an operator's command."""
     return _OPERATOR_EVENTS[command]
 
 
-def decide(event: Event, condition: Condition) -> Decision:
+def decide(event: Trigger, condition: Condition) -> Decision:
     """The table's answer."""
     return TABLE[event, condition]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Final
 
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 
 # Tokens are random, so that no two claims in the whole history of all keys share one.
 TOKEN_BYTES: Final = 16

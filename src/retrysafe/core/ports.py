@@ -13,7 +13,7 @@ from enum import Enum
 from types import TracebackType
 from typing import Any, Final, Protocol, runtime_checkable
 
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import (
     ClaimAnswer,
@@ -292,10 +292,10 @@ class Renewals(Protocol):
         """Stops renewing; unknown leases are ignored."""
 
 
-class Orphanage(Protocol):
+class Background(Protocol):
     """Finishes what a cancelled caller left behind."""
 
-    def adopt(self, flow: Coroutine[Any, Any, None], abandon: Callable[[str], None]) -> None:
+    def finish(self, flow: Coroutine[Any, Any, None], abandon: Callable[[str], None]) -> None:
         """Runs the flow to its end without the caller.
 
         When that cannot be done the flow is closed, and `abandon` is called with the reason: what
@@ -303,7 +303,7 @@ class Orphanage(Protocol):
         """
 
 
-class Crew(Protocol):
+class WorkerPool(Protocol):
     """Runs flows beside the caller, a few at a time."""
 
     @property
@@ -315,10 +315,10 @@ class Crew(Protocol):
         """Whether what is under way was cancelled, because nobody waits for it any more."""
 
     async def wait_for_room(self, timeout_seconds: float) -> bool:
-        """Waits until there may be room, or the crew is being stopped; False when time ran out."""
+        """Waits until there may be room, or the pool is being stopped; False when time ran out."""
 
     async def has_room(self) -> bool:
-        """Waits until one more may start; False when the crew is being stopped."""
+        """Waits until one more may start; False when the pool is being stopped."""
 
     def start(self, flow: Coroutine[Any, Any, None]) -> None:
         """Runs the flow in the room that was just asked for, or raises and keeps the room free.

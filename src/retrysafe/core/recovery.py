@@ -13,10 +13,10 @@ from typing import Any, Final, Protocol
 
 from retrysafe.core.call import Answer
 from retrysafe.core.events import EventKind, Reporter
-from retrysafe.core.keys import GLOBAL, Key
+from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.core.model import Condition, Record, StoredKey
-from retrysafe.core.ports import Crew, Lock, Store
-from retrysafe.core.values import NotReadable
+from retrysafe.core.ports import Lock, Store, WorkerPool
+from retrysafe.core.values.trees import NotReadable
 from retrysafe.errors import ClaimLost, Closed, OperationInFlight
 
 # Records per look. Each may bring its arguments along, so a page is not large.
@@ -96,7 +96,7 @@ class Recovery:
         *,
         store: Store,
         resumers: Mapping[str, Resumer],
-        crew: Crew,
+        pool: WorkerPool,
         lock: Lock,
         report: Reporter,
         back_off_ms: int,
@@ -105,11 +105,11 @@ class Recovery:
     ) -> None:
         self._store = store
         self._resumers = resumers
-        self._crew = crew
+        self._pool = pool
         self._lock = lock
         self._tell = report
         self._back_off_ms = back_off_ms
-        # An operation that waits longer than this for room in the crew is told of.
+        # An operation that waits longer than this for room in the pool is told of.
         self._patience_seconds = patience_seconds
         self._notices = notices
         self._is_full_told = False
@@ -130,7 +130,7 @@ class Recovery:
             return replace(self._abandoned)
 
     async def resume_all(self) -> None:
-        """Starts every operation that can be resumed now, as soon as the crew has room for it."""
+        """Starts every operation that can be resumed now, as soon as the pool has room for it."""
         after = b""
         self._is_full_told = False
         while True:
@@ -141,7 +141,7 @@ class Recovery:
                     continue
                 if not await self._has_room():
                     return
-                self._crew.start(self._resume(stored, run))
+                self._pool.start(self._resume(stored, run))
             if len(page) < PAGE_LIMIT:
                 return
             # Onwards from the last one, started or not: what cannot be resumed holds up nobody.
@@ -149,10 +149,10 @@ class Recovery:
 
     async def _has_room(self) -> bool:
         """Waits for room, and tells once in a walk that it takes long: operations may hang."""
-        if not self._is_full_told and not await self._crew.wait_for_room(self._patience_seconds):
+        if not self._is_full_told and not await self._pool.wait_for_room(self._patience_seconds):
             self._is_full_told = True
-            self._notices.is_full(self._crew.size)
-        return await self._crew.has_room()
+            self._notices.is_full(self._pool.size)
+        return await self._pool.has_room()
 
     def _prepared(self, stored: StoredKey) -> Callable[[], Awaitable[Answer[Any]]] | None:
         record = stored.record
@@ -179,7 +179,7 @@ class Recovery:
         except BaseException as error:
             # A cancellation or an exit of the operation's own would leave no trace otherwise. One
             # of a worker that gives up says nothing about the operation.
-            if not self._crew.has_given_up:
+            if not self._pool.has_given_up:
                 self._tell_failure(stored, error)
             raise
         else:

@@ -10,14 +10,14 @@ from dataclasses import replace
 from typing import Final
 
 from retrysafe.core.machine import (
-    Event,
-    claim_event,
+    Trigger,
+    claim_trigger,
     condition_of,
     decide,
-    held_event,
-    operator_event,
-    recover_event,
-    settle_event,
+    held_trigger,
+    operator_trigger,
+    recover_trigger,
+    settle_trigger,
 )
 from retrysafe.core.model import (
     ClaimAnswer,
@@ -65,13 +65,13 @@ def claim(
             "another key with the same digest exists; use a different key", key=request.key.text
         )
     condition = condition_of(record, now_ms)
-    event = claim_event(record, request)
+    event = claim_trigger(record, request)
     decision = decide(event, condition)
     if decision is _ADMIT:
         granted = _granted(request, None, condition, now_ms)
         return granted, _grant(decision, condition, granted)
     assert record is not None  # Only an absent record has no row, and absent is always admitted.
-    is_corrected = event is Event.CLAIM_CORRECTED
+    is_corrected = event is Trigger.CLAIM_CORRECTED
     return _claimed(record, request, decision, condition, now_ms, is_corrected=is_corrected)
 
 
@@ -96,7 +96,7 @@ def take_over(
     ):
         record = None  # A row of another key with the same digest is not what the worker saw.
     condition = condition_of(record, now_ms)
-    decision = decide(recover_event(record, held=held, token=request.token), condition)
+    decision = decide(recover_trigger(record, held=held, token=request.token), condition)
     if record is None or decision is Decision.LOST:
         return None, ClaimAnswer(Decision.LOST, condition)
     return _claimed(record, request, decision, condition, now_ms)
@@ -247,7 +247,7 @@ def settle(
     record: Record | None, settlement: Settlement, now_ms: int
 ) -> tuple[Record | None, SettleAnswer]:
     """Ends an attempt; the new record is None when nothing is to be written."""
-    event = settle_event(record, settlement.kind, settlement.token)
+    event = settle_trigger(record, settlement.kind, settlement.token)
     decision = decide(event, condition_of(record, now_ms))
     if decision is not Decision.APPLY:
         return None, SettleAnswer(decision)
@@ -259,7 +259,7 @@ def extend(
     record: Record | None, extension: Extension, now_ms: int
 ) -> tuple[Record | None, ExtendAnswer]:
     """Extends a lease; the new record is None when nothing is to be written."""
-    event = held_event(record, Event.EXTEND, extension.token)
+    event = held_trigger(record, Trigger.EXTEND, extension.token)
     decision = decide(event, condition_of(record, now_ms))
     if decision is not Decision.APPLY:
         return None, ExtendAnswer(decision)
@@ -307,7 +307,7 @@ def record_step(
     is a former owner whose token a late copy of its claim has brought back: it must not go on with
     a result that nobody else will ever see.
     """
-    event = held_event(record, Event.RECORD_STEP, write.token)
+    event = held_trigger(record, Trigger.RECORD_STEP, write.token)
     decision = decide(event, condition_of(record, now_ms))
     if stored is not None and stored != write.step.payload:
         return Decision.LOST
@@ -318,7 +318,7 @@ def operate(
     record: Record | None, command: OperatorCommand, now_ms: int
 ) -> tuple[Record | None, Decision]:
     """Applies an operator's command; the new record is None when nothing is to be written."""
-    decision = decide(operator_event(command), condition_of(record, now_ms))
+    decision = decide(operator_trigger(command), condition_of(record, now_ms))
     if decision is not Decision.APPLY:
         return None, decision
     assert record is not None  # Nothing is applied to an absent record.

@@ -1,6 +1,6 @@
 """HTTP: protects the routes of any ASGI or WSGI application, without knowing any framework."""
 
-from retrysafe.core.atomic_lead import AtomicAttempt
+from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import (
@@ -11,9 +11,9 @@ from retrysafe.http.callers import (
     bearer_token,
     gateway_header,
 )
-from retrysafe.http.exchange import Plan, Protection
-from retrysafe.http.keys_of import FromBody, FromFields, FromHeader
+from retrysafe.http.key_sources import FieldsKey, FromBody, HeaderKey
 from retrysafe.http.limits import Limits
+from retrysafe.http.protection import Plan, Protection
 from retrysafe.http.request import Headers, Request
 from retrysafe.http.responses import Response
 from retrysafe.http.rules import ACCEPT, KeyUse, Rule, StatusRule, Streaming
@@ -25,9 +25,9 @@ __all__ = [
     "Breaker",
     "CallerOf",
     "Credential",
+    "FieldsKey",
     "FromBody",
-    "FromFields",
-    "FromHeader",
+    "HeaderKey",
     "Headers",
     "IdempotencyMiddleware",
     "KeyUse",

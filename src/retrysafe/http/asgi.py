@@ -14,12 +14,12 @@ from copy import copy
 from datetime import timedelta
 from typing import Any, Final, Self, cast
 
+from retrysafe.async_idempotency import AsyncFace
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.keys import GlobalCaller, Key
+from retrysafe.core.keys.key import GlobalCaller, Key
 from retrysafe.core.ports import Waits
 from retrysafe.errors import InvalidInput, StoreError
-from retrysafe.http.asgi_claims import ClaimLookout
 from retrysafe.http.asgi_io import (
     TOO_LARGE,
     app_prefix_of,
@@ -41,16 +41,17 @@ from retrysafe.http.asgi_run import (
 )
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
-from retrysafe.http.exchange import (
+from retrysafe.http.claim_timeout import ClaimLookout
+from retrysafe.http.large_bodies import LARGE_BODIES, LARGE_BODY_BYTES
+from retrysafe.http.limits import Limits
+from retrysafe.http.policy_page import PolicyReaders
+from retrysafe.http.protection import (
     POLICY_PATH,
     STATUS_PATH,
     STORE_TIMEOUT,
     Plan,
     Protection,
 )
-from retrysafe.http.large_bodies import LARGE_BODIES, LARGE_BODY_BYTES
-from retrysafe.http.limits import Limits
-from retrysafe.http.policy_page import PolicyReaders
 from retrysafe.http.recent import Recent, Repetition, head_of
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
@@ -58,7 +59,6 @@ from retrysafe.http.routes import Match
 from retrysafe.http.rules import Rule, checked_rules
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.http.unprotected import UnprotectedRuns
-from retrysafe.runtime.tasks import AsyncFace
 
 _PAGE_METHODS: Final = ("GET", "HEAD")
 _UNREAD: Final = object()

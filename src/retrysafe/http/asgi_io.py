@@ -13,7 +13,7 @@ from retrysafe.errors import InvalidInput
 from retrysafe.http.asgi_run import REPLACED, Receive, Scope, Send, exact_path, is_below
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
-from retrysafe.runtime.refusals import running_loop
+from retrysafe.runtime.checks import running_loop
 
 _logger = logging.getLogger("retrysafe")
 

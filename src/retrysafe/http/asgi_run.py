@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 from urllib.parse import unquote_to_bytes
 
-from retrysafe.core.atomic_lead import AtomicAttempt
+from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.places import Places
+from retrysafe.core.permits import Permits
 from retrysafe.errors import ClaimLost
-from retrysafe.http.exchange import UNPROTECTED, Plan
-from retrysafe.http.held import Held, is_from_stream, passes_at_once
+from retrysafe.http.held_response import Held, is_from_stream, passes_at_once
+from retrysafe.http.protection import UNPROTECTED, Plan
 from retrysafe.http.request import PROTECTED_NAME
 from retrysafe.http.responses import Response
 from retrysafe.http.unserved import is_told, is_unserved
@@ -159,7 +159,7 @@ class AppRun:
         self.task: asyncio.Task[None] | None = None
         self.started: asyncio.Future[None] | None = None
         # Where it has a place for as long as the application runs, if it may go on behind a 202.
-        self.background: Places | None = None
+        self.background: Permits | None = None
         self.settling: asyncio.Task[None] | None = None
         # Where all of this runs. Asking for it is a system call before Python 3.12.
         self.loop: asyncio.AbstractEventLoop = loop

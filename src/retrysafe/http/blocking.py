@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from retrysafe.core.atomic_lead import AtomicAttempt
+from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.keys import GlobalCaller, Key
+from retrysafe.core.keys.key import GlobalCaller, Key
 from retrysafe.errors import RetrysafeError, StoreError
-from retrysafe.http.exchange import Plan, Protection
+from retrysafe.http.protection import Plan, Protection
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response
 from retrysafe.http.unprotected import UnprotectedRuns
-from retrysafe.runtime.blocking import BlockingIdempotency
+from retrysafe.idempotency import BlockingIdempotency
 from retrysafe.runtime.drive import run_sync
 
 

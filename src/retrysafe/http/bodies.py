@@ -14,8 +14,8 @@ import re
 from typing import Any, Final
 from urllib.parse import unquote_to_bytes
 
-from retrysafe.core import canonical
-from retrysafe.core.framing import frame
+from retrysafe.core.keys import canonical
+from retrysafe.core.keys.framing import frame
 from retrysafe.errors import FingerprintImpossible
 from retrysafe.http.request import Request
 

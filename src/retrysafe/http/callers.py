@@ -20,9 +20,9 @@ from functools import lru_cache
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from retrysafe.core.framing import frame
-from retrysafe.core.keys import CALLER_LIMIT_CHARACTERS, GlobalCaller
-from retrysafe.core.secret import PLAIN_TAG, Secrets
+from retrysafe.core.keys.framing import frame
+from retrysafe.core.keys.key import CALLER_LIMIT_CHARACTERS, GlobalCaller
+from retrysafe.core.keys.secret import PLAIN_TAG, Secrets
 from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.http.request import Request
 

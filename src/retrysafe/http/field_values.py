@@ -18,9 +18,9 @@ from typing import Any, Final
 from unicodedata import is_normalized
 from uuid import UUID
 
-from retrysafe.core.canonical import ABSENT
-from retrysafe.core.framing import Part, utc_text
-from retrysafe.core.numerals import Number
+from retrysafe.core.keys.canonical import ABSENT
+from retrysafe.core.keys.framing import Part, utc_text
+from retrysafe.core.keys.numbers import Number
 from retrysafe.errors import InvalidInput, KeyInvalid
 
 # No name, address or id is longer. Normalizing a text takes the square of its length at worst.

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Final, NamedTuple
 from urllib.parse import quote
 
-from retrysafe.core.keys import KEY_LIMIT_CHARACTERS
+from retrysafe.core.keys.key import KEY_LIMIT_CHARACTERS
 from retrysafe.errors import KeyInvalid
 
 # A key of 255 characters with all of them escaped, and parameters of more than that.

@@ -13,19 +13,19 @@ from datetime import timedelta
 from html import escape
 from typing import Any, Final
 
-from retrysafe.core.fingerprint import FingerprintRule
-from retrysafe.core.keys import KEY_LIMIT_CHARACTERS
+from retrysafe.core.keys.fingerprint import FingerprintRule
+from retrysafe.core.keys.key import KEY_LIMIT_CHARACTERS
 from retrysafe.core.policy import FOREVER, InFlight
 from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.http.durations import spoken
-from retrysafe.http.keys_of import FromHeader
+from retrysafe.http.key_sources import HeaderKey
 from retrysafe.http.problems import KINDS
 from retrysafe.http.request import Request
 from retrysafe.http.responses import NO_STORE, STORED_HEADERS, Response
 from retrysafe.http.routes import Route
 from retrysafe.http.rules import ACCEPT, KeyUse, Streaming, responds_async
 
-_HEADER: Final = str(FromHeader())
+_HEADER: Final = str(HeaderKey())
 _OTHERWISE: Final = f"{_HEADER}, or else "
 _NAMESPACES: Final = {
     "caller": "Keys of different callers never meet.",

@@ -260,7 +260,7 @@ def kind_of(error: BaseException) -> ProblemKind | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProblemContext:
     """Where a problem happened and where its meaning can be read."""
 
     policy_url: str
@@ -271,7 +271,7 @@ class Place:
 
 def problem(
     kind: ProblemKind,
-    place: Place,
+    place: ProblemContext,
     *,
     detail: str | None = None,
     key: str | None = None,
@@ -316,7 +316,11 @@ def first_use(error: KeyReused) -> str | None:
 
 
 def problem_of(
-    error: BaseException, place: Place, *, key: str | None = None, detail: str | None = None
+    error: BaseException,
+    place: ProblemContext,
+    *,
+    key: str | None = None,
+    detail: str | None = None,
 ) -> Response | None:
     """The refusal that an error means; None for one that is not for clients."""
     kind = kind_of(error)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from retrysafe.core.model import Payload
-from retrysafe.core.values import NotReadable, NotStorable
+from retrysafe.core.values.trees import NotReadable, NotStorable
 from retrysafe.errors import PolicyInvalid
 
 FORM: Final = "http.1"

@@ -15,12 +15,12 @@ from typing import Any, Final
 from retrysafe.core.model import Ending
 from retrysafe.core.policy import InFlight
 from retrysafe.errors import PolicyInvalid
-from retrysafe.http.keys_of import FromHeader
+from retrysafe.http.key_sources import HeaderKey
 from retrysafe.http.paths import PathPattern
 from retrysafe.http.request import plain_path, served_path
 from retrysafe.http.responses import Response, ResponseCodec
 from retrysafe.http.rules import ACCEPT, Accept, KeyUse, Rule, require_rules
-from retrysafe.runtime.calls import Settings
+from retrysafe.runtime.describe import Settings
 
 # The column of the stores that holds an operation's name.
 _NAME_LIMIT_CHARACTERS: Final = 255
@@ -78,7 +78,7 @@ class Route:
         source = rule.source
         self.policy = source.checked(policy, settings.secrets.value)
         # What makes the keys that clients do not send, and the policy of those.
-        self.maker = source.otherwise if isinstance(source, FromHeader) else source
+        self.maker = source.otherwise if isinstance(source, HeaderKey) else source
         self.made_policy = (
             self.policy
             if self.maker is None
@@ -93,7 +93,7 @@ class Route:
             self.nothing_happened = _Listed(rule.nothing_happened)
         self.is_required = rule.key is KeyUse.REQUIRED
         self.source = rule.source
-        self.has_header_key = type(source) is FromHeader
+        self.has_header_key = type(source) is HeaderKey
         # A length of so few digits is within the limit whatever they are.
         self.short_digits = len(str(rule.request_limit_bytes)) - 1
         shown = rule.path or "*"

@@ -13,11 +13,11 @@ from difflib import get_close_matches
 from enum import Enum
 from typing import Any, Final
 
-from retrysafe.core.fingerprint import FingerprintRule
+from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.model import Ending
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import PolicyInvalid
-from retrysafe.http.keys_of import FromBody, FromFields, FromHeader, KeySource
+from retrysafe.http.key_sources import FieldsKey, FromBody, HeaderKey, KeySource
 
 # The methods that change state. GET, HEAD and OPTIONS are safe by definition.
 STATE_CHANGING: Final = ("POST", "PUT", "PATCH", "DELETE")
@@ -152,7 +152,7 @@ class Rule:
     path: str | None = None
     methods: tuple[str, ...] = STATE_CHANGING
     key: KeyUse = KeyUse.REQUIRED
-    source: KeySource = field(default_factory=FromHeader)
+    source: KeySource = field(default_factory=HeaderKey)
     # None: those of the Idempotency object.
     policy: Policy | None = None
     fingerprint: FingerprintRule | None = None
@@ -165,7 +165,7 @@ class Rule:
     # Whether `Prefer: respond-async` is followed.
     respond_async: bool = True
     stored: StatusRule = KEPT_BELOW_500
-    # Responses after which nothing has happened, such as 402: a key of `FromFields` then takes a
+    # Responses after which nothing has happened, such as 402: a key of `FieldsKey` then takes a
     # corrected request. Whether the response is kept or frees the key, `stored` says.
     nothing_happened: tuple[int, ...] = ()
     # Headers that are stored beside the usual ones, such as "X-Total-Count".
@@ -197,7 +197,7 @@ class Rule:
             ("exact_path", bool),
             ("wait", bool | None),
             ("respond_async", bool),
-            ("source", FromHeader | FromFields | FromBody),
+            ("source", HeaderKey | FieldsKey | FromBody),
         ):
             value = getattr(self, name)
             if not isinstance(value, kind):
@@ -236,9 +236,9 @@ class Rule:
                     "nothing_happened takes statuses from 400 to 499 except 408, because after "
                     f"others something may have happened, got {status!r}"
                 )
-        if listed and not isinstance(self.source, FromFields):
+        if listed and not isinstance(self.source, FieldsKey):
             raise PolicyInvalid(
-                "nothing_happened is for FromFields, whose keys several requests may have: one in "
+                "nothing_happened is for FieldsKey, whose keys several requests may have: one in "
                 "the Idempotency-Key header belongs to one request, and of FromBody a corrected "
                 "request has another key anyway"
             )

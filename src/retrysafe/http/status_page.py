@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 
-from retrysafe.core import codec
 from retrysafe.core.model import Condition, Payload, StoredKey
 from retrysafe.core.run_times import RunTimes
-from retrysafe.core.values import NotReadable
+from retrysafe.core.values import codec
+from retrysafe.core.values.trees import NotReadable
 from retrysafe.http import problems
 from retrysafe.http.headers import retry_after_text
-from retrysafe.http.problems import Place, problem
+from retrysafe.http.problems import ProblemContext, problem
 from retrysafe.http.responses import Response, ResponseCodec
 
 _CODEC = ResponseCodec()
@@ -28,7 +28,7 @@ _ADVICE = {
 
 
 def status_response(
-    stored: StoredKey | None, place: Place, key: str, run_times: RunTimes
+    stored: StoredKey | None, place: ProblemContext, key: str, run_times: RunTimes
 ) -> Response:
     """What is known of a key: its state while there is no outcome, then the stored response."""
     if stored is None or stored.condition in (Condition.ABSENT, Condition.OUTLIVED):

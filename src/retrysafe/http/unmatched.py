@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from retrysafe.core.events import EventKind
-from retrysafe.core.keys import GLOBAL, Key
+from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.errors import KeyInvalid
 from retrysafe.http.headers import parse_key
 from retrysafe.http.responses import Header
@@ -30,7 +30,7 @@ _UNPROTECTED: Final = (
     "key=KeyUse.OFF"
 )
 _UNREAD: Final = (
-    "%s %r brings an Idempotency-Key, which does not count there: FromFields makes the key, and "
+    "%s %r brings an Idempotency-Key, which does not count there: FieldsKey makes the key, and "
     "two requests with the same fields are one"
 )
 _logger = logging.getLogger("retrysafe")

@@ -15,14 +15,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from retrysafe.core import codec
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.flights import is_same_request
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Ending, Fingerprint, Payload
-from retrysafe.core.replaying import in_flight, replayed_value, reused
+from retrysafe.core.replay import in_flight, replayed_value, reused
 from retrysafe.core.run_times import MINIMUM_SECONDS, RunTimes
+from retrysafe.core.values import codec
 from retrysafe.errors import OperationInFlight, OutcomeNotStored, StoreError, StoreUnavailable
 from retrysafe.http.breaker import Breaker
 
@@ -203,7 +203,7 @@ class UnprotectedRuns:
             mismatch.is_known_here = True
             raise mismatch
         if run.payload is None:
-            report(EventKind.CONFLICTED, call.key, call.operation)
+            report(EventKind.IN_FLIGHT, call.key, call.operation)
             conflict = self._conflict(run, call, run_times)
             conflict.is_known_here = True
             conflict.has_record = False

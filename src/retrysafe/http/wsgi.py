@@ -11,15 +11,15 @@ from http.client import responses as reasons
 from io import BytesIO
 from typing import Final
 
-from retrysafe.core.keys import GlobalCaller
+from retrysafe.core.keys.key import GlobalCaller
 from retrysafe.errors import InvalidInput
 from retrysafe.http import blocking
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf, require_blocking
-from retrysafe.http.exchange import POLICY_PATH, STATUS_PATH, Plan, Protection
 from retrysafe.http.headers import length_of
 from retrysafe.http.limits import Limits
 from retrysafe.http.policy_page import PolicyReaders
+from retrysafe.http.protection import POLICY_PATH, STATUS_PATH, Plan, Protection
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Header, Response
 from retrysafe.http.routes import Match
@@ -32,7 +32,7 @@ from retrysafe.http.wsgi_run import (
     WsgiRun,
     text_header,
 )
-from retrysafe.runtime.blocking import BlockingIdempotency
+from retrysafe.idempotency import BlockingIdempotency
 
 _PAGE_METHODS: Final = ("GET", "HEAD")
 _KEY_NAME: Final = "HTTP_IDEMPOTENCY_KEY"

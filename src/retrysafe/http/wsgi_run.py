@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, Final
 
-from retrysafe.core.atomic_lead import AtomicAttempt
+from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
-from retrysafe.http.exchange import UNPROTECTED, Plan
-from retrysafe.http.held import Held, passes_at_once
+from retrysafe.http.held_response import Held, passes_at_once
+from retrysafe.http.protection import UNPROTECTED, Plan
 from retrysafe.http.request import PROTECTED_NAME
 from retrysafe.http.responses import Header, Response
 from retrysafe.http.unserved import is_told, is_unserved

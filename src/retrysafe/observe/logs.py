@@ -14,7 +14,7 @@ LEVELS: Final = {
     EventKind.TAKEN_OVER: logging.WARNING,
     EventKind.EXHAUSTED: logging.ERROR,
     EventKind.WITHHELD: logging.ERROR,
-    EventKind.CLAIM_LOST: logging.WARNING,
+    EventKind.LOST: logging.WARNING,
     EventKind.RENEWAL_FAILED: logging.WARNING,
     EventKind.SETTLE_FAILED: logging.ERROR,
     EventKind.STORE_UNAVAILABLE: logging.WARNING,

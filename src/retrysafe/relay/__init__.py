@@ -4,11 +4,11 @@ Owns what happens between a committed entry and its receiver. It must not know o
 come from the outbox port. Targets that need a library are imported when they are used.
 """
 
-from retrysafe.core.outbox import BackOff
-from retrysafe.relay.engine import RelayReport
-from retrysafe.relay.faces import AsyncRelay, Relay
+from retrysafe.core.outbox.entries import BackOff
+from retrysafe.relay.delivery_loop import RelayReport
 from retrysafe.relay.policy import RelayPolicy
 from retrysafe.relay.ports import Deliver, Delivery, Target
+from retrysafe.relay.relay import AsyncRelay, Relay
 from retrysafe.relay.signing import verify_webhook
 
 __all__ = [

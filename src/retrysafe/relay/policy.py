@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
 
-from retrysafe.core.outbox import BackOff
+from retrysafe.core.outbox.entries import BackOff
 from retrysafe.errors import PolicyInvalid
 
 _ATTEMPTS_MOST: Final = 1_000_000

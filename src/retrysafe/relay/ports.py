@@ -1,4 +1,4 @@
-"""The ports of a relay: a target that takes deliveries, and a crew that carries them out.
+"""The ports of a relay: a target that takes deliveries, and a pool that carries them out.
 
 As everywhere, they are `async def` and come in two kinds: blocking ones never suspend.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from retrysafe.core.outbox import Entry
+from retrysafe.core.outbox.entries import Entry
 from retrysafe.core.ports import Waits
 
 
@@ -102,7 +102,7 @@ def require_begun() -> None:
         raise NotBegun
 
 
-class Crew(Protocol):
+class DeliveryPool(Protocol):
     """Carries out deliveries, several at a time."""
 
     @property
@@ -125,4 +125,4 @@ class Crew(Protocol):
         """Ends the rest, from any thread; a wake before the rest counts too."""
 
     async def close(self) -> None:
-        """Ends the crew once its deliveries have ended."""
+        """Ends the pool once its deliveries have ended."""

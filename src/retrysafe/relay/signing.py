@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Final
 
-from retrysafe.core.keys import DIGEST_TEXT_BYTES, SECRET_MINIMUM_BYTES
+from retrysafe.core.keys.key import DIGEST_TEXT_BYTES, SECRET_MINIMUM_BYTES
 from retrysafe.errors import InvalidInput, SecretMissing
 
 ID_HEADER: Final = "webhook-id"

@@ -10,22 +10,22 @@ from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from retrysafe.conflicts import is_outage
-from retrysafe.core.atomic import AtomicBlock
+from retrysafe.core.atomic.block import AtomicBlock
+from retrysafe.core.atomic.complete_in import stage_in
 from retrysafe.core.call import Call
-from retrysafe.core.fingerprint import FingerprintRule
-from retrysafe.core.framing import Part
-from retrysafe.core.joining import stage_in
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.fingerprint import FingerprintRule
+from retrysafe.core.keys.framing import Part
+from retrysafe.core.keys.key import Key
+from retrysafe.core.outbox.staging import Staging
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Waits
-from retrysafe.core.staging import Staging
 from retrysafe.runtime.atomic_threads import with_connection
-from retrysafe.runtime.calls import CallerSource, KeySource, owner_name
+from retrysafe.runtime.checks import require_async
+from retrysafe.runtime.describe import CallerSource, KeySource, owner_name
 from retrysafe.runtime.face import Face, mint_token
 from retrysafe.runtime.gate import TaskGate
-from retrysafe.runtime.refusals import require_async
-from retrysafe.runtime.waiting import TaskWaiting
+from retrysafe.runtime.local_clocks import TaskClock
+from retrysafe.transactions import is_outage
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -168,7 +168,7 @@ class AtomicTasks(Face, ABC):
         return AtomicBlock(
             call,
             self._join(connection, Waits.SUSPENDING),
-            waiting=TaskWaiting(),
+            waiting=TaskClock(),
             mint_token=mint_token,
             report=self._report,
             owner=owner_name(),

@@ -10,22 +10,22 @@ from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from retrysafe import forks
-from retrysafe.conflicts import is_outage
-from retrysafe.core.atomic import AtomicBlock
+from retrysafe.core.atomic.block import AtomicBlock
+from retrysafe.core.atomic.complete_in import stage_in
 from retrysafe.core.call import Call
-from retrysafe.core.fingerprint import FingerprintRule
-from retrysafe.core.framing import Part
-from retrysafe.core.joining import stage_in
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.fingerprint import FingerprintRule
+from retrysafe.core.keys.framing import Part
+from retrysafe.core.keys.key import Key
+from retrysafe.core.outbox.staging import Staging
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Waits
-from retrysafe.core.staging import Staging
-from retrysafe.runtime.calls import CallerSource, KeySource, owner_name
+from retrysafe.runtime.checks import require_plain
+from retrysafe.runtime.describe import CallerSource, KeySource, owner_name
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import Face, mint_token
 from retrysafe.runtime.gate import ThreadGate
-from retrysafe.runtime.refusals import require_plain
-from retrysafe.runtime.waiting import ThreadWaiting
+from retrysafe.runtime.local_clocks import ThreadClock
+from retrysafe.transactions import is_outage
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -208,7 +208,7 @@ class AtomicThreads(Face):
         return AtomicBlock(
             call,
             self._join(connection, Waits.BLOCKING),
-            waiting=ThreadWaiting(),
+            waiting=ThreadClock(),
             mint_token=mint_token,
             report=self._report,
             owner=owner_name(),

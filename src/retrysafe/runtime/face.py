@@ -14,10 +14,9 @@ from typing import Any, Final
 
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Call
-from retrysafe.core.codec import OutcomeCodec
 from retrysafe.core.events import ALL_KINDS, Emit, Event, EventKind, Reporter
-from retrysafe.core.fingerprint import FingerprintRule
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.fingerprint import FingerprintRule
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import (
     TOKEN_BYTES,
     Condition,
@@ -27,12 +26,22 @@ from retrysafe.core.model import (
     StagedEntry,
     StoredKey,
 )
-from retrysafe.core.outbox import staged_entry
+from retrysafe.core.outbox.entries import staged_entry
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Transaction, Waits
 from retrysafe.core.run_times import RunTimes
+from retrysafe.core.values.codec import OutcomeCodec
 from retrysafe.errors import InvalidInput, OperatorRefused
-from retrysafe.runtime.calls import (
+from retrysafe.runtime.checks import (
+    SecretSource,
+    checked_observers,
+    checked_policy,
+    checked_rule,
+    require_call,
+    require_runnable,
+    secrets_of,
+)
+from retrysafe.runtime.describe import (
     UNSET,
     CallerSource,
     KeySource,
@@ -45,16 +54,7 @@ from retrysafe.runtime.calls import (
     codec_of,
     operation_name,
 )
-from retrysafe.runtime.refusals import (
-    SecretSource,
-    checked_observers,
-    checked_policy,
-    checked_rule,
-    require_call,
-    require_runnable,
-    secrets_of,
-)
-from retrysafe.runtime.resumers import Resumable, Resumables, Run
+from retrysafe.runtime.resumable import Resumable, Resumables, Run
 from retrysafe.runtime.threaded_transaction import in_thread
 
 _logger = logging.getLogger("retrysafe")

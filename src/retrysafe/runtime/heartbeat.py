@@ -20,7 +20,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from retrysafe.core.events import Event, EventKind, Reporter
 from retrysafe.core.lease import Lease
 from retrysafe.core.ports import ExtendsAnywhere, Store, Waits
-from retrysafe.core.renewing import due_leases, next_renewal, renew
+from retrysafe.core.renewal import due_leases, next_renewal, renew
 from retrysafe.runtime import local_time
 from retrysafe.runtime.drive import run_sync
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from retrysafe.core.attempt import Attempt
 from retrysafe.errors import StoreError
+from retrysafe.runtime.checks import async_here, not_awaited
 from retrysafe.runtime.current import current
-from retrysafe.runtime.refusals import async_here, not_awaited
 
 
 async def perform_in_thread(

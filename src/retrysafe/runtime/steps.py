@@ -8,8 +8,7 @@ from collections.abc import Callable
 from types import CoroutineType
 from typing import Any, Final, ParamSpec, TypeVar
 
-from retrysafe.core.codec import ValueCodec
-from retrysafe.core.steps import (
+from retrysafe.core.steps.history import (
     ONE_TRY,
     Exceptions,
     StepRetry,
@@ -17,10 +16,11 @@ from retrysafe.core.steps import (
     checked_name,
     require_undo,
 )
+from retrysafe.core.values.codec import ValueCodec
 from retrysafe.errors import InvalidInput
-from retrysafe.runtime.calls import codec_for
+from retrysafe.runtime.checks import async_here, not_awaited, require_runnable
 from retrysafe.runtime.current import current_attempt
-from retrysafe.runtime.refusals import async_here, not_awaited, require_runnable
+from retrysafe.runtime.describe import codec_for
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
@@ -23,7 +23,7 @@ from retrysafe.core.model import (
     StoredOutcome,
     SweepReport,
 )
-from retrysafe.core.outbox_ports import outbox_of
+from retrysafe.core.outbox.port import outbox_of
 from retrysafe.core.ports import (
     Capabilities,
     ClaimResult,
@@ -35,7 +35,7 @@ from retrysafe.core.ports import (
     Waits,
 )
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.own_block import require_outside
+from retrysafe.runtime.reentry import require_outside
 from retrysafe.runtime.threaded_outbox import ThreadedOutbox
 
 T = TypeVar("T")

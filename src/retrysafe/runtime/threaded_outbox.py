@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from retrysafe.core.model import Decision
-from retrysafe.core.outbox import (
+from retrysafe.core.outbox.entries import (
     ClaimedEntries,
     EntryClaim,
     EntryCommand,
@@ -15,7 +15,7 @@ from retrysafe.core.outbox import (
     Hints,
     StoredEntry,
 )
-from retrysafe.core.outbox_ports import Outbox
+from retrysafe.core.outbox.port import Outbox
 
 Hop = Callable[..., Coroutine[Any, Any, Any]]
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
@@ -19,7 +19,7 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import Fate, Store, Transaction, Waits
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.own_block import OwnBlock
+from retrysafe.runtime.reentry import OpenBlock
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class ThreadedTransaction:
         self._transaction = transaction
         self._store = store
         self._worker: ThreadPoolExecutor | None = None
-        self._block: OwnBlock | None = None
+        self._block: OpenBlock | None = None
 
     async def _hop(self, method: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
         if self._worker is None:
@@ -73,7 +73,7 @@ class ThreadedTransaction:
         """Keeps other transactions off the key."""
         is_locked = await self._hop(self._transaction.lock, key, wait_seconds)
         if is_locked and self._store.capabilities.has_one_writer:
-            self._block = OwnBlock(self._store, self._transaction)
+            self._block = OpenBlock(self._store, self._transaction)
         return is_locked
 
     def _leave_block(self) -> None:

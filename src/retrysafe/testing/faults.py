@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
@@ -28,7 +28,7 @@ from retrysafe.core.model import (
     StoredOutcome,
     SweepReport,
 )
-from retrysafe.core.outbox import (
+from retrysafe.core.outbox.entries import (
     ClaimedEntries,
     EntryClaim,
     EntryCommand,
@@ -37,7 +37,7 @@ from retrysafe.core.outbox import (
     Hints,
     StoredEntry,
 )
-from retrysafe.core.outbox_ports import Outbox, outbox_of
+from retrysafe.core.outbox.port import Outbox, outbox_of
 from retrysafe.core.ports import (
     Capabilities,
     ClaimResult,

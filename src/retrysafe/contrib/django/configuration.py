@@ -20,10 +20,10 @@ from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
 from retrysafe import forks
-from retrysafe.contrib.django.exchange import outcome_of, serve_view
+from retrysafe.contrib.django.views import outcome_of, serve_view
 from retrysafe.errors import RetrysafeError
 from retrysafe.http.asgi import IdempotencyMiddleware
-from retrysafe.http.exchange import Protection
+from retrysafe.http.protection import Protection
 from retrysafe.http.routes import Route
 from retrysafe.http.rules import Rule
 from retrysafe.wiring import AsyncIdempotency, Idempotency

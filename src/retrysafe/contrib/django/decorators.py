@@ -14,7 +14,16 @@ from django.http import Http404
 from django.http.multipartparser import MultiPartParserError
 
 from retrysafe.contrib.django.configuration import Configuration, current
-from retrysafe.contrib.django.exchange import (
+from retrysafe.contrib.django.pages import require_status_page
+from retrysafe.contrib.django.route_names import place_of
+from retrysafe.contrib.django.transactions import (
+    EXEMPTION_NAME,
+    exemption,
+    require_none_around,
+    require_none_open,
+    with_transactions,
+)
+from retrysafe.contrib.django.views import (
     answer,
     answer_on_loop,
     django_request,
@@ -23,15 +32,6 @@ from retrysafe.contrib.django.exchange import (
     plan_on_loop,
     planned,
 )
-from retrysafe.contrib.django.pages import require_status_page
-from retrysafe.contrib.django.places import place_of
-from retrysafe.contrib.django.transactions import (
-    EXEMPTION_NAME,
-    exemption,
-    require_none_around,
-    require_none_open,
-    with_transactions,
-)
 from retrysafe.contrib.views import (
     RULE_NAME,
     located,
@@ -39,7 +39,7 @@ from retrysafe.contrib.views import (
     require_options,
     view_rule,
 )
-from retrysafe.http.exchange import Plan
+from retrysafe.http.protection import Plan
 from retrysafe.http.routes import Route
 from retrysafe.http.rules import ACCEPT, KeyUse, Rule
 

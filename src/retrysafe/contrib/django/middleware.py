@@ -14,7 +14,9 @@ from asgiref.sync import iscoroutinefunction, markcoroutinefunction, sync_to_asy
 from django.core.exceptions import RequestDataTooBig
 
 from retrysafe.contrib.django.configuration import current
-from retrysafe.contrib.django.exchange import (
+from retrysafe.contrib.django.pages import PAGE_METHODS, page
+from retrysafe.contrib.django.transactions import HOOK_ERROR_NAME, raised_by_hook
+from retrysafe.contrib.django.views import (
     answer,
     answer_on_loop,
     is_run,
@@ -23,10 +25,8 @@ from retrysafe.contrib.django.exchange import (
     planned,
     tell_unmatched,
 )
-from retrysafe.contrib.django.pages import PAGE_METHODS, page
-from retrysafe.contrib.django.transactions import HOOK_ERROR_NAME, raised_by_hook
-from retrysafe.http.exchange import Plan
 from retrysafe.http.headers import length_of
+from retrysafe.http.protection import Plan
 from retrysafe.http.rules import REQUEST_LIMIT_BYTES
 
 

@@ -14,8 +14,8 @@ from django.urls import Resolver404, get_resolver, resolve
 from django.utils.module_loading import import_string
 
 from retrysafe.contrib.django.configuration import current
-from retrysafe.contrib.django.exchange import asked_of, native_of, prefix_of
-from retrysafe.contrib.django.places import place_of
+from retrysafe.contrib.django.route_names import place_of
+from retrysafe.contrib.django.views import asked_of, native_of, prefix_of
 from retrysafe.contrib.views import RULE_NAME, located
 from retrysafe.http import blocking
 from retrysafe.http.rules import STATE_CHANGING, Rule

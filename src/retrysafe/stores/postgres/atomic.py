@@ -12,10 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-from retrysafe.conflicts import sqlstate_of
 from retrysafe.core import transitions
-from retrysafe.core.joining import undo_quietly
-from retrysafe.core.keys import Key
+from retrysafe.core.atomic.complete_in import undo_quietly
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
@@ -36,7 +35,7 @@ from retrysafe.errors import (
 )
 from retrysafe.stores.postgres import rows
 from retrysafe.stores.postgres.connections import UserConnection
-from retrysafe.stores.postgres.connector import (
+from retrysafe.stores.postgres.drivers.port import (
     MISSING_CODES,
     READ_ONLY_CODE,
     Conflict,
@@ -46,6 +45,7 @@ from retrysafe.stores.postgres.connector import (
 from retrysafe.stores.postgres.outbox import stage_parameters
 from retrysafe.stores.postgres.renewals import look_before_takeovers
 from retrysafe.stores.postgres.same_database import SameDatabase
+from retrysafe.transactions import sqlstate_of
 
 _LOCK_NOT_AVAILABLE: Final = "55P03"
 _NO_TRANSACTION_CODES: Final = ("25P01", "3B001")

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from retrysafe.core import transitions
-from retrysafe.core.framing import DIGEST_BYTES
+from retrysafe.core.keys.framing import DIGEST_BYTES
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
@@ -23,15 +23,15 @@ from retrysafe.core.model import (
 from retrysafe.core.ports import ClaimResult, SettleResult
 from retrysafe.errors import DigestCollision, StoreRejected, StoreUnavailable
 from retrysafe.stores.postgres import packing, takeovers
-from retrysafe.stores.postgres.connector import Locked
+from retrysafe.stores.postgres.busy_keys import BusyKeys, Fetch, Write, Written
+from retrysafe.stores.postgres.drivers.port import Locked
 from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.packing import split
 from retrysafe.stores.postgres.reading import Found, Reader
 from retrysafe.stores.postgres.rows import admitted, in_flight, replacement
 from retrysafe.stores.postgres.schema import LOCK_WAIT
-from retrysafe.stores.postgres.sifting import Fetch, Sifter, Write, Written
 from retrysafe.stores.postgres.takeovers import Takeover
-from retrysafe.stores.postgres.unwritten import APPLIED, NO_RECORD, ROUNDS_LIMIT, Unwritten
+from retrysafe.stores.postgres.unsettled import APPLIED, NO_RECORD, ROUNDS_LIMIT, UnsettledEndings
 
 # How long new keys are remembered against replays: a few retries among new keys must not make
 # those pay for a look first, and one full batch of retries is enough to look.
@@ -67,13 +67,13 @@ class Batches:
     __slots__ = ("_balance", "_fetch", "_outbox", "_reader", "_sifter", "_unwritten")
 
     def __init__(
-        self, fetch: Fetch, reader: Reader, outbox: PostgresOutbox, sifter: Sifter
+        self, fetch: Fetch, reader: Reader, outbox: PostgresOutbox, sifter: BusyKeys
     ) -> None:
         self._fetch = fetch
         self._reader = reader
         self._outbox = outbox
         self._sifter = sifter
-        self._unwritten = Unwritten(reader, sifter, self._end, self.confirm)
+        self._unwritten = UnsettledEndings(reader, sifter, self._end, self.confirm)
         # By how much the last claims that met a row outnumber those of new keys, within the limit.
         self._balance = -BALANCE_LIMIT
 

@@ -13,10 +13,10 @@ from retrysafe.core import transitions
 from retrysafe.core.model import Decision, ExtendAnswer, Extension
 from retrysafe.core.ports import ExtendResult
 from retrysafe.errors import StoreRejected
-from retrysafe.stores.postgres.connector import RowRefused
+from retrysafe.stores.postgres.busy_keys import Fetch
+from retrysafe.stores.postgres.drivers.port import RowRefused
 from retrysafe.stores.postgres.reading import Reader
-from retrysafe.stores.postgres.sifting import Fetch
-from retrysafe.stores.postgres.unwritten import NO_RECORD, being_written
+from retrysafe.stores.postgres.unsettled import NO_RECORD, being_written
 
 _Answers = dict[tuple[bytes, bytes], ExtendAnswer]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
 
-from retrysafe.core import outbox
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Decision, Settlement, StagedEntry
-from retrysafe.core.outbox import (
+from retrysafe.core.outbox import entries as outbox
+from retrysafe.core.outbox.entries import (
     ClaimedEntries,
     Entry,
     EntryClaim,
@@ -27,7 +27,7 @@ from retrysafe.core.outbox import (
     StoredEntry,
 )
 from retrysafe.errors import StoreUnavailable
-from retrysafe.stores.postgres.connector import Rows
+from retrysafe.stores.postgres.drivers.port import Rows
 
 # Aggregates that one look may visit for each entry that is wanted. The heads of many may be waiting
 # for their time, and a statement must stay short.

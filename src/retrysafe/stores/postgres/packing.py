@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
-from retrysafe.core.framing import DIGEST_BYTES
+from retrysafe.core.keys.framing import DIGEST_BYTES
 from retrysafe.core.model import ClaimRequest, Payload, Settlement
+from retrysafe.stores.postgres.busy_keys import Fetch
 from retrysafe.stores.postgres.rows import claim_row
-from retrysafe.stores.postgres.sifting import Fetch
 
 _digest_of: Final = attrgetter("key.digest")
 # A batch has at most 128 rows, so the number of a row's manner fits into one byte.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
 
-from retrysafe.stores.postgres.connector import Conflict, Connector, Locked, RowRefused, Session
+from retrysafe.stores.postgres.drivers.port import Conflict, Connector, Locked, RowRefused, Session
 
 DAY_MS: Final = 24 * 60 * 60 * 1000
 # The default audit window of 30 days, with days to spare for a sweep that does not run.

@@ -11,10 +11,10 @@ from typing import Final
 
 from retrysafe.core.machine import condition_of
 from retrysafe.core.model import Condition, Payload, Record
+from retrysafe.stores.postgres.busy_keys import Fetch
 from retrysafe.stores.postgres.partitions import DAY_MS
 from retrysafe.stores.postgres.renewals import look_before_takeovers, look_beside
 from retrysafe.stores.postgres.rows import EVERY_DAY, NO_DAY, found_row
-from retrysafe.stores.postgres.sifting import Fetch
 
 # A record, the payload to replay, and the instant of the reading.
 Found = tuple[Record, Payload | None, int]

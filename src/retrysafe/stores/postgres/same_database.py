@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from retrysafe.errors import InvalidInput, StoreError, StoreUnavailable
 from retrysafe.stores.postgres.connections import UserConnection
-from retrysafe.stores.postgres.connector import Conflict, Connector, Rows
+from retrysafe.stores.postgres.drivers.port import Conflict, Connector, Rows
 
 # The database's name, and the identifier of its server where the role may ask for it.
 Identity = tuple[str, int | None]

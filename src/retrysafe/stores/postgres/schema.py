@@ -7,7 +7,7 @@ from typing import Final
 
 from retrysafe.errors import InvalidInput, SchemaMissing, StoreUnavailable
 from retrysafe.stores.migrations import Applied, Migration, load_migrations, pending
-from retrysafe.stores.postgres.connector import Connector, Locked, Rows, Session
+from retrysafe.stores.postgres.drivers.port import Connector, Locked, Rows, Session
 from retrysafe.stores.postgres.naming import checked_schema_name
 from retrysafe.stores.postgres.partitions import HORIZON_DAYS
 from retrysafe.stores.sql import load_blocks

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from retrysafe import forks
 from retrysafe.core import transitions
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.machine import condition_of
 from retrysafe.core.model import (
     ClaimAnswer,
@@ -40,17 +40,17 @@ from retrysafe.stores.migrations import Migration
 from retrysafe.stores.postgres import diagnosis, leases, schema
 from retrysafe.stores.postgres.atomic import PostgresTransaction
 from retrysafe.stores.postgres.batches import Batches
+from retrysafe.stores.postgres.busy_keys import BusyKeys, Fetch, Written
 from retrysafe.stores.postgres.connections import adapted
-from retrysafe.stores.postgres.connector import Conflict, Connector, Locked, RowRefused, Session
+from retrysafe.stores.postgres.drivers.port import Conflict, Connector, Locked, RowRefused, Session
 from retrysafe.stores.postgres.naming import checked_schema_name
 from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.partitions import Partitions
 from retrysafe.stores.postgres.reading import Reader
 from retrysafe.stores.postgres.rows import RECORD_COLUMNS, outcome_of, payload_of, record_of
 from retrysafe.stores.postgres.same_database import SameDatabase
-from retrysafe.stores.postgres.sifting import Fetch, Sifter, Written
-from retrysafe.stores.postgres.sweeping import Sweeping
-from retrysafe.stores.postgres.unwritten import ROUNDS_LIMIT
+from retrysafe.stores.postgres.sweep import Sweeping
+from retrysafe.stores.postgres.unsettled import ROUNDS_LIMIT
 
 _logger = logging.getLogger("retrysafe")
 
@@ -87,7 +87,7 @@ class PostgresStore:
         )
         self.outbox = PostgresOutbox(self._fetch)
         self._sweeping = Sweeping(self._fetch, self.outbox, self.tend_partitions)
-        sifter = Sifter(self._transact, self.schema_name)
+        sifter = BusyKeys(self._transact, self.schema_name)
         self._reader = Reader(self._fetch)
         self._batches = Batches(self._fetch, self._reader, self.outbox, sifter)
         self._same_database = SameDatabase(

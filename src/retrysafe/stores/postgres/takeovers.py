@@ -13,10 +13,10 @@ from retrysafe.core import transitions
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, Decision, Record
 from retrysafe.core.ports import ClaimResult
 from retrysafe.errors import DigestCollision, StoreRejected
-from retrysafe.stores.postgres.connector import Locked
+from retrysafe.stores.postgres.busy_keys import Fetch
+from retrysafe.stores.postgres.drivers.port import Locked
 from retrysafe.stores.postgres.packing import split
 from retrysafe.stores.postgres.reading import Found
-from retrysafe.stores.postgres.sifting import Fetch
 
 # Looked up once: members of an enum are dear to look up per row.
 _REPLAY: Final = Decision.REPLAY

@@ -13,7 +13,7 @@ from typing import Final
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
 from retrysafe.errors import InvalidInput, StoreUrlInvalid
-from retrysafe.stores.postgres.connector import Keepalive, PoolOptions
+from retrysafe.stores.postgres.drivers.port import Keepalive, PoolOptions
 from retrysafe.stores.postgres.naming import checked_schema_name
 
 _SSL_MODES: Final = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from retrysafe.core import transitions
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
@@ -29,8 +29,8 @@ from retrysafe.core.model import (
 from retrysafe.core.ports import Fate, SettleResult, Waits
 from retrysafe.errors import InvalidInput, SchemaMissing, StoreError, TransactionMissing
 from retrysafe.stores.sqlite import batches, outbox, rows, steps
-from retrysafe.stores.sqlite.connecting import full_code, primary_code
-from retrysafe.stores.sqlite.own_lock import Block
+from retrysafe.stores.sqlite.file import full_code, primary_code
+from retrysafe.stores.sqlite.reentry import Block
 from retrysafe.stores.sqlite.schema import SQL
 
 T = TypeVar("T")

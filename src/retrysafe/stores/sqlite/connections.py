@@ -22,10 +22,11 @@ from retrysafe import forks
 from retrysafe.errors import StoreError, StoreRejected
 from retrysafe.reentry import reentered
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.sqlite import connecting, schema
+from retrysafe.stores.sqlite import file as connecting
+from retrysafe.stores.sqlite import schema
+from retrysafe.stores.sqlite.file_identity import FileIdentity
 from retrysafe.stores.sqlite.grace import BLOCKED_SECONDS, HELD_SECONDS, Grace
-from retrysafe.stores.sqlite.own_lock import require_outside
-from retrysafe.stores.sqlite.place import Place
+from retrysafe.stores.sqlite.reentry import require_outside
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
@@ -67,7 +68,7 @@ class Connections:
         self._migrate = migrate
         self._busy_seconds = busy_seconds
         self._now_ms = now_ms
-        self.place = Place(path, location)
+        self.place = FileIdentity(path, location)
         self.grace = Grace()
         self.writer: sqlite3.Connection | None = None
         self._lock = threading.Lock()

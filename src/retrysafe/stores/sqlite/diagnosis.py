@@ -16,7 +16,7 @@ from typing import Final
 
 from retrysafe.errors import StoreError
 from retrysafe.stores.diagnosis import Finding
-from retrysafe.stores.sqlite import connecting, schema
+from retrysafe.stores.sqlite import file, schema
 
 # Where Linux lists what is mounted; elsewhere the kind of a file system is not looked up.
 _MOUNTS: Final = Path("/proc/self/mounts")
@@ -46,7 +46,7 @@ def look(path: Path, busy_seconds: float) -> list[Finding]:
     found = access_findings(path)
     if not found:
         # Even reading needs the two files beside it, which a folder that is closed does not allow.
-        with closing(connecting.connect(path, False, busy_seconds)) as connection:
+        with closing(file.connect(path, False, busy_seconds)) as connection:
             found += schema_findings(connection)
             found += mode_findings(connection)
     return found + reader_findings(path) + place_findings(file_system_of(path, _mounts()))

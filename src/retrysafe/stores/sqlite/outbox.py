@@ -11,10 +11,10 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from retrysafe.core import outbox
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Decision, StagedEntry
-from retrysafe.core.outbox import (
+from retrysafe.core.outbox import entries as outbox
+from retrysafe.core.outbox.entries import (
     ClaimedEntries,
     Entry,
     EntryClaim,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from typing import Any, Final
 
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Payload, Record, State, StoredOutcome
 from retrysafe.stores.sqlite.schema import SQL
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 
 from retrysafe.core import transitions
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Decision, Payload, Step, StepWrite
 from retrysafe.stores.sqlite import rows
 from retrysafe.stores.sqlite.schema import SQL

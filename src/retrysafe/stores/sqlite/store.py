@@ -15,7 +15,7 @@ from pathlib import Path
 
 from retrysafe import forks
 from retrysafe.core import transitions
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.machine import condition_of
 from retrysafe.core.model import (
     ClaimAnswer,
@@ -40,7 +40,7 @@ from retrysafe.stores.sqlite.atomic import SqliteTransaction, plain_connection
 from retrysafe.stores.sqlite.connections import SQLITE_ERRORS, Connections
 from retrysafe.stores.sqlite.outbox import SqliteOutbox
 from retrysafe.stores.sqlite.schema import SQL
-from retrysafe.stores.sqlite.sweeping import Sweeping
+from retrysafe.stores.sqlite.sweep import Sweeping
 
 
 class SqliteStore:

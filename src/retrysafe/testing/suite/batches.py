@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from retrysafe.core.keys import GLOBAL
+from retrysafe.core.keys.key import GLOBAL
 from retrysafe.core.model import Condition, Decision, Fingerprint, Payload, SettleKind, State
 from retrysafe.runtime.face import mint_token
 from retrysafe.testing.suite.base import SuiteBase

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import pytest
 
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,

@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from retrysafe.core.model import Decision
-from retrysafe.core.outbox import (
+from retrysafe.core.outbox.entries import (
     DISCARDED_KEEP_MS,
     EntryCommand,
     EntryCondition,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from retrysafe.core.model import Decision
-from retrysafe.core.outbox import (
+from retrysafe.core.outbox.entries import (
     Entry,
     EntryCommand,
     EntryState,

@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import pytest
 
-from retrysafe.core.keys import Key
+from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Decision, SettleKind, StagedEntry
-from retrysafe.core.outbox import (
+from retrysafe.core.outbox.entries import (
     ClaimedEntries,
     Entry,
     EntryClaim,
@@ -22,7 +22,7 @@ from retrysafe.core.outbox import (
     OpenTry,
     StoredEntry,
 )
-from retrysafe.core.outbox_ports import Outbox, outbox_of
+from retrysafe.core.outbox.port import Outbox, outbox_of
 from retrysafe.runtime.face import mint_token
 from retrysafe.testing.suite.base import SuiteBase
 from retrysafe.testing.suite.probe import (

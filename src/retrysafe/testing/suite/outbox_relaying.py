@@ -9,14 +9,14 @@ from typing import Any, Final
 import pytest
 
 from retrysafe.core.model import Decision
-from retrysafe.core.outbox import (
+from retrysafe.core.outbox.entries import (
     ClaimedEntries,
     EntryClaim,
     EntryCondition,
     EntryEnding,
     EntryState,
 )
-from retrysafe.core.outbox_ports import outbox_of
+from retrysafe.core.outbox.port import outbox_of
 from retrysafe.core.ports import Store
 from retrysafe.runtime.face import mint_token
 from retrysafe.testing.suite.outbox_probe import (

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from retrysafe.core.model import Decision, SettleKind
-from retrysafe.core.outbox import (
+from retrysafe.core.outbox.entries import (
     EntryState,
 )
 from retrysafe.runtime.face import mint_token

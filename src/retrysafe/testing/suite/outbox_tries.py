@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from retrysafe.core.model import Decision
-from retrysafe.core.outbox import (
+from retrysafe.core.outbox.entries import (
     EntryCommand,
     EntryCondition,
     EntryEnding,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
 
-from retrysafe.core.keys import Caller, Key
+from retrysafe.core.keys.key import Caller, Key
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,

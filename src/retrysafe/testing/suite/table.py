@@ -7,7 +7,7 @@ from typing import Final
 import pytest
 
 from retrysafe.core import transitions
-from retrysafe.core.machine import TABLE, Event
+from retrysafe.core.machine import TABLE, Trigger
 from retrysafe.core.model import (
     ClaimRequest,
     Condition,
@@ -33,24 +33,24 @@ from retrysafe.testing.suite.probe import (
 )
 
 _SETTLE_KINDS: Final = {
-    Event.COMPLETE: SettleKind.COMPLETE,
-    Event.FAIL: SettleKind.FAIL,
-    Event.RELEASE: SettleKind.RELEASE,
+    Trigger.COMPLETE: SettleKind.COMPLETE,
+    Trigger.FAIL: SettleKind.FAIL,
+    Trigger.RELEASE: SettleKind.RELEASE,
 }
 _COMMANDS: Final = {
-    Event.OPERATOR_RELEASE: OperatorCommand.RELEASE,
-    Event.OPERATOR_FORCE_RELEASE: OperatorCommand.FORCE_RELEASE,
-    Event.OPERATOR_EXPIRE: OperatorCommand.EXPIRE,
+    Trigger.OPERATOR_RELEASE: OperatorCommand.RELEASE,
+    Trigger.OPERATOR_FORCE_RELEASE: OperatorCommand.FORCE_RELEASE,
+    Trigger.OPERATOR_EXPIRE: OperatorCommand.EXPIRE,
 }
 _CLAIMS: Final = (
-    Event.CLAIM,
-    Event.CLAIM_MISMATCHED,
-    Event.CLAIM_CORRECTED,
-    Event.CLAIM_AGAIN,
+    Trigger.CLAIM,
+    Trigger.CLAIM_MISMATCHED,
+    Trigger.CLAIM_CORRECTED,
+    Trigger.CLAIM_AGAIN,
 )
 
 
-def _cells(*events: Event) -> pytest.MarkDecorator:
+def _cells(*events: Trigger) -> pytest.MarkDecorator:
     cells = [
         pytest.param(event, condition, id=f"{event.value}-{condition.value}".replace(" ", "_"))
         for event, condition in TABLE
@@ -64,10 +64,10 @@ class TableCases(SuiteBase):
 
     @_cells(*_CLAIMS)
     def test_claim_answers_as_the_table(
-        self, probe: Probe, event: Event, condition: Condition
+        self, probe: Probe, event: Trigger, condition: Condition
     ) -> None:
         """Each kind of claim gets the table's decision, and the row becomes the model's row."""
-        is_correctable = event is Event.CLAIM_CORRECTED
+        is_correctable = event is Trigger.CLAIM_CORRECTED
         wish = _claim_wish(event, probe.arrange(condition, nothing_happened=is_correctable))
         before = probe.find()
         expected = transitions.claim(_record(before), wish, probe.clock())
@@ -78,9 +78,9 @@ class TableCases(SuiteBase):
         assert after.record == (expected[0] or _record(before))
         assert after.outcomes == ([] if before is None else before.outcomes)
 
-    @_cells(Event.RECOVER)
+    @_cells(Trigger.RECOVER)
     def test_worker_is_answered_as_the_table(
-        self, probe: Probe, event: Event, condition: Condition
+        self, probe: Probe, event: Trigger, condition: Condition
     ) -> None:
         """A worker gets what it saw abandoned, and the row becomes the model's row."""
         held, wish = probe.arrange(condition), request(KEY)
@@ -96,7 +96,7 @@ class TableCases(SuiteBase):
 
     @_cells(*_SETTLE_KINDS)
     def test_settlement_answers_as_the_table(
-        self, probe: Probe, event: Event, condition: Condition
+        self, probe: Probe, event: Trigger, condition: Condition
     ) -> None:
         """Each write of the last owner gets the table's decision, and only APPLY writes."""
         token = probe.arrange(condition)
@@ -104,10 +104,10 @@ class TableCases(SuiteBase):
             probe, settlement(_SETTLE_KINDS[event], KEY, token), TABLE[event, condition]
         )
 
-    @_cells(Event.WRITE_UNHELD)
+    @_cells(Trigger.WRITE_UNHELD)
     @pytest.mark.parametrize("kind", SettleKind, ids=kind_name)
     def test_unheld_settlement_is_lost(
-        self, probe: Probe, event: Event, condition: Condition, kind: SettleKind
+        self, probe: Probe, event: Trigger, condition: Condition, kind: SettleKind
     ) -> None:
         """A token that is not the record's writes nothing, in any condition."""
         probe.arrange(condition)
@@ -125,13 +125,13 @@ class TableCases(SuiteBase):
         else:
             assert probe.stored() == stored
 
-    @_cells(Event.EXTEND, Event.WRITE_UNHELD)
+    @_cells(Trigger.EXTEND, Trigger.WRITE_UNHELD)
     def test_extension_answers_as_the_table(
-        self, probe: Probe, event: Event, condition: Condition
+        self, probe: Probe, event: Trigger, condition: Condition
     ) -> None:
         """A lease is extended for the owner of a pending record, and for nobody else."""
         token = probe.arrange(condition)
-        if event is Event.WRITE_UNHELD:
+        if event is Trigger.WRITE_UNHELD:
             token = mint_token()
         before = probe.find()
         stored = probe.stored()
@@ -144,14 +144,14 @@ class TableCases(SuiteBase):
         else:
             assert probe.stored() == stored
 
-    @_cells(Event.RECORD_STEP, Event.WRITE_UNHELD)
+    @_cells(Trigger.RECORD_STEP, Trigger.WRITE_UNHELD)
     def test_step_answers_as_the_table(
-        self, probe: Probe, event: Event, condition: Condition
+        self, probe: Probe, event: Trigger, condition: Condition
     ) -> None:
         """A step is stored for the owner of a pending record, and for nobody else."""
         token = probe.arrange(condition)
         stored = probe.stored()
-        if event is Event.WRITE_UNHELD:
+        if event is Trigger.WRITE_UNHELD:
             token = mint_token()
         decision = probe.record(token, "tried", 2)
         assert decision is TABLE[event, condition]
@@ -162,7 +162,7 @@ class TableCases(SuiteBase):
 
     @_cells(*_COMMANDS)
     def test_operator_answers_as_the_table(
-        self, probe: Probe, event: Event, condition: Condition
+        self, probe: Probe, event: Trigger, condition: Condition
     ) -> None:
         """Each command gets the table's decision, and only APPLY writes."""
         probe.arrange(condition)
@@ -179,9 +179,9 @@ class TableCases(SuiteBase):
         else:
             assert probe.stored() == stored
 
-    @_cells(Event.SWEEP)
+    @_cells(Trigger.SWEEP)
     def test_sweep_answers_as_the_table(
-        self, probe: Probe, event: Event, condition: Condition
+        self, probe: Probe, event: Trigger, condition: Condition
     ) -> None:
         """A sweep removes an outlived key and touches nothing else."""
         probe.arrange(condition)
@@ -197,11 +197,11 @@ def _record(found: StoredKey | None) -> Record | None:
     return None if found is None else found.record
 
 
-def _claim_wish(event: Event, token: bytes) -> ClaimRequest:
-    if event is Event.CLAIM_MISMATCHED:
+def _claim_wish(event: Trigger, token: bytes) -> ClaimRequest:
+    if event is Trigger.CLAIM_MISMATCHED:
         return request(KEY, None, OTHER)
-    if event is Event.CLAIM_CORRECTED:
+    if event is Trigger.CLAIM_CORRECTED:
         return request(KEY, None, OTHER, takes_corrections=True)
-    if event is Event.CLAIM_AGAIN:
+    if event is Trigger.CLAIM_AGAIN:
         return request(KEY, token)
     return request(KEY)

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 from retrysafe.core.ports import Waits
 from retrysafe.errors import InvalidInput
-from retrysafe.stores.postgres.connector import Rows
+from retrysafe.stores.postgres.drivers.port import Rows
 
 _FAMILIES: Final = ("psycopg", "asyncpg", "sqlalchemy", "django")
 _PLACEHOLDER: Final = re.compile(r"\$(\d+)")

@@ -14,7 +14,7 @@ from django.db import transaction
 from retrysafe.core.ports import Waits
 from retrysafe.errors import TransactionMissing
 from retrysafe.stores.postgres.connections import UserConnection, unknown, with_percent_signs
-from retrysafe.stores.postgres.connector import Rows
+from retrysafe.stores.postgres.drivers.port import Rows
 
 
 def adapted(connection: object) -> UserConnection:

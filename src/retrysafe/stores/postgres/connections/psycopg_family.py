@@ -10,7 +10,7 @@ from psycopg.rows import tuple_row
 
 from retrysafe.core.ports import Waits
 from retrysafe.stores.postgres.connections import UserConnection, unknown
-from retrysafe.stores.postgres.connector import Rows
+from retrysafe.stores.postgres.drivers.port import Rows
 
 
 def adapted(connection: object) -> UserConnection:

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session, scoped_session
 from retrysafe.core.ports import Waits
 from retrysafe.errors import InvalidInput, TransactionMissing
 from retrysafe.stores.postgres.connections import UserConnection, unknown, with_percent_signs
-from retrysafe.stores.postgres.connector import Rows
+from retrysafe.stores.postgres.drivers.port import Rows
 
 _PERCENT_DRIVERS: Final = ("psycopg", "psycopg_async")
 _DOLLAR_DRIVERS: Final = ("asyncpg",)

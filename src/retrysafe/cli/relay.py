@@ -1,0 +1,262 @@
+"""`retrysafe relay`: delivers outbox entries until it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from importlib import import_module
+from typing import Annotated, Any, Final
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from retrysafe.cli import options, output
+from retrysafe.cli.modules import imported
+from retrysafe.cli.problems import usage
+from retrysafe.core.ports import Store
+from retrysafe.relay import AsyncRelay, RelayPolicy, RelayReport, Target
+
+# Not an option: what is on a command line can be seen by everybody on the machine.
+SECRET_VARIABLE: Final = "RETRYSAFE_WEBHOOK_SECRET"
+_HTTP: Final = ("https", "http")
+_AMQP: Final = ("amqp", "amqps")
+_NATS: Final = ("nats", "tls")
+_SCHEMES: Final = (*_HTTP, *_AMQP, *_NATS, "python")
+_EXTRAS: Final = {"webhooks": "webhooks", "rabbitmq": "rabbitmq", "nats": "nats"}
+
+
+@options.examples(
+    "retrysafe relay --store sqlite:///app.db --target https://example.com/hooks",
+    "retrysafe relay --target amqp://guest@localhost/ --exchange orders",
+    "retrysafe relay --target nats://localhost:4222 --prefix shop.",
+    "retrysafe relay --target python:shop.messages:deliver --drain --json",
+)
+def relay(
+    context: typer.Context,
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target",
+            metavar="URL",
+            help="Where to: https://…, amqp://…, nats://…, or python:module:function.",
+            show_default=False,
+        ),
+    ],
+    store: options.StoreUrl = None,
+    exchange: Annotated[
+        str, typer.Option("--exchange", metavar="NAME", help="The exchange of RabbitMQ.")
+    ] = "",
+    prefix: Annotated[
+        str, typer.Option("--prefix", metavar="TEXT", help="Before every subject of NATS.")
+    ] = "",
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", min=1, max=1_000, help="Deliveries at a time.")
+    ] = 32,
+    attempts: Annotated[
+        int, typer.Option("--attempts", min=1, max=1_000_000, help="Tries before an entry is dead.")
+    ] = 20,
+    lease: Annotated[
+        float,
+        typer.Option(
+            "--lease",
+            min=1,
+            max=86_400,
+            metavar="SECONDS",
+            help="What frees entries after a crash.",
+        ),
+    ] = 60,
+    timeout: Annotated[
+        float,
+        typer.Option("--timeout", min=0.1, max=86_400, metavar="SECONDS", help="For one delivery."),
+    ] = 30,
+    poll: Annotated[
+        float,
+        typer.Option(
+            "--poll", min=0.01, max=3_600, metavar="SECONDS", help="Rest when nothing is due."
+        ),
+    ] = 1,
+    dead_frees: Annotated[
+        bool,
+        typer.Option(
+            "--dead-frees", help="Go on with an aggregate behind a dead entry; else it waits."
+        ),
+    ] = False,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Stop when nothing is due any more.")
+    ] = False,
+    busy_timeout: options.BusyTimeout = options.BUSY_SECONDS,
+    as_json: options.AsJson = False,
+) -> None:
+    """Deliver outbox entries to a target, at least once each and in order per aggregate.
+
+    Any number of relays may run at once. SIGTERM and Ctrl-C let what is under way end and give the
+    rest back; a second one ends at once. Webhooks are signed with RETRYSAFE_WEBHOOK_SECRET. Entries
+    that failed or are dead do not change the exit code, which stays 0: look at the counts.
+    """
+    is_json = options.is_json(context, as_json)
+    check_target(target, exchange=exchange, prefix=prefix)
+    policy = RelayPolicy(
+        lease=timedelta(seconds=lease),
+        timeout=timedelta(seconds=timeout),
+        attempt_limit=attempts,
+        dead_blocks=not dead_frees,
+        poll=timedelta(seconds=poll),
+    )
+    with options.opened_store(store, busy_timeout) as opened, shown_progress(is_json, drain) as bar:
+        report = asyncio.run(
+            _relayed(
+                opened,
+                lambda: chosen_target(target, exchange=exchange, prefix=prefix),
+                policy,
+                concurrency,
+                bar,
+                is_draining=drain,
+            )
+        )
+    if is_json:
+        output.write_json(asdict(report))
+        return
+    sys.stdout.write(
+        f"delivered {report.delivered:,}, failed {report.failed:,}, dead {report.dead:,}, "
+        f"lost {report.lost:,}, given back {report.returned:,}\n"
+    )
+
+
+async def _relayed(
+    store: Store,
+    make_target: Any,
+    policy: RelayPolicy,
+    concurrency: int,
+    bar: _Bar,
+    *,
+    is_draining: bool,
+) -> RelayReport:
+    # Made inside the loop that it belongs to.
+    target: Target = make_target()
+    relay = AsyncRelay(store, target, policy=policy, concurrency=concurrency, on_report=bar.update)
+    loop = asyncio.get_running_loop()
+    work = asyncio.ensure_future(relay.drain() if is_draining else relay.run())
+    is_told = False
+
+    def stop() -> None:
+        nonlocal is_told
+        if is_told:
+            work.cancel()
+        is_told = True
+        relay.stop()
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, stop)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        return relay.report
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+        close = getattr(target, "close", None)
+        if close is not None:
+            await close()
+
+
+def check_target(url: str, *, exchange: str = "", prefix: str = "") -> None:
+    """Raises a usage problem for a URL that names no target, and for options of another one."""
+    scheme, mark, _ = url.partition(":")
+    if not mark or scheme not in _SCHEMES:
+        raise usage(
+            f"{scheme!r} names no target: use https://…, amqp://…, nats://… or "
+            "python:module:function"
+        )
+    for option, value, schemes in (("--exchange", exchange, _AMQP), ("--prefix", prefix, _NATS)):
+        if value and scheme not in schemes:
+            raise usage(f"{option} is for {schemes[0]}://… targets, and {scheme}: has none")
+
+
+def chosen_target(url: str, *, exchange: str = "", prefix: str = "") -> Target:
+    """The target that a URL means; raises a usage problem."""
+    check_target(url, exchange=exchange, prefix=prefix)
+    scheme, _, rest = url.partition(":")
+    made: Target
+    if scheme in _HTTP:
+        # One on each line: while receivers change over, all of them sign.
+        secrets = os.environ.get(SECRET_VARIABLE, "").splitlines()
+        secrets = [secret for secret in secrets if secret]
+        if not secrets:
+            raise usage(
+                f"webhooks are signed: set {SECRET_VARIABLE}, for example to the output of: "
+                "openssl rand -hex 32"
+            )
+        made = _module("webhooks").AsyncWebhook(url, secrets)
+    elif scheme in _AMQP:
+        made = _module("rabbitmq").RabbitMQ(url, exchange=exchange)
+    elif scheme in _NATS:
+        made = _module("nats").NatsJetStream(url, prefix=prefix)
+    else:
+        made = _function(rest)
+    return made
+
+
+def _module(name: str) -> Any:
+    try:
+        return import_module(f"retrysafe.relay.targets.{name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("retrysafe"):
+            raise
+        raise usage(
+            f"this target needs {error.name}: install retrysafe with its extra {_EXTRAS[name]}"
+        ) from error
+
+
+def _function(path: str) -> Any:
+    """A function by its path; raises a usage problem."""
+    module_name, mark, name = path.partition(":")
+    if not (mark and module_name and name):
+        raise usage(f"a function is named python:module:function, got python:{path}")
+    function = getattr(imported(module_name), name, None)
+    if not callable(function):
+        raise usage(f"{module_name} has no function {name}")
+    return function
+
+
+class _Bar:
+    """Shows that the relay moves; how much there is to deliver would need a scan."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=None, delivered=0, failed=0, dead=0)
+
+    def update(self, report: RelayReport) -> None:
+        """Shows the sum so far."""
+        self._progress.update(
+            self._task, delivered=report.delivered, failed=report.failed, dead=report.dead
+        )
+
+
+@contextmanager
+def shown_progress(is_quiet: bool, is_draining: bool) -> Iterator[_Bar]:
+    """Shows what a relay does while it runs, as far as there is somebody to look."""
+    screen = output.console(stderr=True)
+    if not (is_quiet or is_draining or screen.is_terminal):
+        # Where no bar can move, a service says at least that it is at work.
+        output.note("relaying; stop with Ctrl-C or SIGTERM")
+    progress = Progress(
+        TextColumn("relaying"),
+        BarColumn(),
+        TextColumn(
+            "{task.fields[delivered]} delivered, {task.fields[failed]} failed, "
+            "{task.fields[dead]} dead"
+        ),
+        TimeElapsedColumn(),
+        console=screen,
+        transient=True,
+        disable=is_quiet or not screen.is_terminal,
+    )
+    with progress:
+        yield _Bar(progress)

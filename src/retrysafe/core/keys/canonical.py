@@ -1,0 +1,306 @@
+"""Canonical bytes of a JSON text: equal for texts that mean the same, different for all others.
+
+Key order, white space, escapes and the spelling of numbers (`1`, `1.0`, `10e-1`) do not count.
+Numbers are never turned into floats, so large amounts and ids that differ in the last digit stay
+different. What has no single meaning (duplicate names, NaN, broken JSON) has no canonical form.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime
+from decimal import Decimal
+from sys import get_int_max_str_digits
+from typing import Any, Final
+
+from retrysafe.core.keys.framing import utc_text
+from retrysafe.core.keys.numbers import Number
+
+
+class NotCanonical(Exception):
+    """The text has no single meaning as JSON."""
+
+
+class TooDeep(NotCanonical):
+    """The text is nested too deep to be compared."""
+
+
+class _Absent:
+    """Marks a pointer that leads nowhere; different from null."""
+
+
+ABSENT: Final = _Absent()
+
+
+def parse(text: bytes) -> Any:
+    """The value of a JSON text with exact numbers; raises `NotCanonical` or `TooDeep` for none.
+
+    Whole numbers are ints, unless they are longer than Python reads; all others are `Number`s.
+    """
+    try:
+        stripped = text.decode("utf-8").strip(" \t\n\r")
+        try:
+            # A process may have lifted Python's own limit; the time that the digits of an integer
+            # take grows with the square of their number.
+            is_limited = 0 < get_int_max_str_digits() <= _DIGITS_LIMIT
+            value, end = (_decode if is_limited else _decode_long)(stripped)
+        except json.JSONDecodeError:
+            raise
+        except ValueError:
+            value, end = _decode_long(stripped)
+    except RecursionError as error:
+        raise TooDeep(str(error)) from None
+    except ValueError as error:
+        raise NotCanonical(str(error)) from None
+    if end != len(stripped):
+        raise NotCanonical("the text goes on after the value")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise NotCanonical("a name occurs twice in one object")
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise NotCanonical(f"{name} is not JSON")
+
+
+# Made once: a decoder is dear to make and cheap to use.
+_decode = json.JSONDecoder(
+    object_pairs_hook=_object, parse_float=Number, parse_constant=_no_constant
+).raw_decode
+# What Python sets itself: digits of an int take the square of their number in time.
+_DIGITS_LIMIT: Final = 4_300
+# Python reads so many under every limit that a process may set.
+_DIGITS_ALWAYS_READ: Final = 640
+
+
+def _whole(digits: str) -> int | Number:
+    return int(digits) if len(digits) <= _DIGITS_ALWAYS_READ else Number(digits)
+
+
+# For texts with longer numbers, which stay as they are written.
+_decode_long = json.JSONDecoder(
+    object_pairs_hook=_object,
+    parse_int=_whole,
+    parse_float=Number,
+    parse_constant=_no_constant,
+).raw_decode
+
+
+# Without a limit of its own, how deep a text may be nested would depend on how deep the caller's
+# stack is, and a retry that comes in by another path would count as a different request. Twice
+# the depth of a stored value, because a tagged value takes two levels.
+DEPTH_LIMIT: Final = 200
+
+
+def of_tree(tree: Any) -> Any:
+    """A JSON tree of Python values as `parse` would give it: equal for values that are equal.
+
+    The spelling of Decimals, the time zone of an instant, the order of a dictionary and the name of
+    a class do not count.
+    """
+    kind = type(tree)
+    if kind is float:
+        return Number(repr(tree))
+    if kind is list:
+        return [of_tree(item) for item in tree]
+    if kind is not dict:
+        return tree
+    tag = tree.get("$")
+    if tag is None:
+        return {name: of_tree(item) for name, item in tree.items()}
+    return _of_tagged(tag, tree["v"])
+
+
+def _of_tagged(tag: str, value: Any) -> Any:
+    if tag in _TYPED_TAGS:
+        return of_tree(value)
+    if tag == "decimal" and Decimal(value).is_finite():
+        return Number(value)
+    if tag == "datetime":
+        return {"$": tag, "v": utc_text(datetime.fromisoformat(value))}
+    inner = of_tree(value)
+    return {"$": tag, "v": sorted(inner, key=canonical_bytes) if tag in _UNORDERED_TAGS else inner}
+
+
+# Values of classes count by their fields, so that pointers reach them and a class may be renamed.
+_TYPED_TAGS: Final = frozenset({"dataclass", "namedtuple", "pydantic", "msgspec"})
+_UNORDERED_TAGS: Final = frozenset({"dict", "set", "frozenset"})
+
+
+def canonical_bytes(value: Any) -> bytes:
+    """The framed, type-tagged bytes of a parsed value; raises `TooDeep`.
+
+    Raises `ValueError` for integers too long to be written out; `parse` gives none of those.
+    """
+    pieces: list[str] = []
+    try:
+        _write(value, pieces, 0)
+    except RecursionError as error:
+        # The caller's own stack was nearly full, which must not be the client's 500.
+        raise TooDeep(str(error)) from None
+    return "".join(pieces).encode("latin-1")
+
+
+def _write(value: Any, pieces: list[str], depth: int) -> int:
+    """Adds the bytes as text with one character for each byte; returns how many.
+
+    The frames are those of `frame`, written out: this is most of what a fingerprint costs. All
+    pieces go into one list, and the size of a container takes its place when that is known: joined
+    level by level, a long text that is nested deep would be copied once for every level.
+    """
+    kind = type(value)
+    if kind not in _CONTAINERS:
+        text = _plain(value, kind)
+        pieces.append(text)
+        return len(text)
+    if depth >= DEPTH_LIMIT:
+        raise TooDeep(f"the text is nested deeper than {DEPTH_LIMIT} levels")
+    total = 1
+    if kind is list:
+        pieces.append("[")
+        for item in value:
+            kind = type(item)
+            if kind in _CONTAINERS:
+                place = len(pieces)
+                pieces.append("")
+                size = _write(item, pieces, depth + 1)
+                pieces[place] = mark = _SIZES[size] if size < _SIZES_READY else f"{size}:"
+            else:
+                text = _plain(item, kind)
+                size = len(text)
+                mark = _SIZES[size] if size < _SIZES_READY else f"{size}:"
+                pieces += (mark, text)
+            total += len(mark) + size
+        return total
+    pieces.append("{")
+    for name in sorted(value):
+        item, label = value[name], _LABELS[name]
+        kind = type(item)
+        if kind is str:
+            # Text is what most fields hold; a call less for each of them counts.
+            text = item if item.isascii() else _byte_text(item)
+            size = len(text) + 1
+            mark = _SIZES[size] if size < _SIZES_READY else f"{size}:"
+            pieces += (label, mark, "s", text)
+        elif kind in _CONTAINERS:
+            pieces += (label, "")
+            place = len(pieces) - 1
+            size = _write(item, pieces, depth + 1)
+            pieces[place] = mark = _SIZES[size] if size < _SIZES_READY else f"{size}:"
+        else:
+            text = _plain(item, kind)
+            size = len(text)
+            mark = _SIZES[size] if size < _SIZES_READY else f"{size}:"
+            pieces += (label, mark, text)
+        total += len(label) + len(mark) + size
+    return total
+
+
+# How a part begins, ready for the sizes that nearly all have: formatting a number costs more than
+# all else that is done for a field.
+_SIZES_READY: Final = 1_000
+_SIZES: Final = tuple(f"{size}:" for size in range(_SIZES_READY))
+
+
+class _Labels(dict[str, str]):
+    """The frames of names: the same few in all requests to a service.
+
+    Clients choose the names, so what is kept of them is bounded; the others are only made anew.
+    """
+
+    def __missing__(self, name: str) -> str:
+        text = name if name.isascii() else _byte_text(name)
+        label = "".join((str(len(text)), ":", text))
+        if len(self) < _LABELS_LIMIT and len(label) < _LABEL_LIMIT_CHARACTERS:
+            self[name] = label
+        return label
+
+
+_LABELS_LIMIT: Final = 1_000
+_LABEL_LIMIT_CHARACTERS: Final = 64
+_LABELS: Final = _Labels()
+_CONTAINERS: Final = frozenset({dict, list})
+
+
+def _byte_text(text: str) -> str:
+    return text.encode("utf-8", "surrogatepass").decode("latin-1")
+
+
+def _plain(value: Any, kind: type) -> str:
+    """A text, a number, bytes or a constant."""
+    if kind is str:
+        return "s" + (value if value.isascii() else _byte_text(value))
+    if kind is int:
+        digits = str(value)
+        stripped = digits.rstrip("0")
+        return f"#{stripped}e{len(digits) - len(stripped)}" if stripped else "#0"
+    if isinstance(value, Number):
+        return "#" + value.text
+    if isinstance(value, bytes):
+        return "b" + value.decode("latin-1")
+    return _CONSTANTS[value]
+
+
+_CONSTANTS: Final = {None: "n", True: "t", False: "f", ABSENT: "-"}
+
+
+_BARE_TILDE: Final = re.compile("~(?![01])")
+
+
+def pointer_tokens(pointer: str) -> tuple[str, ...]:
+    """The steps of a JSON Pointer (RFC 6901); raises `ValueError` when it is none."""
+    if pointer == "":
+        return ()
+    if not pointer.startswith("/"):
+        raise ValueError(f"a JSON Pointer starts with '/', got {pointer!r}")
+    if _BARE_TILDE.search(pointer):
+        raise ValueError(f"'~' in a JSON Pointer is written ~0, and '/' is ~1: {pointer!r}")
+    return tuple(token.replace("~1", "/").replace("~0", "~") for token in pointer[1:].split("/"))
+
+
+def select(value: Any, tokens: tuple[str, ...]) -> Any:
+    """The part of the value that the pointer leads to, or `ABSENT`."""
+    for token in tokens:
+        if isinstance(value, dict) and token in value:
+            value = value[token]
+        elif isinstance(value, list) and _is_index(token) and int(token) < len(value):
+            value = value[int(token)]
+        else:
+            return ABSENT
+    return value
+
+
+def without(value: Any, tokens: tuple[str, ...]) -> Any:
+    """The value without the part that the pointer leads to; the input is not changed."""
+    if not tokens:
+        return ABSENT
+    head, rest = tokens[0], tokens[1:]
+    if isinstance(value, dict) and head in value:
+        copy: Any = dict(value)
+        place: Any = head
+    elif isinstance(value, list) and _is_index(head) and int(head) < len(value):
+        copy, place = list(value), int(head)
+    else:
+        return value
+    copy[place] = without(copy[place], rest)
+    if not rest and isinstance(copy, dict):
+        # An excluded field must look the same whether it was sent or not. List items keep their
+        # place as ABSENT, so that leaving out /0 does not move what /1 means.
+        del copy[place]
+    return copy
+
+
+def _is_index(token: str) -> bool:
+    # Twelve digits are more than any list has; int() of a huge text would be slow.
+    return (
+        token.isascii()
+        and token.isdigit()
+        and len(token) <= 12
+        and (token == "0" or not token.startswith("0"))
+    )

@@ -1,0 +1,359 @@
+"""Nested claims: one request with a key for every secret that is listed.
+
+Owns the order of its levels and what each of them stores. A key that is made with a secret, such as
+a body key or the key of a caller that is a credential, is another key after the secret was
+replaced. While both secrets are listed, a call claims both keys, one inside the other, and runs its
+operation innermost. So it excludes a process that knows only the old secret and one that knows only
+the new, and each of them finds the outcome. Looking for one key and then claiming the other would
+let both run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+from retrysafe.core.call import Answer, Call, Nest
+from retrysafe.core.events import Reporter
+from retrysafe.core.flights import Flight, Flights, Phase
+from retrysafe.core.keys.key import Key
+from retrysafe.core.lease import Lease
+from retrysafe.core.model import (
+    TAG_BYTES,
+    ClaimAnswer,
+    ClaimRequest,
+    Decision,
+    Ending,
+    Fingerprint,
+    Payload,
+    SettleKind,
+    Settlement,
+    State,
+    StoredOutcome,
+)
+from retrysafe.core.ports import Background, Renewals, Waiting, Writer
+from retrysafe.core.retries import Retries
+from retrysafe.core.run import Endings
+from retrysafe.core.settle import Settler
+from retrysafe.core.steps.writer import READ_TRIES
+from retrysafe.core.values import codec
+from retrysafe.errors import (
+    KeyReused,
+    OperationInFlight,
+    RetrysafeError,
+    StoreError,
+    StoreUnavailable,
+)
+
+_ENDINGS: Final = {
+    State.SUCCEEDED: Ending.SUCCEEDED,
+    State.FAILED: Ending.FAILED,
+    State.RELEASED: Ending.RELEASED,
+}
+
+# Settles one level, and returns what it has settled; None when that is nothing.
+End = Callable[[], Awaitable[tuple[Ending, Payload] | None]]
+Ask = Callable[[Call, Callable[..., Any], Any, Any], Awaitable[Answer[Any]]]
+Remember = Callable[[Call, Flight, Payload, int, float, int], None]
+
+
+def nested(call: Call, keys: Iterable[tuple[bytes, Key]]) -> Call:
+    """The call with all keys of its request, each with the tag of the secret that made it.
+
+    In the order of the tags, which is the same in all processes, however they list their secrets:
+    in two orders, two duplicates could refuse each other again and again. Its arguments are not
+    stored: a worker that resumed one level would know nothing of the others.
+    """
+    by_tag = dict(keys)
+    levels = [by_tag[tag] for tag in sorted(by_tag)]
+    if len(set(levels)) == 1:
+        return call
+    nest = Nest(by_tag)
+    # Nor does it take a corrected request: the levels could be of different ones then.
+    call = replace(call, nothing_happened=None)
+    made = replace(call, key=levels[-1], arguments=None, nest=nest)
+    for key in reversed(levels[:-1]):
+        made = replace(call, key=key, arguments=None, nest=nest, inner=made)
+    return made
+
+
+class NestedRunner:
+    """Runs the outer levels of nested claims: each one asks for the next, and stores as it ended.
+
+    Observers hear of a call once, from the level where it ended.
+    """
+
+    __slots__ = (
+        "_ask",
+        "_background",
+        "_endings",
+        "_flights",
+        "_monotonic",
+        "_remember",
+        "_renewals",
+        "_settler",
+        "_waiting",
+        "_writer",
+    )
+
+    def __init__(
+        self,
+        *,
+        ask: Ask,
+        writer: Writer,
+        waiting: Waiting,
+        renewals: Renewals,
+        background: Background,
+        flights: Flights,
+        endings: Endings,
+        remember: Remember,
+    ) -> None:
+        self._ask = ask
+        self._writer = writer
+        self._waiting = waiting
+        self._monotonic = waiting.monotonic
+        self._background = background
+        self._renewals = renewals
+        self._flights = flights
+        self._endings = endings
+        self._remember = remember
+        self._settler = Settler(
+            writer=writer,
+            waiting=waiting,
+            renewals=renewals,
+            background=background,
+            report=Reporter(lambda event: None, frozenset()),
+        )
+
+    async def run(
+        self,
+        flight: Flight,
+        call: Call,
+        operation: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        request: ClaimRequest,
+        answer: ClaimAnswer,
+        asked: float,
+    ) -> Answer[Any]:
+        """Answers the next level under this one's claim, and settles this one alike.
+
+        Raises as the next level does, or why this level's ending does not stand.
+        """
+        policy = call.policy
+        lease = Lease(
+            call.key,
+            request.token,
+            policy.lease_ms,
+            answer.remaining_ms,
+            answer.lease_ends_at_ms,
+            asked,
+            policy.run_limit_seconds,
+        )
+        flight.lease = lease
+        flight.began_monotonic = asked
+        flight.conflict_ends_monotonic = None
+        self._flights.enter(flight, Phase.RUNNING)
+        inner = _inner_of(call, lease, answer)
+        try:
+            # Inside the try, as in `Runner.run`.
+            self._renewals.add(lease)
+            # Cancellation and process exit pass through: only the lease frees this level, too.
+            try:
+                told = await self._ask(inner, operation, args, kwargs)
+            except Exception as error:
+                end = partial(self._end_by_error, call, flight, lease, inner, answer, error)
+                await self._insist(call, lease, answer.attempt, end)
+                raise
+            end = partial(self._end, call, flight, lease, inner, answer.attempt, told.value)
+            await self._insist(call, lease, answer.attempt, end)
+        finally:
+            try:
+                self._renewals.remove(lease)
+            except BaseException:
+                # A signal may raise before its first line.
+                self._renewals.remove(lease)
+                raise
+        return told
+
+    async def _insist(self, call: Call, lease: Lease, attempt: int, end: End) -> None:
+        """Settles this level, also when its caller is cancelled meanwhile."""
+        try:
+            await end()
+        except RetrysafeError:
+            raise
+        except BaseException:
+            # As in `Settler.hand_over`: the next level has ended, its caller is being cancelled.
+            orphan = self._end_orphan(call, lease, attempt, end)
+            self._background.finish(orphan, self._settler.abandoning(call, attempt))
+            raise
+
+    async def _end_orphan(self, call: Call, lease: Lease, attempt: int, end: End) -> None:
+        """The same for a caller who is gone; there is nobody left to tell."""
+        leases = (lease, *_nest_of(call).held)
+        try:
+            for each in leases:
+                self._renewals.add(each)
+            ended = await end()
+            if ended is not None:
+                await self._settler.settle_around(call, lease, *ended, attempt)
+        except RetrysafeError:
+            return
+        finally:
+            for each in leases:
+                self._renewals.remove(each)
+
+    async def _end(
+        self, call: Call, flight: Flight, lease: Lease, inner: Call, attempt: int, value: Any
+    ) -> tuple[Ending, Payload] | None:
+        """Settles this level as the next one ended, which gave a value; raises as `settle` does.
+
+        Returns what it has settled; None when that is nothing.
+        """
+        asked = self._monotonic()
+        _nest_of(call).active_ms = _nest_of(inner).active_ms
+        try:
+            ended = await self._ended(inner)
+        except StoreError:
+            ended = None
+        if ended is not None:
+            ending, payload = _ENDINGS[ended.state], ended.payload
+        elif lease.may_be_settled:
+            # The user's transaction has written the ending of every level, and decides about it.
+            return None
+        else:
+            ending, payload = self._settler.payload_of(call, value, attempt)
+        payload = await self._settler.settle(call, lease, ending, payload, attempt, value)
+        self._share(call, flight, ending, payload, attempt, asked)
+        return ending, payload
+
+    async def _end_by_error(
+        self,
+        call: Call,
+        flight: Flight,
+        lease: Lease,
+        inner: Call,
+        answer: ClaimAnswer,
+        error: Exception,
+    ) -> tuple[Ending, Payload] | None:
+        """The same after the next level raised.
+
+        What that level raised about itself is never stored as an outcome. The key is freed where it
+        is known that nothing ran, and left to its lease where that is not known.
+        """
+        nest, asked = _nest_of(inner), self._monotonic()
+        if nest.token is None and not nest.is_replay:
+            if isinstance(error, OperationInFlight | KeyReused):
+                await self._let_go(call, lease, answer.decision)
+            return None
+        _nest_of(call).active_ms = nest.active_ms
+        try:
+            ended = await self._ended(inner)
+        except StoreError:
+            return None
+        if ended is not None:
+            ending, payload = _ENDINGS[ended.state], ended.payload
+        elif nest.is_replay:
+            ending, payload = Ending.SUCCEEDED, codec.withheld("it is no longer stored")
+        else:
+            return None
+        ending, payload = await self._settler.settle_judged(
+            call, lease, ending, payload, answer.attempt, error
+        )
+        self._share(call, flight, ending, payload, answer.attempt, asked)
+        return ending, payload
+
+    async def _ended(self, inner: Call) -> StoredOutcome | None:
+        """How the next level ended; None when it has not, or nobody knows any more."""
+        retries = Retries(READ_TRIES, self._monotonic)
+        while True:
+            try:
+                ended = await self._endings.last_outcome(inner.key)
+                break
+            except StoreUnavailable as error:
+                pause = retries.pause_after(error)
+                if pause is None:
+                    raise
+            await self._waiting.sleep(pause)
+        token = _nest_of(inner).token
+        # Another token's is of an earlier attempt, or of an owner that has taken over.
+        return None if ended is None or token not in (None, ended.token) else ended
+
+    async def _let_go(self, call: Call, lease: Lease, decision: Decision) -> None:
+        """Leaves the key as this claim has found it: nothing ran under it.
+
+        A record that this claim has made would keep the fingerprint of a request that was refused,
+        and refuse the honest one after it. One that it took over is of an earlier attempt: without
+        its steps, its fingerprint and its count, the next one would repeat what was done.
+        """
+        policy, payload = call.policy, codec.withheld("it was refused")
+        settlement = Settlement(SettleKind.RELEASE, call.key, lease.token, payload)
+        if decision is not Decision.ADMIT:
+            settlement.active_ms, settlement.audit_ms = policy.active_ms, policy.audit_ms
+        # The level around must not take this release for an ending.
+        _nest_of(call).token = None
+        try:
+            await self._writer.settle(settlement)
+        except StoreError:
+            return  # The lease frees it instead.
+
+    def _share(
+        self,
+        call: Call,
+        flight: Flight,
+        ending: Ending,
+        payload: Payload,
+        attempt: int,
+        asked: float,
+    ) -> None:
+        if ending is Ending.RELEASED:
+            flight.share(payload, attempt, is_released=True)
+        else:
+            active_ms = _nest_of(call).active_ms
+            if active_ms is None:
+                active_ms = call.policy.active_ms
+            self._remember(call, flight, payload, attempt, asked, active_ms)
+
+
+def _nest_of(call: Call) -> Nest:
+    assert call.nest is not None  # Every level has one.
+    return call.nest
+
+
+def _inner_of(call: Call, lease: Lease, answer: ClaimAnswer) -> Call:
+    """The call of the next level, with what this one's claim has told."""
+    around = _nest_of(call)
+    fingerprint = answer.fingerprint or around.fingerprint
+    assert call.inner is not None  # Only outer levels come here.
+    return replace(
+        call.inner,
+        fingerprints=_begun_first(call.fingerprints, fingerprint),
+        nest=Nest(
+            around.keys,
+            (*around.held, lease),
+            fingerprint,
+            answer.correction or around.correction,
+            around.is_later or answer.decision is not Decision.ADMIT,
+            max(around.crashes, answer.attempt - 1 - answer.releases),
+        ),
+    )
+
+
+def _begun_first(
+    fingerprints: tuple[Fingerprint, ...], began: Fingerprint | None
+) -> tuple[Fingerprint, ...]:
+    """The fingerprints, those first that were made as that of the record around was.
+
+    So that all levels tell the same secret, which child keys are made with.
+    """
+    if began is None:
+        return fingerprints
+
+    def is_like(fingerprint: Fingerprint) -> bool:
+        if began.rule > 0 or fingerprint.rule > 0:
+            return began.rule > 0 and fingerprint.rule > 0
+        return fingerprint.digest[:TAG_BYTES] == began.digest[:TAG_BYTES]
+
+    return tuple(sorted(fingerprints, key=lambda item: not is_like(item)))

@@ -1,0 +1,385 @@
+"""The run of a granted claim: the operation under its lease, and how it ended.
+
+Owns the order from the first instruction of an attempt to its last: the lease is renewed before the
+operation starts, and what came of it is durable before anybody hears of it. What a duplicate may be
+told afterwards is remembered here. Who may run at all is decided before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, Final, Protocol
+
+from retrysafe.core.atomic.complete_in import JoinedOutcome, Joiner
+from retrysafe.core.attempt import Attempt, Confirm
+from retrysafe.core.cache import ReplayCache
+from retrysafe.core.call import Answer, Call
+from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.flights import Flight, Flights, Phase
+from retrysafe.core.keys.key import Key
+from retrysafe.core.keys.secret import Secrets
+from retrysafe.core.lease import Lease
+from retrysafe.core.model import (
+    ClaimAnswer,
+    ClaimRequest,
+    Condition,
+    Decision,
+    Ending,
+    Payload,
+    State,
+    StoredOutcome,
+)
+from retrysafe.core.ports import UNSHARED, Fate, Lock, Renewals, Writer
+from retrysafe.core.run_times import RunTimes
+from retrysafe.core.settle import Settler, settlement_of
+from retrysafe.core.steps.compensation import Compensator, Verdict
+from retrysafe.core.steps.run import Stepper, StepRun
+from retrysafe.core.values import codec
+from retrysafe.errors import ClaimLost, RetrysafeError, StoreError
+
+# Looked up once: members of an enum are dear to look up on every call.
+_ABANDONED: Final = Condition.ABANDONED
+_ADMIT: Final = Decision.ADMIT
+_CLAIMED: Final = EventKind.CLAIMED
+_TAKEN_OVER: Final = EventKind.TAKEN_OVER
+_RELEASED: Final = Ending.RELEASED
+_RUNNING: Final = Phase.RUNNING
+
+# Calls an operation with its arguments as the current attempt.
+Perform = Callable[[Attempt, Callable[..., Any], Any, Any], Awaitable[Any]]
+
+
+class Endings(Protocol):
+    """As much of a store as giving up needs."""
+
+    async def last_outcome(self, key: Key) -> StoredOutcome | None:
+        """The newest ending that is stored of the key's present life."""
+
+
+class Runner:
+    """Runs operations whose claims were granted."""
+
+    __slots__ = (
+        "_cache",
+        "_concluder",
+        "_confirm",
+        "_endings",
+        "_flights",
+        "_joiner",
+        "_lock",
+        "_monotonic",
+        "_perform",
+        "_renewals",
+        "_report",
+        "_run_times",
+        "_secrets",
+        "_settler",
+        "_stepper",
+        "_writer",
+    )
+
+    def __init__(
+        self,
+        *,
+        writer: Writer,
+        flights: Flights,
+        settler: Settler,
+        concluder: Compensator,
+        renewals: Renewals,
+        cache: ReplayCache | None,
+        lock: Lock,
+        report: Reporter,
+        monotonic: Callable[[], float],
+        secrets: Secrets,
+        joiner: Joiner | None,
+        stepper: Stepper | None,
+        endings: Endings,
+        perform: Perform,
+        confirm: Confirm | None,
+        run_times: RunTimes,
+    ) -> None:
+        self._writer = writer
+        self._flights = flights
+        self._settler = settler
+        self._concluder = concluder
+        self._renewals = renewals
+        self._cache = cache
+        self._lock = lock
+        self._report = report
+        self._monotonic = monotonic
+        self._secrets = secrets
+        self._joiner = joiner
+        self._stepper = stepper
+        self._endings = endings
+        self._perform = perform
+        self._confirm = confirm
+        self._run_times = run_times
+
+    async def run(  # noqa: PLR0912 — told in one piece, every frame is paid for.
+        self,
+        flight: Flight,
+        call: Call,
+        operation: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        request: ClaimRequest,
+        answer: ClaimAnswer,
+        asked: float,
+    ) -> Answer[Any]:
+        """Runs the operation once, and settles how it ended before anybody is told.
+
+        Raises what the operation raises, or why its ending does not stand.
+        """
+        policy, number = call.policy, answer.attempt
+        event_kind = _TAKEN_OVER if answer.condition is _ABANDONED else _CLAIMED
+        if event_kind in self._report.kinds:
+            self._report(event_kind, call.key, call.operation, number)
+        lease = Lease(
+            call.key,
+            request.token,
+            policy.lease_ms,
+            answer.remaining_ms,
+            answer.lease_ends_at_ms,
+            asked,
+            policy.run_limit_seconds,
+        )
+        flight.lease = lease
+        flight.began_monotonic = began = asked
+        # The owner that was in the way is gone: followers must not be told of it any more.
+        flight.conflict_ends_monotonic = None
+        self._flights.enter(flight, _RUNNING)
+        # Crashes of the levels around count as if they were this one's.
+        count = (
+            number
+            if (nest := call.nest) is None
+            else max(number, nest.crashes + answer.releases + 1)
+        )
+        if count > 1 and (limit := policy.exhausted_limit(count, answer.releases)):
+            # The attempts so far may have died half-way; running again could kill the next worker.
+            return await self._exhaust(flight, call, lease, number, limit)
+        fingerprint = answer.fingerprint or (None if nest is None else nest.fingerprint)
+        attempt = Attempt(
+            call.key if nest is None else self._secrets.key_by(nest.keys, fingerprint, call.key),
+            call.operation,
+            number,
+            lease,
+            self._monotonic,
+            self._secrets,
+            answer.decision is _ADMIT and (nest is None or not nest.is_later),
+            call,
+            self._joiner,
+            self._stepper,
+            self._confirm,
+            fingerprint,
+            answer.correction or (b"" if nest is None else nest.correction),
+        )
+        try:
+            # Inside the try: a signal right after it must not leave a lease that is renewed for
+            # ever, with nobody to run for it.
+            self._renewals.add(lease)
+            # Only a clean exception is an ending. Cancellation and process exit pass through:
+            # nobody knows how far the operation got, so only the lease frees the key.
+            try:
+                if nest or lease.is_lost(self._monotonic()):
+                    # The process stood still since its claim was granted.
+                    await attempt.hold()
+                value = await self._perform(attempt, operation, args, kwargs)
+            except Exception as error:
+                told = await self._failed(flight, call, lease, attempt, error)
+                if told is None:
+                    raise
+                return told
+            asked = self._monotonic()
+            self._run_times.add(call.operation, asked - began)
+            joined = attempt.joined
+            if joined and await self._is_settled(flight, call, joined, number, asked, None):
+                return Answer(joined.value, False, number)
+            ending, payload = self._settler.payload_of(call, value, number)
+            entries = attempt.staged()
+            steps = attempt.steps if attempt.is_first else attempt.steps_to_conclude
+            if steps is not None:
+                verdict = await self._concluder.conclude(
+                    steps, lease, ending, payload, value=value, entries=entries
+                )
+                call = _with_steps(call, steps)
+                if verdict is not None:
+                    return await self._end_by(verdict, flight, call, lease, number, verdict.error)
+            # As in `Settler.settle`, which every operation would pay for.
+            settlement = settlement_of(call, lease, ending, payload, entries, value)
+            try:
+                try:
+                    stands = await self._writer.settle(settlement)
+                except StoreError as error:
+                    stands = await self._settler.insist(call, settlement, number, value, error)
+            except RetrysafeError:
+                raise
+            except BaseException:
+                self._settler.hand_over(call, lease, settlement, number)
+                raise
+            payload = self._settler.settled(call, settlement, stands, ending, number)
+            if ending is _RELEASED:
+                flight.share(payload, number, is_released=True)
+            else:
+                active_ms = 0 if settlement.nothing_happened else policy.active_ms
+                self.remember(call, flight, payload, number, asked, active_ms)
+        finally:
+            try:
+                self._renewals.remove(lease)
+            except BaseException:
+                # A signal may raise before its first line. A lease that is renewed for ever would
+                # block the key for as long as the process lives.
+                self._renewals.remove(lease)
+                raise
+        return Answer(value, False, number)
+
+    async def _failed(
+        self, flight: Flight, call: Call, lease: Lease, attempt: Attempt, error: Exception
+    ) -> Answer[Any] | None:
+        """Settles an operation that raised; None when its caller is to hear of that very error."""
+        if isinstance(error, ClaimLost) and attempt.is_lost:
+            # The operation stopped because it may no longer own the key, so it has no say in how
+            # the key's run ended.
+            return None
+        asked, number = self._monotonic(), attempt.number
+        self._run_times.add(call.operation, flight.seconds_run(asked))
+        joined = attempt.joined
+        if joined and await self._is_settled(flight, call, joined, number, asked, error):
+            return None
+        steps = attempt.steps_to_conclude
+        if steps is not None:
+            verdict = await self._concluder.conclude(
+                steps, lease, *self._settler.judged(call, error), error=error
+            )
+            call = _with_steps(call, steps)
+            if verdict is not None:
+                return await self._end_by(verdict, flight, call, lease, number, error)
+        ending, payload = await self._settler.settle_error(call, lease, error, number)
+        self._remember_ending(call, flight, ending, payload, number, asked, error)
+        return None
+
+    async def _end_by(
+        self,
+        verdict: Verdict,
+        flight: Flight,
+        call: Call,
+        lease: Lease,
+        attempt: int,
+        error: Exception | None,
+    ) -> Answer[Any]:
+        """Settles what the steps say of the ending, and tells the caller that."""
+        asked = self._monotonic()
+        ending, payload = await self._settler.settle_judged(
+            call, lease, verdict.ending, verdict.payload, attempt, error
+        )
+        self._remember_ending(call, flight, ending, payload, attempt, asked, error)
+        return Answer(verdict.told(call), False, attempt)
+
+    async def _is_settled(
+        self,
+        flight: Flight,
+        call: Call,
+        joined: JoinedOutcome,
+        attempt: int,
+        asked: float,
+        error: Exception | None,
+    ) -> bool:
+        """Whether the user's transaction settles the attempt, so that nothing is left to write."""
+        try:
+            fate = await joined.fate()
+        except StoreError:
+            # Nobody can tell now. A value is settled as usual: an outcome that stands confirms
+            # it. An exception must not free a key whose business write may have been committed.
+            return error is not None
+        if fate is Fate.STANDS:
+            self._report(joined.event_kind, call.key, call.operation, attempt)
+            self.remember(call, flight, joined.payload, attempt, asked, call.policy.active_ms)
+        # While it is open, the record is locked by it and only its commit or its rollback decides;
+        # writing here would wait for a caller who waits for us.
+        return fate is not Fate.UNDONE
+
+    async def _exhaust(
+        self, flight: Flight, call: Call, lease: Lease, attempt: int, limit: str
+    ) -> Answer[Any]:
+        """Settles the record as failed for good, and raises that failure."""
+        asked = self._monotonic()
+        ending = await self._last_failure(call.key)
+        payload = await self._settler.settle(
+            call,
+            lease,
+            Ending.FAILED,
+            codec.exhausted(limit, getattr(call.policy, limit), ending),
+            attempt,
+        )
+        self._report(EventKind.EXHAUSTED, call.key, call.operation, attempt, ending)
+        self._remember_ending(call, flight, Ending.FAILED, payload, attempt, asked, None)
+        raise codec.decode_failure(payload, (), call.key.text)
+
+    async def _last_failure(self, key: Key) -> str:
+        """The last failure that an attempt has left in the store, in words."""
+        try:
+            last = await self._endings.last_outcome(key)
+        except Exception as error:
+            # Only words are at stake. The key must be given up whatever the store says here, else
+            # its next claim would come for one more attempt.
+            return f"the last failure could not be read: {codec.message_of(error)}"
+        # A failure for good that an operator has taken back is none of these attempts.
+        if last is None or last.state is not State.RELEASED:
+            return "none of them left an error in the store"
+        told = codec.freed_by(last.payload)
+        return f"the last failure that was stored, of attempt {last.attempt}: {told}"
+
+    # What duplicates may be told.
+
+    def _remember_ending(
+        self,
+        call: Call,
+        flight: Flight,
+        ending: Ending,
+        payload: Payload,
+        attempt: int,
+        asked: float,
+        error: Exception | None,
+    ) -> None:
+        if ending is _RELEASED:
+            flight.share(payload, attempt, is_released=True)
+        else:
+            # As `settlement_of` has it, whichever way the ending came here.
+            is_kept = call.nothing_happened is None or not call.nothing_happened(error)
+            active_ms = call.policy.active_ms if is_kept else 0
+            self.remember(call, flight, payload, attempt, asked, active_ms)
+
+    def remember(
+        self,
+        call: Call,
+        flight: Flight,
+        payload: Payload,
+        attempt: int,
+        asked: float,
+        remaining_ms: int,
+    ) -> None:
+        """Hands an outcome to those who wait for it, and keeps it for those who come soon.
+
+        Not one after which nothing happened, which comes with no time left: a corrected request may
+        take its place at any moment, in any process, and from then on it is not replayed any more.
+        """
+        flight.payload, flight.attempt, flight.is_released = payload, attempt, False
+        cache = self._cache
+        if cache is None:
+            return
+        if self._lock is UNSHARED:
+            cache.keep(call.key.digest, call, payload, attempt, asked, remaining_ms)
+        else:
+            with self._lock:
+                cache.keep(call.key.digest, call, payload, attempt, asked, remaining_ms)
+
+
+def _with_steps(call: Call, steps: StepRun) -> Call:
+    """The call for the ending of these steps.
+
+    A step that ran has happened, also when it could not be stored and the operation went on: no
+    store knows of it, so a corrected request would run it once more.
+    """
+    if call.nothing_happened is None or not steps.writer.has_unrecorded:
+        return call
+    return replace(call, nothing_happened=None)

@@ -1,0 +1,315 @@
+"""Settling: an attempt's ending becomes durable, or the caller is told exactly what is not.
+
+Owns the retries of the last write and what happens to it when its caller is cancelled. The
+operation has run by now, so nothing here may free the key or forget the outcome quietly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+from retrysafe.core.call import Call
+from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.lease import Lease
+from retrysafe.core.model import (
+    Decision,
+    Ending,
+    Payload,
+    SettleAnswer,
+    SettleKind,
+    Settlement,
+    StagedEntry,
+)
+from retrysafe.core.ports import Background, Renewals, Waiting, Writer
+from retrysafe.core.retries import RETRY_PAUSE_SECONDS
+from retrysafe.core.values import codec
+from retrysafe.errors import (
+    ClaimLost,
+    OutcomeNotStored,
+    RetrysafeError,
+    StoreError,
+    StoreRejected,
+    StoreUnavailable,
+)
+
+RETRY_PAUSE_MAXIMUM_SECONDS: Final = 1.0
+
+_KINDS: Final = {
+    Ending.SUCCEEDED: (SettleKind.COMPLETE, EventKind.COMPLETED),
+    Ending.FAILED: (SettleKind.FAIL, EventKind.FAILED),
+    Ending.RELEASED: (SettleKind.RELEASE, EventKind.RELEASED),
+}
+
+# Looked up once: members of an enum are dear to look up on every call.
+_SUCCEEDED: Final = Ending.SUCCEEDED
+_RELEASED: Final = Ending.RELEASED
+_LOST: Final = Decision.LOST
+
+
+def settlement_of(
+    call: Call,
+    lease: Lease,
+    ending: Ending,
+    payload: Payload,
+    entries: tuple[StagedEntry, ...] = (),
+    came_to: Any = None,
+) -> Settlement:
+    """The row that ends an attempt, with what it staged; `came_to` is its value or exception.
+
+    A released key will run again, so what this attempt staged goes with the one that settles it.
+    """
+    policy = call.policy
+    settlement = Settlement(
+        _KINDS[ending][0], call.key, lease.token, payload, policy.active_ms, policy.audit_ms
+    )
+    if call.nest is not None and call.nest.active_ms is not None:
+        settlement.active_ms = call.nest.active_ms
+    if entries and ending is not _RELEASED:
+        settlement.entries = entries
+    if call.nothing_happened is not None and ending is not _SUCCEEDED:
+        settlement.nothing_happened = call.nothing_happened(came_to)
+    return settlement
+
+
+def _around(call: Call, settlement: Settlement) -> list[tuple[Lease, Settlement]]:
+    """The same ending of the claims around, which a nested call settles after its own.
+
+    Where its caller is gone, nobody else does: who knows only their keys would run it again.
+    """
+    held = () if call.nest is None else call.nest.held
+    return [
+        (lease, replace(settlement, key=lease.key, token=lease.token, entries=())) for lease in held
+    ]
+
+
+class Settler:
+    """Writes endings until they stand."""
+
+    __slots__ = ("_background", "_monotonic", "_renewals", "_report", "_waiting", "_writer")
+
+    def __init__(
+        self,
+        *,
+        writer: Writer,
+        waiting: Waiting,
+        renewals: Renewals,
+        background: Background,
+        report: Reporter,
+    ) -> None:
+        self._writer = writer
+        self._waiting = waiting
+        self._monotonic = waiting.monotonic
+        self._renewals = renewals
+        self._background = background
+        self._report = report
+
+    def payload_of(self, call: Call, value: Any, attempt: int) -> tuple[Ending, Payload]:
+        """How the operation ended that returned this value, and what is stored of it."""
+        ending = _SUCCEEDED
+        try:
+            if call.judge is not None:
+                ending = Ending(call.judge(value))
+            payload = call.codec.encode(value)
+            if len(payload.head) + len(payload.body) > call.policy.outcome_limit_bytes:
+                payload = codec.bounded(payload, call.policy.outcome_limit_bytes)
+        except Exception as error:
+            # Whatever is wrong with the value, the operation has run: it must not run again.
+            payload = codec.withheld(codec.message_of(error))
+        if payload.form == codec.WITHHELD:
+            self._withheld(call, attempt, json.loads(payload.body)["reason"])
+        return ending, payload
+
+    async def settle_error(
+        self, call: Call, lease: Lease, error: Exception, attempt: int
+    ) -> tuple[Ending, Payload]:
+        """Stores a clean exception as the policy judges it; raises as `settle` does."""
+        ending, payload = self.judged(call, error)
+        return await self.settle_judged(call, lease, ending, payload, attempt, error)
+
+    @staticmethod
+    def judged(call: Call, error: Exception) -> tuple[Ending, Payload]:
+        """How the operation ended that raised this exception, and what is stored of it."""
+        policy = call.policy
+        return policy.judge(error), codec.encode_failure(error, policy.outcome_limit_bytes)
+
+    async def settle_judged(
+        self,
+        call: Call,
+        lease: Lease,
+        ending: Ending,
+        payload: Payload,
+        attempt: int,
+        error: Exception | None,
+    ) -> tuple[Ending, Payload]:
+        """Stores a failure; the exception that it is about is named as the cause of others."""
+        if self.is_postponed(call, ending, attempt, error):
+            return ending, payload
+        try:
+            stored = await self.settle(call, lease, ending, payload, attempt, came_to=error)
+        except OutcomeNotStored as unstored:
+            if ending is Ending.RELEASED:
+                # The key is freed by its lease instead; the operation's own error matters more.
+                return ending, payload
+            raise unstored from error or unstored.__cause__
+        except ClaimLost as lost:
+            raise lost from error
+        # A failure that frees the key is only told to those who waited for it. They get it as it
+        # was, also when the store could not hold it: nothing is done for good.
+        return ending, payload if ending is _RELEASED else stored
+
+    def is_postponed(
+        self, call: Call, ending: Ending, attempt: int, error: Exception | None
+    ) -> bool:
+        """Whether a worker's attempt is left to its lease instead of being settled.
+
+        Released, the key would wait for a caller who may never come back. Left to its lease it is
+        abandoned again, and the next worker tries again, up to the attempt limit.
+        """
+        if ending is not _RELEASED or call.recovers is None:
+            return False
+        self._report(EventKind.POSTPONED, call.key, call.operation, attempt, str(error))
+        return True
+
+    async def settle(
+        self,
+        call: Call,
+        lease: Lease,
+        ending: Ending,
+        payload: Payload,
+        attempt: int,
+        value: Any = None,
+        entries: tuple[StagedEntry, ...] = (),
+        came_to: Any = None,
+    ) -> Payload:
+        """Stores an ending; when it returns, the returned payload is durable.
+
+        Raises `ClaimLost` when another owner has the key, `OutcomeNotStored` when the store could
+        not be told within the policy's patience.
+        """
+        settlement = settlement_of(call, lease, ending, payload, entries, came_to)
+        try:
+            try:
+                answer = await self._writer.settle(settlement)
+            except StoreError as error:
+                answer = await self.insist(call, settlement, attempt, value, error)
+        except RetrysafeError:
+            raise
+        except BaseException:
+            self.hand_over(call, lease, settlement, attempt)
+            raise
+        return self.settled(call, settlement, answer, ending, attempt)
+
+    def hand_over(self, call: Call, lease: Lease, settlement: Settlement, attempt: int) -> None:
+        """Has an ending written without its caller, who is being cancelled.
+
+        The operation is done: its outcome must not be lost with the caller. Writing it twice is
+        harmless, the token confirms the second.
+        """
+        for held, ending in [(lease, settlement), *_around(call, settlement)]:
+            orphan = self._settle_orphan(call, held, ending, attempt)
+            self._background.finish(orphan, self.abandoning(call, attempt))
+
+    async def settle_around(
+        self, call: Call, lease: Lease, ending: Ending, payload: Payload, attempt: int
+    ) -> None:
+        """Settles the claims around this one as it was settled, for a caller who is gone."""
+        for held, around in _around(call, settlement_of(call, lease, ending, payload)):
+            await self._settle_orphan(call, held, around, attempt)
+
+    def abandoning(self, call: Call, attempt: int) -> Callable[[str], None]:
+        """What tells of an ending that nobody can write any more."""
+        return partial(self._report, EventKind.SETTLE_FAILED, call.key, call.operation, attempt)
+
+    def settled(
+        self, call: Call, settlement: Settlement, answer: SettleAnswer, ending: Ending, attempt: int
+    ) -> Payload:
+        """What is durable of an ending by this answer; raises `ClaimLost`."""
+        if answer.decision is _LOST:
+            raise self._lost(call, attempt)
+        event_kind = _KINDS[ending][1]
+        if event_kind in self._report.kinds:
+            self._report(event_kind, call.key, call.operation, attempt)
+        payload = settlement.payload
+        assert payload is not None  # Every ending has one.
+        return payload
+
+    async def insist(
+        self,
+        call: Call,
+        settlement: Settlement,
+        attempt: int,
+        value: Any,
+        error: StoreError,
+    ) -> SettleAnswer:
+        """Writes again until it stands, within the policy's patience; else `OutcomeNotStored`."""
+        pause = RETRY_PAUSE_SECONDS
+        give_up = self._monotonic() + call.policy.settle_patience.total_seconds()
+        while True:
+            if isinstance(error, StoreRejected):
+                if settlement.payload is not None and settlement.payload.form == codec.WITHHELD:
+                    raise self._not_stored(call, attempt, value, error) from error
+                # The store cannot hold this outcome; that it is done can still be remembered.
+                settlement.payload = codec.withheld(f"the store refused it: {error}")
+                self._withheld(call, attempt, str(error))
+            elif not isinstance(error, StoreUnavailable):
+                # Waiting does not bring a lost database back; the caller must hear that it ran.
+                raise self._not_stored(call, attempt, value, error) from error
+            else:
+                self._report(
+                    EventKind.STORE_UNAVAILABLE, call.key, call.operation, attempt, str(error)
+                )
+                if self._monotonic() + pause > give_up:
+                    raise self._not_stored(call, attempt, value, error) from error
+                await self._waiting.sleep(pause)
+                pause = min(pause * 2, RETRY_PAUSE_MAXIMUM_SECONDS)
+            try:
+                return await self._writer.settle(settlement)
+            except StoreError as again:
+                error = again
+
+    async def _settle_orphan(
+        self, call: Call, lease: Lease, settlement: Settlement, attempt: int
+    ) -> None:
+        """The same for an ending whose caller is gone; there is nobody left to tell.
+
+        The lease must not run out while the store is still being asked. Its renewal is this flow's
+        own affair: one that is cancelled before it begins must not leave a lease behind.
+        """
+        try:
+            self._renewals.add(lease)
+            try:
+                answer = await self._writer.settle(settlement)
+            except StoreError as error:
+                answer = await self.insist(call, settlement, attempt, None, error)
+        except OutcomeNotStored:
+            return  # Reported where it was raised.
+        finally:
+            self._renewals.remove(lease)
+        if answer.decision is Decision.LOST:
+            self._lost(call, attempt)
+
+    def _lost(self, call: Call, attempt: int) -> ClaimLost:
+        self._report(EventKind.LOST, call.key, call.operation, attempt)
+        return ClaimLost(
+            f"the claim on {call.key.text!r} was taken over, or released by an operator; this "
+            "outcome was not stored",
+            key=call.key.text,
+        )
+
+    def _withheld(self, call: Call, attempt: int, detail: str) -> None:
+        self._report(EventKind.WITHHELD, call.key, call.operation, attempt, detail)
+
+    def _not_stored(
+        self, call: Call, attempt: int, value: Any, error: Exception
+    ) -> OutcomeNotStored:
+        self._report(EventKind.SETTLE_FAILED, call.key, call.operation, attempt, str(error))
+        return OutcomeNotStored(
+            f"the operation for {call.key.text!r} ran, but its ending could not be stored: "
+            f"{error}. The key is blocked until its lease ends; a retry after that runs again",
+            key=call.key.text,
+            value=value,
+        )

@@ -1,0 +1,235 @@
+"""Writing steps: a finished step's result becomes durable, or the operation is told what is not.
+
+Owns the retries of that write, and what happens to it when its caller is cancelled. The step has
+run by now, so nothing here may forget that quietly.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final, Protocol
+
+from retrysafe.core.call import Call
+from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.keys.key import Key
+from retrysafe.core.lease import Lease
+from retrysafe.core.model import Decision, Step, StepWrite, StoredKey
+from retrysafe.core.ports import Background, Waiting
+from retrysafe.core.retries import RETRY_PAUSE_SECONDS, Retries
+from retrysafe.core.settle import RETRY_PAUSE_MAXIMUM_SECONDS
+from retrysafe.core.values import codec
+from retrysafe.errors import (
+    ClaimLost,
+    RetrysafeError,
+    StepNotStored,
+    StoreError,
+    StoreRejected,
+    StoreUnavailable,
+)
+
+# Nothing has run yet when the stored steps are read, so a store that is down is reported quickly.
+READ_TRIES: Final = 3
+
+
+class StepStore(Protocol):
+    """As much of a store as steps need."""
+
+    async def record_step(self, write: StepWrite) -> Decision:
+        """Stores a finished step's result, if the token still holds the key."""
+
+    async def read(self, key: Key) -> StoredKey | None:
+        """The record of a key with its steps."""
+
+
+class StepWriter:
+    """Reads and writes the steps of one attempt."""
+
+    __slots__ = (
+        "_attempt",
+        "_background",
+        "_call",
+        "_held",
+        "_lease",
+        "_report",
+        "_store",
+        "_unrecorded",
+        "_waiting",
+    )
+
+    def __init__(
+        self,
+        store: StepStore,
+        waiting: Waiting,
+        background: Background,
+        report: Reporter,
+        *,
+        call: Call,
+        lease: Lease,
+        attempt: int,
+    ) -> None:
+        self._store = store
+        self._waiting = waiting
+        self._background = background
+        self._report = report
+        self._call = call
+        self._lease = lease
+        self._attempt = attempt
+        self._unrecorded: dict[str, StepWrite] = {}
+        # The claims on other keys of the request: each of them has all steps, because a process
+        # that knows another secret finds only one of the keys.
+        self._held = () if call.nest is None else call.nest.held
+
+    async def read(self) -> dict[str, Step]:
+        """What earlier attempts have recorded; raises `ClaimLost` or `StoreUnavailable`."""
+        steps = await self._read(self._lease)
+        if not self._held:
+            return steps
+        found = [(self._lease, steps)]
+        for lease in self._held:
+            others = await self._read(lease)
+            found.append((lease, others))
+            steps = others | steps
+        for lease, known in found:
+            for step in steps.values():
+                if step.name in known:
+                    continue
+                if await self._write(self._write_by(lease, step), None) is Decision.LOST:
+                    # Its new owner may run what is skipped here.
+                    raise self.lost()
+        return steps
+
+    async def _read(self, lease: Lease) -> dict[str, Step]:
+        retries = Retries(READ_TRIES, self._waiting.monotonic)
+        while True:
+            try:
+                stored = await self._store.read(lease.key)
+                break
+            except StoreUnavailable as error:
+                self.tell(EventKind.STORE_UNAVAILABLE, str(error))
+                pause = retries.pause_after(error)
+                if pause is None:
+                    raise
+            await self._waiting.sleep(pause)
+        if stored is None or stored.record.token != lease.token:
+            # Whatever is stored now may be the work of the new owner.
+            raise self.lost()
+        return {step.name: step for step in stored.steps}
+
+    def write_of(self, step: Step) -> StepWrite:
+        """The write of a step with the claim's token."""
+        return self._write_by(self._lease, step)
+
+    def writes_around(self, step: Step) -> list[StepWrite]:
+        """The same under the other keys of the request."""
+        return [self._write_by(lease, step) for lease in self._held]
+
+    @staticmethod
+    def _write_by(lease: Lease, step: Step) -> StepWrite:
+        return StepWrite(lease.key, lease.token, step, lease.lease_ms)
+
+    async def record(self, step: Step, value: Any = None) -> None:
+        """Makes a finished step durable; raises `ClaimLost` or `StepNotStored`."""
+        write = self.write_of(step)
+        self._unrecorded[step.name] = write
+        try:
+            decision = await self._insist(write, value)
+        except RetrysafeError:
+            raise
+        except BaseException:
+            # The caller is being cancelled, and the step has run: its result must not be lost
+            # with the caller. Writing it twice is harmless, the first result stands.
+            self._background.finish(self._record_orphan(write), partial(self._abandon, step.name))
+            raise
+        del self._unrecorded[step.name]
+        # Also when the store has said so before. A copy of the claim that was late may have brought
+        # the token back, and what stands now may be a step of the owner in between.
+        if decision is Decision.LOST or self._lease.is_revoked:
+            raise self.lost()
+
+    async def _insist(self, write: StepWrite, value: Any) -> Decision:
+        """Writes under all keys of the request until it stands; LOST where one of them is."""
+        for around in self.writes_around(write.step):
+            if await self._write(around, value) is Decision.LOST:
+                return Decision.LOST
+        return await self._write(write, value)
+
+    async def _write(self, write: StepWrite, value: Any) -> Decision:
+        """Writes again until it stands, within the policy's patience."""
+        step = write.step
+        pause = RETRY_PAUSE_SECONDS
+        give_up = self._waiting.monotonic() + self._call.policy.settle_patience.total_seconds()
+        while True:
+            try:
+                return await self._store.record_step(write)
+            except StoreRejected as error:
+                if step.payload.form == codec.WITHHELD:
+                    raise self._not_stored(step, value, error) from error
+                # The store cannot hold this result; that the step is done can be remembered.
+                self.tell(EventKind.WITHHELD, str(error))
+                step.payload = codec.withheld(f"the store refused it: {error}")
+                continue
+            except StoreUnavailable as error:
+                self.tell(EventKind.STORE_UNAVAILABLE, str(error))
+                if self._waiting.monotonic() + pause > give_up:
+                    raise self._not_stored(step, value, error) from error
+            except StoreError as error:
+                # Waiting does not bring a lost database back.
+                raise self._not_stored(step, value, error) from error
+            await self._waiting.sleep(pause)
+            pause = min(pause * 2, RETRY_PAUSE_MAXIMUM_SECONDS)
+
+    async def _record_orphan(self, write: StepWrite) -> None:
+        """The same for a step whose caller is gone; there is nobody left to tell."""
+        try:
+            await self._insist(write, None)
+        except StepNotStored:
+            return  # The step runs again, as after a crash at this point.
+
+    def _abandon(self, name: str, reason: str) -> None:
+        self.tell(EventKind.SETTLE_FAILED, f"the result of step {name!r}: {reason}")
+
+    @property
+    def has_unrecorded(self) -> bool:
+        """Whether a step ran of which nobody knows that it is stored."""
+        return bool(self._unrecorded)
+
+    async def record_the_rest(self) -> None:
+        """Insists once more on what could not be written, before the key is freed for a retry.
+
+        A freed key runs again at once, and what is not recorded runs with it. Raises `ClaimLost`
+        when there is another owner, and `StepNotStored` when the store still cannot be told: only
+        the lease may free the key then.
+        """
+        for name, write in list(self._unrecorded.items()):
+            decision = await self._insist(write, None)
+            # The orphan of a cancelled writer writes the same, and does not count it out.
+            del self._unrecorded[name]
+            if decision is Decision.LOST:
+                raise self.lost()
+
+    # Words.
+
+    def tell(self, kind: EventKind, detail: str = "") -> None:
+        """Reports something about this attempt."""
+        self._report(kind, self._call.key, self._call.operation, self._attempt, detail)
+
+    def lost(self) -> ClaimLost:
+        """The refusal of a step by an owner that has lost its claim."""
+        # From now on the attempt knows it too, so it has no say in how the key's run ends.
+        self._lease.revoke()
+        self.tell(EventKind.LOST)
+        text = self._call.key.text
+        return ClaimLost(
+            f"the claim on {text!r} was taken over, or released by an operator: its steps are "
+            "another owner's now",
+            key=text,
+        )
+
+    def _not_stored(self, step: Step, value: Any, error: StoreError) -> StepNotStored:
+        text = self._call.key.text
+        return StepNotStored(
+            f"step {step.name!r} of {text!r} ran, but its result could not be stored: {error}. A "
+            "later attempt runs it again",
+            key=text,
+            value=value,
+        )

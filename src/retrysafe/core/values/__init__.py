@@ -1,0 +1,1 @@
+"""Values as stored bytes, and back: what cannot come back equal is never stored."""

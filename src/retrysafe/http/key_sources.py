@@ -1,0 +1,289 @@
+"""Where a request's key comes from: its client, its own fields, or a hash of all it asks for.
+
+Owns the three ways, the one that joins two of them, and when each has no key to give. The header's
+syntax is in `headers`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+
+from retrysafe.core.keys import canonical
+from retrysafe.core.keys.fingerprint import FingerprintRule
+from retrysafe.core.keys.framing import Part, frame, part_bytes
+from retrysafe.core.keys.key import body_key, checked_secret, natural_key
+from retrysafe.core.policy import Policy
+from retrysafe.errors import KeyInvalid, PolicyInvalid
+from retrysafe.http.bodies import Content, content_of, field_of
+from retrysafe.http.durations import spoken
+from retrysafe.http.field_values import TYPES, declared_part, plain_part
+from retrysafe.http.fingerprints import request_fingerprints
+from retrysafe.http.plain_parts import require_plain_parts
+from retrysafe.http.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderKey:
+    """The key that the client sends in `Idempotency-Key`.
+
+    `otherwise=FromBody(…)` makes the key of a request without that header, so that clients which
+    cannot send one share the route. A request that comes once with a key and once without is two
+    intents. Raises `PolicyInvalid` for anything else in its place.
+    """
+
+    otherwise: FromBody | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.otherwise, FromBody | None):
+            raise PolicyInvalid(
+                f"HeaderKey takes otherwise=FromBody(…), got {self.otherwise!r}: a natural key "
+                "counts whether or not a client sends another one, so use FieldsKey alone"
+            )
+
+    def __str__(self) -> str:
+        header = "the Idempotency-Key header"
+        return header if self.otherwise is None else f"{header}, or else by {self.otherwise}"
+
+    def checked(self, policy: Policy, secret: bytes | None) -> Policy:
+        """The policy for keys of this kind: the same."""
+        return policy
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class FieldsKey:
+    """A natural key: what the request is about, such as one order of one customer.
+
+    `FieldsKey("/customer", "/order_id")` takes values from the body by JSON Pointer, or fields of
+    a form by `/name`; `"{id}"` takes a parameter of the rule's path. A type after a colon, as in
+    `"{id:int}"` and `"/order_id:uuid"`, says what a value is: text, int, decimal, uuid, date,
+    datetime or bool. Without one it is what the framework has converted it to, a number also where
+    that is sent as text, else text; what can be written in several ways is refused. The key is
+    `natural_key(operation, *values)` with the rule's operation name and the values in the order
+    given, a UUID as its text. `window` is how long the key is remembered after the run: a
+    timedelta, or FOREVER. Raises `PolicyInvalid` for fields that cannot be any of these, and
+    without a window.
+    """
+
+    fields: tuple[str, ...]
+    window: timedelta
+    _parsed: tuple[_Field, ...] = field(repr=False, compare=False)
+
+    def __init__(self, *fields: str, window: timedelta | None = None) -> None:
+        if not fields:
+            raise PolicyInvalid("FieldsKey needs at least one field that tells requests apart")
+        if window is None:
+            raise PolicyInvalid(
+                "FieldsKey needs to know how long the key is remembered: write window=FOREVER "
+                "for what happens once and never again, such as the payment of an invoice, or "
+                "window=timedelta(days=30) for what may come again after that"
+            )
+        object.__setattr__(self, "window", window)
+        object.__setattr__(self, "fields", fields)
+        object.__setattr__(self, "_parsed", tuple(map(_field_of, fields)))
+
+    def __str__(self) -> str:
+        return f"these fields: {', '.join(map(str, self._parsed))}"
+
+    def checked(self, policy: Policy, secret: bytes | None) -> Policy:
+        """The policy with this window; raises `PolicyInvalid`."""
+        return policy.with_window(self.window, of="FieldsKey")
+
+    @property
+    def converted_parameters(self) -> tuple[str, ...]:
+        """The parameters of the path that are what the framework has converted them to."""
+        return tuple(
+            item.parameter for item in self._parsed if item.parameter and item.kind is None
+        )
+
+    def key(
+        self, request: Request, *, operation: str, rule: FingerprintRule, secret: bytes | None
+    ) -> str:
+        """The key; raises `KeyInvalid` when a field is missing or not written plainly."""
+        content: Content | None = None
+        parts: list[Part] = []
+        for item in self._parsed:
+            if item.parameter:
+                value: Any = request.parameters.get(item.parameter, canonical.ABSENT)
+            else:
+                if content is None:
+                    content = _content_with_fields(request)
+                value = field_of(content, item.tokens)
+            parts.append(item.part(value))
+        return natural_key(_without_slash(operation), *parts)
+
+
+@dataclass(frozen=True, slots=True)
+class FromBody:
+    """A keyed hash of the whole request, for clients that cannot send a key.
+
+    Equal requests of one caller within the window count as one; the window starts when the first
+    one ends. Needs a secret. Fields that the fingerprint's rule leaves out do not count here,
+    either, so a change of that rule is a change of the keys.
+
+    `intent` names what tells two equal requests apart: a field of the body such as `/intent`, which
+    then counts whatever that rule says, or a header such as `X-Order-Number`. A field may have a
+    type as in `FieldsKey`: `/intent:text`. A request without it has the key that it would have
+    anyway. Raises `PolicyInvalid` for what names neither.
+    """
+
+    window: timedelta = timedelta(minutes=5)
+    intent: str | None = None
+    # A field of the body, or a header's name.
+    _intent: _Field | bytes | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_intent", _intent_of(self.intent))
+
+    def __str__(self) -> str:
+        told = f"all that they ask for, within {spoken(self.window)}"
+        if self._intent is None:
+            return told
+        return f"{told}, and by {self._intent if isinstance(self._intent, _Field) else self.intent}"
+
+    def checked(self, policy: Policy, secret: bytes | None) -> Policy:
+        """The policy with this window; raises `PolicyInvalid` or `SecretMissing`."""
+        checked_secret(secret)
+        return policy.with_window(self.window, of="FromBody")
+
+    def key(
+        self, request: Request, *, operation: str, rule: FingerprintRule, secret: bytes | None
+    ) -> str:
+        """The key; raises `SecretMissing` without a secret."""
+        asked = request_fingerprints(request, rule)[0].digest
+        intent = self._told_intent(request)
+        if intent:
+            asked = frame(asked, *intent)
+        return body_key(checked_secret(secret), _without_slash(operation), asked)
+
+    def _told_intent(self, request: Request) -> list[bytes]:
+        """What the request says of its intent; nothing when it says nothing."""
+        if self._intent is None:
+            return []
+        if isinstance(self._intent, bytes):
+            # An empty line says something; several lines of one name are all said.
+            return [line.strip(b" \t") for line in request.header_lines(self._intent)]
+        value = field_of(_content_with_fields(request), self._intent.tokens)
+        return [] if value is canonical.ABSENT else [part_bytes(self._intent.part(value))]
+
+
+def _content_with_fields(request: Request) -> Content:
+    """What the body says, for a key to be made from its fields; raises `KeyInvalid`."""
+    content = content_of(request)
+    # Else the key is of one order, and a framework that reads the form differently runs another.
+    require_plain_parts(request, content)
+    return content
+
+
+KeySource = HeaderKey | FieldsKey | FromBody
+
+# As `body_key` makes them.
+_BODY_KEY: Final = re.compile(r"body:[A-Za-z0-9_-]{43}")
+
+
+def require_own_key(text: str) -> None:
+    """Raises `KeyInvalid` for a client's key that looks like one that is made from a body.
+
+    On a route with both, the two would meet, and two intents be one.
+    """
+    if _BODY_KEY.fullmatch(text):
+        raise KeyInvalid("a key that starts with body: and is as long is made by the server alone")
+
+
+_HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+
+
+def _intent_of(given: object) -> _Field | bytes | None:
+    """What names an intent: a field of the body, or a header's name."""
+    if given is None:
+        return None
+    if isinstance(given, str) and _HEADER_NAME.fullmatch(given):
+        if given.lower() == "idempotency-key":
+            raise PolicyInvalid(
+                "the intent of FromBody cannot be the key's own header: use "
+                "HeaderKey(otherwise=FromBody(…))"
+            )
+        return given.lower().encode("ascii")
+    found = _pointed_field(given)
+    if found is None:
+        raise PolicyInvalid(
+            "the intent of FromBody is a field such as /intent or a header such as "
+            f"X-Order-Number, got {given!r}"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """One field of a natural key, or of an intent, read once."""
+
+    # As it is written, without its type.
+    name: str
+    # None: what the value itself says.
+    kind: str | None
+    # The name of a path parameter, or else the steps of a pointer.
+    parameter: str
+    tokens: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.name if self.kind is None else f"{self.name} ({self.kind})"
+
+    def part(self, value: Any) -> Part:
+        """What a value of this field is in a key; raises `KeyInvalid` or `InvalidInput`."""
+        if self.kind is None:
+            return plain_part(self.name, value)
+        return declared_part(self.name, self.kind, value)
+
+
+def _field_of(given: object) -> _Field:
+    """A field as it is written; raises `PolicyInvalid` for what is none."""
+    if isinstance(given, str) and given.startswith("{") and given.endswith("}"):
+        name, kind = _split_type(given)
+        found = _Field(name, kind, name[1:-1], ()) if len(name) > 2 else None
+    else:
+        found = _pointed_field(given)
+    if found is None:
+        raise PolicyInvalid(
+            f"FieldsKey takes JSON Pointers such as /order_id and path parameters such as {{id}}, "
+            f"got {given!r}"
+        )
+    return found
+
+
+def _pointed_field(given: object) -> _Field | None:
+    """A field of the body by its JSON Pointer; None for what is no pointer."""
+    if not isinstance(given, str):
+        return None
+    name, kind = _split_type(given)
+    try:
+        tokens = canonical.pointer_tokens(name)
+    except ValueError:
+        return None
+    return _Field(name, kind, "", tokens) if tokens else None
+
+
+def _split_type(given: str) -> tuple[str, str | None]:
+    """A field and its declared type: `{id:int}` and `/order:int` have one."""
+    is_parameter = given.startswith("{") and given.endswith("}")
+    inner = given[1:-1] if is_parameter else given
+    name, colon, kind = inner.rpartition(":")
+    if not colon:
+        return given, None
+    if kind not in TYPES:
+        # As a part of the name it would be looked for in vain, in every request.
+        raise PolicyInvalid(
+            f"there is no type {kind!r}, as in {given!r}: a type is one of "
+            f"{', '.join(TYPES)}; after a name with a colon write one too, as in /a:b:text"
+        )
+    return (f"{{{name}}}" if is_parameter else name), kind
+
+
+def _without_slash(operation: str) -> str:
+    """The operation's name for a key: an endpoint is often served with a slash at its end, too.
+
+    Two routes to it have two names then, and one request by both must not run twice.
+    """
+    bare = operation.rstrip("/")
+    return operation if bare.endswith(" ") else bare

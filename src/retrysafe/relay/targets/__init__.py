@@ -1,0 +1,1 @@
+"""Where a relay delivers to: functions, webhooks and brokers."""

@@ -1,0 +1,305 @@
+"""What is refused of operations: mostly before anything is claimed, since they could not be run.
+
+Owns the likely slips of those who write calls, and what they are told. Refused later, a slip would
+cost an attempt of its key, and the corrected call would be another request than the first one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from types import CoroutineType, FunctionType, MethodType
+from typing import Any, Final
+
+from retrysafe.core.checks import require_function, shown_in_place
+from retrysafe.core.events import Emit
+from retrysafe.core.keys.fingerprint import FingerprintRule
+from retrysafe.core.keys.secret import Secrets
+from retrysafe.core.policy import Policy
+from retrysafe.errors import AwaitForgotten, InvalidInput, PolicyInvalid
+from retrysafe.runtime.describe import shown_name
+
+_PASS_THE_FUNCTION: Final = (
+    'pass the function and its arguments, run(key, charge, "c1", 500), not its result'
+)
+_GENERATOR_FLAGS: Final = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+
+
+def require_runnable(operation: Callable[..., Any]) -> None:
+    """Raises `InvalidInput` for what is no function, and for generator functions.
+
+    Calling one runs none of its body, so its key would be settled as done before any work.
+    """
+    if type(operation) is FunctionType and not operation.__code__.co_flags & _GENERATOR_FLAGS:
+        return  # The usual case, without the long way that sees through partials and methods.
+    require_function(operation, _PASS_THE_FUNCTION)
+    if inspect.isgeneratorfunction(operation) or inspect.isasyncgenfunction(operation):
+        raise InvalidInput(
+            f"{shown_name(operation)} is a generator, and calling it runs nothing: wrap it in a "
+            "function that consumes it and returns the result"
+        )
+
+
+def require_plain(operation: Callable[..., Any]) -> None:
+    """Raises `InvalidInput` for an async function where nobody could await it."""
+    if type(operation) is FunctionType and not operation.__code__.co_flags & inspect.CO_COROUTINE:
+        return  # The usual case, without the long way that sees through partials and methods.
+    if inspect.iscoroutinefunction(operation):
+        raise InvalidInput(f"{shown_name(operation)} is async: use AsyncIdempotency for it")
+
+
+def require_async(function: Callable[..., Any], otherwise: str = "") -> None:
+    """Raises `InvalidInput` for a function whose decoration would be awaited without need."""
+    if not inspect.iscoroutinefunction(function):
+        require_function(function, _PASS_THE_FUNCTION)
+        raise InvalidInput(f"{shown_name(function)} is not async: write async def{otherwise}")
+
+
+def require_call(operation: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Raises `InvalidInput` for what cannot be called with these arguments."""
+    if type(operation) is FunctionType:
+        code = operation.__code__
+        # The usual case: a plain function with as many arguments as it has parameters.
+        if (
+            len(args) == code.co_argcount
+            and not code.co_kwonlyargcount
+            and not code.co_flags & _GENERATOR_FLAGS
+        ):
+            return
+    require_runnable(operation)
+    keywords: Collection[str] = ()
+    function, count = operation, len(args)
+    if isinstance(operation, partial):
+        keywords = operation.keywords
+        function, count = operation.func, count + len(operation.args)
+    if isinstance(function, MethodType):
+        function, count = function.__func__, count + 1
+    # What a class or an object with __call__ takes, nobody can say as cheaply.
+    if isinstance(function, FunctionType) and not _fits(function, count, keywords):
+        misfit = _misfit(operation, args)
+        if misfit is not None:
+            raise InvalidInput(
+                f"{shown_name(operation)} cannot be called with these arguments: {misfit}"
+            )
+
+
+def _fits(function: FunctionType, count: int, keywords: Collection[str]) -> bool:
+    """Whether so many positional arguments and these keywords reach the function's first line.
+
+    Read off the code: binding a signature takes longer than all the rest of a call.
+    """
+    code = function.__code__
+    flags = code.co_flags
+    limit = code.co_argcount
+    if count > limit and not flags & inspect.CO_VARARGS:
+        return False
+    named = code.co_varnames[: limit + code.co_kwonlyargcount]
+    if keywords and not flags & inspect.CO_VARKEYWORDS:
+        takes = named[code.co_posonlyargcount :]
+        if any(keyword not in takes for keyword in keywords):
+            return False
+    if any(name in keywords for name in named[code.co_posonlyargcount : min(count, limit)]):
+        return False  # Given twice.
+    required = limit - len(function.__defaults__ or ())
+    if any(name not in keywords for name in named[count:required]):
+        return False
+    if any(name in keywords for name in named[count : min(required, code.co_posonlyargcount)]):
+        return False  # Swallowed by **keywords, so that the parameter itself is missing.
+    defaults = function.__kwdefaults__ or {}
+    return all(name in keywords or name in defaults for name in named[limit:])
+
+
+def _misfit(operation: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
+    """Why the arguments do not fit, in Python's own words; None when they do."""
+    try:
+        inspect.signature(operation, follow_wrapped=False).bind(*args)
+    except (TypeError, ValueError) as error:
+        # What a partial holds may not fit by itself, which its signature says in a roundabout way.
+        return str(error.__cause__ or error)
+    return None
+
+
+def not_awaited(what: str, coroutine: CoroutineType[Any, Any, Any]) -> AwaitForgotten:
+    """The refusal of a coroutine as a result: it was only made, and what it stands for has not run.
+
+    It is closed, so that it never will.
+    """
+    coroutine.close()
+    return AwaitForgotten(
+        f"{what} returned a coroutine that was not awaited, so {coroutine.__qualname__} has not "
+        "run: write return await",
+        is_final=True,
+    )
+
+
+def async_here(
+    what: str, call: Callable[..., Any], coroutine: CoroutineType[Any, Any, Any]
+) -> InvalidInput | AwaitForgotten:
+    """The refusal of a coroutine where nobody can await it.
+
+    A function that is async itself has done nothing yet; a plain one that returns a coroutine has.
+    """
+    coroutine.close()
+    # Seen through partials; an object may have an async __call__ of its class.
+    if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__):
+        return InvalidInput(f"{what} is async: use AsyncIdempotency for it")
+    return AwaitForgotten(
+        f"{what} returned a coroutine that nobody awaits here, so {coroutine.__qualname__} has not "
+        "run: use AsyncIdempotency for it",
+        is_final=True,
+    )
+
+
+def misplaced_keywords(method: str, operation: object, misplaced: Collection[str]) -> TypeError:
+    """The refusal of keyword arguments that neither `run` nor `answer` has.
+
+    They are taken only to be refused: Python's own words would not say where they belong.
+    """
+    name = getattr(operation, "__name__", "charge")
+    named = ", ".join(f"{keyword}=…" for keyword in misplaced)
+    return TypeError(
+        f"{method}() has no option {', '.join(misplaced)}: keyword arguments of the operation go "
+        f"along with functools.partial({name}, {named})"
+    )
+
+
+def require_no_positional(misplaced: tuple[object, ...]) -> None:
+    """Raises `InvalidInput` for `once(something, key=…)`.
+
+    Positional arguments are taken only to be refused: Python's own words for a bare `@once` would
+    be about their number, and not about the key that is missing.
+    """
+    if misplaced:
+        raise InvalidInput(
+            "once takes no positional arguments: write @idem.once(key=…) above the function, with "
+            "the names of the parameters that identify the operation"
+        )
+
+
+# Settings.
+
+
+def checked_policy(policy: object) -> Policy:
+    """The policy itself; raises `PolicyInvalid` for anything else, such as its settings alone."""
+    if not isinstance(policy, Policy):
+        raise PolicyInvalid(
+            f"policy takes a Policy, such as Policy(lease=timedelta(seconds=5)), got {policy!r}"
+        )
+    return policy
+
+
+def checked_rule(rule: object) -> FingerprintRule:
+    """The rule itself; raises `PolicyInvalid` for anything else."""
+    if not isinstance(rule, FingerprintRule):
+        raise PolicyInvalid(
+            "rule takes a FingerprintRule, such as FingerprintRule(exclude=['/0/sent_at']), got "
+            f"{rule!r}"
+        )
+    return rule
+
+
+def checked_observers(observers: object) -> tuple[Emit, ...]:
+    """The observers; raises `InvalidInput` for one that stands alone, and for what is none."""
+    if not isinstance(observers, Iterable):
+        raise InvalidInput(
+            "observers takes a list of functions of an Event: write observers=[…], got "
+            f"{observers!r}"
+        )
+    found = tuple(observers)
+    for observer in found:
+        if not callable(observer):
+            raise InvalidInput(
+                f"observers takes a list of functions of an Event, and {observer!r} is none"
+            )
+    return found
+
+
+# A secret, or several: the first makes, the others are recognised. None at the end of a list stands
+# for what was made without one.
+SecretSource = bytes | str | Sequence[bytes | str | None] | None
+
+
+def secrets_of(secret: object) -> Secrets:
+    """The secrets; raises `InvalidInput` for what is neither text, bytes nor a list of these.
+
+    And `SecretMissing` for a short one. The secrets themselves are never shown.
+    """
+    if isinstance(secret, str):
+        _require_one_line(secret)
+        # A file or a variable often ends with a line break.
+        secret = [line for line in secret.splitlines() if line]
+    elif secret is None or isinstance(secret, bytes):
+        # Of random bytes any one may be a line break; of a text in bytes it is one.
+        if secret is not None and secret.isascii():
+            text = secret.decode("ascii")
+            if all(map(str.isprintable, text.splitlines())):
+                _require_one_line(text)
+        secret = [secret]
+    if not isinstance(secret, list | tuple):
+        raise InvalidInput(
+            f"secret takes text, bytes or a list of them, got {shown_in_place(secret)}"
+        )
+    values = [item.encode() if isinstance(item, str) else item for item in secret]
+    for value in values:
+        if not isinstance(value, bytes | None):
+            raise InvalidInput(f"a list of secrets has text and bytes, got {shown_in_place(value)}")
+    return Secrets(*values)
+
+
+def _require_one_line(secret: str) -> None:
+    """Raises `InvalidInput` for a text of several lines.
+
+    Taken apart, a PEM file would give three secrets, the first of which everybody knows.
+    """
+    if sum(map(bool, secret.splitlines())) > 1:
+        raise InvalidInput(
+            "the secret has several lines: pass a list, with one item for each secret, or with "
+            "the whole text as its one item"
+        )
+
+
+def require_waiting_threads() -> None:
+    """Raises `InvalidInput` where threads are something that cannot wait as ours do.
+
+    Refused at the start: later such a process freezes, or answers nothing but errors.
+    """
+    eventlet = sys.modules.get("eventlet.patcher")
+    if eventlet is not None and eventlet.is_monkey_patched("thread"):
+        raise InvalidInput(
+            "eventlet has patched this process, and retrysafe does not work with it: use gevent "
+            "(gunicorn -k gevent) or threads (gunicorn -k gthread) instead"
+        )
+    uwsgi = sys.modules.get("uwsgi")
+    options = {} if uwsgi is None else uwsgi.opt
+    is_to_be_patched = "gevent-monkey-patch" in options
+    if "gevent" in options and not is_to_be_patched and not is_patched_by_gevent():
+        raise InvalidInput(
+            "uWSGI runs requests in greenlets here, and a thread's lock stops all of them: set "
+            "gevent-monkey-patch = true, or use threads instead of gevent"
+        )
+
+
+def is_patched_by_gevent() -> bool:
+    """Whether threads are gevent's greenlets."""
+    return threading.Lock.__module__.startswith("gevent")
+
+
+def running_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of asyncio that runs here; raises `InvalidInput` where there is none.
+
+    Trio and its like run coroutines as well, but no futures of asyncio. They need not be known by
+    their names: what they have in common is that no loop of asyncio is running.
+    """
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise InvalidInput(
+            "no event loop of asyncio is running here: call AsyncIdempotency from a coroutine "
+            "under asyncio or uvloop. Trio and other loops cannot run it: serve with uvicorn, "
+            "granian or hypercorn's asyncio worker instead of hypercorn -k trio, and use anyio "
+            "with its asyncio backend"
+        ) from None

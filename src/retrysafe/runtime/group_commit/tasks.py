@@ -1,0 +1,335 @@
+"""Group commit among the tasks of one event loop.
+
+Owns the queues between tasks and a store, and when the next batch leaves. A timer only sees to it
+that no row waits behind a commit that hangs, where the store takes a second one beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence, Sized
+from typing import Any, Final
+
+from retrysafe.core.keys.key import Key
+from retrysafe.core.model import (
+    ClaimAnswer,
+    ClaimRequest,
+    Decision,
+    SettleAnswer,
+    SettleKind,
+    Settlement,
+)
+from retrysafe.core.ports import ClaimResult, SettleResult, Store
+from retrysafe.errors import StoreError
+from retrysafe.runtime.background import hidden_task
+from retrysafe.runtime.group_commit.direct import FEW_ROWS, HELD_UP_SECONDS, as_store_error
+
+# Replays are not parted into smaller batches than this: what a batch costs by itself would show.
+REPLAYS_SHARE: Final = 32
+# Those of a batch of at least so many rows, with none beside it, go on in two halves. Fewer than
+# half as many do not leave beside others, for the same reason.
+SPLIT_ROWS: Final = 32
+_ADMIT: Final = Decision.ADMIT
+_REPLAY: Final = Decision.REPLAY
+
+
+class _Batch:
+    """One batch of tasks on its way: its rows, and who waits for them."""
+
+    __slots__ = (
+        "claimed",
+        "claiming",
+        "claims",
+        "has_left",
+        "is_held_up",
+        "is_over",
+        "settlements",
+        "settling",
+        "unwanted",
+    )
+
+    def __init__(self) -> None:
+        self.has_left = False
+        # Whether somebody has waited for it in vain.
+        self.is_held_up = False
+        # Whether the store is done with it, so that it keeps nobody waiting.
+        self.is_over = False
+        self.claims: list[ClaimRequest] = []
+        self.claiming: list[asyncio.Future[Any]] = []
+        # What became of the claims; empty while nobody knows.
+        self.claimed: list[ClaimResult] = []
+        # The keys of claims that nobody is going to run.
+        self.unwanted: list[Key] = []
+        self.settlements: list[Settlement] = []
+        self.settling: list[asyncio.Future[Any]] = []
+
+    @property
+    def rows(self) -> int:
+        return len(self.claims) + len(self.settlements)
+
+
+class TaskGroupCommit:
+    """Group commit among the tasks of one event loop."""
+
+    def __init__(self, store: Store, loop: asyncio.AbstractEventLoop) -> None:
+        self._store = store
+        self._loop = loop
+        self._new_future: Callable[[], asyncio.Future[Any]] = loop.create_future
+        capabilities = store.capabilities
+        self._batch_limit = capabilities.batch_limit
+        self._flights_limit = capabilities.batches_in_flight
+        # Apart, as the store takes them.
+        self._claims: deque[tuple[ClaimRequest, asyncio.Future[Any]]] = deque()
+        self._endings: deque[tuple[Settlement, asyncio.Future[Any]]] = deque()
+        self._small_flights_limit = capabilities.small_batches_in_flight
+        self._flights: dict[asyncio.Task[None], _Batch] = {}
+        self._flights_count = 0
+        # How many of them are held up, and the rows of the others.
+        self._held_up_count = 0
+        self._rows_in_flight = 0
+        # Whether a flight is about to leave, and takes along what comes until then.
+        self._is_boarding = False
+        # Whether the last batch was one of replays, as far as its first row tells.
+        self._is_replaying = False
+        # How many flights have left; and, while rows wait behind one, who sees whether it is stuck.
+        self._departures = 0
+        self._lookout: asyncio.TimerHandle | None = None
+
+    def claim(self, request: ClaimRequest) -> asyncio.Future[ClaimAnswer]:
+        """Claims a key in the next batch."""
+        future = self._new_future()
+        self._claims.append((request, future))
+        if not self._is_boarding:
+            self._launch_or_wait()
+        return future
+
+    def settle(self, settlement: Settlement) -> asyncio.Future[SettleAnswer]:
+        """Ends an attempt in the next batch; cancelling the wait does not stop it."""
+        future = self._new_future()
+        self._endings.append((settlement, future))
+        if not self._is_boarding:
+            self._launch_or_wait()
+        return future
+
+    def let_go(self, key: Key) -> None:
+        """Has a claim given back when it is granted: whoever waited for it is leaving.
+
+        It is told by this very object, because others may claim an equal key. One that is still
+        here needs nothing: it does not leave without its caller.
+        """
+        for flight in self._flights.values():
+            if any(request.key is key for request in flight.claims):
+                flight.unwanted.append(key)
+
+    def _launch_or_wait(self) -> None:
+        if self._may_launch():
+            self._launch()
+        elif self._lookout is None and self._flights_count < self._flights_limit:
+            self._lookout = self._loop.call_later(HELD_UP_SECONDS, self._look_out, self._departures)
+
+    def _look_out(self, departures: int) -> None:
+        """Lets those who wait leave beside a batch that is held up."""
+        self._lookout = None
+        if not (self._claims or self._endings) or self._is_boarding:
+            return
+        if self._departures == departures:
+            # They are waited for once: what comes after this leaves beside them too.
+            for flight in self._flights.values():
+                self._pass_over(flight)
+        self._launch_or_wait()
+
+    def _pass_over(self, flight: _Batch) -> None:
+        if flight.has_left and not flight.is_held_up and not flight.is_over:
+            flight.is_held_up = True
+            self._held_up_count += 1
+            self._rows_in_flight -= flight.rows
+
+    def _may_launch(self) -> bool:
+        """Whether the next batch leaves now: as the only one, or beside others.
+
+        Beside others when they have few rows, or when it is full itself or as large as they are.
+        Replays share no flush that would be worth waiting for.
+        """
+        flights = self._flights_count
+        if flights == self._held_up_count:
+            return flights < self._flights_limit
+        if self._rows_in_flight < FEW_ROWS and flights < self._small_flights_limit:
+            return True
+        if flights >= self._flights_limit:
+            return False
+        rows = len(self._claims) + len(self._endings)
+        return (
+            self._is_replaying
+            or rows >= self._batch_limit
+            or rows >= max(SPLIT_ROWS // 2, self._rows_in_flight)
+        )
+
+    def _launch(self) -> None:
+        # It leaves in the next turn of the loop: what other ready tasks add comes along. It must
+        # not begin at once: where the store answers at once as well, each batch would begin within
+        # the one before it.
+        flight = _Batch()
+        task = hidden_task(self._fly(flight), self._loop)
+        self._flights_count += 1
+        self._is_boarding = True
+        self._flights[task] = flight
+        task.add_done_callback(self._landed)
+
+    def _board(self, flight: _Batch) -> None:
+        """Takes along what fits in; endings first, because each of them ends somebody's wait."""
+        left = self._batch_limit
+        if self._is_replaying and self._flights_count < self._flights_limit:
+            # Half of them are answered here while the store reads the others.
+            left = min(left, max(REPLAYS_SHARE, (len(self._claims) + 1) // 2))
+        endings, settlements, settling = self._endings, flight.settlements, flight.settling
+        while endings and left:
+            settlement, future = endings.popleft()
+            # Written whether its caller still waits or not.
+            settlements.append(settlement)
+            settling.append(future)
+            left -= 1
+        waiting, claims, claiming = self._claims, flight.claims, flight.claiming
+        while waiting and left:
+            request, future = waiting.popleft()
+            # A claim whose caller is gone would block its key for a lease with nobody to run it.
+            if not future.done():
+                claims.append(request)
+                claiming.append(future)
+                left -= 1
+
+    async def _fly(self, flight: _Batch) -> None:
+        self._is_boarding = False
+        self._board(flight)
+        flight.has_left = True
+        self._departures += 1
+        rows = flight.rows
+        self._rows_in_flight += rows
+        if self._endings or self._claims:
+            self._launch_or_wait()
+        if rows:
+            await self._commit(flight)
+
+    async def _commit(self, flight: _Batch) -> None:
+        try:
+            claimed, settled = await self._store.commit(flight.claims, flight.settlements)
+            first = None if settled else claimed[0]
+            self._is_replaying = isinstance(first, ClaimAnswer) and first.decision is _REPLAY
+            _require_as_many(settled, flight.settling)
+            _require_as_many(claimed, flight.claiming)
+            flight.claimed = claimed
+        except BaseException as error:
+            # After the end of the loop nobody can be told, and trying to would hide the error.
+            is_over = self._loop.is_closed()
+            for future in (*flight.settling, *flight.claiming):
+                if not future.done() and not is_over:
+                    future.set_exception(as_store_error(error))
+            if not isinstance(error, StoreError):
+                raise
+            return
+        try:
+            self._end(flight)
+        finally:
+            # Whatever becomes of the next batch, these rows stand.
+            await self._tell([*flight.settling, *flight.claiming], [*settled, *claimed])
+
+    async def _tell(
+        self, waiting: Sequence[asyncio.Future[Any]], answers: Sequence[ClaimResult | SettleResult]
+    ) -> None:
+        """Answers everybody, in such an order that they work while the store works.
+
+        They take a while with what they are told, and nothing is sent in the meantime: a loop runs
+        all who are ready before it starts what they have asked for, and uvloop writes after that.
+        """
+        told = turns = 0
+        if self._is_boarding:
+            # The next batch leaves in this turn, and they begin in the one after.
+            turns = 1
+        elif self._flights_limit > 1 and not self._flights_count and len(waiting) >= SPLIT_ROWS:
+            # Nothing is on its way. Were all of them told at once, all would leave at once again:
+            # the store would rest for as long as they work, and they for as long as it does. The
+            # first half works in the next turn, what it has to write leaves in the one after, and
+            # then the others begin.
+            told, turns = len(waiting) // 2, 2
+            _answer(waiting[:told], answers[:told])
+        try:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        finally:
+            # Also when this task is cancelled: what the store has said stands.
+            _answer(waiting[told:], answers[told:])
+
+    def _landed(self, task: asyncio.Task[None]) -> None:
+        flight = self._flights.pop(task)
+        if not task.cancelled():
+            task.exception()  # Told to every row already.
+        self._end(flight)
+
+    def _end(self, flight: _Batch) -> None:
+        """Makes room for the next batch, which leaves if there is anything to take along.
+
+        Called when the store is done with a flight, and again when everybody has been told: some
+        may have let go of their claims in between.
+        """
+        if not flight.is_over:
+            flight.is_over = True
+            self._flights_count -= 1
+            if flight.is_held_up:
+                self._held_up_count -= 1
+            elif flight.has_left:
+                self._rows_in_flight -= flight.rows
+            else:
+                self._is_boarding = False  # Cancelled before; its rows are still in the queue.
+        if flight.unwanted and flight.claimed:
+            self._give_back(flight)
+            flight.unwanted.clear()
+        if (self._endings or self._claims) and not self._is_boarding:
+            self._launch_or_wait()
+
+    def _give_back(self, flight: _Batch) -> None:
+        """Releases what was granted to nobody, before the claims that wait here leave.
+
+        Without a window, so that the key is as it was: no attempt counts that ran nothing. Where
+        that would wipe out what earlier attempts have left, the lease frees the key instead. Were
+        each of those released, the retries against a slow store would soon be all that are allowed.
+        """
+        for request, answer in zip(flight.claims, flight.claimed, strict=True):
+            if (
+                isinstance(answer, ClaimAnswer)
+                and answer.decision is _ADMIT
+                and any(request.key is key for key in flight.unwanted)
+            ):
+                future = self._new_future()
+                # Nobody waits for it; when it fails there is still the lease.
+                future.add_done_callback(_look_at)
+                release = Settlement(SettleKind.RELEASE, request.key, request.token)
+                self._endings.append((release, future))
+
+    async def drain(self) -> None:
+        """Waits until everything that was submitted is answered."""
+        while self._endings or self._claims or self._flights:
+            if self._flights:
+                await asyncio.wait(set(self._flights))
+            else:
+                await asyncio.sleep(0)
+
+
+def _require_as_many(answers: Sized, waiting: Sized) -> None:
+    if len(answers) != len(waiting):
+        raise ValueError(f"the store gave {len(answers)} answers to {len(waiting)} rows")
+
+
+def _answer(waiting: Sequence[asyncio.Future[Any]], answers: Sequence[Any]) -> None:
+    for future, answer in zip(waiting, answers, strict=True):
+        if future.done():
+            continue  # Its caller was cancelled; the row stands all the same.
+        if isinstance(answer, StoreError):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
+
+def _look_at(future: asyncio.Future[Any]) -> None:
+    """An error that nobody has looked at is told by the loop as a mistake."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,1 @@
+"""Workers: abandoned operations are finished or reported, and stores are swept."""
