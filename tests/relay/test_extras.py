@@ -32,6 +32,7 @@ def test_a_missing_library_says_which_extra_has_it(target, library):
     assert ended.returncode == 1
     last = ended.stderr.strip().splitlines()[-1]
     assert last == (
-        f"ModuleNotFoundError: retrysafe.relay.targets.{target} needs {library}: install "
-        f"retrysafe with its extra {target}, from a clone with pip install '/path/to/clone[{target}]'"
+        f"ModuleNotFoundError: retrysafe.relay.targets.{target} needs {library}: "
+        f"install retrysafe with its extra {target}, "
+        f"from a clone with pip install '/path/to/clone[{target}]'"
     )
