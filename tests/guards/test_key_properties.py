@@ -6,7 +6,7 @@ import asyncio
 
 from fastapi import FastAPI
 
-from retrysafe import FOREVER, GLOBAL, AsyncIdempotency, Idempotency, MemoryStore
+from retrysafe import FOREVER, GLOBAL, AsyncIdempotency, Idempotency, InvalidInput, MemoryStore
 from retrysafe.contrib.fastapi import Retrysafe, idempotent
 from retrysafe.http import (
     FieldsKey,
@@ -97,3 +97,16 @@ def test_no_converted_value_runs_twice():
 
     asyncio.run(run())
     assert runs == [7]
+
+
+def _charged(idem, amount):
+    """What a caller gets whose operation holds the amount; None if it is refused."""
+    try:
+        return idem.run("k", lambda: amount)
+    except InvalidInput:
+        return None
+
+
+def test_no_hidden_amount_gets_the_outcome_of_another():
+    with Idempotency(MemoryStore(), caller=GLOBAL) as idem:
+        assert [_charged(idem, amount) for amount in (500, 900)] != [500, 500]

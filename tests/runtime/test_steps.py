@@ -343,7 +343,7 @@ def test_a_cancelled_operation_keeps_the_step_that_it_had_finished(url):
             await current_attempt().step("charge", ran.append, "charge")
             return "done"
 
-        task = asyncio.create_task(idem.run("k", operation, policy=policy))
+        task = asyncio.create_task(idem.run("k", operation, policy=policy, request=None))
         await writing.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -352,7 +352,7 @@ def test_a_cancelled_operation_keeps_the_step_that_it_had_finished(url):
         stored = await idem.read("k")
         assert [item.name for item in stored.steps] == ["charge"]
         await idem.release("k", force=True)
-        return await idem.run("k", operation, policy=policy)
+        return await idem.run("k", operation, policy=policy, request=None)
 
     assert run_async(url, scenario) == "done"
     assert ran == ["charge"]
@@ -365,7 +365,7 @@ def test_a_plain_function_is_a_step_of_an_async_operation():
         async def operation():
             return await current_attempt().step("charge", threading.get_ident)
 
-        return await idem.run("k", operation)
+        return await idem.run("k", operation, request=None)
 
     assert run_async("memory://", scenario) == threading.get_ident()
 
@@ -383,7 +383,7 @@ def test_an_async_function_is_no_step_of_a_blocking_operation():
         Idempotency("memory://", caller="tenant") as idem,
         pytest.raises(InvalidInput, match="AsyncIdempotency"),
     ):
-        idem.run("k", operation)
+        idem.run("k", operation, request=None)
 
 
 @pytest.mark.parametrize("error", [Broken("mail"), Declined("fraud")], ids=["freed", "failed"])

@@ -36,7 +36,7 @@ from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 STATE_NAME: Final = "idempotency"
 
 
-def attempt_in(state: Mapping[str, Any]) -> Attempt | AtomicAttempt | None:
+def attempt_in(state: Mapping[str, Any]) -> Attempt | AtomicAttempt[Any] | None:
     """The attempt that a request runs as; None when it runs unprotected."""
     found = state.get(STATE_NAME)
     return found if isinstance(found, Attempt | AtomicAttempt) else None

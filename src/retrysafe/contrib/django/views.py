@@ -76,7 +76,7 @@ def prefix_of(request: Any) -> str:
     return prefix.rstrip("/")
 
 
-def attempt_around(plain: Any) -> Attempt | AtomicAttempt | None:
+def attempt_around(plain: Any) -> Attempt | AtomicAttempt[Any] | None:
     """The attempt that this very request runs as, if somebody further out protects it.
 
     That is a decorator or the middleware of this project, or one around its WSGI or ASGI
@@ -262,7 +262,7 @@ def answer(
     request = plan.request.host
     plain = django_request(request)
 
-    def run(attempt: Attempt | AtomicAttempt | None) -> tuple[Any, Response]:
+    def run(attempt: Attempt | AtomicAttempt[Any] | None) -> tuple[Any, Response]:
         plain.idempotency = attempt
         plain.is_run_by_retrysafe = True
         token = _serving.set(request)
