@@ -6,6 +6,7 @@ from retrysafe.contrib import fastapi
 from retrysafe.http import field_values, key_sources
 from retrysafe.http.protection import Protection
 from retrysafe.runtime.describe import Settings
+from retrysafe.runtime.face import Face
 from tests.guards import test_key_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode
@@ -60,5 +61,11 @@ KEY_GUARDS: tuple[Guard, ...] = (
             ),
         ),
         properties.test_no_converted_value_runs_twice,
+    ),
+    Guard(
+        "an operation that hides its values is refused",
+        "a closure over another amount gets the outcome of the first, and nobody is told",
+        (InCode(Face._call, "if not args:", "if False:"),),
+        properties.test_no_hidden_amount_gets_the_outcome_of_another,
     ),
 )

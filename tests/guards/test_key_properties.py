@@ -12,6 +12,7 @@ from retrysafe import (
     GLOBAL,
     AsyncIdempotency,
     Idempotency,
+    InvalidInput,
     Key,
     KeyInvalid,
     MemoryStore,
@@ -128,3 +129,16 @@ def test_no_converted_value_runs_twice():
 
     asyncio.run(run())
     assert runs == [7]
+
+
+def _charged(idem, amount):
+    """What a caller gets whose operation holds the amount; None if it is refused."""
+    try:
+        return idem.run("k", lambda: amount)
+    except InvalidInput:
+        return None
+
+
+def test_no_hidden_amount_gets_the_outcome_of_another():
+    with Idempotency(MemoryStore(), caller=GLOBAL) as idem:
+        assert [_charged(idem, amount) for amount in (500, 900)] != [500, 500]

@@ -18,8 +18,8 @@ from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys.key import GlobalCaller
 from retrysafe.errors import InvalidInput
 from retrysafe.http.asgi import IdempotencyMiddleware
-from retrysafe.http.asgi_io import is_protected
-from retrysafe.http.asgi_run import App, Receive, Scope, Send, exact_path, is_below
+from retrysafe.http.asgi_io import exact_path, is_below, is_protected
+from retrysafe.http.asgi_run import App, Receive, Scope, Send
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.key_sources import FieldsKey
@@ -41,7 +41,7 @@ from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 STATE_NAME: Final = "idempotency"
 
 
-def attempt_in(state: Mapping[str, Any]) -> Attempt | AtomicAttempt | None:
+def attempt_in(state: Mapping[str, Any]) -> Attempt | AtomicAttempt[Any] | None:
     """The attempt that a request runs as; None when it runs unprotected."""
     found = state.get(STATE_NAME)
     return found if isinstance(found, Attempt | AtomicAttempt) else None

@@ -374,7 +374,7 @@ def _rule_of(view: Any, method: str) -> Rule | None:
 
 
 def _run_view(
-    plan: Plan, view: Callable[[], Any], attempt: Attempt | AtomicAttempt | None
+    plan: Plan, view: Callable[[], Any], attempt: Attempt | AtomicAttempt[Any] | None
 ) -> tuple[Any, Response]:
     """Runs the view as Flask does, with the error handlers that answer for it."""
     g.idempotency = attempt

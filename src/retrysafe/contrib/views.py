@@ -85,7 +85,7 @@ class ViewRun:
 
     def __init__(
         self,
-        view: Callable[[Attempt | AtomicAttempt | None], tuple[Any, Response]],
+        view: Callable[[Attempt | AtomicAttempt[Any] | None], tuple[Any, Response]],
         close: Callable[[Any], None],
     ) -> None:
         self._view = view
@@ -97,7 +97,7 @@ class ViewRun:
         self.response: Response | None = None
         self.error: BaseException | None = None
 
-    def invoke(self, attempt: Attempt | AtomicAttempt | None) -> Response:
+    def invoke(self, attempt: Attempt | AtomicAttempt[Any] | None) -> Response:
         """Runs the view."""
         self.has_begun = True
         try:

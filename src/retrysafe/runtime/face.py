@@ -39,6 +39,7 @@ from retrysafe.runtime.checks import (
     checked_rule,
     require_call,
     require_runnable,
+    require_visible,
     secrets_of,
 )
 from retrysafe.runtime.describe import (
@@ -201,6 +202,8 @@ class Face:
                 return Call(settings.call_key(key, caller), *known)
         require_call(operation, args)
         if request is UNSET:
+            if not args:
+                require_visible(operation)
             request = asked_for(operation, args)
         found = None
         if self._resumables.by_function:
