@@ -61,7 +61,7 @@ def test_every_intent_runs_once(store):
         app = Held()
         source = HeaderKey(otherwise=FromBody(intent="X-Intent"))
         async with asyncio.timeout(60), AsyncIdempotency(store, secret=SECRET) as idem:
-            shop = IdempotencyMiddleware(app, idem, caller=bearer_token, rule=Rule(source=source))
+            shop = IdempotencyMiddleware(app, idem, caller=bearer_token, rule=Rule(key=source))
             asked = [asyncio.create_task(ask(shop, **intent)) for intent in INTENTS * TIMES]
             left = set(asked)
             while len(left) > len(INTENTS):

@@ -276,7 +276,7 @@ def test_broken_json_is_read_once(body, most, source, monkeypatch):
         monkeypatch.setattr(canonical, name, counted)
     with Idempotency(MemoryStore(), secret=b"s" * 32) as idem:
         app = WSGIIdempotencyMiddleware(
-            _created, idem, caller=bearer_token, rules=[Rule(source=source)]
+            _created, idem, caller=bearer_token, rules=[Rule(key=source)]
         )
         key = "k" if isinstance(source, HeaderKey) else None
         assert ask_wsgi(app, body=body, key=key).status == 201

@@ -20,7 +20,6 @@ from retrysafe import AsyncIdempotency, Idempotency, MemoryStore
 from retrysafe.core.events import EventKind
 from retrysafe.http import (
     IdempotencyMiddleware,
-    KeyUse,
     Rule,
     WSGIIdempotencyMiddleware,
     bearer_token,
@@ -43,7 +42,7 @@ SPELLINGS = [
     # A route is a regular expression, whose `$` matches before a last line feed as well.
     ("POST", "/charges%0A"),
 ]
-RULES = [Rule(path="/charges"), Rule(path="/*", key=KeyUse.OFF)]
+RULES = [Rule(path="/charges"), Rule(path="/*", protected=False)]
 
 
 class Runs:
@@ -218,7 +217,7 @@ def test_another_request_by_another_spelling_is_refused(make_subject, make_app, 
 def test_a_key_that_no_rule_looks_at_is_told_of(make_subject, make_app, caplog):
     """Each such request is reported, each path is logged once; a path that is off is neither."""
     subject = make_subject(
-        make_app, rules=[Rule(path="/refunds"), Rule(path="/open", key=KeyUse.OFF)]
+        make_app, rules=[Rule(path="/refunds"), Rule(path="/open", protected=False)]
     )
     with caplog.at_level(logging.WARNING, "retrysafe"):
         for method, path in [("POST", "/charges")] * 3 + [("GET", "/charges"), ("POST", "/open")]:

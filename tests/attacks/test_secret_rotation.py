@@ -26,7 +26,7 @@ REQUESTS = 12
 # Threads of each side; all of them send all requests.
 CLIENTS = 3
 DEADLINE_SECONDS = 60
-RULES = [Rule(path="/charges"), Rule(path="/orders", source=FromBody())]
+RULES = [Rule(path="/charges"), Rule(path="/orders", key=FromBody())]
 
 
 class Till:

@@ -89,7 +89,7 @@ def test_a_converted_parameter_of_fastapi_is_one_value(store):
     app, idem = fastapi_app(store)
     runs = []
 
-    @app.post("/{order}", dependencies=[idempotent(source=FieldsKey("{order}", window=FOREVER))])
+    @app.post("/{order}", dependencies=[idempotent(key=FieldsKey("{order}", window=FOREVER))])
     async def cancel(order: int) -> None:
         runs.append(order)
 
@@ -104,7 +104,7 @@ def test_a_field_of_a_body_is_one_value(store):
     app, idem = fastapi_app(store)
     runs = []
 
-    @app.post("/", dependencies=[idempotent(source=FieldsKey("/order", window=FOREVER))])
+    @app.post("/", dependencies=[idempotent(key=FieldsKey("/order", window=FOREVER))])
     async def pay(order: Annotated[int, Body(embed=True)]) -> None:
         runs.append(order)
 
@@ -135,7 +135,7 @@ def test_every_type_of_fastapi_is_one_value(kind, spellings):
         runs.append(value)
 
     endpoint.__annotations__["value"] = kind
-    app.post("/{value}", dependencies=[idempotent(source=source)])(endpoint)
+    app.post("/{value}", dependencies=[idempotent(key=source)])(endpoint)
     asked = [(f"/{text}", {}) for text in [spellings[0], *spellings]]
     statuses = ask(app, idem, asked)
     assert len(runs) == 1
@@ -146,7 +146,7 @@ def test_a_parameter_that_a_dependency_converts_is_one_value():
     """Also where the endpoint itself does not take it."""
     app, idem = fastapi_app()
     runs = []
-    once = idempotent(source=FieldsKey("{number}", window=FOREVER))
+    once = idempotent(key=FieldsKey("{number}", window=FOREVER))
 
     @app.post("/a/{number}", dependencies=[once])
     async def by_dependency(order: Annotated[int, Depends(order_of)]) -> None:
@@ -165,7 +165,7 @@ def test_text_in_front_of_a_converter_is_taken_in_its_plainest_form():
         return JSONResponse({})
 
     idem = AsyncIdempotency("memory://")
-    rule = Rule(path="/{id}", source=FieldsKey("{id}", window=FOREVER))
+    rule = Rule(path="/{id}", key=FieldsKey("{id}", window=FOREVER))
     app = Starlette(routes=[Route("/{id:int}", cancel, methods=["POST"])])
     app = IdempotencyMiddleware(app, idem, caller=GLOBAL, rules=[rule])
     statuses = ask(app, idem, [(f"/{text}", {}) for text in SPELLINGS])
@@ -189,7 +189,7 @@ def test_what_a_converter_loads_is_no_part_of_a_key():
         retrysafe.init_app(app, idem, caller=GLOBAL)
 
         @app.post("/<order:order>")
-        @retrysafe.idempotent(source=FieldsKey("{order}", window=FOREVER))
+        @retrysafe.idempotent(key=FieldsKey("{order}", window=FOREVER))
         def cancel(order):
             runs.append(order)
             return ""

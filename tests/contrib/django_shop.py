@@ -41,7 +41,7 @@ from django.views.decorators.http import require_POST
 
 from retrysafe import FOREVER, Policy, current_attempt
 from retrysafe.contrib.django.decorators import idempotent
-from retrysafe.http import ACCEPT, FieldsKey, KeyUse, Streaming
+from retrysafe.http import ACCEPT, FieldsKey, Streaming
 
 SETTINGS = {
     "ROOT_URLCONF": __name__,
@@ -163,17 +163,17 @@ async def async_job(request):
     return JsonResponse({"run": await asyncio.to_thread(till.note, "job")}, status=201)
 
 
-@idempotent(key=KeyUse.OPTIONAL)
+@idempotent(required=False)
 def note(request):
     return JsonResponse({"run": till.note("note"), "protected": bool(request.idempotency)})
 
 
-@idempotent(key=KeyUse.OPTIONAL)
+@idempotent(required=False)
 async def async_note(request):
     return JsonResponse({"run": till.note("note"), "protected": bool(request.idempotency)})
 
 
-@idempotent(key=KeyUse.OFF)
+@idempotent(protected=False)
 def open_to_all(request):
     return JsonResponse({"run": till.note("open"), "protected": bool(request.idempotency)})
 
@@ -358,7 +358,7 @@ async def async_template(request):
     return template.__wrapped__(request)
 
 
-@idempotent(source=FieldsKey("{name}", window=FOREVER))
+@idempotent(key=FieldsKey("{name}", window=FOREVER))
 def delete(request, name):
     till.note(name)
     response = HttpResponse(status=204)
@@ -366,7 +366,7 @@ def delete(request, name):
     return response
 
 
-@idempotent(source=FieldsKey("{number}", window=FOREVER))
+@idempotent(key=FieldsKey("{number}", window=FOREVER))
 def misnamed(request, name, number=None):
     till.note(name)
     return HttpResponse(status=204)

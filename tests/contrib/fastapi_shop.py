@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from retrysafe import Attempt
 from retrysafe.contrib.fastapi import IdempotentRoute, Retrysafe, idempotent
-from retrysafe.http import AtomicAttempt, KeyUse
+from retrysafe.http import AtomicAttempt
 from tests.contrib.shops import REFUNDS, Declined, Till
 
 
@@ -45,14 +45,14 @@ def make_app(retrysafe: Retrysafe, till: Till, **options: Any) -> FastAPI:
     def sync_charge(charge: Charge, attempt: Annotated[Attempt, idempotent()]):
         return till.charge(attempt, charge.model_dump())[1]
 
-    @app.post("/notes", status_code=201, dependencies=[idempotent(key=KeyUse.OPTIONAL)])
+    @app.post("/notes", status_code=201, dependencies=[idempotent(required=False)])
     async def note():
         till.runs.append("note")
         return {"run": len(till.runs)}
 
     guarded = APIRouter(route_class=IdempotentRoute, dependencies=[idempotent()])
 
-    @guarded.post("/open", status_code=201, dependencies=[idempotent(key=KeyUse.OFF)])
+    @guarded.post("/open", status_code=201, dependencies=[idempotent(protected=False)])
     async def open_to_all():
         till.runs.append("open")
         return {"run": len(till.runs)}

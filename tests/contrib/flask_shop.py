@@ -26,7 +26,7 @@ from flask.views import MethodView
 
 from retrysafe import FOREVER, Policy, current_attempt
 from retrysafe.contrib.flask import Retrysafe
-from retrysafe.http import FieldsKey, KeyUse, Streaming
+from retrysafe.http import FieldsKey, Streaming
 
 retrysafe = Retrysafe()
 refunds = Blueprint("refunds", __name__)
@@ -116,12 +116,12 @@ def make_app(till: Till) -> Flask:
         return {"run": till.note("async")}, 201
 
     @app.post("/notes")
-    @retrysafe.idempotent(key=KeyUse.OPTIONAL)
+    @retrysafe.idempotent(required=False)
     def note():
         return {"run": till.note("note"), "is_protected": g.idempotency is not None}
 
     @app.post("/open")
-    @retrysafe.idempotent(key=KeyUse.OFF)
+    @retrysafe.idempotent(protected=False)
     def open_to_all():
         return {"run": till.note("open")}
 
@@ -211,7 +211,7 @@ def make_app(till: Till) -> Flask:
         return send_file(BytesIO(b"report"), mimetype="text/plain", download_name="r.txt")
 
     @app.delete("/things/<name>")
-    @retrysafe.idempotent(source=FieldsKey("{name}", window=FOREVER))
+    @retrysafe.idempotent(key=FieldsKey("{name}", window=FOREVER))
     def delete(name):
         till.note(name)
         return "", 204

@@ -9,7 +9,7 @@ from litestar.response import ServerSentEvent, Stream
 from litestar.response.base import ASGIResponse
 
 from retrysafe.contrib.litestar import RetrysafePlugin, rendered
-from retrysafe.http import KeyUse, Rule
+from retrysafe.http import Rule
 from tests.contrib.shops import REFUNDS, Declined, Till
 
 
@@ -34,12 +34,12 @@ def make_app(retrysafe: RetrysafePlugin, till: Till, **options: Any) -> Litestar
     def sync_charge(request: Request) -> dict[str, Any]:
         return till.charge(request.state.idempotency, {"amount": 7})[1]
 
-    @post("/notes", idempotency=Rule(key=KeyUse.OPTIONAL))
+    @post("/notes", idempotency=Rule(required=False))
     async def note() -> dict[str, int]:
         till.runs.append("note")
         return {"run": len(till.runs)}
 
-    @post("/open", idempotency=Rule(key=KeyUse.OFF))
+    @post("/open", idempotency=Rule(protected=False))
     async def open_to_all() -> dict[str, int]:
         till.runs.append("open")
         return {"run": len(till.runs)}

@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Mount, Route
 
 from retrysafe.contrib.starlette import Idempotent, Retrysafe, idempotent
-from retrysafe.http import KeyUse
 from tests.contrib.shops import REFUNDS, Declined, Till
 
 
@@ -32,7 +31,7 @@ def make_app(retrysafe: Retrysafe, till: Till, **options: Any) -> Starlette:
         status, content = till.charge(request.state.idempotency, body)
         return JSONResponse(content, status)
 
-    @idempotent(key=KeyUse.OPTIONAL)
+    @idempotent(required=False)
     async def note(request):
         till.runs.append("note")
         return JSONResponse({"run": len(till.runs)}, 201)
@@ -90,7 +89,7 @@ def make_app(retrysafe: Retrysafe, till: Till, **options: Any) -> Starlette:
             "/open",
             open_to_all,
             methods=["POST"],
-            middleware=[Middleware(Idempotent, key=KeyUse.OFF)],
+            middleware=[Middleware(Idempotent, protected=False)],
         ),
         Mount(
             "/v1",

@@ -509,7 +509,7 @@ def test_methods_of_a_view_without_a_plain_path_do_not_share_natural_keys():
     """To change order 7 and to delete it would have one key, unless a name says that they do."""
     expression, source = "/orders/[0-9]+", FieldsKey("/order", window=FOREVER)
     with pytest.raises(PolicyInvalid, match="POST, PUT, PATCH, DELETE would share them"):
-        located(Rule(source=source), expression, name="orders")
-    assert located(Rule(source=source, name="pay"), expression, name="orders").name == "pay"
-    assert located(Rule(source=source, methods="POST"), expression, name="orders").name == "orders"
+        located(Rule(key=source), expression, name="orders")
+    assert located(Rule(key=source, name="pay"), expression, name="orders").name == "pay"
+    assert located(Rule(key=source, methods="POST"), expression, name="orders").name == "orders"
     assert located(Rule(), expression, name="orders").name == "orders"

@@ -33,7 +33,6 @@ from retrysafe.http import (
     FieldsKey,
     FromBody,
     HeaderKey,
-    KeyUse,
     StatusRule,
     Streaming,
     bearer_token,
@@ -199,7 +198,7 @@ def test_the_value_of_the_dependency_is_the_attempt():
     app, seen = shop(), []
 
     @app.post("/charges")
-    async def charge(attempt: Annotated[Attempt | None, idempotent(key=KeyUse.OPTIONAL)]):
+    async def charge(attempt: Annotated[Attempt | None, idempotent(required=False)]):
         seen.append(attempt)
 
     ask(app, CHARGE)
@@ -557,7 +556,7 @@ def test_the_document_follows_the_configuration():
     described, those that were described before only once."""
     app = shop()
 
-    @app.post("/orders", dependencies=[idempotent(source=FieldsKey("/order", window=FOREVER))])
+    @app.post("/orders", dependencies=[idempotent(key=FieldsKey("/order", window=FOREVER))])
     async def order(): ...
 
     operation = app.openapi()["paths"]["/orders"]["post"]
@@ -578,12 +577,12 @@ def test_a_key_that_may_be_left_out_is_described_so():
     app = FastAPI()
     secret = "a secret of these tests"
     Retrysafe(AsyncIdempotency(MemoryStore(), secret=secret), caller=GLOBAL).install(app)
-    both = idempotent(source=HeaderKey(otherwise=FromBody()))
+    both = idempotent(key=HeaderKey(otherwise=FromBody()))
 
     @app.post("/both", dependencies=[both])
     async def shared(): ...
 
-    @app.post("/hashed", dependencies=[idempotent(source=FromBody())])
+    @app.post("/hashed", dependencies=[idempotent(key=FromBody())])
     async def hashed(): ...
 
     paths = app.openapi()["paths"]

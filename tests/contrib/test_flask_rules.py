@@ -16,7 +16,7 @@ from flask import Flask, request
 
 from retrysafe import FOREVER, GLOBAL, Idempotency, MemoryStore, PolicyInvalid
 from retrysafe.contrib.flask import Retrysafe
-from retrysafe.http import FieldsKey, KeyUse, Rule
+from retrysafe.http import FieldsKey, Rule
 from tests.contrib.flask_shop import Declined
 from tests.contrib.test_flask_views import Shop, Till, is_replay, problem
 from tests.docs.documents import ROOT
@@ -79,7 +79,7 @@ def test_a_method_of_a_class_may_have_its_own_rule(make_shop):
 def test_a_natural_key_takes_names_of_the_rule_and_of_the_view(make_shop, name, statuses):
     """Of the view's name Flask has made a value; the rule's own is text, in one spelling."""
     source = FieldsKey(f"{{{name}}}", window=FOREVER)
-    shop = make_shop(Rule(path=f"/boxes/{{{name}}}", methods=("PUT",), source=source))
+    shop = make_shop(Rule(path=f"/boxes/{{{name}}}", methods=("PUT",), key=source))
     replies = [shop.ask("PUT", path, key=None) for path in ("/boxes/7", "/boxes/07")]
     assert [reply.status_code for reply in replies] == statuses
     assert is_replay(shop.ask("PUT", "/boxes/7", key=None))
@@ -94,7 +94,7 @@ def test_a_natural_key_of_a_parameter_that_a_view_has_not_is_refused():
         app.testing = True
 
         @app.post("/orders/<int:order>")
-        @retrysafe.idempotent(source=FieldsKey("{number}", window=FOREVER))
+        @retrysafe.idempotent(key=FieldsKey("{number}", window=FOREVER))
         def cancel(order, number=None):
             return "cancelled"
 
@@ -117,7 +117,7 @@ def test_hosts_do_not_share_keys_that_are_made_here():
         app.testing = True
 
         @app.post("/pay", subdomain="a")
-        @retrysafe.idempotent(source=FieldsKey("/order", window=FOREVER), **options)
+        @retrysafe.idempotent(key=FieldsKey("/order", window=FOREVER), **options)
         def pay():
             raise AssertionError
 
@@ -138,7 +138,7 @@ def test_what_no_view_answers_is_not_protected(make_shop):
 
 
 def test_a_rule_can_take_paths_out(make_shop):
-    shop = make_shop(Rule(path="/plain", key=KeyUse.OFF), Rule(path="/*"))
+    shop = make_shop(Rule(path="/plain", protected=False), Rule(path="/*"))
     assert [shop.post("/plain", key=None).get_json()["run"] for _ in range(2)] == [1, 2]
 
 

@@ -26,7 +26,7 @@ from retrysafe import (
     SecretMissing,
 )
 from retrysafe.contrib.litestar import RetrysafePlugin, rendered
-from retrysafe.http import ACCEPT, FieldsKey, FromBody, KeyUse, Rule, Streaming
+from retrysafe.http import ACCEPT, FieldsKey, FromBody, Rule, Streaming
 from tests.contrib.conftest import is_replay, made, problem
 from tests.contrib.shops import Till
 from tests.servers.fixtures import migrated
@@ -79,7 +79,7 @@ def counting(path: Any = "/one", **options: Any):
 
 def test_options_come_from_the_nearest_layer():
     """Application, router and handler: the innermost rule counts; None takes a handler out."""
-    inner, _ = counting("/inner", idempotency=Rule(key=KeyUse.OPTIONAL))
+    inner, _ = counting("/inner", idempotency=Rule(required=False))
     of_router, _ = counting("/of-router")
     of_app, _ = counting("/of-app")
     out, _ = counting("/out", idempotency=None)
@@ -274,7 +274,7 @@ def test_a_request_that_does_not_fit_is_an_outcome():
 def test_keys_from_path_parameters():
     runs = []
 
-    @post("/orders/{order:int}", idempotency=Rule(source=FieldsKey("{order}", window=FOREVER)))
+    @post("/orders/{order:int}", idempotency=Rule(key=FieldsKey("{order}", window=FOREVER)))
     async def place(order: FromPath[int]) -> int:
         runs.append(order)
         return order
@@ -293,11 +293,11 @@ def test_rules_are_checked_when_the_application_is_made():
         with pytest.raises(PolicyInvalid, match="without a path"):
             shop(counting(idempotency=wrong)[0])
     with pytest.raises(SecretMissing):
-        shop(counting(idempotency=Rule(source=FromBody()))[0])
+        shop(counting(idempotency=Rule(key=FromBody()))[0])
     with pytest.raises(PolicyInvalid, match="no such parameter"):
-        shop(counting(idempotency=Rule(source=FieldsKey("{id}", window=FOREVER)))[0])
+        shop(counting(idempotency=Rule(key=FieldsKey("{id}", window=FOREVER)))[0])
     with pytest.raises(PolicyInvalid, match="covers everything in /v1/"):
-        rule = Rule(source=FieldsKey("/order", window=FOREVER))
+        rule = Rule(key=FieldsKey("/order", window=FOREVER))
         shop(asgi("/v1", is_mount=True, copy_scope=True, idempotency=rule)(never_run))
 
 

@@ -302,10 +302,10 @@ def test_keys_from_path_parameters_and_bodies():
         [
             Route(
                 "/orders/{order:int}",
-                idempotent(source=source)(orders.endpoint),
+                idempotent(key=source)(orders.endpoint),
                 methods=["POST"],
             ),
-            Route("/mails", idempotent(source=FromBody())(mails.endpoint), methods=["POST"]),
+            Route("/mails", idempotent(key=FromBody())(mails.endpoint), methods=["POST"]),
         ]
     )
     json = {"Content-Type": "application/json", "Idempotency-Key": "unused"}
@@ -329,7 +329,7 @@ def test_keys_from_path_parameters_and_bodies():
 def test_a_natural_key_on_a_mount_is_refused(field, told):
     """One rule would give the payment of order 7 and its refund one key."""
     routes = [Route(f"/{name}", Counted().endpoint, methods=["POST"]) for name in ("pay", "refund")]
-    once = Middleware(Idempotent, source=FieldsKey(field, window=FOREVER))
+    once = Middleware(Idempotent, key=FieldsKey(field, window=FOREVER))
     retrysafe = protection()
     shop([Mount("/v1", routes=routes, middleware=[once])], retrysafe)
     with pytest.raises(PolicyInvalid, match=told):
@@ -339,7 +339,7 @@ def test_a_natural_key_on_a_mount_is_refused(field, told):
 def test_a_natural_key_of_a_parameter_that_no_route_has_is_refused():
     """Those of mounts and hosts are there; any other would refuse every request with 400."""
     source = FieldsKey("{shop}", "{tenant}", "{id}", window=FOREVER)
-    named = idempotent(source=source, name="cancel")
+    named = idempotent(key=source, name="cancel")
     routes = [Route("/{id:int}", named(Counted().endpoint), methods=["POST"])]
     at_host = Host("{shop}.example.org", app=Router(routes=routes))
     protected = protection()
@@ -364,10 +364,10 @@ def test_hosts_do_not_share_keys_that_are_made_here(source):
         return Host(f"{shop}.example.org", app=Router(routes=[pay]))
 
     retrysafe = protection()
-    shop([of("a"), of("b", source=source, name="b: pay")], retrysafe)
+    shop([of("a"), of("b", key=source, name="b: pay")], retrysafe)
     retrysafe.refresh()
     retrysafe = protection()
-    shop([of("a"), of("b", source=source)], retrysafe)
+    shop([of("a"), of("b", key=source)], retrysafe)
     with pytest.raises(PolicyInvalid, match="do not tell hosts apart, and the routes of /pay are"):
         retrysafe.refresh()
 
@@ -401,7 +401,7 @@ def test_rules_are_checked_at_the_start():
         Idempotent(Starlette(), no_such_option=1)
 
     retrysafe = Retrysafe(AsyncIdempotency(MemoryStore()), caller=GLOBAL)
-    mails = idempotent(source=FromBody())(Counted().endpoint)
+    mails = idempotent(key=FromBody())(Counted().endpoint)
     with pytest.raises(SecretMissing):
         asyncio.run(started(retrysafe, Starlette(routes=[Route("/m", mails, methods=["POST"])])))
     with pytest.raises(ValueError, match="caller"):

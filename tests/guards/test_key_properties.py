@@ -31,8 +31,8 @@ from tests.http.driving import ask, ask_wsgi
 
 _BY_ORDER = FieldsKey("{order}", window=FOREVER)
 _NATURAL = [
-    Rule(path="/orders/{order}", source=_BY_ORDER),
-    Rule(path="/bodies", source=FieldsKey("/order", window=FOREVER)),
+    Rule(path="/orders/{order}", key=_BY_ORDER),
+    Rule(path="/bodies", key=FieldsKey("/order", window=FOREVER)),
     Rule(path="/anything"),
 ]
 
@@ -84,7 +84,7 @@ def test_no_number_runs_twice():
 def test_a_clients_key_does_not_meet_a_derived_key():
     """Not even when a client learns the key of its body, and sends it as its own; and not on
     another route than the one that makes natural keys."""
-    first, again = _replies(Rule(source=HeaderKey(otherwise=FromBody())), None, True)
+    first, again = _replies(Rule(key=HeaderKey(otherwise=FromBody())), None, True)
     assert (first.status, again.is_replay) == (201, False)
     paid = natural_key("POST /orders/{order}", 7)
     assert _runs([("/anything", b"", f'"{paid}"'), ("/orders/7", b"{}", None)]) == 1
@@ -109,7 +109,7 @@ def test_a_copied_key_blocks_no_function():
 
 def test_two_keys_are_not_one_intent():
     """Where the key does not count, its client is told so."""
-    replies = _replies(Rule(source=FromBody()), '"a"', '"b"')
+    replies = _replies(Rule(key=FromBody()), '"a"', '"b"')
     assert not any(reply.is_replay for reply in replies)
 
 
@@ -119,7 +119,7 @@ def test_no_converted_value_runs_twice():
     app = FastAPI()
     Retrysafe(AsyncIdempotency(MemoryStore()), caller=GLOBAL).install(app)
 
-    @app.post("/{order}", dependencies=[idempotent(source=_BY_ORDER)])
+    @app.post("/{order}", dependencies=[idempotent(key=_BY_ORDER)])
     async def pay(order: int) -> None:
         runs.append(order)
 

@@ -1157,7 +1157,7 @@ async def test_a_natural_key_tells_paths_apart_that_are_no_utf_8():
         runs.append(scope["raw_path"])
         await respond(send)
 
-    rule = Rule(path="/close/{name}", source=FieldsKey("{name}", window=FOREVER))
+    rule = Rule(path="/close/{name}", key=FieldsKey("{name}", window=FOREVER))
     app = protected(app, rules=[rule])
     for raw_path in (b"/close/caf%E9", b"/close/caf%E8?a=1", b"/close/caf%E9"):
         scope = {"path": "/close/caf\ufffd", "raw_path": raw_path}

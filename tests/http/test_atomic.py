@@ -13,7 +13,6 @@ import pytest
 from retrysafe import AsyncIdempotency, Idempotency, PolicyInvalid, SqliteStore
 from retrysafe.http import (
     IdempotencyMiddleware,
-    KeyUse,
     Rule,
     Streaming,
     WSGIIdempotencyMiddleware,
@@ -443,8 +442,8 @@ def test_a_client_that_leaves_does_not_undo_its_request(path):
     ("options", "words"),
     [
         ({"transaction": "orders"}, "opens one"),
-        ({"transaction": contextmanager(lambda: iter(())), "key": KeyUse.OPTIONAL}, "requires"),
-        ({"transaction": contextmanager(lambda: iter(())), "key": KeyUse.OFF}, "requires"),
+        ({"transaction": contextmanager(lambda: iter(())), "required": False}, "requires"),
+        ({"transaction": contextmanager(lambda: iter(())), "protected": False}, "requires"),
         (
             {"transaction": contextmanager(lambda: iter(())), "streaming": Streaming.PASS},
             "committed",

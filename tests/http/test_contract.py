@@ -24,7 +24,6 @@ from retrysafe.http import (
     FromBody,
     HeaderKey,
     IdempotencyMiddleware,
-    KeyUse,
     Rule,
     StatusRule,
     api_key,
@@ -370,7 +369,7 @@ def test_a_request_body_over_the_limit_is_refused(make_subject):
 
 def test_optional_keys_protect_when_they_are_there(make_subject):
     """Without one the request runs as ever; a broken one is still refused."""
-    subject = make_subject(rules=[Rule(key=KeyUse.OPTIONAL)])
+    subject = make_subject(rules=[Rule(required=False)])
     assert subject.ask(key=None).body == b'{"run": 1}'
     assert subject.ask(key=None).body == b'{"run": 2}'
     subject.ask()
@@ -382,8 +381,8 @@ def test_the_first_matching_rule_counts(make_subject):
     """A route can be taken out of a wider rule."""
     subject = make_subject(
         rules=[
-            Rule(path="/charges/preview", key=KeyUse.OFF),
-            Rule(path="/charges/{id}", key=KeyUse.OPTIONAL),
+            Rule(path="/charges/preview", protected=False),
+            Rule(path="/charges/{id}", required=False),
             Rule(path="/*"),
         ]
     )
@@ -405,9 +404,7 @@ def test_safe_methods_pass_untouched(make_subject, method):
 
 def test_natural_keys_come_from_the_request(make_subject):
     """The same order is placed once without any header; another one runs."""
-    subject = make_subject(
-        rules=[Rule(path="/charges", source=FieldsKey("/order", window=FOREVER))]
-    )
+    subject = make_subject(rules=[Rule(path="/charges", key=FieldsKey("/order", window=FOREVER))])
     subject.ask(key=None, body=b'{"order": 7}')
     assert subject.ask(key=None, body=b'{"order": 7}').is_replay
     assert not subject.ask(key=None, body=b'{"order": 8}').is_replay
@@ -422,7 +419,7 @@ def test_natural_keys_come_from_the_request(make_subject):
 def test_natural_keys_come_from_the_path(make_subject):
     """A parameter of the rule's pattern is a field like any other."""
     subject = make_subject(
-        rules=[Rule(path="/orders/{id}/cancel", source=FieldsKey("{id}", window=FOREVER))]
+        rules=[Rule(path="/orders/{id}/cancel", key=FieldsKey("{id}", window=FOREVER))]
     )
     subject.ask(key=None, path="/orders/1/cancel")
     assert subject.ask(key=None, path="/orders/1/cancel").is_replay
@@ -435,7 +432,7 @@ def test_body_keys_end_with_their_window(make_subject):
     subject = make_subject(
         MemoryStore(now_ms=clock),
         face={"secret": SECRET, "cache": False},
-        rules=[Rule(source=FromBody(window=timedelta(minutes=1)))],
+        rules=[Rule(key=FromBody(window=timedelta(minutes=1)))],
     )
     subject.ask(key=None)
     assert subject.ask(key=None).is_replay
@@ -449,7 +446,7 @@ def test_clients_with_and_without_a_key_share_a_route(make_subject):
     subject = make_subject(
         MemoryStore(now_ms=clock),
         face={"secret": SECRET, "cache": False},
-        rules=[Rule(source=HeaderKey(otherwise=FromBody(window=timedelta(minutes=1))))],
+        rules=[Rule(key=HeaderKey(otherwise=FromBody(window=timedelta(minutes=1))))],
     )
     assert not subject.ask(key=None).is_replay
     assert not subject.ask(key="k").is_replay
@@ -462,7 +459,7 @@ def test_clients_with_and_without_a_key_share_a_route(make_subject):
 
 def test_a_key_from_a_body_cannot_be_sent_as_a_header(make_subject):
     """On a route with both it would be two intents under one key."""
-    rule = Rule(source=HeaderKey(otherwise=FromBody()))
+    rule = Rule(key=HeaderKey(otherwise=FromBody()))
     subject = make_subject(face={"secret": SECRET}, rules=[rule])
     assert subject.ask(key=None).status == 201
     made = "body:" + "x" * 43
@@ -473,7 +470,7 @@ def test_a_key_from_a_body_cannot_be_sent_as_a_header(make_subject):
 def test_a_key_that_is_made_from_fields_tells_of_the_one_that_was_sent(make_subject, caplog):
     """It does not count, and is never ignored in silence: an event each, one line in the log."""
     events = []
-    rule = Rule(path="/charges", source=FieldsKey("/order", window=FOREVER))
+    rule = Rule(path="/charges", key=FieldsKey("/order", window=FOREVER))
     subject = make_subject(face={"observers": [events.append]}, rules=[rule])
     with caplog.at_level(logging.WARNING, "retrysafe"):
         assert not subject.ask(key="a", body=b'{"order": 7}').is_replay
@@ -487,7 +484,7 @@ def test_a_key_that_is_made_from_fields_tells_of_the_one_that_was_sent(make_subj
 
 def test_a_key_is_refused_where_requests_are_recognised_by_all_they_ask_for(make_subject):
     """Two keys would be one intent there, and the second order would be lost."""
-    subject = make_subject(face={"secret": SECRET}, rules=[Rule(source=FromBody())])
+    subject = make_subject(face={"secret": SECRET}, rules=[Rule(key=FromBody())])
     reply = subject.ask(key="a")
     assert (reply.status, reply.problem) == (400, "key-unexpected")
     assert subject.ask(key=None).status == 201
@@ -694,7 +691,7 @@ def test_rules_are_checked_when_they_are_made(make_subject):
     with pytest.raises(PolicyInvalid, match="policy_path"):
         make_subject(policy_path="policy")
     with pytest.raises(InvalidInput, match="secret"):
-        make_subject(rules=[Rule(source=FromBody())])
+        make_subject(rules=[Rule(key=FromBody())])
 
 
 def test_waiting_is_bounded_by_the_route(make_subject):

@@ -12,10 +12,8 @@ from tests.servers.fixtures import schema_on
 from tests.stores.postgres_stores import Table
 
 INVOICE = FieldsKey("/invoice", window=FOREVER)
-KEPT = Rule(path="/charges", source=INVOICE, nothing_happened=(402,))
-FREED = Rule(
-    path="/charges", source=INVOICE, nothing_happened=[402], stored=StatusRule(freed=[402])
-)
+KEPT = Rule(path="/charges", key=INVOICE, nothing_happened=(402,))
+FREED = Rule(path="/charges", key=INVOICE, nothing_happened=[402], stored=StatusRule(freed=[402]))
 SECRET = {"secret": "x" * 32}
 
 
@@ -85,7 +83,7 @@ def test_an_uncertain_response_before_the_listed_one_stays_refused(make_subject,
 def test_an_exception_is_a_500_whatever_the_policy_lists(make_subject, tmp_path):
     """What a client has seen is no refusal after which nothing happened."""
     policy = Policy(nothing_happened=(LookupError,))
-    rule = Rule(path="/charges", source=INVOICE, nothing_happened=(402,), policy=policy)
+    rule = Rule(path="/charges", key=INVOICE, nothing_happened=(402,), policy=policy)
     subject = make_subject(f"sqlite:///{tmp_path / 'keys.db'}", rules=[rule], face=SECRET)
     subject.shop.error = LookupError("no ledger")
     with pytest.raises(LookupError):
@@ -106,19 +104,19 @@ def test_a_key_of_a_client_belongs_to_one_request(make_subject, url):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"source": HeaderKey(), "nothing_happened": (402,)}, "belongs to one request"),
-        ({"source": FromBody(), "nothing_happened": (402,)}, "another key anyway"),
+        ({"key": HeaderKey(), "nothing_happened": (402,)}, "belongs to one request"),
+        ({"key": FromBody(), "nothing_happened": (402,)}, "another key anyway"),
         (
-            {"source": HeaderKey(otherwise=FromBody()), "nothing_happened": (402,)},
+            {"key": HeaderKey(otherwise=FromBody()), "nothing_happened": (402,)},
             "is for FieldsKey",
         ),
-        ({"source": INVOICE, "nothing_happened": None}, "None"),
-        ({"source": INVOICE, "nothing_happened": 4.02}, "4.02"),
-        ({"source": INVOICE, "nothing_happened": (500,)}, "400 to 499"),
-        ({"source": INVOICE, "nothing_happened": (408,)}, "except 408"),
-        ({"source": INVOICE, "nothing_happened": (200,)}, "400 to 499"),
-        ({"source": INVOICE, "nothing_happened": ("402",)}, "'402'"),
-        ({"source": INVOICE, "nothing_happened": (True,)}, "True"),
+        ({"key": INVOICE, "nothing_happened": None}, "None"),
+        ({"key": INVOICE, "nothing_happened": 4.02}, "4.02"),
+        ({"key": INVOICE, "nothing_happened": (500,)}, "400 to 499"),
+        ({"key": INVOICE, "nothing_happened": (408,)}, "except 408"),
+        ({"key": INVOICE, "nothing_happened": (200,)}, "400 to 499"),
+        ({"key": INVOICE, "nothing_happened": ("402",)}, "'402'"),
+        ({"key": INVOICE, "nothing_happened": (True,)}, "True"),
     ],
 )
 def test_a_list_that_cannot_be_true_is_refused(options, words):
@@ -131,7 +129,7 @@ def test_a_list_that_cannot_be_true_is_refused(options, words):
 
 
 def test_one_status_may_stand_without_its_list():
-    assert Rule(source=INVOICE, nothing_happened=402).nothing_happened == (402,)
+    assert Rule(key=INVOICE, nothing_happened=402).nothing_happened == (402,)
 
 
 def test_the_policy_page_says_when_a_corrected_request_is_taken(make_subject):

@@ -21,7 +21,6 @@ from retrysafe.http import (
     FieldsKey,
     FromBody,
     HeaderKey,
-    KeyUse,
     Rule,
     StatusRule,
     Streaming,
@@ -30,7 +29,7 @@ from retrysafe.http.problems import KINDS
 from retrysafe.testing import FaultyStore, ManualClock, Moment
 
 RULES = [
-    Rule(path="/off", key=KeyUse.OFF),
+    Rule(path="/off", protected=False),
     Rule(
         path="/charges/{id}",
         methods=("POST",),
@@ -46,10 +45,10 @@ RULES = [
         strict=True,
         request_limit_bytes=1234,
     ),
-    Rule(path="/feed", streaming=Streaming.PASS, source=FieldsKey("/order", window=FOREVER)),
+    Rule(path="/feed", streaming=Streaming.PASS, key=FieldsKey("/order", window=FOREVER)),
     Rule(
         path="/a&b",
-        key=KeyUse.OPTIONAL,
+        required=False,
         fingerprint=FingerprintRule(exclude=("/sent_at",)),
     ),
 ]
@@ -111,7 +110,7 @@ def test_nothing_is_said_of_202_where_no_route_answers_with_it(make_subject):
     rules = [
         Rule(path="/orders", transaction=lambda: None),
         Rule(path="/feed", streaming=Streaming.PASS),
-        Rule(path="/off", key=KeyUse.OFF),
+        Rule(path="/off", protected=False),
     ]
     told = make_subject(rules=rules).ask("GET", "/idempotency-policy").body
     assert b"respond-async" not in told
@@ -137,7 +136,7 @@ def test_a_route_that_accepts_duplicates_says_so(make_subject):
 def test_the_pages_can_live_elsewhere_and_leave_the_old_paths_alone(make_subject):
     """And other methods on their paths are the application's."""
     places = {"policy_path": "/docs/retries", "status_path": "/retries"}
-    subject = make_subject(rules=[Rule(key=KeyUse.OFF)], **places)
+    subject = make_subject(rules=[Rule(protected=False)], **places)
     assert b"<h1>" in subject.ask("GET", "/docs/retries", key=None).body
     assert subject.ask("GET", "/retries/k", key=None).problem == "key-unknown"
     assert subject.ask("GET", "/idempotency-policy", key=None).body == b'{"run": 1}'
@@ -262,7 +261,7 @@ def test_the_status_page_refuses_the_callers_that_requests_are_refused_for(make_
 
 def test_the_policy_tells_of_keys_that_may_be_left_out_and_of_headers_that_count(make_subject):
     rule = Rule(
-        source=HeaderKey(otherwise=FromBody(intent="X-Intent")),
+        key=HeaderKey(otherwise=FromBody(intent="X-Intent")),
         fingerprint=FingerprintRule(
             headers=("If-Match", "X-Tenant"), exclude_query=("ts",), media_type_parameters=True
         ),

@@ -25,8 +25,8 @@ SIDE_BY_SIDE = [
     )
     for first, second in (pair, pair[::-1])
 ]
-BODY_KEY = Rule(source=FromBody())
-EITHER_KEY = Rule(source=HeaderKey(otherwise=FromBody()))
+BODY_KEY = Rule(key=FromBody())
+EITHER_KEY = Rule(key=HeaderKey(otherwise=FromBody()))
 WAYS = {
     "token": (bearer_token, Rule(), {}),
     "api key": (api_key(), Rule(), {}),

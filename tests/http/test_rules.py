@@ -22,7 +22,6 @@ from retrysafe.http import (
     ACCEPT,
     FieldsKey,
     IdempotencyMiddleware,
-    KeyUse,
     Rule,
     StatusRule,
     Streaming,
@@ -93,7 +92,7 @@ def test_the_first_rule_that_matches_counts_whatever_its_kind():
         Rule(path="/a/b"),
         Rule(path="/a/b", methods=("DELETE",)),
         Rule(path="/a/*"),
-        Rule(path="/off", key=KeyUse.OFF),
+        Rule(path="/off", protected=False),
         Rule(),
     ]
     assert found(rules, "POST", "/a/b") == (0, {"id": "b"})
@@ -153,11 +152,13 @@ def test_a_policy_does_not_take_what_only_http_can_answer():
         ({"methods": ("POST", "PTACH")}, "did you mean PATCH"),
         ({"methods": "*"}, r"'\*' is no method of HTTP: write POST, for example"),
         ({"methods": (7,)}, "7 is no method of HTTP"),
-        ({"key": "required"}, "KeyUse"),
+        ({"required": "yes"}, "a rule's required is a bool, got 'yes'"),
+        ({"protected": 0}, "a rule's protected is a bool, got 0"),
+        ({"key": True}, "HeaderKey.* got True. .* required=False, .* protected=False"),
         ({"streaming": True}, "Streaming"),
         ({"stored": (200,)}, "StatusRule"),
         ({"strict": 1}, "bool"),
-        ({"source": "header"}, "HeaderKey"),
+        ({"key": "header"}, "HeaderKey"),
         ({"request_limit_bytes": -1}, "request_limit_bytes"),
         ({"request_limit_bytes": True}, "request_limit_bytes"),
         ({"in_flight": "wait"}, "InFlight.FAIL, InFlight.WAIT or ACCEPT, got 'wait'"),
@@ -288,7 +289,7 @@ def test_an_exact_path_is_one_spelling():
 
 def test_another_spelling_does_not_slip_to_a_later_rule():
     """A wide rule that is off does not take what an earlier one protects, by its other spelling."""
-    rules = [Rule(path="/charges"), Rule(path="/c/{id}"), Rule(path="/*", key=KeyUse.OFF)]
+    rules = [Rule(path="/charges"), Rule(path="/c/{id}"), Rule(path="/*", protected=False)]
     assert found(rules, "POST", "/charges/") == (0, {})
     assert found(rules, "POST", "/c/7/") == (1, {"id": "7"})
     assert found(rules, "POST", "/other/") is None
@@ -303,7 +304,7 @@ def test_the_spelling_of_a_rule_comes_before_the_other_one():
 
 def test_a_path_is_covered_by_a_rule_that_is_off():
     """Somebody has decided about it."""
-    table = RouteTable([Rule(path="/charges"), Rule(path="/open/*", key=KeyUse.OFF)], SETTINGS)
+    table = RouteTable([Rule(path="/charges"), Rule(path="/open/*", protected=False)], SETTINGS)
     assert table.is_covered("POST", "/charges/")
     assert table.is_covered("POST", "/open/a")
     assert not table.is_covered("POST", "/other")
@@ -347,7 +348,7 @@ def test_a_natural_key_is_of_one_operation_and_of_what_its_path_names(rule, told
     """Else two operations would meet in one key, and every request would be refused."""
     source = FieldsKey("{id}", window=FOREVER)
     with pytest.raises(PolicyInvalid, match=told):
-        RouteTable([Rule(source=source, **rule)], SETTINGS)
+        RouteTable([Rule(key=source, **rule)], SETTINGS)
     # A rule that is off makes no keys.
-    RouteTable([Rule(source=source, key=KeyUse.OFF, **rule)], SETTINGS)
-    RouteTable([Rule(source=source, path="/orders/{id}/pay")], SETTINGS)
+    RouteTable([Rule(key=source, protected=False, **rule)], SETTINGS)
+    RouteTable([Rule(key=source, path="/orders/{id}/pay")], SETTINGS)

@@ -554,7 +554,7 @@ def _path(sent):
 
 def test_a_natural_key_tells_paths_apart_that_are_no_utf_8(protect):
     """Replaced by one character, two resources would have one key, and the second never run."""
-    rule = Rule(path="/close/{name}", source=FieldsKey("{name}", window=FOREVER))
+    rule = Rule(path="/close/{name}", key=FieldsKey("{name}", window=FOREVER))
     shop = Shop()
     app = protect(shop.wsgi, rules=[rule])
     for sent, is_replay in ((b"caf\xe9", False), (b"caf\xe8", False), (b"caf\xe9", True)):

@@ -34,7 +34,7 @@ from retrysafe.http.routes import (
     require_name_at_host,
     require_one_operation,
 )
-from retrysafe.http.rules import KeyUse, Rule
+from retrysafe.http.rules import Rule
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 
 # Where the attempt is in the request's state, for endpoints.
@@ -82,8 +82,8 @@ class Served:
         # The rule made ready, and where it holds.
         self.route = route
         self.place = place
-        self._is_on = route.rule.key is not KeyUse.OFF
-        source = route.source
+        self._is_on = route.rule.protected
+        source = route.rule.key
         # The parameters whose converted values are part of the key.
         self._converted = source.converted_parameters if isinstance(source, FieldsKey) else ()
 

@@ -29,7 +29,7 @@ from retrysafe.http.asgi_io import is_below
 from retrysafe.http.asgi_run import App, Receive, Scope, Send
 from retrysafe.http.field_values import NOT_TAKEN
 from retrysafe.http.request import plain_path
-from retrysafe.http.rules import KeyUse, Rule
+from retrysafe.http.rules import Rule
 
 try:
     from fastapi import FastAPI, Request, params, routing
@@ -212,7 +212,7 @@ class Retrysafe(StarletteRetrysafe):
         is_any = False
         for served in self._served.values():
             route = served.route
-            if route.rule.key is KeyUse.OFF or not served.is_shown or served.place.depth:
+            if not route.rule.protected or not served.is_shown or served.place.depth:
                 continue
             told = description_of(route, self.protection, has_callers=not self.has_global_caller)
             operations = schema.get("paths", {}).get(served.place.path, {})

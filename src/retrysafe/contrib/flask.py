@@ -51,7 +51,7 @@ from retrysafe.http.routes import (
     require_name_at_host,
     require_parameters,
 )
-from retrysafe.http.rules import KeyUse, Rule
+from retrysafe.http.rules import Rule
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.http.wsgi import is_run, prefix_of, request_of
 from retrysafe.http.wsgi_run import ATTEMPT_NAME
@@ -289,7 +289,7 @@ class _Protected:
             route = (self._match_by_path() or (None,))[0]
         else:
             route = self._route(rule, request.url_rule)
-        if route is not None and route.rule.key is not KeyUse.OFF:
+        if route is not None and route.rule.protected:
             _kept_body(route.rule.request_limit_bytes)
         elif route is None and rule is None and _KEY_NAME in request.environ:
             self._pass()
@@ -330,7 +330,7 @@ class _Protected:
         if is_run(request.environ):
             g.idempotency = None
             return view()
-        if route is None or request.method not in route.operations or route.rule.key is KeyUse.OFF:
+        if route is None or request.method not in route.operations or not route.rule.protected:
             g.idempotency = None
             return view()
         if NOTICED_NAME in request.environ:

@@ -32,7 +32,7 @@ from retrysafe.http.callers import CallerOf
 from retrysafe.http.responses import Response as StoredResponse
 from retrysafe.http.responses import response_of
 from retrysafe.http.routes import Route
-from retrysafe.http.rules import KeyUse, Rule
+from retrysafe.http.rules import Rule
 from retrysafe.runtime.checks import running_loop
 
 try:
@@ -143,7 +143,7 @@ class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
                 continue
             # Litestar tells of a route again when a handler is added to its path.
             self._shown[place.path, place.methods] = ready.route
-            if isinstance(route, HTTPRoute) and rule.key is not KeyUse.OFF:
+            if isinstance(route, HTTPRoute) and rule.protected:
                 told = description_of(
                     ready.route, self.protection, has_callers=not self.has_global_caller
                 )

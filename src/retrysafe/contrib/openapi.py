@@ -17,7 +17,7 @@ from retrysafe.http.key_sources import FromBody, HeaderKey
 from retrysafe.http.problems import ProblemKind
 from retrysafe.http.protection import Protection
 from retrysafe.http.routes import Route
-from retrysafe.http.rules import KeyUse, responds_async
+from retrysafe.http.rules import responds_async
 
 PROBLEM_NAME: Final = "IdempotencyProblem"
 PROBLEM_SCHEMA: Final[dict[str, Any]] = {
@@ -76,8 +76,8 @@ def description_of(route: Route, protection: Protection, *, has_callers: bool) -
     """What is said about an endpoint with this rule."""
     rule = route.rule
     retention = spoken(route.policy.active_window)
-    has_header = isinstance(route.source, HeaderKey)
-    is_required = has_header and route.maker is None and rule.key is KeyUse.REQUIRED
+    has_header = isinstance(route.rule.key, HeaderKey)
+    is_required = has_header and route.maker is None and rule.required
     responses: dict[int, str] = {}
     for kind in _kinds(route, is_required=is_required, has_callers=has_callers):
         earlier = responses.get(kind.status)
@@ -91,7 +91,7 @@ def description_of(route: Route, protection: Protection, *, has_callers: bool) -
         if route.maker is not None:
             text += f"Without one, repeated requests are recognised by {route.maker}. "
     else:
-        text = f"Repeated requests are recognised by {route.source}. "
+        text = f"Repeated requests are recognised by {route.rule.key}. "
     if route.accepts_duplicates:
         duplicate = (
             "gets 202 with the URL where its outcome can be read, or 409 after a wait in vain"
@@ -149,7 +149,7 @@ def _preference(*, may_accept: bool) -> dict[str, Any]:
 def _kinds(route: Route, *, is_required: bool, has_callers: bool) -> Iterator[ProblemKind]:
     if is_required:
         yield problems.KEY_MISSING
-    yield problems.KEY_UNEXPECTED if isinstance(route.source, FromBody) else problems.KEY_INVALID
+    yield problems.KEY_UNEXPECTED if isinstance(route.rule.key, FromBody) else problems.KEY_INVALID
     if has_callers:
         yield problems.CALLER_UNKNOWN
     # Also where the route accepts: a wait that a client asks for may run out.

@@ -64,7 +64,7 @@ def located(
         return None
     path = None if route is None else _PARAMETER.sub(r"{\1}", route)
     if path is None or _NO_PATH.search(path) is not None:
-        if isinstance(rule.source, FieldsKey) and not rule.name and len(kept) > 1:
+        if isinstance(rule.key, FieldsKey) and not rule.name and len(kept) > 1:
             # To change order 7 and to delete it would have one key.
             raise PolicyInvalid(
                 f"the route of {name} is no plain path, so keys of FieldsKey begin with its name, "

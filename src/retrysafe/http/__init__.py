@@ -16,7 +16,7 @@ from retrysafe.http.limits import Limits
 from retrysafe.http.protection import Plan, Protection
 from retrysafe.http.request import Headers, Request
 from retrysafe.http.responses import Response
-from retrysafe.http.rules import ACCEPT, KeyUse, Rule, StatusRule, Streaming
+from retrysafe.http.rules import ACCEPT, Rule, StatusRule, Streaming
 from retrysafe.http.wsgi import WSGIIdempotencyMiddleware
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "HeaderKey",
     "Headers",
     "IdempotencyMiddleware",
-    "KeyUse",
     "Limits",
     "Plan",
     "Protection",

@@ -23,9 +23,11 @@ from retrysafe.http.problems import KINDS
 from retrysafe.http.request import Request
 from retrysafe.http.responses import NO_STORE, STORED_HEADERS, Response
 from retrysafe.http.routes import Route
-from retrysafe.http.rules import ACCEPT, KeyUse, Streaming, responds_async
+from retrysafe.http.rules import ACCEPT, Streaming, responds_async
 
 _HEADER: Final = str(HeaderKey())
+# What the page says of a route whose requests pass untouched.
+_OFF: Final = "off"
 _OTHERWISE: Final = f"{_HEADER}, or else "
 _NAMESPACES: Final = {
     "caller": "Keys of different callers never meet.",
@@ -128,15 +130,13 @@ def _route(route: Route) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "path": rule.path or "*",
         "methods": list(rule.methods),
-        "key": rule.key.value,
+        "key": _key_word(route),
     }
-    if rule.key is KeyUse.OFF:
+    if not rule.protected:
         return shown
-    if route.has_header_key and route.maker is not None:
-        shown["key"] = KeyUse.OPTIONAL.value
     is_forever = policy.active_window == FOREVER
     return shown | {
-        "key_source": str(route.source),
+        "key_source": str(route.rule.key),
         "takes_header": route.has_header_key,
         "bare_keys": not rule.strict,
         # None: for ever.
@@ -159,6 +159,14 @@ def _route(route: Route) -> dict[str, Any]:
         "is_atomic": rule.transaction is not None,
         "lease_seconds": None if rule.transaction else policy.lease.total_seconds(),
     }
+
+
+def _key_word(route: Route) -> str:
+    """Whether clients must send a key; "off" where requests pass untouched."""
+    if not route.rule.protected:
+        return _OFF
+    is_either = route.has_header_key and route.maker is not None
+    return "optional" if is_either or not route.rule.required else "required"
 
 
 def _counted(fingerprint: FingerprintRule) -> str:
@@ -257,7 +265,7 @@ def _html_async(content: dict[str, Any]) -> str:
 
 def _html_route(route: dict[str, Any]) -> str:
     title = f"<h3><code>{escape(' '.join(route['methods']))} {escape(route['path'])}</code></h3>"
-    if route["key"] == KeyUse.OFF.value:
+    if route["key"] == _OFF:
         return f"<section>{title}<p>Not protected; keys are ignored.</p></section>"
     if route["in_flight"] == ACCEPT.value:
         in_flight = (

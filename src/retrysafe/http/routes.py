@@ -19,7 +19,7 @@ from retrysafe.http.key_sources import FieldsKey, FromBody, HeaderKey
 from retrysafe.http.paths import PathPattern, names_in
 from retrysafe.http.request import plain_path, served_path
 from retrysafe.http.responses import Response, ResponseCodec
-from retrysafe.http.rules import ACCEPT, Accept, KeyUse, Rule, require_rules
+from retrysafe.http.rules import ACCEPT, Accept, Rule, require_rules
 from retrysafe.runtime.describe import Settings
 
 # The column of the stores that holds an operation's name.
@@ -64,7 +64,6 @@ class Route:
         "policy",
         "rule",
         "short_digits",
-        "source",
         "told_of_reuse",
     )
 
@@ -76,7 +75,7 @@ class Route:
         if rule.in_flight is not None:
             in_flight = InFlight.FAIL if isinstance(rule.in_flight, Accept) else rule.in_flight
             policy = policy.with_changes(in_flight=in_flight)
-        source = rule.source
+        source = rule.key
         self.policy = source.checked(policy, settings.secrets.value)
         # What makes the keys that clients do not send, and the policy of those.
         self.maker = source.otherwise if isinstance(source, HeaderKey) else source
@@ -94,8 +93,7 @@ class Route:
         self.nothing_happened: Callable[[Any], bool] | None = None
         if rule.nothing_happened:
             self.nothing_happened = _Listed(rule.nothing_happened)
-        self.is_required = rule.key is KeyUse.REQUIRED
-        self.source = rule.source
+        self.is_required = rule.required
         self.has_header_key = type(source) is HeaderKey
         # A length of so few digits is within the limit whatever they are.
         self.short_digits = len(str(rule.request_limit_bytes)) - 1
@@ -136,7 +134,7 @@ def require_one_operation(rule: Rule, names: Collection[str] = ()) -> None:
 
     `names` are parameters that requests have beside those of the path.
     """
-    if not isinstance(rule.source, FieldsKey) or rule.key is KeyUse.OFF:
+    if not isinstance(rule.key, FieldsKey) or not rule.protected:
         return
     if rule.path is None or rule.path.endswith("*"):
         # Fields that are equal would make one key for the payment of an order and its refund.
@@ -155,8 +153,8 @@ def require_name_at_host(rule: Rule) -> None:
     Neither the name of an operation nor a fingerprint tells hosts apart: a payment to one shop
     would get the response of another.
     """
-    maker = rule.source.otherwise if isinstance(rule.source, HeaderKey) else rule.source
-    if maker is not None and not rule.name and rule.key is not KeyUse.OFF:
+    maker = rule.key.otherwise if isinstance(rule.key, HeaderKey) else rule.key
+    if maker is not None and not rule.name and rule.protected:
         raise PolicyInvalid(
             f"keys of {type(maker).__name__} do not tell hosts apart, and the routes of "
             f"{rule.path or 'this rule'} are those of one host: give the rule a name that is for "
@@ -166,9 +164,9 @@ def require_name_at_host(rule: Rule) -> None:
 
 def require_parameters(rule: Rule, names: Collection[str]) -> None:
     """Raises `PolicyInvalid` for a natural key of a parameter that no request of its route has."""
-    if not isinstance(rule.source, FieldsKey) or rule.key is KeyUse.OFF:
+    if not isinstance(rule.key, FieldsKey) or not rule.protected:
         return
-    for name in rule.source.parameters:
+    for name in rule.key.parameters:
         if name not in names:
             known = ", ".join(f"{{{item}}}" for item in sorted(names)) or "none"
             raise PolicyInvalid(
@@ -254,7 +252,7 @@ _Placed = tuple[int, Match | None]
 
 
 def _match_of(route: Route, parameters: Mapping[str, Any] = NO_PARAMETERS) -> Match | None:
-    return None if route.rule.key is KeyUse.OFF else (route, parameters)
+    return None if not route.rule.protected else (route, parameters)
 
 
 def _as_written(path: str, rule: Rule) -> str:

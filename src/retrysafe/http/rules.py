@@ -47,16 +47,6 @@ Transaction = (
 )
 
 
-class KeyUse(Enum):
-    """Whether a request must bring a key."""
-
-    REQUIRED = "required"
-    # A request without a key runs unprotected.
-    OPTIONAL = "optional"
-    # Requests pass untouched; for exceptions from a later, wider rule.
-    OFF = "off"
-
-
 class Streaming(Enum):
     """What happens to the response of a protected request."""
 
@@ -151,8 +141,13 @@ class Rule:
 
     path: str | None = None
     methods: tuple[str, ...] = STATE_CHANGING
-    key: KeyUse = KeyUse.REQUIRED
-    source: KeySource = field(default_factory=HeaderKey)
+    # Whether a request must bring a key where its client is the one to choose it. Otherwise a
+    # request without a key runs unprotected.
+    required: bool = True
+    # False: requests pass untouched; for exceptions from a later, wider rule.
+    protected: bool = True
+    # Where the key comes from.
+    key: KeySource = field(default_factory=HeaderKey)
     # None: those of the Idempotency object.
     policy: Policy | None = None
     fingerprint: FingerprintRule | None = None
@@ -190,20 +185,26 @@ class Rule:
         if self.path is not None and not (isinstance(self.path, str) and self.path[:1] == "/"):
             raise PolicyInvalid(f"a rule's path starts with a slash, got {self.path!r}")
         for name, kind in (
-            ("key", KeyUse),
+            ("required", bool),
+            ("protected", bool),
             ("streaming", Streaming),
             ("stored", StatusRule),
             ("strict", bool),
             ("exact_path", bool),
             ("wait", bool | None),
             ("respond_async", bool),
-            ("source", HeaderKey | FieldsKey | FromBody),
         ):
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise PolicyInvalid(
                     f"a rule's {name} is a {getattr(kind, '__name__', kind)}, got {value!r}"
                 )
+        if not isinstance(self.key, HeaderKey | FieldsKey | FromBody):
+            raise PolicyInvalid(
+                "a rule's key says where it comes from: HeaderKey(), FieldsKey(…) or FromBody(…), "
+                f"got {self.key!r}. Requests may come without a key under required=False, and "
+                "pass untouched under protected=False"
+            )
         if type(self.request_limit_bytes) is not int or self.request_limit_bytes < 0:
             raise PolicyInvalid(
                 f"request_limit_bytes is a whole number of bytes, got {self.request_limit_bytes!r}"
@@ -236,7 +237,7 @@ class Rule:
                     "nothing_happened takes statuses from 400 to 499 except 408, because after "
                     f"others something may have happened, got {status!r}"
                 )
-        if listed and not isinstance(self.source, FieldsKey):
+        if listed and not isinstance(self.key, FieldsKey):
             raise PolicyInvalid(
                 "nothing_happened is for FieldsKey, whose keys several requests may have: one in "
                 "the Idempotency-Key header belongs to one request, and of FromBody a corrected "
@@ -252,9 +253,12 @@ class Rule:
                 "a rule's transaction is a function that opens one and gives its connection, such "
                 f"as a function with @asynccontextmanager, got {self.transaction!r}"
             )
-        if self.key is not KeyUse.REQUIRED:
+        if not (self.required and self.protected):
             # A request that runs unprotected would find no connection.
-            raise PolicyInvalid("a rule with a transaction requires a key: key=KeyUse.REQUIRED")
+            raise PolicyInvalid(
+                "a rule with a transaction requires a key: leave out required=False and "
+                "protected=False"
+            )
         if self.streaming is not Streaming.BUFFER:
             # A client must not see what may still be rolled back.
             raise PolicyInvalid("a rule with a transaction sends nothing before it has committed")

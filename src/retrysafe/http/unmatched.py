@@ -27,7 +27,7 @@ NOTICED_NAME: Final = "retrysafe.noticed"
 _KEY_HEADER: Final = b"idempotency-key"
 _UNPROTECTED: Final = (
     "%s %r brings an Idempotency-Key and no rule protects it: add a Rule for its path, or one with "
-    "key=KeyUse.OFF"
+    "protected=False"
 )
 _UNREAD: Final = (
     "%s %r brings an Idempotency-Key, which does not count there: FieldsKey makes the key, and "

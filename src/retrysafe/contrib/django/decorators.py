@@ -42,7 +42,7 @@ from retrysafe.contrib.views import (
 from retrysafe.http.paths import names_in
 from retrysafe.http.protection import Plan
 from retrysafe.http.routes import Route, require_parameters
-from retrysafe.http.rules import ACCEPT, KeyUse, Rule
+from retrysafe.http.rules import ACCEPT, Rule
 
 View = TypeVar("View", bound=Callable[..., Any])
 # What Django answers with 400, 403 or 404; anything else is a failure of the server.
@@ -154,7 +154,7 @@ def _route(made: Configuration, rule: Rule, view: Any, plain: Any) -> Route | No
     name = getattr(view, "__qualname__", "") if match is None else match.view_name or match.route
     names = frozenset(_parameters(plain))
     route = made.route(rule, place, functools.partial(_located, rule, place, name, names))
-    if route is None or route.rule.key is KeyUse.OFF or plain.method not in route.operations:
+    if route is None or not route.rule.protected or plain.method not in route.operations:
         return None
     return route
 
