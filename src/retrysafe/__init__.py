@@ -4,6 +4,7 @@ from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer
 from retrysafe.core.events import Event, EventKind
+from retrysafe.core.keys.body_key import BodyKey
 from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.keys.key import GLOBAL, Key, child_key, natural_key
 from retrysafe.core.model import Condition, Ending
@@ -53,7 +54,6 @@ from retrysafe.errors import (
 from retrysafe.runtime.atomic_tasks import AsyncAtomicRun
 from retrysafe.runtime.atomic_threads import AtomicRun
 from retrysafe.runtime.current import current_attempt
-from retrysafe.runtime.describe import BodyKey
 from retrysafe.runtime.steps import step
 from retrysafe.stores.memory.store import MemoryStore
 from retrysafe.stores.sqlite import SqliteStore

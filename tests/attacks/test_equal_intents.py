@@ -14,8 +14,8 @@ import asyncio
 
 import pytest
 
-from retrysafe import AsyncIdempotency, FingerprintRule
-from retrysafe.http import FromBody, HeaderKey, IdempotencyMiddleware, Rule, bearer_token
+from retrysafe import AsyncIdempotency, BodyKey, FingerprintRule
+from retrysafe.http import HeaderKey, IdempotencyMiddleware, Rule, bearer_token
 from tests.http.driving import ask
 from tests.servers.fixtures import migrated
 
@@ -59,7 +59,7 @@ def test_every_intent_runs_once(store):
 
     async def whole():
         app = Held()
-        source = HeaderKey(otherwise=FromBody(intent="X-Intent"))
+        source = HeaderKey(otherwise=BodyKey(intent="X-Intent"))
         async with asyncio.timeout(60), AsyncIdempotency(store, secret=SECRET) as idem:
             shop = IdempotencyMiddleware(app, idem, caller=bearer_token, rule=Rule(key=source))
             asked = [asyncio.create_task(ask(shop, **intent)) for intent in INTENTS * TIMES]

@@ -27,9 +27,9 @@ import httpx
 import pytest
 
 import retrysafe
-from retrysafe import AsyncIdempotency, Idempotency
+from retrysafe import AsyncIdempotency, BodyKey, Idempotency
 from retrysafe.core.keys import canonical
-from retrysafe.http import FromBody, HeaderKey, IdempotencyMiddleware, Rule, bearer_token
+from retrysafe.http import HeaderKey, IdempotencyMiddleware, Rule, bearer_token
 from retrysafe.http.callers import basic_user, gateway_header
 from retrysafe.http.headers import HEADER_LIMIT_BYTES, parse_key, parse_prefer
 from retrysafe.http.large_bodies import LARGE_BODY_BYTES
@@ -262,7 +262,7 @@ async def test_a_large_query_is_compared_beside_the_loop(is_large, monkeypatch):
         (b"[1, " + b"9" * 5_000, 2),
     ],
 )
-@pytest.mark.parametrize("source", [HeaderKey(), FromBody()], ids=["header", "body"])
+@pytest.mark.parametrize("source", [HeaderKey(), BodyKey()], ids=["header", "body"])
 def test_broken_json_is_read_once(body, most, source, monkeypatch):
     """For the key and the fingerprint together, whatever is wrong with it."""
     reads = []

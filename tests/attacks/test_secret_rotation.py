@@ -14,8 +14,8 @@ import time
 
 import pytest
 
-from retrysafe import Idempotency
-from retrysafe.http import FromBody, Rule, WSGIIdempotencyMiddleware, bearer_token
+from retrysafe import BodyKey, Idempotency
+from retrysafe.http import Rule, WSGIIdempotencyMiddleware, bearer_token
 from tests.http.driving import ask_wsgi
 from tests.servers.fixtures import migrated
 
@@ -26,7 +26,7 @@ REQUESTS = 12
 # Threads of each side; all of them send all requests.
 CLIENTS = 3
 DEADLINE_SECONDS = 60
-RULES = [Rule(path="/charges"), Rule(path="/orders", key=FromBody())]
+RULES = [Rule(path="/charges"), Rule(path="/orders", key=BodyKey())]
 
 
 class Till:

@@ -21,6 +21,7 @@ from retrysafe import (
     GLOBAL,
     AsyncIdempotency,
     Attempt,
+    BodyKey,
     InFlight,
     InvalidInput,
     MemoryStore,
@@ -28,15 +29,7 @@ from retrysafe import (
     PolicyInvalid,
 )
 from retrysafe.contrib.fastapi import IdempotentRoute, Retrysafe, idempotent
-from retrysafe.http import (
-    ACCEPT,
-    FieldsKey,
-    FromBody,
-    HeaderKey,
-    StatusRule,
-    Streaming,
-    bearer_token,
-)
+from retrysafe.http import ACCEPT, FieldsKey, HeaderKey, StatusRule, Streaming, bearer_token
 from tests.contrib.conftest import is_replay, made, problem
 from tests.contrib.shops import Till
 from tests.servers.fixtures import migrated
@@ -577,12 +570,12 @@ def test_a_key_that_may_be_left_out_is_described_so():
     app = FastAPI()
     secret = "a secret of these tests"
     Retrysafe(AsyncIdempotency(MemoryStore(), secret=secret), caller=GLOBAL).install(app)
-    both = idempotent(key=HeaderKey(otherwise=FromBody()))
+    both = idempotent(key=HeaderKey(otherwise=BodyKey()))
 
     @app.post("/both", dependencies=[both])
     async def shared(): ...
 
-    @app.post("/hashed", dependencies=[idempotent(key=FromBody())])
+    @app.post("/hashed", dependencies=[idempotent(key=BodyKey())])
     async def hashed(): ...
 
     paths = app.openapi()["paths"]

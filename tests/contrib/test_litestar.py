@@ -19,6 +19,7 @@ from retrysafe import (
     FOREVER,
     GLOBAL,
     AsyncIdempotency,
+    BodyKey,
     Ending,
     MemoryStore,
     Policy,
@@ -26,7 +27,7 @@ from retrysafe import (
     SecretMissing,
 )
 from retrysafe.contrib.litestar import RetrysafePlugin, rendered
-from retrysafe.http import ACCEPT, FieldsKey, FromBody, Rule, Streaming
+from retrysafe.http import ACCEPT, FieldsKey, Rule, Streaming
 from tests.contrib.conftest import is_replay, made, problem
 from tests.contrib.shops import Till
 from tests.servers.fixtures import migrated
@@ -293,7 +294,7 @@ def test_rules_are_checked_when_the_application_is_made():
         with pytest.raises(PolicyInvalid, match="without a path"):
             shop(counting(idempotency=wrong)[0])
     with pytest.raises(SecretMissing):
-        shop(counting(idempotency=Rule(key=FromBody()))[0])
+        shop(counting(idempotency=Rule(key=BodyKey()))[0])
     with pytest.raises(PolicyInvalid, match="no such parameter"):
         shop(counting(idempotency=Rule(key=FieldsKey("{id}", window=FOREVER)))[0])
     with pytest.raises(PolicyInvalid, match="covers everything in /v1/"):

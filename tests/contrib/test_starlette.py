@@ -20,6 +20,7 @@ from retrysafe import (
     FOREVER,
     GLOBAL,
     AsyncIdempotency,
+    BodyKey,
     Idempotency,
     InvalidInput,
     MemoryStore,
@@ -27,7 +28,7 @@ from retrysafe import (
     SecretMissing,
 )
 from retrysafe.contrib.starlette import Idempotent, Retrysafe, idempotent
-from retrysafe.http import FieldsKey, FromBody, HeaderKey, IdempotencyMiddleware, Rule
+from retrysafe.http import FieldsKey, HeaderKey, IdempotencyMiddleware, Rule
 from tests.contrib.conftest import is_replay, problem
 from tests.contrib.serving import served
 from tests.contrib.shops import Till
@@ -305,7 +306,7 @@ def test_keys_from_path_parameters_and_bodies():
                 idempotent(key=source)(orders.endpoint),
                 methods=["POST"],
             ),
-            Route("/mails", idempotent(key=FromBody())(mails.endpoint), methods=["POST"]),
+            Route("/mails", idempotent(key=BodyKey())(mails.endpoint), methods=["POST"]),
         ]
     )
     json = {"Content-Type": "application/json", "Idempotency-Key": "unused"}
@@ -353,7 +354,7 @@ def test_a_natural_key_of_a_parameter_that_no_route_has_is_refused():
 
 @pytest.mark.parametrize(
     "source",
-    [FieldsKey("/order", window=FOREVER), FromBody(), HeaderKey(otherwise=FromBody())],
+    [FieldsKey("/order", window=FOREVER), BodyKey(), HeaderKey(otherwise=BodyKey())],
     ids=lambda source: type(source).__name__,
 )
 def test_hosts_do_not_share_keys_that_are_made_here(source):
@@ -401,7 +402,7 @@ def test_rules_are_checked_at_the_start():
         Idempotent(Starlette(), no_such_option=1)
 
     retrysafe = Retrysafe(AsyncIdempotency(MemoryStore()), caller=GLOBAL)
-    mails = idempotent(key=FromBody())(Counted().endpoint)
+    mails = idempotent(key=BodyKey())(Counted().endpoint)
     with pytest.raises(SecretMissing):
         asyncio.run(started(retrysafe, Starlette(routes=[Route("/m", mails, methods=["POST"])])))
     with pytest.raises(ValueError, match="caller"):

@@ -44,7 +44,7 @@ KEY_GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Protection._sent_key,
-                "if isinstance(route.maker, FromBody):",
+                "if isinstance(route.maker, BodyKey):",
                 "if False:",
             ),
         ),

@@ -11,6 +11,7 @@ from retrysafe import (
     FOREVER,
     GLOBAL,
     AsyncIdempotency,
+    BodyKey,
     Idempotency,
     InvalidInput,
     Key,
@@ -19,14 +20,7 @@ from retrysafe import (
     natural_key,
 )
 from retrysafe.contrib.fastapi import Retrysafe, idempotent
-from retrysafe.http import (
-    FieldsKey,
-    FromBody,
-    HeaderKey,
-    Rule,
-    WSGIIdempotencyMiddleware,
-    bearer_token,
-)
+from retrysafe.http import FieldsKey, HeaderKey, Rule, WSGIIdempotencyMiddleware, bearer_token
 from tests.http.driving import ask, ask_wsgi
 
 _BY_ORDER = FieldsKey("{order}", window=FOREVER)
@@ -84,7 +78,7 @@ def test_no_number_runs_twice():
 def test_a_clients_key_does_not_meet_a_derived_key():
     """Not even when a client learns the key of its body, and sends it as its own; and not on
     another route than the one that makes natural keys."""
-    first, again = _replies(Rule(key=HeaderKey(otherwise=FromBody())), None, True)
+    first, again = _replies(Rule(key=HeaderKey(otherwise=BodyKey())), None, True)
     assert (first.status, again.is_replay) == (201, False)
     paid = natural_key("POST /orders/{order}", 7)
     assert _runs([("/anything", b"", f'"{paid}"'), ("/orders/7", b"{}", None)]) == 1
@@ -109,7 +103,7 @@ def test_a_copied_key_blocks_no_function():
 
 def test_two_keys_are_not_one_intent():
     """Where the key does not count, its client is told so."""
-    replies = _replies(Rule(key=FromBody()), '"a"', '"b"')
+    replies = _replies(Rule(key=BodyKey()), '"a"', '"b"')
     assert not any(reply.is_replay for reply in replies)
 
 

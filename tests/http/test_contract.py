@@ -8,6 +8,7 @@ import pytest
 from retrysafe import (
     FOREVER,
     GLOBAL,
+    BodyKey,
     Ending,
     FingerprintRule,
     InvalidInput,
@@ -21,7 +22,6 @@ from retrysafe.core.events import EventKind
 from retrysafe.http import (
     Breaker,
     FieldsKey,
-    FromBody,
     HeaderKey,
     IdempotencyMiddleware,
     Rule,
@@ -432,7 +432,7 @@ def test_body_keys_end_with_their_window(make_subject):
     subject = make_subject(
         MemoryStore(now_ms=clock),
         face={"secret": SECRET, "cache": False},
-        rules=[Rule(key=FromBody(window=timedelta(minutes=1)))],
+        rules=[Rule(key=BodyKey(window=timedelta(minutes=1)))],
     )
     subject.ask(key=None)
     assert subject.ask(key=None).is_replay
@@ -446,7 +446,7 @@ def test_clients_with_and_without_a_key_share_a_route(make_subject):
     subject = make_subject(
         MemoryStore(now_ms=clock),
         face={"secret": SECRET, "cache": False},
-        rules=[Rule(key=HeaderKey(otherwise=FromBody(window=timedelta(minutes=1))))],
+        rules=[Rule(key=HeaderKey(otherwise=BodyKey(window=timedelta(minutes=1))))],
     )
     assert not subject.ask(key=None).is_replay
     assert not subject.ask(key="k").is_replay
@@ -459,7 +459,7 @@ def test_clients_with_and_without_a_key_share_a_route(make_subject):
 
 def test_a_key_from_a_body_cannot_be_sent_as_a_header(make_subject):
     """On a route with both it would be two intents under one key."""
-    rule = Rule(key=HeaderKey(otherwise=FromBody()))
+    rule = Rule(key=HeaderKey(otherwise=BodyKey()))
     subject = make_subject(face={"secret": SECRET}, rules=[rule])
     assert subject.ask(key=None).status == 201
     made = "body:" + "x" * 43
@@ -484,7 +484,7 @@ def test_a_key_that_is_made_from_fields_tells_of_the_one_that_was_sent(make_subj
 
 def test_a_key_is_refused_where_requests_are_recognised_by_all_they_ask_for(make_subject):
     """Two keys would be one intent there, and the second order would be lost."""
-    subject = make_subject(face={"secret": SECRET}, rules=[Rule(key=FromBody())])
+    subject = make_subject(face={"secret": SECRET}, rules=[Rule(key=BodyKey())])
     reply = subject.ask(key="a")
     assert (reply.status, reply.problem) == (400, "key-unexpected")
     assert subject.ask(key=None).status == 201
@@ -691,7 +691,7 @@ def test_rules_are_checked_when_they_are_made(make_subject):
     with pytest.raises(PolicyInvalid, match="policy_path"):
         make_subject(policy_path="policy")
     with pytest.raises(InvalidInput, match="secret"):
-        make_subject(rules=[Rule(key=FromBody())])
+        make_subject(rules=[Rule(key=BodyKey())])
 
 
 def test_waiting_is_bounded_by_the_route(make_subject):

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from retrysafe import FOREVER, Policy, PolicyInvalid
-from retrysafe.http import FieldsKey, FromBody, HeaderKey, Rule, StatusRule
+from retrysafe import FOREVER, BodyKey, Policy, PolicyInvalid
+from retrysafe.http import FieldsKey, HeaderKey, Rule, StatusRule
 from tests.servers.fixtures import schema_on
 from tests.stores.postgres_stores import Table
 
@@ -105,9 +105,9 @@ def test_a_key_of_a_client_belongs_to_one_request(make_subject, url):
     ("options", "words"),
     [
         ({"key": HeaderKey(), "nothing_happened": (402,)}, "belongs to one request"),
-        ({"key": FromBody(), "nothing_happened": (402,)}, "another key anyway"),
+        ({"key": BodyKey(), "nothing_happened": (402,)}, "another key anyway"),
         (
-            {"key": HeaderKey(otherwise=FromBody()), "nothing_happened": (402,)},
+            {"key": HeaderKey(otherwise=BodyKey()), "nothing_happened": (402,)},
             "is for FieldsKey",
         ),
         ({"key": INVOICE, "nothing_happened": None}, "None"),

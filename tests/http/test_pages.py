@@ -8,6 +8,7 @@ import pytest
 
 from retrysafe import (
     FOREVER,
+    BodyKey,
     Ending,
     FingerprintRule,
     InFlight,
@@ -16,15 +17,7 @@ from retrysafe import (
     Policy,
     PolicyInvalid,
 )
-from retrysafe.http import (
-    ACCEPT,
-    FieldsKey,
-    FromBody,
-    HeaderKey,
-    Rule,
-    StatusRule,
-    Streaming,
-)
+from retrysafe.http import ACCEPT, FieldsKey, HeaderKey, Rule, StatusRule, Streaming
 from retrysafe.http.problems import KINDS
 from retrysafe.testing import FaultyStore, ManualClock, Moment
 
@@ -261,7 +254,7 @@ def test_the_status_page_refuses_the_callers_that_requests_are_refused_for(make_
 
 def test_the_policy_tells_of_keys_that_may_be_left_out_and_of_headers_that_count(make_subject):
     rule = Rule(
-        key=HeaderKey(otherwise=FromBody(intent="X-Intent")),
+        key=HeaderKey(otherwise=BodyKey(intent="X-Intent")),
         fingerprint=FingerprintRule(
             headers=("If-Match", "X-Tenant"), exclude_query=("ts",), media_type_parameters=True
         ),

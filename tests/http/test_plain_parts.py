@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from retrysafe import FOREVER, natural_key
+from retrysafe import FOREVER, BodyKey, natural_key
 from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.errors import KeyInvalid
 from retrysafe.http.fingerprints import request_fingerprints
-from retrysafe.http.key_sources import FieldsKey, FromBody
+from retrysafe.http.key_sources import FieldsKey, made_key
 from retrysafe.http.request import Request
 from tests.http.building import request
 
@@ -89,13 +89,13 @@ def test_forms_that_frameworks_read_differently_give_no_key_from_a_field(made):
         FieldsKey("/order", window=FOREVER),
         FieldsKey("/order:int", window=FOREVER),
         FieldsKey("/order:text", window=FOREVER),
-        FromBody(intent="/order"),
+        BodyKey(intent="/order"),
     ):
         with pytest.raises(KeyInvalid, match="send it as browsers do"):
-            source.key(made, **TERMS)
+            made_key(source, made, **TERMS)
     # Nothing else is refused: whole requests are compared as ever.
     assert request_fingerprints(made, RULE)
-    assert FromBody().key(made, **TERMS)
+    assert made_key(BodyKey(), made, **TERMS)
 
 
 PLAIN = {
@@ -122,11 +122,11 @@ PLAIN = {
 
 @pytest.mark.parametrize("made", PLAIN.values(), ids=PLAIN)
 def test_forms_as_browsers_and_libraries_send_them_give_the_key(made):
-    assert FieldsKey("/order", window=FOREVER).key(made, **TERMS) == natural_key("pay", 5)
-    assert FromBody(intent="/order").key(made, **TERMS) != FromBody().key(made, **TERMS)
+    assert made_key(FieldsKey("/order", window=FOREVER), made, **TERMS) == natural_key("pay", 5)
+    assert made_key(BodyKey(intent="/order"), made, **TERMS) != made_key(BodyKey(), made, **TERMS)
 
 
 def test_a_key_from_the_path_alone_takes_any_form():
     made = beside(OTHER, b"1\n--b\n")
     made.parameters = {"id": "5"}
-    assert FieldsKey("{id}", window=FOREVER).key(made, **TERMS) == natural_key("pay", 5)
+    assert made_key(FieldsKey("{id}", window=FOREVER), made, **TERMS) == natural_key("pay", 5)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from retrysafe import MemoryStore, SqliteStore
-from retrysafe.http import FromBody, HeaderKey, Rule, api_key, bearer_token, gateway_header
+from retrysafe import BodyKey, MemoryStore, SqliteStore
+from retrysafe.http import HeaderKey, Rule, api_key, bearer_token, gateway_header
 from tests.http.driving import new_store
 
 OLD, NEW = b"the old secret, 16 or more", b"the new secret, 16 or more"
@@ -25,8 +25,8 @@ SIDE_BY_SIDE = [
     )
     for first, second in (pair, pair[::-1])
 ]
-BODY_KEY = Rule(key=FromBody())
-EITHER_KEY = Rule(key=HeaderKey(otherwise=FromBody()))
+BODY_KEY = Rule(key=BodyKey())
+EITHER_KEY = Rule(key=HeaderKey(otherwise=BodyKey()))
 WAYS = {
     "token": (bearer_token, Rule(), {}),
     "api key": (api_key(), Rule(), {}),

@@ -14,12 +14,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from retrysafe import FOREVER, GLOBAL, Ending, FingerprintRule, InFlight, Policy, SqliteStore
+from retrysafe import (
+    FOREVER,
+    GLOBAL,
+    BodyKey,
+    Ending,
+    FingerprintRule,
+    InFlight,
+    Policy,
+    SqliteStore,
+)
 from retrysafe.http import (
     ACCEPT,
     Breaker,
     FieldsKey,
-    FromBody,
     HeaderKey,
     Limits,
     Rule,
@@ -89,19 +97,19 @@ RULES = (
     # Frameworks that have converters make a whole number of this one.
     Rule(path=NUMBERED_PATH, key=FieldsKey("{id}", window=FOREVER)),
     Rule(path="/typed/{id}", key=FieldsKey("{id:int}", "/order:int", "/by:uuid", window=FOREVER)),
-    Rule(path="/hashed", key=FromBody(window=timedelta(minutes=5))),
+    Rule(path="/hashed", key=BodyKey(window=timedelta(minutes=5))),
     Rule(
         path="/shared",
-        key=HeaderKey(otherwise=FromBody(window=timedelta(minutes=5), intent="X-Intent")),
+        key=HeaderKey(otherwise=BodyKey(window=timedelta(minutes=5), intent="X-Intent")),
     ),
     Rule(
         path="/intents",
-        key=FromBody(window=timedelta(minutes=5), intent="/intent"),
+        key=BodyKey(window=timedelta(minutes=5), intent="/intent"),
         fingerprint=FingerprintRule(include=("/amount",)),
     ),
     Rule(
         path="/hashed-fields",
-        key=FromBody(window=timedelta(minutes=5)),
+        key=BodyKey(window=timedelta(minutes=5)),
         fingerprint=FingerprintRule(exclude=("/sent_at",)),
     ),
     Rule(path="/streams", streaming=Streaming.PASS),

@@ -287,6 +287,34 @@ def test_what_a_rule_leaves_out_is_left_out_of_a_body_key(subject, rule, is_of_t
     assert len(ran) == 2
 
 
+def test_an_intent_tells_equal_calls_apart(subject, ledger):
+    """Whatever the fingerprint leaves out; a call without one keeps the key that it has anyway."""
+    store = MemoryStore()
+
+    def paying(secret, **options):
+        face = subject(store, caller="tester", secret=secret)
+        return face.once(_pay(ledger), name="pay", ignore=["note"], **options)
+
+    plain = paying(SECRET, key=BodyKey())
+    pay = paying(SECRET, key=BodyKey(intent="note"))
+    assert [plain("42"), pay("42", note=None), plain("42")] == [1, 1, 1]
+    assert [pay("42", note="a"), pay("42", note="b"), pay("42", note="a")] == [2, 3, 2]
+    assert [pay("42", note=1), pay("42", note="1"), pay("43", note="a")] == [4, 5, 6]
+    # While secrets are replaced, every form of the key has the intent.
+    rotating = paying(["another secret, long enough", SECRET], key=BodyKey(intent="note"))
+    assert [rotating("42", note="a"), rotating("42", note="b")] == [2, 3]
+    assert [rotating("42", note="c"), rotating("42", note="d")] == [7, 8]
+    with pytest.raises(FingerprintImpossible, match="float"):
+        pay("42", note=0.5)
+
+
+def test_an_intent_of_a_function_is_one_of_its_parameters(subject, ledger):
+    face = subject(MemoryStore(), caller="tester", secret=SECRET)
+    for name in ("X-Order-Number", "/order"):
+        with pytest.raises(KeyInvalid, match=r"intent of a BodyKey .*invoice"):
+            face.once(_pay(ledger), key=BodyKey(intent=name))
+
+
 def test_a_rule_of_the_call_goes_before_the_object_s_in_a_body_key(subject, ledger):
     """As it does in the fingerprint: what counts is said in one place."""
     rule = FingerprintRule(exclude=("/amount",))

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from retrysafe.core.keys.body_key import BodyKey
 from retrysafe.core.policy import InFlight
 from retrysafe.http import problems
 from retrysafe.http.durations import spoken
-from retrysafe.http.key_sources import FromBody, HeaderKey
+from retrysafe.http.key_sources import HeaderKey, described
 from retrysafe.http.problems import ProblemKind
 from retrysafe.http.protection import Protection
 from retrysafe.http.routes import Route
@@ -89,9 +90,9 @@ def description_of(route: Route, protection: Protection, *, has_callers: bool) -
             "same request for a retry. "
         )
         if route.maker is not None:
-            text += f"Without one, repeated requests are recognised by {route.maker}. "
+            text += f"Without one, repeated requests are recognised by {described(route.maker)}. "
     else:
-        text = f"Repeated requests are recognised by {route.rule.key}. "
+        text = f"Repeated requests are recognised by {described(route.rule.key)}. "
     if route.accepts_duplicates:
         duplicate = (
             "gets 202 with the URL where its outcome can be read, or 409 after a wait in vain"
@@ -149,7 +150,7 @@ def _preference(*, may_accept: bool) -> dict[str, Any]:
 def _kinds(route: Route, *, is_required: bool, has_callers: bool) -> Iterator[ProblemKind]:
     if is_required:
         yield problems.KEY_MISSING
-    yield problems.KEY_UNEXPECTED if isinstance(route.rule.key, FromBody) else problems.KEY_INVALID
+    yield problems.KEY_UNEXPECTED if isinstance(route.rule.key, BodyKey) else problems.KEY_INVALID
     if has_callers:
         yield problems.CALLER_UNKNOWN
     # Also where the route accepts: a wait that a client asks for may run out.

@@ -11,7 +11,7 @@ from retrysafe.http.callers import (
     bearer_token,
     gateway_header,
 )
-from retrysafe.http.key_sources import FieldsKey, FromBody, HeaderKey
+from retrysafe.http.key_sources import FieldsKey, HeaderKey
 from retrysafe.http.limits import Limits
 from retrysafe.http.protection import Plan, Protection
 from retrysafe.http.request import Headers, Request
@@ -26,7 +26,6 @@ __all__ = [
     "CallerOf",
     "Credential",
     "FieldsKey",
-    "FromBody",
     "HeaderKey",
     "Headers",
     "IdempotencyMiddleware",

@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, Final
 
 from retrysafe.core.keys import canonical
+from retrysafe.core.keys.body_key import BodyKey
 from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.keys.framing import Part, frame, part_bytes
 from retrysafe.core.keys.key import body_key, checked_secret, looks_derived, natural_key
@@ -29,23 +31,20 @@ from retrysafe.http.request import Request
 class HeaderKey:
     """The key that the client sends in `Idempotency-Key`.
 
-    `otherwise=FromBody(…)` makes the key of a request without that header, so that clients which
+    `otherwise=BodyKey(…)` makes the key of a request without that header, so that clients which
     cannot send one share the route. A request that comes once with a key and once without is two
     intents. Raises `PolicyInvalid` for anything else in its place.
     """
 
-    otherwise: FromBody | None = None
+    otherwise: BodyKey | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.otherwise, FromBody | None):
+        if not isinstance(self.otherwise, BodyKey | None):
             raise PolicyInvalid(
-                f"HeaderKey takes otherwise=FromBody(…), got {self.otherwise!r}: a natural key "
+                f"HeaderKey takes otherwise=BodyKey(…), got {self.otherwise!r}: a natural key "
                 "counts whether or not a client sends another one, so use FieldsKey alone"
             )
-
-    def __str__(self) -> str:
-        header = "the Idempotency-Key header"
-        return header if self.otherwise is None else f"{header}, or else by {self.otherwise}"
+        require_intent(self.otherwise)
 
     def checked(self, policy: Policy, secret: bytes | None) -> Policy:
         """The policy for keys of this kind: the same."""
@@ -84,8 +83,10 @@ class FieldsKey:
         object.__setattr__(self, "fields", fields)
         object.__setattr__(self, "_parsed", tuple(map(_field_of, fields)))
 
-    def __str__(self) -> str:
-        return f"these fields: {', '.join(map(str, self._parsed))}"
+    @property
+    def shown(self) -> str:
+        """The fields in a sentence, each with its type."""
+        return ", ".join(map(str, self._parsed))
 
     def checked(self, policy: Policy, secret: bytes | None) -> Policy:
         """The policy with this window; raises `PolicyInvalid`."""
@@ -103,9 +104,7 @@ class FieldsKey:
             item.parameter for item in self._parsed if item.parameter and item.kind is None
         )
 
-    def key(
-        self, request: Request, *, operation: str, rule: FingerprintRule, secret: bytes | None
-    ) -> str:
+    def key(self, request: Request, *, operation: str) -> str:
         """The key; raises `KeyInvalid` when a field is missing or not written plainly."""
         content: Content | None = None
         parts: list[Part] = []
@@ -120,60 +119,6 @@ class FieldsKey:
         return natural_key(_without_slash(operation), *parts)
 
 
-@dataclass(frozen=True, slots=True)
-class FromBody:
-    """A keyed hash of the whole request, for clients that cannot send a key.
-
-    Equal requests of one caller within the window count as one; the window starts when the first
-    one ends. Needs a secret. Fields that the fingerprint's rule leaves out do not count here,
-    either, so a change of that rule is a change of the keys.
-
-    `intent` names what tells two equal requests apart: a field of the body such as `/intent`, which
-    then counts whatever that rule says, or a header such as `X-Order-Number`. A field may have a
-    type as in `FieldsKey`: `/intent:text`. A request without it has the key that it would have
-    anyway. Raises `PolicyInvalid` for what names neither.
-    """
-
-    window: timedelta = timedelta(minutes=5)
-    intent: str | None = None
-    # A field of the body, or a header's name.
-    _intent: _Field | bytes | None = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_intent", _intent_of(self.intent))
-
-    def __str__(self) -> str:
-        told = f"all that they ask for, within {spoken(self.window)}"
-        if self._intent is None:
-            return told
-        return f"{told}, and by {self._intent if isinstance(self._intent, _Field) else self.intent}"
-
-    def checked(self, policy: Policy, secret: bytes | None) -> Policy:
-        """The policy with this window; raises `PolicyInvalid` or `SecretMissing`."""
-        checked_secret(secret)
-        return policy.with_window(self.window, of="FromBody")
-
-    def key(
-        self, request: Request, *, operation: str, rule: FingerprintRule, secret: bytes | None
-    ) -> str:
-        """The key; raises `SecretMissing` without a secret."""
-        asked = request_fingerprints(request, rule)[0].digest
-        intent = self._told_intent(request)
-        if intent:
-            asked = frame(asked, *intent)
-        return body_key(checked_secret(secret), _without_slash(operation), asked)
-
-    def _told_intent(self, request: Request) -> list[bytes]:
-        """What the request says of its intent; nothing when it says nothing."""
-        if self._intent is None:
-            return []
-        if isinstance(self._intent, bytes):
-            # An empty line says something; several lines of one name are all said.
-            return [line.strip(b" \t") for line in request.header_lines(self._intent)]
-        value = field_of(_content_with_fields(request), self._intent.tokens)
-        return [] if value is canonical.ABSENT else [part_bytes(self._intent.part(value))]
-
-
 def _content_with_fields(request: Request) -> Content:
     """What the body says, for a key to be made from its fields; raises `KeyInvalid`."""
     content = content_of(request)
@@ -182,7 +127,61 @@ def _content_with_fields(request: Request) -> Content:
     return content
 
 
-KeySource = HeaderKey | FieldsKey | FromBody
+KeySource = HeaderKey | FieldsKey | BodyKey
+
+
+def described(source: KeySource) -> str:
+    """Where keys come from, in words for people who know no Python."""
+    if isinstance(source, FieldsKey):
+        return f"these fields: {source.shown}"
+    if isinstance(source, HeaderKey):
+        header = "the Idempotency-Key header"
+        return (
+            header
+            if source.otherwise is None
+            else f"{header}, or else by " + described(source.otherwise)
+        )
+    asked = f"all that they ask for, within {spoken(source.window)}"
+    intent = _intent_of(source.intent)
+    if intent is None:
+        return asked
+    return f"{asked}, and by {intent if isinstance(intent, _Field) else source.intent}"
+
+
+def made_key(
+    source: FieldsKey | BodyKey,
+    request: Request,
+    *,
+    operation: str,
+    rule: FingerprintRule,
+    secret: bytes | None,
+) -> str:
+    """The key that a request itself makes; raises `KeyInvalid`, or `SecretMissing`."""
+    if isinstance(source, FieldsKey):
+        return source.key(request, operation=operation)
+    asked = request_fingerprints(request, rule)[0].digest
+    intent = _told_intent(source, request)
+    if intent:
+        asked = frame(asked, *intent)
+    return body_key(checked_secret(secret), _without_slash(operation), asked)
+
+
+def _told_intent(source: BodyKey, request: Request) -> list[bytes]:
+    """What the request says of its intent; nothing when it says nothing."""
+    intent = _intent_of(source.intent)
+    if intent is None:
+        return []
+    if isinstance(intent, bytes):
+        # An empty line says something; several lines of one name are all said.
+        return [line.strip(b" \t") for line in request.header_lines(intent)]
+    value = field_of(_content_with_fields(request), intent.tokens)
+    return [] if value is canonical.ABSENT else [part_bytes(intent.part(value))]
+
+
+def require_intent(source: KeySource | None) -> None:
+    """Raises `PolicyInvalid` for a body key whose intent no request could name."""
+    if isinstance(source, BodyKey):
+        _intent_of(source.intent)
 
 
 def require_own_key(text: str) -> None:
@@ -200,21 +199,23 @@ def require_own_key(text: str) -> None:
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 
 
-def _intent_of(given: object) -> _Field | bytes | None:
-    """What names an intent: a field of the body, or a header's name."""
+# Every request of such a route asks, and a process has few routes.
+@lru_cache(maxsize=512)
+def _intent_of(given: str | None) -> _Field | bytes | None:
+    """What names an intent: a field of the body, or a header's name; raises `PolicyInvalid`."""
     if given is None:
         return None
-    if isinstance(given, str) and _HEADER_NAME.fullmatch(given):
+    if _HEADER_NAME.fullmatch(given):
         if given.lower() == "idempotency-key":
             raise PolicyInvalid(
-                "the intent of FromBody cannot be the key's own header: use "
-                "HeaderKey(otherwise=FromBody(…))"
+                "the intent of BodyKey cannot be the key's own header: use "
+                "HeaderKey(otherwise=BodyKey(…))"
             )
         return given.lower().encode("ascii")
     found = _pointed_field(given)
     if found is None:
         raise PolicyInvalid(
-            "the intent of FromBody is a field such as /intent or a header such as "
+            "over HTTP the intent of BodyKey is a field such as /intent or a header such as "
             f"X-Order-Number, got {given!r}"
         )
     return found

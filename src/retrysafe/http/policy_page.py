@@ -18,14 +18,14 @@ from retrysafe.core.keys.key import KEY_LIMIT_CHARACTERS
 from retrysafe.core.policy import FOREVER, InFlight
 from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.http.durations import spoken
-from retrysafe.http.key_sources import HeaderKey
+from retrysafe.http.key_sources import HeaderKey, described
 from retrysafe.http.problems import KINDS
 from retrysafe.http.request import Request
 from retrysafe.http.responses import NO_STORE, STORED_HEADERS, Response
 from retrysafe.http.routes import Route
 from retrysafe.http.rules import ACCEPT, Streaming, responds_async
 
-_HEADER: Final = str(HeaderKey())
+_HEADER: Final = described(HeaderKey())
 # What the page says of a route whose requests pass untouched.
 _OFF: Final = "off"
 _OTHERWISE: Final = f"{_HEADER}, or else "
@@ -136,7 +136,7 @@ def _route(route: Route) -> dict[str, Any]:
         return shown
     is_forever = policy.active_window == FOREVER
     return shown | {
-        "key_source": str(route.rule.key),
+        "key_source": described(route.rule.key),
         "takes_header": route.has_header_key,
         "bare_keys": not rule.strict,
         # None: for ever.

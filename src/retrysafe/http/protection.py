@@ -16,6 +16,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from retrysafe.core.call import Answer, Call
+from retrysafe.core.keys.body_key import BodyKey
 from retrysafe.core.keys.key import GlobalCaller, Key, scoped_key
 from retrysafe.core.keys.secret import PLAIN_TAG
 from retrysafe.core.machine import how_far
@@ -58,7 +59,7 @@ from retrysafe.http.headers import (
     parse_prefer,
     retry_after_text,
 )
-from retrysafe.http.key_sources import FromBody, require_own_key
+from retrysafe.http.key_sources import made_key, require_own_key
 from retrysafe.http.limits import Limits
 from retrysafe.http.policy_page import (
     PolicyReaders,
@@ -322,7 +323,7 @@ class Protection:
     ) -> str | Response | None:
         """The client's key, or the refusal of it; None where fields of the request make the key."""
         if not route.has_header_key:
-            if isinstance(route.maker, FromBody):
+            if isinstance(route.maker, BodyKey):
                 # Two keys are two intents to their client, and would be one here.
                 return self.refusals.problem(problems.KEY_UNEXPECTED, request, prefix)
             return None
@@ -415,7 +416,8 @@ class Protection:
             # Only where the key is made here, whatever the source takes beside that: a key that its
             # client has sent belongs to one request for good.
             nothing_happened = route.nothing_happened
-            text = plan.key = route.maker.key(
+            text = plan.key = made_key(
+                route.maker,
                 request,
                 operation=operation,
                 rule=route.fingerprint,
@@ -443,12 +445,13 @@ class Protection:
         """The request's key as every secret that is listed makes it."""
         secrets, route, caller = self.settings.secrets, plan.route, plan.caller
         by_tag = caller.by_tag if isinstance(caller, RotatingCaller) else {}
-        is_of_body = plan.is_made and isinstance(route.maker, FromBody)
+        is_of_body = plan.is_made and isinstance(route.maker, BodyKey)
         for secret in secrets.listed:
             text = call.key.text
             if is_of_body:
                 assert route.maker is not None  # It has made the key.
-                text = route.maker.key(
+                text = made_key(
+                    route.maker,
                     plan.request,
                     operation=call.operation,
                     rule=route.fingerprint,

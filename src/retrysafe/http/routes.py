@@ -12,10 +12,11 @@ from copy import copy
 from types import MappingProxyType
 from typing import Any, Final
 
+from retrysafe.core.keys.body_key import BodyKey
 from retrysafe.core.model import Ending
 from retrysafe.core.policy import InFlight
 from retrysafe.errors import PolicyInvalid
-from retrysafe.http.key_sources import FieldsKey, FromBody, HeaderKey
+from retrysafe.http.key_sources import FieldsKey, HeaderKey, described
 from retrysafe.http.paths import PathPattern, names_in
 from retrysafe.http.request import plain_path, served_path
 from retrysafe.http.responses import Response, ResponseCodec
@@ -116,12 +117,12 @@ class Route:
         return self._beside
 
 
-def _told_of_reuse(maker: FieldsKey | FromBody, rule: Rule) -> str:
+def _told_of_reuse(maker: FieldsKey | BodyKey, rule: Rule) -> str:
     """As `problems.KEY_REUSED`, for a client that cannot choose another key."""
     told = (
-        f"Requests are recognised here by {maker}. An earlier request that has these in common "
-        "with this one differs from it in something else. Nothing was run; send that request "
-        "unchanged to get its outcome."
+        f"Requests are recognised here by {described(maker)}. An earlier request that has these in "
+        "common with this one differs from it in something else. Nothing was run; send that "
+        "request unchanged to get its outcome."
     )
     if rule.nothing_happened:
         statuses = ", ".join(map(str, rule.nothing_happened))

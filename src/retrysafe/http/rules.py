@@ -13,11 +13,12 @@ from difflib import get_close_matches
 from enum import Enum
 from typing import Any, Final
 
+from retrysafe.core.keys.body_key import BodyKey
 from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.model import Ending
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import PolicyInvalid
-from retrysafe.http.key_sources import FieldsKey, FromBody, HeaderKey, KeySource
+from retrysafe.http.key_sources import FieldsKey, HeaderKey, KeySource, require_intent
 
 # The methods that change state. GET, HEAD and OPTIONS are safe by definition.
 STATE_CHANGING: Final = ("POST", "PUT", "PATCH", "DELETE")
@@ -199,12 +200,13 @@ class Rule:
                 raise PolicyInvalid(
                     f"a rule's {name} is a {getattr(kind, '__name__', kind)}, got {value!r}"
                 )
-        if not isinstance(self.key, HeaderKey | FieldsKey | FromBody):
+        if not isinstance(self.key, HeaderKey | FieldsKey | BodyKey):
             raise PolicyInvalid(
-                "a rule's key says where it comes from: HeaderKey(), FieldsKey(…) or FromBody(…), "
+                "a rule's key says where it comes from: HeaderKey(), FieldsKey(…) or BodyKey(…), "
                 f"got {self.key!r}. Requests may come without a key under required=False, and "
                 "pass untouched under protected=False"
             )
+        require_intent(self.key)
         if type(self.request_limit_bytes) is not int or self.request_limit_bytes < 0:
             raise PolicyInvalid(
                 f"request_limit_bytes is a whole number of bytes, got {self.request_limit_bytes!r}"
@@ -240,7 +242,7 @@ class Rule:
         if listed and not isinstance(self.key, FieldsKey):
             raise PolicyInvalid(
                 "nothing_happened is for FieldsKey, whose keys several requests may have: one in "
-                "the Idempotency-Key header belongs to one request, and of FromBody a corrected "
+                "the Idempotency-Key header belongs to one request, and of BodyKey a corrected "
                 "request has another key anyway"
             )
         object.__setattr__(self, "nothing_happened", listed)

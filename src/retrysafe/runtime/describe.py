@@ -19,8 +19,9 @@ from typing import Any, Final
 from retrysafe.core.call import Call
 from retrysafe.core.checks import require_function
 from retrysafe.core.events import UNNAMED
+from retrysafe.core.keys.body_key import BodyKey
 from retrysafe.core.keys.fingerprint import FingerprintRule
-from retrysafe.core.keys.framing import Part
+from retrysafe.core.keys.framing import Part, frame, part_bytes
 from retrysafe.core.keys.key import (
     Caller,
     GlobalCaller,
@@ -60,18 +61,6 @@ UNSET: Final = Unset()
 
 CallerSource = Caller | Callable[[], Caller]
 _NO_TYPES = ValueCodec()
-
-
-@dataclass(frozen=True, slots=True)
-class BodyKey:
-    """A key made from the arguments themselves, for calls that have none.
-
-    Equal calls within the window count as one; the window starts when the first one ends. Fields
-    that the fingerprint's rule leaves out do not count here, either, so a change of that rule is a
-    change of the keys.
-    """
-
-    window: timedelta = timedelta(minutes=5)
 
 
 KeySource = str | tuple[str, ...] | BodyKey | Callable[..., str | Key | tuple[Part, ...]]
@@ -277,16 +266,16 @@ class Once:
         if names and names[0] in ("self", "cls"):
             # The object is where the method lives, not part of what is asked for.
             self.ignore |= {names[0]}
-        named = self.key_source if isinstance(self.key_source, tuple) else (self.key_source,)
-        for item in (*named, *sorted(self.ignore)):
+        source = self.key_source
+        named = source.intent if isinstance(source, BodyKey) else source
+        for item in (*(named if isinstance(named, tuple) else (named,)), *sorted(self.ignore)):
             if isinstance(item, str) and item not in names:
                 raise KeyInvalid(
-                    f"{shown_name(self.function)} has no parameter {item!r}: key= and ignore= take "
-                    f"names of its parameters ({', '.join(names)}), key= also takes a function of "
-                    "its arguments"
+                    f"{shown_name(self.function)} has no parameter {item!r}: key=, ignore= and the "
+                    f"intent of a BodyKey take names of its parameters ({', '.join(names)}), key= "
+                    "also takes a function of its arguments"
                 )
         if isinstance(self.key_source, BodyKey):
-            checked_secret(self.settings.secrets.value)
             if self.window is not None:
                 raise PolicyInvalid("a BodyKey has its own window: BodyKey(window=…)")
             # The policy of all operations may list it for those with other keys.
@@ -295,7 +284,7 @@ class Once:
                     "nothing_happened is for keys that several requests may have: under a BodyKey "
                     "a corrected request has another key anyway"
                 )
-            self.policy = self.policy.with_window(self.key_source.window, of="a BodyKey")
+            self.policy = self.key_source.checked(self.policy, self.settings.secrets.value)
         elif self.window is None:
             raise PolicyInvalid(
                 "once() needs to know how long the key is remembered: write window=FOREVER for "
@@ -344,10 +333,11 @@ class Once:
         secrets = self.settings.secrets
         if not isinstance(self.key_source, BodyKey) or len(secrets.listed) < 2:
             return call
+        asked = _hashed(self.key_source, bound, plain[0])
         return nested(
             call,
             (
-                (secret.tag, scoped.renamed(body_key(secret.value, self.name, plain[0].digest)))
+                (secret.tag, scoped.renamed(body_key(secret.value, self.name, asked)))
                 for secret in secrets.listed
             ),
         )
@@ -373,11 +363,20 @@ class Once:
             # What the rule leaves out does not count here either: a retry that differs in nothing
             # else would get a key of its own, and run again.
             secret = checked_secret(self.settings.secrets.value)
-            return body_key(secret, self.name, fingerprint.digest), False
+            return body_key(secret, self.name, _hashed(source, bound, fingerprint)), False
         made = source(*args, **kwargs)
         if isinstance(made, tuple):
             return natural_key(self.name, *made), True
         return made, False
+
+
+def _hashed(source: BodyKey, bound: inspect.BoundArguments, fingerprint: Fingerprint) -> bytes:
+    """What a body key is a hash of: all that is asked for, and the intent of those that have one.
+
+    Raises `FingerprintImpossible` for an intent without a stable form.
+    """
+    intent = None if source.intent is None else bound.arguments[source.intent]
+    return fingerprint.digest if intent is None else frame(fingerprint.digest, part_bytes(intent))
 
 
 ONCE_ATTRIBUTE: Final = "__retrysafe_once__"
