@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from retrysafe import __version__
 from retrysafe.cli import (
+    consume,
     demo,
     doctor,
     keys,
@@ -99,6 +100,7 @@ app.add_typer(keys.app, name="keys", invoke_without_command=True)
 app.add_typer(outbox.app, name="outbox", invoke_without_command=True)
 app.command("worker")(worker.worker)
 app.command("relay")(relay.relay)
+app.command("consume")(consume.consume)
 app.command("sweep")(sweep.sweep)
 app.command("demo")(demo.demo)
 app.command("story")(telling.story)
