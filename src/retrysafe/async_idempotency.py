@@ -18,40 +18,44 @@ from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.cache import CachedOutcome
 from retrysafe.core.call import Answer, Call
+from retrysafe.core.engine import Engine
 from retrysafe.core.events import Emit
 from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
-from retrysafe.core.ports import Store
+from retrysafe.core.ports import Ports, Store
+from retrysafe.core.settings import CallerSource, SecretSource, Settings
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.atomic_tasks import AtomicTasks, TaskTransacting
 from retrysafe.runtime.checks import (
-    SecretSource,
     misplaced_keywords,
     require_async,
     require_no_positional,
     running_loop,
 )
 from retrysafe.runtime.closing import Limit, end_aside_within
-from retrysafe.runtime.describe import (
-    ONCE_ATTRIBUTE,
-    UNSET,
-    CallerSource,
-    KeySource,
-    Unset,
-    once_of,
-)
+from retrysafe.runtime.describe import ONCE_ATTRIBUTE, UNSET, KeySource, Unset, once_of
 from retrysafe.runtime.face import Face, checked_limit, operator_outcome, require_name
 from retrysafe.runtime.gate import TaskGate
-from retrysafe.runtime.local_clocks import TaskClock
-from retrysafe.runtime.loop_ports import LoopPorts
+from retrysafe.runtime.task_ports import LoopPorts, TaskClock
 from retrysafe.workers.duties import WorkerPolicy, duties_of
 from retrysafe.workers.pools import TaskWorkerPool
 from retrysafe.workers.worker import AsyncDuty, AsyncWorker, TaskDuty
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class BoundLoop:
+    """The gate and the engine of one event loop, over its ports."""
+
+    __slots__ = ("engine", "gate", "ports")
+
+    def __init__(self, ports: LoopPorts, settings: Settings) -> None:
+        self.ports = ports
+        self.gate = TaskGate()
+        self.engine = Engine(ports.ports, settings)
 
 
 class AsyncFace(AtomicTasks, Face):
@@ -79,53 +83,48 @@ class AsyncFace(AtomicTasks, Face):
             observers=observers,
             owns_store=owns_store,
         )
-        self._parts: LoopPorts | None = None
+        self._bound_loop: BoundLoop | None = None
         self._is_closed = False
         forks.register(self)
 
     def after_fork_in_child(self) -> None:
         """Starts afresh in the child's own loop."""
-        if self._parts is not None:
+        if self._bound_loop is not None:
             # The worker threads are the parent's; joining them here would wait for ever.
-            self._parts.forget()
-            forks.park(self._parts)
-            self._parts = None
+            self._bound_loop.ports.forget()
+            forks.park(self._bound_loop)
+            self._bound_loop = None
 
-    def _bound(self) -> LoopPorts:
-        """The parts for the running loop; a loop that has ended is replaced by the next one."""
-        parts = self._parts
+    def _bound(self) -> BoundLoop:
+        """What belongs to the running loop; a loop that has ended is replaced by the next one."""
+        bound = self._bound_loop
         # Asking for the running loop is a system call before Python 3.12. A loop that has a task
         # at work in this very thread is the one.
         if (
-            parts is not None
-            and parts.thread_id == get_ident()
-            and current_task(parts.loop) is not None
+            bound is not None
+            and bound.ports.thread_id == get_ident()
+            and current_task(bound.ports.loop) is not None
         ):
-            return parts
+            return bound
         loop = running_loop()
-        if parts is not None and parts.loop is loop:
-            parts.thread_id = get_ident()  # It may have gone on in another thread.
-            return parts
-        if parts is not None and not parts.loop.is_closed():
-            raise InvalidInput(
-                "this object is in use by another event loop: make one per loop, or close it there"
-            )
-        if parts is not None:
-            parts.leave()
-        self._parts = parts = LoopPorts(
-            loop,
-            self._store,
-            report=self._report,
-            cache=self._new_cache(),
-            secrets=self._settings.secrets,
-            join=self._join,
-            run_times=self.run_times,
-        )
-        parts.gate.is_closed = self._is_closed
-        return parts
+        if bound is not None:
+            if bound.ports.loop is loop:
+                bound.ports.thread_id = get_ident()  # It may have gone on in another thread.
+                return bound
+            if not bound.ports.loop.is_closed():
+                raise InvalidInput(
+                    "this object is in use by another event loop: make one per loop, or close it "
+                    "there"
+                )
+            bound.ports.leave()
+        ports = LoopPorts(loop, self._store, self._report, self.run_times)
+        self._bound_loop = bound = BoundLoop(ports, self._settings)
+        bound.gate.is_closed = self._is_closed
+        return bound
 
-    def _atomic_gate(self) -> TaskGate:
-        return self._bound().gate
+    def _atomic_ports(self) -> tuple[Ports, TaskGate]:
+        bound = self._bound()
+        return bound.ports.ports, bound.gate
 
     # Running operations.
 
@@ -154,8 +153,8 @@ class AsyncFace(AtomicTasks, Face):
             raise misplaced_keywords("run", operation, misplaced)
         call = self._call(key, operation, args, caller, name, request, policy, rule, returns)
         # As in `_answer`, whose coroutine every call would pay for.
-        parts = self._bound()
-        gate, engine = parts.gate, parts.engine
+        bound = self._bound()
+        gate, engine = bound.gate, bound.engine
         gate.enter()
         try:
             answer = engine.recall(call)
@@ -287,7 +286,7 @@ class AsyncFace(AtomicTasks, Face):
         key turns out to be new, it is given back at once. The claim is told by the call's `Key`
         object: make one for each call, or the claim of another call with it is given back as well.
         """
-        group_commit = self._bound().group_commit
+        group_commit = self._bound().ports.group_commit
         # A store that never waits has answered every claim before anybody can lose patience.
         if group_commit is not None:
             level: Call | None = call
@@ -324,20 +323,20 @@ class AsyncFace(AtomicTasks, Face):
         any exception. It is asked only when neither this process nor a run in it has the answer.
         Raises as `run` does, and `StoreUnavailable` for a transaction that could not be had.
         """
-        parts = self._bound()
-        parts.gate.enter()
+        bound = self._bound()
+        bound.gate.enter()
         try:
-            transacting = TaskTransacting(transaction, self._atomic_block)
-            return await parts.engine.answer(call, operation, transacting=transacting)
+            transacting = TaskTransacting(transaction)
+            return await bound.engine.answer(call, operation, transacting=transacting)
         finally:
-            parts.gate.leave()
+            bound.gate.leave()
 
     async def _answer(
         self, call: Call, operation: Callable[..., Awaitable[Any]], args: Any, kwargs: Any
     ) -> Answer[Any]:
         # As in `Engine.answer`, whose coroutine every call would pay for.
-        parts = self._bound()
-        gate, engine = parts.gate, parts.engine
+        bound = self._bound()
+        gate, engine = bound.gate, bound.engine
         gate.enter()
         try:
             answer = engine.recall(call)
@@ -366,7 +365,7 @@ class AsyncFace(AtomicTasks, Face):
         Without the audit, its outcomes are only the one that a replay gives: for those who poll.
         """
         found = self._settings.key(key, caller)
-        return await self._bound().store.read(found, with_audit=with_audit)
+        return await self._bound().ports.store.read(found, with_audit=with_audit)
 
     async def release(
         self, key: str | Key, *, caller: CallerSource | None = None, force: bool = False
@@ -387,11 +386,11 @@ class AsyncFace(AtomicTasks, Face):
         await self._operate(self._settings.key(key, caller), OperatorCommand.EXPIRE)
 
     async def _operate(self, key: Key, command: OperatorCommand) -> None:
-        parts = self._bound()
-        decision = await parts.store.operate(key, command)
+        bound = self._bound()
+        decision = await bound.ports.store.operate(key, command)
         if decision is Decision.APPLY:
-            parts.engine.forget(key)
-        operator_outcome(decision, command, key, await parts.store.read(key))
+            bound.engine.forget(key)
+        operator_outcome(decision, command, key, await bound.ports.store.read(key))
 
     async def sweep(self, *, limit: int = 1000) -> SweepReport:
         """Removes at most `limit` keys and outcomes that are past their windows.
@@ -399,7 +398,7 @@ class AsyncFace(AtomicTasks, Face):
         A large store is walked over in several calls: call again while the report `has_more`.
         Raises `InvalidInput` for a limit below 1.
         """
-        return await self._bound().store.sweep(checked_limit(limit))
+        return await self._bound().ports.store.sweep(checked_limit(limit))
 
     def worker(
         self, policy: WorkerPolicy | None = None, *, also: Mapping[str, AsyncDuty] | None = None
@@ -412,8 +411,8 @@ class AsyncFace(AtomicTasks, Face):
         """
         policy = policy or WorkerPolicy()
         flows = duties_of(
-            store=self._bound().store,
-            waiting=TaskClock(),
+            store=self._bound().ports.store,
+            clock=TaskClock(),
             pool=TaskWorkerPool(policy.concurrency),
             lock=threading.Lock(),
             resumers=self._resumables.by_name,
@@ -433,21 +432,21 @@ class AsyncFace(AtomicTasks, Face):
         """
         limit = Limit(wait)
         self._is_closed = True
-        parts = self._bound()
-        has_ended = await parts.gate.close(limit.seconds)
+        bound = self._bound()
+        has_ended = await bound.gate.close(limit.seconds)
         limit.spare_the_ending()
-        await parts.end_renewals(limit)
+        await bound.ports.end_renewals(limit)
         try:
             async with asyncio.timeout(limit.left_seconds):
-                await parts.settle()
+                await bound.ports.settle()
         except TimeoutError:
             has_ended = False
-        if parts.threaded is not None:
-            await end_aside_within(parts.threaded.ending(with_store=self._owns_store), limit)
+        if bound.ports.threaded is not None:
+            await end_aside_within(bound.ports.threaded.ending(with_store=self._owns_store), limit)
         elif self._owns_store:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit.left_seconds):
-                    await parts.store.close()
+                    await bound.ports.store.close()
         return has_ended
 
     async def __aenter__(self) -> Self:

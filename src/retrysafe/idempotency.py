@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
 from types import TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar
 
 from retrysafe import forks
-from retrysafe.core.atomic.complete_in import Joiner
 from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.cache import CachedOutcome
@@ -23,57 +21,30 @@ from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
-from retrysafe.core.ports import Store, Transaction, Waits, Writer
-from retrysafe.core.renewal import confirm
-from retrysafe.core.steps.run import Stepper
+from retrysafe.core.ports import Store, Waits
+from retrysafe.core.settings import CallerSource, SecretSource
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.atomic_threads import AtomicThreads, ThreadTransacting
 from retrysafe.runtime.checks import (
-    SecretSource,
     misplaced_keywords,
     require_no_positional,
     require_plain,
     require_waiting_threads,
 )
 from retrysafe.runtime.closing import Limit, end_within
-from retrysafe.runtime.current import current
-from retrysafe.runtime.describe import (
-    ONCE_ATTRIBUTE,
-    UNSET,
-    CallerSource,
-    KeySource,
-    Unset,
-    once_of,
-    owner_name,
-)
+from retrysafe.runtime.describe import ONCE_ATTRIBUTE, UNSET, KeySource, Unset, once_of
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_outcome, require_name
+from retrysafe.runtime.face import Face, checked_limit, operator_outcome, require_name
 from retrysafe.runtime.gate import ThreadGate
-from retrysafe.runtime.group_commit.direct import DirectWriter
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
-from retrysafe.runtime.local_clocks import ThreadClock
-from retrysafe.runtime.performing import perform_in_thread
-from retrysafe.runtime.steps import codec_of_step, perform_blocking
+from retrysafe.runtime.thread_ports import ThreadClock, thread_ports, thread_writer
 from retrysafe.workers.duties import WorkerPolicy, duties_of
 from retrysafe.workers.pools import ThreadWorkerPool
 from retrysafe.workers.worker import Duty, ThreadDuty, Worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class _InterruptedThread:
-    """Finishes the last write of a thread that is being interrupted, in that same thread."""
-
-    def finish(self, flow: Coroutine[Any, Any, None], abandon: Callable[[str], None]) -> None:
-        """Runs the flow now; a second interrupt ends it."""
-        try:
-            run_sync(flow)
-        except BaseException as error:
-            flow.close()
-            abandon(f"{error!r} came while it was being stored")
-            raise
 
 
 class BlockingIdempotency(AtomicThreads, Face):
@@ -109,56 +80,12 @@ class BlockingIdempotency(AtomicThreads, Face):
     def _build(self) -> None:
         # Here and not only when it is made: a preloaded application is patched after that.
         require_waiting_threads()
-        store = self._store
+        store, report = self._store, self._report
         self._gate = ThreadGate()
-        waiting, background = ThreadClock(), _InterruptedThread()
-        # A signal's handler may call from inside of what it guards, which waits for nobody and is
-        # whole at every place where a handler may run.
-        lock = threading.RLock()
-        self._heartbeat = ThreadHeartbeat(store, self._report, waiting.monotonic)
-        self._writer: Writer = (
-            DirectWriter(store)
-            if store.capabilities.waits is Waits.NEVER
-            else ThreadGroupCommit(store)
-        )
-        self._engine = Engine(
-            writer=self._writer,
-            waiting=waiting,
-            lock=lock,
-            renewals=self._heartbeat,
-            background=background,
-            mint_token=mint_token,
-            cache=self._new_cache(),
-            report=self._report,
-            endings=store,
-            owner=owner_name(),
-            secrets=self._settings.secrets,
-            joiner=Joiner(
-                join=self._join_blocking,
-                drive=lambda waits, flow: run_sync(flow),
-                has_outbox=store.capabilities.has_outbox,
-            ),
-            stepper=Stepper(
-                store=store,
-                waiting=waiting,
-                lock=lock,
-                background=background,
-                report=self._report,
-                drive=run_sync,
-                perform=perform_blocking,
-                codec_for=codec_of_step,
-                current=current.get,
-                join=self._join_blocking,
-            ),
-            recovers=store,
-            confirm=partial(confirm, store, waiting.monotonic, self._report),
-            perform=perform_in_thread,
-            who=threading.get_ident,
-            run_times=self.run_times,
-        )
-
-    def _join_blocking(self, connection: object) -> Transaction:
-        return self._join(connection, Waits.BLOCKING)
+        self._heartbeat = ThreadHeartbeat(store, report, ThreadClock.monotonic)
+        self._writer = thread_writer(store)
+        self._ports = thread_ports(store, report, self.run_times, self._writer, self._heartbeat)
+        self._engine = Engine(self._ports, self._settings)
 
     def after_fork_in_child(self) -> None:
         """Starts afresh: the parent's running operations are the parent's to renew.
@@ -359,7 +286,7 @@ class BlockingIdempotency(AtomicThreads, Face):
             return operation(attempt)
 
         forks.refresh_if_stale()
-        transacting = ThreadTransacting(transaction, self._atomic_block)
+        transacting = ThreadTransacting(transaction)
         gate = self._gate
         # As in `_answer`.
         flow = self._engine.answer(call, invoke, transacting=transacting)
@@ -472,7 +399,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         policy = policy or WorkerPolicy()
         flows = duties_of(
             store=self._store,
-            waiting=ThreadClock(),
+            clock=ThreadClock(),
             pool=ThreadWorkerPool(policy.concurrency),
             lock=threading.RLock(),
             resumers=self._resumables.by_name,

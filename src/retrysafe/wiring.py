@@ -14,11 +14,11 @@ from retrysafe.core.events import Emit
 from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store
+from retrysafe.core.settings import CallerSource, SecretSource
 from retrysafe.errors import InvalidInput, StoreUrlInvalid
 from retrysafe.idempotency import BlockingIdempotency
 from retrysafe.observe.logs import EventLog
-from retrysafe.runtime.checks import SecretSource, checked_observers
-from retrysafe.runtime.describe import CallerSource
+from retrysafe.runtime.face import checked_observers
 from retrysafe.stores.memory.store import MemoryStore
 from retrysafe.stores.postgres import PostgresStore
 from retrysafe.stores.postgres.urls import PostgresUrl, postgres_url, without_password

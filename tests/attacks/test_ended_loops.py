@@ -23,7 +23,7 @@ import uvloop
 
 from retrysafe import AsyncIdempotency, Idempotency, current_attempt
 from retrysafe.core.model import State
-from retrysafe.runtime import loop_ports
+from retrysafe.runtime import task_ports
 from tests.servers.fixtures import migrated
 
 # Nobody closes anything here, which is the point: the drivers warn of what they find open. uvloop
@@ -248,7 +248,7 @@ def test_the_result_of_a_step_is_stored_when_the_loop_ends(held):
 
 def test_what_cannot_be_stored_in_time_is_told(held, monkeypatch, caplog):
     """The store does not come back: the loop ends all the same, and every key is in the log."""
-    monkeypatch.setattr(loop_ports, "LAST_WRITES_SECONDS", 0.2)
+    monkeypatch.setattr(task_ports, "LAST_WRITES_SECONDS", 0.2)
     charges = Charges(held, count=5)
 
     async def main() -> None:

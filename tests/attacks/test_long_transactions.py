@@ -44,7 +44,7 @@ from retrysafe.core.model import (
 )
 from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.stores.postgres import store as postgres
 from retrysafe.stores.sqlite import SqliteStore
 from retrysafe.testing import ManualClock

@@ -336,7 +336,7 @@ def test_undoing_does_not_start_on_a_lease_that_ran_out(world, effects):
 
     async def operation(attempt: Attempt):
         await attempt.step("a", effects.do, "a", compensate=effects.undo)
-        world.first.steps.write_faults.append(Fault(stalls=True))
+        world.first.store.write_faults.append(Fault(stalls=True))
         raise Declined("no")
 
     flow = world.first.start(call(policy=FINAL), world.first.operating(operation))
@@ -353,7 +353,7 @@ def test_an_ending_that_cannot_be_remembered_leaves_the_key_to_its_lease(world, 
 
     async def operation(attempt: Attempt):
         await attempt.step("a", effects.do, "a", compensate=effects.undo)
-        world.first.steps.write_faults.extend([None] * ran + [Fault(ABSENT)])
+        world.first.store.write_faults.extend([None] * ran + [Fault(ABSENT)])
         raise Declined("no")
 
     with pytest.raises(OutcomeNotStored, match="goes on from the last step") as caught:
@@ -405,7 +405,7 @@ def test_a_step_in_a_transaction_is_recorded_there(effects):
     world = joined_world(transaction)
     assert run(world.first, booking(effects)).value == "book done"
     assert transaction.calls == ["begin", "record book", "keep", "fate of book"]
-    assert world.first.steps.writes == []
+    assert world.first.store.writes == []
     assert state(world) is State.SUCCEEDED
 
 
@@ -609,7 +609,7 @@ def test_a_doomed_operation_is_not_completed_in_a_transaction(effects):
 def cancelled_while_reading(world: World, operation, **options) -> None:
     """A later attempt whose caller is cancelled while the stored steps are read at its end."""
     other = world.process()
-    other.steps.read_faults.extend([Fault(pauses=True), Fault(pauses=True)])
+    other.store.read_faults.extend([Fault(pauses=True), Fault(pauses=True)])
     flow = other.start(call(**options), other.operating(operation))
     assert isinstance(flow.throw(Stop()).error, Stop)
     orphan = Flow(world.background.pop()).step()
@@ -640,7 +640,7 @@ def test_an_orphan_that_cannot_read_leaves_the_key_to_its_lease(world):
     """There is nobody left to tell."""
     plant(world)
     other = world.process()
-    other.steps.read_faults.extend([Fault(pauses=True), Fault(ABSENT)])
+    other.store.read_faults.extend([Fault(pauses=True), Fault(ABSENT)])
     flow = other.start(call(), other.returning("value"))
     flow.throw(Stop())
     assert drive(world.background.pop()) is None
@@ -649,7 +649,7 @@ def test_an_orphan_that_cannot_read_leaves_the_key_to_its_lease(world):
 
 def test_an_orphan_undoes_nothing(world, effects):
     """Nothing of the user's is called after a cancellation; that it failed is remembered."""
-    world.first.steps.write_faults.extend([None, Fault(pauses=True)])
+    world.first.store.write_faults.extend([None, Fault(pauses=True)])
     operation = undoable(effects, "a", error=Declined("no"))
     flow = world.first.start(call(policy=FINAL), world.first.operating(operation))
     assert isinstance(flow.throw(Stop()).error, Stop)
@@ -672,7 +672,7 @@ def test_an_orphan_goes_on_undoing_nothing(world, effects):
         policy=FINAL,
     )
     other = world.process()
-    other.steps.write_faults.append(Fault(pauses=True))
+    other.store.write_faults.append(Fault(pauses=True))
     flow = other.start(call(policy=FINAL), other.operating(undoable(effects, "a")))
     flow.throw(Stop())
     for orphan in reversed(world.background):

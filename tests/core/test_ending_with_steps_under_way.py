@@ -12,6 +12,7 @@ import pytest
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.model import State
 from retrysafe.core.policy import Policy
+from retrysafe.core.steps import run as step_run
 from retrysafe.errors import ClaimLost, InvalidInput, StepsChanged
 from tests.core.building import KEY, call
 from tests.core.driving import Fault, Flow, Pause, World, drive
@@ -134,7 +135,7 @@ def test_a_step_that_fails_last_ends_the_wait(world, effects):
 
 def test_the_write_of_the_step_is_waited_for(world, effects):
     """A step that has run and is not in the store yet is under way as well."""
-    world.first.steps.write_faults.append(Fault(pauses=True))
+    world.first.store.write_faults.append(Fault(pauses=True))
     beside = Beside(effects, "charge", ending=OSError("first"))
     flow = beside.started(world)
     beside.tasks[0].step()
@@ -147,14 +148,15 @@ def test_the_write_of_the_step_is_waited_for(world, effects):
     assert stored_steps(world) == [("charge", 1)]
 
 
-def test_a_step_that_could_not_begin_is_not_waited_for(world, effects):
+def test_a_step_that_could_not_begin_is_not_waited_for(world, effects, monkeypatch):
     """Whatever went wrong with it, the operation ends."""
 
     def fail(call, returns):
         raise InvalidInput("no such type")
 
+    monkeypatch.setattr(step_run, "codec_of_step", fail)
+
     async def operation(attempt: Attempt):
-        attempt._stepper.codec_for = fail
         await attempt.step("charge", effects.do, "charge")
 
     with pytest.raises(InvalidInput, match="no such type"):

@@ -136,9 +136,7 @@ def test_a_signal_before_the_end_of_the_renewals_leaves_no_lease():
 
     world = World()
     process = world.first
-    process.engine._runner._renewals = renewals = AlarmedRenewals(
-        world.store, process.waiting.monotonic
-    )
+    process.engine._runner._renewals = renewals = AlarmedRenewals()
     with pytest.raises(Interrupted):
         process.answer(call())
     assert (renewals.count, renewals.running) == (1, [])

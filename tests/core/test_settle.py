@@ -48,7 +48,7 @@ def test_an_unanswered_settle_is_repeated_until_it_stands(world, process, is_aft
     assert process.answer(call()).value == 7
     assert state(world) is State.SUCCEEDED
     assert len(process.writer.settlements) == 4
-    assert process.waiting.slept == [0.05, 0.1, 0.2]
+    assert process.clock.slept == [0.05, 0.1, 0.2]
     assert world.kinds == ["claimed", *["store unavailable"] * 3, "completed"]
 
 
@@ -61,8 +61,8 @@ def test_patience_ends_and_the_caller_learns_the_value(world, process):
     assert caught.value.key == "order-1"
     assert not caught.value.retryable
     assert caught.value.__cause__ is DOWN
-    assert sum(process.waiting.slept) <= 10.0
-    assert max(process.waiting.slept) == 1.0
+    assert sum(process.clock.slept) <= 10.0
+    assert max(process.clock.slept) == 1.0
     assert state(world) is State.PENDING
     assert world.kinds[-1] == "settle failed"
     assert process.renewals.running == []

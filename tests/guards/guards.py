@@ -16,7 +16,7 @@ from retrysafe.core.settle import Settler
 from retrysafe.http.asgi_run import AppRun
 from retrysafe.runtime.group_commit.tasks import TaskGroupCommit
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
-from retrysafe.runtime.loop_ports import LoopPorts
+from retrysafe.runtime.task_ports import LoopPorts
 from retrysafe.stores.memory.store import MemoryStore
 from retrysafe.stores.sqlite import batches, file
 from retrysafe.stores.sqlite import store as sqlite_store

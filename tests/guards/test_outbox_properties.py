@@ -296,7 +296,7 @@ def test_a_cancelled_caller_with_steps_keeps_its_entries():
         world.first.answer(call(), world.first.operating(operation))
     world.clock.seconds += 3_600
     second = world.process()
-    second.steps.read_faults.append(Fault(pauses=True))
+    second.store.read_faults.append(Fault(pauses=True))
     second.start(call(), second.operating(operation)).throw(KeyboardInterrupt())
     drive(world.background.pop())
     assert len(_listed(world.store)) == 1

@@ -7,7 +7,6 @@ fail; that is why they build everything they need, and why they are short.
 from __future__ import annotations
 
 import asyncio
-import os
 import sqlite3
 import tempfile
 import threading
@@ -66,12 +65,13 @@ from retrysafe.core.model import (
 from retrysafe.core.ports import (
     Capabilities,
     ClaimResult,
+    LocalClock,
     SettleResult,
     Store,
-    Waiting,
     Waits,
     Writer,
 )
+from retrysafe.core.settings import Settings
 from retrysafe.core.values.codec import ValueCodec
 from retrysafe.http import IdempotencyMiddleware, bearer_token
 from retrysafe.http.asgi_run import AppRun
@@ -79,8 +79,8 @@ from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit.direct import DirectWriter
 from retrysafe.runtime.group_commit.tasks import TaskGroupCommit
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit, _QueuedRow
-from retrysafe.runtime.local_clocks import ThreadClock, ThreadSignal
-from tests.core.driving import perform_with_attempt
+from retrysafe.runtime.thread_ports import ThreadClock, ThreadSignal
+from tests.core.driving import ports_over
 from tests.http.driving import ask
 
 LEASE_MS = 30_000
@@ -151,6 +151,13 @@ def claim_of(token: bytes, key: Key = KEY, lease_ms: int = LEASE_MS) -> ClaimReq
     return ClaimRequest(key, (Fingerprint(1, bytes(16)),), token, lease_ms)
 
 
+class SilentStore:
+    """Confirms no lease: what is done then is decided without it."""
+
+    async def extend(self, extensions: object, timeout_seconds: float) -> None:
+        raise StoreUnavailable("no answer")
+
+
 class NoRenewals:
     """Renews nothing: the clocks of these tests move only when told to."""
 
@@ -162,20 +169,17 @@ class NoRenewals:
 
 
 def engine_over(
-    writer: Writer, waiting: Waiting, listener: Callable[[Event], None] | None = None
+    writer: Writer, clock: LocalClock, listener: Callable[[Event], None] | None = None
 ) -> Engine:
-    return Engine(
-        writer=writer,
-        waiting=waiting,
+    ports = ports_over(
+        writer,
+        clock,
+        store=SilentStore(),
         lock=threading.Lock(),
         renewals=NoRenewals(),
-        background=None,
-        mint_token=lambda: os.urandom(16),
-        cache=None,
         report=Reporter(listener),
-        endings=None,
-        perform=perform_with_attempt,
     )
+    return Engine(ports, Settings(has_cache=False))
 
 
 # Ownership.

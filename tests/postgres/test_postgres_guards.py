@@ -24,7 +24,7 @@ from retrysafe.core.model import (
 from retrysafe.errors import OperationInFlight, StoreUnavailable
 from retrysafe.idempotency import BlockingIdempotency
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.stores.postgres import PostgresStore, takeovers
 from retrysafe.stores.postgres.takeovers import Takeover
 from retrysafe.testing.suite.probe import KEY, OTHER, key_of, request, settlement

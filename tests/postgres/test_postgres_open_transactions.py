@@ -22,7 +22,7 @@ from retrysafe.core.model import (
 )
 from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.stores.postgres import busy_keys, rows
 from retrysafe.stores.postgres.batches import BALANCE_LIMIT
 from retrysafe.stores.postgres.drivers.port import Locked

@@ -32,7 +32,7 @@ from retrysafe.core.model import (
 )
 from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.wiring import postgres_store
 
 KEYS = [Key(f"key-{number}", caller="racer") for number in range(500)]

@@ -15,7 +15,7 @@ from retrysafe.relay import RelayPolicy
 from retrysafe.relay.delivery_loop import RelayEngine
 from retrysafe.relay.ports import Finished, MayBegin
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.testing import FaultyStore, ManualClock
 from retrysafe.testing.suite.probe import request, settlement
 

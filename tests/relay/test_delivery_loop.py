@@ -13,7 +13,7 @@ from retrysafe.core.outbox.entries import BackOff, EntryClaim, EntryCommand, Ope
 from retrysafe.relay import RelayPolicy
 from retrysafe.relay.delivery_loop import RelayReport
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.testing import Moment
 from tests.relay.scripted import Scene, ScriptedCrew
 

@@ -18,7 +18,7 @@ from retrysafe import (
     StoreUnavailable,
 )
 from retrysafe.core.ports import Waits
-from retrysafe.runtime.local_clocks import ThreadClock
+from retrysafe.runtime.thread_ports import ThreadClock
 from tests.runtime.staged import (
     KEY,
     PATIENCE_SECONDS,

@@ -17,7 +17,7 @@ from retrysafe import (
 )
 from retrysafe.core.keys.secret import Secret
 from retrysafe.core.outbox.entries import entry_key
-from retrysafe.runtime.checks import secrets_of
+from retrysafe.core.settings import secrets_of
 from tests.servers.fixtures import migrated
 
 OLD, NEW = "the old secret, 16 or more", "the new secret, 16 or more"

@@ -18,7 +18,7 @@ from retrysafe.core.pace import rest_within_walk
 from retrysafe.core.ports import Store
 from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.local_clocks import ThreadClock, ThreadSignal
+from retrysafe.runtime.thread_ports import ThreadClock, ThreadSignal
 from retrysafe.workers.sweeper import Sweeper
 
 

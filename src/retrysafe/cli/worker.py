@@ -26,7 +26,7 @@ from retrysafe.idempotency import BlockingIdempotency
 from retrysafe.relay import AsyncRelay
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.face import Face
-from retrysafe.runtime.local_clocks import ThreadSignal
+from retrysafe.runtime.thread_ports import ThreadSignal
 from retrysafe.wiring import Idempotency
 from retrysafe.workers.duties import WorkerPolicy
 from retrysafe.workers.worker import AsyncDuty, AsyncWorker, Duty, Worker

@@ -9,28 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from retrysafe.core.atomic.complete_in import Joiner
 from retrysafe.core.atomic.run import AtomicRunner, Transacting
-from retrysafe.core.attempt import Confirm
 from retrysafe.core.cache import CachedOutcome, ReplayCache
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.events import EventKind
 from retrysafe.core.flights import Flight, Flights, Phase, Requested, is_same_request
 from retrysafe.core.keys.key import Key
-from retrysafe.core.keys.secret import NO_SECRETS, Secrets
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, Decision, Payload
 from retrysafe.core.nested_claims import NestedRunner
 from retrysafe.core.policy import InFlight
-from retrysafe.core.ports import Background, Lock, Renewals, Waiting, Writer
+from retrysafe.core.ports import Ports
 from retrysafe.core.replay import gone, in_flight, replayed_value, reused
 from retrysafe.core.retries import Retries
-from retrysafe.core.run import Endings, Perform, Runner
-from retrysafe.core.run_times import MINIMUM_SECONDS, RunTimes
+from retrysafe.core.run import Runner
+from retrysafe.core.run_times import MINIMUM_SECONDS
+from retrysafe.core.settings import Settings
 from retrysafe.core.settle import Settler
-from retrysafe.core.steps.compensation import Compensator
-from retrysafe.core.steps.run import Stepper
 from retrysafe.errors import (
     ClaimLost,
     KeyReused,
@@ -62,93 +58,26 @@ _WAIT: Final = InFlight.WAIT
 Claim = Callable[[ClaimRequest], Awaitable[ClaimAnswer]]
 
 
-class Recovers(Protocol):
-    """As much of a store as a worker's call needs."""
-
-    async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
-        """Claims a key that is abandoned by the owner of the token `held`; LOST if it is not."""
-
-
 class Engine:
     """Runs operations once, over ports."""
 
-    def __init__(
-        self,
-        *,
-        writer: Writer,
-        waiting: Waiting,
-        lock: Lock,
-        renewals: Renewals,
-        background: Background,
-        mint_token: Callable[[], bytes],
-        cache: ReplayCache | None,
-        report: Reporter,
-        endings: Endings,
-        perform: Perform,
-        owner: str = "",
-        secrets: Secrets = NO_SECRETS,
-        joiner: Joiner | None = None,
-        stepper: Stepper | None = None,
-        recovers: Recovers | None = None,
-        confirm: Confirm | None = None,
-        run_times: RunTimes | None = None,
-        who: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._writer = writer
-        self._waiting = waiting
-        self._monotonic = waiting.monotonic
-        self._lock = lock
-        # Who calls, where a signal's handler could come to wait for itself.
-        self._who = who
-        self._mint_token = mint_token
-        self._cache = cache
-        self._report = report
-        settler = Settler(
-            writer=writer,
-            waiting=waiting,
-            renewals=renewals,
-            background=background,
-            report=report,
-        )
-        self._owner = owner
-        self._recovers = recovers
-        self._run_times = run_times = RunTimes() if run_times is None else run_times
-        self._flights = Flights(lock)
-        self._runner = Runner(
-            writer=writer,
-            flights=self._flights,
-            settler=settler,
-            concluder=Compensator(settler=settler, background=background, renewals=renewals),
-            renewals=renewals,
-            cache=cache,
-            lock=lock,
-            report=report,
-            monotonic=self._monotonic,
-            secrets=secrets,
-            joiner=joiner,
-            stepper=stepper,
-            endings=endings,
-            perform=perform,
-            confirm=confirm,
-            run_times=run_times,
-        )
-        self._nester = NestedRunner(
-            ask=self.ask,
-            writer=writer,
-            waiting=waiting,
-            renewals=renewals,
-            background=background,
-            flights=self._flights,
-            endings=endings,
-            remember=self._runner.remember,
-        )
-        self._atomic_lead = AtomicRunner(
-            flights=self._flights,
-            monotonic=self._monotonic,
-            payload_of=settler.payload_of,
-            remember=self._runner.remember,
-            report=report,
-        )
+    def __init__(self, ports: Ports, settings: Settings) -> None:
+        self._store = ports.store
+        self._writer = ports.writer
+        self._clock = ports.clock
+        self._monotonic = ports.clock.monotonic
+        self._lock = ports.lock
+        self._who = ports.executor.who
+        self._mint_token = ports.mint_token
+        self._report = ports.report
+        self._owner = ports.owner
+        self._run_times = ports.run_times
+        self._cache = cache = ReplayCache() if settings.has_cache else None
+        self._flights = flights = Flights(ports.lock)
+        settler = Settler(ports)
+        self._runner = runner = Runner(ports, settings, flights, cache, settler)
+        self._nested_runner = NestedRunner(ports, flights, runner, self.ask)
+        self._atomic_runner = AtomicRunner(ports, settings, flights, runner, settler)
 
     async def answer(
         self,
@@ -192,7 +121,7 @@ class Engine:
                 flight = self._flights.join(digest, mine, asked)
                 if flight is mine:
                     if transacting is not None:
-                        return await self._atomic_lead.lead(flight, call, operation, transacting)
+                        return await self._atomic_runner.lead(flight, call, operation, transacting)
                     request = ClaimRequest(
                         call.key,
                         call.fingerprints,
@@ -220,7 +149,7 @@ class Engine:
                         told, asked = granted
                     if call.nest is not None:
                         call.nest.token = request.token
-                    run = self._runner.run if call.inner is None else self._nester.run
+                    run = self._runner.run if call.inner is None else self._nested_runner.run
                     return await run(flight, call, operation, args, kwargs, request, told, asked)
             finally:
                 try:
@@ -305,8 +234,7 @@ class Engine:
 
     def _takeover(self, held: bytes) -> Claim:
         """How a worker claims: from the owner of that token and from nobody else."""
-        assert self._recovers is not None  # Whoever makes such a call has given the port.
-        return partial(self._recovers.take_over, held=held)
+        return partial(self._store.take_over, held=held)
 
     def _is_late(self, granted: ClaimAnswer, asked: float) -> bool:
         return self._monotonic() >= asked + granted.remaining_ms / 1000
@@ -376,7 +304,7 @@ class Engine:
                 self._flights.enter(flight, Phase.AWAITING)
                 # The lease may end before the next poll is due; asking just after it is soonest.
                 lease_seconds = answer.remaining_ms / 1000 + 0.001
-                await self._waiting.sleep(min(poll_seconds, lease_seconds, wait_until - now))
+                await self._clock.sleep(min(poll_seconds, lease_seconds, wait_until - now))
                 poll_seconds = min(poll_seconds * POLL_GROWTH, POLL_MAXIMUM_SECONDS)
             asked = self._monotonic()
             try:
@@ -394,7 +322,7 @@ class Engine:
             pause = retries.pause_after(error)
             if pause is None:
                 break
-            await self._waiting.sleep(pause)
+            await self._clock.sleep(pause)
             try:
                 return await claim(request)
             except StoreUnavailable as again:
@@ -449,7 +377,7 @@ class Engine:
                 # A signal's handler that came in the middle of the claim: news come only from the
                 # caller that it keeps from going on.
                 raise self._in_flight(call, flight, "process")
-            signal = self._waiting.signal()
+            signal = self._clock.signal()
             if not self._flights.enlist(flight, phase, signal):
                 continue
             if await signal.wait(self._patience(flight, wait_until)):

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 from retrysafe.core.call import Call
-from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.events import EventKind
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import (
     Decision,
@@ -24,7 +24,7 @@ from retrysafe.core.model import (
     Settlement,
     StagedEntry,
 )
-from retrysafe.core.ports import Background, Renewals, Waiting, Writer
+from retrysafe.core.ports import Ports
 from retrysafe.core.retries import RETRY_PAUSE_SECONDS
 from retrysafe.core.values import codec
 from retrysafe.errors import (
@@ -89,23 +89,15 @@ def _around(call: Call, settlement: Settlement) -> list[tuple[Lease, Settlement]
 class Settler:
     """Writes endings until they stand."""
 
-    __slots__ = ("_background", "_monotonic", "_renewals", "_report", "_waiting", "_writer")
+    __slots__ = ("_background", "_clock", "_monotonic", "_renewals", "_report", "_writer")
 
-    def __init__(
-        self,
-        *,
-        writer: Writer,
-        waiting: Waiting,
-        renewals: Renewals,
-        background: Background,
-        report: Reporter,
-    ) -> None:
-        self._writer = writer
-        self._waiting = waiting
-        self._monotonic = waiting.monotonic
-        self._renewals = renewals
-        self._background = background
-        self._report = report
+    def __init__(self, ports: Ports) -> None:
+        self._writer = ports.writer
+        self._clock = ports.clock
+        self._monotonic = ports.clock.monotonic
+        self._renewals = ports.renewals
+        self._background = ports.background
+        self._report = ports.report
 
     def payload_of(self, call: Call, value: Any, attempt: int) -> tuple[Ending, Payload]:
         """How the operation ended that returned this value, and what is stored of it."""
@@ -264,7 +256,7 @@ class Settler:
                 )
                 if self._monotonic() + pause > give_up:
                     raise self._not_stored(call, attempt, value, error) from error
-                await self._waiting.sleep(pause)
+                await self._clock.sleep(pause)
                 pause = min(pause * 2, RETRY_PAUSE_MAXIMUM_SECONDS)
             try:
                 return await self._writer.settle(settlement)

@@ -24,6 +24,7 @@ from retrysafe.core.nested_claims import nested
 from retrysafe.core.permits import Permits
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.run_times import RunTimes
+from retrysafe.core.settings import Settings
 from retrysafe.errors import (
     CallerMissing,
     Closed,
@@ -75,7 +76,6 @@ from retrysafe.http.set_up_errors import Refusals
 from retrysafe.http.status_page import status_response
 from retrysafe.http.unmatched import Unmatched
 from retrysafe.http.unprotected import Report, UnprotectedRuns
-from retrysafe.runtime.describe import Settings
 
 POLICY_PATH: Final = "/idempotency-policy"
 STATUS_PATH: Final = "/idempotency-status/"

@@ -14,13 +14,13 @@ from typing import Any, Final
 
 from retrysafe.core.model import Ending
 from retrysafe.core.policy import InFlight
+from retrysafe.core.settings import Settings
 from retrysafe.errors import PolicyInvalid
 from retrysafe.http.key_sources import HeaderKey
 from retrysafe.http.paths import PathPattern
 from retrysafe.http.request import plain_path, served_path
 from retrysafe.http.responses import Response, ResponseCodec
 from retrysafe.http.rules import ACCEPT, Accept, KeyUse, Rule, require_rules
-from retrysafe.runtime.describe import Settings
 
 # The column of the stores that holds an operation's name.
 _NAME_LIMIT_CHARACTERS: Final = 255
@@ -84,7 +84,7 @@ class Route:
             if self.maker is None
             else self.maker.checked(policy, settings.secrets.value)
         )
-        self.fingerprint = rule.fingerprint or settings.rule
+        self.fingerprint = rule.fingerprint or settings.fingerprint
         self.codec = ResponseCodec(rule.headers)
         self.judge: Callable[[Any], Ending] = rule.stored.ending_of
         # Whether a response is listed as one after which nothing happened; None without a list.

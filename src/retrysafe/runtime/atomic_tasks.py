@@ -18,13 +18,14 @@ from retrysafe.core.keys.framing import Part
 from retrysafe.core.keys.key import Key
 from retrysafe.core.outbox.staging import Staging
 from retrysafe.core.policy import Policy
-from retrysafe.core.ports import Waits
+from retrysafe.core.ports import Ports, Transaction, Waits
+from retrysafe.core.settings import CallerSource, Settings
 from retrysafe.runtime.atomic_threads import with_connection
 from retrysafe.runtime.checks import require_async
-from retrysafe.runtime.describe import CallerSource, KeySource, owner_name
-from retrysafe.runtime.face import Face, mint_token
+from retrysafe.runtime.describe import KeySource
+from retrysafe.runtime.face import Face
 from retrysafe.runtime.gate import TaskGate
-from retrysafe.runtime.local_clocks import TaskClock
+from retrysafe.runtime.threaded_transaction import joined
 from retrysafe.transactions import is_outage
 
 P = ParamSpec("P")
@@ -80,20 +81,32 @@ class AsyncAtomicRun:
 class AsyncAtomicContext:
     """The `async with` statement of an atomic block."""
 
-    def __init__(self, block: AtomicBlock, bound_gate: Callable[[], TaskGate]) -> None:
-        self._block = block
-        self._bound_gate = bound_gate
+    def __init__(
+        self,
+        call: Call,
+        transaction: Transaction,
+        settings: Settings,
+        bound: Callable[[], tuple[Ports, TaskGate]],
+    ) -> None:
+        self._call = call
+        self._transaction = transaction
+        self._settings = settings
+        self._bound = bound
+        self._block: AtomicBlock | None = None
 
     async def __aenter__(self) -> AsyncAtomicRun:
         # Asked for here: the block may have been made where no loop runs.
-        self._gate = self._bound_gate()
+        ports, self._gate = self._bound()
+        block = self._block
+        if block is None:
+            self._block = block = AtomicBlock(self._call, self._transaction, ports, self._settings)
         self._gate.enter()
         try:
-            await self._block.enter()
+            await block.enter()
         except BaseException:
             self._gate.leave()
             raise
-        return AsyncAtomicRun(self._block)
+        return AsyncAtomicRun(block)
 
     async def __aexit__(
         self,
@@ -102,6 +115,7 @@ class AsyncAtomicContext:
         trace: TracebackType | None,
     ) -> Literal[False]:
         try:
+            assert self._block is not None  # Made on entering.
             await self._block.leave(error)
         finally:
             self._gate.leave()
@@ -111,15 +125,10 @@ class AsyncAtomicContext:
 class TaskTransacting:
     """The transactions that an adapter's function opens, for an engine of tasks."""
 
-    __slots__ = ("block", "open")
+    __slots__ = ("open",)
 
-    def __init__(
-        self,
-        transaction: Callable[[], AbstractAsyncContextManager[Any]],
-        block: Callable[[Call, Any], AtomicBlock],
-    ) -> None:
+    def __init__(self, transaction: Callable[[], AbstractAsyncContextManager[Any]]) -> None:
         self.open = transaction
-        self.block = block
 
     def is_outage(self, error: Exception) -> bool:
         """Whether a retry can help."""
@@ -130,8 +139,8 @@ class AtomicTasks(Face, ABC):
     """The atomic mode of a face for asyncio."""
 
     @abstractmethod
-    def _atomic_gate(self) -> TaskGate:
-        """The gate of the running loop."""
+    def _atomic_ports(self) -> tuple[Ports, TaskGate]:
+        """The ports and the gate of the running loop."""
 
     def atomic(
         self,
@@ -162,20 +171,8 @@ class AtomicTasks(Face, ABC):
         return self._atomic_context(call, connection)
 
     def _atomic_context(self, call: Call, connection: object) -> AsyncAtomicContext:
-        return AsyncAtomicContext(self._atomic_block(call, connection), self._atomic_gate)
-
-    def _atomic_block(self, call: Call, connection: object) -> AtomicBlock:
-        return AtomicBlock(
-            call,
-            self._join(connection, Waits.SUSPENDING),
-            waiting=TaskClock(),
-            mint_token=mint_token,
-            report=self._report,
-            owner=owner_name(),
-            secrets=self._settings.secrets,
-            has_outbox=self._store.capabilities.has_outbox,
-            run_times=self.run_times,
-        )
+        transaction = joined(self._store, connection, Waits.SUSPENDING)
+        return AsyncAtomicContext(call, transaction, self._settings, self._atomic_ports)
 
     async def stage(
         self,
@@ -193,7 +190,7 @@ class AtomicTasks(Face, ABC):
         Takes what the blocking face takes, and raises as it does.
         """
         entry = self._staged(topic, payload, key, aggregate, deliver_at, content_type)
-        transaction = self._join(connection, Waits.SUSPENDING)
+        transaction = joined(self._store, connection, Waits.SUSPENDING)
         return await stage_in(transaction, entry)
 
     def atomic_once(

@@ -18,13 +18,14 @@ from retrysafe.core.keys.framing import Part
 from retrysafe.core.keys.key import Key
 from retrysafe.core.outbox.staging import Staging
 from retrysafe.core.policy import Policy
-from retrysafe.core.ports import Waits
+from retrysafe.core.ports import Ports, Waits
+from retrysafe.core.settings import CallerSource
 from retrysafe.runtime.checks import require_plain
-from retrysafe.runtime.describe import CallerSource, KeySource, owner_name
+from retrysafe.runtime.describe import KeySource
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import Face, mint_token
+from retrysafe.runtime.face import Face
 from retrysafe.runtime.gate import ThreadGate
-from retrysafe.runtime.local_clocks import ThreadClock
+from retrysafe.runtime.threaded_transaction import joined
 from retrysafe.transactions import is_outage
 
 P = ParamSpec("P")
@@ -145,15 +146,10 @@ class _Opened(AbstractAsyncContextManager[Any]):
 class ThreadTransacting:
     """The transactions that an adapter's function opens, for an engine of threads."""
 
-    __slots__ = ("_transaction", "block")
+    __slots__ = ("_transaction",)
 
-    def __init__(
-        self,
-        transaction: Callable[[], AbstractContextManager[Any]],
-        block: Callable[[Call, Any], AtomicBlock],
-    ) -> None:
+    def __init__(self, transaction: Callable[[], AbstractContextManager[Any]]) -> None:
         self._transaction = transaction
-        self.block = block
 
     def open(self) -> AbstractAsyncContextManager[Any]:
         """The next transaction."""
@@ -168,6 +164,7 @@ class AtomicThreads(Face):
     """The atomic mode of a face for threads."""
 
     _gate: ThreadGate
+    _ports: Ports
 
     def atomic(
         self,
@@ -205,17 +202,8 @@ class AtomicThreads(Face):
         return AtomicContext(self._atomic_block(call, connection), self._gate)
 
     def _atomic_block(self, call: Call, connection: object) -> AtomicBlock:
-        return AtomicBlock(
-            call,
-            self._join(connection, Waits.BLOCKING),
-            waiting=ThreadClock(),
-            mint_token=mint_token,
-            report=self._report,
-            owner=owner_name(),
-            secrets=self._settings.secrets,
-            has_outbox=self._store.capabilities.has_outbox,
-            run_times=self.run_times,
-        )
+        transaction = self._ports.executor.join_step(connection)
+        return AtomicBlock(call, transaction, self._ports, self._settings)
 
     def stage(
         self,
@@ -237,7 +225,7 @@ class AtomicThreads(Face):
         """
         entry = self._staged(topic, payload, key, aggregate, deliver_at, content_type)
         forks.refresh_if_stale()
-        transaction = self._join(connection, Waits.BLOCKING)
+        transaction = joined(self._store, connection, Waits.BLOCKING)
         return run_sync(stage_in(transaction, entry))
 
     def atomic_once(

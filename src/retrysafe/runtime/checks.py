@@ -10,17 +10,13 @@ import asyncio
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from types import CoroutineType, FunctionType, MethodType
 from typing import Any, Final
 
-from retrysafe.core.checks import require_function, shown_in_place
-from retrysafe.core.events import Emit
-from retrysafe.core.keys.fingerprint import FingerprintRule
-from retrysafe.core.keys.secret import Secrets
-from retrysafe.core.policy import Policy
-from retrysafe.errors import AwaitForgotten, InvalidInput, PolicyInvalid
+from retrysafe.core.checks import require_function
+from retrysafe.errors import AwaitForgotten, InvalidInput
 from retrysafe.runtime.describe import shown_name
 
 _PASS_THE_FUNCTION: Final = (
@@ -177,88 +173,6 @@ def require_no_positional(misplaced: tuple[object, ...]) -> None:
         raise InvalidInput(
             "once takes no positional arguments: write @idem.once(key=…) above the function, with "
             "the names of the parameters that identify the operation"
-        )
-
-
-# Settings.
-
-
-def checked_policy(policy: object) -> Policy:
-    """The policy itself; raises `PolicyInvalid` for anything else, such as its settings alone."""
-    if not isinstance(policy, Policy):
-        raise PolicyInvalid(
-            f"policy takes a Policy, such as Policy(lease=timedelta(seconds=5)), got {policy!r}"
-        )
-    return policy
-
-
-def checked_rule(rule: object) -> FingerprintRule:
-    """The rule itself; raises `PolicyInvalid` for anything else."""
-    if not isinstance(rule, FingerprintRule):
-        raise PolicyInvalid(
-            "rule takes a FingerprintRule, such as FingerprintRule(exclude=['/0/sent_at']), got "
-            f"{rule!r}"
-        )
-    return rule
-
-
-def checked_observers(observers: object) -> tuple[Emit, ...]:
-    """The observers; raises `InvalidInput` for one that stands alone, and for what is none."""
-    if not isinstance(observers, Iterable):
-        raise InvalidInput(
-            "observers takes a list of functions of an Event: write observers=[…], got "
-            f"{observers!r}"
-        )
-    found = tuple(observers)
-    for observer in found:
-        if not callable(observer):
-            raise InvalidInput(
-                f"observers takes a list of functions of an Event, and {observer!r} is none"
-            )
-    return found
-
-
-# A secret, or several: the first makes, the others are recognised. None at the end of a list stands
-# for what was made without one.
-SecretSource = bytes | str | Sequence[bytes | str | None] | None
-
-
-def secrets_of(secret: object) -> Secrets:
-    """The secrets; raises `InvalidInput` for what is neither text, bytes nor a list of these.
-
-    And `SecretMissing` for a short one. The secrets themselves are never shown.
-    """
-    if isinstance(secret, str):
-        _require_one_line(secret)
-        # A file or a variable often ends with a line break.
-        secret = [line for line in secret.splitlines() if line]
-    elif secret is None or isinstance(secret, bytes):
-        # Of random bytes any one may be a line break; of a text in bytes it is one.
-        if secret is not None and secret.isascii():
-            text = secret.decode("ascii")
-            if all(map(str.isprintable, text.splitlines())):
-                _require_one_line(text)
-        secret = [secret]
-    if not isinstance(secret, list | tuple):
-        raise InvalidInput(
-            f"secret takes text, bytes or a list of them, got {shown_in_place(secret)}"
-        )
-    values = [item.encode() if isinstance(item, str) else item for item in secret]
-    for value in values:
-        if not isinstance(value, bytes | None):
-            raise InvalidInput(f"a list of secrets has text and bytes, got {shown_in_place(value)}")
-    return Secrets(*values)
-
-
-def _require_one_line(secret: str) -> None:
-    """Raises `InvalidInput` for a text of several lines.
-
-    Taken apart, a PEM file would give three secrets, the first of which everybody knows.
-    """
-    if sum(map(bool, secret.splitlines())) > 1:
-        raise InvalidInput(
-            "the secret has several lines: pass a list, with one item for each secret, or with "
-            "the whole text as its one item"
         )
 
 

@@ -6,19 +6,16 @@ Owns nothing that waits; the faces add that.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta
 from types import FunctionType
 from typing import Any, Final
 
-from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Call
 from retrysafe.core.events import ALL_KINDS, Emit, Event, EventKind, Reporter
 from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import (
-    TOKEN_BYTES,
     Condition,
     Decision,
     Fingerprint,
@@ -28,34 +25,23 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.outbox.entries import staged_entry
 from retrysafe.core.policy import Policy
-from retrysafe.core.ports import Store, Transaction, Waits
+from retrysafe.core.ports import Store
 from retrysafe.core.run_times import RunTimes
+from retrysafe.core.settings import (
+    CallerSource,
+    SecretSource,
+    Settings,
+    checked_caller,
+    checked_fingerprint,
+    checked_policy,
+)
+from retrysafe.core.values.annotations import codec_for, codec_of
 from retrysafe.core.values.codec import OutcomeCodec
 from retrysafe.errors import InvalidInput, OperatorRefused
-from retrysafe.runtime.checks import (
-    SecretSource,
-    checked_observers,
-    checked_policy,
-    checked_rule,
-    require_call,
-    require_runnable,
-    secrets_of,
-)
-from retrysafe.runtime.describe import (
-    UNSET,
-    CallerSource,
-    KeySource,
-    Once,
-    Settings,
-    Unset,
-    asked_for,
-    checked_caller,
-    codec_for,
-    codec_of,
-    operation_name,
-)
+from retrysafe.runtime.checks import require_call, require_runnable
+from retrysafe.runtime.describe import UNSET, KeySource, Once, Unset, asked_for, operation_name
+from retrysafe.runtime.identity import mint_token
 from retrysafe.runtime.resumable import Resumable, Resumables, Run
-from retrysafe.runtime.threaded_transaction import in_thread
 
 _logger = logging.getLogger("retrysafe")
 
@@ -65,18 +51,20 @@ KNOWN_LIMIT: Final = 1_000
 Known = tuple[tuple[Fingerprint, ...], Policy, str, OutcomeCodec]
 
 
-# The same bytes as `os.urandom`, which lets go of the interpreter lock to get them: with many
-# threads that is a needless switch on every claim. Not every system has it.
-_random_bytes: Callable[[int], bytes] = getattr(os, "getrandom", os.urandom)
-
-
-def mint_token() -> bytes:
-    """A token that no other claim ever had or will have.
-
-    Asked from the system each time. A buffer of random bytes would be copied by a fork, or by a
-    snapshot of a virtual machine, and two owners would hold the same token.
-    """
-    return _random_bytes(TOKEN_BYTES)
+def checked_observers(observers: object) -> tuple[Emit, ...]:
+    """The observers; raises `InvalidInput` for one that stands alone, and for what is none."""
+    if not isinstance(observers, Iterable):
+        raise InvalidInput(
+            "observers takes a list of functions of an Event: write observers=[…], got "
+            f"{observers!r}"
+        )
+    found = tuple(observers)
+    for observer in found:
+        if not callable(observer):
+            raise InvalidInput(
+                f"observers takes a list of functions of an Event, and {observer!r} is none"
+            )
+    return found
 
 
 def reporter(observers: Iterable[Emit]) -> Reporter:
@@ -131,13 +119,9 @@ class Face:
         owns_store: bool = False,
     ) -> None:
         self._store = store
-        self._settings = Settings(
-            checked_caller(caller),
-            Policy() if policy is None else checked_policy(policy),
-            FingerprintRule() if rule is None else checked_rule(rule),
-            secrets_of(secret),
+        self._settings = Settings.checked(
+            caller=caller, policy=policy, fingerprint=rule, secret=secret, cache=cache
         )
-        self._has_cache = cache
         self._report = reporter(checked_observers(observers))
         self._owns_store = owns_store
         # For adapters: how long the operations of this object took. Set before its first use, two
@@ -170,9 +154,6 @@ class Face:
     def report(self, kind: EventKind, key: Key, operation: str = "") -> None:
         """For adapters: tells the observers what happened outside of the engine."""
         self._report(kind, key, operation)
-
-    def _new_cache(self) -> ReplayCache | None:
-        return ReplayCache() if self._has_cache else None
 
     def _call(
         self,
@@ -213,7 +194,9 @@ class Face:
             name = operation_name(operation)
         call = Call(
             settings.key(key, caller),
-            settings.fingerprints(None if rule is None else checked_rule(rule), name, request),
+            settings.fingerprints(
+                None if rule is None else checked_fingerprint(rule), name, request
+            ),
             settings.policy if policy is None else checked_policy(policy),
             name,
             codec_for(operation, returns),
@@ -251,7 +234,7 @@ class Face:
                 f"it as {name!r}: leave name= out"
             )
         policy = resumable.policy if policy is None else checked_policy(policy)
-        rule = None if rule is None else checked_rule(rule)
+        rule = None if rule is None else checked_fingerprint(rule)
         return Call(
             key,
             self._settings.fingerprints(rule, resumable.name, request),
@@ -281,24 +264,6 @@ class Face:
         self._resumables.register(resumable)
         self._known.clear()
         return resumable
-
-    def _join(self, connection: object, waits: Waits | None) -> Transaction:
-        """The user's transaction, if the store and this face can work in it; None takes both."""
-        join: Callable[[object], Transaction] | None = getattr(self._store, "join", None)
-        if join is None:
-            raise InvalidInput(
-                f"{type(self._store).__name__} has no transactions to join: atomic mode needs a "
-                "PostgreSQL or a SQLite store"
-            )
-        transaction = join(connection)
-        if waits is Waits.SUSPENDING and transaction.waits is self._store.capabilities.waits:
-            # A store that blocks is used through a thread, and so are its transactions.
-            transaction = in_thread(transaction, self._store)
-        if waits is not None and transaction.waits is not waits:
-            needed = "Idempotency" if transaction.waits is Waits.BLOCKING else "AsyncIdempotency"
-            kind = type(connection)
-            raise InvalidInput(f"use {needed} with {kind.__module__}.{kind.__qualname__}")
-        return transaction
 
     def _staged(
         self,
@@ -331,7 +296,7 @@ class Face:
         rule: FingerprintRule | None,
         returns: type | tuple[type, ...] | None,
     ) -> Call:
-        rule = None if rule is None else checked_rule(rule)
+        rule = None if rule is None else checked_fingerprint(rule)
         return Call(
             self._settings.key(key, caller),
             self._settings.fingerprints(rule, name, request),
@@ -365,7 +330,7 @@ class Face:
             operation_name(function) if name is None else name,
             checked_caller(caller),
             self._settings.policy if policy is None else checked_policy(policy),
-            None if rule is None else checked_rule(rule),
+            None if rule is None else checked_fingerprint(rule),
             codec_for(function, returns),
             frozenset(ignore),
             window,

@@ -1,4 +1,7 @@
-"""A user's blocking transaction in an event loop: every call is one hop to a worker thread."""
+"""Joining a user's transaction, and a blocking one in an event loop.
+
+There every call is one hop to a worker thread.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from retrysafe.core.model import (
     StepWrite,
 )
 from retrysafe.core.ports import Fate, Store, Transaction, Waits
+from retrysafe.errors import InvalidInput
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.reentry import OpenBlock
 
@@ -112,6 +116,28 @@ class ThreadedTransaction:
     async def step_fate(self, write: StepWrite) -> Fate:
         """What became of a step."""
         return await self._last_hop(self._transaction.step_fate, write)
+
+
+def joined(store: Store, connection: object, waits: Waits | None) -> Transaction:
+    """The user's transaction, if the store can work in it and it waits as it must.
+
+    None takes either kind. Raises `InvalidInput`.
+    """
+    join: Callable[[object], Transaction] | None = getattr(store, "join", None)
+    if join is None:
+        raise InvalidInput(
+            f"{type(store).__name__} has no transactions to join: atomic mode needs a PostgreSQL "
+            "or a SQLite store"
+        )
+    transaction = join(connection)
+    if waits is Waits.SUSPENDING and transaction.waits is store.capabilities.waits:
+        # A store that blocks is used through a thread, and so are its transactions.
+        transaction = in_thread(transaction, store)
+    if waits is not None and transaction.waits is not waits:
+        needed = "Idempotency" if transaction.waits is Waits.BLOCKING else "AsyncIdempotency"
+        kind = type(connection)
+        raise InvalidInput(f"use {needed} with {kind.__module__}.{kind.__qualname__}")
+    return transaction
 
 
 def in_thread(transaction: Transaction, store: Store) -> Transaction:

@@ -14,7 +14,7 @@ from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Ending, Payload, StagedEntry, Step
-from retrysafe.core.ports import Background, Renewals
+from retrysafe.core.ports import Ports
 from retrysafe.core.replay import replayed_value
 from retrysafe.core.settle import Settler
 from retrysafe.core.steps.history import FAILURE_NAME, UNDO_PREFIX
@@ -58,10 +58,10 @@ class Compensator:
 
     __slots__ = ("_background", "_renewals", "_settler")
 
-    def __init__(self, *, settler: Settler, background: Background, renewals: Renewals) -> None:
+    def __init__(self, ports: Ports, settler: Settler) -> None:
         self._settler = settler
-        self._background = background
-        self._renewals = renewals
+        self._background = ports.background
+        self._renewals = ports.renewals
 
     async def conclude(
         self,

@@ -22,7 +22,7 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import ClaimResult, SettleResult, Store
 from retrysafe.errors import StoreError
-from retrysafe.runtime.background import hidden_task
+from retrysafe.runtime.drive import hidden_task
 from retrysafe.runtime.group_commit.direct import FEW_ROWS, HELD_UP_SECONDS, as_store_error
 
 # Replays are not parted into smaller batches than this: what a batch costs by itself would show.

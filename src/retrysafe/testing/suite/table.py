@@ -19,7 +19,7 @@ from retrysafe.core.model import (
     Settlement,
     StoredKey,
 )
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.testing.suite.base import SuiteBase
 from retrysafe.testing.suite.probe import (
     KEY,
