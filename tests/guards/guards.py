@@ -345,7 +345,7 @@ GUARDS: tuple[Guard, ...] = (
                 "stands = await self._writer.settle(settlement)",
                 "self._settler._background.finish("
                 "self._settler._settle_orphan(call, lease, settlement, number), str); "
-                "stands = type('Stands', (), {'decision': Decision.APPLY})()",
+                "stands = type('Stands', (), {'decision': None})()",
             ),
         ),
         properties.test_an_outcome_is_stored_before_it_is_shown,

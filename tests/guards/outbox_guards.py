@@ -109,7 +109,7 @@ OUTBOX_GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Attempt._new_outbox,
-                "if self._joiner is None or not self._joiner.has_outbox:",
+                "if not self._ports.store.capabilities.has_outbox:",
                 "if False:",
             ),
         ),

@@ -69,7 +69,6 @@ from retrysafe.core.ports import (
     SettleResult,
     Store,
     Waits,
-    Writer,
 )
 from retrysafe.core.settings import Settings
 from retrysafe.core.values.codec import ValueCodec
@@ -151,8 +150,14 @@ def claim_of(token: bytes, key: Key = KEY, lease_ms: int = LEASE_MS) -> ClaimReq
     return ClaimRequest(key, (Fingerprint(1, bytes(16)),), token, lease_ms)
 
 
-class SilentStore:
-    """Confirms no lease: what is done then is decided without it."""
+class Unconfirming:
+    """A store that confirms no lease: what is done then is decided without it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
     async def extend(self, extensions: object, timeout_seconds: float) -> None:
         raise StoreUnavailable("no answer")
@@ -169,12 +174,12 @@ class NoRenewals:
 
 
 def engine_over(
-    writer: Writer, clock: LocalClock, listener: Callable[[Event], None] | None = None
+    store: Store, clock: LocalClock, listener: Callable[[Event], None] | None = None
 ) -> Engine:
     ports = ports_over(
-        writer,
+        DirectWriter(store),
         clock,
-        store=SilentStore(),
+        store=Unconfirming(store),
         lock=threading.Lock(),
         renewals=NoRenewals(),
         report=Reporter(listener),
@@ -268,9 +273,9 @@ def test_nothing_starts_on_a_lease_that_has_run_out():
         numbers.append(attempt.number)
         return "done"
 
-    waiting = ThreadClock()
-    waiting.monotonic = lambda: now[0]
-    engine = engine_over(DirectWriter(Interfering(store, after=after)), waiting)
+    local = ThreadClock()
+    local.monotonic = lambda: now[0]
+    engine = engine_over(Interfering(store, after=after), local)
     call = Call(KEY, (Fingerprint(1, bytes(16)),), POLICY, "pay", ValueCodec())
     assert run_sync(engine.answer(call, operation)).value == "done"
     assert (len(asked), numbers) == (2, [1])
@@ -287,9 +292,9 @@ def test_a_lease_is_looked_at_right_before_the_operation():
     async def operation(attempt: Attempt) -> None:
         ran.append(attempt.number)
 
-    waiting = ThreadClock()
-    waiting.monotonic = lambda: now[0]
-    engine = engine_over(DirectWriter(MemoryStore()), waiting, stand_still)
+    local = ThreadClock()
+    local.monotonic = lambda: now[0]
+    engine = engine_over(MemoryStore(), local, stand_still)
     call = Call(KEY, (Fingerprint(1, bytes(16)),), POLICY, "pay", ValueCodec())
     with pytest.raises(ClaimLost):
         run_sync(engine.answer(call, operation))
@@ -335,9 +340,9 @@ def test_a_lost_operation_does_not_end_the_run():
         attempt.raise_if_lost()
         return "never"
 
-    waiting = ThreadClock()
-    waiting.monotonic = lambda: now[0]
-    engine = engine_over(DirectWriter(store), waiting)
+    local = ThreadClock()
+    local.monotonic = lambda: now[0]
+    engine = engine_over(store, local)
     call = Call(KEY, (Fingerprint(1, bytes(16)),), policy, "pay", ValueCodec())
     with pytest.raises(ClaimLost):
         run_sync(engine.answer(call, operation))

@@ -289,7 +289,7 @@ def test_an_ending_outlives_its_caller():
             with pytest.raises(asyncio.CancelledError):
                 await caller
             charging.set()
-            await idem._bound().background.settle()
+            await idem._bound().ports.background.settle()
             await asyncio.gather(*tasks)
             return (await idem.read("order")).condition
 
