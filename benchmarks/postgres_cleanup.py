@@ -37,7 +37,7 @@ from benchmarks.postgres_filling import fill, fill_past_day, migrate, tidy
 from benchmarks.postgres_load import Load, Overloaded, percentile
 from retrysafe.core.model import SweepReport
 from retrysafe.runtime.task_ports import TaskClock
-from retrysafe.wiring import open_store
+from retrysafe.stores.opening import open_store
 from retrysafe.workers.sweeper import Sweeper
 
 SCHEMA = "cleanup"

@@ -75,7 +75,7 @@ class HeldStore:
 
     def close(self) -> None:
         while self._opened:
-            parts = self._opened.pop()._parts
+            parts = self._opened.pop()._calls._bound.parts
             if parts is not None:
                 parts.heartbeat.stop(10)
                 if parts.threaded is not None:
@@ -136,11 +136,11 @@ class Charges:
 
     async def have_left(self) -> None:
         """Returns when nothing is queued: all of it is on its way to the store."""
-        while self.idem._parts.group_commit._endings:  # noqa: ASYNC110 — as above.
+        while self.idem._calls._bound.parts.group_commit._endings:  # noqa: ASYNC110 — as above.
             await asyncio.sleep(0.01)
 
     def _queued(self) -> int:
-        commit = self.idem._parts.group_commit
+        commit = self.idem._calls._bound.parts.group_commit
         flights = commit._flights.values()
         return sum(len(flight.settlements) for flight in flights) + len(commit._endings)
 

@@ -323,8 +323,10 @@ class Shop:
         return self.idem.run(key, operation, name="pay", request="r")
 
     def require_empty(self, place: object) -> None:
-        assert not self.idem._gate._inside, f"somebody is inside after a signal at {place}"
-        assert not self.idem._engine.flights_count, f"a flight is left after a signal at {place}"
+        assert not self.idem._calls._gate._inside, f"somebody is inside after a signal at {place}"
+        assert not self.idem._calls._engine.flights_count, (
+            f"a flight is left after a signal at {place}"
+        )
 
 
 @pytest.fixture(params=["sqlite", "memory", "postgresql"])
@@ -343,7 +345,7 @@ def shop(request, tmp_path: Path, monkeypatch) -> Iterator[Shop]:
         made = Shop(idem)
         made.pay("warm-up")
         if request.param == "sqlite":
-            idem._store._connections.writer.execute("PRAGMA synchronous = OFF")
+            idem._calls.store._connections.writer.execute("PRAGMA synchronous = OFF")
         yield made
     # What was interrupted while a connection was being made is thrown away here, and not during a
     # later test, which would be blamed for a connection that was not closed.

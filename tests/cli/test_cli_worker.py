@@ -15,7 +15,7 @@ import pytest
 from retrysafe import AsyncIdempotency, Condition, Idempotency, Policy, current_attempt
 from retrysafe.cli.problems import ExitCode
 from retrysafe.runtime.drive import run_sync
-from retrysafe.wiring import open_store
+from retrysafe.stores.opening import open_store
 
 LIMIT_SECONDS = 60
 # The shortest that a policy allows: these keys are abandoned for good by the time of a command.

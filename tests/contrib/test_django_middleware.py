@@ -358,7 +358,7 @@ def test_a_changed_setting_is_made_anew():
         first = current()
         with override_settings(RETRYSAFE=dict(options)):
             assert current() is not first
-        assert first.idempotency._gate.is_closed
+        assert first.idempotency._calls._gate.is_closed
 
 
 def test_no_spelling_passes_a_rule_by(world):

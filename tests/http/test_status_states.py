@@ -10,6 +10,7 @@ import pytest
 from retrysafe import AsyncIdempotency, Condition, Idempotency, MemoryStore
 from retrysafe.http.problems import ProblemContext
 from retrysafe.http.status_page import status_response
+from retrysafe.runtime.calls import calls_of
 from retrysafe.testing import ManualClock
 from tests.http.driving import Reply
 
@@ -17,7 +18,7 @@ PLACE = ProblemContext("/policy", "/status")
 
 
 def status_of(idem):
-    response = status_response(idem.read("k"), PLACE, "k", idem.run_times)
+    response = status_response(idem.read("k"), PLACE, "k", calls_of(idem).run_times)
     lines = [(name.decode(), value.decode()) for name, value in response.headers]
     return Reply(response.status, lines, response.body)
 
@@ -56,7 +57,7 @@ def test_an_outcome_that_was_cleaned_away_is_not_made_up():
     """The record is there, its outcome is not."""
     idem = Idempotency(MemoryStore(), caller="a")
     idem.run("k", lambda: 1)
-    idem._store._outcomes.clear()
+    idem._calls.store._outcomes.clear()
     assert status_of(idem).problem == "outcome-unavailable"
     idem.close()
 
@@ -78,9 +79,9 @@ def test_adapters_recall_without_asking_the_store():
             return attempt.number
 
         idem = AsyncIdempotency(MemoryStore())
-        assert idem.recall(call) is None
-        assert (await idem.answer_call(call, operation)).value == 1
-        assert idem.recall(call).replayed
+        assert calls_of(idem).recall(call) is None
+        assert (await calls_of(idem).answer_call(call, operation)).value == 1
+        assert calls_of(idem).recall(call).replayed
         await idem.close()
         blocking = Idempotency(MemoryStore())
         assert blocking.recall(call) is None

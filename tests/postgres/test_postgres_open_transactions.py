@@ -23,12 +23,12 @@ from retrysafe.core.model import (
 from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.identity import mint_token
+from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import busy_keys, rows
 from retrysafe.stores.postgres.batches import BALANCE_LIMIT
 from retrysafe.stores.postgres.drivers.port import Locked
 from retrysafe.stores.postgres.schema import LOCK_WAIT
 from retrysafe.testing.suite.probe import KEY, key_of, request, settlement
-from retrysafe.wiring import postgres_store
 from tests.servers.fixtures import migrated
 
 PATIENCE_SECONDS = 30

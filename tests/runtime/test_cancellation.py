@@ -111,7 +111,7 @@ def test_cancelled_while_the_operation_runs(waits):
             with pytest.raises(OperationInFlight):
                 await scene.answer("second")
             # Nothing renews the lease of an operation that no longer runs.
-            assert scene.idem._parts.heartbeat.leases == []
+            assert scene.idem._calls._bound.parts.heartbeat.leases == []
             scene.clock.advance(30)
             answer = await scene.answer("third")
             assert (answer.value, answer.attempt) == ("third", 2)
@@ -133,7 +133,7 @@ def test_cancelled_while_the_outcome_is_being_stored():
             await _cancel(task)
             assert await scene.condition() is Condition.RUNNING
             hold.open()
-            await scene.idem._parts.background.settle()
+            await scene.idem._calls._bound.parts.background.settle()
             assert await scene.condition() is Condition.SUCCEEDED
             answer = await scene.answer("second")
             assert (answer.value, answer.replayed) == ("first", True)
@@ -154,7 +154,7 @@ def test_cancelled_while_a_blocking_store_writes_the_outcome():
             await asyncio.to_thread(hold.reached)
             await _cancel(task)
             hold.open()
-            await scene.idem._parts.background.settle()
+            await scene.idem._calls._bound.parts.background.settle()
             assert await scene.condition() is Condition.SUCCEEDED
             assert (await scene.answer("second")).value == "first"
 
@@ -309,7 +309,7 @@ def test_interrupted_operation_leaves_the_key_to_its_lease(kind):
         assert store.kinds == [["claim"]]
         with pytest.raises(OperationInFlight):
             idem.run(KEY, lambda: "second")
-        assert idem._heartbeat.leases == []
+        assert idem._calls._heartbeat.leases == []
         clock.advance(30)
         assert idem.answer(KEY, lambda: "third").attempt == 2
 

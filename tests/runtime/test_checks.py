@@ -292,7 +292,11 @@ def test_a_caller_that_a_function_tells_wrongly_is_told_the_same(subject):
     [
         ("policy", {"lease": 5}, r"policy takes a Policy, .* got \{'lease': 5\}"),
         ("policy", {}, r"policy takes a Policy"),
-        ("rule", ["/sent_at"], r"rule takes a FingerprintRule, .* got \['/sent_at'\]"),
+        (
+            "fingerprint",
+            ["/sent_at"],
+            r"fingerprint takes a FingerprintRule, .* got \['/sent_at'\]",
+        ),
     ],
 )
 def test_what_is_no_policy_or_rule_is_refused_where_it_is_given(

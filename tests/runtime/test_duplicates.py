@@ -38,7 +38,7 @@ DUPLICATES = 1000
 
 def _followers(face) -> int:
     """How many callers wait for the flight of the key."""
-    engine = face._engine if isinstance(face, Idempotency) else face._parts.engine
+    engine = face._calls._engine if isinstance(face, Idempotency) else face._calls._bound.engine
     flight = engine._flights._by_digest.get(KEY.digest)
     return 0 if flight is None or flight.waiters is None else len(flight.waiters)
 

@@ -120,7 +120,7 @@ def test_claims_and_settlements_are_answered_in_the_order_of_their_rows():
     store = StagedStore()
     with Idempotency(store, caller="tester") as idem:
         hold = Hold()
-        group = idem._engine._writer
+        group = idem._calls._engine._writer
         operations = Hold()
         runners = [Worker(idem.run, f"runner {number}", operations) for number in range(3)]
         operations.reached(3)

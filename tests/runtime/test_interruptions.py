@@ -25,12 +25,12 @@ from retrysafe import (
     MemoryStore,
     Policy,
     SqliteStore,
-    idempotency,
 )
 from retrysafe.core.events import Reporter
 from retrysafe.core.lease import Lease
+from retrysafe.runtime import calls
+from retrysafe.runtime.calls import ThreadGate
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
 from tests.forking import answer_of_child
 from tests.interrupting import at_every_place
@@ -231,7 +231,7 @@ def test_a_signal_before_the_first_step_leaves_no_flow_that_was_never_begun(monk
     def interrupted(flow):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(idempotency, "run_sync", interrupted)
+    monkeypatch.setattr(calls, "run_sync", interrupted)
     with warnings.catch_warnings(record=True) as caught, Idempotency("memory://") as idem:
         warnings.simplefilter("always")
         with pytest.raises(KeyboardInterrupt):
@@ -277,7 +277,9 @@ def test_a_signal_anywhere_in_the_gate_of_a_call_leaves_nobody_inside():
 
         places = 0
         for places in at_every_place(call, gate_module):
-            assert not idem._gate._inside, f"somebody is inside after a signal at place {places}"
+            assert not idem._calls._gate._inside, (
+                f"somebody is inside after a signal at place {places}"
+            )
         assert places > 2
 
 

@@ -14,12 +14,10 @@ from retrysafe import (
     FlowSuspended,
     Idempotency,
     InvalidInput,
-    MemoryStore,
     Policy,
     current_attempt,
 )
 from retrysafe.core.ports import Waits
-from retrysafe.runtime.atomic_tasks import AtomicTasks
 from tests.runtime.staged import KEY, Hold, StagedStore, TaskHold, Worker, drive, turns
 
 
@@ -327,9 +325,3 @@ def test_no_thread_of_the_blocking_face_but_the_heartbeat(url):
         names = [thread.name for thread in threading.enumerate()]
         assert threading.active_count() == before + 1
         assert names.count("retrysafe-heartbeat") == 1
-
-
-def test_the_atomic_mode_needs_a_loops_gate():
-    """Without one, a block could start on an object that is being closed."""
-    with pytest.raises(TypeError, match="_atomic_gate"):
-        AtomicTasks(MemoryStore())

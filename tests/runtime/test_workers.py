@@ -209,7 +209,7 @@ def test_two_workers_and_a_retry_race_for_one_key(tmp_path):
     assert faces[2].run("order", faces[2].pay, 7) == 7
     for idem in faces:
         idem.close()
-        run_sync(idem._store.close())
+        run_sync(idem._calls.store.close())
 
 
 # Stopping.
@@ -426,7 +426,7 @@ def test_a_relay_is_a_duty(idem, clock):
     acts = abandon(idem, clock, "order")
     acts.append(lambda number: current_attempt().outbox.stage("paid", {"order": number}))
     delivered = []
-    relay = Relay(idem._store, lambda delivery: delivered.append(delivery.topic))
+    relay = Relay(idem._calls.store, lambda delivery: delivered.append(delivery.topic))
     worker = idem.worker(also={"relay": relay})
     assert list(worker.duties) == ["recovery", "abandoned", "sweep", "relay"]
     reports = worker.run_once()
@@ -765,7 +765,7 @@ def test_an_async_relay_is_a_duty():
         async def deliver(delivery):
             delivered.append(delivery.topic)
 
-        worker = idem.worker(also={"relay": AsyncRelay(idem._store, deliver)})
+        worker = idem.worker(also={"relay": AsyncRelay(idem._calls.store, deliver)})
         reports = await worker.run_once()
         assert (reports["recovery"].resumed, reports["relay"].delivered) == (1, 1)
         assert delivered == ["paid"]

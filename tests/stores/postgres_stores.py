@@ -7,10 +7,10 @@ from typing import Any
 import psycopg
 
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import PostgresStore, schema
 from retrysafe.stores.postgres.batches import BALANCE_LIMIT, Batches
 from retrysafe.testing import ManualClock
-from retrysafe.wiring import postgres_store
 
 
 class ReadingFirst(Batches):

@@ -32,8 +32,8 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import Store
 from retrysafe.errors import OperatorRefused
+from retrysafe.runtime.checks import operator_outcome
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import operator_outcome
 from retrysafe.stores.audit import Audited
 
 # What fits a screen of scrolling; the whole body is in --json.

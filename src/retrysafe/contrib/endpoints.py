@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final
 
-from retrysafe.async_idempotency import AsyncFace
+from retrysafe.async_idempotency import AsyncIdempotency
 from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys.key import GlobalCaller
@@ -31,12 +31,13 @@ from retrysafe.http.responses import Response, response_of
 from retrysafe.http.routes import NO_PARAMETERS, Route
 from retrysafe.http.rules import KeyUse, Rule
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
+from retrysafe.runtime.calls import calls_of
 
 # Where the attempt is in the request's state, for endpoints.
 STATE_NAME: Final = "idempotency"
 
 
-def attempt_in(state: Mapping[str, Any]) -> Attempt | AtomicAttempt | None:
+def attempt_in(state: Mapping[str, Any]) -> Attempt | AtomicAttempt[Any] | None:
     """The attempt that a request runs as; None when it runs unprotected."""
     found = state.get(STATE_NAME)
     return found if isinstance(found, Attempt | AtomicAttempt) else None
@@ -129,7 +130,7 @@ class Endpoints:
 
     def __init__(
         self,
-        idempotency: AsyncFace,
+        idempotency: AsyncIdempotency,
         *,
         caller: CallerOf | GlobalCaller,
         fail_open: bool = False,
@@ -142,13 +143,14 @@ class Endpoints:
         limits: Limits | None = None,
         outcome_of: Callable[[Any], Response] = response_of,
     ) -> None:
-        if not isinstance(idempotency, AsyncFace):
+        if not isinstance(idempotency, AsyncIdempotency):
             raise InvalidInput(
                 f"an ASGI application needs an AsyncIdempotency object, got {idempotency!r}"
             )
         self.idempotency = idempotency
+        self.calls = calls = calls_of(idempotency)
         self.protection = Protection(
-            idempotency.settings,
+            calls.settings,
             caller=caller,
             rules=(),
             fail_open=fail_open,
@@ -162,7 +164,7 @@ class Endpoints:
             outcome_of=outcome_of,
         )
         self.has_global_caller = isinstance(caller, GlobalCaller)
-        self._pages = IdempotencyMiddleware.sharing(_nothing, idempotency, self.protection)
+        self._pages = IdempotencyMiddleware.sharing(_nothing, calls, self.protection)
         self._is_closed = False
 
     def serving(self, app: App, rule: Rule, place: EndpointPath) -> Served:
@@ -172,7 +174,7 @@ class Endpoints:
             # Of a route that only reads, nothing is left, and nothing needs protection.
             methods = tuple(method for method in methods if method in place.methods) or methods
         located = replace(rule, path=place.path, methods=methods)
-        return Served(self._pages.around(app), Route(located, self.idempotency.settings), place)
+        return Served(self._pages.around(app), Route(located, self.calls.settings), place)
 
     def note_unmatched(self, scope: Scope, place: str) -> None:
         """Tells of a key that comes to an endpoint without a rule, which is about to be run."""
@@ -184,7 +186,7 @@ class Endpoints:
             PROTECTED_NAME in scope and is_protected(scope)
         )
         if keys and NOTICED_NAME not in scope and not is_run:
-            self.protection.unmatched.note(self.idempotency.report, method, place, keys)
+            self.protection.unmatched.note(self.calls.report, method, place, keys)
 
     async def show_page(self, scope: Scope, send: Send, path: str, prefix: str) -> None:
         """Answers with the policy page or a status page; the path is the application's own."""

@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any, Final, TypeVar, cast
 
 from retrysafe.extras import missing_extra
+from retrysafe.runtime.calls import Calls, calls_of
 
 try:
     from flask import Flask, current_app, g, request, request_started
@@ -49,7 +50,7 @@ from retrysafe.http.rules import KeyUse, Rule
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.http.wsgi import is_run, prefix_of, request_of
 from retrysafe.http.wsgi_run import ATTEMPT_NAME
-from retrysafe.idempotency import BlockingIdempotency
+from retrysafe.idempotency import Idempotency
 
 EXTENSION: Final = "retrysafe"
 POLICY_ENDPOINT: Final = "idempotency_policy"
@@ -74,7 +75,7 @@ class Retrysafe:
     def __init__(
         self,
         app: Flask | None = None,
-        idempotency: BlockingIdempotency | None = None,
+        idempotency: Idempotency | None = None,
         **options: Any,
     ) -> None:
         """With an application, the same as `init_app`."""
@@ -88,7 +89,7 @@ class Retrysafe:
     def init_app(
         self,
         app: Flask,
-        idempotency: BlockingIdempotency,
+        idempotency: Idempotency,
         *,
         caller: CallerOf | GlobalCaller,
         rules: Iterable[Rule] = (),
@@ -105,15 +106,16 @@ class Retrysafe:
         Raises `PolicyInvalid` for rules that contradict themselves, and `InvalidInput` for a
         caller or an idempotency object that cannot be used.
         """
-        if not isinstance(idempotency, BlockingIdempotency):
+        if not isinstance(idempotency, Idempotency):
             raise InvalidInput(
                 f"Flask runs views in threads: pass an Idempotency object, got {idempotency!r}"
             )
         require_blocking(caller)
         if EXTENSION in app.extensions:
             raise InvalidInput("this application has a Retrysafe: call init_app once")
+        calls = calls_of(idempotency)
         protection = Protection(
-            idempotency.settings,
+            calls.settings,
             caller=caller,
             rules=rules,
             fail_open=fail_open,
@@ -125,7 +127,7 @@ class Retrysafe:
             limits=limits,
             outcome_of=_outcome_of,
         )
-        app.extensions[EXTENSION] = _Protected(app, idempotency, protection)
+        app.extensions[EXTENSION] = _Protected(app, calls, protection)
 
     @staticmethod
     def idempotent(*misplaced: Any, **options: Any) -> Callable[[View], View]:
@@ -166,11 +168,9 @@ def _current() -> _Protected:
 class _Protected:
     """What one application has: its protection, and the routes of its views."""
 
-    def __init__(
-        self, app: Flask, idempotency: BlockingIdempotency, protection: Protection
-    ) -> None:
+    def __init__(self, app: Flask, calls: Calls, protection: Protection) -> None:
         self._app = app
-        self._idempotency = idempotency
+        self._calls = calls
         self._protection = protection
         # A rule may stand at several places, and a place has several methods.
         self._routes: dict[tuple[int, int], Route | None] = {}
@@ -198,7 +198,7 @@ class _Protected:
         if path == self._protection.policy_path:
             self._protection.endpoints = tuple(self._view_routes())
         prefix = prefix_of(request.environ)
-        return _native(blocking.page(self._protection, self._idempotency, path, asked, prefix))
+        return _native(blocking.page(self._protection, self._calls, path, asked, prefix))
 
     def _view_routes(self) -> Iterator[Route]:
         for place in self._app.url_map.iter_rules():
@@ -211,7 +211,7 @@ class _Protected:
             for rule, methods in held.values():
                 placed = located(rule, place.rule, methods=methods, name=place.endpoint)
                 if placed is not None:
-                    yield Route(placed, self._idempotency.settings)
+                    yield Route(placed, self._calls.settings)
 
     # Where the views are.
 
@@ -220,7 +220,7 @@ class _Protected:
         known = (id(rule), id(place))
         if known not in self._routes:
             placed = located(rule, place.rule, methods=place.methods, name=place.endpoint)
-            settings = self._idempotency.settings
+            settings = self._calls.settings
             self._routes[known] = None if placed is None else Route(placed, settings)
         return self._routes[known]
 
@@ -287,7 +287,7 @@ class _Protected:
         # A middleware around the application looks after its own requests.
         if keys and NOTICED_NAME not in environ:
             unmatched = self._protection.unmatched
-            unmatched.note(self._idempotency.report, method, place.rule, keys)
+            unmatched.note(self._calls.report, method, place.rule, keys)
 
     # Answers.
 
@@ -337,7 +337,7 @@ class _Protected:
 
     def _answer_plan(self, plan: Plan, view: Callable[[], Any]) -> Any:
         run = ViewRun(functools.partial(_run_view, plan, view), FlaskResponse.close)
-        response, added = run.answered(self._protection, self._idempotency, plan)
+        response, added = run.answered(self._protection, self._calls, plan)
         return _native(response) if added is None else _with_headers(run.native, added)
 
 
@@ -356,7 +356,7 @@ def _rule_of(view: Any, method: str) -> Rule | None:
 
 
 def _run_view(
-    plan: Plan, view: Callable[[], Any], attempt: Attempt | AtomicAttempt | None
+    plan: Plan, view: Callable[[], Any], attempt: Attempt | AtomicAttempt[Any] | None
 ) -> tuple[Any, Response]:
     """Runs the view as Flask does, with the error handlers that answer for it."""
     g.idempotency = attempt

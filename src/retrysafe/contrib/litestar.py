@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
-from retrysafe.async_idempotency import AsyncFace
+from retrysafe.async_idempotency import AsyncIdempotency
 from retrysafe.contrib.endpoints import EndpointPath, Endpoints, Served
 from retrysafe.contrib.openapi import (
     ACCEPTED_SCHEMA,
@@ -94,7 +94,7 @@ class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
     """
 
     def __init__(
-        self, idempotency: AsyncFace, *, caller: CallerOf | GlobalCaller, **options: Any
+        self, idempotency: AsyncIdempotency, *, caller: CallerOf | GlobalCaller, **options: Any
     ) -> None:
         """Takes what `Retrysafe` of the other frameworks takes, and raises as it does."""
         super().__init__(idempotency, caller=caller, outcome_of=_outcome_of, **options)

@@ -18,7 +18,7 @@ from retrysafe.http import blocking
 from retrysafe.http.protection import Plan, Protection
 from retrysafe.http.responses import Header, Response
 from retrysafe.http.rules import Rule
-from retrysafe.idempotency import BlockingIdempotency
+from retrysafe.runtime.calls import Calls
 
 # Where a view holds its rule. Decorators that use `functools.wraps` carry it along.
 RULE_NAME: Final = "retrysafe_rule"
@@ -77,7 +77,7 @@ class ViewRun:
 
     def __init__(
         self,
-        view: Callable[[Attempt | AtomicAttempt | None], tuple[Any, Response]],
+        view: Callable[[Attempt | AtomicAttempt[Any] | None], tuple[Any, Response]],
         close: Callable[[Any], None],
     ) -> None:
         self._view = view
@@ -89,7 +89,7 @@ class ViewRun:
         self.response: Response | None = None
         self.error: BaseException | None = None
 
-    def invoke(self, attempt: Attempt | AtomicAttempt | None) -> Response:
+    def invoke(self, attempt: Attempt | AtomicAttempt[Any] | None) -> Response:
         """Runs the view."""
         self.has_begun = True
         try:
@@ -102,7 +102,7 @@ class ViewRun:
         return response
 
     def answered(
-        self, protection: Protection, idempotency: BlockingIdempotency, plan: Plan
+        self, protection: Protection, calls: Calls, plan: Plan
     ) -> tuple[Response, list[Header] | None]:
         """The response to send, and what was added to the view's own; None for another one.
 
@@ -110,7 +110,7 @@ class ViewRun:
         connection open. Raises as `blocking.answered` does.
         """
         try:
-            response = blocking.answered(protection, idempotency, plan, self)
+            response = blocking.answered(protection, calls, plan, self)
         except BaseException:
             self._drop()
             raise

@@ -1,12 +1,13 @@
 """The settings of an object: what its calls are made with when they bring nothing of their own.
 
-Owns their checks, the scope of a key and the fingerprints of a request. It does no I/O; settings
+Owns their checks, the scope of a key and the fingerprints of a request. Settings
 never change, so a fork or another event loop takes them as they are.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Self
@@ -25,6 +26,10 @@ CallerSource = Caller | Callable[[], Caller]
 # A secret, or several: the first makes, the others are recognised. None at the end of a list stands
 # for what was made without one.
 SecretSource = bytes | str | Sequence[bytes | str | None] | None
+
+SECRET_VARIABLE: Final = "RETRYSAFE_SECRET"
+# What stands for None in that variable. No secret is so short.
+NO_SECRET_WORD: Final = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +160,8 @@ def checked_fingerprint(rule: object) -> FingerprintRule:
     """The rule itself; raises `PolicyInvalid` for anything else."""
     if not isinstance(rule, FingerprintRule):
         raise PolicyInvalid(
-            "rule takes a FingerprintRule, such as FingerprintRule(exclude=['/0/sent_at']), got "
-            f"{rule!r}"
+            "fingerprint takes a FingerprintRule, such as FingerprintRule(exclude=['/0/sent_at']), "
+            f"got {rule!r}"
         )
     return rule
 
@@ -198,3 +203,17 @@ def _require_one_line(secret: str) -> None:
             "the secret has several lines: pass a list, with one item for each secret, or with "
             "the whole text as its one item"
         )
+
+
+def environment_secret() -> list[str | None] | None:
+    """The secrets in `RETRYSAFE_SECRET`, each on a line of its own; None without one.
+
+    Raises `InvalidInput` for a PEM file, whose first line everybody knows.
+    """
+    lines = os.environ.get(SECRET_VARIABLE, "").splitlines()
+    if any(line.startswith("-----BEGIN ") for line in lines):
+        raise InvalidInput(
+            f"each line of {SECRET_VARIABLE} is a secret, and a PEM file has public ones: set it "
+            "to the output of openssl rand -hex 32, or pass secret=[…] with the whole text"
+        )
+    return [None if line == NO_SECRET_WORD else line for line in lines if line] or None

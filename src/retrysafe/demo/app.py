@@ -52,7 +52,7 @@ def make_app(url: str) -> FastAPI:
     """The demo on the store at this URL, which `prepare` has made ready; raises `StoreError`."""
     ledger = open_ledger(url)
     store = open_store(url, is_async=True)
-    idempotency = AsyncIdempotency(store, policy=POLICY, rule=REQUEST, secret=SECRET)
+    idempotency = AsyncIdempotency(store, policy=POLICY, fingerprint=REQUEST, secret=SECRET)
     relay = AsyncRelay(store, checkouts.receipts_into(ledger), policy=RELAY)
     app = FastAPI(
         title="retrysafe demo",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Header, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -50,11 +50,11 @@ def _leased(request: Request, key: IdempotencyKey, token: Token, prefer: Prefer 
 
 def _atomic(
     request: Request, key: IdempotencyKey, token: Token, prefer: Prefer = None
-) -> AtomicAttempt:
-    attempt: AtomicAttempt = request.state.idempotency
+) -> AtomicAttempt[Any]:
+    attempt: AtomicAttempt[Any] = request.state.idempotency
     return attempt
 
 
 TheLedger = Annotated[Ledger, Depends(_ledger)]
 LeasedAttempt = Annotated[Attempt, Depends(_leased)]
-TheAtomicAttempt = Annotated[AtomicAttempt, Depends(_atomic)]
+TheAtomicAttempt = Annotated[AtomicAttempt[Any], Depends(_atomic)]

@@ -164,7 +164,7 @@ class AppRun:
         # Where all of this runs. Asking for it is a system call before Python 3.12.
         self.loop: asyncio.AbstractEventLoop = loop
 
-    def invoke(self, attempt: Attempt | AtomicAttempt | None) -> asyncio.Future[Response]:
+    def invoke(self, attempt: Attempt | AtomicAttempt[Any] | None) -> asyncio.Future[Response]:
         """Starts the application; the future has its response as soon as that is complete.
 
         Without an attempt it is a run without a claim.
@@ -195,7 +195,7 @@ class AppRun:
         if self.background is not None:
             self.background.leave(self)
 
-    async def _serve(self, attempt: Attempt | AtomicAttempt | None) -> None:
+    async def _serve(self, attempt: Attempt | AtomicAttempt[Any] | None) -> None:
         """Runs the application to its end, which may come long after its response."""
         complete = self._complete
         assert complete is not None

@@ -16,7 +16,9 @@ from types import CoroutineType, FunctionType, MethodType
 from typing import Any, Final
 
 from retrysafe.core.checks import require_function
-from retrysafe.errors import AwaitForgotten, InvalidInput
+from retrysafe.core.keys.key import Key
+from retrysafe.core.model import Condition, Decision, OperatorCommand, StoredKey
+from retrysafe.errors import AwaitForgotten, InvalidInput, OperatorRefused
 from retrysafe.runtime.describe import shown_name
 
 _PASS_THE_FUNCTION: Final = (
@@ -217,3 +219,45 @@ def running_loop() -> asyncio.AbstractEventLoop:
             "granian or hypercorn's asyncio worker instead of hypercorn -k trio, and use anyio "
             "with its asyncio backend"
         ) from None
+
+
+def require_name(name: object) -> None:
+    """Raises `InvalidInput` where the function stands in the place of its name."""
+    if name is not None and not isinstance(name, str):
+        raise InvalidInput(
+            "resumable takes the name of an operation: write @idem.resumable() or "
+            "@idem.resumable('name') above the function"
+        )
+
+
+def checked_limit(limit: int) -> int:
+    """The limit itself; raises `InvalidInput` for one that would mean everything or nothing."""
+    if limit < 1:
+        raise InvalidInput(f"a limit is a whole number from 1 up, got {limit}")
+    return limit
+
+
+def operator_outcome(
+    decision: Decision, command: OperatorCommand, key: Key, stored: StoredKey | None
+) -> None:
+    """Raises `OperatorRefused` with what to do instead, when the command was refused."""
+    if decision is not Decision.REFUSE:
+        return
+    if stored is None:
+        raise OperatorRefused(
+            f"there is no record of {key}: check the key and the caller", key=key.text
+        )
+    condition = stored.condition
+    advice = {
+        (OperatorCommand.RELEASE, Condition.RUNNING): (
+            "its owner may still be at work; wait for the lease, or force the release if you know "
+            "that the owner is gone"
+        ),
+    }.get((command, condition))
+    if advice is None and command is OperatorCommand.EXPIRE:
+        advice = "a pending record never expires; release it first, or wait for its lease"
+    if advice is None:
+        advice = "the operation succeeded; expire the key if it must be able to run again"
+    raise OperatorRefused(
+        f"cannot {command.value} {key} while it is {condition.value}: {advice}", key=key.text
+    )

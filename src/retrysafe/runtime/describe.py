@@ -98,7 +98,7 @@ class Once:
     name: str
     caller: CallerSource | None
     policy: Policy
-    rule: FingerprintRule | None
+    fingerprint: FingerprintRule | None
     codec: ValueCodec
     ignore: frozenset[str]
     # How long the key is remembered; None for a `BodyKey`, which has a window of its own.
@@ -159,7 +159,7 @@ class Once:
         request = {
             name: value for name, value in bound.arguments.items() if name not in self.ignore
         }
-        plain = fingerprints_of(self.rule or self.settings.fingerprint, self.name, request)
+        plain = fingerprints_of(self.fingerprint or self.settings.fingerprint, self.name, request)
         fingerprints = self.settings.secrets.fingerprints(plain)
         key, is_derived = self._key(bound, args, kwargs, plain[0])
         takes_corrections = is_derived and bool(self.policy.nothing_happened)

@@ -1,6 +1,6 @@
 """Resumable operations: registered by name, with what turns their arguments into bytes and back.
 
-Owns the registry of one face. An operation is found by its name in a record, and by the function
+Owns the registry of one object. An operation is found by its name in a record, and by the function
 itself in a call, so that declaring it once is enough.
 """
 
@@ -96,7 +96,7 @@ class Resumable:
 
 
 class Resumables:
-    """The resumable operations of one face."""
+    """The resumable operations of one object."""
 
     __slots__ = ("by_function", "by_name")
 

@@ -15,12 +15,12 @@ from retrysafe.core.call import Answer
 from retrysafe.core.model import Condition, StoredKey
 from retrysafe.core.policy import InFlight
 from retrysafe.errors import KeyReused, OperationInFlight, StoreUnavailable
+from retrysafe.idempotency import Idempotency
 from retrysafe.story.charging import CALLER, Charge, Receipt
 from retrysafe.story.ledger import CHARGED, STARTED, Ledger
 from retrysafe.story.processes import Processes, WorkerProcess
 from retrysafe.story.story import Story
 from retrysafe.story.worker import Job
-from retrysafe.wiring import Idempotency
 
 AMOUNT: Final = 4_200
 PROCESSES: Final = 4

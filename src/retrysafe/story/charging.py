@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from retrysafe.core.call import Answer
 from retrysafe.core.policy import InFlight, Policy
+from retrysafe.idempotency import Idempotency
 from retrysafe.runtime.current import current_attempt
 from retrysafe.story.ledger import CHARGED, STARTED, Entry, Ledger
-from retrysafe.wiring import Idempotency
 
 CALLER: Final = "demo-shop"
 OPERATION: Final = "charge card"

@@ -21,12 +21,13 @@ from rich.console import Console
 from retrysafe.core.model import RecordQuery
 from retrysafe.core.ports import Waits
 from retrysafe.errors import StoreUrlInvalid
+from retrysafe.idempotency import Idempotency
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores.opening import open_store
 from retrysafe.story import acts
 from retrysafe.story.ledger import CHARGED, STARTED, Ledger
 from retrysafe.story.processes import Processes
 from retrysafe.story.story import Expectation, Story
-from retrysafe.wiring import Idempotency, open_store
 
 # Long enough to read "retry in 4.9 s" and wait for it, short enough to stay.
 _LEASE: Final = timedelta(seconds=5)

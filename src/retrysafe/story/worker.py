@@ -19,10 +19,10 @@ from typing import Any
 
 from retrysafe.core.policy import InFlight
 from retrysafe.errors import RetrysafeError
+from retrysafe.idempotency import Idempotency
 from retrysafe.runtime.current import current_attempt
 from retrysafe.story.charging import Charge
 from retrysafe.story.ledger import Ledger
-from retrysafe.wiring import Idempotency
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,19 +20,21 @@ from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
 from retrysafe import forks
+from retrysafe.async_idempotency import AsyncIdempotency
 from retrysafe.contrib.django.views import outcome_of, serve_view
 from retrysafe.errors import RetrysafeError
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.protection import Protection
 from retrysafe.http.routes import Route
 from retrysafe.http.rules import Rule
-from retrysafe.wiring import AsyncIdempotency, Idempotency
+from retrysafe.idempotency import Idempotency
+from retrysafe.runtime.calls import calls_of
 
 SETTING: Final = "RETRYSAFE"
 # What the options of Idempotency and of Protection are called in the setting.
-_FACE_NAMES: Final = {
+_IDEMPOTENCY_NAMES: Final = {
     "POLICY": "policy",
-    "FINGERPRINT": "rule",
+    "FINGERPRINT": "fingerprint",
     "SECRET": "secret",
     "CACHE": "cache",
     "OBSERVERS": "observers",
@@ -46,11 +48,11 @@ _PROTECTION_NAMES: Final = {
     "BREAKER": "breaker",
     "LIMITS": "limits",
 }
-_NAMES: Final = {"STORE", "CALLER", "RULES", "POLICY_PAGE", *_FACE_NAMES, *_PROTECTION_NAMES}
+_NAMES: Final = {"STORE", "CALLER", "RULES", "POLICY_PAGE", *_IDEMPOTENCY_NAMES, *_PROTECTION_NAMES}
 
 
 class Configuration:
-    """What the project's views share: the protection, and a face for threads and for the loop.
+    """What the project's views share: the protection, and the two objects.
 
     Views that block use `Idempotency`, views of an event loop `AsyncIdempotency`, both over the
     same store. Raises `ImproperlyConfigured`.
@@ -66,11 +68,12 @@ class Configuration:
             if name not in options:
                 raise ImproperlyConfigured(f"{SETTING} needs {name}: {_WHY[name]}")
         self._store = _imported(options, "STORE", "://")
-        self._face = _renamed(options, _FACE_NAMES)
+        self._options = _renamed(options, _IDEMPOTENCY_NAMES)
         try:
-            self.idempotency = Idempotency(self._store, **self._face)
+            self.idempotency = Idempotency(self._store, **self._options)
+            self.calls = calls_of(self.idempotency)
             self.protection = Protection(
-                self.idempotency.settings,
+                self.calls.settings,
                 caller=_imported(options, "CALLER"),
                 rules=_imported(options, "RULES") if "RULES" in options else (),
                 policy_page=_imported(options, "POLICY_PAGE") if "POLICY_PAGE" in options else True,
@@ -90,9 +93,11 @@ class Configuration:
         if self._on_loop is None:
             with self._lock:
                 if self._on_loop is None:
-                    face = AsyncIdempotency(self._store, **self._face)
-                    face.run_times = self.idempotency.run_times
-                    self._on_loop = IdempotencyMiddleware.sharing(serve_view, face, self.protection)
+                    calls = calls_of(AsyncIdempotency(self._store, **self._options))
+                    calls.run_times = self.calls.run_times
+                    self._on_loop = IdempotencyMiddleware.sharing(
+                        serve_view, calls, self.protection
+                    )
         return self._on_loop
 
     def route(
@@ -107,7 +112,7 @@ class Configuration:
 
     def made_route(self, rule: Rule) -> Route:
         """A rule made ready; raises `PolicyInvalid` and `SecretMissing`."""
-        return Route(rule, self.idempotency.settings)
+        return Route(rule, self.calls.settings)
 
 
 _WHY: Final = {

@@ -111,9 +111,7 @@ def _answered(
             require_none_open()
         return run()
 
-    return answer(
-        made.protection, made.idempotency, plan, checked, functools.partial(_caught, request)
-    )
+    return answer(made.protection, made.calls, plan, checked, functools.partial(_caught, request))
 
 
 async def _answered_on_loop(rule: Rule, view: Any, request: Any, run: Callable[[], Any]) -> Any:
@@ -141,9 +139,7 @@ async def _answered_on_loop(rule: Rule, view: Any, request: Any, run: Callable[[
     # Under WSGI each request has a loop of its own, which ends with it: the thread that serves
     # the request is what lasts.
     blocking_view: Any = async_to_sync(awaited)
-    return await sync_to_async(answer)(
-        made.protection, made.idempotency, plan, blocking_view, caught
-    )
+    return await sync_to_async(answer)(made.protection, made.calls, plan, blocking_view, caught)
 
 
 def _route(made: Configuration, rule: Rule, view: Any, plain: Any) -> Route | None:

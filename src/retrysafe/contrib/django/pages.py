@@ -36,7 +36,7 @@ def page(request: Any, key: str | None = None) -> HttpResponseBase:
         protection.endpoints = tuple(map(made.made_route, _located_rules()))
     shown = blocking.page(
         protection,
-        made.idempotency,
+        made.calls,
         path,
         asked_of(request),
         prefix_of(request),

@@ -41,7 +41,7 @@ from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.http.unserved import UNSERVED_NAME
 from retrysafe.http.wsgi import request_of
 from retrysafe.http.wsgi_run import ATTEMPT_NAME
-from retrysafe.idempotency import BlockingIdempotency
+from retrysafe.runtime.calls import Calls
 
 View = Callable[[], Any]
 # Answers an exception of a view, or raises it again.
@@ -75,7 +75,7 @@ def prefix_of(request: Any) -> str:
     return prefix.rstrip("/")
 
 
-def attempt_around(plain: Any) -> Attempt | AtomicAttempt | None:
+def attempt_around(plain: Any) -> Attempt | AtomicAttempt[Any] | None:
     """The attempt that this very request runs as, if somebody further out protects it.
 
     That is a decorator or the middleware of this project, or one around its WSGI or ASGI
@@ -130,7 +130,7 @@ def _around(plain: Any) -> Any:
     return getattr(plain, "scope", None) or plain.META
 
 
-def tell_unmatched(protection: Protection, idempotency: BlockingIdempotency, plain: Any) -> None:
+def tell_unmatched(protection: Protection, calls: Calls, plain: Any) -> None:
     """Tells of a key whose request has passed, and no rule has looked at it."""
     method, path = plain.method, plain.path_info
     if (
@@ -145,7 +145,7 @@ def tell_unmatched(protection: Protection, idempotency: BlockingIdempotency, pla
     if keys:
         match = plain.resolver_match
         place = path if match is None else f"/{match.route}"
-        protection.unmatched.note(idempotency.report, method, place, keys)
+        protection.unmatched.note(calls.report, method, place, keys)
 
 
 def planned(
@@ -252,7 +252,7 @@ def _refuse_hook_error(error: Exception, plain: Any) -> None:
 
 def answer(
     protection: Protection,
-    idempotency: BlockingIdempotency,
+    calls: Calls,
     plan: Plan,
     view: View,
     answering: Answering | None,
@@ -261,7 +261,7 @@ def answer(
     request = plan.request.host
     plain = django_request(request)
 
-    def run(attempt: Attempt | AtomicAttempt | None) -> tuple[Any, Response]:
+    def run(attempt: Attempt | AtomicAttempt[Any] | None) -> tuple[Any, Response]:
         plain.idempotency = attempt
         plain.is_run_by_retrysafe = True
         token = _serving.set(request)
@@ -286,7 +286,7 @@ def answer(
             _serving.reset(token)
 
     made = ViewRun(run, discard)
-    response, added = made.answered(protection, idempotency, plan)
+    response, added = made.answered(protection, calls, plan)
     return native_of(response) if added is None else with_headers(made.native, added)
 
 

@@ -1,32 +1,19 @@
-"""Puts the parts together: a URL becomes a store, and a store an object to work with."""
+"""Opening a store: what a URL means, and which driver it needs."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Final, cast
 
-from retrysafe.async_idempotency import AsyncFace
-from retrysafe.core.events import Emit
-from retrysafe.core.keys.fingerprint import FingerprintRule
-from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store
-from retrysafe.core.settings import CallerSource, SecretSource
-from retrysafe.errors import InvalidInput, StoreUrlInvalid
-from retrysafe.idempotency import BlockingIdempotency
-from retrysafe.observe.logs import EventLog
-from retrysafe.runtime.face import checked_observers
+from retrysafe.errors import StoreUrlInvalid
 from retrysafe.stores.memory.store import MemoryStore
 from retrysafe.stores.postgres import PostgresStore
 from retrysafe.stores.postgres.urls import PostgresUrl, postgres_url, without_password
 from retrysafe.stores.sqlite import SqliteStore
 
-SECRET_VARIABLE: Final = "RETRYSAFE_SECRET"
-# What stands for None in that variable. No secret is so short.
-NO_SECRET_WORD: Final = "none"
 _SQLITE_PREFIX: Final = "sqlite:///"
 _POSTGRES_PREFIXES: Final = ("postgresql://", "postgres://")
 # A worker would rather wait for a slow writer than give up a claim, and it asks three times;
@@ -123,78 +110,3 @@ def _checked_by_libpq(url: PostgresUrl) -> str:
             f"({names})"
         ) from None
     return url.for_libpq
-
-
-def environment_secret() -> list[str | None] | None:
-    """The secrets in `RETRYSAFE_SECRET`, each on a line of its own; None without one.
-
-    Raises `InvalidInput` for a PEM file, whose first line everybody knows.
-    """
-    lines = os.environ.get(SECRET_VARIABLE, "").splitlines()
-    if any(line.startswith("-----BEGIN ") for line in lines):
-        raise InvalidInput(
-            f"each line of {SECRET_VARIABLE} is a secret, and a PEM file has public ones: set it "
-            "to the output of openssl rand -hex 32, or pass secret=[…] with the whole text"
-        )
-    return [None if line == NO_SECRET_WORD else line for line in lines if line] or None
-
-
-class Idempotency(BlockingIdempotency):
-    """Runs operations once, for threads and processes."""
-
-    def __init__(
-        self,
-        store: Store | str,
-        *,
-        caller: CallerSource | None = None,
-        policy: Policy | None = None,
-        rule: FingerprintRule | None = None,
-        secret: SecretSource = None,
-        cache: bool = True,
-        observers: Iterable[Emit] = (),
-    ) -> None:
-        """`store` is a URL such as `sqlite:///app.db`, or a store object that stays yours.
-
-        `caller` says whose keys they are: a text, a function that returns it, or `GLOBAL`.
-        `secret` keys the hashes of fingerprints, callers, child keys and body keys; of a list, the
-        first makes new ones and the others are recognised (default: `RETRYSAFE_SECRET`).
-        """
-        store = checked_store(store)
-        super().__init__(
-            open_store(store) if isinstance(store, str) else store,
-            caller=caller,
-            policy=policy,
-            rule=rule,
-            secret=secret or environment_secret(),
-            cache=cache,
-            observers=(EventLog(), *checked_observers(observers)),
-            owns_store=isinstance(store, str),
-        )
-
-
-class AsyncIdempotency(AsyncFace):
-    """Runs operations once, for the tasks of an event loop."""
-
-    def __init__(
-        self,
-        store: Store | str,
-        *,
-        caller: CallerSource | None = None,
-        policy: Policy | None = None,
-        rule: FingerprintRule | None = None,
-        secret: SecretSource = None,
-        cache: bool = True,
-        observers: Iterable[Emit] = (),
-    ) -> None:
-        """Takes what `Idempotency` takes."""
-        store = checked_store(store)
-        super().__init__(
-            open_store(store, is_async=True) if isinstance(store, str) else store,
-            caller=caller,
-            policy=policy,
-            rule=rule,
-            secret=secret or environment_secret(),
-            cache=cache,
-            observers=(EventLog(), *checked_observers(observers)),
-            owns_store=isinstance(store, str),
-        )
