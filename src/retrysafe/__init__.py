@@ -1,6 +1,7 @@
 """retrysafe: an operation that is retried, redelivered or raced runs once."""
 
 from retrysafe.async_idempotency import AsyncIdempotency
+from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer
 from retrysafe.core.events import Event, EventKind
@@ -72,6 +73,7 @@ __all__ = [
     "AsyncAtomicRun",
     "AsyncIdempotency",
     "AsyncWorker",
+    "AtomicAttempt",
     "AtomicRun",
     "Attempt",
     "AttemptsExhausted",

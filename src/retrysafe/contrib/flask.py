@@ -45,7 +45,13 @@ from retrysafe.http.policy_page import PolicyReaders
 from retrysafe.http.protection import POLICY_PATH, STATUS_PATH, Plan, Protection
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response
-from retrysafe.http.routes import NO_PARAMETERS, Match, Route
+from retrysafe.http.routes import (
+    NO_PARAMETERS,
+    Match,
+    Route,
+    require_name_at_host,
+    require_parameters,
+)
 from retrysafe.http.rules import KeyUse, Rule
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.http.wsgi import is_run, prefix_of, request_of
@@ -221,6 +227,12 @@ class _Protected:
         if known not in self._routes:
             placed = located(rule, place.rule, methods=place.methods, name=place.endpoint)
             settings = self._calls.settings
+            if placed is not None:
+                if place.subdomain or place.host:
+                    require_name_at_host(placed)
+                # Functions of the application may add values to those of the route.
+                if not self._app.url_value_preprocessors:
+                    require_parameters(placed, place.arguments)
             self._routes[known] = None if placed is None else Route(placed, settings)
         return self._routes[known]
 
@@ -247,7 +259,8 @@ class _Protected:
         """Raises `InvalidInput` for a view whose route stands below its decorator.
 
         Flask has registered it without the decorator then, and runs it unprotected. Looked at with
-        the first request, when all views are there.
+        the first request, when all views are there. Raises as `Route` does for rules that cannot
+        be.
         """
         registered = self._app.view_functions
         reached = {id(inspect.unwrap(view)) for view in registered.values() if _has_rule(view)}
@@ -258,6 +271,11 @@ class _Protected:
                     f"the view {endpoint!r} is not protected: write its route above "
                     "@retrysafe.idempotent(), because Flask takes what stands below the route"
                 )
+        for place in self._app.url_map.iter_rules():
+            for method in place.methods or ():
+                rule = _rule_of(registered.get(place.endpoint), method)
+                if rule is not None:
+                    self._route(rule, place)
         self._is_in_order = True
 
     # Bodies.

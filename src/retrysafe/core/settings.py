@@ -14,13 +14,19 @@ from typing import Final, Self
 
 from retrysafe.core.checks import shown_in_place
 from retrysafe.core.keys.fingerprint import FingerprintRule
-from retrysafe.core.keys.key import Caller, GlobalCaller, Key, scoped_key
+from retrysafe.core.keys.key import Caller, GlobalCaller, Key, looks_derived, scoped_key
 from retrysafe.core.keys.request_tree import asked_tree
 from retrysafe.core.keys.secret import NO_SECRETS, Secrets
 from retrysafe.core.model import Fingerprint
 from retrysafe.core.policy import Policy
 from retrysafe.core.values.trees import NotStorable
-from retrysafe.errors import CallerMissing, FingerprintImpossible, InvalidInput, PolicyInvalid
+from retrysafe.errors import (
+    CallerMissing,
+    FingerprintImpossible,
+    InvalidInput,
+    KeyInvalid,
+    PolicyInvalid,
+)
 
 CallerSource = Caller | Callable[[], Caller]
 # A secret, or several: the first makes, the others are recognised. None at the end of a list stands
@@ -91,6 +97,18 @@ class Settings:
                 raise _no_caller(source)
             source = source()
         return scoped_key(key, source)
+
+    def call_key(self, key: str | Key, caller: CallerSource | None) -> Key:
+        """The same for a key to run under; raises `KeyInvalid` for a copy of a derived key."""
+        scoped = self.key(key, caller)
+        if looks_derived(scoped.text):
+            raise KeyInvalid(
+                "a text of this form is a copy of a key that is made from values, and whoever "
+                "chooses keys could take such a key in advance: pass what natural_key(…) returns, "
+                "or another key",
+                key=scoped.text,
+            )
+        return scoped
 
 
 # What calls without arguments ask for, by rule and name. A closure brings its arguments along, so
@@ -208,12 +226,19 @@ def _require_one_line(secret: str) -> None:
 def environment_secret() -> list[str | None] | None:
     """The secrets in `RETRYSAFE_SECRET`, each on a line of its own; None without one.
 
-    Raises `InvalidInput` for a PEM file, whose first line everybody knows.
+    Raises `InvalidInput` for a PEM file, whose first line everybody knows, and for what looks like
+    several secrets in one line: taken as one, it would be another secret than all of them.
     """
     lines = os.environ.get(SECRET_VARIABLE, "").splitlines()
     if any(line.startswith("-----BEGIN ") for line in lines):
         raise InvalidInput(
             f"each line of {SECRET_VARIABLE} is a secret, and a PEM file has public ones: set it "
             "to the output of openssl rand -hex 32, or pass secret=[…] with the whole text"
+        )
+    if any("," in line or "\\n" in line for line in lines):
+        raise InvalidInput(
+            f"{SECRET_VARIABLE} has a comma or a backslash with n, which could mean several "
+            "secrets: write each on a line of its own, with real line breaks; where that cannot be "
+            "done, or one secret has such a character, pass secret=[…]"
         )
     return [None if line == NO_SECRET_WORD else line for line in lines if line] or None

@@ -163,7 +163,7 @@ class Once:
         fingerprints = self.settings.secrets.fingerprints(plain)
         key, is_derived = self._key(bound, args, kwargs, plain[0])
         takes_corrections = is_derived and bool(self.policy.nothing_happened)
-        scoped = self.settings.key(key, None if isinstance(key, Key) else self.caller)
+        scoped = self.settings.call_key(key, None if isinstance(key, Key) else self.caller)
         call = Call(
             scoped,
             fingerprints,

@@ -26,7 +26,7 @@ from retrysafe.core.settings import (
 from retrysafe.core.values.annotations import codec_for, codec_of
 from retrysafe.core.values.codec import OutcomeCodec
 from retrysafe.errors import InvalidInput
-from retrysafe.runtime.checks import require_call, require_runnable
+from retrysafe.runtime.checks import require_call, require_runnable, require_visible
 from retrysafe.runtime.describe import (
     UNSET,
     KeySource,
@@ -79,21 +79,23 @@ class Operations:
         if is_usual:
             known = self._known.get(operation)
             if known is not None:
-                return Call(settings.key(key, caller), *known)
+                return Call(settings.call_key(key, caller), *known)
         require_call(operation, args)
         if request is UNSET:
+            if not args:
+                require_visible(operation)
             request = asked_for(operation, args)
         found = None
         if self.resumables.by_function:
             found = self.resumables.of(operation, args)
         if found is not None:
             return self._resumable_call(
-                *found, settings.key(key, caller), name, request, policy, fingerprint, returns
+                *found, settings.call_key(key, caller), name, request, policy, fingerprint, returns
             )
         if name is None:
             name = operation_name(operation)
         call = Call(
-            settings.key(key, caller),
+            settings.call_key(key, caller),
             settings.fingerprints(
                 None if fingerprint is None else checked_fingerprint(fingerprint), name, request
             ),
@@ -179,7 +181,7 @@ class Operations:
         """The call of an atomic block; raises `InvalidInput`."""
         rule = None if fingerprint is None else checked_fingerprint(fingerprint)
         return Call(
-            self.settings.key(key, caller),
+            self.settings.call_key(key, caller),
             self.settings.fingerprints(rule, name, request),
             self.settings.policy if policy is None else checked_policy(policy),
             name,

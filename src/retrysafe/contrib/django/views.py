@@ -32,7 +32,8 @@ from retrysafe.core.attempt import Attempt
 from retrysafe.core.values.trees import NotStorable
 from retrysafe.errors import InvalidInput
 from retrysafe.http.asgi import IdempotencyMiddleware
-from retrysafe.http.asgi_run import PASSING_NAME, Message, Receive, Scope, Send, exact_path
+from retrysafe.http.asgi_io import exact_path
+from retrysafe.http.asgi_run import PASSING_NAME, Message, Receive, Scope, Send
 from retrysafe.http.protection import Plan, Protection
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Header, Response, response_of
