@@ -6,13 +6,14 @@ import pytest
 
 from retrysafe.core import settings as settings_module
 from retrysafe.core.keys.fingerprint import FingerprintRule
-from retrysafe.core.keys.key import GLOBAL, Key
+from retrysafe.core.keys.key import GLOBAL, Key, natural_key
 from retrysafe.core.policy import Policy
-from retrysafe.core.settings import Settings, fingerprints_of, secrets_of
+from retrysafe.core.settings import Settings, environment_secret, fingerprints_of, secrets_of
 from retrysafe.errors import (
     CallerMissing,
     FingerprintImpossible,
     InvalidInput,
+    KeyInvalid,
     PolicyInvalid,
     SecretMissing,
 )
@@ -101,6 +102,37 @@ def test_a_key_without_one_caller_is_refused():
         checked().key(Key("k", caller="a"), "b")
     with pytest.raises(InvalidInput, match="caller is a text"):
         checked().key("k", 7)
+
+
+def test_a_copy_of_a_derived_key_is_no_key_to_run_under():
+    """Whoever chooses keys could take a derived one in advance; reading one is harmless."""
+    derived = natural_key("pay", order="o-1")
+    made = checked(caller="t")
+    copied = "".join([derived[:4], derived[4:]])
+    assert made.call_key(derived, None).text == made.key(copied, None).text
+    with pytest.raises(KeyInvalid):
+        made.call_key(copied, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "secrets"),
+    [
+        ("", None),
+        (SECRET, [SECRET]),
+        (f"{SECRET}\n\nnone\n", [SECRET, None]),
+    ],
+)
+def test_the_environment_has_a_secret_on_each_line(monkeypatch, value, secrets):
+    monkeypatch.setenv("RETRYSAFE_SECRET", value)
+    assert environment_secret() == secrets
+
+
+@pytest.mark.parametrize("value", [f"{SECRET},{OTHER}", f"{SECRET}\\n{OTHER}", "-----BEGIN KEY"])
+def test_what_may_be_several_secrets_in_one_is_refused(monkeypatch, value):
+    """Taken as one, it would be another secret than all of them."""
+    monkeypatch.setenv("RETRYSAFE_SECRET", value)
+    with pytest.raises(InvalidInput, match="RETRYSAFE_SECRET"):
+        environment_secret()
 
 
 def test_a_request_is_known_by_the_rule_of_its_call_or_of_the_settings():

@@ -387,9 +387,9 @@ def test_a_running_operation_is_not_run_again():
 def test_a_running_operation_is_renewed():
     """The heartbeat knows the lease for as long as the operation runs, and no longer."""
     with process(MemoryStore()) as owner:
-        known = owner.run("k", lambda: len(owner._heartbeat.leases), request=1, name="pay")
+        known = owner.run("k", lambda: len(owner._calls._heartbeat.leases), request=1, name="pay")
         assert known == 1
-        assert not owner._heartbeat.leases
+        assert not owner._calls._heartbeat.leases
 
 
 def test_an_extend_never_shortens_a_lease():
@@ -441,7 +441,7 @@ def test_a_refusal_is_not_passed_on():
     stranger.first_operation = "pay"
     call = Call(KEY, (Fingerprint(1, b"f" * 16),), POLICY, "pay", ValueCodec())
     with process(MemoryStore()) as owner:
-        assert owner._engine._disembark(stranger, call, None) is None
+        assert owner._calls._engine._disembark(stranger, call, None) is None
 
 
 def test_another_request_is_refused_from_the_cache():

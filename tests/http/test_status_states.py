@@ -84,19 +84,19 @@ def test_adapters_recall_without_asking_the_store():
         assert calls_of(idem).recall(call).replayed
         await idem.close()
         blocking = Idempotency(MemoryStore())
-        assert blocking.recall(call) is None
-        assert blocking.answer_call(call, lambda attempt: attempt.number).value == 1
-        assert blocking.recall(call).value == 1
+        assert calls_of(blocking).recall(call) is None
+        assert calls_of(blocking).answer_call(call, lambda attempt: attempt.number).value == 1
+        assert calls_of(blocking).recall(call).value == 1
         # And whether that is what was seen before, so that an adapter may repeat what it made.
-        seen = blocking.remembered(call)
-        assert blocking.repeats(call, seen)
+        seen = calls_of(blocking).remembered(call)
+        assert calls_of(blocking).repeats(call, seen)
         blocking.expire(call.key)
-        assert blocking.remembered(call) is None
-        assert not blocking.repeats(call, seen)
+        assert calls_of(blocking).remembered(call) is None
+        assert not calls_of(blocking).repeats(call, seen)
         blocking.close()
         forgetful = Idempotency(MemoryStore(), cache=False)
-        forgetful.answer_call(call, lambda attempt: 1)
-        assert forgetful.recall(call) is None
+        calls_of(forgetful).answer_call(call, lambda attempt: 1)
+        assert calls_of(forgetful).recall(call) is None
         forgetful.close()
 
     asyncio.run(run())

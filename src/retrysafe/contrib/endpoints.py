@@ -173,7 +173,7 @@ class Endpoints:
             outcome_of=outcome_of,
         )
         self.has_global_caller = isinstance(caller, GlobalCaller)
-        self._pages = IdempotencyMiddleware.sharing(_nothing, calls, self.protection)
+        self._pages = IdempotencyMiddleware.sharing(_nothing, idempotency, self.protection)
         self._is_closed = False
 
     def serving(self, app: App, rule: Rule, place: EndpointPath) -> Served:

@@ -59,7 +59,6 @@ from retrysafe.http.routes import Match
 from retrysafe.http.rules import Rule, checked_rules
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.http.unprotected import UnprotectedRuns
-from retrysafe.runtime.async_calls import AsyncCalls
 from retrysafe.runtime.calls import calls_of
 
 _PAGE_METHODS: Final = ("GET", "HEAD")
@@ -99,9 +98,8 @@ class IdempotencyMiddleware:
                 f"an ASGI application needs an AsyncIdempotency object, got {idempotency!r}"
             )
         rules = checked_rules(rules)
-        calls = calls_of(idempotency)
         protection = Protection(
-            calls.settings,
+            calls_of(idempotency).settings,
             caller=caller,
             rules=rules,
             rule=rule,
@@ -114,18 +112,18 @@ class IdempotencyMiddleware:
             breaker=breaker,
             limits=limits,
         )
-        self._assemble(app, calls, protection)
+        self._assemble(app, idempotency, protection)
         # Around one endpoint of an application, the pages are where its other rules are.
         self._prefix_of = prefix_of if rule is None else app_prefix_of
 
     @classmethod
-    def sharing(cls, app: App, calls: AsyncCalls, protection: Protection) -> Self:
+    def sharing(cls, app: App, idempotency: AsyncIdempotency, protection: Protection) -> Self:
         """For integrations: a middleware around one endpoint of an application.
 
         All endpoints of an application share its protection, and so its breaker and its pages.
         """
         made = cls.__new__(cls)
-        made._assemble(app, calls, protection)  # noqa: SLF001 — its own, as in __init__.
+        made._assemble(app, idempotency, protection)  # noqa: SLF001 — its own, as in __init__.
         return made
 
     def around(self, app: App) -> Self:
@@ -134,9 +132,10 @@ class IdempotencyMiddleware:
         made.app = app
         return made
 
-    def _assemble(self, app: App, calls: AsyncCalls, protection: Protection) -> None:
+    def _assemble(self, app: App, idempotency: AsyncIdempotency, protection: Protection) -> None:
         self.app = app
-        self.calls = calls
+        self.idempotency = idempotency
+        self.calls = calls = calls_of(idempotency)
         self.protection = protection
         self._find = protection.find
         self._has_async_caller = protection.has_async_caller

@@ -71,6 +71,7 @@ class WSGIIdempotencyMiddleware:
         require_blocking(caller)
         rules = checked_rules(rules)
         self.app = app
+        self.idempotency = idempotency
         self.calls = calls = calls_of(idempotency)
         self.protection = Protection(
             calls.settings,

@@ -93,10 +93,10 @@ class Configuration:
         if self._on_loop is None:
             with self._lock:
                 if self._on_loop is None:
-                    calls = calls_of(AsyncIdempotency(self._store, **self._options))
-                    calls.run_times = self.calls.run_times
+                    idempotency = AsyncIdempotency(self._store, **self._options)
+                    calls_of(idempotency).run_times = self.calls.run_times
                     self._on_loop = IdempotencyMiddleware.sharing(
-                        serve_view, calls, self.protection
+                        serve_view, idempotency, self.protection
                     )
         return self._on_loop
 
