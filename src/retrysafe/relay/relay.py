@@ -1,4 +1,4 @@
-"""The two faces of a relay: one for threads, one for an event loop, with the same methods."""
+"""A relay in two forms: one for threads, one for an event loop, with the same methods."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """From a function and its arguments to a call: key, caller, fingerprint, codec.
 
-Owns what the faces have in common before the engine is asked. It does no I/O.
+Owns what both objects have in common before the engine is asked. It does no I/O.
 """
 
 from __future__ import annotations

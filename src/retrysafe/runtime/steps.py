@@ -1,4 +1,4 @@
-"""Steps as functions, and how the faces make the calls of steps."""
+"""Steps as functions: calling one inside an operation is a step of that operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two faces of a worker: one for threads, one for an event loop, with the same methods.
+"""A worker in two forms: one for threads, one for an event loop, with the same methods.
 
 A worker is a list of duties by name. Anything with `run`, `drain`, `stop` and `report` is one; a
 relay is.
