@@ -370,11 +370,8 @@ class BlockingIdempotency(AtomicThreads, Face):
             finally:
                 flow.close()
         finally:
-            try:
-                gate.leave(flow)
-            except BaseException:
-                gate.leave(flow)
-                raise
+            gate.inside.pop(flow, None)
+            gate.tell()
 
     def _answer(
         self, call: Call, operation: Callable[..., Any], args: Any, kwargs: Any
@@ -396,13 +393,10 @@ class BlockingIdempotency(AtomicThreads, Face):
                 # Python warns of a flow that was never begun. One that has ended takes no notice.
                 flow.close()
         finally:
-            try:
-                gate.leave(flow)
-            except BaseException:
-                # A signal may raise before its first line. Closing would wait for this call until
-                # its time is over.
-                gate.leave(flow)
-                raise
+            # Here, by one call of C: a signal may raise at the entry of a function, and closing
+            # would wait for this call until its time is over.
+            gate.inside.pop(flow, None)
+            gate.tell()
 
     async def _resume(
         self,

@@ -683,3 +683,21 @@ def test_an_orphan_goes_on_undoing_nothing(world, effects):
     with pytest.raises(Declined, match="no"):
         run(world.process(), undoable(effects, "a"), policy=FINAL)
     assert effects.ran == ["a", "undo of a done"]
+
+
+@pytest.mark.parametrize("fate", [Fate.STANDS, Fate.UNDONE])
+def test_no_step_follows_a_completion_that_stands(effects, fate):
+    """It would run, and then hear that another owner has the key."""
+    transaction = FakeTransaction(settles=Decision.APPLY, fate_is=fate)
+    world = joined_world(transaction)
+
+    async def operation(attempt: Attempt):
+        attempt.complete_in("connection", "complete")
+        if fate is Fate.UNDONE:
+            await attempt.step("mail", effects.do, "mail")
+            return
+        with pytest.raises(InvalidInput, match="step 'mail' comes too late"):
+            await attempt.step("mail", effects.do, "mail")
+
+    run(world.first, operation)
+    assert effects.ran == (["mail"] if fate is Fate.UNDONE else [])

@@ -13,10 +13,12 @@ import pytest
 
 from retrysafe.core import run
 from retrysafe.core import settle as settling
+from retrysafe.core.engine import POLL_MAXIMUM_SECONDS
 from retrysafe.core.flights import Flight, Flights, Phase
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import State
-from retrysafe.core.policy import Policy
+from retrysafe.core.policy import InFlight, Policy
+from retrysafe.core.renewal import held_leases
 from retrysafe.errors import OperationInFlight, StoreUnavailable
 from tests.core.building import KEY, MARK, call
 from tests.core.driving import Fault, RecordedRenewals, World, drive
@@ -29,14 +31,14 @@ class Interrupted(BaseException):
 
 
 class AlarmedLock:
-    """A lock during whose taking a signal comes, when it is armed."""
+    """A lock during whose taking as many signals come, one each time, as it is armed for."""
 
     def __init__(self) -> None:
-        self.is_armed = False
+        self.armed = 0
 
     def __enter__(self) -> None:
-        if self.is_armed:
-            self.is_armed = False
+        if self.armed:
+            self.armed -= 1
             raise Interrupted
 
     def __exit__(
@@ -62,8 +64,12 @@ class AlarmedBell:
         self.rung += 1
 
 
-def test_a_signal_before_the_landing_leaves_no_flight():
-    """The outcome stands; later callers get it, instead of being told that it still runs."""
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_signal_before_the_landing_leaves_no_flight(count):
+    """The outcome stands; later callers get it, instead of being told that it still runs.
+
+    However often the landing is interrupted.
+    """
     world = World()
     process = world.first
     lock = AlarmedLock()
@@ -73,14 +79,40 @@ def test_a_signal_before_the_landing_leaves_no_flight():
 
     async def settle_and_arm(settlement: object) -> object:
         answer = await settle(settlement)
-        lock.is_armed = True
+        lock.armed = count
         return answer
 
     process.writer.settle = settle_and_arm
     leader.step()
     assert isinstance(leader.error, Interrupted)
     assert process.engine.flights_count == 0
+    lock.armed = 0
     assert process.answer(call()).replayed
+    assert not process.engine._flights._by_digest
+    assert world.ran == [1]
+
+
+def test_a_follower_whose_leader_could_not_tell_it_goes_on():
+    """Signals in a row keep the leader from landing; nobody else comes for that key."""
+    world = World()
+    process = world.first
+    lock = process.engine._flights._lock = AlarmedLock()
+    leader = process.start(call(), process.pausing("first"))
+    follower = process.start(call(policy=Policy(in_flight=InFlight.WAIT)))
+    settle = process.writer.settle
+
+    async def settle_and_arm(settlement: object) -> object:
+        answer = await settle(settlement)
+        lock.armed = 2
+        return answer
+
+    process.writer.settle = settle_and_arm
+    leader.step()
+    assert isinstance(leader.error, Interrupted)
+    lock.armed = 0
+    world.clock.advance(POLL_MAXIMUM_SECONDS)
+    follower.step()
+    assert follower.value.replayed
     assert world.ran == [1]
 
 
@@ -126,13 +158,8 @@ def test_a_signal_before_the_end_of_the_renewals_leaves_no_lease():
     """Renewed for ever, it would block the key for as long as the process lives."""
 
     class AlarmedRenewals(RecordedRenewals):
-        is_armed = True
-
         def remove(self, lease: Lease) -> None:
-            if self.is_armed:
-                self.is_armed = False
-                raise Interrupted
-            super().remove(lease)
+            raise Interrupted
 
     world = World()
     process = world.first
@@ -141,7 +168,11 @@ def test_a_signal_before_the_end_of_the_renewals_leaves_no_lease():
     )
     with pytest.raises(Interrupted):
         process.answer(call())
-    assert (renewals.count, renewals.running) == (1, [])
+    (lease,) = renewals.running
+    assert not lease.may_renew(0.0)
+    beat = {lease.token: lease}
+    assert held_leases(beat) == []
+    assert beat == {}
     assert process.engine.flights_count == 0
 
 

@@ -745,6 +745,43 @@ def test_patience_ends_and_the_operation_is_told(world, effects):
     assert effects.ran == ["charge", "charge"]
 
 
+@pytest.mark.parametrize("is_after", [False, True])
+def test_a_step_of_which_nobody_knows_is_written_again_when_it_is_asked_for_again(
+    world, effects, is_after
+):
+    """It is the attempt's own, whether it stands or not: no second step, and no second run."""
+    world.first.steps.write_faults.extend([Fault(DOWN, is_after=is_after)] * 2)
+    values = []
+
+    async def operation(attempt: Attempt):
+        for _ in range(2):
+            with pytest.raises(StepNotStored):
+                await attempt.step("charge", effects.do, "charge")
+        values.append(await attempt.step("charge", effects.do, "charge"))
+        await attempt.step("mail", effects.do, "mail")
+        with pytest.raises(StepReused):
+            await attempt.step("charge", effects.do, "charge")
+
+    run(world.first, operation, policy=Policy(settle_patience=timedelta(0)))
+    assert values == ["charge done"]
+    assert effects.ran == ["charge", "mail"]
+    assert stored_steps(world) == [("charge", 1), ("mail", 2)]
+
+
+def test_an_attempt_that_has_ended_takes_no_step(world, effects):
+    """The step would run, and then hear that another owner has the key."""
+    kept = []
+
+    async def operation(attempt: Attempt):
+        kept.append(attempt)
+
+    run(world.first, operation)
+    assert kept[0].time_left == timedelta()
+    with pytest.raises(InvalidInput, match="attempt 1 of 'order-1' has ended"):
+        kept[0].step("charge", effects.do, "charge")
+    assert effects.ran == []
+
+
 def test_the_rest_is_written_before_the_key_is_freed(world, effects):
     """A store that is back by then remembers the step after all, and the retry skips it."""
     world.first.steps.write_faults.append(Fault(StoreMissing("gone")))

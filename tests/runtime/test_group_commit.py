@@ -445,11 +445,11 @@ class _InterruptedGate:
         self._acquired = 0
 
     def acquire(self, timeout: float = -1) -> bool:
-        self._lock.acquire(timeout=timeout)
-        self._acquired += 1
+        is_acquired = self._lock.acquire(timeout=timeout)
+        self._acquired += is_acquired
         if self._acquired == 2:
             raise KeyboardInterrupt
-        return True
+        return is_acquired
 
     def release(self) -> None:
         self._lock.release()
@@ -462,7 +462,8 @@ def test_follower_interrupted_as_it_becomes_the_carrier_gives_the_turn_on(monkey
     """A batch was handed to a thread in the instant of its interrupt: its rows are told."""
     stage = Stage()
     with monkeypatch.context() as patched:
-        parts = SimpleNamespace(Lock=_InterruptedGate, get_ident=threading.get_ident)
+        locks = iter([threading.Lock(), _InterruptedGate()])  # That it is here, and its gate.
+        parts = SimpleNamespace(Lock=locks.__next__, get_ident=threading.get_ident)
         patched.setattr(thread_commit, "threading", parts)
         interrupted = Worker(stage.claim, "interrupted")
         stage.wait_for_queue(1)

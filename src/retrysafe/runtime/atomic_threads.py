@@ -96,13 +96,10 @@ class AtomicContext:
             self._gate.enter(self)
             run_sync(self._block.enter())
         except BaseException:
-            try:
-                self._gate.leave(self)
-            except BaseException:
-                # A signal may raise before its first line. Closing would wait for this block until
-                # its time is over.
-                self._gate.leave(self)
-                raise
+            # Here, by one call of C: a signal may raise at the entry of a function, and closing
+            # would wait for this block until its time is over.
+            self._gate.inside.pop(self, None)
+            self._gate.tell()
             raise
         return run
 
@@ -115,12 +112,8 @@ class AtomicContext:
         try:
             run_sync(self._block.leave(error))
         finally:
-            try:
-                self._gate.leave(self)
-            except BaseException:
-                # As in `__enter__`.
-                self._gate.leave(self)
-                raise
+            self._gate.inside.pop(self, None)  # As in `__enter__`.
+            self._gate.tell()
         return False
 
 

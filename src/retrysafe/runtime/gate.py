@@ -6,8 +6,12 @@ import asyncio
 import threading
 import time
 from contextlib import suppress
+from typing import Final
 
 from retrysafe.errors import Closed
+
+# How often those who close a gate look by themselves whether somebody is inside.
+_LOOK_SECONDS: Final = 0.25
 
 
 def _closed() -> Closed:
@@ -18,11 +22,12 @@ class ThreadGate:
     """Counts threads.
 
     A call is a token in a dictionary, because one dictionary operation cannot be interrupted: a
-    signal that raises between any two lines leaves neither a lock taken nor a count too high.
+    signal that raises between any two lines leaves neither a lock taken nor a count too high. So
+    whoever leaves takes its token out of `inside` by itself, and then calls `tell`.
     """
 
     def __init__(self) -> None:
-        self._inside: dict[object, None] = {}
+        self.inside: dict[object, None] = {}
         # Where those wait who close it: plain locks, because an event's own lock is taken in Python
         # code, and a thread that a signal interrupts in there would leave it taken.
         self._closers: dict[threading.Lock, None] = {}
@@ -34,15 +39,14 @@ class ThreadGate:
             raise _closed()
 
     def enter(self, token: object) -> None:
-        """Lets a call in; raises `Closed`. `leave` takes it out again, and may be called anyway."""
+        """Lets a call in; raises `Closed`. The caller takes its token out in any case."""
         # In this order: `close` sets its mark before it looks, so one of the two sees the other.
-        self._inside[token] = None
+        self.inside[token] = None
         if self.is_closed:
             raise _closed()
 
-    def leave(self, token: object) -> None:
-        """Lets a call out; one that never came in is ignored."""
-        self._inside.pop(token, None)
+    def tell(self) -> None:
+        """Has those who close it look again, if there are any."""
         if self.is_closed:
             for closer in self._closers.copy():
                 with suppress(RuntimeError):  # Told before, and not looked at yet.
@@ -56,11 +60,12 @@ class ThreadGate:
         closer.acquire()
         try:
             self._closers[closer] = None
-            while self._inside:
+            while self.inside:
                 left = until - time.monotonic()
                 if left <= 0:
                     return False
-                closer.acquire(timeout=min(left, threading.TIMEOUT_MAX))
+                # Not to the end: a signal may have kept the last one from telling.
+                closer.acquire(timeout=min(left, _LOOK_SECONDS))
             return True
         finally:
             self._closers.pop(closer, None)

@@ -23,11 +23,13 @@ async def perform_in_thread(
     attempt: Attempt, operation: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Calls the operation in this thread."""
-    token = current.set(attempt)
+    before = current.get()
     try:
+        # Inside the try, and undone by one call of C: a signal must not leave it to this thread.
+        current.set(attempt)
         value = operation(attempt) if args is None else operation(*args, **kwargs)
     finally:
-        current.reset(token)
+        current.set(before)
     if type(value) is CoroutineType:
         raise async_here("the operation", operation, value)
     return value

@@ -141,11 +141,24 @@ class StepRun:
     ) -> Any:
         await self.load()
         await self.look_after_transactions(options.connection)
+        await self._require_unsettled(name)
         book, ports = self.book, self._ports
         place = book.place(is_known=ports.current() is self._attempt)
         with ports.lock:
-            position, stored = book.begin(name, place)
+            # It ran in this attempt, whose operation was told that nobody knows whether it is
+            # stored, and asks again: it is our own write that is made again, not another step.
+            doubtful = self.writer.doubtful.get(name)
+            if doubtful is None:
+                position, stored = book.begin(name, place)
+            else:
+                book.require_open(name, place)
+                del self.writer.doubtful[name]
+                book.under_way += 1
         try:
+            if doubtful is not None:
+                await self.writer.record(*doubtful)
+                book.advance(doubtful[0].position)
+                return doubtful[1]
             outcome_codec = ports.codec_for(call, options.returns)
             if stored is None:
                 return await self._run_new(name, position, call, args, options, outcome_codec)
@@ -158,6 +171,20 @@ class StepRun:
                 quiet = None if book.under_way else self._quiet
             if quiet is not None:
                 quiet.set()
+
+    async def _require_unsettled(self, name: str) -> None:
+        """Raises `InvalidInput` once `complete_in` has ended the attempt with the user's commit.
+
+        The step would run, and then be told that another owner has the key.
+        """
+        joined = self._attempt.joined
+        if joined is not None and await joined.fate() is Fate.STANDS:
+            text = self.call.key.text
+            raise InvalidInput(
+                f"{text!r} is completed, in a transaction that has committed: step {name!r} comes "
+                "too late; ask for it before complete_in",
+                key=text,
+            )
 
     async def _run_new(
         self,
@@ -395,6 +422,8 @@ class StepRun:
                     key=text,
                 )
             self._joined.remove(joined)
-            if fate is Fate.UNDONE:
-                with self._ports.lock:
+            with self._ports.lock:
+                if fate is Fate.UNDONE:
                     self.book.take_back(step.name)
+                else:
+                    self.book.committed.add(step.name)

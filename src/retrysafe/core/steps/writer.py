@@ -54,6 +54,7 @@ class StepWriter:
         "_store",
         "_unrecorded",
         "_waiting",
+        "doubtful",
     )
 
     def __init__(
@@ -75,6 +76,8 @@ class StepWriter:
         self._lease = lease
         self._attempt = attempt
         self._unrecorded: dict[str, StepWrite] = {}
+        # Those of them whose caller was told so, with what they returned.
+        self.doubtful: dict[str, tuple[Step, Any]] = {}
         # The claims on other keys of the request: each of them has all steps, because a process
         # that knows another secret finds only one of the keys.
         self._held = () if call.nest is None else call.nest.held
@@ -134,6 +137,7 @@ class StepWriter:
         try:
             decision = await self._insist(write, value)
         except RetrysafeError:
+            self.doubtful[step.name] = (step, value)
             raise
         except BaseException:
             # The caller is being cancelled, and the step has run: its result must not be lost
