@@ -21,7 +21,7 @@ from retrysafe.stores.memory.store import MemoryStore
 from retrysafe.stores.sqlite import batches, file
 from retrysafe.stores.sqlite import store as sqlite_store
 from retrysafe.stores.sqlite.connections import Connections
-from retrysafe.stores.sqlite.file_identity import FileIdentity
+from retrysafe.stores.sqlite.file import DatabaseFile
 from retrysafe.stores.sqlite.schema import SQL
 from tests.core import test_interrupted as interrupted
 from tests.guards import test_properties as properties
@@ -503,13 +503,13 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "SQLite writes only to the file that its path leads to",
         "a file that is deleted while it is in use lets a key run in the old and in the new one",
-        (InCode(Connections._write, "self.place.require()", "pass"),),
+        (InCode(Connections._write, "self.file.require_unmoved()", "pass"),),
         properties.test_a_deleted_sqlite_file_grants_no_claim,
     ),
     Guard(
         "SQLite writes only under the locks that others see",
         "the same, when only the files beside it are deleted",
-        (InCode(FileIdentity.remember, "self._beside = tuple(beside)", "self._beside = ()"),),
+        (InCode(DatabaseFile.remember, "self._beside = tuple(beside)", "self._beside = ()"),),
         properties.test_sqlite_without_its_shared_locks_grants_no_claim,
     ),
     Guard(

@@ -131,7 +131,7 @@ def test_the_innermost_and_latest_mount_tells_the_file_system(path, kind):
     [("nfs4", True), ("cifs", True), ("tmpfs", False), ("ext4", None), (None, None)],
 )
 def test_a_file_system_that_breaks_promises_is_told(kind, is_problem):
-    found = [item.is_problem for item in diagnosis.place_findings(kind)]
+    found = [item.is_problem for item in diagnosis.file_system_findings(kind)]
     assert found == ([] if is_problem is None else [is_problem])
 
 

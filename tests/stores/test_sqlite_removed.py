@@ -26,7 +26,7 @@ from retrysafe import (
 )
 from retrysafe.core.model import Decision, OperatorCommand, RecordQuery, SettleKind
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.sqlite import file, file_identity
+from retrysafe.stores.sqlite import file
 from retrysafe.testing.suite.probe import KEY, request
 from tests.forking import answer_of_child, exit_code, fork
 
@@ -458,7 +458,7 @@ def test_a_file_that_cannot_be_seen_for_a_moment_is_asked_for_again(path, monkey
         return Path(name).stat()
 
     armed = []
-    monkeypatch.setattr(file_identity, "_stat", stat)
+    monkeypatch.setattr(file, "_stat", stat)
     with Idempotency(SqliteStore(path), caller="caller-1", cache=False) as idem:
         assert idem.run("key-1", lambda: armed.append(1) or "charged") == "charged"
         assert refusals == []
@@ -473,7 +473,7 @@ def test_a_file_that_cannot_be_seen_is_out_of_reach(probe, monkeypatch, number):
     def refuse(name):
         raise OSError(number, os.strerror(number), name)
 
-    monkeypatch.setattr(file_identity, "_stat", refuse)
+    monkeypatch.setattr(file, "_stat", refuse)
     with pytest.raises(StoreUnavailable, match=os.strerror(number)) as told:
         probe.claim()
     assert told.value.retryable
@@ -487,7 +487,7 @@ def test_a_file_that_is_not_there_is_lost(probe, monkeypatch, number):
     def refuse(name):
         raise OSError(number, os.strerror(number), name)
 
-    monkeypatch.setattr(file_identity, "_stat", refuse)
+    monkeypatch.setattr(file, "_stat", refuse)
     with pytest.raises(StoreMissing, match=SAID):
         probe.claim()
 

@@ -71,7 +71,7 @@ class SqliteTransaction:
         connection: sqlite3.Connection,
         *,
         path: Path,
-        require_place: Callable[[], None],
+        require_unmoved: Callable[[], None],
         now_ms: Callable[[], int],
         prepare: Callable[[], object],
         has_outcome: Callable[[Settlement], bool],
@@ -80,7 +80,7 @@ class SqliteTransaction:
         self._connection = connection
         self._path = path
         # Raises when the path leads to other files by now than the store has opened there.
-        self._require_place = require_place
+        self._require_unmoved = require_unmoved
         self._now_ms = now_ms
         self._prepare = prepare
         self._has_outcome = has_outcome
@@ -94,7 +94,7 @@ class SqliteTransaction:
         self._plainly(self._begin)
 
     def _begin(self, connection: sqlite3.Connection) -> None:
-        self._require_place()
+        self._require_unmoved()
         self._require_same_file()
         if not connection.in_transaction:
             if connection.isolation_level is None:
@@ -268,7 +268,7 @@ class SqliteTransaction:
     def _take_write_lock(self) -> None:
         """Raises also when it is the lock of a file that others do not find any more."""
         self._connection.execute(SQL["take_write_lock"])
-        self._require_place()
+        self._require_unmoved()
 
     def _leave_block(self) -> None:
         if self._block is not None:

@@ -166,7 +166,7 @@ class SqliteStore:
         return SqliteTransaction(
             plain_connection(connection),
             path=self.path,
-            require_place=self._connections.place.require,
+            require_unmoved=self._connections.file.require_unmoved,
             now_ms=self._now_ms,
             prepare=self._connections.prepare,
             has_outcome=self._has_outcome,
@@ -305,7 +305,7 @@ class SqliteStore:
         try:
             return diagnosis.look(self.path, self._busy_seconds)
         except SQLITE_ERRORS as error:
-            raise self._connections.told(error) from error
+            raise self._connections.store_error(error) from error
 
     # Forks.
 
