@@ -28,7 +28,7 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import Fate, SettleResult, Waits
 from retrysafe.errors import InvalidInput, SchemaMissing, StoreError, TransactionMissing
-from retrysafe.stores.sqlite import batches, outbox, rows, steps
+from retrysafe.stores.sqlite import claims, outbox, rows, settlements, steps
 from retrysafe.stores.sqlite.file import full_code, primary_code
 from retrysafe.stores.sqlite.reentry import Block
 from retrysafe.stores.sqlite.schema import SQL
@@ -173,7 +173,7 @@ class SqliteTransaction:
     async def claim(self, request: ClaimRequest) -> ClaimAnswer:
         """Claims a key as the store does, on the user's connection."""
         (answer,) = self._plainly(
-            lambda connection: batches.claim(connection, [request], self._now_ms())
+            lambda connection: claims.claim(connection, [request], self._now_ms())
         )
         if isinstance(answer, StoreError):
             raise answer
@@ -191,7 +191,7 @@ class SqliteTransaction:
         def write(connection: sqlite3.Connection) -> list[SettleResult]:
             # Before the first read: a transaction that has read cannot always become the writer.
             self._take_write_lock()
-            return batches.settle(connection, [settlement], self._now_ms())
+            return settlements.settle(connection, [settlement], self._now_ms())
 
         (answer,) = self._plainly(write)
         if isinstance(answer, StoreError):
@@ -240,7 +240,7 @@ class SqliteTransaction:
                 return Decision.LOST
             now_ms = self._now_ms()
             extension = Extension(write.key, write.token, write.lease_ms)
-            batches.extend(connection, [extension], now_ms)
+            claims.extend(connection, [extension], now_ms)
             return steps.record(connection, write, now_ms)
 
         return self._plainly(record)
