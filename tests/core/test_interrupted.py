@@ -11,8 +11,7 @@ from types import TracebackType
 
 import pytest
 
-from retrysafe.core import run
-from retrysafe.core import settle as settling
+from retrysafe.core import run, settle
 from retrysafe.core.flights import Flight, Flights, Phase
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import State
@@ -69,10 +68,10 @@ def test_a_signal_before_the_landing_leaves_no_flight():
     lock = AlarmedLock()
     process.engine._flights._lock = lock
     leader = process.start(call(), process.pausing("first"))
-    settle = process.writer.settle
+    settle_row = process.writer.settle
 
     async def settle_and_arm(settlement: object) -> object:
-        answer = await settle(settlement)
+        answer = await settle_row(settlement)
         lock.is_armed = True
         return answer
 
@@ -163,7 +162,7 @@ def test_an_outcome_survives_a_signal_anywhere_in_its_settling(is_after, is_fail
             process.answer(call(policy=Policy(terminal=Declined)), invoke)
 
     places_after_the_write = 0
-    for place in at_every_place(act, run, settling):
+    for place in at_every_place(act, run, settle):
         if not worlds or not worlds[0].first.writer.settlements:
             continue
         places_after_the_write += 1
