@@ -15,12 +15,12 @@ import pydantic
 import pytest
 
 from retrysafe.core.keys.canonical import of_tree
-from retrysafe.core.keys.request_tree import asked_tree
+from retrysafe.core.keys.fingerprint import fingerprint_tree
 from retrysafe.core.model import Payload
 from retrysafe.core.values.codec import PYDANTIC, TAGGED, ValueCodec
 from retrysafe.core.values.trees import NotReadable, NotStorable
 from retrysafe.core.values.zones import zone_name
-from tests.core.test_request_tree import ZONE
+from tests.core.test_fingerprint_of_values import ZONE
 
 BERLIN = ZoneInfo("Europe/Berlin")
 # On that night the clock of Berlin shows half past two twice.
@@ -243,4 +243,6 @@ def test_a_model_is_not_searched_for_zones_where_none_was_ever_loaded(monkeypatc
 @pytest.mark.parametrize("moment", [SECOND, time(2, 30, tzinfo=BERLIN)])
 def test_requests_count_as_ever(moment):
     """A moment counts by its instant: a deploy turns no honest retry into another request."""
-    assert of_tree(asked_tree(moment)) == of_tree(asked_tree(moment.replace(tzinfo=Foreign())))
+    assert of_tree(fingerprint_tree(moment)) == of_tree(
+        fingerprint_tree(moment.replace(tzinfo=Foreign()))
+    )

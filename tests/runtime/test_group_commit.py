@@ -476,7 +476,7 @@ def test_follower_interrupted_as_it_becomes_the_carrier_gives_the_turn_on(monkey
 
 
 class _InterruptAtLine:
-    """Raises KeyboardInterrupt at the n-th line that a thread executes in group_commit/threads.py."""
+    """Raises KeyboardInterrupt at the n-th line of a thread in group_commit/threads.py."""
 
     def __init__(self, fatal: int) -> None:
         self._fatal = fatal

@@ -19,7 +19,7 @@ from typing import Any, Final
 from retrysafe.core.call import Call
 from retrysafe.core.checks import require_function
 from retrysafe.core.events import UNNAMED
-from retrysafe.core.keys.fingerprint import FingerprintRule
+from retrysafe.core.keys.fingerprint import FingerprintRule, fingerprint_tree
 from retrysafe.core.keys.framing import Part
 from retrysafe.core.keys.key import (
     Caller,
@@ -30,7 +30,6 @@ from retrysafe.core.keys.key import (
     natural_key,
     scoped_key,
 )
-from retrysafe.core.keys.request_tree import asked_tree
 from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.model import Fingerprint, Payload
 from retrysafe.core.nested_claims import nested
@@ -205,7 +204,7 @@ def codec_of(returns: type | tuple[type, ...] | None) -> ValueCodec:
 def request_tree(request: object) -> Any:
     """What is asked for as a JSON tree; raises `FingerprintImpossible`."""
     try:
-        return asked_tree(request)
+        return fingerprint_tree(request)
     except (NotStorable, RecursionError) as error:
         raise FingerprintImpossible(
             f"two requests can only be told apart by values with a stable form: {error}. Leave it "
