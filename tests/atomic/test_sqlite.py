@@ -30,9 +30,10 @@ from retrysafe import (
     TransactionMissing,
     current_attempt,
     is_conflict,
+    reentry,
 )
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.sqlite import connections, reentry
+from retrysafe.stores.sqlite import connections
 from retrysafe.testing import FaultyStore
 
 PATIENCE_SECONDS = 30
@@ -241,9 +242,9 @@ def test_a_thread_with_a_copy_of_the_blocks_context_waits_for_it(idem, connectio
     """As `asyncio.to_thread` makes it: it is no part of the block, which goes on and commits."""
     asked, refusals = threading.Event(), []
 
-    def require_outside(path):
+    def require_outside(path, thread):
         try:
-            reentry.require_outside(path)
+            reentry.require_outside(path, thread)
         except StoreUnavailable as error:
             refusals.append(error)
             raise

@@ -34,8 +34,8 @@ from retrysafe.core.ports import (
     Transaction,
     Waits,
 )
+from retrysafe.reentry import require_outside
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.reentry import require_outside
 from retrysafe.runtime.threaded_outbox import ThreadedOutbox
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class ThreadedStore:
 
     def require_outside(self) -> None:
         """Raises `StoreUnavailable` where this task would wait for an atomic block of its own."""
-        require_outside(self._store)
+        require_outside(self._store, asyncio.current_task())
 
     async def commit(
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]

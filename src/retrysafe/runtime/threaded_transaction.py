@@ -18,8 +18,8 @@ from retrysafe.core.model import (
     StepWrite,
 )
 from retrysafe.core.ports import Fate, Store, Transaction, Waits
+from retrysafe.reentry import OpenBlock
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.reentry import OpenBlock
 
 T = TypeVar("T")
 
@@ -73,7 +73,9 @@ class ThreadedTransaction:
         """Keeps other transactions off the key."""
         is_locked = await self._hop(self._transaction.lock, key, wait_seconds)
         if is_locked and self._store.capabilities.has_one_writer:
-            self._block = OpenBlock(self._store, self._transaction)
+            # Port `SoleWriter`.
+            is_open = getattr(self._transaction, "is_open", None)
+            self._block = OpenBlock(self._store, asyncio.current_task(), is_open)
         return is_locked
 
     def _leave_block(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sqlite3
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
@@ -28,9 +29,9 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import Fate, SettleResult, Waits
 from retrysafe.errors import InvalidInput, SchemaMissing, StoreError, TransactionMissing
+from retrysafe.reentry import OpenBlock
 from retrysafe.stores.sqlite import claims, outbox, rows, settlements, steps
 from retrysafe.stores.sqlite.file import full_code, primary_code
-from retrysafe.stores.sqlite.reentry import Block
 from retrysafe.stores.sqlite.schema import SQL
 
 T = TypeVar("T")
@@ -85,7 +86,7 @@ class SqliteTransaction:
         self._prepare = prepare
         self._has_outcome = has_outcome
         self._has_step = has_step
-        self._block: Block | None = None
+        self._block: OpenBlock | None = None
 
     # The frame around everything that is written.
 
@@ -142,7 +143,7 @@ class SqliteTransaction:
             if limit_ms != earlier_ms:
                 connection.execute(f"PRAGMA busy_timeout = {limit_ms}")
             self._take_write_lock()
-            self._block = Block(self._path, connection)
+            self._block = OpenBlock(self._path, threading.get_ident(), self.is_open)
             return True
         except sqlite3.OperationalError as error:
             if full_code(error) == sqlite3.SQLITE_ERROR:

@@ -20,12 +20,11 @@ from typing import Final, TypeVar
 
 from retrysafe import forks
 from retrysafe.errors import StoreError, StoreRejected
-from retrysafe.reentry import reentered
+from retrysafe.reentry import reentered, require_outside
 from retrysafe.stores.migrations import Migration
 from retrysafe.stores.sqlite import schema
 from retrysafe.stores.sqlite.file import DatabaseFile, make_durable, translated
 from retrysafe.stores.sqlite.grace import BLOCKED_SECONDS, HELD_SECONDS, Grace
-from retrysafe.stores.sqlite.reentry import require_outside
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
@@ -122,8 +121,8 @@ class Connections:
                 self._renewing_thread = None
 
     def _write(self, work: Work[T]) -> T:
-        require_outside(self._path)
         thread = threading.get_ident()
+        require_outside(self._path, thread)
         try:
             with self._lock:
                 try:
