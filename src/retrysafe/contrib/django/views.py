@@ -36,9 +36,9 @@ from retrysafe.http.asgi_run import PASSING_NAME, Message, Receive, Scope, Send,
 from retrysafe.http.protection import Plan, Protection
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Header, Response, response_of
+from retrysafe.http.router_marks import UNSERVED_NAME
 from retrysafe.http.routes import Route
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
-from retrysafe.http.unserved import UNSERVED_NAME
 from retrysafe.http.wsgi import request_of
 from retrysafe.http.wsgi_run import ATTEMPT_NAME
 from retrysafe.idempotency import BlockingIdempotency
@@ -144,8 +144,8 @@ def tell_unmatched(protection: Protection, idempotency: BlockingIdempotency, pla
     keys = keys_in(method, asked_of(plain).raw_headers)
     if keys:
         match = plain.resolver_match
-        place = path if match is None else f"/{match.route}"
-        protection.unmatched.note(idempotency.report, method, place, keys)
+        route = path if match is None else f"/{match.route}"
+        protection.unmatched.note(idempotency.report, method, route, keys)
 
 
 def planned(
