@@ -140,7 +140,7 @@ def test_a_rollback_inside_the_block_loses_the_claim(idem, connection):
     assert keys(connection) == []
 
 
-def test_a_commit_inside_the_block_is_told(idem, connection):
+def test_a_commit_inside_the_block_is_reported(idem, connection):
     connection.execute("BEGIN IMMEDIATE")
     with (
         pytest.raises(TransactionMissing, match="inside the block"),
@@ -151,7 +151,7 @@ def test_a_commit_inside_the_block_is_told(idem, connection):
 
 
 @pytest.mark.parametrize("when", ["before the outcome", "after the outcome"])
-def test_a_transaction_that_the_binding_began_in_the_block_is_told(
+def test_a_transaction_that_the_binding_began_in_the_block_is_reported(
     idem, connection, open_connection, when
 ):
     """The block is in one transaction; another one that stands open at its end is not taken for it.
@@ -435,7 +435,7 @@ def test_a_connection_that_begins_by_itself(idem, open_connection):
     assert keys(connection) == [2]
 
 
-def test_a_missing_schema_in_an_open_transaction_is_told(idem, open_connection):
+def test_a_missing_schema_in_an_open_transaction_is_reported(idem, open_connection):
     """Making it would wait for this very transaction."""
     connection = open_connection()
     connection.execute("BEGIN IMMEDIATE")

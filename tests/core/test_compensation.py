@@ -636,7 +636,7 @@ def test_a_cancelled_caller_does_not_hide_a_changed_operation(world):
     assert state(world) is State.RELEASED
 
 
-def test_an_orphan_that_cannot_read_leaves_the_key_to_its_lease(world):
+def test_a_background_ending_that_cannot_read_leaves_the_key_to_its_lease(world):
     """There is nobody left to tell."""
     plant(world)
     other = world.process()
@@ -647,7 +647,7 @@ def test_an_orphan_that_cannot_read_leaves_the_key_to_its_lease(world):
     assert state(world) is State.PENDING
 
 
-def test_an_orphan_undoes_nothing(world, effects):
+def test_a_background_ending_undoes_nothing(world, effects):
     """Nothing of the user's is called after a cancellation; that it failed is remembered."""
     world.first.steps.write_faults.extend([None, Fault(pauses=True)])
     operation = undoable(effects, "a", error=Declined("no"))
@@ -664,7 +664,7 @@ def test_an_orphan_undoes_nothing(world, effects):
     assert effects.ran == ["a", "undo of a done"]
 
 
-def test_an_orphan_goes_on_undoing_nothing(world, effects):
+def test_a_background_ending_goes_on_undoing_nothing(world, effects):
     """Nor does the orphan of an attempt that was undoing an earlier one's steps."""
     crashed(
         world.first,

@@ -232,7 +232,7 @@ def test_a_cancelled_caller_frees_nothing_while_a_step_is_under_way(world, effec
     assert world.first.renewals.running == []
 
 
-def test_an_orphan_that_is_cancelled_too_leaves_the_key_to_its_lease(world, effects):
+def test_a_background_ending_that_is_cancelled_too_leaves_the_key_to_its_lease(world, effects):
     """It was the last that could have waited for the step."""
     beside = Beside(effects, "charge", ending=OSError("first"))
     beside.started(world).throw(Stop())

@@ -305,7 +305,7 @@ def test_the_ending_of_another_attempt_is_not_copied():
     assert states(world) == [State.PENDING, State.SUCCEEDED]
 
 
-def test_a_lost_outer_claim_is_told():
+def test_a_lost_outer_claim_is_reported():
     """Somebody who knows only the outer key may have run it."""
     world, process = made_world()
     running = process.start(both(), process.pausing(7))

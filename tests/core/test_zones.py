@@ -219,7 +219,7 @@ def test_a_zone_without_a_name_is_one_of_another_library():
     assert through(moment) == moment
 
 
-def test_a_zone_that_is_not_known_here_is_told():
+def test_a_zone_that_is_not_known_here_is_reported():
     """The outcome stands; a replay says what is missing, and nothing runs."""
     stored = b'{"$":"datetime","v":"2024-07-01T12:00:00+03:00","z":"Nowhere/Atlantis"}'
     with pytest.raises(NotReadable, match="install tzdata"):

@@ -389,7 +389,7 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Flights._end,
-                "_tell(flight.waiters)",
+                "_wake(flight.waiters)",
                 "pass",
             ),
         ),
@@ -426,7 +426,7 @@ GUARDS: tuple[Guard, ...] = (
         "a signal among the wake-ups leaves a follower asleep for ever",
         (
             InCode(
-                flights._tell,
+                flights._wake,
                 "waiters[0].set()\n        del waiters[0]",
                 "waiters.pop(0).set()",
             ),

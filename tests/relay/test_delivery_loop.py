@@ -558,7 +558,7 @@ def test_a_stop_without_a_store_gives_up_after_a_few_tries():
 # Pace.
 
 
-def test_a_relay_takes_no_more_than_its_crew_can_carry():
+def test_a_relay_takes_no_more_than_its_pool_can_carry():
     scene = Scene(size=2)
     scene.stage(*(f"n{number}" for number in range(20)))
     seen = []

@@ -162,7 +162,7 @@ def test_cancelled_while_a_blocking_store_writes_the_outcome():
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("down"), OSError("odd")])
-def test_orphaned_outcome_is_stored_although_the_store_fails_at_first(error):
+def test_outcome_of_a_cancelled_caller_is_stored_although_the_store_fails_at_first(error):
     """The caller is gone and the store is down: the write is tried again in the background."""
 
     async def main() -> None:

@@ -297,7 +297,7 @@ def test_two_closers_both_hear_of_the_end():
     assert closed == [True, True]
 
 
-def test_an_outcome_that_a_second_interrupt_cuts_off_is_told(caplog):
+def test_an_outcome_that_a_second_interrupt_cuts_off_is_reported(caplog):
     """The first interrupt leaves its last write to the same thread; the second ends that too."""
 
     class Interrupted(MemoryStore):

@@ -263,7 +263,7 @@ class SimulatedRenewals:
             self._is_beating = False
 
 
-class SimulatedOrphanage:
+class SimulatedBackground:
     """Finishes the last write of a cancelled caller, as long as the process lives."""
 
     def __init__(self, world: World, process: Process) -> None:

@@ -519,7 +519,7 @@ def test_a_file_whose_name_is_no_text(tmp_path):
     run_sync(store.close())
 
 
-def test_an_error_of_the_binding_itself_is_told():
+def test_an_error_of_the_binding_itself_is_reported():
     """It has no result code of SQLite."""
     told = file.translated(sqlite3.OperationalError("Could not decode"), "sqlite:///a.db")
     assert isinstance(told, StoreUnavailable)

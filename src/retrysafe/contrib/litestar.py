@@ -272,13 +272,13 @@ def _described(base: type[Operation], told: Description) -> type[Operation]:
             after = getattr(super(), "__post_init__", None)
             if after is not None:
                 after()
-            _tell(self, told)
+            _describe(self, told)
 
     setattr(IdempotentOperation, _BASE, base)
     return IdempotentOperation
 
 
-def _tell(operation: Operation, told: Description) -> None:
+def _describe(operation: Operation, told: Description) -> None:
     own = list(operation.parameters or ())
     # A handler that reads one of these headers itself has described it.
     known = {

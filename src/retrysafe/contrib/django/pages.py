@@ -15,7 +15,7 @@ from django.utils.module_loading import import_string
 
 from retrysafe.contrib.django.configuration import current
 from retrysafe.contrib.django.route_names import path_of
-from retrysafe.contrib.django.views import asked_of, native_of, prefix_of
+from retrysafe.contrib.django.views import native_of, prefix_of, unread_request
 from retrysafe.contrib.views import RULE_NAME, located
 from retrysafe.http import blocking
 from retrysafe.http.rules import STATE_CHANGING, Rule
@@ -38,7 +38,7 @@ def page(request: Any, key: str | None = None) -> HttpResponseBase:
         protection,
         made.idempotency,
         path,
-        asked_of(request),
+        unread_request(request),
         prefix_of(request),
         async_to_sync(protection.caller_on_loop) if protection.has_async_caller else None,
     )

@@ -63,7 +63,7 @@ class MemoryOutbox:
             del self._entries[number]
         return min(limit, len(past))
 
-    def tell_staged(self) -> None:
+    def notify_staged(self) -> None:
         """Wakes relays if something was added; without the lock, which they need."""
         if self._is_staged:
             self._is_staged = False
