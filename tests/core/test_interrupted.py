@@ -167,8 +167,8 @@ def test_an_outcome_survives_a_signal_anywhere_in_its_settling(is_after, is_fail
             continue
         places_after_the_write += 1
         world = worlds[0]
-        for orphan in world.background:
-            drive(orphan)
+        for last_write in world.background:
+            drive(last_write)
         state = drive(world.store.read(KEY)).record.state
         assert state is (State.FAILED if is_failing else State.SUCCEEDED), place
         assert world.first.renewals.running == []

@@ -231,9 +231,9 @@ def test_an_outcome_is_not_lost_with_its_caller(world, process, error):
     flow = process.start(call(), process.returning("done"))
     flow.throw(error)
     assert flow.error is error
-    (orphan,) = world.background
+    (last_write,) = world.background
     assert state(world) is State.PENDING
-    drive(orphan)
+    drive(last_write)
     assert state(world) is State.SUCCEEDED
     assert process.answer(call()).value == "done"
     assert world.ran == [1]

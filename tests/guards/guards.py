@@ -365,7 +365,7 @@ GUARDS: tuple[Guard, ...] = (
         (Invariant.NO_EARLY_RERUN,),
     ),
     Guard(
-        "an outcome is adopted when its caller is cancelled",
+        "an outcome is stored although its caller is cancelled",
         "a client that disconnects makes the operation run again",
         (
             InCode(

@@ -183,7 +183,7 @@ def test_outcome_of_a_cancelled_caller_is_stored_although_the_store_fails_at_fir
             await hold.reached()
             await _cancel(task)
             hold.open()
-            # Closing waits for the orphan, so nothing more is needed here.
+            # Closing waits for the last write, so nothing more is needed here.
         assert len(tries) == 4
         assert await scene.condition() is Condition.SUCCEEDED
         assert scene.ran == ["first"]
@@ -192,7 +192,7 @@ def test_outcome_of_a_cancelled_caller_is_stored_although_the_store_fails_at_fir
 
 
 def test_caller_that_is_cancelled_twice_still_leaves_its_outcome():
-    """Impatient callers cancel again; the orphan does not depend on them."""
+    """Impatient callers cancel again; the last write does not depend on them."""
 
     async def main() -> None:
         scene = Scene()

@@ -468,7 +468,7 @@ def test_limits_that_make_no_sense_are_refused(changes):
         WorkerPolicy(**changes)
 
 
-# Crews.
+# Pools.
 
 
 def test_a_pool_of_threads_runs_a_few_at_a_time():

@@ -1,4 +1,4 @@
-"""Crews for recovery: a few threads that block, or a few tasks that suspend."""
+"""Pools for recovery: a few threads that block, or a few tasks that suspend."""
 
 from __future__ import annotations
 
