@@ -19,6 +19,7 @@ PUBLIC_NAMES = [
     "AsyncAtomicRun",
     "AsyncIdempotency",
     "AsyncWorker",
+    "AtomicAttempt",
     "AtomicRun",
     "Attempt",
     "AttemptsExhausted",

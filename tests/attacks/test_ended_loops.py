@@ -232,7 +232,7 @@ def test_the_result_of_a_step_is_stored_when_the_loop_ends(held):
     async def main() -> None:
         nonlocal reserved
         reserved = asyncio.Event()
-        tasks.append(asyncio.create_task(idem.run("k", order)))
+        tasks.append(asyncio.create_task(idem.run("k", order, request=None)))
         await reserved.wait()
         await asyncio.sleep(0)
         await anext(release)

@@ -217,7 +217,7 @@ for run in before:
         assert "before gevent patched" in str(error), error
     else:
         raise AssertionError(run)
-assert idem.run("k", lambda: 1) == 1
+assert idem.run("k", lambda: 1, request=None) == 1
 idem.worker().run_once()
 Relay(store, print).drain()
 """

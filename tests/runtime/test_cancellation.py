@@ -279,7 +279,7 @@ def test_operation_that_cancels_itself_is_no_failure():
             async def operation() -> None:
                 raise asyncio.CancelledError
 
-            task = asyncio.create_task(scene.idem.run(KEY, operation))
+            task = asyncio.create_task(scene.idem.run(KEY, operation, request=None))
             assert isinstance(await raised(task), asyncio.CancelledError)
             assert await scene.condition() is Condition.RUNNING
 
@@ -304,14 +304,14 @@ def test_interrupted_operation_leaves_the_key_to_its_lease(kind):
             raise kind
 
         with pytest.raises(kind):
-            idem.run(KEY, operation, name="")
+            idem.run(KEY, operation, name="", request=None)
         assert idem.read(KEY).condition is Condition.RUNNING
         assert store.kinds == [["claim"]]
         with pytest.raises(OperationInFlight):
-            idem.run(KEY, lambda: "second")
+            idem.run(KEY, lambda: "second", request=None)
         assert idem._heartbeat.leases == []
         clock.advance(30)
-        assert idem.answer(KEY, lambda: "third").attempt == 2
+        assert idem.answer(KEY, lambda: "third", request=None).attempt == 2
 
 
 def test_interrupt_while_the_outcome_is_stored_stores_it_first():
@@ -347,4 +347,4 @@ def test_second_interrupt_ends_the_last_write():
         assert idem.read(KEY).condition is Condition.RUNNING
         # The object works on for other keys.
         store.before = None
-        assert idem.run("another", lambda: 1, caller="tester") == 1
+        assert idem.run("another", lambda: 1, caller="tester", request=None) == 1

@@ -121,7 +121,9 @@ def test_claims_and_settlements_are_answered_in_the_order_of_their_rows():
         hold = Hold()
         group = idem._engine._writer
         operations = Hold()
-        runners = [Worker(idem.run, f"runner {number}", operations) for number in range(3)]
+        runners = [
+            Worker(idem.run, f"runner {number}", operations, request=None) for number in range(3)
+        ]
         operations.reached(3)
         commits_before = len(store.commits)
         arrived = [0]
@@ -132,11 +134,11 @@ def test_claims_and_settlements_are_answered_in_the_order_of_their_rows():
                 hold()
 
         store.before = before
-        first = Worker(idem.run, "first", lambda: "first")
+        first = Worker(idem.run, "first", lambda: "first", request=None)
         hold.reached()
         operations.open()
         until(lambda: len(group._queue) == 3)
-        claimers = [Worker(idem.run, f"claimer {n}", lambda n=n: n) for n in range(3)]
+        claimers = [Worker(idem.run, f"claimer {n}", lambda n=n: n, request=None) for n in range(3)]
         until(lambda: len(group._queue) == 6)
         hold.open()
         assert [worker.result() for worker in claimers] == [0, 1, 2]

@@ -437,7 +437,7 @@ def test_a_relay_is_a_duty(idem, clock):
 def test_the_sweep_is_a_duty(idem, clock):
     """What is past its windows goes, in as many rounds as it takes."""
     for number in range(2_500):
-        idem.run(f"order-{number}", lambda: None)
+        idem.run(f"order-{number}", lambda: None, request=None)
     clock.advance(timedelta(days=40))
     assert idem.worker().run_once()["sweep"].keys == 2_500
 
@@ -446,7 +446,7 @@ def test_a_sweep_under_way_waits_for_its_store(clock, caplog):
     store = FaultyStore(MemoryStore(now_ms=clock))
     store.fail(Moment.BEFORE, method="sweep")
     with Idempotency(store, caller="shop") as idem:
-        idem.run("order", lambda: None)
+        idem.run("order", lambda: None, request=None)
         clock.advance(timedelta(days=40))
         flow = idem.worker().duties["sweep"]._flow
         run_sync(flow.run(Rests(2)))

@@ -23,7 +23,6 @@ from retrysafe.cli import (
     output,
     relay,
     sweep,
-    telling,
     worker,
 )
 from retrysafe.cli.problems import ExitCode, problem_of, report
@@ -101,7 +100,6 @@ app.command("worker")(worker.worker)
 app.command("relay")(relay.relay)
 app.command("sweep")(sweep.sweep)
 app.command("demo")(demo.demo)
-app.command("story")(telling.story)
 
 
 @app.callback(invoke_without_command=True)
@@ -117,8 +115,8 @@ def root(
 ) -> None:
     """Look after the keys of retrysafe: operations that run once, however often they are retried.
 
-    Every command takes --json. Those that need a store take --store URL; all but demo and story
-    read RETRYSAFE_STORE too.
+    Every command takes --json. Those that need a store take --store URL; all but demo read
+    RETRYSAFE_STORE too.
 
     Exit codes: 0 done; 1 refused, pending or not found; 2 usage; 3 a problem with the store.
     """

@@ -18,8 +18,8 @@ from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys.key import GlobalCaller
 from retrysafe.errors import InvalidInput
 from retrysafe.http.asgi import IdempotencyMiddleware
-from retrysafe.http.asgi_io import is_protected
-from retrysafe.http.asgi_run import App, Receive, Scope, Send, exact_path, is_below
+from retrysafe.http.asgi_io import exact_path, is_below, is_protected
+from retrysafe.http.asgi_run import App, Receive, Scope, Send
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.key_sources import FieldsKey
@@ -28,7 +28,12 @@ from retrysafe.http.policy_page import PolicyReaders
 from retrysafe.http.protection import POLICY_PATH, STATUS_PATH, STORE_TIMEOUT, Protection
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response, response_of
-from retrysafe.http.routes import NO_PARAMETERS, Route
+from retrysafe.http.routes import (
+    NO_PARAMETERS,
+    Route,
+    require_name_at_host,
+    require_one_operation,
+)
 from retrysafe.http.rules import KeyUse, Rule
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 
@@ -36,7 +41,7 @@ from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 STATE_NAME: Final = "idempotency"
 
 
-def attempt_in(state: Mapping[str, Any]) -> Attempt | AtomicAttempt | None:
+def attempt_in(state: Mapping[str, Any]) -> Attempt | AtomicAttempt[Any] | None:
     """The attempt that a request runs as; None when it runs unprotected."""
     found = state.get(STATE_NAME)
     return found if isinstance(found, Attempt | AtomicAttempt) else None
@@ -59,6 +64,10 @@ class EndpointPath:
     # What the endpoint makes of parameters of the path that are given by name; None where it takes
     # what the router made of them.
     convert: Convert | None = None
+    # Parameters that requests have beside those of the path, such as those of a host.
+    names: frozenset[str] = frozenset()
+    # Whether it is one host's: others may have the same path.
+    has_host: bool = False
 
 
 class Served:
@@ -172,6 +181,9 @@ class Endpoints:
             # Of a route that only reads, nothing is left, and nothing needs protection.
             methods = tuple(method for method in methods if method in endpoint.methods) or methods
         located = replace(rule, path=endpoint.path, methods=methods)
+        require_one_operation(located, endpoint.names)
+        if endpoint.has_host:
+            require_name_at_host(located)
         return Served(self._pages.around(app), Route(located, self.idempotency.settings), endpoint)
 
     def note_unmatched(self, scope: Scope, route: str) -> None:

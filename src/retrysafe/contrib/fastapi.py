@@ -25,7 +25,8 @@ from retrysafe.contrib.openapi import (
 from retrysafe.contrib.views import view_rule
 from retrysafe.errors import InvalidInput
 from retrysafe.extras import missing_extra
-from retrysafe.http.asgi_run import App, Receive, Scope, Send, is_below
+from retrysafe.http.asgi_io import is_below
+from retrysafe.http.asgi_run import App, Receive, Scope, Send
 from retrysafe.http.field_values import NOT_TAKEN
 from retrysafe.http.request import plain_path
 from retrysafe.http.rules import KeyUse, Rule

@@ -44,7 +44,13 @@ from retrysafe.http.policy_page import PolicyReaders
 from retrysafe.http.protection import POLICY_PATH, STATUS_PATH, Plan, Protection
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response
-from retrysafe.http.routes import NO_PARAMETERS, Match, Route
+from retrysafe.http.routes import (
+    NO_PARAMETERS,
+    Match,
+    Route,
+    require_name_at_host,
+    require_parameters,
+)
 from retrysafe.http.rules import KeyUse, Rule
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.http.wsgi import is_run, prefix_of, request_of
@@ -221,6 +227,12 @@ class _Protected:
         if known not in self._routes:
             at_path = located(rule, url_rule.rule, methods=url_rule.methods, name=url_rule.endpoint)
             settings = self._idempotency.settings
+            if at_path is not None:
+                if url_rule.subdomain or url_rule.host:
+                    require_name_at_host(at_path)
+                # Functions of the application may add values to those of the route.
+                if not self._app.url_value_preprocessors:
+                    require_parameters(at_path, url_rule.arguments)
             self._routes[known] = None if at_path is None else Route(at_path, settings)
         return self._routes[known]
 
@@ -247,7 +259,8 @@ class _Protected:
         """Raises `InvalidInput` for a view whose route stands below its decorator.
 
         Flask has registered it without the decorator then, and runs it unprotected. Looked at with
-        the first request, when all views are there.
+        the first request, when all views are there. Raises as `Route` does for rules that cannot
+        be.
         """
         registered = self._app.view_functions
         reached = {id(inspect.unwrap(view)) for view in registered.values() if _has_rule(view)}
@@ -258,6 +271,11 @@ class _Protected:
                     f"the view {endpoint!r} is not protected: write its route above "
                     "@retrysafe.idempotent(), because Flask takes what stands below the route"
                 )
+        for place in self._app.url_map.iter_rules():
+            for method in place.methods or ():
+                rule = _rule_of(registered.get(place.endpoint), method)
+                if rule is not None:
+                    self._route(rule, place)
         self._is_in_order = True
 
     # Bodies.
@@ -356,7 +374,7 @@ def _rule_of(view: Any, method: str) -> Rule | None:
 
 
 def _run_view(
-    plan: Plan, view: Callable[[], Any], attempt: Attempt | AtomicAttempt | None
+    plan: Plan, view: Callable[[], Any], attempt: Attempt | AtomicAttempt[Any] | None
 ) -> tuple[Any, Response]:
     """Runs the view as Flask does, with the error handlers that answer for it."""
     g.idempotency = attempt

@@ -12,6 +12,13 @@ from typing import Final
 from retrysafe.errors import PolicyInvalid
 
 _PARAMETER: Final = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+# The same with what some frameworks write behind the name, as in {id:int}.
+_NAMED: Final = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(?::[^{}]*)?\}")
+
+
+def names_in(path: str) -> frozenset[str]:
+    """The names of the parameters in a path, as rules and frameworks write it."""
+    return frozenset(_NAMED.findall(path))
 
 
 class PathPattern:

@@ -327,8 +327,7 @@ class Protection:
             return None
         try:
             key = parse_key(keys, strict=route.rule.strict)
-            if route.maker is not None:
-                require_own_key(key)
+            require_own_key(key)
         except KeyInvalid as error:
             return problem_of(error, self.refusals.context(request, prefix))
         return key
@@ -555,7 +554,9 @@ class Protection:
         if isinstance(error, OperationInFlight) and error.has_record and accepts:
             return self.accepted(plan, error.retry_after)
         detail: str | None = None
-        if isinstance(error, KeyReused) and not isinstance(plan.caller, GlobalCaller):
+        if isinstance(error, KeyReused) and plan.is_made:
+            detail = plan.route.told_of_reuse
+        elif isinstance(error, KeyReused) and not isinstance(plan.caller, GlobalCaller):
             # In a namespace that all callers share, the first use may be somebody else's.
             detail = first_use(error)
         context = self.refusals.context(plan.request, plan.prefix)

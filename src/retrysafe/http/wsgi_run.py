@@ -86,7 +86,7 @@ class WsgiRun:
         self.error: BaseException | None = None
         self.late_error: Exception | None = None
 
-    def invoke(self, attempt: Attempt | AtomicAttempt | None) -> Response:
+    def invoke(self, attempt: Attempt | AtomicAttempt[Any] | None) -> Response:
         """Runs the application to the end of its response, or to where it has to be passed on.
 
         Without an attempt it is a run without a claim.

@@ -27,6 +27,7 @@ from retrysafe.core.keys.key import (
     Key,
     body_key,
     checked_secret,
+    looks_derived,
     natural_key,
     scoped_key,
 )
@@ -133,6 +134,18 @@ class Settings:
                 raise _no_caller(source)
             source = source()
         return scoped_key(key, source)
+
+    def call_key(self, key: str | Key, caller: CallerSource | None) -> Key:
+        """The same for a key to run under; raises `KeyInvalid` for a copy of a derived key."""
+        scoped = self.key(key, caller)
+        if looks_derived(scoped.text):
+            raise KeyInvalid(
+                "a text of this form is a copy of a key that is made from values, and whoever "
+                "chooses keys could take such a key in advance: pass what natural_key(…) returns, "
+                "or another key",
+                key=scoped.text,
+            )
+        return scoped
 
 
 def owner_name() -> str:
@@ -313,7 +326,7 @@ class Once:
         fingerprints = self.settings.secrets.fingerprints(plain)
         key, is_derived = self._key(bound, args, kwargs, plain[0])
         takes_corrections = is_derived and bool(self.policy.nothing_happened)
-        scoped = self.settings.key(key, None if isinstance(key, Key) else self.caller)
+        scoped = self.settings.call_key(key, None if isinstance(key, Key) else self.caller)
         call = Call(
             scoped,
             fingerprints,

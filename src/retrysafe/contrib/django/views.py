@@ -32,7 +32,8 @@ from retrysafe.core.attempt import Attempt
 from retrysafe.core.values.trees import NotStorable
 from retrysafe.errors import InvalidInput
 from retrysafe.http.asgi import IdempotencyMiddleware
-from retrysafe.http.asgi_run import PASSING_NAME, Message, Receive, Scope, Send, exact_path
+from retrysafe.http.asgi_io import exact_path
+from retrysafe.http.asgi_run import PASSING_NAME, Message, Receive, Scope, Send
 from retrysafe.http.protection import Plan, Protection
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Header, Response, response_of
@@ -75,7 +76,7 @@ def prefix_of(request: Any) -> str:
     return prefix.rstrip("/")
 
 
-def attempt_around(plain: Any) -> Attempt | AtomicAttempt | None:
+def attempt_around(plain: Any) -> Attempt | AtomicAttempt[Any] | None:
     """The attempt that this very request runs as, if somebody further out protects it.
 
     That is a decorator or the middleware of this project, or one around its WSGI or ASGI
@@ -261,7 +262,7 @@ def answer(
     request = plan.request.host
     plain = django_request(request)
 
-    def run(attempt: Attempt | AtomicAttempt | None) -> tuple[Any, Response]:
+    def run(attempt: Attempt | AtomicAttempt[Any] | None) -> tuple[Any, Response]:
         plain.idempotency = attempt
         plain.is_run_by_retrysafe = True
         token = _serving.set(request)
