@@ -1,5 +1,6 @@
 """retrysafe: an operation that is retried, redelivered or raced runs once."""
 
+from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer
 from retrysafe.core.events import Event, EventKind
@@ -71,6 +72,7 @@ __all__ = [
     "AsyncAtomicRun",
     "AsyncIdempotency",
     "AsyncWorker",
+    "AtomicAttempt",
     "AtomicRun",
     "Attempt",
     "AttemptsExhausted",

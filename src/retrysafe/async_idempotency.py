@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from datetime import timedelta
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Never, ParamSpec, Self, TypeVar
+from typing import Any, Never, ParamSpec, Self, TypeVar, TypeVarTuple
 
 from retrysafe import forks
 from retrysafe.core.atomic.run import AtomicAttempt
@@ -52,6 +52,8 @@ from retrysafe.workers.worker import AsyncDuty, AsyncWorker, TaskDuty
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+C = TypeVar("C")
 
 
 class AsyncFace(AtomicTasks, Face):
@@ -132,9 +134,9 @@ class AsyncFace(AtomicTasks, Face):
     async def run(
         self,
         key: str | Key,
-        operation: Callable[..., Awaitable[T]],
+        operation: Callable[[*Ts], Awaitable[T]],
         /,
-        *args: Any,
+        *args: *Ts,
         caller: CallerSource | None = None,
         name: str | None = None,
         request: object = UNSET,
@@ -169,9 +171,9 @@ class AsyncFace(AtomicTasks, Face):
     async def answer(
         self,
         key: str | Key,
-        operation: Callable[..., Awaitable[T]],
+        operation: Callable[[*Ts], Awaitable[T]],
         /,
-        *args: Any,
+        *args: *Ts,
         caller: CallerSource | None = None,
         name: str | None = None,
         request: object | Unset = UNSET,
@@ -304,8 +306,8 @@ class AsyncFace(AtomicTasks, Face):
         return self._bound().engine.repeats(call, outcome)
 
     def answer_call(
-        self, call: Call, operation: Callable[[Attempt], Awaitable[Any]]
-    ) -> Coroutine[Any, Any, Answer[Any]]:
+        self, call: Call, operation: Callable[[Attempt], Awaitable[T]]
+    ) -> Coroutine[Any, Any, Answer[T]]:
         """For adapters: answers a call that they have put together; the operation gets its attempt.
 
         Raises as `run` does.
@@ -315,9 +317,9 @@ class AsyncFace(AtomicTasks, Face):
     async def answer_atomic(
         self,
         call: Call,
-        transaction: Callable[[], AbstractAsyncContextManager[Any]],
-        operation: Callable[[AtomicAttempt], Awaitable[Any]],
-    ) -> Answer[Any]:
+        transaction: Callable[[], AbstractAsyncContextManager[C]],
+        operation: Callable[[AtomicAttempt[C]], Awaitable[T]],
+    ) -> Answer[T]:
         """For adapters: answers a call in a transaction, with its outcome and what it wrote.
 
         `transaction` opens one and gives its connection; it commits at the end and rolls back on

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Never, ParamSpec, Self, TypeVar
+from typing import Any, Never, ParamSpec, Self, TypeVar, TypeVarTuple
 
 from retrysafe import forks
 from retrysafe.core.atomic.complete_in import Joiner
@@ -61,6 +61,8 @@ from retrysafe.workers.worker import Duty, ThreadDuty, Worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+C = TypeVar("C")
 
 
 class _InterruptedThread:
@@ -180,9 +182,9 @@ class BlockingIdempotency(AtomicThreads, Face):
     def run(
         self,
         key: str | Key,
-        operation: Callable[..., T],
+        operation: Callable[[*Ts], T],
         /,
-        *args: Any,
+        *args: *Ts,
         caller: CallerSource | None = None,
         name: str | None = None,
         request: object = UNSET,
@@ -208,9 +210,9 @@ class BlockingIdempotency(AtomicThreads, Face):
     def answer(
         self,
         key: str | Key,
-        operation: Callable[..., T],
+        operation: Callable[[*Ts], T],
         /,
-        *args: Any,
+        *args: *Ts,
         caller: CallerSource | None = None,
         name: str | None = None,
         request: object | Unset = UNSET,
@@ -335,7 +337,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         In threads there is nothing to do: who asks for a key waits there until it has an answer.
         """
 
-    def answer_call(self, call: Call, operation: Callable[[Attempt], Any]) -> Answer[Any]:
+    def answer_call(self, call: Call, operation: Callable[[Attempt], T]) -> Answer[T]:
         """For adapters: answers a call that they have put together; the operation gets its attempt.
 
         Raises as `run` does.
@@ -345,9 +347,9 @@ class BlockingIdempotency(AtomicThreads, Face):
     def answer_atomic(
         self,
         call: Call,
-        transaction: Callable[[], AbstractContextManager[Any]],
-        operation: Callable[[AtomicAttempt], Any],
-    ) -> Answer[Any]:
+        transaction: Callable[[], AbstractContextManager[C]],
+        operation: Callable[[AtomicAttempt[C]], T],
+    ) -> Answer[T]:
         """For adapters: answers a call in a transaction, with its outcome and what it wrote.
 
         `transaction` opens one and gives its connection; it commits at the end and rolls back on
@@ -355,7 +357,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         Raises as `run` does, and `StoreUnavailable` for a transaction that could not be had.
         """
 
-        async def invoke(attempt: AtomicAttempt) -> Any:
+        async def invoke(attempt: AtomicAttempt[C]) -> T:
             return operation(attempt)
 
         forks.refresh_if_stale()

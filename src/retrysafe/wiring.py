@@ -128,13 +128,20 @@ def _checked_by_libpq(url: PostgresUrl) -> str:
 def environment_secret() -> list[str | None] | None:
     """The secrets in `RETRYSAFE_SECRET`, each on a line of its own; None without one.
 
-    Raises `InvalidInput` for a PEM file, whose first line everybody knows.
+    Raises `InvalidInput` for a PEM file, whose first line everybody knows, and for what looks like
+    several secrets in one line: taken as one, it would be another secret than all of them.
     """
     lines = os.environ.get(SECRET_VARIABLE, "").splitlines()
     if any(line.startswith("-----BEGIN ") for line in lines):
         raise InvalidInput(
             f"each line of {SECRET_VARIABLE} is a secret, and a PEM file has public ones: set it "
             "to the output of openssl rand -hex 32, or pass secret=[…] with the whole text"
+        )
+    if any("," in line or "\\n" in line for line in lines):
+        raise InvalidInput(
+            f"{SECRET_VARIABLE} has a comma or a backslash with n, which could mean several "
+            "secrets: write each on a line of its own, with real line breaks; where that cannot be "
+            "done, or one secret has such a character, pass secret=[…]"
         )
     return [None if line == NO_SECRET_WORD else line for line in lines if line] or None
 

@@ -139,7 +139,7 @@ def test_completing_in_another_database_is_refused_and_the_claim_stays(shop, ide
             current_attempt().complete_in(connection, "not stored")
 
     with pytest.raises(InvalidInput, match=REFUSED):
-        idem.run("order-1", operation)
+        idem.run("order-1", operation, request=None)
     assert idem.read("order-1").condition is Condition.RELEASED
 
     def mended():
@@ -147,7 +147,7 @@ def test_completing_in_another_database_is_refused_and_the_claim_stays(shop, ide
             operation()
         return "stored"
 
-    assert idem.run("order-2", mended) == "stored"
+    assert idem.run("order-2", mended, request=None) == "stored"
 
 
 def test_a_thread_of_an_event_loop_compares_with_what_the_store_was(shop, elsewhere):

@@ -210,7 +210,7 @@ def test_faces_refuse_what_they_cannot_stage_in(connection):
         with pytest.raises(InvalidInput, match="Plain has no outbox"):
             plain.stage(connection, "t", 1)
         with pytest.raises(InvalidInput, match="no outbox"):
-            plain.run("k", lambda: current_attempt().outbox.stage("t", 1), name="n")
+            plain.run("k", lambda: current_attempt().outbox.stage("t", 1), name="n", request=None)
 
 
 def test_an_event_loop_needs_a_connection_for_any_thread(path, connection):

@@ -165,7 +165,7 @@ def test_a_step_outside_waits_for_no_lock(shop, idem):
                 attempt.step("mail", ran.append, "mail")
         attempt.step("mail", ran.append, "mail")
 
-    idem.run("order-1", operation)
+    idem.run("order-1", operation, request=None)
     assert ran == ["mail"]
 
 
@@ -178,7 +178,7 @@ def test_a_transaction_that_is_left_open_does_not_hang_the_operation(shop, idem)
             attempt.step("book", insert, shop, connection, in_transaction=connection)
 
         with pytest.raises(OutcomeNotStored, match="still open"):
-            idem.run("order-1", operation)
+            idem.run("order-1", operation, request=None)
     assert shop.orders() == ["pen"]
     assert steps_of(idem) == [("book", b'"inserted"')]
 
@@ -201,7 +201,7 @@ def test_a_transaction_may_be_tried_again_within_the_attempt(shop, idem):
         with pytest.raises(StepReused):
             book(is_kept=True)
 
-    idem.run("order-1", operation)
+    idem.run("order-1", operation, request=None)
     assert shop.orders() == ["pen"]
     positions = [(step.name, step.position) for step in idem.read("order-1").steps]
     assert positions == [("book", 1), ("mail", 2)]
@@ -215,7 +215,7 @@ def test_the_connection_must_be_of_a_known_kind(idem):
         current_attempt().step("book", ran.append, 1, in_transaction="no connection")
 
     with pytest.raises(InvalidInput, match="no connection"):
-        idem.run("order-1", operation)
+        idem.run("order-1", operation, request=None)
     assert ran == []
 
 
@@ -280,7 +280,7 @@ def test_a_zombie_on_sqlite_can_neither_write_nor_record(tmp_path):
                 current_attempt().step("book", write, in_transaction=connection)
 
         with pytest.raises(ClaimLost):
-            idem.run("order-1", operation)
+            idem.run("order-1", operation, request=None)
         with closing(sqlite3.connect(path)) as connection:
             assert connection.execute("SELECT count(*) FROM orders").fetchone() == (0,)
         assert idem.read("order-1").steps == []

@@ -186,7 +186,7 @@ def test_a_call_where_the_stack_ends_leaves_nobody_waiting(url: str):
     heard: set[str] = set()
     runs: list[str] = []
     with Idempotency(url, caller="tester", cache=False) as idem:
-        idem.run("warm-up", lambda: 0)
+        idem.run("warm-up", lambda: 0, request=None)
         for room in range(FRAMES, 3, -1):
 
             def act(key: str = f"deep-{room}") -> None:
@@ -197,9 +197,9 @@ def test_a_call_where_the_stack_ends_leaves_nobody_waiting(url: str):
 
             with suppress(RecursionError):
                 _with_room(room, act)
-            other = Worker(lambda key=f"other-{room}": idem.run(key, lambda: 1))
+            other = Worker(lambda key=f"other-{room}": idem.run(key, lambda: 1, request=None))
             assert other.result() == 1, f"nobody else is served after {room} frames"
-            assert idem.run(f"next-{room}", lambda: 1) == 1
+            assert idem.run(f"next-{room}", lambda: 1, request=None) == 1
     assert "RecursionError" in heard
     assert runs
     assert len(runs) == len(set(runs))

@@ -232,7 +232,7 @@ def test_the_result_of_a_step_is_stored_when_the_loop_ends(held):
     async def main() -> None:
         nonlocal reserved
         reserved = asyncio.Event()
-        tasks.append(asyncio.create_task(idem.run("k", order)))
+        tasks.append(asyncio.create_task(idem.run("k", order, request=None)))
         await reserved.wait()
         await asyncio.sleep(0)
         await anext(release)
@@ -246,7 +246,7 @@ def test_the_result_of_a_step_is_stored_when_the_loop_ends(held):
     assert calls == ["reserve"]
 
 
-def test_what_cannot_be_stored_in_time_is_told(held, monkeypatch, caplog):
+def test_what_cannot_be_stored_in_time_is_reported(held, monkeypatch, caplog):
     """The store does not come back: the loop ends all the same, and every key is in the log."""
     monkeypatch.setattr(loop_ports, "LAST_WRITES_SECONDS", 0.2)
     charges = Charges(held, count=5)

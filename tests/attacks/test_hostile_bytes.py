@@ -32,7 +32,7 @@ from retrysafe.core.keys import canonical
 from retrysafe.http import FromBody, HeaderKey, IdempotencyMiddleware, Rule, bearer_token
 from retrysafe.http.callers import basic_user, gateway_header
 from retrysafe.http.headers import HEADER_LIMIT_BYTES, parse_key, parse_prefer
-from retrysafe.http.large_bodies import LARGE_BODIES, LARGE_BODY_BYTES
+from retrysafe.http.large_bodies import LARGE_BODY_BYTES
 from retrysafe.http.protection import Protection
 from retrysafe.http.request import Request
 from retrysafe.http.routes import Route
@@ -310,16 +310,6 @@ async def test_the_loop_runs_while_a_hostile_body_is_read(monkeypatch):
         assert not large.done()
         may_end.set()
         assert (await large).status_code == 201
-
-
-def test_the_worker_of_large_bodies_is_made_anew_after_a_fork():
-    """The thread stays in the parent; a child that waited for it would wait for ever."""
-    assert asyncio.run(LARGE_BODIES.run(threading.get_ident)) != threading.get_ident()
-    before = LARGE_BODIES._pool
-    LARGE_BODIES.after_fork_in_child()
-    assert asyncio.run(LARGE_BODIES.run(threading.get_ident)) != threading.get_ident()
-    assert LARGE_BODIES._pool is not before
-    before.shutdown()
 
 
 def test_long_integers_are_linear_without_the_limit_of_python():

@@ -66,7 +66,7 @@ def test_a_step_whose_answer_was_lost_may_be_asked_for_again(store: FaultyStore,
         return value
 
     with Idempotency(store, caller="tester", policy=IMPATIENT, cache=False) as idem:
-        assert idem.run("k", operation) == "charged"
+        assert idem.run("k", operation, request=None) == "charged"
         steps = [(step.name, step.position) for step in idem.read("k").steps]
     assert ran == ["charge", "mail"]
     assert steps == [("charge", 1), ("mail", 2)]
@@ -85,10 +85,10 @@ def test_an_attempt_that_has_ended_says_so(store: FaultyStore, error: Exception 
     policy = Policy(terminal=ValueError)
     with Idempotency(store, caller="tester", policy=policy, cache=False) as idem:
         if error is None:
-            idem.run("k", operation)
+            idem.run("k", operation, request=None)
         else:
             with pytest.raises(type(error)):
-                idem.run("k", operation)
+                idem.run("k", operation, request=None)
         (attempt,) = kept
         assert attempt.is_lost
         assert attempt.time_left == timedelta()
@@ -117,7 +117,7 @@ def test_a_step_after_a_completion_that_stands_is_refused_before_it_runs(tmp_pat
             attempt.step("mail", pytest.fail, "it ran")
 
     with Idempotency(url, caller="tester") as idem:
-        assert idem.run("k", operation) == "done"
+        assert idem.run("k", operation, request=None) == "done"
 
 
 def test_a_step_whose_transaction_has_committed_is_not_called_another_one(tmp_path: Path):
@@ -137,6 +137,6 @@ def test_a_step_whose_transaction_has_committed_is_not_called_another_one(tmp_pa
 
     with Idempotency(url, caller="tester") as idem:
         with pytest.raises(StepReused, match=r"is done: the transaction .* has committed"):
-            idem.run("k", operation, name="pay")
-        idem.run("k", operation, name="pay")
+            idem.run("k", operation, name="pay", request=None)
+        idem.run("k", operation, name="pay", request=None)
     assert ran == ["book"]

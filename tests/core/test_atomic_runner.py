@@ -265,7 +265,7 @@ def test_a_claim_that_was_rolled_back_inside_is_lost(desk):
     assert desk.ends == ["begin", "rollback"]
 
 
-def test_an_unknown_connection_is_told(desk):
+def test_an_unknown_connection_is_reported(desk):
     """What `block` raises ends the transaction."""
     desk.block = lambda made_call, connection: (_ for _ in ()).throw(InvalidInput("unknown"))
     with pytest.raises(InvalidInput, match="unknown"):

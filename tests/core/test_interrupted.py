@@ -11,8 +11,7 @@ from types import TracebackType
 
 import pytest
 
-from retrysafe.core import run
-from retrysafe.core import settle as settling
+from retrysafe.core import run, settle
 from retrysafe.core.engine import POLL_MAXIMUM_SECONDS
 from retrysafe.core.flights import Flight, Flights, Phase
 from retrysafe.core.lease import Lease
@@ -75,10 +74,10 @@ def test_a_signal_before_the_landing_leaves_no_flight(count):
     lock = AlarmedLock()
     process.engine._flights._lock = lock
     leader = process.start(call(), process.pausing("first"))
-    settle = process.writer.settle
+    settle_row = process.writer.settle
 
     async def settle_and_arm(settlement: object) -> object:
-        answer = await settle(settlement)
+        answer = await settle_row(settlement)
         lock.armed = count
         return answer
 
@@ -194,13 +193,13 @@ def test_an_outcome_survives_a_signal_anywhere_in_its_settling(is_after, is_fail
             process.answer(call(policy=Policy(terminal=Declined)), invoke)
 
     places_after_the_write = 0
-    for place in at_every_place(act, run, settling):
+    for place in at_every_place(act, run, settle):
         if not worlds or not worlds[0].first.writer.settlements:
             continue
         places_after_the_write += 1
         world = worlds[0]
-        for orphan in world.background:
-            drive(orphan)
+        for last_write in world.background:
+            drive(last_write)
         state = drive(world.store.read(KEY)).record.state
         assert state is (State.FAILED if is_failing else State.SUCCEEDED), place
         assert world.first.renewals.running == []

@@ -427,7 +427,8 @@ def test_attempts_that_are_over_leave_nothing_in_the_context(world):
         assert len(trail) == 1
         assert last.place(is_known=False) == 3
 
-    contextvars.copy_context().run(many)
+    # An empty one: errors that are parameters of other tests keep their attempts alive.
+    contextvars.Context().run(many)
 
 
 def test_steps_side_by_side_read_the_stored_ones_once(world, effects):
@@ -729,7 +730,7 @@ def test_a_step_is_written_until_it_stands(world, effects):
     assert stored_steps(world) == [("charge", 1)]
 
 
-def test_patience_ends_and_the_operation_is_told(world, effects):
+def test_patience_ends_and_the_operation_is_reported(world, effects):
     """The step ran and is not remembered: its value comes with the error; only the lease frees."""
     world.first.steps.write_faults.extend([Fault(DOWN)] * 100)
     policy = Policy(settle_patience=timedelta(seconds=1))
@@ -935,7 +936,7 @@ def test_a_cancelled_caller_does_not_lose_a_finished_step(world, effects):
     assert effects.ran == ["charge"]
 
 
-def test_a_step_that_nobody_can_write_any_more_is_told(world, effects):
+def test_a_step_that_nobody_can_write_any_more_is_reported(world, effects):
     """The loop or the process is about to end: the step runs again, and somebody should know."""
     world.first.steps.write_faults.append(Fault(pauses=True))
     flow = world.first.start(call(), world.first.operating(in_order(effects, "charge")))
@@ -947,7 +948,7 @@ def test_a_step_that_nobody_can_write_any_more_is_told(world, effects):
     world.background.pop().close()
 
 
-def test_an_orphan_gives_up_quietly(world, effects):
+def test_a_background_ending_gives_up_quietly(world, effects):
     """There is nobody to tell; the step runs again, as after a crash."""
     world.first.steps.write_faults.extend([Fault(pauses=True), Fault(StoreMissing("gone"))])
     flow = world.first.start(call(), world.first.operating(in_order(effects, "charge")))

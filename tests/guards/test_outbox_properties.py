@@ -126,7 +126,7 @@ def test_a_confirmed_ending_stages_nothing_again():
 def test_nothing_is_staged_into_the_void():
     kept = []
     with Idempotency(MemoryStore(), caller=GLOBAL) as idem:
-        idem.run("key", lambda: kept.append(attempt().outbox))
+        idem.run("key", lambda: kept.append(attempt().outbox), request=None)
     with pytest.raises(InvalidInput):
         kept[0].stage("t", 1)
 

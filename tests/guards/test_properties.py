@@ -841,7 +841,7 @@ def test_what_is_queued_is_stored_before_its_loop_ends():
         async def charge() -> None:
             has_run.set()
 
-        runs.append(asyncio.create_task(idem.run("k", charge)))
+        runs.append(asyncio.create_task(idem.run("k", charge, request=None)))
         await has_run.wait()
         await asyncio.sleep(0)
 

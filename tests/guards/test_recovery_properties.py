@@ -59,7 +59,7 @@ class Desk:
         """A first run that ends with its process; its lease runs out."""
         self.endings.append(Stop())
         with pytest.raises(Stop):
-            self.idem.run(key, self.pay, *args)
+            self.idem.run(key, self.pay, *args, request=list(args))
         self.clock.advance(LEASE)
         self.ran.clear()
 
@@ -102,7 +102,7 @@ def test_a_worker_never_starts_a_new_life():
     with desk() as made:
         made.abandon()
         (seen,) = run_sync(made.store.list_resumable(10, b"", ("pay",)))
-        made.idem.run("order", made.pay)
+        made.idem.run("order", made.pay, request=[])
         made.clock.advance(timedelta(days=2))
         assert made.idem.sweep().keys == 1
         made.ran.clear()

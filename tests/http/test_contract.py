@@ -405,11 +405,17 @@ def test_safe_methods_pass_untouched(make_subject, method):
 
 def test_natural_keys_come_from_the_request(make_subject):
     """The same order is placed once without any header; another one runs."""
-    subject = make_subject(rules=[Rule(source=FieldsKey("/order", window=FOREVER))])
+    subject = make_subject(
+        rules=[Rule(path="/charges", source=FieldsKey("/order", window=FOREVER))]
+    )
     subject.ask(key=None, body=b'{"order": 7}')
     assert subject.ask(key=None, body=b'{"order": 7}').is_replay
     assert not subject.ask(key=None, body=b'{"order": 8}').is_replay
-    assert subject.ask(key=None, body=b'{"order": 7, "more": 1}').problem == "key-reused"
+    reused = subject.ask(key=None, body=b'{"order": 7, "more": 1}')
+    assert reused.problem == "key-reused"
+    # Its client has no key to change: it is told what it can do.
+    assert "recognised here by these fields: /order. An earlier" in reused.json["detail"]
+    assert "new key" not in reused.json["detail"]
     assert subject.ask(key=None, body=b"{}").problem == "key-invalid"
 
 
@@ -467,7 +473,7 @@ def test_a_key_from_a_body_cannot_be_sent_as_a_header(make_subject):
 def test_a_key_that_is_made_from_fields_tells_of_the_one_that_was_sent(make_subject, caplog):
     """It does not count, and is never ignored in silence: an event each, one line in the log."""
     events = []
-    rule = Rule(source=FieldsKey("/order", window=FOREVER))
+    rule = Rule(path="/charges", source=FieldsKey("/order", window=FOREVER))
     subject = make_subject(face={"observers": [events.append]}, rules=[rule])
     with caplog.at_level(logging.WARNING, "retrysafe"):
         assert not subject.ask(key="a", body=b'{"order": 7}').is_replay

@@ -45,7 +45,7 @@ def test_a_cut_off_operation_is_abandoned_when_its_lease_ends():
 def test_an_outcome_that_is_no_response_is_not_shown():
     """A function of the same caller used the key: its value is nobody's response."""
     idem = Idempotency(MemoryStore(), caller="a")
-    idem.run("k", lambda: {"secret": 1})
+    idem.run("k", lambda: {"secret": 1}, request=None)
     reply = status_of(idem)
     assert reply.problem == "outcome-unavailable"
     assert b"secret" not in reply.body
@@ -55,7 +55,7 @@ def test_an_outcome_that_is_no_response_is_not_shown():
 def test_an_outcome_that_was_cleaned_away_is_not_made_up():
     """The record is there, its outcome is not."""
     idem = Idempotency(MemoryStore(), caller="a")
-    idem.run("k", lambda: 1)
+    idem.run("k", lambda: 1, request=None)
     idem._store._outcomes.clear()
     assert status_of(idem).problem == "outcome-unavailable"
     idem.close()

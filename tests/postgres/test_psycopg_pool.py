@@ -96,7 +96,7 @@ def both_used(pool: _Pool, work: Callable[[Connection, Connection], object]) -> 
     pool.use(lambda first: pool.use(lambda second: work(first, second)))
 
 
-def test_a_thread_that_finds_no_slot_in_time_is_told():
+def test_a_thread_that_finds_no_slot_in_time_is_reported():
     pool = pool_of(2, wait=0.01)
     none = pytest.raises(psycopg.OperationalError, match="all 2 connections were busy")
 

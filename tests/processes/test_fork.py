@@ -277,7 +277,7 @@ def _fork_inside_a_loop(pipe, database: str) -> int:
 
     async def in_parent() -> int:
         async with idem:
-            return await idem.run("parent's", operation)
+            return await idem.run("parent's", operation, request=None)
 
     return asyncio.run(in_parent())
 
@@ -293,12 +293,12 @@ def test_fork_inside_a_running_async_operation(start, database):
 
 def _fork_closed(pipe, database: str) -> int:
     idem = Idempotency(f"sqlite:///{database}", caller="owner")
-    idem.run("before", lambda: 1)
+    idem.run("before", lambda: 1, request=None)
     assert idem.close()
 
     def work() -> None:
         with pytest.raises(Closed):
-            idem.run("in child", lambda: 1)
+            idem.run("in child", lambda: 1, request=None)
 
     return exit_code(fork(work))
 
@@ -321,8 +321,8 @@ def _use_beside_a_refusal(pipe, database: str) -> int:
     for item in refusing:
         forks.register(item)
     idem = Idempotency(f"sqlite:///{database}", caller="owner", policy=POLICY)
-    idem.run("before", lambda: 1)
-    code = exit_code(fork(lambda: idem.run("in child", lambda: 2)))
+    idem.run("before", lambda: 1, request=None)
+    code = exit_code(fork(lambda: idem.run("in child", lambda: 2, request=None)))
     refusing.clear()
     return code
 

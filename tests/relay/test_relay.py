@@ -127,7 +127,7 @@ def test_a_hint_wakes_a_relay_of_the_same_process(store):
         Idempotency(store, caller=GLOBAL) as idem,
         Relay(store, lambda delivery: arrived.set(), policy=NEVER),
     ):
-        idem.run("key", lambda: current_attempt().outbox.stage("t", "x"))
+        idem.run("key", lambda: current_attempt().outbox.stage("t", "x"), request=None)
         assert arrived.wait(LIMIT_SECONDS)
 
 

@@ -218,7 +218,9 @@ def test_nested_run_of_the_same_key_is_in_flight():
                     _run(idem, operation, policy=policy)
                 refused.append(policy.in_flight)
             # A nested run of another key is an operation like any other.
-            assert idem.run("another key", lambda: "inner", caller="tester") == "inner"
+            assert (
+                idem.run("another key", lambda: "inner", caller="tester", request=None) == "inner"
+            )
             return "outer"
 
         assert _run(idem, operation).value == "outer"

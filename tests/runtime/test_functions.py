@@ -451,7 +451,7 @@ def test_once_on_async_methods():
 # Wrong use.
 
 
-def test_async_operation_on_the_blocking_face_is_refused():
+def test_async_operation_on_the_blocking_object_is_refused():
     """Found before anything is claimed; disguised, it counts as run, for nobody knows what did."""
     store = StagedStore()
     with Idempotency(store, caller="tester") as idem:
@@ -468,20 +468,20 @@ def test_async_operation_on_the_blocking_face_is_refused():
             idem.once(window=FOREVER, key="order")(operation)
         assert store.calls_count == 0
         with pytest.raises(AwaitForgotten, match="use AsyncIdempotency"):
-            idem.run("key", disguised, name="")
+            idem.run("key", disguised, name="", request=None)
         with pytest.raises(OperationFailed, match="use AsyncIdempotency"):
-            idem.run("key", lambda: "again", name="")
+            idem.run("key", lambda: "again", name="", request=None)
 
 
-def test_blocking_function_on_the_async_face():
+def test_blocking_function_on_the_async_object():
     """once() refuses it; run() takes what it returned, because it has run by then."""
 
     async def main() -> None:
         async with AsyncIdempotency(MemoryStore(), caller="tester") as idem:
             with pytest.raises(InvalidInput, match="write async def"):
                 idem.once(window=FOREVER, key="order")(lambda order: order)
-            assert await idem.run("key", lambda: "plain") == "plain"
-            assert (await idem.answer("key", lambda: "again")).replayed
+            assert await idem.run("key", lambda: "plain", request=None) == "plain"
+            assert (await idem.answer("key", lambda: "again", request=None)).replayed
 
     drive(main())
 
@@ -590,7 +590,7 @@ def test_what_an_operation_holds_is_not_kept_alive(holding):
     mark = Mark()
     gone = weakref.ref(mark)
     with Idempotency(MemoryStore(), caller="tester", cache=False) as idem:
-        assert idem.run("k", holding(mark))
+        assert idem.run("k", holding(mark), request=None)
         del mark
         gc.collect()
         assert gone() is None

@@ -263,7 +263,7 @@ class SimulatedRenewals:
             self._is_beating = False
 
 
-class SimulatedOrphanage:
+class SimulatedBackground:
     """Finishes the last write of a cancelled caller, as long as the process lives."""
 
     def __init__(self, world: World, process: Process) -> None:
@@ -277,5 +277,5 @@ class SimulatedOrphanage:
             flow.close()
             abandon("the process is gone")
             return
-        self._world.saw("outcome adopted from a cancelled caller")
-        scheduler.spawn(flow, self._process, f"{self._process.name} orphan")
+        self._world.saw("outcome written for a cancelled caller")
+        scheduler.spawn(flow, self._process, f"{self._process.name} background")

@@ -49,7 +49,7 @@ from tests.simulation.answers import Busy, Declined, Unstorable, judge_answer
 from tests.simulation.invariants import Close, Execution, Invariant, Ledger
 from tests.simulation.ports import (
     Fault,
-    SimulatedOrphanage,
+    SimulatedBackground,
     SimulatedRenewals,
     SimulatedWaiting,
     SimulatedWriter,
@@ -120,7 +120,7 @@ class Host:
         self.process = process
         self.waiting = SimulatedWaiting(world, process)
         writer = SimulatedWriter(world, process)
-        lock, background = threading.Lock(), SimulatedOrphanage(world, process)
+        lock, background = threading.Lock(), SimulatedBackground(world, process)
         renewals = SimulatedRenewals(world, process, self.waiting, writer, lateness_seconds)
         self.engine = Engine(
             writer=writer,

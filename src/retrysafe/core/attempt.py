@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar, TypeVarTuple, overload
 
 from retrysafe.core.atomic.complete_in import JoinedOutcome, Joiner
 from retrysafe.core.call import Call
@@ -24,6 +24,9 @@ from retrysafe.core.steps.history import (
 )
 from retrysafe.core.steps.run import Stepper, StepRun
 from retrysafe.errors import ClaimLost, InvalidInput
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 # Asks the store for a lease that may be over; the lease tells what came of it.
 Confirm = Callable[[Lease], Awaitable[None]]
@@ -194,12 +197,40 @@ class Attempt:
         if steps is not None:
             await steps.check_complete()
 
+    @overload
     def step(
         self,
         name: str,
-        call: Callable[..., Any],
+        call: Callable[[*Ts], Coroutine[Any, Any, T]],
         /,
-        *args: Any,
+        *args: *Ts,
+        retry: StepRetry = ...,
+        terminal: Exceptions = ...,
+        returns: type | tuple[type, ...] | None = ...,
+        compensate: Callable[[T], object] | None = ...,
+        in_transaction: object = ...,
+    ) -> Awaitable[T]: ...
+
+    @overload
+    def step(
+        self,
+        name: str,
+        call: Callable[[*Ts], T],
+        /,
+        *args: *Ts,
+        retry: StepRetry = ...,
+        terminal: Exceptions = ...,
+        returns: type | tuple[type, ...] | None = ...,
+        compensate: Callable[[T], object] | None = ...,
+        in_transaction: object = ...,
+    ) -> T: ...
+
+    def step(
+        self,
+        name: str,
+        call: Callable[[*Ts], Any],
+        /,
+        *args: *Ts,
         retry: StepRetry = ONE_TRY,
         terminal: Exceptions = (),
         returns: type | tuple[type, ...] | None = None,
@@ -208,10 +239,11 @@ class Attempt:
     ) -> Any:
         """Runs `call(*args)` once for the key, and returns the stored result to later attempts.
 
-        With `AsyncIdempotency` it is awaited, and so is what the call returns. `retry` tries again
-        within this attempt. An exception of a `terminal` type that leaves the operation ends it for
-        good. `compensate` is called with the result when the operation fails for good.
-        `in_transaction` takes a connection with an open transaction: the step is recorded in it.
+        With `AsyncIdempotency` it is awaited, and so is what the call returns; type checkers want
+        an async function there. `retry` tries again within this attempt. An exception of a
+        `terminal` type that leaves the operation ends it for good. `compensate` is called with
+        the result when the operation fails for good. `in_transaction` takes a connection with an
+        open transaction: the step is recorded in it.
 
         Raises what the call raises; `StepReused`, `StepsChanged`, `StepUnavailable`,
         `StepNotStored`, `ClaimLost`, `OperationUndone`, `StoreUnavailable`, and `InvalidInput`.

@@ -129,10 +129,10 @@ def is_same_request(first: Requested, second: Requested) -> bool:
     return first.operation == second.operation
 
 
-def _tell(waiters: list[Signal]) -> None:
+def _wake(waiters: list[Signal]) -> None:
     """Wakes all who wait, in the order in which they came.
 
-    Each stays on the list until it was told, so that after a signal in between the leader, who
+    Each stays on the list until it is woken, so that after a signal in between the leader, who
     lands its flight in any case, goes on with those who were not.
     """
     while waiters:
@@ -179,7 +179,7 @@ class Flights:
         flight.phase = phase
         if flight.waiters:
             with self._lock:
-                _tell(flight.waiters)
+                _wake(flight.waiters)
 
     def land(self, digest: bytes, flight: Flight) -> None:
         """Ends a flight; whoever comes next starts a new one. One that never flew is ignored.
@@ -199,7 +199,7 @@ class Flights:
             self._by_digest.pop(digest, None)
         flight.phase = _LANDED
         if flight.waiters:
-            _tell(flight.waiters)
+            _wake(flight.waiters)
 
     def enlist(self, flight: Flight, phase: Phase, signal: Signal) -> bool:
         """Signs up for the next news, unless the flight has left that phase already."""

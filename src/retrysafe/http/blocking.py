@@ -41,7 +41,7 @@ class Run(Protocol):
     def is_passing(self) -> bool:
         """Whether the response is on its way already, so that nothing else can be sent."""
 
-    def invoke(self, attempt: Attempt | AtomicAttempt | None) -> Response:
+    def invoke(self, attempt: Attempt | AtomicAttempt[Any] | None) -> Response:
         """Runs it to the end of its response; None is a run without a claim."""
 
 

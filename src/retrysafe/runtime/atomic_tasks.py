@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 from retrysafe.core.atomic.block import AtomicBlock
 from retrysafe.core.atomic.complete_in import stage_in
@@ -29,15 +29,21 @@ from retrysafe.transactions import is_outage
 
 P = ParamSpec("P")
 T = TypeVar("T")
+C = TypeVar("C")
 
 
-class AsyncAtomicRun:
-    """What an atomic block works with: the outcome to replay, or the run that is to give one."""
+class AsyncAtomicRun(Generic[C]):
+    """What an atomic block works with: the outcome to replay, or the run that is to give one.
 
-    __slots__ = ("_block",)
+    `connection` is the one that the block was made with: what is written on it commits with the
+    outcome.
+    """
 
-    def __init__(self, block: AtomicBlock) -> None:
+    __slots__ = ("_block", "connection")
+
+    def __init__(self, block: AtomicBlock, connection: C) -> None:
         self._block = block
+        self.connection = connection
 
     @property
     def key(self) -> Key:
@@ -77,14 +83,17 @@ class AsyncAtomicRun:
         return self._block.child_key(*parts)
 
 
-class AsyncAtomicContext:
+class AsyncAtomicContext(Generic[C]):
     """The `async with` statement of an atomic block."""
 
-    def __init__(self, block: AtomicBlock, bound_gate: Callable[[], TaskGate]) -> None:
+    def __init__(
+        self, block: AtomicBlock, connection: C, bound_gate: Callable[[], TaskGate]
+    ) -> None:
         self._block = block
+        self._connection = connection
         self._bound_gate = bound_gate
 
-    async def __aenter__(self) -> AsyncAtomicRun:
+    async def __aenter__(self) -> AsyncAtomicRun[C]:
         # Asked for here: the block may have been made where no loop runs.
         self._gate = self._bound_gate()
         self._gate.enter()
@@ -93,7 +102,7 @@ class AsyncAtomicContext:
         except BaseException:
             self._gate.leave()
             raise
-        return AsyncAtomicRun(self._block)
+        return AsyncAtomicRun(self._block, self._connection)
 
     async def __aexit__(
         self,
@@ -135,7 +144,7 @@ class AtomicTasks(Face, ABC):
 
     def atomic(
         self,
-        connection: object,
+        connection: C,
         key: str | Key,
         *,
         caller: CallerSource | None = None,
@@ -144,7 +153,7 @@ class AtomicTasks(Face, ABC):
         policy: Policy | None = None,
         rule: FingerprintRule | None = None,
         returns: type | tuple[type, ...] | None = None,
-    ) -> AsyncAtomicContext:
+    ) -> AsyncAtomicContext[C]:
         """A block whose writes and whose outcome commit together, in your open transaction.
 
         `connection` is an async psycopg connection, an asyncpg connection, or an async connection
@@ -161,8 +170,10 @@ class AtomicTasks(Face, ABC):
         )
         return self._atomic_context(call, connection)
 
-    def _atomic_context(self, call: Call, connection: object) -> AsyncAtomicContext:
-        return AsyncAtomicContext(self._atomic_block(call, connection), self._atomic_gate)
+    def _atomic_context(self, call: Call, connection: C) -> AsyncAtomicContext[C]:
+        return AsyncAtomicContext(
+            self._atomic_block(call, connection), connection, self._atomic_gate
+        )
 
     def _atomic_block(self, call: Call, connection: object) -> AtomicBlock:
         return AtomicBlock(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 from retrysafe import forks
 from retrysafe.core.atomic.block import AtomicBlock
@@ -29,15 +29,21 @@ from retrysafe.transactions import is_outage
 
 P = ParamSpec("P")
 T = TypeVar("T")
+C = TypeVar("C")
 
 
-class AtomicRun:
-    """What an atomic block works with: the outcome to replay, or the run that is to give one."""
+class AtomicRun(Generic[C]):
+    """What an atomic block works with: the outcome to replay, or the run that is to give one.
 
-    __slots__ = ("_block",)
+    `connection` is the one that the block was made with: what is written on it commits with the
+    outcome.
+    """
 
-    def __init__(self, block: AtomicBlock) -> None:
+    __slots__ = ("_block", "connection")
+
+    def __init__(self, block: AtomicBlock, connection: C) -> None:
         self._block = block
+        self.connection = connection
 
     @property
     def key(self) -> Key:
@@ -81,17 +87,18 @@ class AtomicRun:
         return self._block.child_key(*parts)
 
 
-class AtomicContext:
+class AtomicContext(Generic[C]):
     """The `with` statement of an atomic block."""
 
-    def __init__(self, block: AtomicBlock, gate: ThreadGate) -> None:
+    def __init__(self, block: AtomicBlock, connection: C, gate: ThreadGate) -> None:
         self._block = block
+        self._connection = connection
         self._gate = gate
 
-    def __enter__(self) -> AtomicRun:
+    def __enter__(self) -> AtomicRun[C]:
         # Made first: a signal that raises after the block is entered leaves it so, because then
         # nobody calls `__exit__`.
-        run = AtomicRun(self._block)
+        run = AtomicRun(self._block, self._connection)
         try:
             self._gate.enter(self)
             run_sync(self._block.enter())
@@ -164,7 +171,7 @@ class AtomicThreads(Face):
 
     def atomic(
         self,
-        connection: object,
+        connection: C,
         key: str | Key,
         *,
         caller: CallerSource | None = None,
@@ -173,7 +180,7 @@ class AtomicThreads(Face):
         policy: Policy | None = None,
         rule: FingerprintRule | None = None,
         returns: type | tuple[type, ...] | None = None,
-    ) -> AtomicContext:
+    ) -> AtomicContext[C]:
         """A block whose writes and whose outcome commit together, in your open transaction.
 
         `connection` is a psycopg connection, a SQLAlchemy connection or session, Django's
@@ -193,9 +200,9 @@ class AtomicThreads(Face):
         )
         return self._atomic_context(call, connection)
 
-    def _atomic_context(self, call: Call, connection: object) -> AtomicContext:
+    def _atomic_context(self, call: Call, connection: C) -> AtomicContext[C]:
         forks.refresh_if_stale()
-        return AtomicContext(self._atomic_block(call, connection), self._gate)
+        return AtomicContext(self._atomic_block(call, connection), connection, self._gate)
 
     def _atomic_block(self, call: Call, connection: object) -> AtomicBlock:
         return AtomicBlock(

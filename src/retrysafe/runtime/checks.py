@@ -6,13 +6,15 @@ cost an attempt of its key, and the corrected call would be another request than
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import inspect
+import linecache
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from types import CoroutineType, FunctionType, MethodType
+from types import CoroutineType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 from retrysafe.core.checks import require_function, shown_in_place
@@ -20,12 +22,18 @@ from retrysafe.core.events import Emit
 from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.policy import Policy
-from retrysafe.errors import AwaitForgotten, InvalidInput, PolicyInvalid
+from retrysafe.errors import (
+    AwaitForgotten,
+    FingerprintImpossible,
+    InvalidInput,
+    PolicyInvalid,
+)
 from retrysafe.runtime.describe import shown_name
 
 _PASS_THE_FUNCTION: Final = (
     'pass the function and its arguments, run(key, charge, "c1", 500), not its result'
 )
+_SOME_CALL: Final = 'charge, "c1", 500'
 _GENERATOR_FLAGS: Final = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
@@ -121,6 +129,88 @@ def _misfit(operation: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
         # What a partial holds may not fit by itself, which its signature says in a roundabout way.
         return str(error.__cause__ or error)
     return None
+
+
+def require_visible(operation: Callable[..., Any]) -> None:
+    """Raises `FingerprintImpossible` for an operation without arguments that hides its values.
+
+    A lambda, a closure or a bound method may ask for something else each time, and nothing of that
+    is in the request: another amount would get the first one's outcome, in silence.
+    """
+    if isinstance(operation, partial):
+        if operation.args or operation.keywords:
+            return
+        operation = operation.func
+    name = getattr(operation, "__qualname__", "")  # Objects that can be called have none.
+    owner = getattr(operation, "__self__", None)
+    if owner is not None and not isinstance(owner, ModuleType):
+        hidden = f"{name} is a method, and what it is bound to is no part of the request"
+        raise _hidden(hidden, f"service.{name.split('.')[-1]}, …")
+    if not name:
+        raise _hidden(f"{shown_name(operation)} is an object, which is no part of the request")
+    if name.endswith("<lambda>"):
+        raise _hidden("a lambda hides its values", _called_by(operation))
+    # A function that its module holds is the same in every call, whatever its decorators hold.
+    if (names := _captured(operation)) and not _is_held_by_module(operation, name):
+        hidden = f"{shown_name(operation)} takes {', '.join(names)} from the code around it"
+        raise _hidden(hidden, ", ".join((operation.__name__, *names)))
+
+
+def _captured(operation: Callable[..., Any]) -> tuple[str, ...]:
+    """The variables that a function has brought along from where it was defined."""
+    function = operation if isinstance(operation, FunctionType) else inspect.unwrap(operation)
+    if not isinstance(function, FunctionType):
+        return ()
+    code = function.__code__
+    defaults = len(function.__defaults__ or ())
+    by_place = code.co_varnames[code.co_argcount - defaults : code.co_argcount]
+    return (*code.co_freevars, *by_place, *(function.__kwdefaults__ or ()))
+
+
+def _is_held_by_module(operation: Callable[..., Any], name: str) -> bool:
+    """Whether the operation is what its name stands for; nothing local to a function is."""
+    found: object = sys.modules.get(operation.__module__)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is operation
+
+
+def _called_by(operation: Callable[..., Any]) -> str:
+    """The call that a lambda makes, as `run` takes it: `lambda: pay("c", 5)` is `pay, "c", 5`."""
+    if not isinstance(operation, FunctionType):
+        return _SOME_CALL  # Wrapped by something that is no function, such as a cache.
+    code = operation.__code__
+    # The first and the last character of all that it does. Instructions of Python's own have none.
+    spans = [
+        ((first, start), (last, end))
+        for first, last, start, end in code.co_positions()
+        if first is not None and last is not None and end
+    ]
+    if not spans:
+        return _SOME_CALL
+    first, start = min(begin for begin, _ in spans)
+    last, end = max(ending for _, ending in spans)
+    lines = [linecache.getline(code.co_filename, line).encode() for line in range(first, last + 1)]
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][start:]
+    try:
+        body = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
+    except Exception:  # The file has changed since; Python 3.11 also fails while it is parsing.
+        return _SOME_CALL
+    if not isinstance(body, ast.Call):
+        return _SOME_CALL
+    function = ast.unparse(body.func)
+    if body.keywords:
+        function = f"partial({', '.join((function, *map(ast.unparse, body.keywords)))})"
+    return ", ".join((function, *map(ast.unparse, body.args)))
+
+
+def _hidden(hidden: str, instead: str = _SOME_CALL) -> FingerprintImpossible:
+    return FingerprintImpossible(
+        f"{hidden}, so a retry that asks for something else would get this outcome: pass the "
+        f"values as arguments, run(key, {instead}), or as request=…; request=None says that the "
+        "key alone tells what is asked for"
+    )
 
 
 def not_awaited(what: str, coroutine: CoroutineType[Any, Any, Any]) -> AwaitForgotten:

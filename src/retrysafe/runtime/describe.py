@@ -19,7 +19,7 @@ from typing import Any, Final
 from retrysafe.core.call import Call
 from retrysafe.core.checks import require_function
 from retrysafe.core.events import UNNAMED
-from retrysafe.core.keys.fingerprint import FingerprintRule
+from retrysafe.core.keys.fingerprint import FingerprintRule, fingerprint_tree
 from retrysafe.core.keys.framing import Part
 from retrysafe.core.keys.key import (
     Caller,
@@ -27,10 +27,10 @@ from retrysafe.core.keys.key import (
     Key,
     body_key,
     checked_secret,
+    looks_derived,
     natural_key,
     scoped_key,
 )
-from retrysafe.core.keys.request_tree import asked_tree
 from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.model import Fingerprint, Payload
 from retrysafe.core.nested_claims import nested
@@ -135,6 +135,18 @@ class Settings:
             source = source()
         return scoped_key(key, source)
 
+    def call_key(self, key: str | Key, caller: CallerSource | None) -> Key:
+        """The same for a key to run under; raises `KeyInvalid` for a copy of a derived key."""
+        scoped = self.key(key, caller)
+        if looks_derived(scoped.text):
+            raise KeyInvalid(
+                "a text of this form is a copy of a key that is made from values, and whoever "
+                "chooses keys could take such a key in advance: pass what natural_key(…) returns, "
+                "or another key",
+                key=scoped.text,
+            )
+        return scoped
+
 
 def owner_name() -> str:
     """Who holds a claim, for operators: host and process id."""
@@ -205,7 +217,7 @@ def codec_of(returns: type | tuple[type, ...] | None) -> ValueCodec:
 def request_tree(request: object) -> Any:
     """What is asked for as a JSON tree; raises `FingerprintImpossible`."""
     try:
-        return asked_tree(request)
+        return fingerprint_tree(request)
     except (NotStorable, RecursionError) as error:
         raise FingerprintImpossible(
             f"two requests can only be told apart by values with a stable form: {error}. Leave it "
@@ -314,7 +326,7 @@ class Once:
         fingerprints = self.settings.secrets.fingerprints(plain)
         key, is_derived = self._key(bound, args, kwargs, plain[0])
         takes_corrections = is_derived and bool(self.policy.nothing_happened)
-        scoped = self.settings.key(key, None if isinstance(key, Key) else self.caller)
+        scoped = self.settings.call_key(key, None if isinstance(key, Key) else self.caller)
         call = Call(
             scoped,
             fingerprints,

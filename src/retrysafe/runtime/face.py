@@ -39,6 +39,7 @@ from retrysafe.runtime.checks import (
     checked_rule,
     require_call,
     require_runnable,
+    require_visible,
     secrets_of,
 )
 from retrysafe.runtime.describe import (
@@ -198,21 +199,23 @@ class Face:
         if is_usual:
             known = self._known.get(operation)
             if known is not None:
-                return Call(settings.key(key, caller), *known)
+                return Call(settings.call_key(key, caller), *known)
         require_call(operation, args)
         if request is UNSET:
+            if not args:
+                require_visible(operation)
             request = asked_for(operation, args)
         found = None
         if self._resumables.by_function:
             found = self._resumables.of(operation, args)
         if found is not None:
             return self._resumable_call(
-                *found, settings.key(key, caller), name, request, policy, rule, returns
+                *found, settings.call_key(key, caller), name, request, policy, rule, returns
             )
         if name is None:
             name = operation_name(operation)
         call = Call(
-            settings.key(key, caller),
+            settings.call_key(key, caller),
             settings.fingerprints(None if rule is None else checked_rule(rule), name, request),
             settings.policy if policy is None else checked_policy(policy),
             name,
@@ -333,7 +336,7 @@ class Face:
     ) -> Call:
         rule = None if rule is None else checked_rule(rule)
         return Call(
-            self._settings.key(key, caller),
+            self._settings.call_key(key, caller),
             self._settings.fingerprints(rule, name, request),
             self._settings.policy if policy is None else checked_policy(policy),
             name,

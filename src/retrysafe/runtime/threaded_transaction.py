@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar
 
 from retrysafe.core.keys.key import Key
@@ -18,8 +16,9 @@ from retrysafe.core.model import (
     StepWrite,
 )
 from retrysafe.core.ports import Fate, Store, Transaction, Waits
-from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.reentry import OpenBlock
+from retrysafe.reentry import OpenBlock
+from retrysafe.runtime.thread_pool import ThreadPool
+from retrysafe.runtime.threaded import drive_in_thread
 
 T = TypeVar("T")
 
@@ -36,24 +35,19 @@ class ThreadedTransaction:
     def __init__(self, transaction: Transaction, store: Store) -> None:
         self._transaction = transaction
         self._store = store
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker = ThreadPool(1, "retrysafe-transaction")
         self._block: OpenBlock | None = None
 
     async def _hop(self, method: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="retrysafe-transaction")
-        work = partial(_drive, method, args)
-        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+        return await self._worker.run(drive_in_thread, method, args)
 
     async def _last_hop(self, method: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
         """As `_hop`, and ends the thread; whoever asks once more gets a new one."""
         try:
             return await self._hop(method, *args)
         finally:
-            worker, self._worker = self._worker, None
-            if worker is not None:
-                # Without waiting: after a cancellation the statement may still be under way.
-                worker.shutdown(wait=False)
+            # Without waiting: after a cancellation the statement may still be under way.
+            self._worker.end()
 
     async def begin(self) -> None:
         """Marks the point that `undo` returns to."""
@@ -73,7 +67,9 @@ class ThreadedTransaction:
         """Keeps other transactions off the key."""
         is_locked = await self._hop(self._transaction.lock, key, wait_seconds)
         if is_locked and self._store.capabilities.has_one_writer:
-            self._block = OpenBlock(self._store, self._transaction)
+            # Port `SoleWriter`.
+            is_open = getattr(self._transaction, "is_open", None)
+            self._block = OpenBlock(self._store, asyncio.current_task(), is_open)
         return is_locked
 
     def _leave_block(self) -> None:
@@ -119,7 +115,3 @@ def in_thread(transaction: Transaction, store: Store) -> Transaction:
     if transaction.waits is Waits.BLOCKING:
         return ThreadedTransaction(transaction, store)
     return transaction
-
-
-def _drive(method: Callable[..., Coroutine[Any, Any, T]], args: tuple[object, ...]) -> T:
-    return run_sync(method(*args))

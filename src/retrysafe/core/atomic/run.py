@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from retrysafe.core.atomic.block import AtomicBlock
 from retrysafe.core.call import Answer, Call
@@ -23,8 +23,10 @@ from retrysafe.errors import KeyReused, OperationInFlight, StoreUnavailable
 
 _KINDS: Final = {Ending.SUCCEEDED: SettleKind.COMPLETE, Ending.FAILED: SettleKind.FAIL}
 
+C = TypeVar("C")
 
-class AtomicAttempt:
+
+class AtomicAttempt(Generic[C]):
     """One run of an operation in a transaction: everything written on `connection` is part of it.
 
     The transaction is committed with the outcome, or rolled back; the operation does neither.
@@ -32,7 +34,7 @@ class AtomicAttempt:
 
     __slots__ = ("_block", "connection")
 
-    def __init__(self, block: AtomicBlock, connection: Any) -> None:
+    def __init__(self, block: AtomicBlock, connection: C) -> None:
         self._block = block
         self.connection = connection
 
@@ -56,7 +58,7 @@ class AtomicAttempt:
         return self._block.child_key(*parts)
 
 
-AtomicInvoke = Callable[[AtomicAttempt], Awaitable[Any]]
+AtomicInvoke = Callable[[AtomicAttempt[Any]], Awaitable[Any]]
 
 
 class Transacting(Protocol):

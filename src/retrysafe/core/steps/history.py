@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from retrysafe.core.checks import require_function
 from retrysafe.core.model import Payload, Step
+from retrysafe.core.stops import own_error
 from retrysafe.errors import InvalidInput, OperationUndone, PolicyInvalid, StepReused, StepsChanged
 
 # Names are shown to people and stored with every step; longer ones are mistakes.
@@ -95,7 +96,7 @@ class StepRetry:
 
     def allows(self, error: Exception, tried: int) -> bool:
         """Whether there is another try after this exception."""
-        return tried < self.tries and isinstance(error, self.on)  # type: ignore[arg-type]
+        return tried < self.tries and isinstance(own_error(error), self.on)  # type: ignore[arg-type]
 
     def pause_seconds(self, tried: int) -> float:
         """How long to wait after so many tries."""

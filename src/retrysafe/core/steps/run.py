@@ -21,6 +21,7 @@ from retrysafe.core.ports import Background, Fate, Lock, Signal, Transaction, Wa
 from retrysafe.core.steps.history import StepHistory, StepOptions, StepRetry, Undo, checked_name
 from retrysafe.core.steps.pending import PendingStep
 from retrysafe.core.steps.writer import StepStore, StepWriter
+from retrysafe.core.stops import own_error
 from retrysafe.core.values import codec
 from retrysafe.core.values.codec import OutcomeCodec
 from retrysafe.core.values.trees import NotReadable
@@ -337,7 +338,7 @@ class StepRun:
                 return await run_once()
             except Exception as error:
                 tried += 1
-                if isinstance(error, terminal):
+                if isinstance(own_error(error), terminal):
                     self._terminal_errors.append(error)
                     raise
                 if isinstance(error, ClaimLost) or not retry.allows(error, tried):

@@ -31,7 +31,7 @@ from retrysafe.stores.postgres.drivers.port import (
 from retrysafe.stores.postgres.drivers.psycopg_renewals import RenewalConnections
 from retrysafe.stores.postgres.drivers.servers import (
     Servers,
-    most_telling,
+    most_informative,
     opening_script,
     require_writable,
 )
@@ -308,7 +308,7 @@ class PsycopgConnector:
             if left_seconds <= 0:
                 raise StoreUnavailable(f"{self._location} does not answer: {error}") from error
         except (UnicodeError, psycopg.Error) as error:
-            raise self._told(error) from error
+            raise self._translated(error) from error
         return await self.fetch_within(left_seconds, sql, params)
 
     async def fetch_within(self, seconds: float, sql: str, params: Sequence[Any] = ()) -> Rows:
@@ -377,9 +377,9 @@ class PsycopgConnector:
                 # A restarted server has killed the others too, and a network that has gone silent
                 # carries nothing for them either.
                 pool.discard_idle()
-            raise self._told(error) from error
+            raise self._translated(error) from error
 
-    def _told(self, error: UnicodeError | psycopg.Error) -> Exception:
+    def _translated(self, error: UnicodeError | psycopg.Error) -> Exception:
         """The error in the store's words."""
         if isinstance(error, UnicodeError | psycopg.DataError):
             return RowRefused(str(error))
@@ -395,7 +395,7 @@ class PsycopgConnector:
             except (psycopg.Error, StoreNotWritable) as error:
                 self._servers.put_last(url)
                 errors.append(error)
-        raise most_telling(errors)
+        raise most_informative(errors)
 
     def _connect_to(self, url: str, limit_seconds: float) -> _Connection:
         options = self._options
