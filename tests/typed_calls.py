@@ -171,7 +171,9 @@ async def transactions(connection: sqlite3.Connection, call: Call) -> None:
         assert_type(later.connection, sqlite3.Connection)
         later.connection.executing("SELECT 1")  # error
     assert_type(calls_of(idem).answer_atomic(call, opened, in_route), Answer[float])
-    assert_type(await shop.answer_atomic(call, opened_later, in_async_route), Answer[float])
+    assert_type(
+        await calls_of(shop).answer_atomic(call, opened_later, in_async_route), Answer[float]
+    )
     calls_of(idem).answer_atomic(call, opened, in_other_route)  # error
     assert_type(retry_serialization(charge, "c", 500, tries=3), float)
     assert_type(await retry_serialization(charge_later, "c", 500), float)
