@@ -198,7 +198,7 @@ def test_a_gate_forgets_nobody_and_counts_nobody_twice():
 
 def _leave(gate: ThreadGate, token: str) -> None:
     gate.inside.pop(token, None)
-    gate.tell()
+    gate.notify()
 
 
 def test_a_forced_release_frees_the_key_in_the_same_process():
