@@ -9,7 +9,7 @@ PORT ?= 8000
 STORE ?= sqlite:///var/demo.db
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup run story test test-all lint format bench soak docs pins clean tested-aside tested-rest
+.PHONY: help setup run test test-all lint format bench soak docs pins clean tested-aside tested-rest
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -27,9 +27,6 @@ $(STAMP): requirements/dev.txt pyproject.toml
 run: setup ## Serve the demo on SQLite (PORT=8000, STORE=sqlite:///var/demo.db)
 	@$(BIN)/retrysafe demo --port $(PORT) --store $(STORE)
 
-story: setup ## Watch a race, a crash, a zombie and a mismatch, told in half a minute
-	@$(BIN)/retrysafe story
-
 test: setup lint ## Run the whole test suite
 	$(BIN)/python -m coverage run -m pytest tests/core
 	$(BIN)/python -m coverage report
@@ -40,7 +37,7 @@ test-all: ## Run the whole test suite and what takes long: leases of default len
 
 # Beside the rest, about half of the time: most of them wait, for leases to end and for processes to
 # start and to die.
-ASIDE := tests/attacks tests/demo tests/story tests/processes tests/docs tests/client tests/atomic
+ASIDE := tests/attacks tests/demo tests/processes tests/docs tests/client tests/atomic
 
 tested-aside:
 	$(BIN)/python -m pytest $(ASIDE)

@@ -166,7 +166,7 @@ async def paced(task: Task) -> Found:
 
         async def run_one(number: int, due: float) -> None:
             due_of[asyncio.current_task()] = due
-            await idem.run(f"{name}-{number}", timed)
+            await idem.run(f"{name}-{number}", timed, request=None)
 
         async def warm_up(number: int, due: float) -> None:
             await run_one(-1 - number, due)

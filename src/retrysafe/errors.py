@@ -6,7 +6,7 @@
     │   ├── CallerMissing          nobody said whose key it is
     │   ├── SecretMissing          a keyed hash was asked for, and there is no secret
     │   ├── PolicyInvalid          a limit or a window makes no sense
-    │   ├── FingerprintImpossible  a value of the request has no canonical form
+    │   ├── FingerprintImpossible  the request has no canonical form, or a closure hides it
     │   ├── StoreUrlInvalid        no store is meant by that URL
     │   ├── TransactionMissing     there is no open transaction to join
     │   ├── StepReused             two steps of one operation have the same name
@@ -104,7 +104,10 @@ class PolicyInvalid(InvalidInput):
 
 
 class FingerprintImpossible(InvalidInput):
-    """A value of the request has no canonical form, so two requests cannot be compared."""
+    """Two requests cannot be compared: a value has no canonical form, or a closure hides it.
+
+    Pass the values as arguments, or what identifies the request as `request=`.
+    """
 
 
 class StoreUrlInvalid(InvalidInput):

@@ -13,9 +13,12 @@ import random
 import sqlite3
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar, TypeVarTuple, cast
 
 from retrysafe.errors import InvalidInput
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 # Serialization failure and deadlock: the two that PostgreSQL asks its clients to try again.
 CONFLICT_CODES: Final = frozenset({"40001", "40P01"})
@@ -68,7 +71,7 @@ def _pause_seconds(number: int) -> float:
     return random.uniform(longest / 2, longest)  # noqa: S311 — spreads rivals, guards nothing.
 
 
-def retry_serialization(operation: Callable[..., Any], /, *args: Any, tries: int = 10) -> Any:
+def retry_serialization(operation: Callable[[*Ts], T], /, *args: *Ts, tries: int = 10) -> T:
     """Calls `operation(*args)` again when its transaction lost against a rival's.
 
     The operation must open the transaction and end it, so that every try has a new one. An async
@@ -77,7 +80,7 @@ def retry_serialization(operation: Callable[..., Any], /, *args: Any, tries: int
     if tries < 1:
         raise InvalidInput(f"tries is a whole number from 1 up, got {tries}")
     if inspect.iscoroutinefunction(operation):
-        return _retry_async(operation, args, tries)
+        return cast("T", _retry_async(operation, args, tries))
     for number in range(1, tries):
         try:
             return operation(*args)

@@ -374,7 +374,7 @@ def test_what_cannot_be_joined_is_refused(shop, idem, connection):
         pass
 
 
-def test_an_async_connection_needs_the_async_face(shop, idem):
+def test_an_async_connection_needs_the_async_object(shop, idem):
     async def scenario():
         connection = await asyncpg.connect(shop.server_url)
         try:
@@ -500,7 +500,7 @@ def test_the_retry_of_an_async_operation_is_awaited():
 def test_a_leased_call_inside_a_block_uses_a_connection_of_its_own(shop, idem, connection):
     """Where others may write beside an open transaction, there is nothing to wait for."""
     with connection.transaction(), idem.atomic(connection, "order-1") as run:
-        assert idem.run("order-2", lambda: 2) == 2
+        assert idem.run("order-2", lambda: 2, request=None) == 2
         run.complete(1)
     assert idem.run("order-1", lambda: 3, name="", request=None) == 1
 
@@ -515,7 +515,7 @@ def test_a_leased_call_inside_a_tasks_block_uses_a_connection_of_its_own(shop):
         async with AsyncIdempotency(shop.store_url, caller="shop") as idem:
             own = await asyncpg.connect(shop.server_url)
             async with own.transaction(), idem.atomic(own, "order-1") as run:
-                assert await idem.run("order-2", operation) == 2
+                assert await idem.run("order-2", operation, request=None) == 2
                 await run.complete(1)
             assert await idem.run("order-1", operation, name="", request=None) == 1
             await own.close()

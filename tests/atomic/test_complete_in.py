@@ -264,8 +264,8 @@ def test_a_rollback_that_the_operation_survives(shop, idem):
             connection.rollback()
         return "another way"
 
-    assert idem.run("order-1", operation) == "another way"
-    assert idem.answer("order-1", operation).replayed
+    assert idem.run("order-1", operation, request=None) == "another way"
+    assert idem.answer("order-1", operation, request=None).replayed
     assert shop.orders() == []
     assert shop.states() == [2]
 
@@ -281,8 +281,8 @@ def test_a_savepoint_that_is_rolled_back_takes_the_outcome_with_it(shop, idem):
                 raise Rollback
         return "by the engine"
 
-    assert idem.run("order-1", operation) == "by the engine"
-    assert idem.run("order-1", operation) == "by the engine"
+    assert idem.run("order-1", operation, request=None) == "by the engine"
+    assert idem.run("order-1", operation, request=None) == "by the engine"
     assert shop.orders() == ["pen"]
 
 
@@ -297,8 +297,8 @@ def test_a_second_try_in_a_new_transaction(shop, idem):
                 if name == "first":
                     connection.rollback()
 
-    assert idem.run("order-1", operation) == "second"
-    assert idem.run("order-1", operation) == "second"
+    assert idem.run("order-1", operation, request=None) == "second"
+    assert idem.run("order-1", operation, request=None) == "second"
     assert shop.orders() == ["second"]
 
 
@@ -312,8 +312,8 @@ def test_completing_again_after_the_commit_is_refused(shop, idem):
                 current_attempt().complete_in(connection, name)
 
     with pytest.raises(InvalidInput, match="already"):
-        idem.run("order-1", operation)
-    assert idem.run("order-1", operation) == "first"
+        idem.run("order-1", operation, request=None)
+    assert idem.run("order-1", operation, request=None) == "first"
     assert shop.orders() == ["first"]
 
 
@@ -327,8 +327,8 @@ def test_an_exception_after_the_commit_does_not_run_the_operation_again(shop, id
         raise Rollback
 
     with pytest.raises(Rollback):
-        idem.run("order-1", operation)
-    assert idem.run("order-1", operation) == "done"
+        idem.run("order-1", operation, request=None)
+    assert idem.run("order-1", operation, request=None) == "done"
     assert shop.orders() == ["pen"]
 
 
@@ -342,17 +342,17 @@ def test_a_transaction_around_the_run_decides_without_a_deadlock(shop, idem, is_
             insert(shop, connection, "pen")
             current_attempt().complete_in(connection, "done")
 
-        assert idem.run("order-1", operation, policy=policy) == "done"
+        assert idem.run("order-1", operation, policy=policy, request=None) == "done"
         if is_committed:
             connection.commit()
         else:
             connection.rollback()
     if is_committed:
-        assert idem.run("order-1", operation, policy=policy) == "done"
+        assert idem.run("order-1", operation, policy=policy, request=None) == "done"
         assert shop.orders() == ["pen"]
     else:
         with pytest.raises(OperationInFlight):
-            idem.run("order-1", operation, policy=policy)
+            idem.run("order-1", operation, policy=policy, request=None)
         assert shop.orders() == []
 
 
@@ -371,5 +371,5 @@ def test_without_a_transaction_nothing_is_completed(shop, idem):
             current_attempt().complete_in(connection, "alone")
 
     with pytest.raises(InvalidInput, match="no open transaction"):
-        idem.run("order-1", operation)
+        idem.run("order-1", operation, request=None)
     assert shop.states() == [4]

@@ -61,7 +61,9 @@ def die_after_completing_in(pipe, server_url, schema):
             pipe.send("inside")
             pipe.recv()
 
-    idem.run("order-1", operation, name="place", policy=Policy(lease=timedelta(seconds=1)))
+    idem.run(
+        "order-1", operation, name="place", policy=Policy(lease=timedelta(seconds=1)), request=None
+    )
 
 
 def test_a_process_killed_before_the_commit_is_taken_over(shop, idem, start):  # noqa: F811
@@ -77,5 +79,5 @@ def test_a_process_killed_before_the_commit_is_taken_over(shop, idem, start):  #
             insert(connection, shop.schema, "second")
             current_attempt().complete_in(connection, current_attempt().number)
 
-    assert idem.run("order-1", operation, name="place", policy=WAITING) == 2
+    assert idem.run("order-1", operation, name="place", policy=WAITING, request=None) == 2
     assert shop.orders() == ["second"]

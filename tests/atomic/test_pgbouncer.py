@@ -109,8 +109,8 @@ def test_a_leased_operation_completes_in_the_transaction(shop, pooled, pooled_ur
             connection.execute(f"INSERT INTO {shop.schema}.orders (name) VALUES ('pen')")
             current_attempt().complete_in(connection, "placed")
 
-    assert pooled.run("pen", operation) == "placed"
-    assert pooled.run("pen", operation) == "placed"
+    assert pooled.run("pen", operation, request=None) == "placed"
+    assert pooled.run("pen", operation, request=None) == "placed"
     assert shop.orders() == ["pen"]
 
 

@@ -115,8 +115,8 @@ def test_a_leased_operation_completes_in_a_pipeline(shop, idem, insert):
             connection.execute(insert, ("pen",))
             current_attempt().complete_in(connection, "placed")
 
-    assert idem.run("order-1", operation) == "placed"
-    assert idem.run("order-1", operation) == "placed"
+    assert idem.run("order-1", operation, request=None) == "placed"
+    assert idem.run("order-1", operation, request=None) == "placed"
     assert shop.orders() == ["pen"]
 
 
@@ -143,7 +143,7 @@ def test_tasks_in_a_pipeline(shop, insert):
                     await connection.execute(insert, ("ink",))
                     await current_attempt().complete_in(connection, "placed")
 
-            assert await idem.run("order-2", operation) == "placed"
+            assert await idem.run("order-2", operation, request=None) == "placed"
 
     asyncio.run(scenario())
     assert shop.orders() == ["pen", "ink"]

@@ -30,9 +30,10 @@ from retrysafe import (
     TransactionMissing,
     current_attempt,
     is_conflict,
+    reentry,
 )
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.sqlite import connections, reentry
+from retrysafe.stores.sqlite import connections
 from retrysafe.testing import FaultyStore
 
 PATIENCE_SECONDS = 30
@@ -139,7 +140,7 @@ def test_a_rollback_inside_the_block_loses_the_claim(idem, connection):
     assert keys(connection) == []
 
 
-def test_a_commit_inside_the_block_is_told(idem, connection):
+def test_a_commit_inside_the_block_is_reported(idem, connection):
     connection.execute("BEGIN IMMEDIATE")
     with (
         pytest.raises(TransactionMissing, match="inside the block"),
@@ -150,7 +151,7 @@ def test_a_commit_inside_the_block_is_told(idem, connection):
 
 
 @pytest.mark.parametrize("when", ["before the outcome", "after the outcome"])
-def test_a_transaction_that_the_binding_began_in_the_block_is_told(
+def test_a_transaction_that_the_binding_began_in_the_block_is_reported(
     idem, connection, open_connection, when
 ):
     """The block is in one transaction; another one that stands open at its end is not taken for it.
@@ -228,12 +229,12 @@ def test_a_block_that_an_interruption_kept_from_being_left_is_over_with_its_tran
     entered = idem.atomic(own, "order-1")
     entered.__enter__()
     with pytest.raises(StoreUnavailable, match="inside of an atomic block"):
-        idem.run("order-2", lambda: 2)
+        idem.run("order-2", lambda: 2, request=None)
     if ending == "rolled back":
         own.rollback()
     else:
         own.close()
-    assert idem.run("order-2", lambda: 2) == 2
+    assert idem.run("order-2", lambda: 2, request=None) == 2
     entered.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
 
 
@@ -241,9 +242,9 @@ def test_a_thread_with_a_copy_of_the_blocks_context_waits_for_it(idem, connectio
     """As `asyncio.to_thread` makes it: it is no part of the block, which goes on and commits."""
     asked, refusals = threading.Event(), []
 
-    def require_outside(path):
+    def require_outside(path, thread):
         try:
-            reentry.require_outside(path)
+            reentry.require_outside(path, thread)
         except StoreUnavailable as error:
             refusals.append(error)
             raise
@@ -295,7 +296,7 @@ def test_a_leased_call_inside_a_tasks_block_does_not_wait_for_itself(path, conne
             own.execute("BEGIN IMMEDIATE")
             async with idem.atomic(own, "order-1") as run:
                 for refused in (
-                    idem.run("order-2", operation),
+                    idem.run("order-2", operation, request=None),
                     idem.expire("order-3"),
                     idem.sweep(),
                 ):
@@ -304,7 +305,7 @@ def test_a_leased_call_inside_a_tasks_block_does_not_wait_for_itself(path, conne
                 assert ran == []
                 await run.complete(1)
             own.execute("COMMIT")
-            assert await idem.run("order-2", operation) == "later"
+            assert await idem.run("order-2", operation, request=None) == "later"
             own.close()
 
     asyncio.run(scenario())
@@ -332,7 +333,7 @@ def test_a_step_inside_a_tasks_block_does_not_wait_for_itself(path, connection):
             f"sqlite:///{path}", caller="shop", policy=Policy(settle_patience=timedelta(0))
         ) as idem:
             with pytest.raises(StepNotStored, match="inside of an atomic block"):
-                await idem.run("order-2", operation)
+                await idem.run("order-2", operation, request=None)
 
     idem = None
     asyncio.run(scenario())
@@ -357,13 +358,13 @@ def test_after_a_tasks_block_leased_calls_run(path, connection, way):
             own.execute("BEGIN IMMEDIATE")
             with pytest.raises(OutcomeMissing) if way == "undone" else nullcontext():
                 async with idem.atomic(own, "order-1") as run:
-                    inside = asyncio.create_task(idem.run("order-2", operation))
+                    inside = asyncio.create_task(idem.run("order-2", operation, request=None))
                     await asyncio.sleep(0)  # It has asked by now, and waits for the lock.
                     if way == "kept":
                         await run.complete(1)
             own.execute("COMMIT")
             assert await inside == 2
-            assert await idem.run("order-3", operation) == 2
+            assert await idem.run("order-3", operation, request=None) == 2
             own.close()
 
     asyncio.run(scenario())
@@ -388,12 +389,12 @@ def test_a_tasks_block_that_was_never_left_is_over_with_its_transaction(path, en
             entered = idem.atomic(own, "order-1")
             await entered.__aenter__()
             with pytest.raises(StoreUnavailable, match="inside of an atomic block"):
-                await idem.run("order-2", operation)
+                await idem.run("order-2", operation, request=None)
             if ending == "rolled back":
                 own.rollback()
             else:
                 own.close()
-            assert await idem.run("order-2", operation) == 2
+            assert await idem.run("order-2", operation, request=None) == 2
             await entered.__aexit__(KeyboardInterrupt, KeyboardInterrupt(), None)
             own.close()
         await asyncio.to_thread(run_sync, store.close())
@@ -434,7 +435,7 @@ def test_a_connection_that_begins_by_itself(idem, open_connection):
     assert keys(connection) == [2]
 
 
-def test_a_missing_schema_in_an_open_transaction_is_told(idem, open_connection):
+def test_a_missing_schema_in_an_open_transaction_is_reported(idem, open_connection):
     """Making it would wait for this very transaction."""
     connection = open_connection()
     connection.execute("BEGIN IMMEDIATE")
@@ -591,7 +592,7 @@ def test_an_event_loop_completes_a_leased_operation(path, connection, open_conne
 
     async def scenario():
         async with AsyncIdempotency(f"sqlite:///{path}", caller="shop") as idem:
-            return [await idem.run("order-1", operation) for _ in range(2)]
+            return [await idem.run("order-1", operation, request=None) for _ in range(2)]
 
     assert asyncio.run(scenario()) == ["in the transaction"] * 2
     assert orders(connection) == ["pen"]
@@ -624,8 +625,8 @@ def test_a_leased_operation_completes_in_the_transaction(idem, connection):
         connection.execute("COMMIT")
         return "ignored"
 
-    assert idem.run("order-1", operation) == "in the transaction"
-    assert idem.answer("order-1", operation).replayed
+    assert idem.run("order-1", operation, request=None) == "in the transaction"
+    assert idem.answer("order-1", operation, request=None).replayed
     assert orders(connection) == ["pen"]
     assert len(idem.read("order-1").outcomes) == 1
 
@@ -637,8 +638,8 @@ def test_after_a_rollback_the_engine_settles(idem, connection):
         connection.execute("ROLLBACK")
         return "by the engine"
 
-    assert idem.run("order-1", operation) == "by the engine"
-    assert idem.run("order-1", operation) == "by the engine"
+    assert idem.run("order-1", operation, request=None) == "by the engine"
+    assert idem.run("order-1", operation, request=None) == "by the engine"
 
 
 def test_a_connection_that_was_closed_was_rolled_back(idem, connection, open_connection):
@@ -649,7 +650,7 @@ def test_a_connection_that_was_closed_was_rolled_back(idem, connection, open_con
         own.close()
         return "by the engine"
 
-    assert idem.run("order-1", operation) == "by the engine"
+    assert idem.run("order-1", operation, request=None) == "by the engine"
 
 
 def test_a_zombie_loses_its_business_write(path, idem, connection):
@@ -680,16 +681,16 @@ def test_a_transaction_around_the_run_decides(idem, connection):
         current_attempt().complete_in(connection, "done")
 
     with pytest.raises(TransactionMissing):
-        idem.run("order-1", operation)
+        idem.run("order-1", operation, request=None)
 
     def beginning():
         connection.execute("BEGIN IMMEDIATE")
         current_attempt().complete_in(connection, "done")
 
-    assert idem.run("order-2", beginning) == "done"
+    assert idem.run("order-2", beginning, request=None) == "done"
     assert connection.in_transaction
     connection.execute("COMMIT")
-    assert idem.run("order-2", beginning) == "done"
+    assert idem.run("order-2", beginning, request=None) == "done"
 
 
 # Django's connection.
@@ -741,5 +742,5 @@ def test_without_a_transaction_of_django_nothing_is_completed(idem, connection, 
         current_attempt().complete_in(django_connection, "alone")
 
     with pytest.raises(TransactionMissing, match=r"transaction\.atomic"):
-        idem.run("order-1", operation)
+        idem.run("order-1", operation, request=None)
     assert keys(connection) == [4]

@@ -23,7 +23,7 @@ def path(tmp_path):
 @pytest.fixture
 def idem(path):
     with Idempotency(f"sqlite:///{path}", caller="shop", cache=False) as made:
-        assert made.run("before", lambda: 1) == 1
+        assert made.run("before", lambda: 1, request=None) == 1
         yield made
 
 
@@ -112,7 +112,7 @@ def test_nothing_is_completed_in_a_transaction_on_a_lost_file(idem, connection, 
             raise
 
     with pytest.raises(StoreMissing, match=SAID):
-        idem.run("order-1", operation)
+        idem.run("order-1", operation, request=None)
     assert len(heard) == 1
 
 
@@ -131,7 +131,7 @@ def test_no_step_is_recorded_in_a_transaction_on_a_lost_file(idem, connection, l
             raise
 
     with pytest.raises(StoreMissing, match=SAID):
-        idem.run("order-1", operation)
+        idem.run("order-1", operation, request=None)
     assert len(heard) == 1
 
 

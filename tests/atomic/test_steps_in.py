@@ -18,6 +18,7 @@ from retrysafe import (
     current_attempt,
 )
 from retrysafe.core.model import Decision, Payload, Step, StepWrite
+from retrysafe.runtime.calls import calls_of
 from retrysafe.runtime.drive import run_sync
 from retrysafe.testing.suite.probe import request
 from tests.atomic.drivers import Rollback
@@ -165,7 +166,7 @@ def test_a_step_outside_waits_for_no_lock(shop, idem):
                 attempt.step("mail", ran.append, "mail")
         attempt.step("mail", ran.append, "mail")
 
-    idem.run("order-1", operation)
+    idem.run("order-1", operation, request=None)
     assert ran == ["mail"]
 
 
@@ -178,7 +179,7 @@ def test_a_transaction_that_is_left_open_does_not_hang_the_operation(shop, idem)
             attempt.step("book", insert, shop, connection, in_transaction=connection)
 
         with pytest.raises(OutcomeNotStored, match="still open"):
-            idem.run("order-1", operation)
+            idem.run("order-1", operation, request=None)
     assert shop.orders() == ["pen"]
     assert steps_of(idem) == [("book", b'"inserted"')]
 
@@ -201,7 +202,7 @@ def test_a_transaction_may_be_tried_again_within_the_attempt(shop, idem):
         with pytest.raises(StepReused):
             book(is_kept=True)
 
-    idem.run("order-1", operation)
+    idem.run("order-1", operation, request=None)
     assert shop.orders() == ["pen"]
     positions = [(step.name, step.position) for step in idem.read("order-1").steps]
     assert positions == [("book", 1), ("mail", 2)]
@@ -215,7 +216,7 @@ def test_the_connection_must_be_of_a_known_kind(idem):
         current_attempt().step("book", ran.append, 1, in_transaction="no connection")
 
     with pytest.raises(InvalidInput, match="no connection"):
-        idem.run("order-1", operation)
+        idem.run("order-1", operation, request=None)
     assert ran == []
 
 
@@ -280,7 +281,7 @@ def test_a_zombie_on_sqlite_can_neither_write_nor_record(tmp_path):
                 current_attempt().step("book", write, in_transaction=connection)
 
         with pytest.raises(ClaimLost):
-            idem.run("order-1", operation)
+            idem.run("order-1", operation, request=None)
         with closing(sqlite3.connect(path)) as connection:
             assert connection.execute("SELECT count(*) FROM orders").fetchone() == (0,)
         assert idem.read("order-1").steps == []
@@ -304,7 +305,7 @@ def test_what_a_stored_step_stands_for_is_not_written_again(shop, idem, tmp_path
     """Also with an equal result, as nothing is: the order in this transaction is a second one."""
     with closing(psycopg.connect(shop.server_url)) as connection:
         connection.execute("SELECT 1")
-        assert lost_after_another(idem.store, connection, Key("order-1", caller="shop"))
+        assert lost_after_another(calls_of(idem).store, connection, Key("order-1", caller="shop"))
     path = tmp_path / "orders.db"
     with (
         Idempotency(f"sqlite:///{path}", caller="shop") as embedded,

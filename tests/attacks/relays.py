@@ -30,7 +30,7 @@ def stage(url: str, *names: str, aggregate: str | None = None) -> None:
             current_attempt().outbox.stage("t", name, aggregate=aggregate, name=name)
 
     with Idempotency(url, caller=GLOBAL) as idem:
-        idem.run(f"stages {' '.join(names)}", operation, name="stages")
+        idem.run(f"stages {' '.join(names)}", operation, name="stages", request=None)
 
 
 def drain(

@@ -321,7 +321,7 @@ def test_a_heartbeat_ends_with_the_loop_that_it_renews_for(tmp_path, monkeypatch
         await asyncio.Event().wait()
 
     async def main() -> None:
-        left.append(asyncio.ensure_future(idem.run("key", never_ends)))
+        left.append(asyncio.ensure_future(idem.run("key", never_ends, request=None)))
         await has_begun.wait()
 
     loop = asyncio.new_event_loop()
@@ -333,7 +333,7 @@ def test_a_heartbeat_ends_with_the_loop_that_it_renews_for(tmp_path, monkeypatch
         return [item.name for item in threading.enumerate() if "heartbeat" in item.name]
 
     until(lambda: beats() == [])
-    idem._parts.leave()
+    idem._calls._bound.parts.leave()
 
 
 def test_renewals_that_fail_are_told_in_the_loops_own_thread():
@@ -362,7 +362,9 @@ def test_renewals_that_fail_are_told_in_the_loops_own_thread():
             policy=policy,
             observers=[note],
         ) as idem:
-            await asyncio.wait_for(idem.run("key", failed_thrice.wait), PATIENCE_SECONDS)
+            await asyncio.wait_for(
+                idem.run("key", failed_thrice.wait, request=None), PATIENCE_SECONDS
+            )
 
     asyncio.run(main())
     assert set(heard) == {threading.get_ident()}

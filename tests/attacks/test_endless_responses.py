@@ -1,14 +1,16 @@
 """Responses without an end: does one take all memory, outlive its client, or count as whole?
 
 Attacked are ASGI, WSGI and Flask here (Django in `tests/contrib`, all of them over sockets in
-`tests/http_cases`) with streams that never end, drip, or raise in the middle. What is collected
-stays within its limit; past it the operation is remembered as done before its first byte is sent; a
-client that leaves ends it; and a response that was cut short is never replayed as if it were whole.
+`tests/http_cases`) with streams that never end, drip, fall silent, or raise in the middle. What is
+collected stays within its limit; past it the operation is remembered as done before its first byte
+is sent; a client that leaves ends it; and a response that was cut short is never replayed as if it
+were whole.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import subprocess
 import sys
@@ -38,6 +40,7 @@ from retrysafe.http import (
     bearer_token,
     held_response,
 )
+from retrysafe.http.asgi_run import AppRun
 from tests.http.driving import Connection, ask, ask_wsgi, headers_of, http_scope
 
 LIMIT_BYTES = 1_000
@@ -238,6 +241,158 @@ def test_a_response_that_drips_passes_after_its_time(monkeypatch):
     for wrong in (60, timedelta(seconds=-1)):
         with pytest.raises(PolicyInvalid, match="hold_limit"):
             Rule(hold_limit=wrong)
+
+
+SILENT = Rule(hold_limit=timedelta(milliseconds=20))
+
+
+class Silent:
+    """An ASGI application that sends one piece and then nothing until it may go on."""
+
+    def __init__(self, error=None, *, has_more=True):
+        self.go_on = asyncio.Event()
+        self.error = error
+        self.has_more = has_more
+        self.runs = 0
+
+    async def __call__(self, scope, receive, send):
+        self.runs += 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first ", "more_body": True})
+        await self.go_on.wait()
+        if self.error is not None:
+            raise self.error
+        if self.has_more:
+            await send({"type": "http.response.body", "body": b"last"})
+
+
+def test_a_response_that_falls_silent_passes_after_its_time():
+    """Without another piece: done before its first byte, then what was held back, then the rest in
+    its order, however slowly the server takes the beginning."""
+
+    async def run():
+        silent, connection, store = Silent(), Connection(), SlowStore()
+        app = protected(silent, SILENT, store)
+        sending = connection.send
+
+        async def send(message):
+            assert store.settled == 1
+            # The rest is there before the beginning is sent, and waits for its turn.
+            silent.go_on.set()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            await sending(message)
+
+        connection.send = send
+        await asyncio.wait_for(exchange(app, connection), 30)
+        bodies = [message["body"] for message in connection.sent[1:]]
+        assert (connection.sent[0]["type"], bodies) == ("http.response.start", [b"first ", b"last"])
+        assert (await ask(app)).problem == "outcome-unavailable"
+        assert silent.runs == 1
+        await app.idempotency.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("way", ["left", "disconnect", "send fails", "raises", "raises amid"])
+def test_a_silent_response_ends_with_its_client_or_its_error(way):
+    """Nothing is left running, nothing is told to the loop, and the operation is done."""
+
+    async def run():
+        told, stuck, begun = [], asyncio.Event(), []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: told.append(what))
+        is_raising = way.startswith("raises")
+        silent = Silent(LookupError("cursor") if is_raising else None, has_more=False)
+        connection, store = Connection(), SlowStore()
+        app = protected(silent, SILENT, store)
+        sending = connection.send
+
+        async def send(message):
+            begun.append(message)
+            if way == "send fails":
+                raise OSError("gone")
+            if way == "raises amid":
+                await stuck.wait()
+            await sending(message)
+
+        connection.send = send
+        task = exchange(app, connection)
+        if way == "left":
+            await until(lambda: silent.runs)
+            task.cancel()
+        else:
+            await until(lambda: len(begun) == (1 if way in ("send fails", "raises amid") else 2))
+            connection.hang_up.set()
+        await until(lambda: store.settled)
+        # The listener hears of it in its turn.
+        for _ in range(20):
+            await asyncio.sleep(0)
+        silent.go_on.set()
+        await asyncio.wait_for(asyncio.wait((task,)), 30)
+        assert (await ask(app)).problem == "outcome-unavailable"
+        assert silent.runs == 1
+        await app.idempotency.close()
+        del task
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        gc.collect()
+        assert not told
+
+    asyncio.run(run())
+
+
+def test_an_application_that_fails_at_the_time_limit_frees_its_key(monkeypatch):
+    """The failure comes between the timer and the task that would let its response through."""
+
+    async def run():
+        silent = Silent(LookupError("cursor"))
+        end_silence = AppRun._end_silence
+
+        def fail_first(app_run):
+            silent.go_on.set()
+            end_silence(app_run)
+
+        monkeypatch.setattr(AppRun, "_end_silence", fail_first)
+        app = protected(silent, SILENT)
+        with pytest.raises(LookupError, match="cursor"):
+            await asyncio.wait_for(exchange(app, Connection()), 30)
+        await app.idempotency.close()
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
+def test_a_response_that_has_ended_leaves_no_timer(monkeypatch):
+    """It would keep the request and its response in memory for as long as the limit."""
+    waiting = AppRun._wait_for_the_end
+
+    def go_off(app_run, turns):
+        app_run._end_silence()
+        waiting(app_run, turns)
+
+    monkeypatch.setattr(AppRun, "_wait_for_the_end", go_off)
+
+    async def run():
+        silent = Silent()
+        silent.go_on.set()
+
+        async def lingering(*exchanged):
+            await silent(*exchanged)
+            for _ in range(200):
+                await asyncio.sleep(0)
+
+        app = protected(lingering, Rule())
+        assert (await ask(app)).body == b"first last"
+        # Nor does one that goes off right after its last piece let it pass.
+        assert (await ask(app)).is_replay
+        timers = asyncio.get_running_loop()._scheduled
+        assert not [timer for timer in timers if "_end_silence" in repr(timer)]
+        await app.idempotency.close()
+
+    asyncio.run(run())
 
 
 # In threads.

@@ -27,7 +27,7 @@ from retrysafe import (
 )
 from retrysafe.core.model import Decision, SettleKind, Settlement
 from retrysafe.core.ports import Fate
-from retrysafe.demo.postgres_ledger import PostgresLedger
+from retrysafe.demo.ledger import PostgresLedger
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.postgres.drivers import psycopg as psycopg_connector
 from retrysafe.stores.postgres.urls import postgres_url
@@ -327,15 +327,14 @@ def test_the_demos_own_pool_outlives_a_failover(url, primary, standby, address):
 
     async def main():
         ledger = PostgresLedger(postgres_url(url))
-        await ledger.open()
-        try:
+        async with ledger.opened():
+            # The connection that created the table is cut below; this is about a new one.
+            await ledger._pool.expire_connections()
             address.move(standby.port, cut=True)
             with pytest.raises(asyncpg.ReadOnlySQLTransactionError):
                 await write(ledger)
             address.move(primary.port, cut=False)
             with pytest.raises(LookupError):
                 await write(ledger)
-        finally:
-            await ledger.close()
 
     asyncio.run(main())

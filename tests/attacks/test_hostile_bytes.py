@@ -32,11 +32,12 @@ from retrysafe.core.keys import canonical
 from retrysafe.http import FromBody, HeaderKey, IdempotencyMiddleware, Rule, bearer_token
 from retrysafe.http.callers import basic_user, gateway_header
 from retrysafe.http.headers import HEADER_LIMIT_BYTES, parse_key, parse_prefer
-from retrysafe.http.large_bodies import LARGE_BODIES, LARGE_BODY_BYTES
+from retrysafe.http.large_bodies import LARGE_BODY_BYTES
 from retrysafe.http.protection import Protection
 from retrysafe.http.request import Request
 from retrysafe.http.routes import Route
 from retrysafe.http.wsgi import WSGIIdempotencyMiddleware
+from retrysafe.runtime.calls import calls_of
 from retrysafe.stores.memory.store import MemoryStore
 from tests.attacks.growth import FACTOR, LIMIT, growth
 from tests.attacks.hostile_inputs import BODIES, FILLERS, OTHERS, headers, mark
@@ -312,16 +313,6 @@ async def test_the_loop_runs_while_a_hostile_body_is_read(monkeypatch):
         assert (await large).status_code == 201
 
 
-def test_the_worker_of_large_bodies_is_made_anew_after_a_fork():
-    """The thread stays in the parent; a child that waited for it would wait for ever."""
-    assert asyncio.run(LARGE_BODIES.run(threading.get_ident)) != threading.get_ident()
-    before = LARGE_BODIES._pool
-    LARGE_BODIES.after_fork_in_child()
-    assert asyncio.run(LARGE_BODIES.run(threading.get_ident)) != threading.get_ident()
-    assert LARGE_BODIES._pool is not before
-    before.shutdown()
-
-
 def test_long_integers_are_linear_without_the_limit_of_python():
     """A process that lifts Python's limit on digits does not make long numbers quadratic."""
     earlier = sys.get_int_max_str_digits()
@@ -348,14 +339,14 @@ def _is_clean(lines):
 def test_no_byte_of_a_path_becomes_a_header_line():
     """Where the mount is chosen by the client, links and locations are written percent-encoded."""
     idempotency = AsyncIdempotency(MemoryStore())
-    protection = Protection(idempotency.settings, caller=bearer_token)
+    protection = Protection(calls_of(idempotency).settings, caller=bearer_token)
     asked = [("k" * 300, "Bearer a"), ('"k"', None), ('"k"', "Bearer a")]
     for key, token in asked:
         headers = [(b"idempotency-key", key.encode())]
         if token:
             headers.append((b"authorization", token.encode()))
         made = Request("POST", HOSTILE_PREFIX + "/charges", b"", headers)
-        plan = protection.begin(Route(Rule(), idempotency.settings), made, HOSTILE_PREFIX)
+        plan = protection.begin(Route(Rule(), calls_of(idempotency).settings), made, HOSTILE_PREFIX)
         if token and key == '"k"':
             plan.key = 'k"\\ ;<>'
             answers = [

@@ -405,7 +405,7 @@ def test_a_key_is_found_by_the_token_of_its_client(invoke, bearer):
 
 def test_a_key_is_found_by_every_secret_that_is_listed(invoke, desk, monkeypatch):
     """Also by the API key of its client; operators need not know which secret made it."""
-    old, new = "the old secret, 16 or more", "the new secret, 16 or more"
+    old, new = "the old secret of 16 or more", "the new secret of 16 or more"
     for secret, condition in ((old, "succeeded"), (new, "failed"), (None, "failed")):
         kind = SettleKind.COMPLETE if condition == "succeeded" else SettleKind.FAIL
         value = None if secret is None else secret.encode()
@@ -430,7 +430,7 @@ def test_a_key_is_found_by_every_secret_that_is_listed(invoke, desk, monkeypatch
 @pytest.fixture
 def two_forms(desk, monkeypatch):
     """A key of a client in the form of each of two secrets: their callers, and the options."""
-    secrets = ["the new secret, 16 or more", "the old secret, 16 or more"]
+    secrets = ["the new secret of 16 or more", "the old secret of 16 or more"]
     monkeypatch.setenv("RETRYSAFE_SECRET", "\n".join(secrets))
     credential = Credential("api-key", TOKEN)
     callers = [caller_of_credential(credential, item.encode()) for item in secrets]

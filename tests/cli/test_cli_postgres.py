@@ -44,7 +44,7 @@ def fill(url, execute, count):
     """Keys whose active window is over."""
     with Idempotency(url, caller="acme", cache=False) as idem:
         for number in range(count):
-            idem.run(f"k{number}", lambda: 1)
+            idem.run(f"k{number}", lambda: 1, request=None)
     execute("UPDATE {schema}.keys SET expires_at_ms = settled_at_ms")
 
 

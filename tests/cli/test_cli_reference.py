@@ -34,7 +34,6 @@ def test_the_environment_does_not_show_through(reference, monkeypatch):
         "migrate",
         "sweep",
         "demo",
-        "story",
         "keys list",
         "keys show",
         "keys release",

@@ -366,6 +366,12 @@ def delete(request, name):
     return response
 
 
+@idempotent(source=FieldsKey("{number}", window=FOREVER))
+def misnamed(request, name, number=None):
+    till.note(name)
+    return HttpResponse(status=204)
+
+
 @idempotent(policy=Policy(active_window=timedelta(days=7)))
 def refund(request, number):
     return JsonResponse({"refund": number, "run": till.note(number)}, status=201)
@@ -535,6 +541,8 @@ urlpatterns = [
     path("template", template),
     path("async-template", async_template),
     path("things/<name>", delete),
+    path("misnamed/<name>", misnamed),
+    path("named-so/<name>", misnamed, {"number": 7}),
     path("orders", order),
     path("async-orders", async_order),
     path("atomic-orders", atomic_order),

@@ -11,9 +11,10 @@ import pytest
 from django.http import HttpRequest
 from django.views import View
 
-from retrysafe import GLOBAL, Condition, InvalidInput, MemoryStore, PolicyInvalid
+from retrysafe import FOREVER, GLOBAL, Condition, InvalidInput, MemoryStore, PolicyInvalid
 from retrysafe.contrib.django.decorators import idempotent
-from retrysafe.http import Breaker
+from retrysafe.contrib.views import located
+from retrysafe.http import Breaker, FieldsKey, Rule
 from retrysafe.testing import FaultyStore, Moment
 from tests.contrib.django_shop import SETTINGS
 from tests.contrib.django_visits import MIDDLEWARE, Shop, is_replay, open_shop, problem
@@ -441,7 +442,7 @@ def test_a_store_that_is_down_refuses_and_fails_open_only_if_asked(world, path):
 
 
 @CHARGES
-def test_an_outcome_that_could_not_be_stored_is_told(world, path):
+def test_an_outcome_that_could_not_be_stored_is_reported(world, path):
     from retrysafe import Policy
 
     store = FaultyStore(MemoryStore())
@@ -493,3 +494,22 @@ def test_a_method_that_is_decorated_like_a_function_says_so(is_async):
             asyncio.run(Charges().put(HttpRequest()))
         else:
             Charges().post(HttpRequest())
+
+
+def test_a_natural_key_that_a_route_cannot_make_is_refused(shop, caplog):
+    """As a mistake of the server, which no client could mend; extra arguments of a route count."""
+    assert shop.post("/misnamed/pen", key=None).status_code == 500
+    assert "{number} from the path, and /misnamed/{name} has no such parameter" in caplog.text
+    assert shop.post("/named-so/pen", key=None).status_code == 204
+    assert is_replay(shop.post("/named-so/pen", key=None))
+    assert shop.till.runs == ["pen"]
+
+
+def test_methods_of_a_view_without_a_plain_path_do_not_share_natural_keys():
+    """To change order 7 and to delete it would have one key, unless a name says that they do."""
+    expression, source = "/orders/[0-9]+", FieldsKey("/order", window=FOREVER)
+    with pytest.raises(PolicyInvalid, match="POST, PUT, PATCH, DELETE would share them"):
+        located(Rule(source=source), expression, name="orders")
+    assert located(Rule(source=source, name="pay"), expression, name="orders").name == "pay"
+    assert located(Rule(source=source, methods="POST"), expression, name="orders").name == "orders"
+    assert located(Rule(), expression, name="orders").name == "orders"

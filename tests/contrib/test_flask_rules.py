@@ -86,6 +86,50 @@ def test_a_natural_key_takes_names_of_the_rule_and_of_the_view(make_shop, name, 
     assert shop.till.runs == [7]
 
 
+def test_a_natural_key_of_a_parameter_that_a_view_has_not_is_refused():
+    """With the first request, whatever it asks for; unless functions of the application add it."""
+
+    def answers(*, adds):
+        app, retrysafe = Flask("shop"), Retrysafe()
+        app.testing = True
+
+        @app.post("/orders/<int:order>")
+        @retrysafe.idempotent(source=FieldsKey("{number}", window=FOREVER))
+        def cancel(order, number=None):
+            return "cancelled"
+
+        if adds:
+            app.url_value_preprocessor(lambda endpoint, values: values and values.update(number=1))
+        with closing(Idempotency(MemoryStore())) as idem:
+            retrysafe.init_app(app, idem, caller=GLOBAL)
+            return app.test_client().post("/orders/7" if adds else "/nowhere").status_code
+
+    assert answers(adds=True) == 200
+    with pytest.raises(PolicyInvalid, match=r"has no such parameter \(it has \{order\}\)"):
+        answers(adds=False)
+
+
+def test_hosts_do_not_share_keys_that_are_made_here():
+    """A payment to one shop would get the response of another one."""
+
+    def first_request(**options):
+        app, retrysafe = Flask("shop"), Retrysafe()
+        app.testing = True
+
+        @app.post("/pay", subdomain="a")
+        @retrysafe.idempotent(source=FieldsKey("/order", window=FOREVER), **options)
+        def pay():
+            raise AssertionError
+
+        with closing(Idempotency(MemoryStore())) as idem:
+            retrysafe.init_app(app, idem, caller=GLOBAL)
+            return app.test_client().get("/nowhere").status_code
+
+    assert first_request(name="a: pay") == 404
+    with pytest.raises(PolicyInvalid, match="do not tell hosts apart"):
+        first_request()
+
+
 def test_what_no_view_answers_is_not_protected(make_shop):
     """A path that does not exist and a method that is not allowed store nothing."""
     shop = make_shop(Rule(path="/*"))
@@ -190,7 +234,7 @@ def test_a_preloaded_application_keeps_its_promise_in_every_process(served):
     assert len({reply.json()["process"] for reply in again}) == 2
 
 
-def test_a_key_that_comes_to_a_view_without_a_rule_is_told_of(make_shop, caplog):
+def test_a_key_that_comes_to_a_view_without_a_rule_is_reported(make_shop, caplog):
     """Once for each route; not for views that carry a rule, or are taken out by one."""
     shop = make_shop(Rule(path="/plain/{more}"))
     with caplog.at_level("WARNING", "retrysafe"):

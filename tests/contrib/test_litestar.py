@@ -283,6 +283,10 @@ def test_keys_from_path_parameters():
     assert [is_replay(reply) for reply in replies] == [False, True, False]
 
 
+async def never_run(scope: Scope, receive: Receive, send: Send) -> None:
+    """Stands for an application that is mounted."""
+
+
 def test_rules_are_checked_when_the_application_is_made():
     """A rule that is none, that has a path, or that needs what is missing."""
     for wrong in (True, Rule(path="/one")):
@@ -290,6 +294,11 @@ def test_rules_are_checked_when_the_application_is_made():
             shop(counting(idempotency=wrong)[0])
     with pytest.raises(SecretMissing):
         shop(counting(idempotency=Rule(source=FromBody()))[0])
+    with pytest.raises(PolicyInvalid, match="no such parameter"):
+        shop(counting(idempotency=Rule(source=FieldsKey("{id}", window=FOREVER)))[0])
+    with pytest.raises(PolicyInvalid, match="covers everything in /v1/"):
+        rule = Rule(source=FieldsKey("/order", window=FOREVER))
+        shop(asgi("/v1", is_mount=True, copy_scope=True, idempotency=rule)(never_run))
 
 
 def test_a_closed_plugin_serves_no_other_application():

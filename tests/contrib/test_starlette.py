@@ -27,7 +27,7 @@ from retrysafe import (
     SecretMissing,
 )
 from retrysafe.contrib.starlette import Idempotent, Retrysafe, idempotent
-from retrysafe.http import FieldsKey, FromBody, IdempotencyMiddleware, Rule
+from retrysafe.http import FieldsKey, FromBody, HeaderKey, IdempotencyMiddleware, Rule
 from tests.contrib.conftest import is_replay, problem
 from tests.contrib.serving import served
 from tests.contrib.shops import Till
@@ -321,6 +321,55 @@ def test_keys_from_path_parameters_and_bodies():
     *same, refused = ask(app, *asked, ("/mails", b"hello"))
     assert [is_replay(reply) for reply in same] == [False, True, False]
     assert refused.json()["code"] == "idempotency_key_unexpected"
+
+
+@pytest.mark.parametrize(
+    ("field", "told"), [("/order", "covers everything in /v1/"), ("{id}", "covers everything")]
+)
+def test_a_natural_key_on_a_mount_is_refused(field, told):
+    """One rule would give the payment of order 7 and its refund one key."""
+    routes = [Route(f"/{name}", Counted().endpoint, methods=["POST"]) for name in ("pay", "refund")]
+    once = Middleware(Idempotent, source=FieldsKey(field, window=FOREVER))
+    retrysafe = protection()
+    shop([Mount("/v1", routes=routes, middleware=[once])], retrysafe)
+    with pytest.raises(PolicyInvalid, match=told):
+        retrysafe.refresh()
+
+
+def test_a_natural_key_of_a_parameter_that_no_route_has_is_refused():
+    """Those of mounts and hosts are there; any other would refuse every request with 400."""
+    source = FieldsKey("{shop}", "{tenant}", "{id}", window=FOREVER)
+    named = idempotent(source=source, name="cancel")
+    routes = [Route("/{id:int}", named(Counted().endpoint), methods=["POST"])]
+    at_host = Host("{shop}.example.org", app=Router(routes=routes))
+    protected = protection()
+    shop([Mount("/{tenant:int}", routes=[at_host])], protected)
+    protected.refresh()
+    protected = protection()
+    shop([at_host], protected)
+    with pytest.raises(PolicyInvalid, match=r"\{tenant\} from the path, and /\{id\} has no such"):
+        protected.refresh()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [FieldsKey("/order", window=FOREVER), FromBody(), HeaderKey(otherwise=FromBody())],
+    ids=lambda source: type(source).__name__,
+)
+def test_hosts_do_not_share_keys_that_are_made_here(source):
+    """A payment to one shop would get the response of another one."""
+
+    def of(shop, **options):
+        pay = Route("/pay", idempotent(**options)(Counted().endpoint), methods=["POST"])
+        return Host(f"{shop}.example.org", app=Router(routes=[pay]))
+
+    retrysafe = protection()
+    shop([of("a"), of("b", source=source, name="b: pay")], retrysafe)
+    retrysafe.refresh()
+    retrysafe = protection()
+    shop([of("a"), of("b", source=source)], retrysafe)
+    with pytest.raises(PolicyInvalid, match="do not tell hosts apart, and the routes of /pay are"):
+        retrysafe.refresh()
 
 
 def test_an_endpoint_without_a_protection_never_runs():

@@ -21,6 +21,7 @@ from retrysafe.core.keys.key import (
     body_key,
     checked_secret,
     child_key,
+    looks_derived,
     natural_key,
     scoped_key,
 )
@@ -148,10 +149,10 @@ def test_digests_are_frozen(key, digest):
 @pytest.mark.parametrize(
     ("made", "frozen"),
     [
-        (natural_key("pay"), "pay:71R5M7fXjS8LlbequqvfvkLQ0wk"),
-        (natural_key("pay", 42), "pay:Cfg99Pi9AnvSSsEW2lERJcI201w"),
-        (natural_key("pay", "42"), "pay:KQdxuXeybWSQjLLKHBmHeiUYtjA"),
-        (natural_key("pay", invoice=42, tenant="a"), "pay:eN8Nxt0jI31ephNX_-LHNelhsgo"),
+        (natural_key("pay"), "natural:pay:71R5M7fXjS8LlbequqvfvkLQ0wk"),
+        (natural_key("pay", 42), "natural:pay:Cfg99Pi9AnvSSsEW2lERJcI201w"),
+        (natural_key("pay", "42"), "natural:pay:KQdxuXeybWSQjLLKHBmHeiUYtjA"),
+        (natural_key("pay", invoice=42, tenant="a"), "natural:pay:eN8Nxt0jI31ephNX_-LHNelhsgo"),
         (
             natural_key(
                 "all",
@@ -159,7 +160,7 @@ def test_digests_are_frozen(key, digest):
                 datetime(2024, 2, 29, 1, 2, 3, tzinfo=UTC),
                 timedelta(days=1, microseconds=5),
             ),
-            "all:aRjjEnl3Wlxr3Bjpue9uIITE4tc",
+            "natural:all:aRjjEnl3Wlxr3Bjpue9uIITE4tc",
         ),
         (body_key(SECRET, "pay", b'{"a":1}'), "body:iA7ppxugVqvagcohwU0bWs-xtiOUH2CAtthcB4iNVtE"),
         (body_key(SECRET, "pay", b""), "body:E6uPUCIP6k4ehKyWz6qhz4hfx_MkDyE7Ue7xNxVLr9o"),
@@ -207,7 +208,9 @@ def test_natural_keys_always_fit(operation, parts):
     """Whatever the operation is called, its natural key is a valid key that shows the name."""
     made = natural_key(operation * 30, *parts)
     assert Key(made, caller="c").text == made
-    assert made.startswith((operation * 30)[:150] + ":")
+    assert made.startswith(f"natural:{(operation * 30)[:150]}:")
+    # What was made here is told from a copy of its text.
+    assert (looks_derived(made), looks_derived(str(made))) == (False, True)
 
 
 def test_long_operations_that_differ_at_the_end_have_different_keys():

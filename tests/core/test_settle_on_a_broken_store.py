@@ -34,7 +34,7 @@ def test_the_caller_is_told_that_the_operation_ran():
     """Not a bare store error: `OutcomeNotStored` carries the value, and comes without a wait."""
     store = Vanishing(StoreMissing("the file is gone"))
     with open_over(store) as idempotency, pytest.raises(OutcomeNotStored) as told:
-        idempotency.run("k", lambda: "paid")
+        idempotency.run("k", lambda: "paid", request=None)
     assert told.value.value == "paid"
     assert isinstance(told.value.__cause__, StoreMissing)
 
@@ -54,5 +54,5 @@ def test_an_interrupt_is_not_replaced_by_the_store_error():
     """The interrupted thread's last try fails as well, and the interrupt goes on all the same."""
     store = Vanishing(KeyboardInterrupt(), StoreMissing("the file is gone"))
     with open_over(store) as idempotency, pytest.raises(KeyboardInterrupt):
-        idempotency.run("k", lambda: "paid")
+        idempotency.run("k", lambda: "paid", request=None)
     assert not store.errors

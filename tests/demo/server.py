@@ -17,7 +17,8 @@ LEASE_SECONDS = 10
 
 CHARGE = {"amount": 1000, "currency": "eur", "customer": "c1"}
 ORDER = {"item": "widget", "quantity": 1, "customer": "c1"}
-WISHES = {"charges": CHARGE, "orders": ORDER}
+CHECKOUT = {"customer": "c1", "items": ["widget", {"sku": "gadget", "quantity": 2}]}
+BODIES = {"charges": CHARGE, "orders": ORDER, "checkouts": CHECKOUT}
 
 
 def command(*arguments: str) -> list[str]:

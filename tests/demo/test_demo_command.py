@@ -73,9 +73,9 @@ def test_a_terminal_shows_where_to_look_and_one_line_for_every_request(tmp_path)
                     text += screen.read(1024)
                 return text.decode()
 
-            shown = shown_until(b"/docs")
+            shown = shown_until(b"All calls: ")
             url = shown.split()[2]
-            for place in ("/effects", "/idempotency-policy", "/docs"):
+            for place in ("/effects", "/idempotency-policy"):
                 assert f"{url}{place}" in shown
             with httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as client:
                 for _ in range(2):

@@ -9,11 +9,11 @@ import httpx
 import pytest
 
 from tests.demo.server import (
+    BODIES,
     CHARGE,
     LEASE_SECONDS,
     ORDER,
     PATIENCE_SECONDS,
-    WISHES,
     headers_of,
     new_text,
     problem_of,
@@ -111,10 +111,10 @@ def test_a_restarted_demo_remembers(start_demo, store_url, path):
     """On the same store and the same port: outcomes are replayed, the ledger goes on."""
     key = new_text("key")
     first = start_demo(store_url)
-    made = first.post(path, key, WISHES[path])
+    made = first.post(path, key, BODIES[path])
     first.kill()
     second = start_demo(store_url, port=int(first.url.rpartition(":")[2]))
-    replay = second.post(path, key, WISHES[path])
+    replay = second.post(path, key, BODIES[path])
     assert replay.headers["idempotent-replayed"] == "true"
     assert replay.content == made.content
     assert len(second.entries(path, "c1")) == 1
@@ -130,7 +130,7 @@ def test_two_demos_on_one_store_execute_a_key_once(start_demo, store_url, path):
         async with httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client:
             found = []
             for _ in range(rounds):
-                key, body = new_text("key"), WISHES[path] | {"delay_ms": 50}
+                key, body = new_text("key"), BODIES[path] | {"delay_ms": 50}
                 found.append(
                     await asyncio.gather(
                         *(

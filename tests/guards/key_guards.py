@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from retrysafe.contrib import fastapi
+from retrysafe.core.settings import Settings
 from retrysafe.http import field_values, key_sources
 from retrysafe.http.protection import Protection
+from retrysafe.runtime.operations import Operations
 from tests.guards import test_key_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode
@@ -23,10 +25,18 @@ KEY_GUARDS: tuple[Guard, ...] = (
         properties.test_no_number_runs_twice,
     ),
     Guard(
-        "a client's key does not look like one that is made from a body",
-        "a client with a key gets the response of one without, and its own order is lost",
-        (InCode(key_sources.require_own_key, "if _BODY_KEY.fullmatch(text):", "if False:"),),
-        properties.test_a_clients_key_does_not_meet_a_body_key,
+        "a client's key does not look like one that is made from its request",
+        "a client with a key gets the response of one without, and its own order is lost; or takes "
+        "the key of an invoice that somebody else is about to pay",
+        (InCode(key_sources.require_own_key, "if looks_derived(text):", "if False:"),),
+        properties.test_a_clients_key_does_not_meet_a_derived_key,
+    ),
+    Guard(
+        "a text is not taken for the natural key that it copies",
+        "whoever may choose a key, such as the sender of a message, blocks the payment of an "
+        "invoice, which is refused as another request",
+        (InCode(Settings.call_key, "if looks_derived(scoped.text):", "if False:"),),
+        properties.test_a_copied_key_blocks_no_function,
     ),
     Guard(
         "a client's key is refused where the body makes the keys",
@@ -51,5 +61,11 @@ KEY_GUARDS: tuple[Guard, ...] = (
             ),
         ),
         properties.test_no_converted_value_runs_twice,
+    ),
+    Guard(
+        "an operation that hides its values is refused",
+        "a closure over another amount gets the outcome of the first, and nobody is told",
+        (InCode(Operations.call, "if not args:", "if False:"),),
+        properties.test_no_hidden_amount_gets_the_outcome_of_another,
     ),
 )

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from fastapi import FastAPI
 
-from retrysafe import FOREVER, GLOBAL, AsyncIdempotency, Idempotency, MemoryStore
+from retrysafe import (
+    FOREVER,
+    GLOBAL,
+    AsyncIdempotency,
+    Idempotency,
+    InvalidInput,
+    Key,
+    KeyInvalid,
+    MemoryStore,
+    natural_key,
+)
 from retrysafe.contrib.fastapi import Retrysafe, idempotent
 from retrysafe.http import (
     FieldsKey,
@@ -22,6 +33,7 @@ _BY_ORDER = FieldsKey("{order}", window=FOREVER)
 _NATURAL = [
     Rule(path="/orders/{order}", source=_BY_ORDER),
     Rule(path="/bodies", source=FieldsKey("/order", window=FOREVER)),
+    Rule(path="/anything"),
 ]
 
 
@@ -53,8 +65,8 @@ def _runs(requests) -> int:
 
     with Idempotency(MemoryStore()) as idem:
         protected = WSGIIdempotencyMiddleware(counted, idem, caller=bearer_token, rules=_NATURAL)
-        for path, body in requests:
-            ask_wsgi(protected, path=path, key=None, body=body)
+        for path, body, *key in requests:
+            ask_wsgi(protected, path=path, key=key[0] if key else None, body=body)
     return len(runs)
 
 
@@ -69,10 +81,30 @@ def test_no_number_runs_twice():
     assert _runs([("/bodies", b'{"order":%b}' % number) for number in numbers]) == 1
 
 
-def test_a_clients_key_does_not_meet_a_body_key():
-    """Not even when a client learns the key of its body, and sends it as its own."""
+def test_a_clients_key_does_not_meet_a_derived_key():
+    """Not even when a client learns the key of its body, and sends it as its own; and not on
+    another route than the one that makes natural keys."""
     first, again = _replies(Rule(source=HeaderKey(otherwise=FromBody())), None, True)
     assert (first.status, again.is_replay) == (201, False)
+    paid = natural_key("POST /orders/{order}", 7)
+    assert _runs([("/anything", b"", f'"{paid}"'), ("/orders/7", b"{}", None)]) == 1
+
+
+def test_a_copied_key_blocks_no_function():
+    """Whoever chooses a key cannot choose the one that an invoice will have."""
+    paid = []
+    with Idempotency(MemoryStore(), caller="shop") as idem:
+
+        @idem.once(key="invoice", window=FOREVER, name="pay")
+        def pay(invoice):
+            paid.append(invoice)
+
+        copied = str(natural_key("pay", invoice=42))
+        for key in (copied, Key(copied, caller="shop")):
+            with contextlib.suppress(KeyInvalid):
+                idem.run(key, str, 1)
+        pay(42)
+    assert paid == [42]
 
 
 def test_two_keys_are_not_one_intent():
@@ -97,3 +129,16 @@ def test_no_converted_value_runs_twice():
 
     asyncio.run(run())
     assert runs == [7]
+
+
+def _charged(idem, amount):
+    """What a caller gets whose operation holds the amount; None if it is refused."""
+    try:
+        return idem.run("k", lambda: amount)
+    except InvalidInput:
+        return None
+
+
+def test_no_hidden_amount_gets_the_outcome_of_another():
+    with Idempotency(MemoryStore(), caller=GLOBAL) as idem:
+        assert [_charged(idem, amount) for amount in (500, 900)] != [500, 500]

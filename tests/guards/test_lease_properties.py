@@ -74,7 +74,7 @@ def test_an_operation_that_blocks_its_loop_is_renewed():
     async def main() -> bool:
         policy = Policy(lease=timedelta(milliseconds=300))
         async with AsyncIdempotency(store, caller="shop", policy=policy) as idem:
-            return await idem.run("key", operation)
+            return await idem.run("key", operation, request=None)
 
     assert asyncio.run(main())
 

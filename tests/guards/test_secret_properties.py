@@ -143,7 +143,7 @@ def test_a_new_secret_does_not_change_child_keys():
 
     for secret in (OLD, [NEW, OLD]):
         with _object(store, secret) as idem, pytest.raises(ConnectionError):
-            idem.run("k", operation)
+            idem.run("k", operation, request=None)
     assert seen[0] == seen[1]
 
 
@@ -156,11 +156,11 @@ def test_no_secret_is_guessed_for_child_keys():
 
     # Its fingerprint is plain, as that of every record was then.
     with _object(store, [None]) as idem, pytest.raises(SecretMissing):
-        idem.run("k", operation, name="pay")
+        idem.run("k", operation, name="pay", request=None)
     for secret in ([OLD, NEW], [NEW, OLD]):
         with _object(store, secret) as idem, pytest.raises(SecretMissing):
-            idem.run("k", operation, name="pay")
+            idem.run("k", operation, name="pay", request=None)
     assert seen == []
     with _object(store, OLD) as idem:
-        idem.run("k", operation, name="pay")
+        idem.run("k", operation, name="pay", request=None)
     assert seen == [child_key(OLD.encode(), Key("k", caller="acme"), "charge")]

@@ -39,6 +39,7 @@ from retrysafe.http import (
     Streaming,
     bearer_token,
 )
+from retrysafe.http.asgi_run import ERROR_NAME
 from retrysafe.testing import FaultyStore, Moment
 from tests.http.driving import BODY, Connection, ask, headers_of, http_scope
 
@@ -343,6 +344,35 @@ def test_messages_out_of_order_are_an_error_of_the_application(kinds):
             await exchange(protected(app), Connection())
 
     asyncio.run(run())
+
+
+@scenario
+async def test_an_application_that_raises_stop_iteration_is_answered():
+    """Before it can be awaited, or noted for us by its framework: no future takes such an error,
+    and the request would never end. It is judged by its own type."""
+
+    def raising(scope, receive, send):
+        heard.append("run")
+        raise StopIteration("no seats")
+
+    async def noting(scope, receive, send):
+        heard.append("run")
+        scope[ERROR_NAME] = StopIteration("no seats")
+        await respond(send, 500)
+
+    heard = []
+    rule = Rule(policy=Policy(terminal=(StopIteration,)))
+    for application in (raising, noting):
+        heard.clear()
+        idem = AsyncIdempotency(MemoryStore(), observers=[lambda event: heard.append(event.kind)])
+        app = IdempotencyMiddleware(application, idem, caller=bearer_token, rule=rule)
+        if application is raising:
+            with pytest.raises(RuntimeError, match="coroutine raised StopIteration"):
+                await asyncio.wait_for(ask(app), 10)
+        else:
+            assert (await asyncio.wait_for(ask(app), 10)).status == 500
+        assert heard == [EventKind.CLAIMED, "run", EventKind.FAILED]
+        await idem.close()
 
 
 @scenario

@@ -305,6 +305,8 @@ def test_a_response_that_goes_on_past_the_limit_is_rolled_back(make_orders, kind
         await send({"type": "http.response.start", "status": 201, "headers": headers})
         for piece in pieces:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
+            # Silence lets nothing through either.
+            assert "_end_silence" not in repr(asyncio.get_running_loop()._scheduled)
         await send({"type": "http.response.body", "body": b""})
 
     def wsgi(environ, start_response):

@@ -32,6 +32,7 @@ from retrysafe.http import (
     bearer_token,
     gateway_header,
 )
+from retrysafe.runtime.calls import calls_of
 from retrysafe.testing import FaultyStore, ManualClock, Moment
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -405,11 +406,17 @@ def test_safe_methods_pass_untouched(make_subject, method):
 
 def test_natural_keys_come_from_the_request(make_subject):
     """The same order is placed once without any header; another one runs."""
-    subject = make_subject(rules=[Rule(source=FieldsKey("/order", window=FOREVER))])
+    subject = make_subject(
+        rules=[Rule(path="/charges", source=FieldsKey("/order", window=FOREVER))]
+    )
     subject.ask(key=None, body=b'{"order": 7}')
     assert subject.ask(key=None, body=b'{"order": 7}').is_replay
     assert not subject.ask(key=None, body=b'{"order": 8}').is_replay
-    assert subject.ask(key=None, body=b'{"order": 7, "more": 1}').problem == "key-reused"
+    reused = subject.ask(key=None, body=b'{"order": 7, "more": 1}')
+    assert reused.problem == "key-reused"
+    # Its client has no key to change: it is told what it can do.
+    assert "recognised here by these fields: /order. An earlier" in reused.json["detail"]
+    assert "new key" not in reused.json["detail"]
     assert subject.ask(key=None, body=b"{}").problem == "key-invalid"
 
 
@@ -467,7 +474,7 @@ def test_a_key_from_a_body_cannot_be_sent_as_a_header(make_subject):
 def test_a_key_that_is_made_from_fields_tells_of_the_one_that_was_sent(make_subject, caplog):
     """It does not count, and is never ignored in silence: an event each, one line in the log."""
     events = []
-    rule = Rule(source=FieldsKey("/order", window=FOREVER))
+    rule = Rule(path="/charges", source=FieldsKey("/order", window=FOREVER))
     subject = make_subject(face={"observers": [events.append]}, rules=[rule])
     with caplog.at_level(logging.WARNING, "retrysafe"):
         assert not subject.ask(key="a", body=b'{"order": 7}').is_replay
@@ -591,7 +598,7 @@ def test_failing_open_never_runs_twice_for_one_request(make_subject):
 def test_failing_open_does_not_run_what_has_begun(make_subject, monkeypatch):
     """Whatever the store's silence was about, the application is not called a second time."""
     subject = make_subject(fail_open=True)
-    answer_call = subject.idem.answer_call
+    answer_call = calls_of(subject.idem).answer_call
 
     def silent(call, operation):
         answer_call(call, operation)
@@ -602,7 +609,7 @@ def test_failing_open_does_not_run_what_has_begun(make_subject, monkeypatch):
         raise StoreUnavailable("silent after the run")
 
     is_async = isinstance(subject.app, IdempotencyMiddleware)
-    monkeypatch.setattr(subject.idem, "answer_call", silent_later if is_async else silent)
+    monkeypatch.setattr(calls_of(subject.idem), "answer_call", silent_later if is_async else silent)
     assert subject.ask().problem == "store-unavailable"
     assert len(subject.shop.runs) == 1
 
@@ -638,7 +645,7 @@ def test_a_key_that_is_taken_over_meanwhile_is_told_as_such(make_subject):
 
     def lose(body):
         made = answer(body)
-        record = next(iter(subject.idem._store._records.values()))
+        record = next(iter(subject.idem._calls.store._records.values()))
         record.token = b"somebody else 16"
         return made
 

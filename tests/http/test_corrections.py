@@ -12,8 +12,10 @@ from tests.servers.fixtures import schema_on
 from tests.stores.postgres_stores import Table
 
 INVOICE = FieldsKey("/invoice", window=FOREVER)
-KEPT = Rule(source=INVOICE, nothing_happened=(402,))
-FREED = Rule(source=INVOICE, nothing_happened=[402], stored=StatusRule(freed=[402]))
+KEPT = Rule(path="/charges", source=INVOICE, nothing_happened=(402,))
+FREED = Rule(
+    path="/charges", source=INVOICE, nothing_happened=[402], stored=StatusRule(freed=[402])
+)
 SECRET = {"secret": "x" * 32}
 
 
@@ -55,6 +57,7 @@ def test_another_card_is_taken_after_a_declined_one(make_subject, url, rule):
     refused = paying(subject, "bad")
     assert (refused.status, refused.problem) == (422, "key-reused")
     assert b'"run"' not in refused.body
+    assert refused.json["detail"].endswith(" after a response with status 402 alone.")
     assert len(subject.shop.runs) == (2 if rule is KEPT else 3)
 
 
@@ -82,7 +85,7 @@ def test_an_uncertain_response_before_the_listed_one_stays_refused(make_subject,
 def test_an_exception_is_a_500_whatever_the_policy_lists(make_subject, tmp_path):
     """What a client has seen is no refusal after which nothing happened."""
     policy = Policy(nothing_happened=(LookupError,))
-    rule = Rule(source=INVOICE, nothing_happened=(402,), policy=policy)
+    rule = Rule(path="/charges", source=INVOICE, nothing_happened=(402,), policy=policy)
     subject = make_subject(f"sqlite:///{tmp_path / 'keys.db'}", rules=[rule], face=SECRET)
     subject.shop.error = LookupError("no ledger")
     with pytest.raises(LookupError):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import PurePosixPath
 from uuid import UUID
 
 import pytest
 
-from retrysafe.core.keys.framing import part_bytes
-from retrysafe.core.keys.numbers import Number
+from retrysafe.core.keys.framing import Number, part_bytes
 from retrysafe.errors import InvalidInput, KeyInvalid
 from retrysafe.http.field_values import (
     NOT_TAKEN,
@@ -173,6 +173,12 @@ def test_what_a_converter_made_and_is_no_plain_value_is_a_mistake_of_the_server(
         ("date", ["2026-01-31", date(2026, 1, 31)], date(2026, 1, 31)),
         ("datetime", ["2026-01-31T10:00:00Z", "2026-01-31 11:00+01:00", "20260131T100000Z", TEN],
          TEN),
+        ("time", ["10:00", "10:00:00", "10:00:00.0", "10:00:00.000000", time(10)], "10:00:00"),
+        ("time", ["23:59:59.5", "23:59:59.500"], "23:59:59.500000"),
+        ("ip", ["192.0.2.1", "::ffff:192.0.2.1", "::FFFF:c000:201", IPv4Address("192.0.2.1")],
+         "192.0.2.1"),
+        ("ip", ["2001:db8::1", "2001:0DB8:0::1", "2001:db8:0:0:0:0:0:1",
+                IPv6Address("2001:db8::1")], "2001:db8::1"),
         ("bool", [True, "true"], True),
         ("bool", [False, "false"], False),
     ],
@@ -193,6 +199,11 @@ def test_a_declared_type_makes_one_value_of_all_its_spellings(kind, values, part
         ("uuid", ["", "x", 7, f"{{{SOME_UUID}}}", SOME_UUID[:-1], None]),
         ("date", ["", "20260131", "2026-02-30", "2026-W05-6", 7, "2026-01-31T10:00:00Z"]),
         ("datetime", ["", "2026-01-31", "2026-01-31T10:00:00", "x" * 41, 7]),
+        ("time", ["", "10", "1000", 1000, "9:00", "24:00", "10:60", "10:00Z", "10:00+00:00",
+                  "T10:00", "10:00:00,5", "\uff11\uff10:00", "10:00:00.1234567",
+                  time(10, tzinfo=UTC), None]),
+        ("ip", ["", "x", 3221225985, "3221225985", "192.0.2.01", "192.0.2.1/32", "fe80::1%eth0",
+                "192.0.2", "\uff11.2.3.4", " 192.0.2.1", "1:" * 40, None]),
         ("bool", ["", "True", "1", 1, 0, None]),
     ],
 )  # fmt: skip

@@ -43,7 +43,7 @@ def test_an_invoice_is_paid_once(clock, tmp_path):
 
 def test_a_request_is_carried_out_once(make_subject, clock, tmp_path):
     store = SqliteStore(tmp_path / "keys.db", now_ms=clock)
-    rule = Rule(source=FieldsKey("/invoice", window=FOREVER))
+    rule = Rule(path="/charges", source=FieldsKey("/invoice", window=FOREVER))
     subject = make_subject(store, rules=[rule], face={"cache": False})
     body = b'{"invoice": 42}'
     assert subject.ask(key=None, body=body).status == 201

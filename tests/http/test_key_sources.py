@@ -231,8 +231,9 @@ def test_only_a_body_key_takes_the_place_of_a_missing_header(otherwise):
         HeaderKey(otherwise=otherwise)
 
 
-def test_a_clients_key_never_looks_like_one_that_is_made_from_a_body():
-    made = key(FromBody(), request())
+@pytest.mark.parametrize("source", [FromBody(), FieldsKey("{id}", window=FOREVER)])
+def test_a_clients_key_never_looks_like_one_that_is_made_from_its_request(source):
+    made = str(key(source, request(parameters={"id": "7"})))
     with pytest.raises(KeyInvalid, match="by the server alone"):
         require_own_key(made)
     for text in ("body", "body:1", made[:-1], made + "x", "x" + made):

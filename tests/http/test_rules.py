@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from retrysafe import (
+    FOREVER,
     GLOBAL,
     AsyncIdempotency,
     Ending,
@@ -17,8 +18,10 @@ from retrysafe import (
     PolicyInvalid,
 )
 from retrysafe.core.keys.secret import NO_SECRETS
+from retrysafe.core.settings import Settings
 from retrysafe.http import (
     ACCEPT,
+    FieldsKey,
     IdempotencyMiddleware,
     KeyUse,
     Rule,
@@ -29,7 +32,6 @@ from retrysafe.http import (
 from retrysafe.http.responses import Response
 from retrysafe.http.routes import Route, RouteTable
 from retrysafe.http.rules import checked_rules
-from retrysafe.runtime.describe import Settings
 
 SETTINGS = Settings(None, Policy(), FingerprintRule(), NO_SECRETS)
 
@@ -330,3 +332,22 @@ def test_a_request_that_is_to_be_sent_elsewhere_frees_its_key(status):
     """Nothing was done, and a client that follows must not get the same answer again."""
     assert StatusRule().ending(status) is Ending.RELEASED
     assert StatusRule(kept=[status]).ending(status) is Ending.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        ({"path": None}, "covers all paths: its operations would share their keys"),
+        ({"path": "/v1/*"}, "covers everything in /v1/\\*"),
+        ({"path": "/orders"}, r"/orders has no such parameter \(it has none\): write /id"),
+        ({"path": "/orders/{order}"}, r"it has \{order\}"),
+    ],
+)
+def test_a_natural_key_is_of_one_operation_and_of_what_its_path_names(rule, told):
+    """Else two operations would meet in one key, and every request would be refused."""
+    source = FieldsKey("{id}", window=FOREVER)
+    with pytest.raises(PolicyInvalid, match=told):
+        RouteTable([Rule(source=source, **rule)], SETTINGS)
+    # A rule that is off makes no keys.
+    RouteTable([Rule(source=source, key=KeyUse.OFF, **rule)], SETTINGS)
+    RouteTable([Rule(source=source, path="/orders/{id}/pay")], SETTINGS)

@@ -13,9 +13,9 @@ import pytest
 from retrysafe import Idempotency, InvalidInput, SchemaChanged, SchemaMissing, SchemaTooNew
 from retrysafe.core.model import Decision, Step, StepWrite
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import schema
 from retrysafe.testing.suite.probe import KEY, RESULT, request
-from retrysafe.wiring import postgres_store
 from tests.docs.documents import ROOT, blocks
 from tests.servers.postgres import beyond_fsync
 
@@ -347,12 +347,14 @@ def test_the_documented_grants_are_enough_to_run_operations(store, postgres_url,
     connection.execute(documented_grants(name, role))
     url = postgres_url.replace("retrysafe@", f"{role}@")
     with Idempotency(url, caller="account-7", cache=False) as idem:
-        assert [idem.run("order-1", lambda: {"paid": 5}) for _ in range(2)] == [{"paid": 5}] * 2
+        assert [idem.run("order-1", lambda: {"paid": 5}, request=None) for _ in range(2)] == [
+            {"paid": 5}
+        ] * 2
         with pytest.raises(ZeroDivisionError):
-            idem.run("order-2", lambda: 1 / 0, name="divide")
-        assert idem.run("order-2", lambda: 7, name="divide") == 7
+            idem.run("order-2", lambda: 1 / 0, name="divide", request=None)
+        assert idem.run("order-2", lambda: 7, name="divide", request=None) == 7
         idem.expire("order-1")
-        assert idem.run("order-1", lambda: {"paid": 6}) == {"paid": 6}
+        assert idem.run("order-1", lambda: {"paid": 6}, request=None) == {"paid": 6}
         assert len(idem.read("order-1").outcomes) == 2
     worker = postgres_store(url, is_async=False)
     try:

@@ -45,7 +45,7 @@ def test_both_drivers_take_what_libpq_takes(postgres_url, options):
     """One URL in the environment serves the threads and the event loops of a deployment."""
     url = f"{migrated(postgres_url)}&{options}"
     with Idempotency(url, caller="s") as idem:
-        assert idem.run("k", lambda: 7) == 7
+        assert idem.run("k", lambda: 7, request=None) == 7
     assert asyncio.run(run_async(url)) == 7
 
 
@@ -191,7 +191,7 @@ def test_what_nobody_can_connect_with_is_told_at_once(url, words, is_async):
     assert told.value.retryable is False
 
 
-def test_an_option_that_libpq_does_not_know_is_told():
+def test_an_option_that_libpq_does_not_know_is_reported():
     """A slip of the pen is not an outage."""
     with pytest.raises(StoreUrlInvalid, match=r"check the names of its options \(ssl_mode\)"):
         open_store(f"postgresql://u:{SECRET}@h/db?ssl_mode=require")
@@ -234,7 +234,7 @@ def test_words_that_are_not_reserved_are_names(postgres_server, connection, word
     url = f"{postgres_server.url()}?schema={word}"
     try:
         with Idempotency(migrated(url), caller="a") as idem:
-            assert [idem.run("k", lambda: 7) for _ in range(2)] == [7, 7]
+            assert [idem.run("k", lambda: 7, request=None) for _ in range(2)] == [7, 7]
             assert idem.sweep().keys == 0
     finally:
         connection.execute(f"DROP SCHEMA IF EXISTS {word} CASCADE")

@@ -41,7 +41,7 @@ def _stage_all(url: str, *, lanes: int, each: int, free: int) -> int:
     with Idempotency(url, caller=GLOBAL) as idem:
         for number in range(each):
             idem.run(f"step-{number}", operation, number)
-        idem.run("loose", loose)
+        idem.run("loose", loose, request=None)
     return lanes * each + free
 
 
@@ -157,7 +157,7 @@ def test_a_relay_killed_at_each_boundary_loses_nothing(start, url, tmp_path):
                     current_attempt().outbox.stage("t", f"0-{number:03}", aggregate="lane")
                 current_attempt().outbox.stage("t", "free-000")
 
-            idem.run("the key", operation, name="stages")
+            idem.run("the key", operation, name="stages", request=None)
         assert len(_states(own)) == before + 3
         child = start(_mortal_relay, own, ledger, log, fatal)
         code = child.exit_code()

@@ -23,7 +23,7 @@ from retrysafe.core.outbox.entries import BackOff, EntryQuery
 from retrysafe.core.ports import Capabilities, Waits
 from retrysafe.relay import AsyncRelay, Relay, RelayPolicy
 from retrysafe.runtime.drive import run_sync
-from retrysafe.wiring import postgres_store
+from retrysafe.stores.opening import postgres_store
 from tests.relay.scripted import entry, stage
 from tests.servers.fixtures import migrated
 
@@ -127,7 +127,7 @@ def test_a_hint_wakes_a_relay_of_the_same_process(store):
         Idempotency(store, caller=GLOBAL) as idem,
         Relay(store, lambda delivery: arrived.set(), policy=NEVER),
     ):
-        idem.run("key", lambda: current_attempt().outbox.stage("t", "x"))
+        idem.run("key", lambda: current_attempt().outbox.stage("t", "x"), request=None)
         assert arrived.wait(LIMIT_SECONDS)
 
 

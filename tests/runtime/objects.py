@@ -17,6 +17,14 @@ def windowed(options: dict[str, Any]) -> dict[str, Any]:
     return options if own else {"window": FOREVER, **options}
 
 
+def asked(
+    operation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+) -> dict[str, Any]:
+    """The options of `run`, which would refuse a closure without arguments otherwise."""
+    hides = not args and not isinstance(operation, functools.partial)
+    return {"request": [], **options} if hides else options
+
+
 class BlockingSubject:
     """`Idempotency` as it is."""
 
@@ -24,10 +32,10 @@ class BlockingSubject:
         self.idem = Idempotency(store, **options)
 
     def answer(self, key: Any, operation: Callable[..., Any], *args: Any, **options: Any) -> Answer:
-        return self.idem.answer(key, operation, *args, **options)
+        return self.idem.answer(key, operation, *args, **asked(operation, args, options))
 
     def run(self, key: Any, operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        return self.idem.run(key, operation, *args, **options)
+        return self.idem.run(key, operation, *args, **asked(operation, args, options))
 
     def once(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """Decorates the function; the result is called plainly."""
@@ -67,9 +75,11 @@ class AsyncSubject:
         return functools.update_wrapper(operation, function)
 
     def answer(self, key: Any, operation: Callable[..., Any], *args: Any, **options: Any) -> Answer:
+        options = asked(operation, args, options)
         return self._runner.run(self.idem.answer(key, self._as_async(operation), *args, **options))
 
     def run(self, key: Any, operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        options = asked(operation, args, options)
         return self._runner.run(self.idem.run(key, self._as_async(operation), *args, **options))
 
     def once(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

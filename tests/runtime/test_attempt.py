@@ -133,7 +133,7 @@ def test_nested_operations_have_their_own_attempts():
         def outer() -> list[str]:
             return [current_attempt().key.text, idem.run("inner", inner), inner()]
 
-        assert idem.run("outer", outer) == ["outer", "inner", "outer"]
+        assert idem.run("outer", outer, request=None) == ["outer", "inner", "outer"]
 
 
 def test_attempt_of_a_forced_release_is_lost(subject):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import os
 import uuid
 
 import pytest
@@ -13,6 +14,7 @@ from retrysafe import (
     FOREVER,
     AsyncIdempotency,
     CallerMissing,
+    FingerprintImpossible,
     Idempotency,
     InvalidInput,
     PolicyInvalid,
@@ -36,7 +38,10 @@ class Shop:
     def charge(self, customer, amount):
         return customer, amount
 
-    def __call__(self, customer):
+    def charge_all(self):
+        return "all"
+
+    def __call__(self, customer="c1"):
         return customer
 
 
@@ -292,7 +297,11 @@ def test_a_caller_that_a_function_tells_wrongly_is_told_the_same(subject):
     [
         ("policy", {"lease": 5}, r"policy takes a Policy, .* got \{'lease': 5\}"),
         ("policy", {}, r"policy takes a Policy"),
-        ("rule", ["/sent_at"], r"rule takes a FingerprintRule, .* got \['/sent_at'\]"),
+        (
+            "fingerprint",
+            ["/sent_at"],
+            r"fingerprint takes a FingerprintRule, .* got \['/sent_at'\]",
+        ),
     ],
 )
 def test_what_is_no_policy_or_rule_is_refused_where_it_is_given(
@@ -347,3 +356,120 @@ def test_keyword_arguments_of_the_operation_are_told_where_they_belong(subject, 
         shop.call(method, "k", operation, "c1", amount=500, currency="eur")
     assert shop.call("read", "k") is None
     assert shop.run("k", functools.partial(charge, amount=500), "c1")["amount"] == 500
+
+
+# Operations that hide what is asked for.
+
+
+def nightly():
+    return "done"
+
+
+def _logged(function):
+    @functools.wraps(function)
+    def logged(*args):
+        return function(*args)
+
+    return logged
+
+
+@_logged
+def weekly():
+    return "done"
+
+
+def _bound(function, amount):
+    """What people write who do not know `functools.partial`."""
+
+    @functools.wraps(function)
+    def bound():
+        return function("c1", amount)
+
+    return bound
+
+
+def _charging(amount):
+    """Nested functions: two that hold the amount, and one that holds nothing."""
+
+    def captured():
+        return charge("c1", amount)
+
+    def by_default(amount=amount):
+        return charge("c1", amount)
+
+    def free():
+        return charge("c1", 500)
+
+    captured.cached = functools.cache(captured)
+    return captured, by_default, free
+
+
+_CAPTURED, _BY_DEFAULT, _FREE = _charging(900)
+_HIDDEN = {
+    "lambda": (lambda: charge("c1", 900), "run(key, charge, 'c1', 900)"),
+    "lambda with keywords": (
+        lambda: charge("c1", amount=900),
+        "run(key, partial(charge, amount=900), 'c1')",
+    ),
+    "lambda over lines": (
+        lambda: Shop().charge(
+            "Zoë",
+            900,
+        ),
+        "run(key, Shop().charge, 'Zoë', 900)",
+    ),
+    "lambda without a call": (lambda: 900, 'run(key, charge, "c1", 500)'),
+    "lambda without source": (eval("lambda: charge('c1', 900)"), 'run(key, charge, "c1", 500)'),
+    "lambda in a cache": (
+        functools.cache(lambda: charge("c1", 900)),
+        'run(key, charge, "c1", 500)',
+    ),
+    "lambda in a partial": (functools.partial(lambda: charge("c1", 900)), "run(key, charge, 'c1'"),
+    "closure": (_CAPTURED, "takes amount from the code around it"),
+    "closure in a cache": (_CAPTURED.cached, "run(key, captured, amount)"),
+    "closure with the name of a function": (_bound(charge, 900), "takes amount, function from"),
+    "default value": (_BY_DEFAULT, "run(key, by_default, amount)"),
+    "method": (Shop().charge_all, "run(key, service.charge_all, …)"),
+    "method of a built-in class": (b"900".decode, "run(key, service.decode, …)"),
+    "object": (Shop(), "the operation Shop is an object"),
+}
+_VISIBLE = {
+    "function of a module": (nightly,),
+    "decorated function": (weekly,),
+    "built-in function": (os.getpid,),
+    "class": (dict,),
+    "nested function that captures nothing": (_FREE,),
+    "partial": (functools.partial(charge, "c1", amount=900),),
+    "method with arguments": (Shop().charge, "c1", 900),
+    "lambda with arguments": (lambda amount: charge("c1", amount), 900),
+    "closure with arguments": (_logged(lambda amount: amount), 900),
+}
+
+
+@pytest.mark.parametrize("method", ["run", "answer"])
+@pytest.mark.parametrize(("operation", "shown"), _HIDDEN.values(), ids=_HIDDEN)
+def test_hidden_values_are_refused_unless_the_request_is_given(subject, method, operation, shown):
+    """Nothing is claimed, and the message shows the call to write instead, in the user's names."""
+    shop = subject("memory://", caller="c")
+    with pytest.raises(FingerprintImpossible) as refused:
+        shop.call(method, "k", operation)
+    assert shown in str(refused.value)
+    assert shop.call("read", "k") is None
+    shop.call(method, "k", operation, request=None)
+    assert shop.call("read", "k").condition.value == "succeeded"
+
+
+@pytest.mark.parametrize("call", _VISIBLE.values(), ids=_VISIBLE)
+def test_visible_values_need_no_request(subject, call):
+    shop = subject("memory://", caller="c")
+    shop.call("run", "k", *call)
+    assert shop.call("answer", "k", *call).replayed
+
+
+def test_a_lambda_is_refused_where_python_keeps_no_positions():
+    """`python -X no_debug_ranges` leaves nothing to read the call from."""
+    bare = (lambda: charge("c1", 900)).__code__.replace(co_linetable=b"")
+    operation = type(charge)(bare, globals())
+    refused = pytest.raises(FingerprintImpossible, match=r'run\(key, charge, "c1", 500\)')
+    with Idempotency("memory://", caller="c") as idem, refused:
+        idem.run("k", operation)

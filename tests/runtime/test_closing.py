@@ -27,12 +27,12 @@ def test_close_waits_for_running_operations(url):
     """A close that has time enough ends after the last operation, whose outcome is stored."""
     idem = Idempotency(url)
     hold = Hold()
-    runner = Worker(idem.run, KEY, hold)
+    runner = Worker(idem.run, KEY, hold, request=None)
     hold.reached()
     closer = Worker(idem.close)
     _until_closed(idem)
     with pytest.raises(Closed):
-        idem.run(KEY, hold)
+        idem.run(KEY, hold, request=None)
     assert closer.is_alive()
     hold.open()
     assert closer.result() is True
@@ -44,7 +44,7 @@ def test_close_waits_for_running_operations(url):
 def _until_closed(idem: Idempotency) -> None:
     ticks = threading.Event()
     for _ in range(30_000):
-        if idem._gate.is_closed:
+        if idem._calls._gate.is_closed:
             return
         ticks.wait(0.001)
     pytest.fail("close() does not begin")
@@ -55,12 +55,12 @@ def test_close_gives_up_after_its_limit():
     store = StagedStore()
     idem = Idempotency(store)
     hold = Hold()
-    runner = Worker(idem.run, KEY, hold)
+    runner = Worker(idem.run, KEY, hold, request=None)
     hold.reached()
     assert idem.close(BRIEFLY) is False
     assert not [item for item in threading.enumerate() if item.name == "retrysafe-heartbeat"]
     with pytest.raises(Closed):
-        idem.run("another", lambda: 1, caller="tester")
+        idem.run("another", lambda: 1, caller="tester", request=None)
     hold.open()
     assert runner.ended() is None
     assert run_sync(store.inner.read(KEY)).condition is Condition.SUCCEEDED
@@ -71,7 +71,7 @@ def test_operation_that_outlives_close_still_stores_its_outcome_in_sqlite(url):
     """The store was closed under it: its last write opens the file once more, and closes it."""
     idem = Idempotency(url)
     hold = Hold()
-    runner = Worker(idem.run, KEY, hold)
+    runner = Worker(idem.run, KEY, hold, request=None)
     hold.reached()
     assert idem.close(BRIEFLY) is False
     hold.open()
@@ -84,9 +84,12 @@ def test_operation_that_outlives_close_still_stores_its_outcome_in_sqlite(url):
 def test_closed_object_refuses_every_call(url):
     """Also a replay that the cache could serve."""
     idem = Idempotency(url)
-    idem.run(KEY, lambda: 1)
+    idem.run(KEY, lambda: 1, request=None)
     assert idem.close() is True
-    for use in (lambda: idem.run(KEY, lambda: 1), lambda: idem.answer(KEY, lambda: 1)):
+    for use in (
+        lambda: idem.run(KEY, lambda: 1, request=None),
+        lambda: idem.answer(KEY, lambda: 1, request=None),
+    ):
         with pytest.raises(Closed):
             use()
 
@@ -101,16 +104,16 @@ def test_close_twice_and_close_unused(url):
 def test_with_block_closes(url):
     """Leaving the block closes, and what it raises passes through."""
     with pytest.raises(ZeroDivisionError), Idempotency(url) as idem:
-        idem.run(KEY, lambda: 1 / 0)
+        idem.run(KEY, lambda: 1 / 0, request=None)
     with pytest.raises(Closed):
-        idem.run(KEY, lambda: 1)
+        idem.run(KEY, lambda: 1, request=None)
 
 
 def test_store_object_stays_its_owners(tmp_path):
     """A store that was passed in is not closed: another object may be using it."""
     store = SqliteStore(tmp_path / "keys.db")
     with Idempotency(store) as idem:
-        idem.run(KEY, lambda: 1)
+        idem.run(KEY, lambda: 1, request=None)
     assert store._connections.writer is not None
     run_sync(store.close())
 
@@ -124,12 +127,12 @@ def test_async_close_waits_for_running_operations(url):
     async def main() -> None:
         idem = AsyncIdempotency(url)
         hold = TaskHold()
-        runner = asyncio.create_task(idem.run(KEY, hold))
+        runner = asyncio.create_task(idem.run(KEY, hold, request=None))
         await hold.reached()
         closer = asyncio.create_task(idem.close())
         await turns()
         assert not closer.done()
-        assert isinstance(await raised(idem.run(KEY, hold)), Closed)
+        assert isinstance(await raised(idem.run(KEY, hold, request=None)), Closed)
         hold.open()
         assert await closer is True
         await runner
@@ -147,7 +150,7 @@ def test_async_close_gives_up_after_its_limit(waits):
     async def main() -> None:
         idem = AsyncIdempotency(store)
         hold = TaskHold()
-        runner = asyncio.create_task(idem.run(KEY, hold))
+        runner = asyncio.create_task(idem.run(KEY, hold, request=None))
         await hold.reached()
         assert await idem.close(BRIEFLY) is False
         hold.open()
@@ -164,7 +167,7 @@ def test_async_operation_that_outlives_close_still_stores_its_outcome_in_sqlite(
     async def main() -> None:
         idem = AsyncIdempotency(url)
         hold = TaskHold()
-        runner = asyncio.create_task(idem.run(KEY, hold))
+        runner = asyncio.create_task(idem.run(KEY, hold, request=None))
         await hold.reached()
         assert await idem.close(BRIEFLY) is False
         hold.open()
@@ -192,13 +195,13 @@ def test_claim_that_outlives_close_starts_no_renewal():
         closer = asyncio.create_task(idem.close(BRIEFLY))
         for _ in range(30_000):
             # close() gave up waiting for the call when it stops the renewals.
-            if idem._parts.heartbeat.is_stopped:
+            if idem._calls._bound.parts.heartbeat.is_stopped:
                 break
             await asyncio.sleep(0.001)
         hold.open()
         assert await closer is False
         assert await runner == 1
-        beats = idem._parts.heartbeat._beats.values()
+        beats = idem._calls._bound.parts.heartbeat._beats.values()
         assert [beat._timer for beat in beats] == [None]
 
     drive(main())
@@ -266,7 +269,7 @@ def test_a_limit_that_is_no_timedelta_is_refused(url):
     for wrong in (5, 0.5, None):
         with pytest.raises(InvalidInput, match=r"close takes a timedelta, got .*seconds=5"):
             idem.close(wrong)
-    assert idem.run(KEY, lambda: 1) == 1
+    assert idem.run(KEY, lambda: 1, request=None) == 1
     assert idem.close() is True
 
     async def main() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from retrysafe import AsyncIdempotency, Condition, Idempotency, Policy, SqliteStore
 from retrysafe.core.ports import Waits
+from retrysafe.runtime.calls import calls_of
 from retrysafe.runtime.closing import Limit, end_aside_within, end_within
 from tests.runtime.staged import KEY, Hold, StagedStore, TaskHold, Worker, drive, until
 
@@ -49,7 +50,7 @@ def test_close_keeps_its_limit_while_a_renewal_waits_for_a_locked_file(url, lock
     """Neither the heartbeat nor the store is waited for longer; the outcome is stored after it."""
     idem = Idempotency(url, policy=OFTEN)
     hold = Hold()
-    runner = Worker(idem.run, KEY, hold)
+    runner = Worker(idem.run, KEY, hold, request=None)
     hold.reached()
     renewing.clear()
     locked.execute("BEGIN IMMEDIATE")
@@ -72,7 +73,7 @@ def test_async_close_keeps_its_limit_while_a_renewal_waits_for_a_locked_file(url
     async def main() -> None:
         idem = AsyncIdempotency(url, policy=OFTEN)
         hold = TaskHold()
-        runner = asyncio.create_task(idem.run(KEY, hold))
+        runner = asyncio.create_task(idem.run(KEY, hold, request=None))
         await hold.reached()
         renewing.clear()
         locked.execute("BEGIN IMMEDIATE")
@@ -98,8 +99,8 @@ def _nobody_is_ending() -> bool:
 def test_close_keeps_its_limit_while_an_operator_waits_for_a_locked_file(url, locked):
     """Nothing runs and nothing is renewed: still a sweep may be inside the store."""
     idem = Idempotency(url)
-    idem.run(KEY, lambda: 1)
-    store = idem.store
+    idem.run(KEY, lambda: 1, request=None)
+    store = calls_of(idem).store
     locked.execute("BEGIN IMMEDIATE")
     sweeper = Worker(idem.release, KEY)
     until(store._connections._lock.locked)
@@ -143,7 +144,7 @@ def test_async_close_keeps_its_limit_while_a_store_does_not_close():
 
     async def main() -> None:
         idem = AsyncIdempotency(store)
-        idem._owns_store = True
+        idem._calls._owns_store = True
         hold = TaskHold()
         store.close = hold
         began = time.monotonic()
@@ -169,7 +170,7 @@ def test_async_close_keeps_its_limit_while_a_renewal_cannot_be_cancelled():
                 await renewal()
 
         store.before = lambda commit: stubborn() if commit.is_renewal else None
-        runner = asyncio.create_task(idem.run(KEY, hold))
+        runner = asyncio.create_task(idem.run(KEY, hold, request=None))
         await renewal.reached()
         began = time.monotonic()
         assert await idem.close(BRIEFLY) is False
@@ -237,5 +238,5 @@ def test_where_no_thread_can_be_had_it_ends_in_place(end, monkeypatch):
 def test_any_time_may_be_waited():
     """Longer than a thread can wait for is for ever."""
     with Idempotency("memory://", caller="tester") as idem:
-        idem.run("k", lambda: 1)
+        idem.run("k", lambda: 1, request=None)
         assert idem.close(timedelta.max) is True

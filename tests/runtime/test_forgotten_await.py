@@ -64,11 +64,11 @@ def test_an_operation_that_forgets_to_await_a_step_does_not_succeed(till):
 
     async def scenario(idem):
         with pytest.raises(AwaitForgotten, match="of 'k' asked for 'charge' and did not await it"):
-            await idem.run("k", forgetful, name="pay")
+            await idem.run("k", forgetful, name="pay", request=None)
         stored = await idem.read("k")
         assert stored.condition is Condition.RELEASED
         assert [item.name for item in stored.steps] == ["reserve"]
-        return await idem.answer("k", corrected, name="pay")
+        return await idem.answer("k", corrected, name="pay", request=None)
 
     answer = played(scenario)
     assert (answer.value, answer.attempt) == ("charge done", 2)
@@ -88,7 +88,7 @@ def test_a_decorated_step_and_one_that_is_returned_are_missed_too(till):
     async def scenario(idem):
         for operation in (calling, returning):
             with pytest.raises(AwaitForgotten, match="asked for 'charge' and did not await it"):
-                await idem.run(f"k {operation.__name__}", operation)
+                await idem.run(f"k {operation.__name__}", operation, request=None)
 
     played(scenario)
     assert till.ran == []
@@ -98,7 +98,9 @@ def test_a_plain_function_that_returns_a_step_has_it_awaited(till):
     """As it has everything awaited that it returns."""
 
     async def scenario(idem):
-        return await idem.run("k", lambda: current_attempt().step("charge", till.charge))
+        return await idem.run(
+            "k", lambda: current_attempt().step("charge", till.charge), request=None
+        )
 
     assert played(scenario) == "charge done"
 
@@ -114,7 +116,7 @@ def test_a_step_left_to_a_task_that_has_not_begun_is_missed(till):
             return "ok"
 
         with pytest.raises(AwaitForgotten, match="asked for 'charge' and did not await it"):
-            await idem.run("k", operation)
+            await idem.run("k", operation, request=None)
         with pytest.raises(InvalidInput, match="has ended: it takes no steps"):
             await tasks[0]
 
@@ -132,7 +134,7 @@ def test_a_step_that_was_cancelled_before_it_began_is_not_missed(till):
         return "without"
 
     async def scenario(idem):
-        return await idem.run("k", operation)
+        return await idem.run("k", operation, request=None)
 
     assert played(scenario) == "without"
     assert till.ran == []
@@ -147,7 +149,7 @@ def test_what_the_operation_raises_is_told_and_not_what_it_forgot(till):
 
     async def scenario(idem):
         with pytest.raises(LookupError, match="no such customer"):
-            await idem.run("k", operation)
+            await idem.run("k", operation, request=None)
 
     played(scenario)
 
@@ -160,7 +162,7 @@ def test_a_policy_that_fails_on_the_unknown_fails_on_a_forgotten_step_too(till):
 
     async def scenario(idem):
         with pytest.raises(AwaitForgotten, match="did not await it"):
-            await idem.run("k", operation)
+            await idem.run("k", operation, request=None)
         return (await idem.read("k")).condition
 
     assert played(scenario, policy=Policy(unlisted=Ending.FAILED)) is Condition.FAILED
@@ -176,7 +178,7 @@ def test_what_ran_before_a_returned_coroutine_does_not_run_again(till):
     async def scenario(idem):
         for _ in range(2):
             with pytest.raises(AwaitForgotten, match="was not awaited"):
-                await idem.run("k", operation)
+                await idem.run("k", operation, request=None)
 
     played(scenario, policy=Policy(retryable=(Exception,)))
     assert till.ran == ["charge"]
@@ -193,10 +195,10 @@ def test_a_coroutine_is_no_result(till):
             AwaitForgotten,
             match=r"the operation returned a coroutine that was not awaited, so Till.charge has",
         ):
-            await idem.run("k", forgetful, name="pay")
+            await idem.run("k", forgetful, name="pay", request=None)
         assert (await idem.read("k")).condition is Condition.FAILED
         await idem.release("k")
-        return await idem.run("k", till.charge, name="pay")
+        return await idem.run("k", till.charge, name="pay", request=None)
 
     assert played(scenario) == "charge done"
     assert till.ran == ["charge"]
@@ -216,7 +218,7 @@ def test_a_coroutine_is_no_result_of_a_step(till):
         return await attempt.step("charge", till.charge)
 
     async def scenario(idem):
-        return await idem.run("k", operation)
+        return await idem.run("k", operation, request=None)
 
     assert played(scenario) == "charge done"
 
@@ -251,9 +253,9 @@ def test_a_plain_function_that_returns_a_coroutine_fails_for_good_in_a_thread(ti
 
     with Idempotency("memory://", caller="c") as idem:
         with pytest.raises(AwaitForgotten, match="a coroutine that nobody awaits here"):
-            idem.run("k", operation)
+            idem.run("k", operation, request=None)
         with pytest.raises(OperationFailed, match="use AsyncIdempotency"):
-            idem.run("k", operation)
+            idem.run("k", operation, request=None)
     assert till.ran == ["charge"]
 
 
@@ -266,5 +268,5 @@ def test_an_object_that_is_async_itself_has_done_nothing_in_a_thread():
 
     with Idempotency("memory://", caller="c") as idem:
         with pytest.raises(InvalidInput, match="the operation is async: use AsyncIdempotency"):
-            idem.run("k", Charge(), name="pay")
+            idem.run("k", Charge(), name="pay", request=None)
         assert idem.read("k").condition is Condition.RELEASED

@@ -14,12 +14,10 @@ from retrysafe import (
     FlowSuspended,
     Idempotency,
     InvalidInput,
-    MemoryStore,
     Policy,
     current_attempt,
 )
 from retrysafe.core.ports import Waits
-from retrysafe.runtime.atomic_tasks import AtomicTasks
 from tests.runtime.staged import KEY, Hold, StagedStore, TaskHold, Worker, drive, turns
 
 
@@ -66,7 +64,7 @@ def test_loop_that_ended_under_a_running_operation_is_replaced(url):
 
     async def leave_behind() -> None:
         hold = TaskHold()
-        tasks.add(asyncio.create_task(idem.run(KEY, hold)))
+        tasks.add(asyncio.create_task(idem.run(KEY, hold, request=None)))
         await hold.reached()
 
     async def look() -> None:
@@ -191,7 +189,7 @@ def test_async_object_inside_a_blocking_operation(url):
             async with AsyncIdempotency(url) as inner:
                 return await inner.run("inner", _first, caller="tester")
 
-        assert outer.run(KEY, lambda: asyncio.run(inside())) == "first"
+        assert outer.run(KEY, lambda: asyncio.run(inside()), request=None) == "first"
         assert outer.read("inner", caller="tester").condition is Condition.SUCCEEDED
 
 
@@ -200,13 +198,13 @@ def test_blocking_object_inside_a_running_loop(url):
 
     async def main() -> None:
         with Idempotency(url) as idem:
-            assert idem.run(KEY, lambda: "first") == "first"
-            assert await asyncio.to_thread(idem.run, KEY, lambda: "second") == "first"
+            assert idem.run(KEY, lambda: "first", request=None) == "first"
+            assert await asyncio.to_thread(idem.run, KEY, lambda: "second", request=None) == "first"
 
     drive(main())
 
 
-def test_one_store_for_both_faces():
+def test_one_store_for_both_objects():
     """A thread and a task race for one key: the task finds the thread's run in flight."""
     store = StagedStore()
 
@@ -244,7 +242,7 @@ def test_loop_goes_on_while_a_blocking_store_writes():
     drive(main())
 
 
-def test_store_that_suspends_is_refused_by_the_blocking_face():
+def test_store_that_suspends_is_refused_by_the_blocking_object():
     """The mistake is told when the object is made."""
     with pytest.raises(InvalidInput, match="use AsyncIdempotency"):
         Idempotency(StagedStore(waits=Waits.SUSPENDING))
@@ -262,10 +260,10 @@ def test_store_that_suspends_against_its_word_fails_loudly(waits):
     store.before = suspend
     with Idempotency(store) as idem:
         with pytest.raises(FlowSuspended, match="needs an event loop"):
-            idem.run(KEY, lambda: ran.append(1))
+            idem.run(KEY, lambda: ran.append(1), request=None)
         assert ran == []
         store.before = None
-        assert idem.run(KEY, lambda: "first") == "first"
+        assert idem.run(KEY, lambda: "first", request=None) == "first"
 
 
 def test_attempt_follows_the_context():
@@ -318,18 +316,12 @@ def test_concurrent_tasks_see_their_own_attempts():
     drive(main())
 
 
-def test_no_thread_of_the_blocking_face_but_the_heartbeat(url):
+def test_no_thread_of_the_blocking_object_but_the_heartbeat(url):
     """Running an operation starts one thread at most, whatever the number of callers."""
     with Idempotency(url) as idem:
         before = threading.active_count()
         for number in range(5):
-            idem.run(f"key {number}", lambda: 1, caller="tester")
+            idem.run(f"key {number}", lambda: 1, caller="tester", request=None)
         names = [thread.name for thread in threading.enumerate()]
         assert threading.active_count() == before + 1
         assert names.count("retrysafe-heartbeat") == 1
-
-
-def test_the_atomic_mode_needs_a_loops_gate():
-    """Without one, a block could start on an object that is being closed."""
-    with pytest.raises(TypeError, match="_atomic_gate"):
-        AtomicTasks(MemoryStore())

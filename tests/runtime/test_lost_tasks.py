@@ -77,7 +77,7 @@ async def _begin_and_lose(
         finally:
             ended.append("lost")
 
-    task = asyncio.create_task(idem.run("lost", never, name="charge"))
+    task = asyncio.create_task(idem.run("lost", never, name="charge", request=[]))
     await begun.wait()
     del task
 
@@ -142,7 +142,7 @@ def test_a_lost_step_that_ends_while_another_begins_stops_nobody(monkeypatch):
         idem = AsyncIdempotency(MemoryStore(), caller=GLOBAL)
         await _begin_and_lose(idem, told, lost_in_a_step)
         monkeypatch.setattr(StepHistory, "begin", collecting)
-        told.append(await idem.run("other", in_a_step))
+        told.append(await idem.run("other", in_a_step, request=None))
 
     thread = threading.Thread(target=lambda: asyncio.run(both()), daemon=True)
     thread.start()

@@ -173,8 +173,8 @@ def test_once_without_a_key_is_told_about_the_key(kind):
 def test_an_operator_reads_whose_key_it_is_in_words():
     """No Python in what is told to people: the caller is named, or the key is global."""
     with Idempotency("memory://") as idem:
-        idem.run("w1", lambda: 1, caller="acme")
-        idem.run("w1", lambda: 1, caller=GLOBAL)
+        idem.run("w1", lambda: 1, caller="acme", request=None)
+        idem.run("w1", lambda: 1, caller=GLOBAL, request=None)
         with pytest.raises(OperatorRefused, match="cannot release key 'w1' of caller 'acme' while"):
             idem.release("w1", caller="acme")
         with pytest.raises(OperatorRefused, match=r"cannot release key 'w1' \(global\) while"):
@@ -187,7 +187,7 @@ def test_a_store_that_is_not_there_is_told_once(tmp_path):
     """One problem is one traceback: no copy of the error chained to itself."""
     with Idempotency(f"sqlite:///{tmp_path}/nowhere/app.db", caller="c") as idem:
         with pytest.raises(StoreMissing, match="there is no folder") as caught:
-            idem.run("k", lambda: 1)
+            idem.run("k", lambda: 1, request=None)
         told = "".join(traceback.format_exception(caught.value))
     assert told.count("Traceback (most recent call last)") == 1
     assert told.count(str(caught.value)) == 1

@@ -207,6 +207,33 @@ def test_terminal_failure_is_replayed_as_its_type(subject, url, has_cache):
     assert face.call("read", KEY).condition is Condition.FAILED
 
 
+class Sold(StopIteration):
+    """One of those that no coroutine raises."""
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+@pytest.mark.parametrize("kind", [StopIteration, Sold, StopAsyncIteration])
+def test_the_end_of_an_iteration_is_judged_by_its_own_type(subject, url, kind, has_cache):
+    """Terminal where it is listed, by itself or by a base class; first caller and replay get what
+    Python makes of it in a coroutine."""
+    policy = Policy(terminal=(StopIteration, StopAsyncIteration), retryable=(RuntimeError,))
+    face = subject(url, policy=policy, cache=has_cache)
+    operation = Calls(kind("no seats"), "a second run")
+    for _ in range(2):
+        with pytest.raises((RuntimeError, StopAsyncIteration)) as caught:
+            face.run(KEY, operation, request="r")
+        raised = caught.value if kind is StopAsyncIteration else caught.value.__cause__
+        assert (type(raised), raised.args) == (kind, ("no seats",))
+    assert operation.count == 1
+    assert face.call("read", KEY).condition is Condition.FAILED
+    freed = Calls(kind("no seats"), "a second run")
+    freeing = Policy(retryable=(kind,), unlisted=Ending.FAILED)
+    other = subject(url, caller="shop", policy=freeing, cache=has_cache)
+    with pytest.raises((RuntimeError, StopAsyncIteration)):
+        other.run("k-2", freed, request="r")
+    assert other.run("k-2", freed, request="r") == "a second run"
+
+
 def test_subclass_of_a_terminal_failure_is_replayed_as_the_subclass(subject, url):
     """The declared base class covers it, and the replay is as exact as the first."""
     face = subject(url, policy=Policy(terminal=(Declined,)), cache=False)

@@ -72,7 +72,7 @@ def test_async_operation_far_longer_than_its_lease_keeps_its_key():
                 assert not current_attempt().is_lost
                 return "long"
 
-            answer = await idem.answer("the key", operation)
+            answer = await idem.answer("the key", operation, request=None)
             assert (answer.value, answer.attempt) == ("long", 1)
 
     drive(main())
@@ -101,7 +101,7 @@ def test_one_thread_renews_many_operations_in_one_batch():
         hold = Hold()
         workers = []
         for number in range(MANY):
-            workers.append(Worker(idem.run, f"key {number}", hold))
+            workers.append(Worker(idem.run, f"key {number}", hold, request=None))
             hold.reached()
         _wait_for_one_batch(store)
         beats = [item for item in threading.enumerate() if item.name == "retrysafe-heartbeat"]
@@ -127,7 +127,7 @@ def test_one_timer_renews_many_tasks_in_one_batch():
         ):
             hold = TaskHold()
             for number in range(MANY):
-                group.create_task(idem.run(f"key {number}", hold))
+                group.create_task(idem.run(f"key {number}", hold, request=None))
                 await asyncio.sleep(0.001)
             await asyncio.to_thread(_wait_for_one_batch, store)
             hold.open()
@@ -140,7 +140,7 @@ def test_renewal_batches_respect_the_limit_of_the_store():
     store = StagedStore(batch_limit=8)
     with _idem(store) as idem:
         hold = Hold()
-        workers = [Worker(idem.run, f"key {number}", hold) for number in range(MANY)]
+        workers = [Worker(idem.run, f"key {number}", hold, request=None) for number in range(MANY)]
         hold.reached(MANY)
 
         def renewed() -> set[bytes]:
@@ -157,13 +157,13 @@ def test_renewal_stops_when_the_operation_ends():
     """After an operation its lease is nobody's business."""
     store = StagedStore()
     with _idem(store) as idem:
-        idem.run("short", lambda: 1)
+        idem.run("short", lambda: 1, request=None)
 
         def operation() -> None:
             # While this one is renewed twice, the ended one is not.
             store.wait_until(lambda: len(store.renewals) >= 2)
 
-        idem.run("long", operation)
+        idem.run("long", operation, request=None)
     renewed = {item.key.text for commit in store.renewals for item in commit.extensions}
     assert renewed == {"long"}
 
@@ -180,17 +180,17 @@ def test_renewal_stops_at_the_run_limit():
             hold()
             lost.append(current_attempt().is_lost)
 
-        worker = Worker(idem.run, "the key", operation, name="", policy=policy)
+        worker = Worker(idem.run, "the key", operation, name="", policy=policy, request=None)
         hold.reached()
         # Every renewal lies within the run limit of its record.
         store.wait_until(lambda: len(store.renewals) >= 1)
         _wait_until_abandoned(rival)
-        assert rival.answer("the key", lambda: "rival").attempt == 2
+        assert rival.answer("the key", lambda: "rival", request=None).attempt == 2
         hold.open()
         error = worker.ended()
         assert type(error).__name__ == "ClaimLost"
         assert lost == [True]
-        assert rival.run("the key", lambda: None) == "rival"
+        assert rival.run("the key", lambda: None, request=None) == "rival"
 
 
 def _wait_until_abandoned(idem: Idempotency) -> None:
@@ -224,7 +224,7 @@ def test_heartbeat_survives_a_store_that_fails(error):
             store.wait_until(lambda: len(store.renewals) >= failures + 2)
             return current_attempt().is_lost
 
-        assert idem.run("the key", operation) is False
+        assert idem.run("the key", operation, request=None) is False
     kinds = [event.kind for event in events]
     assert kinds.count(EventKind.RENEWAL_FAILED) == failures
 
@@ -248,7 +248,7 @@ def test_timer_survives_a_store_that_fails(error):
 
     async def main() -> None:
         async with AsyncIdempotency(store, caller="tester", policy=policy) as idem:
-            assert await idem.run("the key", operation) is False
+            assert await idem.run("the key", operation, request=None) is False
 
     drive(main())
 
@@ -271,7 +271,7 @@ def test_timer_survives_a_renewal_that_somebody_cancels():
 
     async def main() -> None:
         async with AsyncIdempotency(store, caller="tester", policy=policy) as idem:
-            assert await idem.run("the key", operation) is False
+            assert await idem.run("the key", operation, request=None) is False
 
     drive(main())
 
@@ -297,7 +297,7 @@ def test_lease_that_could_not_be_renewed_is_told_to_the_operation():
             return attempt.is_lost
 
         # Nobody took over, so the late outcome is kept all the same.
-        assert idem.run("the key", operation) is True
+        assert idem.run("the key", operation, request=None) is True
         assert idem.read("the key").condition is Condition.SUCCEEDED
 
 

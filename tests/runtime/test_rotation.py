@@ -17,10 +17,11 @@ from retrysafe import (
 )
 from retrysafe.core.keys.secret import Secret
 from retrysafe.core.outbox.entries import entry_key
-from retrysafe.runtime.checks import secrets_of
+from retrysafe.core.settings import secrets_of
+from retrysafe.runtime.calls import calls_of
 from tests.servers.fixtures import migrated
 
-OLD, NEW = "the old secret, 16 or more", "the new secret, 16 or more"
+OLD, NEW = "the old secret of 16 or more", "the new secret of 16 or more"
 KEY = Key("k-1", caller="acme")
 # As a fleet goes through a rotation, and through its first secret.
 STAGES = [None, [OLD], [OLD, NEW], [NEW, OLD], [NEW]]
@@ -134,8 +135,8 @@ def test_the_environment_lists_a_secret_a_line(monkeypatch, text, rules):
     """The word none stands for what was made without one; empty lines for nothing."""
     monkeypatch.setenv("RETRYSAFE_SECRET", text)
     with Idempotency("memory://", caller="acme") as idem:
-        secrets = idem.settings.secrets
-        made = idem.settings.fingerprints(None, "charge", {})
+        secrets = calls_of(idem).settings.secrets
+        made = calls_of(idem).settings.fingerprints(None, "charge", {})
     assert [item.rule for item in made] == rules
     assert secrets.has_plain is ("none" in text or not text.strip())
     assert secrets.value == (NEW.encode() if rules[0] < 0 else None)
@@ -159,7 +160,22 @@ def test_a_line_break_at_the_end_or_in_random_bytes_is_none(secret):
     assert secrets_of(secret).value == (NEW.encode() if isinstance(secret, str) else secret)
 
 
-def test_a_pem_file_in_the_environment_is_refused(monkeypatch):
-    monkeypatch.setenv("RETRYSAFE_SECRET", PEM)
-    with pytest.raises(InvalidInput, match="PEM"):
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (PEM, "PEM"),
+        (f"{NEW},{OLD}", "each on a line of its own"),
+        (f"{NEW}, none", "each on a line of its own"),
+        (f"{NEW}\\n{OLD}", "with real line breaks"),
+        (f"{NEW}\n{OLD},short", r"pass secret=\["),
+    ],
+)
+def test_what_may_mean_several_secrets_in_the_environment_is_refused(monkeypatch, text, told):
+    """As one secret it would be another one than all that are meant."""
+    monkeypatch.setenv("RETRYSAFE_SECRET", text)
+    with pytest.raises(InvalidInput, match=told) as caught:
         Idempotency("memory://", caller="acme")
+    assert NEW not in str(caught.value)
+    # A secret with a comma in it is one where a list says so.
+    with Idempotency("memory://", caller="acme", secret=[f"{NEW},{OLD}"]) as idem:
+        assert len(calls_of(idem).settings.secrets.listed) == 1

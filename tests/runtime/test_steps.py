@@ -40,6 +40,10 @@ class Declined(Exception):
     """A failure for good."""
 
 
+class Sold(StopIteration):
+    """A failure for good that no coroutine raises."""
+
+
 FINAL = Policy(terminal=Declined)
 
 
@@ -140,6 +144,21 @@ def test_retries_terminal_failures_and_ways_back(shop):
     stored = shop.subject.call("read", "order-1")
     assert stored.condition is Condition.FAILED
     assert [item.name for item in stored.steps] == ["reserve", "!failed", "!undo reserve"]
+
+
+def test_a_step_that_raises_stop_iteration_is_judged_by_that(shop):
+    """Tried again where the retry lists it, and terminal where the step does."""
+
+    def decline(amount):
+        shop.ran.append(amount)
+        raise StopIteration("no") if len(shop.ran) < 3 else Sold("no")
+
+    retry = StepRetry(tries=5, pause=timedelta(0), on=StopIteration)
+    with pytest.raises(RuntimeError) as caught:
+        shop.run(("charge", decline, (100,), {"retry": retry, "terminal": Sold}))
+    assert type(caught.value.__cause__) is Sold
+    assert shop.ran == [100, 100, 100]
+    assert shop.subject.call("read", "order-1").condition is Condition.FAILED
 
 
 def test_a_way_back_that_fails_is_finished_by_the_next_attempt(shop):
@@ -310,7 +329,7 @@ def test_a_cancelled_operation_keeps_the_step_that_it_had_finished(url):
 
     async def scenario(idem):
         policy = Policy(lease=timedelta(milliseconds=200))
-        parts = idem._bound()
+        parts = idem._calls.bound().parts
         record_step = parts.store.record_step
         writing = asyncio.Event()
 
@@ -318,13 +337,13 @@ def test_a_cancelled_operation_keeps_the_step_that_it_had_finished(url):
             writing.set()
             return await record_step(write)
 
-        parts.engine._runner._stepper.store.record_step = record_and_tell
+        parts.store.record_step = record_and_tell
 
         async def operation():
             await current_attempt().step("charge", ran.append, "charge")
             return "done"
 
-        task = asyncio.create_task(idem.run("k", operation, policy=policy))
+        task = asyncio.create_task(idem.run("k", operation, policy=policy, request=None))
         await writing.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -333,7 +352,7 @@ def test_a_cancelled_operation_keeps_the_step_that_it_had_finished(url):
         stored = await idem.read("k")
         assert [item.name for item in stored.steps] == ["charge"]
         await idem.release("k", force=True)
-        return await idem.run("k", operation, policy=policy)
+        return await idem.run("k", operation, policy=policy, request=None)
 
     assert run_async(url, scenario) == "done"
     assert ran == ["charge"]
@@ -346,7 +365,7 @@ def test_a_plain_function_is_a_step_of_an_async_operation():
         async def operation():
             return await current_attempt().step("charge", threading.get_ident)
 
-        return await idem.run("k", operation)
+        return await idem.run("k", operation, request=None)
 
     assert run_async("memory://", scenario) == threading.get_ident()
 
@@ -364,7 +383,7 @@ def test_an_async_function_is_no_step_of_a_blocking_operation():
         Idempotency("memory://", caller="tenant") as idem,
         pytest.raises(InvalidInput, match="AsyncIdempotency"),
     ):
-        idem.run("k", operation)
+        idem.run("k", operation, request=None)
 
 
 @pytest.mark.parametrize("error", [Broken("mail"), Declined("fraud")], ids=["freed", "failed"])

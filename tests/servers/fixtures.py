@@ -20,7 +20,7 @@ import pytest
 from _pytest.fixtures import FixtureFunctionDefinition
 
 from retrysafe.runtime.drive import run_sync
-from retrysafe.wiring import postgres_store
+from retrysafe.stores.opening import postgres_store
 from tests.servers.kafka import KafkaServer, kafka_binary
 from tests.servers.moto import MotoServer
 from tests.servers.nats import NatsServer

@@ -26,7 +26,7 @@ from retrysafe import (
 )
 from retrysafe.core.model import Decision, OperatorCommand, RecordQuery, SettleKind
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.sqlite import file, file_identity
+from retrysafe.stores.sqlite import file
 from retrysafe.testing.suite.probe import KEY, request
 from tests.forking import answer_of_child, exit_code, fork
 
@@ -37,7 +37,8 @@ import sys
 from retrysafe import Idempotency, RetrysafeError
 with Idempotency("sqlite:///" + sys.argv[1], caller="caller-1") as idem:
     try:
-        print("ran" if not idem.answer(sys.argv[2], lambda: "there").replayed else "replayed")
+        answer = idem.answer(sys.argv[2], lambda: "there", request=None)
+        print("replayed" if answer.replayed else "ran")
     except RetrysafeError as error:
         print(f"{type(error).__name__}: {error}")
 """
@@ -107,13 +108,13 @@ def test_a_claim_is_refused_and_nothing_runs(path, lose):
     """The old process starts nothing, whatever a new one does at that path."""
     runs = []
     with Idempotency(SqliteStore(path), caller="caller-1", cache=False) as idem:
-        idem.run("before", lambda: "done")
+        idem.run("before", lambda: "done", request=None)
         lose(path)
         with pytest.raises(StoreMissing, match=SAID) as refused:
-            idem.run("key-1", lambda: runs.append("here"))
+            idem.run("key-1", lambda: runs.append("here"), request=None)
         assert not refused.value.retryable
         with pytest.raises(StoreMissing, match=SAID):
-            idem.run("before", lambda: runs.append("here"))  # Not even a replay.
+            idem.run("before", lambda: runs.append("here"), request=None)  # Not even a replay.
     assert runs == []
 
 
@@ -121,11 +122,11 @@ def test_a_key_runs_in_the_new_process_only(path):
     """The new file is the new process's, and the old one stays out of it."""
     runs = []
     with Idempotency(SqliteStore(path), caller="caller-1", cache=False) as idem:
-        idem.run("before", lambda: "done")
+        idem.run("before", lambda: "done", request=None)
         remove(path)
         assert in_another_process(path) == "ran"
         with pytest.raises(StoreMissing, match=SAID):
-            idem.run("key-1", lambda: runs.append("here"))
+            idem.run("key-1", lambda: runs.append("here"), request=None)
     assert runs == []
     assert in_another_process(path) == "replayed"
 
@@ -139,10 +140,10 @@ def test_event_loops_refuse_as_well(path):
 
     async def scenario():
         async with AsyncIdempotency(SqliteStore(path), caller="caller-1", cache=False) as idem:
-            await idem.run("before", operation)
+            await idem.run("before", operation, request=None)
             remove(path)
             with pytest.raises(StoreMissing, match=SAID):
-                await idem.run("key-1", operation)
+                await idem.run("key-1", operation, request=None)
 
     asyncio.run(scenario())
     assert runs == ["here"]
@@ -252,7 +253,7 @@ def test_a_running_operation_is_told_that_its_outcome_is_not_stored(path, lose, 
             return 42
 
         with pytest.raises(OutcomeNotStored, match=SAID) as told:
-            idem.run("key-1", operation)
+            idem.run("key-1", operation, request=None)
         assert told.value.value == 42
         assert isinstance(told.value.__cause__, StoreMissing)
 
@@ -271,7 +272,7 @@ def test_a_step_is_told_that_its_result_is_not_stored(path):
                 raise
 
         with pytest.raises(StepNotStored, match=SAID):
-            idem.run("key-1", operation)
+            idem.run("key-1", operation, request=None)
         assert told == ["charged"]
 
 
@@ -458,11 +459,11 @@ def test_a_file_that_cannot_be_seen_for_a_moment_is_asked_for_again(path, monkey
         return Path(name).stat()
 
     armed = []
-    monkeypatch.setattr(file_identity, "_stat", stat)
+    monkeypatch.setattr(file, "_stat", stat)
     with Idempotency(SqliteStore(path), caller="caller-1", cache=False) as idem:
-        assert idem.run("key-1", lambda: armed.append(1) or "charged") == "charged"
+        assert idem.run("key-1", lambda: armed.append(1) or "charged", request=None) == "charged"
         assert refusals == []
-        assert idem.answer("key-1", lambda: "again").replayed
+        assert idem.answer("key-1", lambda: "again", request=None).replayed
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ELOOP, errno.ENOMEM])
@@ -473,7 +474,7 @@ def test_a_file_that_cannot_be_seen_is_out_of_reach(probe, monkeypatch, number):
     def refuse(name):
         raise OSError(number, os.strerror(number), name)
 
-    monkeypatch.setattr(file_identity, "_stat", refuse)
+    monkeypatch.setattr(file, "_stat", refuse)
     with pytest.raises(StoreUnavailable, match=os.strerror(number)) as told:
         probe.claim()
     assert told.value.retryable
@@ -487,7 +488,7 @@ def test_a_file_that_is_not_there_is_lost(probe, monkeypatch, number):
     def refuse(name):
         raise OSError(number, os.strerror(number), name)
 
-    monkeypatch.setattr(file_identity, "_stat", refuse)
+    monkeypatch.setattr(file, "_stat", refuse)
     with pytest.raises(StoreMissing, match=SAID):
         probe.claim()
 
@@ -519,7 +520,7 @@ def test_a_file_whose_name_is_no_text(tmp_path):
     run_sync(store.close())
 
 
-def test_an_error_of_the_binding_itself_is_told():
+def test_an_error_of_the_binding_itself_is_reported():
     """It has no result code of SQLite."""
     told = file.translated(sqlite3.OperationalError("Could not decode"), "sqlite:///a.db")
     assert isinstance(told, StoreUnavailable)

@@ -112,7 +112,7 @@ def test_an_outcome_whose_fate_cannot_be_asked_for_is_not_written_twice(idem, co
             connection.execute("INSERT INTO orders VALUES ('pen')")
             current_attempt().complete_in(connection, "placed")
 
-    assert idem.run("order-1", operation) is None
+    assert idem.run("order-1", operation, request=None) is None
     stored = idem.read("order-1")
     assert (stored.condition, len(stored.outcomes)) == (Condition.SUCCEEDED, 1)
     assert orders(connection) == 1
@@ -131,7 +131,7 @@ def test_staging_and_steps_fail_too(idem, connection, faulty):
             current_attempt().step("write", write, connection, in_transaction=connection)
 
     with pytest.raises(StoreUnavailable):
-        idem.run("order-1", operation)
+        idem.run("order-1", operation, request=None)
     assert orders(connection) == 0
     faulty.fail(Moment.AFTER, method="transaction.stage")
     with pytest.raises(StoreUnavailable), connection:

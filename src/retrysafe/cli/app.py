@@ -24,10 +24,9 @@ from retrysafe.cli import (
     output,
     relay,
     sweep,
-    telling,
     worker,
 )
-from retrysafe.cli.problems import ExitCode, problem_of, tell
+from retrysafe.cli.problems import ExitCode, problem_of, report
 
 # The pool of PostgreSQL connections logs every try to connect; the error tells it once.
 _SILENCE: Final = logging.NullHandler()
@@ -72,7 +71,7 @@ class OneLineErrors(TyperGroup):
             problem = problem_of(error)
             if problem is None:
                 raise
-            tell(problem, as_json=as_json)
+            report(problem, as_json=as_json)
             code = problem.code
         if standalone_mode:
             sys.exit(int(code))
@@ -103,7 +102,6 @@ app.command("relay")(relay.relay)
 app.command("consume")(consume.consume)
 app.command("sweep")(sweep.sweep)
 app.command("demo")(demo.demo)
-app.command("story")(telling.story)
 
 
 @app.callback(invoke_without_command=True)
@@ -119,8 +117,8 @@ def root(
 ) -> None:
     """Look after the keys of retrysafe: operations that run once, however often they are retried.
 
-    Every command takes --json. Those that need a store take --store URL; all but demo and story
-    read RETRYSAFE_STORE too.
+    Every command takes --json. Those that need a store take --store URL; all but demo read
+    RETRYSAFE_STORE too.
 
     Exit codes: 0 done; 1 refused, pending or not found; 2 usage; 3 a problem with the store.
     """

@@ -16,13 +16,14 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from retrysafe.async_idempotency import AsyncIdempotency
 from retrysafe.cli import options, output
 from retrysafe.cli.modules import imported
 from retrysafe.cli.problems import ExitCode, Problem, usage
 from retrysafe.consumers import Consumer, Counts, Handler
 from retrysafe.consumers.broker import Broker
 from retrysafe.consumers.urls import broker_of
-from retrysafe.wiring import AsyncIdempotency, Idempotency
+from retrysafe.idempotency import Idempotency
 
 
 @options.examples(

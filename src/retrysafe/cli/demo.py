@@ -35,8 +35,8 @@ def demo(
 ) -> None:
     """Serve a small API over HTTP whose every POST may be sent twice.
 
-    It listens on the loopback interface, in one process, until Ctrl-C. A demo that is started
-    again on the same store goes on where the last one ended, also after a crash.
+    It listens on the loopback interface, in one process, until Ctrl-C. Start it again on the same
+    store, and it goes on where it ended, also after a crash.
     """
     try:
         from retrysafe.demo.serving import PortTaken, serve  # noqa: PLC0415 — needs the extra.
@@ -52,8 +52,8 @@ def demo(
     is_json = options.is_json(context, as_json)
     try:
         # Only to a terminal: a pipe that nobody reads would hold the server up when it is full.
-        tell = output.line if not is_json and sys.stdout.isatty() else None
-        serve(store, port, lambda url: _tell(url, store, as_json=is_json), tell)
+        log = output.line if not is_json and sys.stdout.isatty() else None
+        serve(store, port, lambda url: _greet(url, store, as_json=is_json), log)
     except PortTaken as error:
         raise Problem("PortTaken", str(error), ExitCode.REFUSED) from error
 
@@ -68,16 +68,16 @@ def _make_folder() -> None:
         ) from error
 
 
-def _tell(url: str, store: str, *, as_json: bool) -> None:
-    from retrysafe.demo.welcome import curl_lines  # noqa: PLC0415 — needs the extra.
+def _greet(url: str, store: str, *, as_json: bool) -> None:
+    from retrysafe.demo.app import curl_lines  # noqa: PLC0415 — needs the extra.
 
     shown = without_password(store)
     if as_json:
         output.write_json({"url": url, "store": shown})
         return
-    lines = "\n".join(f"  {line}" for line in curl_lines(url))
+    lines = "\n".join(f"  {line}" for _, line in curl_lines(url)[:3])
     output.line(
         f"retrysafe demo: {url} on {shown}; Ctrl-C ends it.\n\n"
         f"First call, replay, mismatch:\n\n{lines}\n\n"
-        f"What was executed: {url}/effects   Policy: {url}/idempotency-policy   API: {url}/docs\n"
+        f"What was executed: {url}/effects   Policy: {url}/idempotency-policy   All calls: {url}/\n"
     )

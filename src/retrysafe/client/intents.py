@@ -40,7 +40,7 @@ def header_value(key: str) -> str:
     if len(key) > KEY_LIMIT_CHARACTERS:
         raise KeyInvalid(
             f"a key may have at most {KEY_LIMIT_CHARACTERS} characters, got {len(key)}: "
-            "hash long values with natural_key()",
+            "send a UUID, or a hash of long values",
             key=key[:KEY_LIMIT_CHARACTERS],
         )
     escaped = key.replace("\\", "\\\\").replace('"', '\\"')

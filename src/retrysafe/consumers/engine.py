@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, Protocol, cast
 
-from retrysafe.async_idempotency import AsyncFace
+from retrysafe.async_idempotency import AsyncIdempotency
 from retrysafe.consumers.deadlines import Deadline
 from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
@@ -22,9 +22,11 @@ from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Ending
 from retrysafe.core.nested_claims import nested
 from retrysafe.core.policy import FOREVER, Policy
+from retrysafe.core.values.annotations import codec_for
 from retrysafe.errors import InvalidInput
-from retrysafe.idempotency import BlockingIdempotency
-from retrysafe.runtime.describe import codec_for, operation_name
+from retrysafe.idempotency import Idempotency as BlockingIdempotency
+from retrysafe.runtime.calls import calls_of
+from retrysafe.runtime.describe import operation_name
 from retrysafe.runtime.drive import run_sync
 
 __all__ = (
@@ -48,7 +50,7 @@ __all__ = (
     "run_sync",
 )
 
-Idempotency = BlockingIdempotency | AsyncFace
+Idempotency = BlockingIdempotency | AsyncIdempotency
 
 # What all fingerprints of messages begin with. Not the handler's name: a handler that is renamed
 # must still recognise what it has handled.
@@ -75,7 +77,7 @@ class ThreadEngine:
     """The engine for threads. Its flows never suspend: `run_sync` drives them."""
 
     def __init__(self, idempotency: BlockingIdempotency) -> None:
-        self.idempotency = idempotency
+        self.calls = calls_of(idempotency)
         self.policy = idempotency.policy
 
     async def answer(self, call: Call, invoke: Callable[[Any], Awaitable[Any]]) -> Answer[Any]:
@@ -84,35 +86,35 @@ class ThreadEngine:
         def operation(attempt: Attempt) -> Any:
             return run_sync(invoke(attempt))  # type: ignore[arg-type]  # A coroutine, by the port.
 
-        return self.idempotency.answer_call(call, operation)
+        return self.calls.answer_call(call, operation)
 
     async def answer_atomic(
         self, call: Call, transaction: Callable[[], Any], invoke: Callable[[Any], Awaitable[Any]]
     ) -> Answer[Any]:
         """Runs a call in this thread, in a transaction."""
 
-        def operation(attempt: AtomicAttempt) -> Any:
+        def operation(attempt: AtomicAttempt[Any]) -> Any:
             return run_sync(invoke(attempt))  # type: ignore[arg-type]  # A coroutine, by the port.
 
-        return self.idempotency.answer_atomic(call, transaction, operation)
+        return self.calls.answer_atomic(call, transaction, operation)
 
 
 class AsyncEngine:
     """The engine for the tasks of an event loop."""
 
-    def __init__(self, idempotency: AsyncFace) -> None:
-        self.idempotency = idempotency
+    def __init__(self, idempotency: AsyncIdempotency) -> None:
+        self.calls = calls_of(idempotency)
         self.policy = idempotency.policy
 
     async def answer(self, call: Call, invoke: Callable[[Any], Awaitable[Any]]) -> Answer[Any]:
         """Runs a call in this task."""
-        return await self.idempotency.answer_call(call, invoke)
+        return await self.calls.answer_call(call, invoke)
 
     async def answer_atomic(
         self, call: Call, transaction: Callable[[], Any], invoke: Callable[[Any], Awaitable[Any]]
     ) -> Answer[Any]:
         """Runs a call in this task, in a transaction."""
-        return await self.idempotency.answer_atomic(call, transaction, invoke)
+        return await self.calls.answer_atomic(call, transaction, invoke)
 
 
 def engine_of(idempotency: object, handler: Callable[..., Any]) -> ThreadEngine | AsyncEngine:
@@ -122,7 +124,7 @@ def engine_of(idempotency: object, handler: Callable[..., Any]) -> ThreadEngine 
         if is_async:
             raise InvalidInput("an async handler needs AsyncIdempotency")
         return ThreadEngine(idempotency)
-    if isinstance(idempotency, AsyncFace):
+    if isinstance(idempotency, AsyncIdempotency):
         if not is_async:
             raise InvalidInput(
                 "a plain handler would block the event loop: use Idempotency, which runs it in "
@@ -150,8 +152,8 @@ def make_call(
     The newest name's is claimed first and the oldest's last, so that a process which knows only
     some of the names meets every other one. Raises `KeyInvalid` and `CallerMissing`.
     """
-    settings = engine.idempotency.settings
-    plain = (settings.rule if rule is None else rule).fingerprints(_MESSAGE, body=body)
+    settings = engine.calls.settings
+    plain = (settings.fingerprint if rule is None else rule).fingerprints(_MESSAGE, body=body)
     keys = [Key(text, caller=caller) for caller in callers]
     call = Call(
         keys[0],

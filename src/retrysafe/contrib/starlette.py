@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 from retrysafe.contrib.endpoints import EndpointPath, Endpoints, Served
@@ -21,7 +22,7 @@ from retrysafe.runtime.checks import running_loop
 
 try:
     from starlette.applications import Starlette
-    from starlette.routing import BaseRoute, Mount, Route, request_response
+    from starlette.routing import BaseRoute, Host, Mount, Route, request_response
 except ModuleNotFoundError as error:
     raise missing_extra(__name__, "starlette", error) from error
 
@@ -139,15 +140,15 @@ class Retrysafe(Endpoints):
         """Looks for endpoints that are new since the last time; raises what is wrong with them."""
         app = self._app
         assert app is not None  # Installed, or nobody could ask.
-        for protected, inner, rule, place in self._found(app):
+        for protected, inner, rule, endpoint in self._found(app):
             if protected not in self._served:
-                self._served[protected] = self.serving(inner, rule, place)
+                self._served[protected] = self.serving(inner, rule, endpoint)
         self._list()
 
     def _found(self, app: Starlette) -> Iterator[tuple[Any, App, Any, EndpointPath]]:
-        """Every protected endpoint: what it is known by, what it runs, its rule and its place."""
-        for route, _, place in walk(app.routes):
-            yield from guards_of(route, place)
+        """Every protected endpoint: what it is known by, what it runs, its rule and its path."""
+        for route, _, endpoint in walk(app.routes):
+            yield from guards_of(route, endpoint)
 
     def _list(self) -> None:
         self.protection.endpoints = tuple(
@@ -184,40 +185,42 @@ def as_they_are(routes: Iterable[BaseRoute]) -> Iterator[tuple[BaseRoute, Any]]:
 
 
 Flatten = Callable[[Iterable[BaseRoute]], Iterable[tuple[BaseRoute, Any]]]
+_ROOT: Final = EndpointPath("")
 
 
 def walk(
-    routes: Iterable[BaseRoute],
-    flatten: Flatten = as_they_are,
-    *,
-    prefix: str = "",
-    depth: int = 0,
+    routes: Iterable[BaseRoute], flatten: Flatten = as_they_are, above: EndpointPath = _ROOT
 ) -> Iterator[tuple[BaseRoute, Any, EndpointPath]]:
-    """Every route at or below these, with what tells about it, and its place.
+    """Every route at or below these, with what tells about it, and its path.
 
     An application that is mounted has a protection of its own and is left out.
     """
     for route, told in flatten(routes):
         if isinstance(route, Route):
             methods = None if told.methods is None else frozenset(told.methods)
-            yield route, told, EndpointPath(prefix + told.path_format, methods, depth)
+            yield route, told, replace(above, path=above.path + told.path_format, methods=methods)
             continue
         # A host has no path, and only mounts change the root path of what is below them.
         path = getattr(told, "path", "") if isinstance(route, Mount) else ""
-        below = depth + path.count("/")
-        yield route, told, EndpointPath(f"{prefix}{path}/*", None, below)
+        below = replace(
+            above,
+            path=above.path + path,
+            depth=above.depth + path.count("/"),
+            names=above.names.union(getattr(route, "param_convertors", ())),
+            has_host=above.has_host or isinstance(route, Host),
+        )
+        yield route, told, replace(below, path=f"{below.path}/*")
         if not any(isinstance(layer, Starlette) for layer in layers_of(route)):
-            inner = getattr(route, "routes", None) or ()
-            yield from walk(inner, flatten, prefix=prefix + path, depth=below)
+            yield from walk(getattr(route, "routes", None) or (), flatten, below)
 
 
 def guards_of(
-    route: BaseRoute, place: EndpointPath
+    route: BaseRoute, endpoint: EndpointPath
 ) -> Iterator[tuple[Any, App, Any, EndpointPath]]:
     """Every `Idempotent` around what a route leads to."""
     for layer in layers_of(route):
         if isinstance(layer, Idempotent):
-            yield layer, layer.app, layer.rule, place
+            yield layer, layer.app, layer.rule, endpoint
 
 
 def layers_of(route: BaseRoute) -> Iterator[Any]:

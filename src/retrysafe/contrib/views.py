@@ -15,10 +15,11 @@ from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.http import blocking
+from retrysafe.http.key_sources import FieldsKey
 from retrysafe.http.protection import Plan, Protection
 from retrysafe.http.responses import Header, Response
 from retrysafe.http.rules import Rule
-from retrysafe.idempotency import BlockingIdempotency
+from retrysafe.runtime.calls import Calls
 
 # Where a view holds its rule. Decorators that use `functools.wraps` carry it along.
 RULE_NAME: Final = "retrysafe_rule"
@@ -53,7 +54,7 @@ def require_function(view: object, way: str) -> None:
 def located(
     rule: Rule, route: str | None, *, methods: Collection[str] | None = None, name: str
 ) -> Rule | None:
-    """The rule at the place of its view; `methods` are those that lead there, None for all.
+    """The rule at the path of its view; `methods` are those that lead there, None for all.
 
     None when no method leads there that the rule protects. What cannot be written as a path, such
     as a regular expression or no route at all, goes by the name.
@@ -63,6 +64,13 @@ def located(
         return None
     path = None if route is None else _PARAMETER.sub(r"{\1}", route)
     if path is None or _NO_PATH.search(path) is not None:
+        if isinstance(rule.source, FieldsKey) and not rule.name and len(kept) > 1:
+            # To change order 7 and to delete it would have one key.
+            raise PolicyInvalid(
+                f"the route of {name} is no plain path, so keys of FieldsKey begin with its name, "
+                f"and {', '.join(kept)} would share them: write methods=… with the one that it is "
+                "for, or name=… if all of them have one effect"
+            )
         return replace(rule, methods=kept, name=rule.name or name)
     return replace(rule, methods=kept, path=path)
 
@@ -77,7 +85,7 @@ class ViewRun:
 
     def __init__(
         self,
-        view: Callable[[Attempt | AtomicAttempt | None], tuple[Any, Response]],
+        view: Callable[[Attempt | AtomicAttempt[Any] | None], tuple[Any, Response]],
         close: Callable[[Any], None],
     ) -> None:
         self._view = view
@@ -89,7 +97,7 @@ class ViewRun:
         self.response: Response | None = None
         self.error: BaseException | None = None
 
-    def invoke(self, attempt: Attempt | AtomicAttempt | None) -> Response:
+    def invoke(self, attempt: Attempt | AtomicAttempt[Any] | None) -> Response:
         """Runs the view."""
         self.has_begun = True
         try:
@@ -102,7 +110,7 @@ class ViewRun:
         return response
 
     def answered(
-        self, protection: Protection, idempotency: BlockingIdempotency, plan: Plan
+        self, protection: Protection, calls: Calls, plan: Plan
     ) -> tuple[Response, list[Header] | None]:
         """The response to send, and what was added to the view's own; None for another one.
 
@@ -110,7 +118,7 @@ class ViewRun:
         connection open. Raises as `blocking.answered` does.
         """
         try:
-            response = blocking.answered(protection, idempotency, plan, self)
+            response = blocking.answered(protection, calls, plan, self)
         except BaseException:
             self._drop()
             raise

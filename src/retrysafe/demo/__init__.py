@@ -1,6 +1,4 @@
-"""The demo: a small shop behind HTTP whose every POST may be sent twice.
+"""The demo: a small shop behind HTTP whose every POST may be sent twice. Copy from it.
 
-It is an example to copy from: `app` puts the parts together, `charges`, `orders` and `checkouts`
-are three ways to run an operation once, `ledger` is the database, `serving` starts a server. The
-ledger has one entry for every execution, so a request that was carried out twice would show.
+`app` is the API, `ledger` is the shop's own table, `serving` starts the server.
 """

@@ -1,129 +1,387 @@
-"""The application: routes, rules, and the database that both share."""
+"""The demo's API: three ways to run an operation once, with FastAPI.
+
+A charge is leased, because its effect is outside of the database. An order is atomic, because its
+effect is inside. A checkout has durable steps. `make_app` puts all of it together: begin there.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from datetime import timedelta
-from typing import Final
+from html import escape
+from http import HTTPStatus
+from inspect import isawaitable
+from typing import Annotated, Any, Final, Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from retrysafe import (
-    AsyncIdempotency,
-    FingerprintRule,
-    Policy,
-    StoreUrlInvalid,
-    __version__,
-    open_store,
-)
-from retrysafe.core.ports import Store
-from retrysafe.demo import charges, checkouts, orders, reading, welcome
-from retrysafe.demo.answers import invalid, refused
-from retrysafe.demo.ledger import Ledger
-from retrysafe.demo.sqlite_ledger import SqliteLedger
-from retrysafe.http import IdempotencyMiddleware, Rule, bearer_token
-from retrysafe.relay import AsyncRelay, RelayPolicy
-from retrysafe.stores.postgres import PostgresStore
-from retrysafe.stores.postgres.urls import postgres_url
-from retrysafe.stores.sqlite import SqliteStore
+from retrysafe import AsyncIdempotency, Attempt, FingerprintRule, Policy, __version__, open_store
+from retrysafe.contrib.fastapi import Retrysafe, idempotent
+from retrysafe.demo.ledger import Entry, Ledger
+from retrysafe.http import AtomicAttempt, bearer_token
+from retrysafe.relay import AsyncRelay, Delivery, RelayPolicy
 
-# Short enough to wait for after a crash; a slow charge is renewed long before it ends.
-POLICY: Final = Policy(lease=timedelta(seconds=10), wait_limit=timedelta(seconds=60))
-# How a run is staged is no part of what is asked for: a request that was made to fail may be
-# sent again without the stage directions, and is still the same request.
-REQUEST: Final = FingerprintRule(exclude=("/delay_ms", "/outcome"))
-CHECKOUT: Final = FingerprintRule(exclude=("/delay_ms", "/crash_after"))
-# Child keys must be the same after a restart. The demo has nothing to hide; your secret comes from
-# the environment (`RETRYSAFE_SECRET`) and is in nobody's source.
+# Short: after a crash, a retry waits until the lease has ended.
+LEASE: Final = timedelta(seconds=10)
+# Child keys must be the same after a restart. Your own secret belongs in `RETRYSAFE_SECRET` and not
+# in the source.
 SECRET: Final = "the retrysafe demo has no secrets"
-# A receipt is part of a transaction of the ledger's, of which only a look at the outbox tells.
-RELAY: Final = RelayPolicy(
-    lease=timedelta(seconds=10), timeout=timedelta(seconds=10), poll=timedelta(milliseconds=200)
-)
-# A run that is cut off at the end of the server keeps its key until the lease ends, as in a crash.
-_FAREWELL: Final = timedelta(seconds=5)
+# These fields simulate trouble. A retry may leave them out and is still the same request.
+SIMULATED: Final = FingerprintRule(exclude=("/delay_ms", "/outcome"))
+SIMULATED_CHECKOUT: Final = FingerprintRule(exclude=("/delay_ms", "/crash_after"))
 
 
-def make_app(url: str) -> FastAPI:
-    """The demo on the store at this URL, which `prepare` has made ready; raises `StoreError`."""
-    ledger = open_ledger(url)
+def make_app(url: str, ledger: Ledger) -> FastAPI:
+    """The API on the store at this URL; the ledger is in the same database."""
     store = open_store(url, is_async=True)
-    idempotency = AsyncIdempotency(store, policy=POLICY, rule=REQUEST, secret=SECRET)
-    relay = AsyncRelay(store, checkouts.receipts_into(ledger), policy=RELAY)
+    policy = Policy(lease=LEASE, wait_limit=timedelta(seconds=60))
+    idempotency = AsyncIdempotency(store, policy=policy, fingerprint=SIMULATED, secret=SECRET)
+    every = RelayPolicy(lease=LEASE, timeout=LEASE, poll=timedelta(milliseconds=200))
+    relay = AsyncRelay(store, send_receipts(ledger), policy=every)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with ledger.opened():
+            delivering = asyncio.create_task(relay.run())
+            try:
+                yield
+            finally:
+                await idempotency.close(timedelta(seconds=5))
+                relay.stop()
+                await delivering
+                await store.close()
+
     app = FastAPI(
         title="retrysafe demo",
         version=__version__,
         description="Every POST may be sent twice, and is carried out once.",
-        lifespan=_lifespan(ledger, store, idempotency, relay),
+        lifespan=lifespan,
+        docs_url=None,  # FastAPI's pages load scripts from the network.
+        redoc_url=None,
     )
-    app.state.ledger = ledger
-    app.add_middleware(
-        IdempotencyMiddleware,
-        idempotency=idempotency,
-        caller=bearer_token,
-        rules=[
-            Rule(path="/charges", methods=("POST",)),
-            Rule(path="/orders", methods=("POST",), transaction=ledger.transaction),
-            Rule(path="/checkouts", methods=("POST",), fingerprint=CHECKOUT),
-        ],
-    )
+    Retrysafe(idempotency, caller=bearer_token).install(app)
+    add_charges(app, ledger)
+    add_orders(app, ledger)
+    add_checkouts(app, ledger)
+    add_lists(app, ledger)
+    app.add_api_route("/", front_page, include_in_schema=False)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, refused)
-    for part in (charges, orders, checkouts, reading, welcome):
-        app.include_router(part.router)
     return app
 
 
-def _lifespan(
-    ledger: Ledger, store: Store, idempotency: AsyncIdempotency, relay: AsyncRelay
-) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await ledger.open()
-        delivering = asyncio.create_task(relay.run())
-        try:
-            yield
-        finally:
-            await idempotency.close(_FAREWELL)
-            relay.stop()
-            await delivering
-            await store.close()
-            await ledger.close()
+def add_charges(app: FastAPI, ledger: Ledger) -> None:
+    """Charges are leased: their effect is outside of the database.
 
-    return lifespan
+    The claim is durable before the work begins, and renewed while it lasts. If the process dies,
+    the key is free when the lease ends, and the next retry starts over.
+    """
+
+    @app.post("/charges", status_code=201, responses=problems(400, 402, 422, 500))
+    async def charge(body: Charge, attempt: Annotated[Attempt, idempotent()]) -> Response:
+        """Charge a customer once, however often the request is sent."""
+        await simulate(body.delay_ms, body.outcome)
+        # Stands for the payment provider: what it has charged stays charged.
+        async with ledger.transaction() as connection:
+            # The last thing before the effect: an attempt that has lost its lease stops here.
+            attempt.raise_if_lost()
+            entry = await ledger.add(
+                connection,
+                "charge",
+                customer=body.customer,
+                key=attempt.key.text,
+                attempt=attempt.number,
+                outcome=body.outcome,
+                details={"amount": body.amount, "currency": body.currency},
+            )
+        return answer(entry)
 
 
-def open_ledger(url: str) -> Ledger:
-    """The ledger in the store's own database; raises `StoreUrlInvalid` where there is none."""
-    store = open_store(url, is_async=True)
-    if isinstance(store, SqliteStore):
-        return SqliteLedger(store.path)
-    if isinstance(store, PostgresStore):
-        # Imported here: its driver is needed for PostgreSQL only.
-        from retrysafe.demo.postgres_ledger import PostgresLedger  # noqa: PLC0415
+def add_orders(app: FastAPI, ledger: Ledger) -> None:
+    """Orders are atomic: the order and the response are one transaction.
 
-        return PostgresLedger(postgres_url(url))
-    raise StoreUrlInvalid(
-        f"the demo needs a store that survives it, and {url} ends with its process: use "
-        "sqlite:///path/to/file.db or postgresql://user@host/database"
+    If the process dies, neither is there, and the key is free at once.
+    """
+    in_one_transaction = idempotent(transaction=ledger.transaction)
+
+    @app.post("/orders", status_code=201, responses=problems(400, 402, 422, 500))
+    async def order(body: Order, attempt: AtomicAttempt[Any] = in_one_transaction) -> Response:
+        """Place an order once, in one transaction with the response."""
+        entry = await ledger.add(
+            attempt.connection,
+            "order",
+            customer=body.customer,
+            key=attempt.key.text,
+            attempt=attempt.number,
+            outcome=body.outcome,
+            details={"item": body.item, "quantity": body.quantity},
+        )
+        # After the write, to show that a crash takes it back.
+        await simulate(body.delay_ms, body.outcome)
+        return answer(entry)
+
+
+def add_checkouts(app: FastAPI, ledger: Ledger) -> None:
+    """Checkouts have durable steps: an attempt that takes over after a crash skips finished ones.
+
+    A crash between a call and its record repeats the call with the same child key, so that the
+    other system knows it. The receipt is an outbox entry: it commits together with the checkout and
+    the response, and the relay delivers it afterwards.
+    """
+    once = idempotent(fingerprint=SIMULATED_CHECKOUT)
+
+    @app.post("/checkouts", status_code=201, responses=problems(400, 422, 500))
+    async def checkout(body: Checkout, attempt: Attempt = once) -> Response:
+        """Reserve, charge and send a receipt, each once, wherever the process dies."""
+        await simulate(body.delay_ms)
+        checkout_key = {"checkout_key": attempt.key.text}
+        price = {"amount": 1000 * len(body.items), "currency": "eur"}
+
+        async def send(effect: str, details: dict[str, Any]) -> str:
+            key = attempt.child_key("checkout", effect)
+            return await add_effect(
+                ledger, effect, body.customer, key, attempt.number, details | checkout_key
+            )
+
+        async def write_receipt(charge: str) -> dict[str, Any]:
+            return {"customer": body.customer} | checkout_key | {"charge": charge} | price
+
+        def finished(step: str) -> None:
+            # Only the first attempt crashes: a retry may carry the same field.
+            if body.crash_after == step and attempt.is_first:
+                crash()
+
+        reservation = await attempt.step("reserve", send, "reservation", {"items": body.items})
+        finished("reserve")
+        charge = await attempt.step("charge", send, "charge", price)
+        finished("charge")
+        receipt = await attempt.step("receipt", write_receipt, charge)
+        # Not inside the step: the attempt that completes must stage it, even if it skips the step.
+        receipt_key = attempt.outbox.stage("receipts", receipt, aggregate=body.customer)
+        finished("receipt")
+
+        effects = {"reservation": reservation, "charge": charge, "receipt_key": receipt_key}
+        async with ledger.transaction() as connection:
+            entry = await ledger.add(
+                connection,
+                "checkout",
+                customer=body.customer,
+                key=attempt.key.text,
+                attempt=attempt.number,
+                details={"items": body.items} | price | effects,
+            )
+            response = answer(entry)
+            completed = attempt.complete_in(connection, response)
+            if isawaitable(completed):  # As the connection's own methods: asyncpg yes, sqlite3 no.
+                await completed
+        return response
+
+
+async def add_effect(
+    ledger: Ledger, effect: str, customer: str, key: str, attempt: int, details: dict[str, Any]
+) -> str:
+    """Stands for a call to another system, which executes a key once; returns what it made."""
+    async with ledger.transaction() as connection:
+        entry = await ledger.add(
+            connection,
+            effect,
+            entry_id=f"{effect}_{key.rpartition(':')[2]}",
+            customer=customer,
+            key=key,
+            attempt=attempt,
+            details=details,
+        )
+    return str(entry["id"])
+
+
+def send_receipts(ledger: Ledger) -> Callable[[Delivery], Awaitable[None]]:
+    """The relay's target. It stands for a mail server that drops repetitions by their key."""
+
+    async def deliver(delivery: Delivery) -> None:
+        receipt = delivery.json()
+        customer = receipt.pop("customer")
+        await add_effect(ledger, "receipt", customer, delivery.key, delivery.attempt, receipt)
+
+    return deliver
+
+
+def add_lists(app: FastAPI, ledger: Ledger) -> None:
+    """`GET /effects`, and for each operation its list and its entries."""
+
+    def add_list(path: str, operation: str) -> None:
+        @app.get(path, responses=problems(422))
+        async def executed(customer: Customer = None) -> list[Entry]:
+            """What was really executed, in order: one entry for every execution."""
+            return await ledger.entries(operation=operation, customer=customer or "")
+
+    def add_one(path: str, operation: str) -> None:
+        @app.get(path, responses=problems(404, 422))
+        async def executed(entry_id: Text) -> Response:
+            """One entry: what `Location` leads to."""
+            found = await ledger.entries(operation=operation, entry_id=entry_id)
+            if not found:
+                return problem(404, f"There is no such {operation}", retryable=False)
+            return JSONResponse(found[0])
+
+    add_list("/effects", "")
+    for operation in ("charge", "order", "checkout"):
+        add_list(f"/{operation}s", operation)
+        add_one(f"/{operation}s/{{entry_id}}", operation)
+
+
+# Requests.
+
+# Control characters have no place in a name, and PostgreSQL cannot store the first of them.
+Text = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Whole = Annotated[int, Field(ge=-(10**15), le=10**15)]
+Fraction = Annotated[float, Field(ge=-1e15, le=1e15)]
+# An item is a name, or a few plain fields.
+Item = Text | Annotated[dict[Text, Text | bool | Whole | Fraction | None], Field(max_length=20)]
+Customer = Annotated[Text | None, Query(description="Only the entries of this customer.")]
+DelayMs = Annotated[int, Field(ge=0, le=60_000, description="How long the work takes.")]
+Outcome = Literal["ok", "decline", "error", "crash"]
+
+
+class Charge(BaseModel):
+    """The body of `POST /charges`."""
+
+    amount: Annotated[int, Field(gt=0, le=1_000_000_000, description="In the smallest unit.")]
+    currency: Annotated[str, Field(pattern=r"^[A-Za-z]{3}$")]
+    customer: Text
+    delay_ms: DelayMs = 0
+    outcome: Outcome = "ok"
+
+
+class Order(BaseModel):
+    """The body of `POST /orders`."""
+
+    item: Text
+    quantity: Annotated[int, Field(gt=0, le=1_000_000)]
+    customer: Text
+    delay_ms: DelayMs = 0
+    outcome: Outcome = "ok"
+
+
+class Checkout(BaseModel):
+    """The body of `POST /checkouts`."""
+
+    items: Annotated[list[Item], Field(min_length=1, max_length=100)]
+    customer: Text
+    delay_ms: DelayMs = 0
+    crash_after: Literal["reserve", "charge", "receipt"] | None = None
+
+
+async def simulate(delay_ms: int, outcome: Outcome = "ok") -> None:
+    """Takes its time; does not return from a crash."""
+    await asyncio.sleep(delay_ms / 1000)
+    if outcome == "crash":
+        crash()
+
+
+def crash() -> None:
+    """Ends the process as a power cut does: only what is committed stays."""
+    os.write(2, b"Crashed as asked. Start the demo again, and send the same request again.\n")
+    os._exit(70)
+
+
+# Answers.
+
+
+def answer(entry: Entry) -> Response:
+    """The answer to an execution: 201, or the outcome that the client wants to see."""
+    operation = entry["operation"]
+    if entry["outcome"] == "decline":
+        return problem(402, f"The {operation} was declined", retryable=False, id=entry["id"])
+    if entry["outcome"] == "error":
+        return problem(500, f"The {operation} failed", retryable=True)
+    location = f"/{operation}s/{entry['id']}"
+    return JSONResponse(entry, status_code=201, headers={"Location": location})
+
+
+def problem(status: int, title: str, **more: Any) -> Response:
+    """A refusal in the form that retrysafe uses too."""
+    content = {"type": "about:blank", "title": title, "status": status} | more
+    return Response(json.dumps(content), status_code=status, media_type="application/problem+json")
+
+
+def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The problems of a route for the OpenAPI document; retrysafe adds its own."""
+    content = {"application/problem+json": {"schema": {"type": "object"}}}
+    return {
+        status: {"description": HTTPStatus(status).phrase, "content": content}
+        for status in statuses
+    }
+
+
+async def refused(_: Request, error: Any) -> Response:
+    """What FastAPI refuses: a broken body, an unknown path, a wrong method."""
+    response = problem(error.status_code, str(error.detail), retryable=False)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def invalid(request: Request, error: Any) -> Response:
+    """A request that does not fit; the answer names the faults and repeats no value."""
+    faults = [
+        {"where": "/".join(map(str, fault["loc"])), "what": fault["msg"]}
+        for fault in error.errors()
+    ]
+    if request.method != "POST":
+        return problem(422, "The request is invalid", retryable=False, errors=faults)
+    detail = "This answer is kept like any other: send the corrected request with a new key."
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        hint = "The body was not read as JSON: send it with Content-Type: application/json."
+        detail = f"{hint} {detail}"
+    return problem(422, "The request is invalid", detail=detail, retryable=False, errors=faults)
+
+
+# The front page.
+
+CHARGE: Final = '{"amount":1000,"currency":"eur","customer":"c1"}'
+CALLS: Final = (
+    ("Charge a customer; optional: delay_ms, outcome", "charges", CHARGE),
+    ("Send the same again: a replay", "charges", CHARGE),
+    ("Send another charge with the same key: 422", "charges", CHARGE.replace("1000", "9999")),
+    (
+        "Place an order; optional: delay_ms, outcome (ok, decline, error, crash)",
+        "orders",
+        '{"item":"widget","quantity":1,"customer":"c1"}',
+    ),
+    (
+        "Check out; optional: delay_ms, crash_after (reserve, charge, receipt)",
+        "checkouts",
+        '{"customer":"c1","items":["widget","gadget"]}',
+    ),
+    ("See what was really executed; also at /charges, /orders and /checkouts", "effects", ""),
+    ("Read the policy, which is generated from the rules", "idempotency-policy", ""),
+    ("Read the OpenAPI document", "openapi.json", ""),
+)
+
+
+def curl_lines(url: str) -> list[tuple[str, str]]:
+    """Every call: what it does, and the line to paste."""
+    start = "curl -i -H 'Authorization: Bearer me' -H 'Content-Type: application/json'"
+    return [
+        (text, f"{start} -H 'Idempotency-Key: \"{path}-1\"' -d '{body}' {url}/{path}")
+        if body
+        else (text, f"curl {url}/{path}")
+        for text, path, body in CALLS
+    ]
+
+
+async def front_page(request: Request) -> HTMLResponse:
+    """A plain list of the calls."""
+    calls = "\n".join(
+        f"<p>{escape(text)}<pre>{escape(line)}</pre>"
+        for text, line in curl_lines(str(request.base_url).rstrip("/"))
     )
-
-
-async def prepare(url: str) -> None:
-    """Brings the schemas of the store and of the ledger up to date; raises `StoreError`."""
-    ledger = open_ledger(url)
-    store = open_store(url, is_async=True)
-    assert isinstance(store, SqliteStore | PostgresStore)  # Others have no ledger.
-    try:
-        await store.migrate()
-    finally:
-        await store.close()
-    await ledger.open()
-    try:
-        await ledger.prepare()
-    finally:
-        await ledger.close()
+    return HTMLResponse(f"<!doctype html><title>retrysafe demo</title>\n{calls}\n")

@@ -1,139 +1,224 @@
-"""The ledger: what was really executed, one entry for every execution, in the store's database.
+"""The ledger: one entry for every execution, in the store's own database.
 
-Operations write it themselves, on a connection that they are given. Whoever opened the transaction
-decides whether an entry stays.
+This is the shop's table, not one of retrysafe's. It makes a double execution visible.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import sqlite3
 import uuid
-from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime
-from typing import Any, Final, Protocol
+from pathlib import Path
+from typing import Any, Final
 
-# More than anybody reads; a list without a limit would be a way to stop the demo.
-ENTRIES_LIMIT: Final = 10_000
+from retrysafe import SqliteStore, StoreUrlInvalid, open_store
+from retrysafe.errors import StoreNotWritable, StoreUnavailable
+from retrysafe.stores.postgres import PostgresStore
+from retrysafe.stores.postgres.naming import checked_schema_name
+from retrysafe.stores.postgres.urls import PostgresUrl, postgres_url
 
-# The same words for both databases; only the marks of the parameters differ.
-INSERT: Final = """
-INSERT INTO {table} AS made
-    (id, operation, customer, key, attempt, outcome, details, process, executed_at)
-VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9)
+# As clients see it: the details of the operation, and these fields. `asked` counts how often it was
+# requested; only the first request executed it.
+Entry = dict[str, Any]
+_NAMES: Final = "id, operation, customer, key, attempt, outcome, process, executed_at, asked"
+_FIELDS: Final = _NAMES.split(", ")
+_CREATE: Final = """
+CREATE TABLE IF NOT EXISTS {table} (
+    position {position} PRIMARY KEY, id text NOT NULL UNIQUE, operation text NOT NULL,
+    customer text NOT NULL, key text NOT NULL, attempt integer NOT NULL, outcome text NOT NULL,
+    details text NOT NULL, process integer NOT NULL, executed_at text NOT NULL,
+    asked integer NOT NULL DEFAULT 1
+)
 """
-# As a provider does that is sent a key: what it has done under that key is not done again, but it
-# knows how often it was asked.
-INSERT_ONCE: Final = INSERT + "ON CONFLICT (id) DO UPDATE SET asked = made.asked + 1"
-SELECT: Final = """
-SELECT id, operation, customer, key, attempt, outcome, details, process, executed_at, asked
-FROM {table}
-WHERE ($1 = '' OR operation = $1) AND ($2 = '' OR customer = $2)
-ORDER BY position LIMIT $3
+_INSERT: Final = """
+INSERT INTO {table} AS made (details, {names})
+VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)
+ON CONFLICT (id) DO UPDATE SET asked = made.asked + 1
 """
-SELECT_ONE: Final = """
-SELECT id, operation, customer, key, attempt, outcome, details, process, executed_at, asked
-FROM {table}
-WHERE id = $1 AND operation = $2
+# Nobody reads 10,000 entries, and a list without a limit could stop the demo.
+_SELECT: Final = """
+SELECT details, {names} FROM {table}
+WHERE ($1 = '' OR operation = $1) AND ($2 = '' OR customer = $2) AND ($3 = '' OR id = $3)
+ORDER BY position LIMIT 10000
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One execution of one operation."""
+class Ledger(ABC):
+    """The ledger in either database."""
 
-    id: str
-    operation: str
-    customer: str
-    key: str
-    attempt: int
-    outcome: str
-    # What was asked for, such as the amount.
-    details: dict[str, Any]
-    process: int
-    executed_at: str
-    # How often this was asked for under its key; all but the first time it was known and left.
-    asked: int = 1
+    table: str
 
-    def shape(self) -> dict[str, Any]:
-        """The entry as JSON, with the details beside the rest."""
-        fields = asdict(self)
-        del fields["details"]
-        return self.details | fields
+    @abstractmethod
+    def opened(self) -> AbstractAsyncContextManager[None]:
+        """Creates the table if it is missing, and closes all connections at the end."""
 
-    def row(self) -> tuple[Any, ...]:
-        """The entry as it is stored."""
-        return (
-            self.id,
-            self.operation,
-            self.customer,
-            self.key,
-            self.attempt,
-            self.outcome,
-            json.dumps(self.details),
-            self.process,
-            self.executed_at,
-        )
+    @abstractmethod
+    def connection(self) -> AbstractAsyncContextManager[Any]:
+        """A connection without a transaction, to read with."""
 
-
-def new_entry(
-    operation: str, *, customer: str, key: str, attempt: int, outcome: str, details: dict[str, Any]
-) -> Entry:
-    """The entry of an execution in this process, now."""
-    return Entry(
-        id=f"{operation}_{uuid.uuid4().hex}",
-        operation=operation,
-        customer=customer,
-        key=key,
-        attempt=attempt,
-        outcome=outcome,
-        details=details,
-        process=os.getpid(),
-        executed_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-    )
-
-
-def effect_entry(
-    operation: str, *, customer: str, key: str, attempt: int, details: dict[str, Any]
-) -> Entry:
-    """The entry of an effect that was asked for under a key of its own: equal keys, equal ids."""
-    entry = new_entry(
-        operation, customer=customer, key=key, attempt=attempt, outcome="ok", details=details
-    )
-    return replace(entry, id=f"{operation}_{key.rpartition(':')[2]}")
-
-
-def entry_of(row: tuple[Any, ...]) -> Entry:
-    """The entry that was stored as this row."""
-    fields = list(row)
-    fields[6] = json.loads(fields[6])
-    return Entry(*fields)
-
-
-class Ledger(Protocol):
-    """The ledger in one kind of database."""
-
-    async def open(self) -> None:
-        """Makes it ready for use in this event loop."""
-
-    async def prepare(self) -> None:
-        """Makes the table, or brings an earlier demo's up to date; raises `StoreError`."""
-
+    @abstractmethod
     def transaction(self) -> AbstractAsyncContextManager[Any]:
-        """A connection with an open transaction: committed at the end, rolled back on errors."""
+        """A connection with an open transaction: commits at the end, rolls back on any error."""
 
-    async def add(self, connection: Any, entry: Entry) -> None:
-        """Writes an entry in the connection's transaction."""
+    @abstractmethod
+    async def fetch(self, connection: Any, statement: str, *values: Any) -> Any:
+        """Runs a statement; returns its rows."""
 
-    async def add_once(self, connection: Any, entry: Entry) -> None:
-        """Writes an entry; if its id is there already, this is a repetition, and is counted."""
+    async def add(
+        self,
+        connection: Any,
+        operation: str,
+        *,
+        customer: str,
+        key: str,
+        attempt: int,
+        details: dict[str, Any],
+        outcome: str = "ok",
+        entry_id: str = "",
+    ) -> Entry:
+        """Writes an execution in the connection's transaction; returns its entry.
 
-    async def entries(self, operation: str = "", customer: str = "") -> list[Entry]:
+        An entry that has this id stays as it is and counts the repetition: payment providers do the
+        same when you send them an idempotency key.
+        """
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        entry_id = entry_id or f"{operation}_{uuid.uuid4().hex}"
+        values = (entry_id, operation, customer, key, attempt, outcome, os.getpid(), now, 1)
+        statement = _INSERT.format(table=self.table, names=_NAMES)
+        await self.fetch(connection, statement, json.dumps(details), *values)
+        return details | dict(zip(_FIELDS, values, strict=True))
+
+    async def entries(
+        self, *, operation: str = "", customer: str = "", entry_id: str = ""
+    ) -> list[Entry]:
         """What was executed, in order; an empty text stands for all."""
+        statement = _SELECT.format(table=self.table, names=_NAMES)
+        async with self.connection() as connection:
+            rows = await self.fetch(connection, statement, operation, customer, entry_id)
+        return [json.loads(row[0]) | dict(zip(_FIELDS, row[1:], strict=True)) for row in rows]
 
-    async def entry(self, entry_id: str, operation: str) -> Entry | None:
-        """One entry."""
 
-    async def close(self) -> None:
-        """Gives the connections back."""
+class SqliteLedger(Ledger):
+    """In the store's file. `sqlite3` blocks, so its calls run in threads."""
+
+    table = "retrysafe_demo_ledger"
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # A SQLite file has one writer at a time. Who waits here blocks no thread.
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """Creates the table if it is missing; no connection is open between two calls."""
+        # Not in `transaction`: if the table is there, this needs no write lock, which a slow order
+        # of another process may hold.
+        async with self.connection() as connection:
+            await self.fetch(connection, _CREATE.format(table=self.table, position="integer"))
+        yield
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[sqlite3.Connection]:
+        """A new connection; SQLite connects in microseconds."""
+        connection = await asyncio.to_thread(
+            sqlite3.connect,
+            self._path,
+            timeout=30.0,  # A slow order of another process may hold the write lock that long.
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        try:
+            yield connection
+        finally:
+            # Closing rolls back what is not committed.
+            await asyncio.to_thread(connection.close)
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[sqlite3.Connection]:
+        """A connection that holds the file's write lock."""
+        async with self._turn, self.connection() as connection:
+            await self.fetch(connection, "BEGIN IMMEDIATE")
+            yield connection
+            await self.fetch(connection, "COMMIT")
+
+    async def fetch(self, connection: Any, statement: str, *values: Any) -> Any:
+        """Runs a statement in a thread; returns its rows."""
+
+        def fetch() -> Any:
+            return connection.execute(statement.replace("$", "?"), values).fetchall()
+
+        return await asyncio.to_thread(fetch)
+
+
+class PostgresLedger(Ledger):
+    """In a schema of its own, in the store's database, through asyncpg."""
+
+    def __init__(self, url: PostgresUrl) -> None:
+        self._url = url
+        self._schema = checked_schema_name(f"{url.schema_name}_demo")
+        self.table = f"{self._schema}.ledger"
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """Makes the pool, and creates the table if it is missing; raises `StoreUnavailable`."""
+        import asyncpg  # noqa: PLC0415 — only PostgreSQL needs this driver.
+
+        self._read_only = asyncpg.ReadOnlySQLTransactionError
+        async with asyncpg.create_pool(
+            self._url.for_asyncpg,
+            min_size=0,
+            max_size=20,  # Each slow order holds one. retrysafe has connections of its own.
+            timeout=10.0,
+            statement_cache_size=100 if self._url.pool.has_prepared_statements else 0,
+        ) as self._pool:
+            try:
+                await self._create()
+            except (OSError, asyncpg.PostgresError) as error:
+                raise StoreUnavailable(f"{self._url.location} does not answer: {error}") from error
+            yield
+
+    async def _create(self) -> None:
+        position = "bigint GENERATED ALWAYS AS IDENTITY"
+        async with self.transaction() as connection:
+            # Two demos that start together must not create the schema together.
+            await connection.execute("SELECT pg_advisory_xact_lock(hashtext($1))", self._schema)
+            await connection.execute(f"CREATE SCHEMA IF NOT EXISTS {self._schema}")
+            await connection.execute(_CREATE.format(table=self.table, position=position))
+
+    def connection(self) -> Any:
+        """A connection of the pool."""
+        return self._pool.acquire(timeout=10.0)
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Any]:
+        """A connection of the pool with an open transaction."""
+        try:
+            async with self.connection() as connection, connection.transaction():
+                yield connection
+        except (StoreNotWritable, self._read_only):
+            # A failover: the pool's other connections lead to the same old server.
+            await self._pool.expire_connections()
+            raise
+
+    async def fetch(self, connection: Any, statement: str, *values: Any) -> Any:
+        """Runs a statement; returns its rows."""
+        return await connection.fetch(statement, *values)
+
+
+def open_ledger(url: str) -> Ledger:
+    """The ledger in the store's own database; raises `StoreUrlInvalid` where there is none."""
+    store = open_store(url, is_async=True)
+    if isinstance(store, SqliteStore):
+        return SqliteLedger(store.path)
+    if isinstance(store, PostgresStore):
+        return PostgresLedger(postgres_url(url))
+    raise StoreUrlInvalid(
+        f"the demo needs a store that survives it, and {url} ends with its process: use "
+        "sqlite:///path/to/file.db or postgresql://user@host/database"
+    )

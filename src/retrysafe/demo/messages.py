@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from pydantic import ValidationError
 
-from retrysafe import FOREVER, current_attempt
+from retrysafe import FOREVER, Policy, current_attempt
 from retrysafe.consumers import Handler, Message, PayloadInvalid
-from retrysafe.demo.app import POLICY, REQUEST, open_ledger, prepare
-from retrysafe.demo.ledger import Ledger, new_entry
-from retrysafe.demo.staging import staged
-from retrysafe.demo.wishes import ChargeWish, Ending
+from retrysafe.demo.app import LEASE, SIMULATED, Charge, simulate
+from retrysafe.demo.ledger import Entry, Ledger, open_ledger
+from retrysafe.demo.serving import create_tables
 
 _ledgers: list[Ledger] = []
 
@@ -25,21 +23,20 @@ _ledgers: list[Ledger] = []
 @asynccontextmanager
 async def _opened(url: str) -> AsyncIterator[None]:
     """The ledger in the store's database, for as long as messages are consumed."""
-    await prepare(url)
+    await create_tables(url)
     ledger = open_ledger(url)
-    await ledger.open()
-    _ledgers.append(ledger)
-    try:
-        yield
-    finally:
-        _ledgers.remove(ledger)
-        await ledger.close()
+    async with ledger.opened():
+        _ledgers.append(ledger)
+        try:
+            yield
+        finally:
+            _ledgers.remove(ledger)
 
 
-async def _charge(message: Message) -> dict[str, Any]:
+async def _charge(message: Message) -> Entry:
     """Charges a customer once, however often the message is delivered."""
     try:
-        wish = ChargeWish.model_validate_json(message.body)
+        body = Charge.model_validate_json(message.body)
     except ValidationError as error:
         faults = "; ".join(
             f"{'/'.join(map(str, each['loc']))}: {each['msg']}"
@@ -47,28 +44,28 @@ async def _charge(message: Message) -> dict[str, Any]:
         )
         raise PayloadInvalid(f"this is no charge: {faults}") from None
     attempt = current_attempt()
-    await staged(wish)
-    entry = new_entry(
-        "charge",
-        customer=wish.customer,
-        key=attempt.key.text,
-        attempt=attempt.number,
-        outcome=wish.outcome,
-        details=wish.details(),
-    )
+    await simulate(body.delay_ms, body.outcome)
     ledger = _ledgers[-1]
     # As in `POST /charges`: stands for the payment provider.
     async with ledger.transaction() as connection:
         attempt.raise_if_lost()
-        await ledger.add(connection, entry)
-    if wish.outcome is Ending.ERROR:
+        entry = await ledger.add(
+            connection,
+            "charge",
+            customer=body.customer,
+            key=attempt.key.text,
+            attempt=attempt.number,
+            outcome=body.outcome,
+            details={"amount": body.amount, "currency": body.currency},
+        )
+    if body.outcome == "error":
         raise RuntimeError("the charge failed, as it was asked to")
-    return entry.shape()
+    return entry
 
 
 charge = Handler(
     _charge,
-    policy=POLICY.with_changes(active_window=FOREVER),
-    fingerprint=REQUEST,
+    policy=Policy(lease=LEASE, active_window=FOREVER),
+    fingerprint=SIMULATED,
     lifespan=_opened,
 )

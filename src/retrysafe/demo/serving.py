@@ -1,4 +1,4 @@
-"""A server for the demo: one process, on the loopback interface, until it is told to stop."""
+"""The demo's server: one process on the loopback interface, until SIGINT or SIGTERM."""
 
 from __future__ import annotations
 
@@ -8,90 +8,109 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from http import HTTPStatus
+from typing import Any, Final
+from urllib.parse import quote
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from retrysafe.demo.app import make_app, prepare
-from retrysafe.demo.telling import Telling
+from retrysafe import SqliteStore, open_store
+from retrysafe.demo.app import make_app
+from retrysafe.demo.ledger import open_ledger
+from retrysafe.stores.postgres import PostgresStore
 
-HOST: Final = "127.0.0.1"
 # Enough for hundreds of clients that come at the same moment.
 _BACKLOG: Final = 2048
-# How long requests that are under way are waited for.
-_GRACE_SECONDS: Final = 5
 
 
 class PortTaken(Exception):
-    """Nobody can listen there."""
+    """The server cannot listen on this port."""
 
 
 def serve(
-    url: str,
-    port: int,
-    ready: Callable[[str], None],
-    tell: Callable[[str], None] | None = None,
+    url: str, port: int, ready: Callable[[str], None], log: Callable[[str], None] | None = None
 ) -> None:
-    """Serves until SIGINT or SIGTERM; tells `ready` the address once connections are taken.
+    """Serves until SIGINT or SIGTERM; calls `ready` with the address when it takes connections.
 
-    `tell` is given a line for every request. Raises `PortTaken`, and `StoreError` for a store that
+    `log` gets a line for every request. Raises `PortTaken`, and `StoreError` for a store that
     cannot be used.
     """
     with _listening(port) as listener:
-        asyncio.run(prepare(url))
-        app = make_app(url)
-        config = uvicorn.Config(
-            app if tell is None else Telling(app, tell),
-            log_level="warning",
-            backlog=_BACKLOG,
-            timeout_graceful_shutdown=_GRACE_SECONDS,
+        asyncio.run(create_tables(url))
+        app: Any = make_app(url, open_ledger(url))
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app if log is None else _logged(app, log),
+                log_level="warning",
+                backlog=_BACKLOG,
+                timeout_graceful_shutdown=5,
+            )
         )
-        server = uvicorn.Server(config)
         with _stopped_by_signals(server):
-            ready(f"http://{HOST}:{listener.getsockname()[1]}")
+            ready(f"http://127.0.0.1:{listener.getsockname()[1]}")
             server.run(sockets=[listener])
+
+
+async def create_tables(url: str) -> None:
+    """Creates or migrates the tables of the store and the ledger; raises `StoreError`."""
+    ledger = open_ledger(url)
+    store = open_store(url, is_async=True)
+    assert isinstance(store, SqliteStore | PostgresStore)  # Others have no ledger.
+    try:
+        await store.migrate()
+    finally:
+        await store.close()
+    async with ledger.opened():
+        pass
 
 
 @contextmanager
 def _listening(port: int) -> Iterator[socket.socket]:
-    """A socket that queues connections already, so that whoever is told of it may come at once."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        # A restarted demo must not wait for the connections of the last one to be forgotten.
+    """A socket that queues connections, so that clients may come before the server runs."""
+    with socket.socket() as listener:
+        # A restarted demo must not wait until the last one's connections are forgotten.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((HOST, port))
+            listener.bind(("127.0.0.1", port))
         except OSError as error:
-            raise PortTaken(_reason(port, error)) from error
+            reason = "in use" if error.errno == errno.EADDRINUSE else f"refused ({error.strerror})"
+            raise PortTaken(
+                f"port {port} is {reason}: choose another with --port (make run PORT=8001), or "
+                "stop what listens there"
+            ) from error
         listener.listen(_BACKLOG)
         yield listener
 
 
-def _reason(port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} is in use: choose another with --port (make run PORT=8001), or stop what "
-            "listens there"
-        )
-    if error.errno == errno.EACCES:
-        return f"port {port} is for the system's own services: choose one from 1024 up with --port"
-    return f"port {port} cannot be used: {error.strerror}"
-
-
 @contextmanager
 def _stopped_by_signals(server: uvicorn.Server) -> Iterator[None]:
-    """A server that was told to stop has not failed.
-
-    The server takes these signals itself, but only while it runs: one that comes just before must
-    not be lost, and the ones that it raises again at its end must not look like a failure.
-    """
+    """Makes a signal a clean end, also just before the server runs and when it raises it again."""
 
     def stop(*_: object) -> None:
         server.should_exit = True
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, stop) for number in numbers]
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, action in zip(numbers, before, strict=True):
+        for number, action in before.items():
             signal.signal(number, action)
+
+
+def _logged(app: ASGIApp, log: Callable[[str], None]) -> ASGIApp:
+    """The application, with a line for every response: method, path, status, replay."""
+
+    async def logged(scope: Any, receive: Any, send: Any) -> None:
+        async def sent(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                status = HTTPStatus(message["status"])
+                is_replay = (b"idempotent-replayed", b"true") in message["headers"]
+                # Quoted: a path must not send commands to the terminal.
+                line = f"{scope['method']} {quote(scope['path'])}: {status} {status.phrase}"
+                log(f"{line}, replayed" if is_replay else line)
+            await send(message)
+
+        await app(scope, receive, sent)
+
+    return logged

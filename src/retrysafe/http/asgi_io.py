@@ -8,20 +8,42 @@ from __future__ import annotations
 
 import logging
 from typing import Final
+from urllib.parse import unquote_to_bytes
 
 from retrysafe.errors import InvalidInput
-from retrysafe.http.asgi_run import REPLACED, Receive, Scope, Send, exact_path, is_below
+from retrysafe.http.asgi_run import Receive, Scope, Send
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
 from retrysafe.runtime.checks import running_loop
 
 _logger = logging.getLogger("retrysafe")
 
+# What servers put into a path in place of bytes that are no UTF-8.
+_REPLACED: Final = "\ufffd"
+
+
+def is_below(path: str, root: str) -> bool:
+    """Whether the path has the mount in front; `/payments` does not lie below `/pay`."""
+    root = root.rstrip("/")
+    return path == root or path.startswith(f"{root}/")
+
+
+def exact_path(scope: Scope, path: str) -> str:
+    """The path with the bytes that a server has replaced because they are no UTF-8.
+
+    Replaced, two paths would count as one request. A server that does not give the raw path keeps
+    the two apart from nobody: the application sees one path as well.
+    """
+    raw: bytes | None = scope.get("raw_path")
+    if _REPLACED not in path or not raw:
+        return path
+    return unquote_to_bytes(raw.partition(b"?")[0]).decode("utf-8", "surrogateescape")
+
 
 def paths_of(scope: Scope) -> tuple[str, str]:
     """The path inside the application, and the path with its mount in front."""
     path: str = scope["path"]
-    if REPLACED in path:
+    if _REPLACED in path:
         path = exact_path(scope, path)
     root: str = scope.get("root_path", "")
     if not root:

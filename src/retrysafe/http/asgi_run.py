@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from typing import Any, Final
-from urllib.parse import unquote_to_bytes
 
 from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.permits import Permits
+from retrysafe.core.stops import raisable
 from retrysafe.errors import ClaimLost
 from retrysafe.http.held_response import Held, is_from_stream, passes_at_once
 from retrysafe.http.protection import UNPROTECTED, Plan
 from retrysafe.http.request import PROTECTED_NAME
 from retrysafe.http.responses import Response
-from retrysafe.http.unserved import is_told, is_unserved
+from retrysafe.http.router_marks import can_tell, is_unserved
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -34,8 +35,6 @@ _HIDDEN_EXTENSIONS: Final = (
     "http.response.zerocopysend",
     "http.response.trailers",
 )
-# What servers put into a path in place of bytes that are no UTF-8.
-REPLACED: Final = "\ufffd"
 # Where integrations note an exception in the scope that their framework makes a response of.
 ERROR_NAME: Final = "retrysafe.error"
 # What integrations add to the start of a response that they found to be past its limits.
@@ -47,24 +46,6 @@ _LISTENED_MESSAGES: Final = 8
 _DOUBT: Final = "the application raised right after its response, which may have been cut short"
 _NO_HEADERS: Final[list[tuple[bytes, bytes]]] = []
 _logger = logging.getLogger("retrysafe")
-
-
-def is_below(path: str, root: str) -> bool:
-    """Whether the path has the mount in front; `/payments` does not lie below `/pay`."""
-    root = root.rstrip("/")
-    return path == root or path.startswith(f"{root}/")
-
-
-def exact_path(scope: Scope, path: str) -> str:
-    """The path with the bytes that a server has replaced because they are no UTF-8.
-
-    Replaced, two paths would count as one request. A server that does not give the raw path keeps
-    the two apart from nobody: the application sees one path as well.
-    """
-    raw: bytes | None = scope.get("raw_path")
-    if REPLACED not in path or not raw:
-        return path
-    return unquote_to_bytes(raw.partition(b"?")[0]).decode("utf-8", "surrogateescape")
 
 
 class _NotHeld(Exception):
@@ -87,6 +68,7 @@ class AppRun:
 
     __slots__ = (
         "_app",
+        "_can_tell_route",
         "_complete",
         "_gate",
         "_headers",
@@ -94,14 +76,15 @@ class AppRun:
         "_is_body_given",
         "_is_ended",
         "_is_gone",
-        "_is_route_told",
         "_late_error",
         "_news",
+        "_passing",
         "_receive",
         "_runs",
         "_scope",
         "_send",
         "_status",
+        "_timer",
         "background",
         "error",
         "is_left",
@@ -136,6 +119,9 @@ class AppRun:
         self._headers: list[tuple[bytes, bytes]] = _NO_HEADERS
         # The body of a response that comes in pieces; nearly all come in one.
         self._held: Held | None = None
+        # Lets it through at its time limit, in a task of its own.
+        self._timer: asyncio.TimerHandle | None = None
+        self._passing: asyncio.Task[None] | None = None
         self._is_body_given = False
         # Whether the application has sent the last piece of its response.
         self._is_ended = False
@@ -143,7 +129,7 @@ class AppRun:
         self.is_passing = False
         self._is_gone = False
         # Whether the scope is going to say if the application has found an endpoint.
-        self._is_route_told = False
+        self._can_tell_route = False
         self.is_left = False
         # Opens when the response that passes is remembered as done, and not a byte earlier.
         self._gate: asyncio.Future[None] | None = None
@@ -164,7 +150,7 @@ class AppRun:
         # Where all of this runs. Asking for it is a system call before Python 3.12.
         self.loop: asyncio.AbstractEventLoop = loop
 
-    def invoke(self, attempt: Attempt | AtomicAttempt | None) -> asyncio.Future[Response]:
+    def invoke(self, attempt: Attempt | AtomicAttempt[Any] | None) -> asyncio.Future[Response]:
         """Starts the application; the future has its response as soon as that is complete.
 
         Without an attempt it is a run without a claim.
@@ -174,7 +160,7 @@ class AppRun:
         scope.setdefault("state", {})["idempotency"] = attempt
         request = self.plan.request
         if self.plan.route.is_beside:
-            self._is_route_told = is_told(scope)
+            self._can_tell_route = can_tell(scope)
         scope[PROTECTED_NAME] = (request.method, request.path)
         extensions = scope.get("extensions")
         if extensions and not extensions.keys().isdisjoint(_HIDDEN_EXTENSIONS):
@@ -195,7 +181,7 @@ class AppRun:
         if self.background is not None:
             self.background.leave(self)
 
-    async def _serve(self, attempt: Attempt | AtomicAttempt | None) -> None:
+    async def _serve(self, attempt: Attempt | AtomicAttempt[Any] | None) -> None:
         """Runs the application to its end, which may come long after its response."""
         complete = self._complete
         assert complete is not None
@@ -217,6 +203,8 @@ class AppRun:
             complete.cancel()
             raise
         finally:
+            if self._timer is not None:
+                self._timer.cancel()
             if self._runs and self.settling is not None and self.settling.done():
                 self._runs.discard(self)
         self.is_over = self._late_error is None
@@ -230,7 +218,7 @@ class AppRun:
                 self._late_error = error
                 self._finish_held(_DOUBT)
             else:
-                self.error = error
+                self.error = error = raisable(error)
                 complete.set_exception(error)
         elif not (self.is_passing and self._is_gone):
             # The operation is done and stays done; this is the server's to report.
@@ -258,6 +246,8 @@ class AppRun:
             if not self._status or self._is_ended:
                 raise RuntimeError("the application sent a body outside of its response")
             is_last = not message.get("more_body", False)
+            if self._passing is not None:
+                await self._passing  # What was held back comes first.
             if self.is_passing:
                 self._end(is_last)
                 await self._pass_on(message)
@@ -281,6 +271,8 @@ class AppRun:
         held = self._held
         if held is None:
             held = self._held = Held(self.plan)
+            if held.limit_seconds is not None:
+                self._timer = self.loop.call_later(held.limit_seconds, self._end_silence)
         if is_last:
             held.body += piece
             self._end(is_last)
@@ -292,23 +284,33 @@ class AppRun:
             if held.take(piece):
                 return
         except RuntimeError as error:
-            complete = self._complete
-            assert complete is not None
-            if not complete.done():
+            if self._complete is not None and not self._complete.done():
                 # Also where the application catches what its send raises.
                 self.error = error
-                complete.set_exception(error)
+                self._complete.set_exception(error)
             raise
+        await self._pass_held(held)
+
+    async def _pass_held(self, held: Held) -> None:
         self._held = None
         await self._begin_passing()
         await self._pass_on(
             {"type": "http.response.body", "body": bytes(held.body), "more_body": True}
         )
 
+    def _end_silence(self) -> None:
+        """Called at the time limit: what is held back is not kept for a piece that never comes."""
+        if self._held is not None and not self._is_ended:
+            self._passing = self.loop.create_task(self._pass_in_silence(self._held))
+
+    async def _pass_in_silence(self, held: Held) -> None:
+        if self._complete is None or self._complete.done():
+            return  # The application has failed before this task got its turn.
+        with suppress(OSError):  # The client has gone, which the next piece is told.
+            await self._pass_held(held)
+
     def _wait_for_the_end(self, turns: int) -> None:
-        complete = self._complete
-        assert complete is not None
-        if complete.done():
+        if self._complete is None or self._complete.done():
             return
         if turns:
             self.loop.call_soon(self._wait_for_the_end, turns - 1)
@@ -323,7 +325,7 @@ class AppRun:
 
     def _finish_response(self, body: bytes, doubt: str = "") -> None:
         response = Response(self._status, self._headers, body, self.is_passing, doubt)
-        if self._is_route_told:
+        if self._can_tell_route:
             response.is_unserved = is_unserved(self._scope)
         self.response = response
         complete = self._complete
@@ -334,7 +336,7 @@ class AppRun:
                 complete.set_result(response)
             else:
                 # How the attempt ended is for the policy to say; the client gets this response.
-                self.error = error
+                self.error = error = raisable(error)
                 complete.set_exception(error)
 
     def _end(self, is_last: bool) -> None:
@@ -385,6 +387,8 @@ class AppRun:
             await self.finish()
         finally:
             listener.cancel()
+            if self._passing is not None:
+                self._passing.cancel()  # An application that failed has sent its last.
 
     async def _listen(self) -> None:
         """Tells the application that its client has left; it may never ask, and send for ever."""

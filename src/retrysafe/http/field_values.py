@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal, InvalidOperation
 from enum import Enum
-from ipaddress import IPv6Address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from math import isfinite
 from pathlib import PurePath
 from typing import Any, Final
@@ -19,8 +19,7 @@ from unicodedata import is_normalized
 from uuid import UUID
 
 from retrysafe.core.keys.canonical import ABSENT
-from retrysafe.core.keys.framing import Part, utc_text
-from retrysafe.core.keys.numbers import Number
+from retrysafe.core.keys.framing import Number, Part, utc_text
 from retrysafe.errors import InvalidInput, KeyInvalid
 
 # No name, address or id is longer. Normalizing a text takes the square of its length at worst.
@@ -51,6 +50,10 @@ _DATE: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 # usual number of an invoice.
 _INSTANT: Final = re.compile(r"\d{4}-?\d\d-?\d\d(?:[^\d-]\d\d|-\d\d:)")
 _INSTANT_LIMIT_CHARACTERS: Final = 40
+# A time of a day without an offset: those with one differ from day to day.
+_CLOCK_TIME: Final = re.compile(r"(?:[01][0-9]|2[0-3]):[0-5][0-9](?::[0-5][0-9](?:\.[0-9]{1,6})?)?")
+# Eight groups of four digits, or one of them an IPv4 address.
+_ADDRESS_LIMIT_CHARACTERS: Final = 45
 # Days of a month without its zeros, and of a week, with a time or without. `2026-001` is no day to
 # any of the parsers that frameworks use, and a usual number of an invoice.
 _OTHER_DATE: Final = re.compile(
@@ -124,6 +127,27 @@ def _instant(value: Any) -> datetime:
     return moment
 
 
+def _clock_time(value: Any) -> str:
+    if _CLOCK_TIME.fullmatch(_text(value)) is None:
+        raise ValueError
+    return time.fromisoformat(value).isoformat()
+
+
+def _address(value: Any) -> str:
+    if len(_text(value)) > _ADDRESS_LIMIT_CHARACTERS or "%" in value:
+        raise ValueError  # A zone means something on its own host alone.
+    return _address_text(ip_address(value))
+
+
+def _address_text(address: IPv4Address | IPv6Address) -> str:
+    """An address in its shortest form; an IPv4 address in the clothes of IPv6 is that address.
+
+    Versions of Python differ in how they write those.
+    """
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return str(address if mapped is None else mapped)
+
+
 # The types that a field can be declared with: how each is read, and how clients are told of it.
 TYPES: Final[dict[str, tuple[Callable[[Any], Part], str]]] = {
     "text": (_text, "a text of at least one character"),
@@ -132,6 +156,8 @@ TYPES: Final[dict[str, tuple[Callable[[Any], Part], str]]] = {
     "uuid": (_uuid, "a UUID"),
     "date": (_date, "a date such as 2026-01-31"),
     "datetime": (_instant, "an instant with its offset, such as 2026-01-31T10:00:00Z"),
+    "time": (_clock_time, "a time of day without an offset, such as 10:00 or 10:00:00"),
+    "ip": (_address, "an IP address without a zone, such as 192.0.2.1 or 2001:db8::1"),
     "bool": (_boolean, "true or false"),
 }
 
@@ -246,6 +272,8 @@ def _as_sent(value: Any) -> Any:
         return utc_text(value)
     if isinstance(value, date | time):
         return value.isoformat()
+    if isinstance(value, IPv4Address | IPv6Address):
+        return _address_text(value)
     return str(value) if isinstance(value, UUID | PurePath | timedelta) else value
 
 

@@ -31,7 +31,15 @@ def passes_at_once(plan: Plan, headers: Iterable[Header]) -> bool:
 class Held:
     """The body of a response so far."""
 
-    __slots__ = ("_ends", "_is_atomic", "_is_past", "_limit_bytes", "_size", "body")
+    __slots__ = (
+        "_ends",
+        "_is_atomic",
+        "_is_past",
+        "_limit_bytes",
+        "_size",
+        "body",
+        "limit_seconds",
+    )
 
     def __init__(self, plan: Plan) -> None:
         self._is_atomic = plan.route.rule.transaction is not None
@@ -39,6 +47,9 @@ class Held:
         self._limit_bytes = plan.policy.outcome_limit_bytes
         limit = plan.route.rule.hold_limit
         self._ends = None if limit is None else monotonic() + limit.total_seconds()
+        # After which it passes even if nothing more comes. Not in atomic mode: nothing can be sent
+        # before the commit, and who is silent cannot be told to end.
+        self.limit_seconds = None if limit is None or self._is_atomic else limit.total_seconds()
         # Not a list of pieces: thousands of small ones take many times their own size.
         self.body = bytearray()
         self._size = 0

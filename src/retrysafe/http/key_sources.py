@@ -14,7 +14,7 @@ from typing import Any, Final
 from retrysafe.core.keys import canonical
 from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.keys.framing import Part, frame, part_bytes
-from retrysafe.core.keys.key import body_key, checked_secret, natural_key
+from retrysafe.core.keys.key import body_key, checked_secret, looks_derived, natural_key
 from retrysafe.core.policy import Policy
 from retrysafe.errors import KeyInvalid, PolicyInvalid
 from retrysafe.http.bodies import Content, content_of, field_of
@@ -59,12 +59,12 @@ class FieldsKey:
     `FieldsKey("/customer", "/order_id")` takes values from the body by JSON Pointer, or fields of
     a form by `/name`; `"{id}"` takes a parameter of the rule's path. A type after a colon, as in
     `"{id:int}"` and `"/order_id:uuid"`, says what a value is: text, int, decimal, uuid, date,
-    datetime or bool. Without one it is what the framework has converted it to, a number also where
-    that is sent as text, else text; what can be written in several ways is refused. The key is
-    `natural_key(operation, *values)` with the rule's operation name and the values in the order
-    given, a UUID as its text. `window` is how long the key is remembered after the run: a
-    timedelta, or FOREVER. Raises `PolicyInvalid` for fields that cannot be any of these, and
-    without a window.
+    datetime, time, ip or bool. Without one it is what the framework has converted it to, a number
+    also where that is sent as text, else text; what can be written in several ways is refused. The
+    key is `natural_key(operation, *values)` with the rule's operation name and the values in the
+    order given; a UUID, a time and an address as their text. `window` is how long the key is
+    remembered after the run: a timedelta, or FOREVER. Raises `PolicyInvalid` for fields that cannot
+    be any of these, and without a window.
     """
 
     fields: tuple[str, ...]
@@ -90,6 +90,11 @@ class FieldsKey:
     def checked(self, policy: Policy, secret: bytes | None) -> Policy:
         """The policy with this window; raises `PolicyInvalid`."""
         return policy.with_window(self.window, of="FieldsKey")
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The parameters of the path that are part of the key."""
+        return tuple(item.parameter for item in self._parsed if item.parameter)
 
     @property
     def converted_parameters(self) -> tuple[str, ...]:
@@ -153,12 +158,12 @@ class FromBody:
     ) -> str:
         """The key; raises `SecretMissing` without a secret."""
         asked = request_fingerprints(request, rule)[0].digest
-        intent = self._told_intent(request)
+        intent = self._intent_lines(request)
         if intent:
             asked = frame(asked, *intent)
         return body_key(checked_secret(secret), _without_slash(operation), asked)
 
-    def _told_intent(self, request: Request) -> list[bytes]:
+    def _intent_lines(self, request: Request) -> list[bytes]:
         """What the request says of its intent; nothing when it says nothing."""
         if self._intent is None:
             return []
@@ -179,17 +184,17 @@ def _content_with_fields(request: Request) -> Content:
 
 KeySource = HeaderKey | FieldsKey | FromBody
 
-# As `body_key` makes them.
-_BODY_KEY: Final = re.compile(r"body:[A-Za-z0-9_-]{43}")
-
 
 def require_own_key(text: str) -> None:
-    """Raises `KeyInvalid` for a client's key that looks like one that is made from a body.
+    """Raises `KeyInvalid` for a client's key that looks like one that is made from its request.
 
-    On a route with both, the two would meet, and two intents be one.
+    The two would meet, and two intents be one.
     """
-    if _BODY_KEY.fullmatch(text):
-        raise KeyInvalid("a key that starts with body: and is as long is made by the server alone")
+    if looks_derived(text):
+        raise KeyInvalid(
+            "a key that begins with natural: or body: and ends with a digest is made by the server "
+            "alone: send another one, such as a UUID"
+        )
 
 
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")

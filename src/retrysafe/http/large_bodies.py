@@ -7,38 +7,13 @@ dear to read.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import Final
 
-from retrysafe import forks
-
-T = TypeVar("T")
+from retrysafe.runtime.thread_pool import ThreadPool
 
 # The dearest JSON, numbers with a fraction, takes 0.35 s a megabyte: this much of it takes 11 ms.
 # A hop takes about 0.1 ms, and such a body a millisecond at the least.
 LARGE_BODY_BYTES: Final = 32 * 1024
 
-
-class LargeBodyWorker:
-    """One thread: reading holds Python's own lock, and a second one would only slow the loop."""
-
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        forks.register(self)
-
-    async def run(self, work: Callable[..., T], *args: Any) -> T:
-        """What the work returns, or raises."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="retrysafe-large-bodies")
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
-
-    def after_fork_in_child(self) -> None:
-        """The thread stayed in the parent: a pool that waits for it would wait for ever."""
-        if self._pool is not None:
-            forks.park(self._pool)
-            self._pool = None
-
-
-LARGE_BODIES: Final = LargeBodyWorker()
+# One thread: reading holds Python's own lock, and a second one would only slow the loop.
+LARGE_BODIES: Final = ThreadPool(1, "retrysafe-large-bodies")

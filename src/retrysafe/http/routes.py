@@ -7,20 +7,20 @@ not know requests beyond that, nor any framework.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
 from types import MappingProxyType
 from typing import Any, Final
 
 from retrysafe.core.model import Ending
 from retrysafe.core.policy import InFlight
+from retrysafe.core.settings import Settings
 from retrysafe.errors import PolicyInvalid
-from retrysafe.http.key_sources import HeaderKey
-from retrysafe.http.paths import PathPattern
+from retrysafe.http.key_sources import FieldsKey, FromBody, HeaderKey
+from retrysafe.http.paths import PathPattern, names_in
 from retrysafe.http.request import plain_path, served_path
 from retrysafe.http.responses import Response, ResponseCodec
 from retrysafe.http.rules import ACCEPT, Accept, KeyUse, Rule, require_rules
-from retrysafe.runtime.describe import Settings
 
 # The column of the stores that holds an operation's name.
 _NAME_LIMIT_CHARACTERS: Final = 255
@@ -65,6 +65,7 @@ class Route:
         "rule",
         "short_digits",
         "source",
+        "told_of_reuse",
     )
 
     def __init__(self, rule: Rule, settings: Settings) -> None:
@@ -84,7 +85,9 @@ class Route:
             if self.maker is None
             else self.maker.checked(policy, settings.secrets.value)
         )
-        self.fingerprint = rule.fingerprint or settings.rule
+        # What a client is told whose request another one had the key of, where it has sent none.
+        self.told_of_reuse = None if self.maker is None else _told_of_reuse(self.maker, rule)
+        self.fingerprint = rule.fingerprint or settings.fingerprint
         self.codec = ResponseCodec(rule.headers)
         self.judge: Callable[[Any], Ending] = rule.stored.ending_of
         # Whether a response is listed as one after which nothing happened; None without a list.
@@ -115,6 +118,66 @@ class Route:
         return self._beside
 
 
+def _told_of_reuse(maker: FieldsKey | FromBody, rule: Rule) -> str:
+    """As `problems.KEY_REUSED`, for a client that cannot choose another key."""
+    told = (
+        f"Requests are recognised here by {maker}. An earlier request that has these in common "
+        "with this one differs from it in something else. Nothing was run; send that request "
+        "unchanged to get its outcome."
+    )
+    if rule.nothing_happened:
+        statuses = ", ".join(map(str, rule.nothing_happened))
+        told += f" A corrected request is taken after a response with status {statuses} alone."
+    return told
+
+
+def require_one_operation(rule: Rule, names: Collection[str] = ()) -> None:
+    """Raises `PolicyInvalid` for a natural key that the path of its rule cannot make.
+
+    `names` are parameters that requests have beside those of the path.
+    """
+    if not isinstance(rule.source, FieldsKey) or rule.key is KeyUse.OFF:
+        return
+    if rule.path is None or rule.path.endswith("*"):
+        # Fields that are equal would make one key for the payment of an order and its refund.
+        covered = "covers all paths" if rule.path is None else f"covers everything in {rule.path}"
+        raise PolicyInvalid(
+            f"FieldsKey makes one key of equal fields, and this rule {covered}: its operations "
+            "would share their keys. Write a rule for each operation, with the path of that one, "
+            "or next to its endpoint"
+        )
+    require_parameters(rule, names_in(rule.path).union(names))
+
+
+def require_name_at_host(rule: Rule) -> None:
+    """Raises `PolicyInvalid` for keys that are made here without a name, of a route of one host.
+
+    Neither the name of an operation nor a fingerprint tells hosts apart: a payment to one shop
+    would get the response of another.
+    """
+    maker = rule.source.otherwise if isinstance(rule.source, HeaderKey) else rule.source
+    if maker is not None and not rule.name and rule.key is not KeyUse.OFF:
+        raise PolicyInvalid(
+            f"keys of {type(maker).__name__} do not tell hosts apart, and the routes of "
+            f"{rule.path or 'this rule'} are those of one host: give the rule a name that is for "
+            "this host alone, such as name='shop A: pay'"
+        )
+
+
+def require_parameters(rule: Rule, names: Collection[str]) -> None:
+    """Raises `PolicyInvalid` for a natural key of a parameter that no request of its route has."""
+    if not isinstance(rule.source, FieldsKey) or rule.key is KeyUse.OFF:
+        return
+    for name in rule.source.parameters:
+        if name not in names:
+            known = ", ".join(f"{{{item}}}" for item in sorted(names)) or "none"
+            raise PolicyInvalid(
+                f"FieldsKey takes {{{name}}} from the path, and {rule.path or 'its route'} has no "
+                f"such parameter (it has {known}): write /{name} for a field of the body, or name "
+                "the parameter as the path does"
+            )
+
+
 NO_PARAMETERS: Final[Mapping[str, Any]] = MappingProxyType({})
 Match = tuple[Route, Mapping[str, Any]]
 
@@ -138,6 +201,7 @@ class RouteTable:
             path = route.rule.path
             if path is not None:
                 _check_path(path)
+            require_one_operation(route.rule)
             if path is None or "{" in path or path.endswith("*"):
                 pattern = None if path is None else PathPattern(path)
                 self._patterns.append((position, frozenset(route.rule.methods), pattern, route))

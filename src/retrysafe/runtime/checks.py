@@ -6,26 +6,32 @@ cost an attempt of its key, and the corrected call would be another request than
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import inspect
+import linecache
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
-from types import CoroutineType, FunctionType, MethodType
+from types import CoroutineType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
-from retrysafe.core.checks import require_function, shown_in_place
-from retrysafe.core.events import Emit
-from retrysafe.core.keys.fingerprint import FingerprintRule
-from retrysafe.core.keys.secret import Secrets
-from retrysafe.core.policy import Policy
-from retrysafe.errors import AwaitForgotten, InvalidInput, PolicyInvalid
+from retrysafe.core.checks import require_function
+from retrysafe.core.keys.key import Key
+from retrysafe.core.model import Condition, Decision, OperatorCommand, StoredKey
+from retrysafe.errors import (
+    AwaitForgotten,
+    FingerprintImpossible,
+    InvalidInput,
+    OperatorRefused,
+)
 from retrysafe.runtime.describe import shown_name
 
 _PASS_THE_FUNCTION: Final = (
     'pass the function and its arguments, run(key, charge, "c1", 500), not its result'
 )
+_SOME_CALL: Final = 'charge, "c1", 500'
 _GENERATOR_FLAGS: Final = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
@@ -123,6 +129,88 @@ def _misfit(operation: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
     return None
 
 
+def require_visible(operation: Callable[..., Any]) -> None:
+    """Raises `FingerprintImpossible` for an operation without arguments that hides its values.
+
+    A lambda, a closure or a bound method may ask for something else each time, and nothing of that
+    is in the request: another amount would get the first one's outcome, in silence.
+    """
+    if isinstance(operation, partial):
+        if operation.args or operation.keywords:
+            return
+        operation = operation.func
+    name = getattr(operation, "__qualname__", "")  # Objects that can be called have none.
+    owner = getattr(operation, "__self__", None)
+    if owner is not None and not isinstance(owner, ModuleType):
+        hidden = f"{name} is a method, and what it is bound to is no part of the request"
+        raise _hidden(hidden, f"service.{name.split('.')[-1]}, …")
+    if not name:
+        raise _hidden(f"{shown_name(operation)} is an object, which is no part of the request")
+    if name.endswith("<lambda>"):
+        raise _hidden("a lambda hides its values", _called_by(operation))
+    # A function that its module holds is the same in every call, whatever its decorators hold.
+    if (names := _captured(operation)) and not _is_held_by_module(operation, name):
+        hidden = f"{shown_name(operation)} takes {', '.join(names)} from the code around it"
+        raise _hidden(hidden, ", ".join((operation.__name__, *names)))
+
+
+def _captured(operation: Callable[..., Any]) -> tuple[str, ...]:
+    """The variables that a function has brought along from where it was defined."""
+    function = operation if isinstance(operation, FunctionType) else inspect.unwrap(operation)
+    if not isinstance(function, FunctionType):
+        return ()
+    code = function.__code__
+    defaults = len(function.__defaults__ or ())
+    by_place = code.co_varnames[code.co_argcount - defaults : code.co_argcount]
+    return (*code.co_freevars, *by_place, *(function.__kwdefaults__ or ()))
+
+
+def _is_held_by_module(operation: Callable[..., Any], name: str) -> bool:
+    """Whether the operation is what its name stands for; nothing local to a function is."""
+    found: object = sys.modules.get(operation.__module__)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is operation
+
+
+def _called_by(operation: Callable[..., Any]) -> str:
+    """The call that a lambda makes, as `run` takes it: `lambda: pay("c", 5)` is `pay, "c", 5`."""
+    if not isinstance(operation, FunctionType):
+        return _SOME_CALL  # Wrapped by something that is no function, such as a cache.
+    code = operation.__code__
+    # The first and the last character of all that it does. Instructions of Python's own have none.
+    spans = [
+        ((first, start), (last, end))
+        for first, last, start, end in code.co_positions()
+        if first is not None and last is not None and end
+    ]
+    if not spans:
+        return _SOME_CALL
+    first, start = min(begin for begin, _ in spans)
+    last, end = max(ending for _, ending in spans)
+    lines = [linecache.getline(code.co_filename, line).encode() for line in range(first, last + 1)]
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][start:]
+    try:
+        body = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
+    except Exception:  # The file has changed since; Python 3.11 also fails while it is parsing.
+        return _SOME_CALL
+    if not isinstance(body, ast.Call):
+        return _SOME_CALL
+    function = ast.unparse(body.func)
+    if body.keywords:
+        function = f"partial({', '.join((function, *map(ast.unparse, body.keywords)))})"
+    return ", ".join((function, *map(ast.unparse, body.args)))
+
+
+def _hidden(hidden: str, instead: str = _SOME_CALL) -> FingerprintImpossible:
+    return FingerprintImpossible(
+        f"{hidden}, so a retry that asks for something else would get this outcome: pass the "
+        f"values as arguments, run(key, {instead}), or as request=…; request=None says that the "
+        "key alone tells what is asked for"
+    )
+
+
 def not_awaited(what: str, coroutine: CoroutineType[Any, Any, Any]) -> AwaitForgotten:
     """The refusal of a coroutine as a result: it was only made, and what it stands for has not run.
 
@@ -180,88 +268,6 @@ def require_no_positional(misplaced: tuple[object, ...]) -> None:
         )
 
 
-# Settings.
-
-
-def checked_policy(policy: object) -> Policy:
-    """The policy itself; raises `PolicyInvalid` for anything else, such as its settings alone."""
-    if not isinstance(policy, Policy):
-        raise PolicyInvalid(
-            f"policy takes a Policy, such as Policy(lease=timedelta(seconds=5)), got {policy!r}"
-        )
-    return policy
-
-
-def checked_rule(rule: object) -> FingerprintRule:
-    """The rule itself; raises `PolicyInvalid` for anything else."""
-    if not isinstance(rule, FingerprintRule):
-        raise PolicyInvalid(
-            "rule takes a FingerprintRule, such as FingerprintRule(exclude=['/0/sent_at']), got "
-            f"{rule!r}"
-        )
-    return rule
-
-
-def checked_observers(observers: object) -> tuple[Emit, ...]:
-    """The observers; raises `InvalidInput` for one that stands alone, and for what is none."""
-    if not isinstance(observers, Iterable):
-        raise InvalidInput(
-            "observers takes a list of functions of an Event: write observers=[…], got "
-            f"{observers!r}"
-        )
-    found = tuple(observers)
-    for observer in found:
-        if not callable(observer):
-            raise InvalidInput(
-                f"observers takes a list of functions of an Event, and {observer!r} is none"
-            )
-    return found
-
-
-# A secret, or several: the first makes, the others are recognised. None at the end of a list stands
-# for what was made without one.
-SecretSource = bytes | str | Sequence[bytes | str | None] | None
-
-
-def secrets_of(secret: object) -> Secrets:
-    """The secrets; raises `InvalidInput` for what is neither text, bytes nor a list of these.
-
-    And `SecretMissing` for a short one. The secrets themselves are never shown.
-    """
-    if isinstance(secret, str):
-        _require_one_line(secret)
-        # A file or a variable often ends with a line break.
-        secret = [line for line in secret.splitlines() if line]
-    elif secret is None or isinstance(secret, bytes):
-        # Of random bytes any one may be a line break; of a text in bytes it is one.
-        if secret is not None and secret.isascii():
-            text = secret.decode("ascii")
-            if all(map(str.isprintable, text.splitlines())):
-                _require_one_line(text)
-        secret = [secret]
-    if not isinstance(secret, list | tuple):
-        raise InvalidInput(
-            f"secret takes text, bytes or a list of them, got {shown_in_place(secret)}"
-        )
-    values = [item.encode() if isinstance(item, str) else item for item in secret]
-    for value in values:
-        if not isinstance(value, bytes | None):
-            raise InvalidInput(f"a list of secrets has text and bytes, got {shown_in_place(value)}")
-    return Secrets(*values)
-
-
-def _require_one_line(secret: str) -> None:
-    """Raises `InvalidInput` for a text of several lines.
-
-    Taken apart, a PEM file would give three secrets, the first of which everybody knows.
-    """
-    if sum(map(bool, secret.splitlines())) > 1:
-        raise InvalidInput(
-            "the secret has several lines: pass a list, with one item for each secret, or with "
-            "the whole text as its one item"
-        )
-
-
 def require_waiting_threads() -> None:
     """Raises `InvalidInput` where threads are something that cannot wait as ours do.
 
@@ -303,3 +309,45 @@ def running_loop() -> asyncio.AbstractEventLoop:
             "granian or hypercorn's asyncio worker instead of hypercorn -k trio, and use anyio "
             "with its asyncio backend"
         ) from None
+
+
+def require_name(name: object) -> None:
+    """Raises `InvalidInput` where the function stands in the place of its name."""
+    if name is not None and not isinstance(name, str):
+        raise InvalidInput(
+            "resumable takes the name of an operation: write @idem.resumable() or "
+            "@idem.resumable('name') above the function"
+        )
+
+
+def checked_limit(limit: int) -> int:
+    """The limit itself; raises `InvalidInput` for one that would mean everything or nothing."""
+    if limit < 1:
+        raise InvalidInput(f"a limit is a whole number from 1 up, got {limit}")
+    return limit
+
+
+def operator_outcome(
+    decision: Decision, command: OperatorCommand, key: Key, stored: StoredKey | None
+) -> None:
+    """Raises `OperatorRefused` with what to do instead, when the command was refused."""
+    if decision is not Decision.REFUSE:
+        return
+    if stored is None:
+        raise OperatorRefused(
+            f"there is no record of {key}: check the key and the caller", key=key.text
+        )
+    condition = stored.condition
+    advice = {
+        (OperatorCommand.RELEASE, Condition.RUNNING): (
+            "its owner may still be at work; wait for the lease, or force the release if you know "
+            "that the owner is gone"
+        ),
+    }.get((command, condition))
+    if advice is None and command is OperatorCommand.EXPIRE:
+        advice = "a pending record never expires; release it first, or wait for its lease"
+    if advice is None:
+        advice = "the operation succeeded; expire the key if it must be able to run again"
+    raise OperatorRefused(
+        f"cannot {command.value} {key} while it is {condition.value}: {advice}", key=key.text
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar, cast
@@ -34,8 +33,9 @@ from retrysafe.core.ports import (
     Transaction,
     Waits,
 )
+from retrysafe.reentry import require_outside
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.reentry import require_outside
+from retrysafe.runtime.thread_pool import ThreadPool
 from retrysafe.runtime.threaded_outbox import ThreadedOutbox
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class ThreadedStore:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = _workers()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -63,12 +63,9 @@ class ThreadedStore:
         return ThreadedOutbox(outbox_of(self._store), self._hop)
 
     async def _hop(self, method: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
-        # The flow is made in the worker: a cancelled hop must not leave one that never ran.
-        work = partial(_drive, method, args)
-        if self._pool is None:
-            # Also after `close`: an operation that outlived it must still store its outcome.
-            self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="retrysafe-store")
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        # Also after `close`: an operation that outlived it must still store its outcome. The flow
+        # is made in the worker: a cancelled hop must not leave one that never ran.
+        return await self._pool.run(drive_in_thread, method, args)
 
     async def _write(self, method: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
         """As `_hop`, for what the task itself writes; raises inside of an atomic block."""
@@ -77,7 +74,7 @@ class ThreadedStore:
 
     def require_outside(self) -> None:
         """Raises `StoreUnavailable` where this task would wait for an atomic block of its own."""
-        require_outside(self._store)
+        require_outside(self._store, asyncio.current_task())
 
     async def commit(
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
@@ -140,22 +137,19 @@ class ThreadedStore:
 
     def end_workers(self) -> None:
         """Ends the workers and leaves the store open: somebody else owns it."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=True)
+        self._pool.close()
 
     def ending(self, *, with_store: bool) -> Callable[[], None]:
         """Takes the workers away at once; what comes back ends them, and may wait in doing so.
 
         Whoever uses the store meanwhile gets new ones.
         """
-        pool, self._pool = self._pool, None
+        pool, self._pool = self._pool, _workers()
 
         def end() -> None:
             if with_store:
                 run_sync(self._store.close())
-            if pool is not None:
-                pool.shutdown(wait=True)
+            pool.close()
 
         return end
 
@@ -177,5 +171,10 @@ class _AskedElsewhere:
         return await self._hop(self._transaction.fate, settlement)
 
 
-def _drive(method: Callable[..., Coroutine[Any, Any, T]], args: tuple[object, ...]) -> T:
+def _workers() -> ThreadPool:
+    return ThreadPool(WORKERS, "retrysafe-store")
+
+
+def drive_in_thread(method: Callable[..., Coroutine[Any, Any, T]], args: tuple[object, ...]) -> T:
+    """Runs a method of a blocking store to its end."""
     return run_sync(method(*args))

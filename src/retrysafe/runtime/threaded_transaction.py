@@ -1,11 +1,12 @@
-"""A user's blocking transaction in an event loop: every call is one hop to a worker thread."""
+"""Joining a user's transaction, and a blocking one in an event loop.
+
+There every call is one hop to a worker thread.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar
 
 from retrysafe.core.keys.key import Key
@@ -18,8 +19,10 @@ from retrysafe.core.model import (
     StepWrite,
 )
 from retrysafe.core.ports import Fate, Store, Transaction, Waits
-from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.reentry import OpenBlock
+from retrysafe.errors import InvalidInput
+from retrysafe.reentry import OpenBlock
+from retrysafe.runtime.thread_pool import ThreadPool
+from retrysafe.runtime.threaded import drive_in_thread
 
 T = TypeVar("T")
 
@@ -36,24 +39,19 @@ class ThreadedTransaction:
     def __init__(self, transaction: Transaction, store: Store) -> None:
         self._transaction = transaction
         self._store = store
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker = ThreadPool(1, "retrysafe-transaction")
         self._block: OpenBlock | None = None
 
     async def _hop(self, method: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="retrysafe-transaction")
-        work = partial(_drive, method, args)
-        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+        return await self._worker.run(drive_in_thread, method, args)
 
     async def _last_hop(self, method: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
         """As `_hop`, and ends the thread; whoever asks once more gets a new one."""
         try:
             return await self._hop(method, *args)
         finally:
-            worker, self._worker = self._worker, None
-            if worker is not None:
-                # Without waiting: after a cancellation the statement may still be under way.
-                worker.shutdown(wait=False)
+            # Without waiting: after a cancellation the statement may still be under way.
+            self._worker.end()
 
     async def begin(self) -> None:
         """Marks the point that `undo` returns to."""
@@ -73,7 +71,9 @@ class ThreadedTransaction:
         """Keeps other transactions off the key."""
         is_locked = await self._hop(self._transaction.lock, key, wait_seconds)
         if is_locked and self._store.capabilities.has_one_writer:
-            self._block = OpenBlock(self._store, self._transaction)
+            # Port `SoleWriter`.
+            is_open = getattr(self._transaction, "is_open", None)
+            self._block = OpenBlock(self._store, asyncio.current_task(), is_open)
         return is_locked
 
     def _leave_block(self) -> None:
@@ -114,12 +114,30 @@ class ThreadedTransaction:
         return await self._last_hop(self._transaction.step_fate, write)
 
 
+def joined(store: Store, connection: object, waits: Waits | None) -> Transaction:
+    """The user's transaction, if the store can work in it and it waits as it must.
+
+    None takes either kind. Raises `InvalidInput`.
+    """
+    join: Callable[[object], Transaction] | None = getattr(store, "join", None)
+    if join is None:
+        raise InvalidInput(
+            f"{type(store).__name__} has no transactions to join: atomic mode needs a PostgreSQL "
+            "or a SQLite store"
+        )
+    transaction = join(connection)
+    if waits is Waits.SUSPENDING and transaction.waits is store.capabilities.waits:
+        # A store that blocks is used through a thread, and so are its transactions.
+        transaction = in_thread(transaction, store)
+    if waits is not None and transaction.waits is not waits:
+        needed = "Idempotency" if transaction.waits is Waits.BLOCKING else "AsyncIdempotency"
+        kind = type(connection)
+        raise InvalidInput(f"use {needed} with {kind.__module__}.{kind.__qualname__}")
+    return transaction
+
+
 def in_thread(transaction: Transaction, store: Store) -> Transaction:
     """The store's transaction for an event loop; one that suspends is as it should be."""
     if transaction.waits is Waits.BLOCKING:
         return ThreadedTransaction(transaction, store)
     return transaction
-
-
-def _drive(method: Callable[..., Coroutine[Any, Any, T]], args: tuple[object, ...]) -> T:
-    return run_sync(method(*args))

@@ -2,6 +2,9 @@
 
 A key belongs to a caller. The caller comes from the authentication context, never from the
 client's words; a namespace shared by all callers exists only for those who write `GLOBAL`.
+
+Keys that are derived, from domain values or from a whole request, have forms of their own. Nobody
+who chooses a key can choose one of these.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import re
 from typing import Final
 
 from retrysafe.core.keys.framing import Part, frame, frame_parts, new_hashing
@@ -141,11 +145,38 @@ def _checked_caller(caller: object) -> str:
     return caller
 
 
+class DerivedKey(str):
+    """A key that was made here from values, which tells it from a text that looks like one."""
+
+    __slots__ = ()
+
+
+# As `natural_key` and `body_key` write them.
+_DERIVED_STARTS: Final = ("natural:", "body:")
+_DERIVED: Final = re.compile(
+    r"natural:.*:[A-Za-z0-9_-]{27}|body:[A-Za-z0-9_-]{43}", re.ASCII | re.DOTALL
+)
+
+
+def looks_derived(text: str) -> bool:
+    """Whether a text that somebody chose has the form of a derived key.
+
+    Whoever may choose keys, such as a client, could else take the key of invoice 42 in advance, and
+    its payment would be refused as another request.
+    """
+    return (
+        type(text) is not DerivedKey
+        and text.startswith(_DERIVED_STARTS)
+        and _DERIVED.fullmatch(text) is not None
+    )
+
+
 def natural_key(operation: str, /, *parts: Part, **fields: Part) -> str:
     """The key of a domain event that happens once, such as the payment of invoice 42.
 
     Equal operation and values give an equal key, in any process and any release. The operation's
-    name stays readable in front. Raises `FingerprintImpossible` for values without a stable form,
+    name stays readable in it. Pass the key as it is: a copy of its text is refused, because anybody
+    can write one. Raises `FingerprintImpossible` for values without a stable form,
     and `KeyInvalid` when the operation is no text.
     """
     if not isinstance(operation, str):
@@ -155,7 +186,8 @@ def natural_key(operation: str, /, *parts: Part, **fields: Part) -> str:
         )
     named = [item for name in sorted(fields) for item in (name, fields[name])]
     framed = frame(frame_parts(operation), frame_parts(*parts), frame_parts(*named))
-    return f"{operation[:150]}:{_text_of(hashlib.sha256(framed).digest()[:DIGEST_TEXT_BYTES])}"
+    digest = _text_of(hashlib.sha256(framed).digest()[:DIGEST_TEXT_BYTES])
+    return DerivedKey(f"natural:{operation[:150]}:{digest}")
 
 
 # 20 bytes are 27 characters of text and leave no practical chance of two equal keys.
@@ -171,7 +203,7 @@ def body_key(secret: bytes, operation: str, body: bytes) -> str:
     mac = hmac.digest(
         checked_secret(secret), frame(b"body key 1", operation.encode(), body), "sha256"
     )
-    return f"body:{_text_of(mac)}"
+    return DerivedKey(f"body:{_text_of(mac)}")
 
 
 def child_key(secret: bytes, parent: Key, *parts: Part, correction: bytes = b"") -> str:

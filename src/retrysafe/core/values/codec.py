@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any, Final, Protocol
 
 from retrysafe.core.model import Payload
+from retrysafe.core.stops import own_error, raisable
 from retrysafe.core.values import trees
 from retrysafe.core.values.compare import difference
 from retrysafe.core.values.models import is_dataclass, is_msgspec, is_pydantic
@@ -232,6 +233,7 @@ def freed_by(payload: Payload) -> str:
 
 def encode_failure(error: BaseException, limit_bytes: int) -> Payload:
     """The stored form of an exception: type name, message, and what rebuilds it if possible."""
+    error = own_error(error)
     head = trees.type_name(type(error)).encode()
     message = {"message": message_of(error)}
     try:
@@ -298,7 +300,7 @@ def decode_failure(payload: Payload, declared: Iterable[type[Exception]], key: s
             rebuilt = None  # Its class has changed, or does more than hold what it is given.
         # A class that keeps what it says elsewhere comes back mute; then the message is worth more.
         if rebuilt is not None and message_of(rebuilt) == message:
-            return rebuilt
+            return raisable(rebuilt)
     # The failure stands, only its shape is lost.
     return OperationFailed(f"{name.partition(':')[2]}: {message}", key=key, type_name=name)
 

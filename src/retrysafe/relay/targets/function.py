@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import inspect
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from datetime import timedelta
 from typing import Any, Final
 
 from retrysafe.core.ports import Waits
 from retrysafe.errors import InvalidInput
 from retrysafe.relay.ports import Deliver, Delivery, Target, require_begun
+from retrysafe.runtime.closing import Limit, end_aside_within
+from retrysafe.runtime.thread_pool import ThreadPool
 
 # For threads that are idle; what hangs is not waited for.
-_END_SECONDS: Final = 1.0
+_END_LIMIT: Final = timedelta(seconds=1)
 
 
 class _Function:
@@ -62,15 +62,11 @@ class FunctionInThreads:
 
     def __init__(self, function: Callable[[Delivery], Any], size: int) -> None:
         self._function = function
-        self._size = size
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPool(size, "retrysafe-relay")
 
     async def deliver(self, delivery: Delivery) -> None:
         """Calls the function in a thread."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._size, thread_name_prefix="retrysafe-relay")
-        run = partial(contextvars.copy_context().run, self._call, delivery)
-        value = await asyncio.get_running_loop().run_in_executor(self._pool, run)
+        value = await self._pool.run(contextvars.copy_context().run, self._call, delivery)
         if inspect.isawaitable(value):
             await value
 
@@ -81,10 +77,7 @@ class FunctionInThreads:
 
     async def close(self) -> None:
         """Ends the threads; one whose function hangs is left behind. The next use starts others."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            ended = asyncio.get_running_loop().run_in_executor(None, pool.shutdown)
-            await asyncio.wait((ended,), timeout=_END_SECONDS)
+        await end_aside_within(self._pool.close, Limit(_END_LIMIT))
 
 
 def _is_async(function: object) -> bool:
