@@ -66,13 +66,13 @@ def astray(request, shop, elsewhere):
 def asked(monkeypatch):
     """What was asked of connections, in order."""
     answers = []
-    ask = SameDatabase._asked
+    ask = SameDatabase._identity_of
 
     async def noting(self, fetch):
         answers.append(await ask(self, fetch))
         return answers[-1]
 
-    monkeypatch.setattr(SameDatabase, "_asked", noting)
+    monkeypatch.setattr(SameDatabase, "_identity_of", noting)
     return answers
 
 

@@ -246,7 +246,7 @@ def test_the_result_of_a_step_is_stored_when_the_loop_ends(held):
     assert calls == ["reserve"]
 
 
-def test_what_cannot_be_stored_in_time_is_told(held, monkeypatch, caplog):
+def test_what_cannot_be_stored_in_time_is_reported(held, monkeypatch, caplog):
     """The store does not come back: the loop ends all the same, and every key is in the log."""
     monkeypatch.setattr(task_ports, "LAST_WRITES_SECONDS", 0.2)
     charges = Charges(held, count=5)

@@ -169,7 +169,7 @@ def test_another_store_is_looked_after_too(folder, tmp_path):
     assert reports[f"{other} sweep"]["keys"] == 0
 
 
-def test_what_an_operation_raises_is_told(folder):
+def test_what_an_operation_raises_is_reported(folder):
     folder.abandon("a", mark="fail")
     ended = folder.worker("--import", "shop", "--once")
     assert ended.returncode == 0

@@ -381,7 +381,7 @@ def test_a_404_of_a_view_is_kept_at_any_spelling(world, path):
 
 
 @pytest.mark.parametrize("path", ["/plain", "/async-plain"])
-def test_a_key_that_no_rule_looks_at_is_told_of(world, path, caplog):
+def test_a_key_that_no_rule_looks_at_is_reported(world, path, caplog):
     """Once for each route; not for a view that carries its own rule."""
     with (
         caplog.at_level("WARNING", "retrysafe"),

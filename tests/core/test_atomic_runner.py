@@ -258,7 +258,7 @@ def test_a_claim_that_was_rolled_back_inside_is_lost(desk):
     assert desk.ends == ["begin", "rollback"]
 
 
-def test_an_unknown_connection_is_told(desk):
+def test_an_unknown_connection_is_reported(desk):
     """What joining raises ends the transaction."""
     desk.join_error = InvalidInput("unknown")
     with pytest.raises(InvalidInput, match="unknown"):

@@ -222,24 +222,24 @@ def test_a_cancelled_caller_frees_nothing_while_a_step_is_under_way(world, effec
     beside = Beside(effects, "charge", ending=OSError("first"))
     flow = beside.started(world)
     assert isinstance(flow.throw(Stop()).error, Stop)
-    orphan = Flow(world.background.pop()).step()
-    assert not orphan.is_done
+    last_write = Flow(world.background.pop()).step()
+    assert not last_write.is_done
     assert state(world) is State.PENDING
     assert len(world.first.renewals.running) == 1
     beside.tasks[0].step()
-    orphan.step()
-    assert orphan.is_done
+    last_write.step()
+    assert last_write.is_done
     assert state(world) is State.RELEASED
     assert stored_steps(world) == [("charge", 1)]
     assert world.first.renewals.running == []
 
 
-def test_an_orphan_that_is_cancelled_too_leaves_the_key_to_its_lease(world, effects):
+def test_a_background_ending_that_is_cancelled_too_leaves_the_key_to_its_lease(world, effects):
     """It was the last that could have waited for the step."""
     beside = Beside(effects, "charge", ending=OSError("first"))
     beside.started(world).throw(Stop())
-    orphan = Flow(world.background.pop()).step()
-    assert isinstance(orphan.throw(Stop()).error, Stop)
+    last_write = Flow(world.background.pop()).step()
+    assert isinstance(last_write.throw(Stop()).error, Stop)
     beside.tasks[0].step()
     assert state(world) is State.PENDING
     assert world.first.renewals.running == []

@@ -367,7 +367,7 @@ def test_a_terminal_failure_is_stored_and_replayed():
     assert world.kinds == ["claimed", "failed", "replayed"]
 
 
-def test_a_stored_failure_that_this_process_did_not_declare_is_told():
+def test_a_stored_failure_that_this_process_did_not_declare_is_reported():
     world = World()
     with pytest.raises(Declined):
         world.first.answer(call(policy=TERMINAL), world.first.raising(Declined("no funds")))

@@ -95,7 +95,7 @@ def test_followers_get_the_leaders_failure(world, process):
     assert world.ran == [1]
 
 
-def test_when_the_leader_frees_the_key_those_who_waited_are_told(world, process):
+def test_when_the_leader_frees_the_key_those_who_waited_are_reported(world, process):
     """They share the failed attempt; the next call makes the next one."""
     leader = process.start(call(), process.pausing(ConnectionError("reset")))
     second, third = (process.start(call(policy=WAITING), process.pausing(n)) for n in (2, 3))
@@ -369,7 +369,7 @@ def test_a_process_knows_what_it_runs(world, process):
     assert not process.engine.is_in_flight(running)
 
 
-def test_a_follower_whose_wait_ends_during_the_claim_is_told(world, process):
+def test_a_follower_whose_wait_ends_during_the_claim_is_reported(world, process):
     claiming(process)
     follower = process.start(call(policy=WAITING))
     world.clock.advance(10)

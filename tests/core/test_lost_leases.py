@@ -156,10 +156,10 @@ def test_an_outcome_that_outlives_its_caller_keeps_its_lease(world, process):
     flow = process.start(call(), process.returning("done"))
     flow.throw(GeneratorExit())
     (flow_without_caller,) = world.background
-    orphan = Flow(flow_without_caller).step()
+    last_write = Flow(flow_without_caller).step()
     assert len(process.renewals.running) == 1
-    while not orphan.is_done:
-        orphan.step()
+    while not last_write.is_done:
+        last_write.step()
     assert process.renewals.running == []
     assert drive(world.store.read(KEY)).condition is Condition.SUCCEEDED
 

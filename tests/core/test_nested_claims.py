@@ -305,7 +305,7 @@ def test_the_ending_of_another_attempt_is_not_copied():
     assert states(world) == [State.PENDING, State.SUCCEEDED]
 
 
-def test_a_lost_outer_claim_is_told():
+def test_a_lost_outer_claim_is_reported():
     """Somebody who knows only the outer key may have run it."""
     world, process = made_world()
     running = process.start(both(), process.pausing(7))
@@ -374,8 +374,8 @@ def test_a_caller_that_leaves_while_the_inner_outcome_is_written_loses_neither()
     running = process.start(both())
     running.throw(asyncio.CancelledError())
     assert len(world.background) == 2
-    for orphan in world.background:
-        drive(orphan)
+    for last_write in world.background:
+        drive(last_write)
     assert states(world) == DONE
     assert process.renewals.running == []
 
@@ -389,8 +389,8 @@ def test_a_caller_that_leaves_before_the_outer_outcome_is_written_loses_none(fau
     running = process.start(both())
     running.throw(asyncio.CancelledError())
     process.writer.settle_faults.extend(map(Fault, faults))
-    (orphan,) = world.background
-    drive(orphan)
+    (last_write,) = world.background
+    drive(last_write)
     assert states(world) == [outer, State.SUCCEEDED]
     assert process.renewals.running == []
 
@@ -400,8 +400,8 @@ def test_a_caller_that_leaves_before_the_outer_failure_is_written_loses_none():
     process.store.ending_faults.append(Fault(pauses=True))
     running = process.start(both(), process.raising(Declined("no")))
     running.throw(asyncio.CancelledError())
-    (orphan,) = world.background
-    drive(orphan)
+    (last_write,) = world.background
+    drive(last_write)
     assert states(world) == [State.FAILED, State.FAILED]
     assert process.renewals.running == []
 
@@ -413,22 +413,22 @@ def test_a_caller_that_leaves_while_its_refused_claim_is_given_back_blocks_nobod
     process.writer.settle_faults.append(Fault(pauses=True))
     running = process.start(both())
     running.throw(asyncio.CancelledError())
-    (orphan,) = world.background
-    drive(orphan)
+    (last_write,) = world.background
+    drive(last_write)
     assert conditions(world) == [Condition.OUTLIVED, Condition.RUNNING]
     assert process.renewals.running == []
 
 
 def test_a_caller_that_leaves_between_three_levels_loses_none():
-    """The orphan of the level in the middle settles the one around it, too."""
+    """The last write of the level in the middle settles the one around it, too."""
     world = World()
     secrets = (OLD, NEW, THIRD)
     process = world.process(*secrets)
     process.store.ending_faults.append(Fault(pauses=True))
     running = process.start(asked(*secrets))
     running.throw(asyncio.CancelledError())
-    (orphan,) = world.background
-    drive(orphan)
+    (last_write,) = world.background
+    drive(last_write)
     for secret in secrets:
         assert world.process(secret).answer(asked(secret)).replayed
     assert process.renewals.running == []
@@ -442,8 +442,8 @@ def test_a_caller_that_leaves_an_operation_with_steps_loses_no_level():
     process.store.read_faults.append(Fault(pauses=True))
     running = process.start(both())
     running.throw(asyncio.CancelledError())
-    (orphan,) = world.background
-    drive(orphan)
+    (last_write,) = world.background
+    drive(last_write)
     assert states(world) == DONE
     assert process.renewals.running == []
     assert world.process(OUTER_SECRET).answer(asked(OUTER_SECRET)).replayed
@@ -462,7 +462,7 @@ def test_a_signal_leaves_no_lease_that_is_renewed_for_ever():
     process.renewals.remove = interrupted
     with pytest.raises(KeyboardInterrupt):
         process.answer(both())
-    assert process.renewals.running == []
+    assert not [lease for lease in process.renewals.running if lease.may_renew(0.0)]
     assert states(world) == DONE
 
 

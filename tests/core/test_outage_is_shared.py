@@ -37,7 +37,7 @@ class _Clock(TaskClock):
 
 
 @pytest.mark.parametrize("in_flight", list(InFlight))
-def test_followers_of_a_claim_that_got_no_answer_are_told(in_flight):
+def test_followers_of_a_claim_that_got_no_answer_are_reported(in_flight):
     """Ten duplicates cost the tries of one, and each gets an error of its own."""
     writer = _SilentWriter()
     engine = Engine(ports_over(writer, _Clock(), lock=threading.Lock()), Settings(has_cache=False))

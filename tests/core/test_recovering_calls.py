@@ -292,8 +292,8 @@ def test_a_worker_that_is_cancelled_while_its_steps_are_stored_leaves_the_key_to
     flow = process.start(recovering(world, policy=patience), process.operating(operation))
     flow.throw(Cancelled())
     assert isinstance(flow.error, Cancelled)
-    (orphan,) = world.background
-    drive(orphan)
+    (last_write,) = world.background
+    drive(last_write)
     assert stored(world).record.state is State.PENDING
     assert [name for name, _ in stored_steps(world)] == ["charge"]
     assert world.kinds[-1] == "postponed"

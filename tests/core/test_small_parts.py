@@ -324,7 +324,7 @@ def test_a_reporter_tells_only_what_is_wanted():
     assert [event.kind for event in heard] == [EventKind.FAILED]
 
 
-def test_without_a_listener_nothing_is_told():
+def test_without_a_listener_nothing_is_reported():
     report = Reporter(None)
     for kind in ALL_KINDS:
         assert report(kind, KEY) is None

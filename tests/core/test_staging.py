@@ -408,8 +408,8 @@ def test_a_cancelled_caller_with_steps_does_not_lose_what_was_staged():
     second.store.read_faults.append(Fault(pauses=True))
     flow = second.start(call(), second.operating(operation))
     flow.throw(KeyboardInterrupt())
-    (orphan,) = made.background
-    drive(orphan)
+    (last_write,) = made.background
+    drive(last_write)
     assert [entry.body for entry in entries(made)] == [b"a"]
 
 

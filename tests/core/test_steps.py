@@ -419,6 +419,7 @@ def test_attempts_that_are_over_leave_nothing_in_the_context(world):
         assert len(trail) == 1
         assert last.place(is_known=False) == 3
 
+    # An empty one: errors that are parameters of other tests keep their attempts alive.
     contextvars.Context().run(many)
 
 
@@ -721,7 +722,7 @@ def test_a_step_is_written_until_it_stands(world, effects):
     assert stored_steps(world) == [("charge", 1)]
 
 
-def test_patience_ends_and_the_operation_is_told(world, effects):
+def test_patience_ends_and_the_operation_is_reported(world, effects):
     """The step ran and is not remembered: its value comes with the error; only the lease frees."""
     world.first.store.write_faults.extend([Fault(DOWN)] * 100)
     policy = Policy(settle_patience=timedelta(seconds=1))
@@ -735,6 +736,43 @@ def test_patience_ends_and_the_operation_is_told(world, effects):
     world.clock.advance(60)
     run(world.process(), in_order(effects, "charge"))
     assert effects.ran == ["charge", "charge"]
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+def test_a_step_of_which_nobody_knows_is_written_again_when_it_is_asked_for_again(
+    world, effects, is_after
+):
+    """It is the attempt's own, whether it stands or not: no second step, and no second run."""
+    world.first.store.write_faults.extend([Fault(DOWN, is_after=is_after)] * 2)
+    values = []
+
+    async def operation(attempt: Attempt):
+        for _ in range(2):
+            with pytest.raises(StepNotStored):
+                await attempt.step("charge", effects.do, "charge")
+        values.append(await attempt.step("charge", effects.do, "charge"))
+        await attempt.step("mail", effects.do, "mail")
+        with pytest.raises(StepReused):
+            await attempt.step("charge", effects.do, "charge")
+
+    run(world.first, operation, policy=Policy(settle_patience=timedelta(0)))
+    assert values == ["charge done"]
+    assert effects.ran == ["charge", "mail"]
+    assert stored_steps(world) == [("charge", 1), ("mail", 2)]
+
+
+def test_an_attempt_that_has_ended_takes_no_step(world, effects):
+    """The step would run, and then hear that another owner has the key."""
+    kept = []
+
+    async def operation(attempt: Attempt):
+        kept.append(attempt)
+
+    run(world.first, operation)
+    assert kept[0].time_left == timedelta()
+    with pytest.raises(InvalidInput, match="attempt 1 of 'order-1' has ended"):
+        kept[0].step("charge", effects.do, "charge")
+    assert effects.ran == []
 
 
 def test_the_rest_is_written_before_the_key_is_freed(world, effects):
@@ -890,7 +928,7 @@ def test_a_cancelled_caller_does_not_lose_a_finished_step(world, effects):
     assert effects.ran == ["charge"]
 
 
-def test_a_step_that_nobody_can_write_any_more_is_told(world, effects):
+def test_a_step_that_nobody_can_write_any_more_is_reported(world, effects):
     """The loop or the process is about to end: the step runs again, and somebody should know."""
     world.first.store.write_faults.append(Fault(pauses=True))
     flow = world.first.start(call(), world.first.operating(in_order(effects, "charge")))
@@ -902,7 +940,7 @@ def test_a_step_that_nobody_can_write_any_more_is_told(world, effects):
     world.background.pop().close()
 
 
-def test_an_orphan_gives_up_quietly(world, effects):
+def test_a_background_ending_gives_up_quietly(world, effects):
     """There is nobody to tell; the step runs again, as after a crash."""
     world.first.store.write_faults.extend([Fault(pauses=True), Fault(StoreMissing("gone"))])
     flow = world.first.start(call(), world.first.operating(in_order(effects, "charge")))

@@ -233,9 +233,9 @@ def claim_does_not_wait_for_an_atomic_run(store: PostgresStore) -> None:
             pytest.fail(str(error))
 
 
-def sifted_claim_keeps_atomic_runs_off(store: PostgresStore) -> None:
-    # Sifting comes between an atomic run's lock and its row: only the lock can tell.
-    store._batches._sifter.note([KEY.digest])
+def claim_of_a_busy_key_keeps_atomic_runs_off(store: PostgresStore) -> None:
+    # Skipping comes between an atomic run's lock and its row: only the lock can tell.
+    store._batches._busy_keys.note([KEY.digest])
     with closing(psycopg.connect(store.url)) as user:
         user.execute("SELECT 1")
         transaction = store.join(user)
@@ -599,10 +599,10 @@ GUARDS = [
         batch_does_not_wait_for_an_atomic_run,
     ),
     Guard(
-        "sift",
+        "skip_locked",
         "pg_try_advisory_xact_lock_shared(number)",
         "number IS NOT NULL",
-        sifted_claim_keeps_atomic_runs_off,
+        claim_of_a_busy_key_keeps_atomic_runs_off,
     ),
     Guard(
         "replace_record",
@@ -610,7 +610,7 @@ GUARDS = [
         "$23::text",
         takeover_does_not_wait_for_the_owner,
     ),
-    Guard("sift", " SKIP LOCKED", "", ending_does_not_wait_for_its_step),
+    Guard("skip_locked", " SKIP LOCKED", "", ending_does_not_wait_for_its_step),
     Guard(
         "try_lock",
         "pg_try_advisory_xact_lock($1::bigint)",

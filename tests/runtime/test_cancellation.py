@@ -162,7 +162,7 @@ def test_cancelled_while_a_blocking_store_writes_the_outcome():
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("down"), OSError("odd")])
-def test_orphaned_outcome_is_stored_although_the_store_fails_at_first(error):
+def test_outcome_of_a_cancelled_caller_is_stored_although_the_store_fails_at_first(error):
     """The caller is gone and the store is down: the write is tried again in the background."""
 
     async def main() -> None:
@@ -183,7 +183,7 @@ def test_orphaned_outcome_is_stored_although_the_store_fails_at_first(error):
             await hold.reached()
             await _cancel(task)
             hold.open()
-            # Closing waits for the orphan, so nothing more is needed here.
+            # Closing waits for the last write, so nothing more is needed here.
         assert len(tries) == 4
         assert await scene.condition() is Condition.SUCCEEDED
         assert scene.ran == ["first"]
@@ -192,7 +192,7 @@ def test_orphaned_outcome_is_stored_although_the_store_fails_at_first(error):
 
 
 def test_caller_that_is_cancelled_twice_still_leaves_its_outcome():
-    """Impatient callers cancel again; the orphan does not depend on them."""
+    """Impatient callers cancel again; the last write does not depend on them."""
 
     async def main() -> None:
         scene = Scene()

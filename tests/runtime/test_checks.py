@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import os
 import uuid
 
 import pytest
@@ -435,7 +436,7 @@ _HIDDEN = {
 _VISIBLE = {
     "function of a module": (nightly,),
     "decorated function": (weekly,),
-    "built-in function": (uuid.getnode,),
+    "built-in function": (os.getpid,),
     "class": (dict,),
     "nested function that captures nothing": (_FREE,),
     "partial": (functools.partial(charge, "c1", amount=900),),

@@ -453,7 +453,7 @@ def test_once_on_async_methods():
 # Wrong use.
 
 
-def test_async_operation_on_the_blocking_face_is_refused():
+def test_async_operation_on_the_blocking_object_is_refused():
     """Found before anything is claimed; disguised, it counts as run, for nobody knows what did."""
     store = StagedStore()
     with Idempotency(store, caller="tester") as idem:
@@ -475,7 +475,7 @@ def test_async_operation_on_the_blocking_face_is_refused():
             idem.run("key", lambda: "again", name="", request=None)
 
 
-def test_blocking_function_on_the_async_face():
+def test_blocking_function_on_the_async_object():
     """once() refuses it; run() takes what it returned, because it has run by then."""
 
     async def main() -> None:

@@ -204,7 +204,7 @@ def test_blocking_object_inside_a_running_loop(url):
     drive(main())
 
 
-def test_one_store_for_both_faces():
+def test_one_store_for_both_objects():
     """A thread and a task race for one key: the task finds the thread's run in flight."""
     store = StagedStore()
 
@@ -242,7 +242,7 @@ def test_loop_goes_on_while_a_blocking_store_writes():
     drive(main())
 
 
-def test_store_that_suspends_is_refused_by_the_blocking_face():
+def test_store_that_suspends_is_refused_by_the_blocking_object():
     """The mistake is told when the object is made."""
     with pytest.raises(InvalidInput, match="use AsyncIdempotency"):
         Idempotency(StagedStore(waits=Waits.SUSPENDING))
@@ -316,7 +316,7 @@ def test_concurrent_tasks_see_their_own_attempts():
     drive(main())
 
 
-def test_no_thread_of_the_blocking_face_but_the_heartbeat(url):
+def test_no_thread_of_the_blocking_object_but_the_heartbeat(url):
     """Running an operation starts one thread at most, whatever the number of callers."""
     with Idempotency(url) as idem:
         before = threading.active_count()

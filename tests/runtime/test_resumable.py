@@ -388,7 +388,7 @@ def test_declarations_that_no_worker_could_use_are_refused(shop):
     assert made.subject.idem._calls.operations.resumables.by_name.keys() == {"pay"}
 
 
-def test_generators_and_functions_of_the_other_face_are_refused():
+def test_generators_and_functions_of_the_other_kind_are_refused():
     def generator():
         yield
 

@@ -392,7 +392,7 @@ def test_an_operation_that_ends_its_thread_leaves_a_trace(idem, clock, caplog, e
     assert [line.exc_info[1] for line in lines] == [error] * 2
 
 
-def test_a_crew_whose_places_are_taken_for_long_is_told(idem, clock, caplog):
+def test_a_pool_whose_places_are_taken_for_long_is_reported(idem, clock, caplog):
     """Operations that hang keep their places, and others wait: that must not go unseen."""
     acts = abandon(idem, clock, "a", "b", "c")
     go_on = threading.Event()
@@ -468,10 +468,10 @@ def test_limits_that_make_no_sense_are_refused(changes):
         WorkerPolicy(**changes)
 
 
-# Crews.
+# Pools.
 
 
-def test_a_crew_of_threads_runs_a_few_at_a_time():
+def test_a_pool_of_threads_runs_a_few_at_a_time():
     pool = ThreadWorkerPool(2)
     lock, go_on = threading.Lock(), threading.Event()
     inside: list[int] = []
@@ -499,7 +499,7 @@ def test_a_crew_of_threads_runs_a_few_at_a_time():
     assert max(most) <= 2
 
 
-def test_a_crew_that_cannot_start_a_thread_keeps_its_place(monkeypatch):
+def test_a_pool_that_cannot_start_a_thread_keeps_its_place(monkeypatch):
     """The flow is closed, and whoever drains the pool does not wait for it."""
 
     def refuse(thread):
@@ -519,7 +519,7 @@ def test_a_crew_that_cannot_start_a_thread_keeps_its_place(monkeypatch):
     run_sync(pool.drain())
 
 
-def test_a_crew_that_is_stopped_wakes_who_waits_for_room():
+def test_a_pool_that_is_stopped_wakes_who_waits_for_room():
     pool = ThreadWorkerPool(1)
     go_on = threading.Event()
 
@@ -544,7 +544,7 @@ def test_a_crew_that_is_stopped_wakes_who_waits_for_room():
     assert not run_sync(pool.has_room())
 
 
-def test_a_crew_of_tasks_does_the_same():
+def test_a_pool_of_tasks_does_the_same():
     async def scene():
         pool = TaskWorkerPool(2)
         go_on = asyncio.Event()

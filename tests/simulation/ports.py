@@ -262,5 +262,5 @@ class SimulatedBackground:
             flow.close()
             abandon("the process is gone")
             return
-        self._world.saw("outcome adopted from a cancelled caller")
-        scheduler.spawn(flow, self._process, f"{self._process.name} orphan")
+        self._world.saw("outcome written for a cancelled caller")
+        scheduler.spawn(flow, self._process, f"{self._process.name} background")

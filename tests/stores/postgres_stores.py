@@ -36,7 +36,7 @@ class ClockedStore(PostgresStore):
         if reads_first:
             batches = self._batches
             self._batches = ReadingFirst(
-                batches._fetch, batches._reader, batches._outbox, batches._sifter
+                batches._fetch, batches._reader, batches._outbox, batches._busy_keys
             )
 
     def _statement(self, name: str) -> str:

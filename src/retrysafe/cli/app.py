@@ -25,7 +25,7 @@ from retrysafe.cli import (
     sweep,
     worker,
 )
-from retrysafe.cli.problems import ExitCode, problem_of, tell
+from retrysafe.cli.problems import ExitCode, problem_of, report
 
 # The pool of PostgreSQL connections logs every try to connect; the error tells it once.
 _SILENCE: Final = logging.NullHandler()
@@ -70,7 +70,7 @@ class OneLineErrors(TyperGroup):
             problem = problem_of(error)
             if problem is None:
                 raise
-            tell(problem, as_json=as_json)
+            report(problem, as_json=as_json)
             code = problem.code
         if standalone_mode:
             sys.exit(int(code))

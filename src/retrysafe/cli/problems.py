@@ -98,7 +98,7 @@ def _value_refused(error: Exception) -> str | None:
     return None
 
 
-def tell(problem: Problem, *, as_json: bool) -> None:
+def report(problem: Problem, *, as_json: bool) -> None:
     """Writes the problem to stderr as one line, or as one JSON object."""
     if as_json:
         line = json.dumps(

@@ -178,7 +178,7 @@ class _Protected:
         self._app = app
         self._calls = calls
         self._protection = protection
-        # A rule may stand at several places, and a place has several methods.
+        # A rule may stand at several paths, and a path has several methods.
         self._routes: dict[tuple[int, int], Route | None] = {}
         self._is_in_order = False
         # Before any other code of the application has read the body.
@@ -207,41 +207,41 @@ class _Protected:
         return _native(blocking.page(self._protection, self._calls, path, asked, prefix))
 
     def _view_routes(self) -> Iterator[Route]:
-        for place in self._app.url_map.iter_rules():
-            view = self._app.view_functions.get(place.endpoint)
+        for url_rule in self._app.url_map.iter_rules():
+            view = self._app.view_functions.get(url_rule.endpoint)
             held: dict[int, tuple[Rule, list[str]]] = {}
-            for method in place.methods or ():
+            for method in url_rule.methods or ():
                 rule = _rule_of(view, method)
                 if rule is not None:
                     held.setdefault(id(rule), (rule, []))[1].append(method)
             for rule, methods in held.values():
-                placed = located(rule, place.rule, methods=methods, name=place.endpoint)
-                if placed is not None:
-                    yield Route(placed, self._calls.settings)
+                at_path = located(rule, url_rule.rule, methods=methods, name=url_rule.endpoint)
+                if at_path is not None:
+                    yield Route(at_path, self._calls.settings)
 
     # Where the views are.
 
-    def _route(self, rule: Rule, place: Any) -> Route | None:
+    def _route(self, rule: Rule, url_rule: Any) -> Route | None:
         # Both live as long as the application that holds them.
-        known = (id(rule), id(place))
+        known = (id(rule), id(url_rule))
         if known not in self._routes:
-            placed = located(rule, place.rule, methods=place.methods, name=place.endpoint)
+            at_path = located(rule, url_rule.rule, methods=url_rule.methods, name=url_rule.endpoint)
             settings = self._calls.settings
-            if placed is not None:
-                if place.subdomain or place.host:
-                    require_name_at_host(placed)
+            if at_path is not None:
+                if url_rule.subdomain or url_rule.host:
+                    require_name_at_host(at_path)
                 # Functions of the application may add values to those of the route.
                 if not self._app.url_value_preprocessors:
-                    require_parameters(placed, place.arguments)
-            self._routes[known] = None if placed is None else Route(placed, settings)
+                    require_parameters(at_path, url_rule.arguments)
+            self._routes[known] = None if at_path is None else Route(at_path, settings)
         return self._routes[known]
 
     def _own_rule(self) -> Rule | None:
         """The rule that the request's view carries."""
-        place = request.url_rule
-        if place is None:
+        url_rule = request.url_rule
+        if url_rule is None:
             return None
-        return _rule_of(self._app.view_functions.get(place.endpoint), request.method)
+        return _rule_of(self._app.view_functions.get(url_rule.endpoint), request.method)
 
     def _match_by_path(self) -> Match | None:
         if request.url_rule is None:
@@ -296,16 +296,16 @@ class _Protected:
 
     def _pass(self) -> None:
         """Tells of a key that comes to a view without a rule."""
-        method, place, environ = request.method, request.url_rule, request.environ
+        method, url_rule, environ = request.method, request.url_rule, request.environ
         around = isinstance(environ.get(ATTEMPT_NAME), Attempt | AtomicAttempt) or is_run(environ)
         table = self._protection.table
-        if place is None or around or table.is_covered(method, request.path):
+        if url_rule is None or around or table.is_covered(method, request.path):
             return
         keys = keys_in(method, _request().raw_headers)
         # A middleware around the application looks after its own requests.
         if keys and NOTICED_NAME not in environ:
             unmatched = self._protection.unmatched
-            unmatched.note(self._calls.report, method, place.rule, keys)
+            unmatched.note(self._calls.report, method, url_rule.rule, keys)
 
     # Answers.
 

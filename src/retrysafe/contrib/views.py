@@ -54,7 +54,7 @@ def require_function(view: object, way: str) -> None:
 def located(
     rule: Rule, route: str | None, *, methods: Collection[str] | None = None, name: str
 ) -> Rule | None:
-    """The rule at the place of its view; `methods` are those that lead there, None for all.
+    """The rule at the path of its view; `methods` are those that lead there, None for all.
 
     None when no method leads there that the rule protects. What cannot be written as a path, such
     as a regular expression or no route at all, goes by the name.

@@ -106,7 +106,9 @@ class Attempt:
 
     @property
     def time_left(self) -> timedelta:
-        """What is surely left of the lease; zero when the claim is lost."""
+        """What is surely left of the lease; zero when the claim is lost or the attempt over."""
+        if self._lease.is_settled:
+            return timedelta()
         now = self._monotonic()
         left = min(lease.seconds_left(now) for lease in (self._lease, *self.held))
         return timedelta(seconds=left)
@@ -115,13 +117,24 @@ class Attempt:
     def is_lost(self) -> bool:
         """Whether another owner has, or may have, the key: stop before the next effect."""
         now = self._monotonic()
-        return self._lease.is_lost(now) or any(lease.is_lost(now) for lease in self.held)
+        leases = (self._lease, *self.held)
+        return self._lease.is_settled or any(lease.is_lost(now) for lease in leases)
 
     def raise_if_lost(self) -> None:
         """Raises `ClaimLost` when the claim is, or may be, lost. Call it before an effect."""
+        self._require_running(ClaimLost)
         if self.is_lost:
             raise ClaimLost(
                 f"the claim on {self.key.text!r} is lost or its lease ran out", key=self.key.text
+            )
+
+    def _require_running(self, kind: type[ClaimLost | InvalidInput] = InvalidInput) -> None:
+        # Nothing was taken from it: it holds nothing any more.
+        if self._lease.is_settled:
+            raise kind(
+                f"attempt {self.number} of {self.key.text!r} has ended, and its ending is stored: "
+                "nothing more can be done in it",
+                key=self.key.text,
             )
 
     async def hold(self) -> None:
@@ -153,6 +166,7 @@ class Attempt:
         `InvalidInput` for a value or a connection that cannot be used, or for an outcome that frees
         the key.
         """
+        self._require_running()
         return complete_in(
             self._ports.executor,
             self._call,
@@ -237,7 +251,9 @@ class Attempt:
         options = StepOptions(
             retry, checked_exceptions("terminal", terminal), returns, compensate, in_transaction
         )
-        return self._opened_steps().step(name, call, args, options)
+        steps = self._opened_steps()
+        self._require_running()
+        return steps.step(name, call, args, options)
 
     def _opened_steps(self) -> StepRun:
         with self._ports.executor.step_lock:

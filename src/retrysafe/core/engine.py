@@ -47,6 +47,7 @@ POLL_SECONDS: Final = 0.02
 POLL_MAXIMUM_SECONDS: Final = 0.5
 POLL_GROWTH: Final = 1.5
 
+_LANDED: Final = Phase.LANDED
 _BUSY: Final = frozenset({Phase.RUNNING, Phase.AWAITING})
 _GRANTED: Final = frozenset({Decision.ADMIT, Decision.TAKE_OVER, Decision.CONFIRM})
 # Looked up once: members of an enum are dear to look up on every call.
@@ -152,13 +153,10 @@ class Engine:
                     run = self._runner.run if call.inner is None else self._nested_runner.run
                     return await run(flight, call, operation, args, kwargs, request, told, asked)
             finally:
-                try:
-                    self._flights.land(digest, mine)
-                except BaseException:
-                    # A signal may raise before its first line. A flight that nobody lands would
-                    # refuse every later caller of the key, or let them wait for ever.
-                    self._flights.land(digest, mine)
-                    raise
+                # Here, where no signal comes in between: a flight that nobody lands would refuse
+                # every later caller of the key, or let them wait for ever.
+                mine.phase = _LANDED
+                self._flights.land(digest, mine)
             answer = await self._follow(flight, call, wait_until)
             if answer is not None:
                 return answer
@@ -380,24 +378,20 @@ class Engine:
             signal = self._clock.signal()
             if not self._flights.enlist(flight, phase, signal):
                 continue
-            if await signal.wait(self._patience(flight, wait_until)):
-                continue
-            now = self._monotonic()
-            if flight.lease is not None and flight.lease.is_given_up(now):
-                return None  # This caller may take over as any other may.
-            if flight.phase is not Phase.LANDED and wait_until is not None and now >= wait_until:
-                raise self._in_flight(call, flight, "process", has_waited=True)
+            # Looked at now and then: signals may have kept the leader from telling, and past the
+            # lease it may be taken away.
+            while flight.phase is phase and not await signal.wait(self._patience(wait_until)):
+                now = self._monotonic()
+                if flight.lease is not None and flight.lease.is_given_up(now):
+                    return None  # This caller may take over as any other may.
+                if flight.phase is phase and wait_until is not None and now >= wait_until:
+                    raise self._in_flight(call, flight, "process", has_waited=True)
 
-    def _patience(self, flight: Flight, wait_until: float | None) -> float | None:
-        """How long a follower waits for news: to its limit, or to the end of the lease."""
+    def _patience(self, wait_until: float | None) -> float:
+        """How long a follower waits for news before it looks by itself."""
         if wait_until is None:
-            return None  # Only for the claim, which ends by itself.
-        now = self._monotonic()
-        left = max(0.0, wait_until - now)
-        if flight.lease is None:
-            return left
-        # Past the lease, whether it was taken away is looked at now and then.
-        return min(left, flight.lease.seconds_left(now) or POLL_MAXIMUM_SECONDS)
+            return POLL_MAXIMUM_SECONDS
+        return min(POLL_MAXIMUM_SECONDS, max(0.0, wait_until - self._monotonic()))
 
     def _disembark(
         self, flight: Flight, call: Call, wait_until: float | None

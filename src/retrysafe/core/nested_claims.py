@@ -152,12 +152,8 @@ class NestedRunner:
             end = partial(self._end, call, flight, lease, inner, answer.attempt, told.value)
             await self._insist(call, lease, answer.attempt, end)
         finally:
-            try:
-                self._renewals.remove(lease)
-            except BaseException:
-                # A signal may raise before its first line.
-                self._renewals.remove(lease)
-                raise
+            lease.is_held = False
+            self._renewals.remove(lease)
         return told
 
     async def _insist(self, call: Call, lease: Lease, attempt: int, end: End) -> None:
@@ -177,6 +173,7 @@ class NestedRunner:
         leases = (lease, *_nest_of(call).held)
         try:
             for each in leases:
+                each.is_held = True
                 self._renewals.add(each)
             ended = await end()
             if ended is not None:
@@ -184,6 +181,8 @@ class NestedRunner:
         except RetrysafeError:
             return
         finally:
+            for each in leases:
+                each.is_held = False
             for each in leases:
                 self._renewals.remove(each)
 

@@ -173,19 +173,15 @@ class Runner:
                 self._settler.hand_over(call, lease, settlement, number)
                 raise
             payload = self._settler.settled(call, settlement, stands, ending, number)
+            lease.is_settled = True
             if ending is _RELEASED:
                 flight.share(payload, number, is_released=True)
             else:
                 active_ms = 0 if settlement.nothing_happened else policy.active_ms
                 self.remember(call, flight, payload, number, asked, active_ms)
         finally:
-            try:
-                self._renewals.remove(lease)
-            except BaseException:
-                # A signal may raise before its first line. A lease that is renewed for ever would
-                # block the key for as long as the process lives.
-                self._renewals.remove(lease)
-                raise
+            lease.is_held = False
+            self._renewals.remove(lease)
         return Answer(value, False, number)
 
     async def _failed(
@@ -247,6 +243,8 @@ class Runner:
             # it. An exception must not free a key whose business write may have been committed.
             return error is not None
         if fate is Fate.STANDS:
+            assert flight.lease is not None  # It is the flight of a run.
+            flight.lease.is_settled = True
             self._report(joined.event_kind, call.key, call.operation, attempt)
             self.remember(call, flight, joined.payload, attempt, asked, call.policy.active_ms)
         # While it is open, the record is locked by it and only its commit or its rollback decides;

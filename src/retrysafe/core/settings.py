@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Final, Self
 
 from retrysafe.core.checks import shown_in_place
-from retrysafe.core.keys.fingerprint import FingerprintRule
+from retrysafe.core.keys.fingerprint import FingerprintRule, fingerprint_tree
 from retrysafe.core.keys.key import Caller, GlobalCaller, Key, looks_derived, scoped_key
-from retrysafe.core.keys.request_tree import asked_tree
 from retrysafe.core.keys.secret import NO_SECRETS, Secrets
 from retrysafe.core.model import Fingerprint
 from retrysafe.core.policy import Policy
@@ -128,7 +127,7 @@ def fingerprints_of(rule: FingerprintRule, name: str, request: object) -> tuple[
                 _empty[id(rule), name] = known
         return known[1]
     try:
-        tree = asked_tree(request)
+        tree = fingerprint_tree(request)
     except (NotStorable, RecursionError) as error:
         raise FingerprintImpossible(
             f"two requests can only be told apart by values with a stable form: {error}. Leave it "

@@ -193,7 +193,9 @@ class Settler:
         except BaseException:
             self.hand_over(call, lease, settlement, attempt)
             raise
-        return self.settled(call, settlement, answer, ending, attempt)
+        stored = self.settled(call, settlement, answer, ending, attempt)
+        lease.is_settled = True
+        return stored
 
     def hand_over(self, call: Call, lease: Lease, settlement: Settlement, attempt: int) -> None:
         """Has an ending written without its caller, who is being cancelled.
@@ -272,6 +274,7 @@ class Settler:
         own affair: one that is cancelled before it begins must not leave a lease behind.
         """
         try:
+            lease.is_held = True
             self._renewals.add(lease)
             try:
                 answer = await self._writer.settle(settlement)
@@ -280,9 +283,12 @@ class Settler:
         except OutcomeNotStored:
             return  # Reported where it was raised.
         finally:
+            lease.is_held = False
             self._renewals.remove(lease)
         if answer.decision is Decision.LOST:
             self._lost(call, attempt)
+        else:
+            lease.is_settled = True
 
     def _lost(self, call: Call, attempt: int) -> ClaimLost:
         self._report(EventKind.LOST, call.key, call.operation, attempt)

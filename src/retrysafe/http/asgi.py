@@ -142,7 +142,7 @@ class IdempotencyMiddleware:
         self._prefix_of = prefix_of
         # The loop itself holds tasks weakly, so a run whose client has gone is held here.
         self._runs: set[AppRun] = set()
-        self._recent: Recent | None = Recent() if protection.is_told_by_headers else None
+        self._recent: Recent | None = Recent() if protection.is_known_by_headers else None
         seconds = protection.store_timeout_seconds
         self._lookout: ClaimLookout | None = None
         # A store that never waits has answered a claim before anybody can lose patience.

@@ -158,12 +158,12 @@ class FromBody:
     ) -> str:
         """The key; raises `SecretMissing` without a secret."""
         asked = request_fingerprints(request, rule)[0].digest
-        intent = self._told_intent(request)
+        intent = self._intent_lines(request)
         if intent:
             asked = frame(asked, *intent)
         return body_key(checked_secret(secret), _without_slash(operation), asked)
 
-    def _told_intent(self, request: Request) -> list[bytes]:
+    def _intent_lines(self, request: Request) -> list[bytes]:
         """What the request says of its intent; nothing when it says nothing."""
         if self._intent is None:
             return []

@@ -1,4 +1,4 @@
-"""Crews: threads that block, and tasks that suspend, with the same few methods."""
+"""Pools of deliveries: threads that block, and tasks that suspend, with the same few methods."""
 
 from __future__ import annotations
 

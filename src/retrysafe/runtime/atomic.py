@@ -102,13 +102,10 @@ class AtomicContext(Generic[C]):
             self._gate.enter(self)
             run_sync(self._block.enter())
         except BaseException:
-            try:
-                self._gate.leave(self)
-            except BaseException:
-                # A signal may raise before its first line. Closing would wait for this block until
-                # its time is over.
-                self._gate.leave(self)
-                raise
+            # Here, by one call of C: a signal may raise at the entry of a function, and closing
+            # would wait for this block until its time is over.
+            self._gate.inside.pop(self, None)
+            self._gate.notify()
             raise
         return run
 
@@ -121,12 +118,8 @@ class AtomicContext(Generic[C]):
         try:
             run_sync(self._block.leave(error))
         finally:
-            try:
-                self._gate.leave(self)
-            except BaseException:
-                # As in `__enter__`.
-                self._gate.leave(self)
-                raise
+            self._gate.inside.pop(self, None)  # As in `__enter__`.
+            self._gate.notify()
         return False
 
 

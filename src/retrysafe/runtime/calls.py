@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from retrysafe import forks
 from retrysafe.core.atomic.block import AtomicBlock
@@ -60,15 +60,20 @@ def closed() -> Closed:
     return Closed("this object was closed and starts nothing new: make another one")
 
 
+# How often those who close a gate look by themselves whether somebody is inside.
+_LOOK_SECONDS: Final = 0.25
+
+
 class ThreadGate:
     """Counts threads.
 
     A call is a token in a dictionary, because one dictionary operation cannot be interrupted: a
-    signal that raises between any two lines leaves neither a lock taken nor a count too high.
+    signal that raises between any two lines leaves neither a lock taken nor a count too high. So
+    whoever leaves takes its token out of `inside` by itself, and then calls `notify`.
     """
 
     def __init__(self) -> None:
-        self._inside: dict[object, None] = {}
+        self.inside: dict[object, None] = {}
         # Where those wait who close it: plain locks, because an event's own lock is taken in Python
         # code, and a thread that a signal interrupts in there would leave it taken.
         self._closers: dict[threading.Lock, None] = {}
@@ -80,15 +85,14 @@ class ThreadGate:
             raise closed()
 
     def enter(self, token: object) -> None:
-        """Lets a call in; raises `Closed`. `leave` takes it out again, and may be called anyway."""
+        """Lets a call in; raises `Closed`. The caller takes its token out in any case."""
         # In this order: `close` sets its mark before it looks, so one of the two sees the other.
-        self._inside[token] = None
+        self.inside[token] = None
         if self.is_closed:
             raise closed()
 
-    def leave(self, token: object) -> None:
-        """Lets a call out; one that never came in is ignored."""
-        self._inside.pop(token, None)
+    def notify(self) -> None:
+        """Has those who close it look again, if there are any."""
         if self.is_closed:
             for closer in self._closers.copy():
                 with suppress(RuntimeError):  # Told before, and not looked at yet.
@@ -102,11 +106,12 @@ class ThreadGate:
         closer.acquire()
         try:
             self._closers[closer] = None
-            while self._inside:
+            while self.inside:
                 left = until - time.monotonic()
                 if left <= 0:
                     return False
-                closer.acquire(timeout=min(left, threading.TIMEOUT_MAX))
+                # Not to the end: a signal may have kept the last one from notifying.
+                closer.acquire(timeout=min(left, _LOOK_SECONDS))
             return True
         finally:
             self._closers.pop(closer, None)
@@ -182,13 +187,10 @@ class Calls:
                 # Python warns of a flow that was never begun. One that has ended takes no notice.
                 flow.close()
         finally:
-            try:
-                gate.leave(flow)
-            except BaseException:
-                # A signal may raise before its first line. Closing would wait for this call until
-                # its time is over.
-                gate.leave(flow)
-                raise
+            # Here, by one call of C: a signal may raise at the entry of a function, and closing
+            # would wait for this call until its time is over.
+            gate.inside.pop(flow, None)
+            gate.notify()
 
     async def resume(
         self,
@@ -231,11 +233,8 @@ class Calls:
             finally:
                 flow.close()
         finally:
-            try:
-                gate.leave(flow)
-            except BaseException:
-                gate.leave(flow)
-                raise
+            gate.inside.pop(flow, None)
+            gate.notify()
 
     # What is known without asking the store.
 

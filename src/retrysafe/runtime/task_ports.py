@@ -114,7 +114,13 @@ class TaskBackground:
         elif self._loop.is_running() and not _is_running_here(self._loop):
             self._loop.call_soon_threadsafe(self._start, flow, abandon)
         else:
-            self._start(flow, abandon)
+            try:
+                self._start(flow, abandon)
+            except BaseException as error:
+                # Where the stack ends, for example: nobody is going to write it.
+                flow.close()
+                abandon(f"{error!r} came while it was being handed over")
+                raise
 
     def _start(self, flow: Coroutine[Any, Any, None], abandon: Callable[[str], None]) -> None:
         task = hidden_task(flow, self._loop)

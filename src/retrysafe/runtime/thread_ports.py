@@ -98,11 +98,13 @@ class ThreadExecutor:
         attempt: Attempt, operation: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Calls the operation as the current attempt; with None for arguments it gets that."""
-        token = current.set(attempt)
+        before = current.get()
         try:
+            # Inside the try, and undone by one call of C: a signal must not leave it here.
+            current.set(attempt)
             value = operation(attempt) if args is None else operation(*args, **kwargs)
         finally:
-            current.reset(token)
+            current.set(before)
         if type(value) is CoroutineType:
             raise async_here("the operation", operation, value)
         return value

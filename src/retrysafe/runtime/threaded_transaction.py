@@ -5,6 +5,7 @@ There every call is one hop to a worker thread.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import Fate, Store, Transaction, Waits
 from retrysafe.errors import InvalidInput
-from retrysafe.runtime.reentry import OpenBlock
+from retrysafe.reentry import OpenBlock
 from retrysafe.runtime.thread_pool import ThreadPool
 from retrysafe.runtime.threaded import drive_in_thread
 
@@ -70,7 +71,9 @@ class ThreadedTransaction:
         """Keeps other transactions off the key."""
         is_locked = await self._hop(self._transaction.lock, key, wait_seconds)
         if is_locked and self._store.capabilities.has_one_writer:
-            self._block = OpenBlock(self._store, self._transaction)
+            # Port `SoleWriter`.
+            is_open = getattr(self._transaction, "is_open", None)
+            self._block = OpenBlock(self._store, asyncio.current_task(), is_open)
         return is_locked
 
     def _leave_block(self) -> None:

@@ -101,13 +101,13 @@ class Configuration:
         return self._on_loop
 
     def route(
-        self, rule: Rule, place: str | None, locate: Callable[[], Rule | None]
+        self, rule: Rule, path: str | None, locate: Callable[[], Rule | None]
     ) -> Route | None:
-        """The rule made ready for a place; a rule lives as long as the view that holds it."""
-        known = (id(rule), place)
+        """The rule made ready for a path; a rule lives as long as the view that holds it."""
+        known = (id(rule), path)
         if known not in self._routes:
-            placed = locate()
-            self._routes[known] = None if placed is None else self.made_route(placed)
+            at_path = locate()
+            self._routes[known] = None if at_path is None else self.made_route(at_path)
         return self._routes[known]
 
     def made_route(self, rule: Rule) -> Route:

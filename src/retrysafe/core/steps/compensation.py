@@ -110,6 +110,7 @@ class Compensator:
         try:
             # Until the ending is written, as `Settler` does it for those without steps.
             for each in leases:
+                each.is_held = True
                 self._renewals.add(each)
             verdict = await _told(run, ending, payload, error, None, is_orphan=True)
             if verdict is not None:
@@ -124,6 +125,8 @@ class Compensator:
         except (_LeftToLease, RetrysafeError):
             return  # Reported where it was raised.
         finally:
+            for each in leases:
+                each.is_held = False
             for each in leases:
                 self._renewals.remove(each)
 

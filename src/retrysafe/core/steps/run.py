@@ -92,11 +92,24 @@ class StepRun:
     ) -> Any:
         await self.load()
         await self.look_after_transactions(options.connection)
+        await self._require_unsettled(name)
         book = self.book
         place = book.place(is_known=self._executor.current() is self._attempt)
         with self._lock:
-            position, stored = book.begin(name, place)
+            # It ran in this attempt, whose operation was told that nobody knows whether it is
+            # stored, and asks again: it is our own write that is made again, not another step.
+            doubtful = self.writer.doubtful.get(name)
+            if doubtful is None:
+                position, stored = book.begin(name, place)
+            else:
+                book.require_open(name, place)
+                del self.writer.doubtful[name]
+                book.under_way += 1
         try:
+            if doubtful is not None:
+                await self.writer.record(*doubtful)
+                book.advance(doubtful[0].position)
+                return doubtful[1]
             outcome_codec = codec_of_step(call, options.returns)
             if stored is None:
                 return await self._run_new(name, position, call, args, options, outcome_codec)
@@ -109,6 +122,20 @@ class StepRun:
                 quiet = None if book.under_way else self._quiet
             if quiet is not None:
                 quiet.set()
+
+    async def _require_unsettled(self, name: str) -> None:
+        """Raises `InvalidInput` once `complete_in` has ended the attempt with the user's commit.
+
+        The step would run, and then be told that another owner has the key.
+        """
+        joined = self._attempt.joined
+        if joined is not None and await joined.fate() is Fate.STANDS:
+            text = self.call.key.text
+            raise InvalidInput(
+                f"{text!r} is completed, in a transaction that has committed: step {name!r} comes "
+                "too late; ask for it before complete_in",
+                key=text,
+            )
 
     async def _run_new(
         self,
@@ -348,6 +375,8 @@ class StepRun:
                     key=text,
                 )
             self._joined.remove(joined)
-            if fate is Fate.UNDONE:
-                with self._lock:
+            with self._lock:
+                if fate is Fate.UNDONE:
                     self.book.take_back(step.name)
+                else:
+                    self.book.committed.add(step.name)

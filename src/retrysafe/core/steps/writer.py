@@ -43,6 +43,7 @@ class StepWriter:
         "_report",
         "_store",
         "_unrecorded",
+        "doubtful",
     )
 
     def __init__(self, ports: Ports, call: Call, lease: Lease, attempt: int) -> None:
@@ -54,6 +55,8 @@ class StepWriter:
         self._lease = lease
         self._attempt = attempt
         self._unrecorded: dict[str, StepWrite] = {}
+        # Those of them whose caller was told so, with what they returned.
+        self.doubtful: dict[str, tuple[Step, Any]] = {}
         # The claims on other keys of the request: each of them has all steps, because a process
         # that knows another secret finds only one of the keys.
         self._held = () if call.nest is None else call.nest.held
@@ -113,6 +116,7 @@ class StepWriter:
         try:
             decision = await self._insist(write, value)
         except RetrysafeError:
+            self.doubtful[step.name] = (step, value)
             raise
         except BaseException:
             # The caller is being cancelled, and the step has run: its result must not be lost

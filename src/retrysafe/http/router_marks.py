@@ -23,8 +23,8 @@ UNSERVED_NAME: Final = "retrysafe.unserved"
 _UNKNOWN: Final = object()
 
 
-def is_told(host: Mapping[str, Any]) -> bool:
-    """Whether the marks are going to be the application's own; asked before it runs.
+def can_tell(host: Mapping[str, Any]) -> bool:
+    """Whether the marks will be the application's own; asked before it runs.
 
     Inside a router that stands further out, nobody could say whose they are.
     """

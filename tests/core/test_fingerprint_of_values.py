@@ -22,8 +22,7 @@ import pydantic
 import pytest
 from asyncpg.pgproto import pgproto
 
-from retrysafe.core.keys.fingerprint import FingerprintRule
-from retrysafe.core.keys.request_tree import asked_tree
+from retrysafe.core.keys.fingerprint import FingerprintRule, fingerprint_tree
 from retrysafe.core.values.trees import NotStorable
 from tests.core.sample_types import Colour, Frozen, Number, Plain, Text, Word
 
@@ -189,7 +188,7 @@ class Unparsed(msgspec.Struct):
 
 
 def mark(value: object, rule: FingerprintRule = PLAIN_RULE) -> bytes:
-    return rule.fingerprints_of_value(b"pay", tree=asked_tree(value))[0].digest
+    return rule.fingerprints_of_value(b"pay", tree=fingerprint_tree(value))[0].digest
 
 
 @pytest.mark.parametrize(
@@ -388,14 +387,14 @@ def test_names_that_are_one_text_do_not_hide_each_other():
 def test_what_has_no_stable_form_is_named(value, where):
     """Rather refused than taken for the same as another one."""
     with pytest.raises(NotStorable, match=where):
-        asked_tree(value)
+        fingerprint_tree(value)
 
 
 def test_models_in_a_circle_are_refused():
     circle = Holder(x=None)
     circle.x = [circle]
     with pytest.raises(NotStorable, match="in a circle"):
-        asked_tree(circle)
+        fingerprint_tree(circle)
 
 
 def test_dataclasses_and_enums_count_as_before():
@@ -407,7 +406,7 @@ def test_secrets_are_known_only_with_their_library(monkeypatch):
     secret = pydantic.SecretStr("a")
     monkeypatch.delitem(sys.modules, "pydantic")
     with pytest.raises(NotStorable, match="SecretStr"):
-        asked_tree(secret)
+        fingerprint_tree(secret)
     assert "pydantic" not in sys.modules
 
 
@@ -435,6 +434,6 @@ def test_a_field_that_was_never_set_is_told_with_its_place(kind):
     if kind is LateStruct:
         del value.second
     with pytest.raises(NotStorable, match=r"a field of the request\[0\] was never set: .*second"):
-        asked_tree([value])
+        fingerprint_tree([value])
     value.second = 2
-    assert asked_tree([value])[0]["v"] == {"first": 1, "second": 2}
+    assert fingerprint_tree([value])[0]["v"] == {"first": 1, "second": 2}
