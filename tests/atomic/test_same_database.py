@@ -226,7 +226,7 @@ def test_a_connection_to_where_the_store_was_is_trusted_no_more(shop, idem, else
             run.complete(1)
         old.commit()
         # What a name server or a proxy does: from now on the address leads elsewhere.
-        calls_of(idem).store._connector.fetch_within = there.store._connector.fetch_within
+        calls_of(idem).store._connector.fetch_within = calls_of(there).store._connector.fetch_within
         with idem.atomic(new, "order-2") as run:
             run.complete(2)
         new.rollback()

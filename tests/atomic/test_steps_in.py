@@ -313,4 +313,6 @@ def test_what_a_stored_step_stands_for_is_not_written_again(shop, idem, tmp_path
     ):
         connection.execute("CREATE TABLE orders (name text)")
         connection.commit()
-        assert lost_after_another(embedded.store, connection, Key("order-1", caller="shop"))
+        assert lost_after_another(
+            calls_of(embedded).store, connection, Key("order-1", caller="shop")
+        )
