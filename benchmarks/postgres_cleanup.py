@@ -36,8 +36,8 @@ from benchmarks.measuring import Row, chance, discards_at_once, progress
 from benchmarks.postgres_filling import fill, fill_past_day, migrate, tidy
 from benchmarks.postgres_load import Load, Overloaded, percentile
 from retrysafe.core.model import SweepReport
-from retrysafe.runtime.local_clocks import TaskClock
-from retrysafe.wiring import open_store
+from retrysafe.runtime.task_ports import TaskClock
+from retrysafe.stores.opening import open_store
 from retrysafe.workers.sweeper import Sweeper
 
 SCHEMA = "cleanup"

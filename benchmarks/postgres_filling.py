@@ -7,8 +7,8 @@ import time
 
 import psycopg
 
+from retrysafe.stores.opening import open_store
 from retrysafe.stores.postgres.partitions import DAY_MS, day_start_ms, partition_name
-from retrysafe.wiring import open_store
 
 # A WAL file is 16 MB, so these are the 4 GB that `min_wal_size` keeps.
 WAL_FILES = 250

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from retrysafe import errors
+from retrysafe.consumers.verdict import TABLE as VERDICTS
+from retrysafe.consumers.verdict import Action
 from retrysafe.core import transitions
 from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.core.machine import CONDITIONS, TABLE, Trigger, condition_of
@@ -282,6 +284,39 @@ raises its declared type where that can be rebuilt, else `OperationFailed`.
 {table}"""
 
 
+# The verdicts of consumers.
+
+
+def verdicts() -> str:
+    """docs/consumers/verdicts.md"""
+    rows = (
+        (
+            f"`{kind.__name__}`",
+            f"**{rule.action.value}**",
+            rule.because,
+            rule.outage.value or ("counts as a try" if rule.action is Action.RETRY else ""),
+        )
+        for action in Action
+        for kind, rule in VERDICTS.items()
+        if rule.action is action
+    )
+    table = _table(("error", "verdict", "because", "and"), rows)
+    return f"""# Verdicts
+
+{NOTICE}
+What becomes of a [message](README.md), by the error that ended its handling. The nearest class in
+an error's ancestry decides. The table is in
+[`consumers/verdict.py`](../../src/retrysafe/consumers/verdict.py). A message that was handled, now
+or before, is acked.
+
+{table}
+"Counts as a try": after as many as `Handler.tries` the message is a dead letter. An error that the
+handler itself raises is judged by the same table, with three exceptions. What its policy lists as
+`terminal` is a dead letter at once. Nothing that it raises acks the message. What would pause the
+consumer is retried instead: the handler may have met it with other keys and other stores.
+"""
+
+
 # What others generate.
 
 
@@ -306,6 +341,7 @@ def documents() -> dict[Path, str]:
     makers: dict[str, Callable[[], str]] = {
         "docs/state-machine.md": state_machine,
         "docs/errors.md": error_table,
+        "docs/consumers/verdicts.md": verdicts,
     }
     made = {ROOT / name: make() for name, make in makers.items()}
     command_line = _load("scripts/cli_reference.py")
@@ -339,6 +375,7 @@ def main() -> int:
             print(f"{path.relative_to(ROOT)} is stale: run 'make docs' and commit it")
         return 1 if old else 0
     for path, text in documents().items():
+        path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")
     return 0

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import _thread
 import dis
 import functools
+import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, ModuleType
 
 
 class Interrupted(BaseException):
     """What the signal raises."""
+
+
+class Overflowed(Interrupted, RecursionError):
+    """The same where the stack ends: an exception that code may catch and tell."""
 
 
 def whole_tree() -> tuple[ModuleType, ...]:
@@ -40,6 +47,55 @@ Handler = Callable[[], object]
 
 def _interrupt() -> None:
     raise Interrupted
+
+
+class _Crowd:
+    """Several signals that arrive at once, each of which raises.
+
+    Python runs the handler of the first one; what that raises leaves the others for the next looks.
+    """
+
+    def __init__(self, count: int, kind: type[Interrupted]) -> None:
+        self._kind = kind
+        self._numbers = range(signal.SIGRTMIN, signal.SIGRTMIN + count)
+        self._before = [signal.signal(number, self._raise) for number in self._numbers]
+        self._is_over = True
+
+    def arrive(self) -> None:
+        """Raises, and has the code that hears of it raise again."""
+        self._is_over = False
+        # One call of C, after which Python looks.
+        deque(map(_thread.interrupt_main, self._numbers), maxlen=0)
+
+    def _raise(self, *_: object) -> None:
+        if not self._is_over:
+            raise self._kind
+
+    def within(self, act: Callable[[], object]) -> None:
+        """Calls `act`; a signal that has found no place to strike in it strikes nowhere else."""
+        try:
+            act()
+        finally:
+            self._is_over = True  # Python looks for none before this.
+
+    def leave(self) -> None:
+        """Puts the handlers back."""
+        for number, handler in zip(self._numbers, self._before, strict=True):
+            signal.signal(number, handler)
+
+
+def at_every_place_at_once(
+    count: int,
+    act: Callable[[], object],
+    *modules: ModuleType,
+    kind: type[Interrupted] = Interrupted,
+) -> Iterator[Struck]:
+    """As `at_every_place`, with so many signals at each of them."""
+    crowd = _Crowd(count, kind)
+    try:
+        yield from at_every_place(lambda: crowd.within(act), *modules, handler=crowd.arrive)
+    finally:
+        crowd.leave()
 
 
 class _Strike:
@@ -113,6 +169,9 @@ def at_every_place(
             act()
         except Interrupted as error:
             caught.append(error)
+        except Exception as error:
+            error.add_note(f"struck at {strike.struck}")
+            raise
         finally:
             sys.setprofile(None)
             sys.settrace(tracer)

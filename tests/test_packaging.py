@@ -73,7 +73,7 @@ def test_wheel_carries_what_is_not_python(wheel):
     info = f"retrysafe-{retrysafe.__version__}.dist-info"
     assert {
         "retrysafe/py.typed",
-        "retrysafe/stores/sqlite/sql/queries.sql",
+        "retrysafe/stores/sqlite/sql/claims.sql",
         "retrysafe/stores/sqlite/migrations/0001_initial.sql",
         f"{info}/licenses/LICENSE",
     } <= names

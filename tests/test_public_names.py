@@ -218,6 +218,6 @@ def _members(face):
     }
 
 
-def test_both_faces_have_the_same_methods():
+def test_both_objects_have_the_same_methods():
     """What is learned on one face is known on the other: names, parameters and their order."""
     assert _members(retrysafe.Idempotency) == _members(retrysafe.AsyncIdempotency)

@@ -22,6 +22,7 @@ from retrysafe import (
     step,
 )
 from retrysafe.core.call import Call
+from retrysafe.runtime.calls import calls_of
 
 idem = Idempotency("memory://", caller="shop")
 shop = AsyncIdempotency("memory://", caller="shop")
@@ -169,9 +170,11 @@ async def transactions(connection: sqlite3.Connection, call: Call) -> None:
     async with shop.atomic(connection, "k", request=500) as later:
         assert_type(later.connection, sqlite3.Connection)
         later.connection.executing("SELECT 1")  # error
-    assert_type(idem.answer_atomic(call, opened, in_route), Answer[float])
-    assert_type(await shop.answer_atomic(call, opened_later, in_async_route), Answer[float])
-    idem.answer_atomic(call, opened, in_other_route)  # error
+    assert_type(calls_of(idem).answer_atomic(call, opened, in_route), Answer[float])
+    assert_type(
+        await calls_of(shop).answer_atomic(call, opened_later, in_async_route), Answer[float]
+    )
+    calls_of(idem).answer_atomic(call, opened, in_other_route)  # error
     assert_type(retry_serialization(charge, "c", 500, tries=3), float)
     assert_type(await retry_serialization(charge_later, "c", 500), float)
     retry_serialization(charge, 500, "c")  # error

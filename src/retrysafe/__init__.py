@@ -1,5 +1,6 @@
 """retrysafe: an operation that is retried, redelivered or raced runs once."""
 
+from retrysafe.async_idempotency import AsyncIdempotency
 from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer
@@ -51,14 +52,14 @@ from retrysafe.errors import (
     StoreUrlInvalid,
     TransactionMissing,
 )
-from retrysafe.runtime.atomic_tasks import AsyncAtomicRun
-from retrysafe.runtime.atomic_threads import AtomicRun
+from retrysafe.idempotency import Idempotency
+from retrysafe.runtime.atomic import AsyncAtomicRun, AtomicRun
 from retrysafe.runtime.current import current_attempt
 from retrysafe.runtime.steps import step
 from retrysafe.stores.memory.store import MemoryStore
+from retrysafe.stores.opening import open_store
 from retrysafe.stores.sqlite import SqliteStore
 from retrysafe.transactions import is_conflict, retry_serialization
-from retrysafe.wiring import AsyncIdempotency, Idempotency, open_store
 from retrysafe.workers.duties import WorkerPolicy
 from retrysafe.workers.worker import AsyncWorker, Worker
 

@@ -1,60 +1,39 @@
-"""The face for threads: plain calls, no event loop, no hidden thread but the heartbeat's."""
+"""Idempotency for threads and processes: plain calls, and no event loop.
+
+Owns what users call; no thread is hidden here but the heartbeat's. How a function and its
+arguments become a call, `Operations` says; what becomes of the call, `Calls`.
+"""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from contextlib import AbstractContextManager
-from datetime import timedelta
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, Never, ParamSpec, Self, TypeVar, TypeVarTuple
 
-from retrysafe import forks
-from retrysafe.core.atomic.complete_in import Joiner
-from retrysafe.core.atomic.run import AtomicAttempt
-from retrysafe.core.attempt import Attempt
-from retrysafe.core.cache import CachedOutcome
-from retrysafe.core.call import Answer, Call
-from retrysafe.core.engine import Engine
+from retrysafe.core.call import Answer
 from retrysafe.core.events import Emit
 from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.keys.key import Key
-from retrysafe.core.model import Decision, OperatorCommand, StoredKey, SweepReport
+from retrysafe.core.model import OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
-from retrysafe.core.ports import Store, Transaction, Waits, Writer
-from retrysafe.core.renewal import confirm
-from retrysafe.core.steps.run import Stepper
-from retrysafe.errors import InvalidInput
-from retrysafe.runtime.atomic_threads import AtomicThreads, ThreadTransacting
+from retrysafe.core.ports import Store
+from retrysafe.core.settings import CallerSource, SecretSource, Settings, environment_secret
+from retrysafe.observe.logs import EventLog
+from retrysafe.observe.observers import checked_observers, reporter
+from retrysafe.runtime.atomic import AtomicContext, new_entry, with_connection
+from retrysafe.runtime.calls import Calls
 from retrysafe.runtime.checks import (
-    SecretSource,
     misplaced_keywords,
+    require_name,
     require_no_positional,
     require_plain,
-    require_waiting_threads,
 )
-from retrysafe.runtime.closing import Limit, end_within
-from retrysafe.runtime.current import current
-from retrysafe.runtime.describe import (
-    ONCE_ATTRIBUTE,
-    UNSET,
-    CallerSource,
-    KeySource,
-    Unset,
-    once_of,
-    owner_name,
-)
-from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import Face, checked_limit, mint_token, operator_outcome, require_name
-from retrysafe.runtime.gate import ThreadGate
-from retrysafe.runtime.group_commit.direct import DirectWriter
-from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
-from retrysafe.runtime.heartbeat import ThreadHeartbeat
-from retrysafe.runtime.local_clocks import ThreadClock
-from retrysafe.runtime.performing import perform_in_thread
-from retrysafe.runtime.steps import codec_of_step, perform_blocking
+from retrysafe.runtime.describe import ONCE_ATTRIBUTE, UNSET, KeySource, Unset, once_of
+from retrysafe.runtime.thread_ports import ThreadClock
+from retrysafe.stores.opening import checked_store, open_store
 from retrysafe.workers.duties import WorkerPolicy, duties_of
 from retrysafe.workers.pools import ThreadWorkerPool
 from retrysafe.workers.worker import Duty, ThreadDuty, Worker
@@ -65,117 +44,46 @@ Ts = TypeVarTuple("Ts")
 C = TypeVar("C")
 
 
-class _InterruptedThread:
-    """Finishes the last write of a thread that is being interrupted, in that same thread."""
-
-    def finish(self, flow: Coroutine[Any, Any, None], abandon: Callable[[str], None]) -> None:
-        """Runs the flow now; a second interrupt ends it."""
-        try:
-            run_sync(flow)
-        except BaseException as error:
-            flow.close()
-            abandon(f"{error!r} came while it was being stored")
-            raise
-
-
-class BlockingIdempotency(AtomicThreads, Face):
+class Idempotency:
     """Runs operations once, for threads and processes."""
 
     def __init__(
         self,
-        store: Store,
+        store: Store | str,
         *,
         caller: CallerSource | None = None,
         policy: Policy | None = None,
-        rule: FingerprintRule | None = None,
+        fingerprint: FingerprintRule | None = None,
         secret: SecretSource = None,
         cache: bool = True,
         observers: Iterable[Emit] = (),
-        owns_store: bool = False,
     ) -> None:
-        super().__init__(
-            store,
+        """`store` is a URL such as `sqlite:///app.db`, or a store object that stays yours.
+
+        `caller` says whose keys they are: a text, a function that returns it, or `GLOBAL`.
+        `fingerprint` says which requests are the same. `secret` keys the hashes of fingerprints,
+        callers, child keys and body keys; of a list, the first makes new ones and the others are
+        recognised (default: `RETRYSAFE_SECRET`).
+        """
+        store = checked_store(store)
+        settings = Settings.checked(
             caller=caller,
             policy=policy,
-            rule=rule,
-            secret=secret,
+            fingerprint=fingerprint,
+            secret=secret or environment_secret(),
             cache=cache,
-            observers=observers,
-            owns_store=owns_store,
         )
-        if store.capabilities.waits is Waits.SUSPENDING:
-            raise InvalidInput("this store needs an event loop: use AsyncIdempotency with it")
-        self._build()
-        forks.register(self)
-
-    def _build(self) -> None:
-        # Here and not only when it is made: a preloaded application is patched after that.
-        require_waiting_threads()
-        store = self._store
-        self._gate = ThreadGate()
-        waiting, background = ThreadClock(), _InterruptedThread()
-        # A signal's handler may call from inside of what it guards, which waits for nobody and is
-        # whole at every place where a handler may run.
-        lock = threading.RLock()
-        self._heartbeat = ThreadHeartbeat(store, self._report, waiting.monotonic)
-        self._writer: Writer = (
-            DirectWriter(store)
-            if store.capabilities.waits is Waits.NEVER
-            else ThreadGroupCommit(store)
-        )
-        self._engine = Engine(
-            writer=self._writer,
-            waiting=waiting,
-            lock=lock,
-            renewals=self._heartbeat,
-            background=background,
-            mint_token=mint_token,
-            cache=self._new_cache(),
-            report=self._report,
-            endings=store,
-            owner=owner_name(),
-            secrets=self._settings.secrets,
-            joiner=Joiner(
-                join=self._join_blocking,
-                drive=lambda waits, flow: run_sync(flow),
-                has_outbox=store.capabilities.has_outbox,
-            ),
-            stepper=Stepper(
-                store=store,
-                waiting=waiting,
-                lock=lock,
-                background=background,
-                report=self._report,
-                drive=run_sync,
-                perform=perform_blocking,
-                codec_for=codec_of_step,
-                current=current.get,
-                join=self._join_blocking,
-            ),
-            recovers=store,
-            confirm=partial(confirm, store, waiting.monotonic, self._report),
-            perform=perform_in_thread,
-            who=threading.get_ident,
-            run_times=self.run_times,
+        self._calls = Calls(
+            open_store(store) if isinstance(store, str) else store,
+            settings,
+            reporter((EventLog(), *checked_observers(observers))),
+            owns_store=isinstance(store, str),
         )
 
-    def _join_blocking(self, connection: object) -> Transaction:
-        return self._join(connection, Waits.BLOCKING)
-
-    def after_fork_in_child(self) -> None:
-        """Starts afresh: the parent's running operations are the parent's to renew.
-
-        Raises `InvalidInput` for threads that cannot wait.
-        """
-        was_closed = self._gate.is_closed
-        # A child that was forked inside an operation still has the operation on its stack. Its end
-        # there is not the operation's: the parent's copy goes on.
-        for lease in self._heartbeat.leases:
-            lease.revoke()
-        if isinstance(self._writer, ThreadGroupCommit):
-            self._writer.leave_to_parent()
-        self._build()
-        self._gate.is_closed = was_closed
+    @property
+    def policy(self) -> Policy:
+        """The policy of calls that bring none of their own."""
+        return self._calls.settings.policy
 
     # Running operations.
 
@@ -189,7 +97,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         name: str | None = None,
         request: object = UNSET,
         policy: Policy | None = None,
-        rule: FingerprintRule | None = None,
+        fingerprint: FingerprintRule | None = None,
         returns: type | tuple[type, ...] | None = None,
         **misplaced: Never,
     ) -> T:
@@ -203,8 +111,10 @@ class BlockingIdempotency(AtomicThreads, Face):
         require_plain(operation)
         if misplaced:
             raise misplaced_keywords("run", operation, misplaced)
-        call = self._call(key, operation, args, caller, name, request, policy, rule, returns)
-        value: T = self._answer(call, operation, args, {}).value
+        call = self._calls.operations.call(
+            key, operation, args, caller, name, request, policy, fingerprint, returns
+        )
+        value: T = self._calls.answer(call, operation, args, {}).value
         return value
 
     def answer(
@@ -217,7 +127,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         name: str | None = None,
         request: object | Unset = UNSET,
         policy: Policy | None = None,
-        rule: FingerprintRule | None = None,
+        fingerprint: FingerprintRule | None = None,
         returns: type | tuple[type, ...] | None = None,
         **misplaced: Never,
     ) -> Answer[T]:
@@ -225,8 +135,10 @@ class BlockingIdempotency(AtomicThreads, Face):
         require_plain(operation)
         if misplaced:
             raise misplaced_keywords("answer", operation, misplaced)
-        call = self._call(key, operation, args, caller, name, request, policy, rule, returns)
-        return self._answer(call, operation, args, {})
+        call = self._calls.operations.call(
+            key, operation, args, caller, name, request, policy, fingerprint, returns
+        )
+        return self._calls.answer(call, operation, args, {})
 
     def once(
         self,
@@ -236,7 +148,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         caller: CallerSource | None = None,
         name: str | None = None,
         policy: Policy | None = None,
-        rule: FingerprintRule | None = None,
+        fingerprint: FingerprintRule | None = None,
         ignore: Iterable[str] = (),
         returns: type | tuple[type, ...] | None = None,
         resumable: bool = False,
@@ -253,28 +165,37 @@ class BlockingIdempotency(AtomicThreads, Face):
 
         def decorate(function: Callable[P, T]) -> Callable[P, T]:
             require_plain(function)
-            decoration = self._once(
+            decoration = self._calls.operations.once(
                 function,
                 key=key,
                 window=window,
                 caller=caller,
                 name=name,
                 policy=policy,
-                rule=rule,
+                fingerprint=fingerprint,
                 ignore=ignore,
                 returns=returns,
-                resume=self._resume if resumable else None,
+                resume=self._calls.resume if resumable else None,
             )
 
             @functools.wraps(function)
             def run_once(*args: P.args, **kwargs: P.kwargs) -> T:
-                value: T = self._answer(decoration.call(args, kwargs), function, args, kwargs).value
+                call = decoration.call(args, kwargs)
+                value: T = self._calls.answer(call, function, args, kwargs).value
                 return value
 
             setattr(run_once, ONCE_ATTRIBUTE, decoration)
             return run_once
 
         return decorate
+
+    def answer_of(
+        self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Answer[T]:
+        """Calls a function decorated with `once`, and also tells whether it was a replay."""
+        once, bound = once_of(function)
+        arguments = (*bound, *args)
+        return self._calls.answer(once.call(arguments, kwargs), once.function, arguments, kwargs)
 
     def resumable(
         self,
@@ -293,127 +214,119 @@ class BlockingIdempotency(AtomicThreads, Face):
 
         def declare(function: Callable[P, T]) -> Callable[P, T]:
             require_plain(function)
-            self._register(function, name, policy, returns, self._resume)
+            self._calls.operations.register(function, name, policy, returns, self._calls.resume)
             return function
 
         return declare
 
-    def answer_of(
-        self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Answer[T]:
-        """Calls a function decorated with `once`, and also tells whether it was a replay."""
-        once, bound = once_of(function)
-        arguments = (*bound, *args)
-        return self._answer(once.call(arguments, kwargs), once.function, arguments, kwargs)
+    # In your own transaction.
 
-    def recall(self, call: Call) -> Answer[Any] | None:
-        """For adapters: the answer when this process remembers it, without asking the store.
-
-        None when it does not. Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
-        """
-        forks.refresh_if_stale()
-        return self._engine.recall(call)
-
-    def remembered(self, call: Call) -> CachedOutcome | None:
-        """For adapters: what this process remembers of the outcome; raises `KeyReused`."""
-        forks.refresh_if_stale()
-        return self._engine.remembered(call)
-
-    def repeats(self, call: Call, outcome: CachedOutcome) -> bool:
-        """For adapters: whether that is still what is remembered; counts as a replay then."""
-        return self._engine.repeats(call, outcome)
-
-    def is_in_flight(self, call: Call) -> bool:
-        """For adapters: whether the key's operation is known to run, here or elsewhere."""
-        return self._engine.is_in_flight(call)
-
-    def is_claiming(self, call: Call) -> bool:
-        """For adapters: whether the store has not yet said what a key is that is asked for here."""
-        return self._engine.is_claiming(call)
-
-    def let_go(self, call: Call) -> None:
-        """For adapters: nobody is going to run this call, so its claim is not to stay.
-
-        In threads there is nothing to do: who asks for a key waits there until it has an answer.
-        """
-
-    def answer_call(self, call: Call, operation: Callable[[Attempt], T]) -> Answer[T]:
-        """For adapters: answers a call that they have put together; the operation gets its attempt.
-
-        Raises as `run` does.
-        """
-        return self._answer(call, operation, None, None)
-
-    def answer_atomic(
+    def atomic(
         self,
-        call: Call,
-        transaction: Callable[[], AbstractContextManager[C]],
-        operation: Callable[[AtomicAttempt[C]], T],
-    ) -> Answer[T]:
-        """For adapters: answers a call in a transaction, with its outcome and what it wrote.
+        connection: C,
+        key: str | Key,
+        *,
+        caller: CallerSource | None = None,
+        name: str = "",
+        request: object = None,
+        policy: Policy | None = None,
+        fingerprint: FingerprintRule | None = None,
+        returns: type | tuple[type, ...] | None = None,
+    ) -> AtomicContext[C]:
+        """A block whose writes and whose outcome commit together, in your open transaction.
 
-        `transaction` opens one and gives its connection; it commits at the end and rolls back on
-        any exception. It is asked only when neither this process nor a run in it has the answer.
-        Raises as `run` does, and `StoreUnavailable` for a transaction that could not be had.
+        `connection` is a psycopg connection, a SQLAlchemy connection or session, Django's
+        connection, or a `sqlite3.Connection` to the store's file. Entering raises
+        `TransactionMissing`, `KeyReused`, `OperationInFlight`, the stored failure or
+        `OutcomeUnavailable`; leaving without an outcome raises `OutcomeMissing`. Whatever leaves
+        the block as an exception undoes what the block wrote.
+        """
+        call = self._calls.operations.atomic_call(
+            key,
+            caller=caller,
+            name=name,
+            request=request,
+            policy=policy,
+            fingerprint=fingerprint,
+            returns=returns,
+        )
+        return self._calls.atomic(call, connection)
+
+    def atomic_once(
+        self,
+        *,
+        key: KeySource,
+        connection: str,
+        window: timedelta | None = None,
+        caller: CallerSource | None = None,
+        name: str | None = None,
+        policy: Policy | None = None,
+        fingerprint: FingerprintRule | None = None,
+        ignore: Iterable[str] = (),
+        returns: type | tuple[type, ...] | None = None,
+    ) -> Callable[[Callable[P, T]], Callable[P, T]]:
+        """Decorates a function so that each key runs it once, as an atomic block.
+
+        `connection` names the parameter that holds the connection. What the function returns is
+        the outcome; what it raises undoes what it wrote. The rest is as in `once`.
         """
 
-        async def invoke(attempt: AtomicAttempt[C]) -> T:
-            return operation(attempt)
+        def decorate(function: Callable[P, T]) -> Callable[P, T]:
+            require_plain(function)
+            decoration = self._calls.operations.once(
+                function,
+                key=key,
+                window=window,
+                caller=caller,
+                name=name,
+                policy=policy,
+                fingerprint=fingerprint,
+                ignore=with_connection(ignore, connection),
+                returns=returns,
+            )
 
-        forks.refresh_if_stale()
-        transacting = ThreadTransacting(transaction, self._atomic_block)
-        gate = self._gate
-        # As in `_answer`.
-        flow = self._engine.answer(call, invoke, transacting=transacting)
-        try:
-            try:
-                gate.enter(flow)
-                return run_sync(flow)
-            finally:
-                flow.close()
-        finally:
-            try:
-                gate.leave(flow)
-            except BaseException:
-                gate.leave(flow)
-                raise
+            @functools.wraps(function)
+            def run_once(*args: P.args, **kwargs: P.kwargs) -> T:
+                call = decoration.call(args, kwargs)
+                used = decoration.argument(connection, args, kwargs)
+                with self._calls.atomic(call, used) as run:
+                    if not run.replayed:
+                        run.complete(function(*args, **kwargs))
+                value: T = run.value
+                return value
 
-    def _answer(
-        self, call: Call, operation: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Answer[Any]:
-        forks.refresh_if_stale()
-        gate = self._gate
-        gate.require_open()
-        remembered = self._engine.recall(call)
-        if remembered is not None:
-            return remembered
-        # Also what the gate knows this call by.
-        flow = self._engine.ask(call, operation, args, kwargs)
-        try:
-            try:
-                gate.enter(flow)
-                return run_sync(flow)
-            finally:
-                # The gate, or a signal before its first step, may have kept it from running, and
-                # Python warns of a flow that was never begun. One that has ended takes no notice.
-                flow.close()
-        finally:
-            try:
-                gate.leave(flow)
-            except BaseException:
-                # A signal may raise before its first line. Closing would wait for this call until
-                # its time is over.
-                gate.leave(flow)
-                raise
+            return run_once
 
-    async def _resume(
+        return decorate
+
+    def stage(
         self,
-        call: Call,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Answer[Any]:
-        return self._answer(call, function, args, kwargs)
+        connection: object,
+        topic: str,
+        payload: Any,
+        *,
+        key: str | None = None,
+        aggregate: str | None = None,
+        deliver_at: datetime | None = None,
+        content_type: str | None = None,
+    ) -> str:
+        """Has the payload delivered once your open transaction has committed; returns its key.
+
+        For entries that belong to no operation; inside one, use its `outbox`. `key` is what
+        receivers tell repetitions by, and is random unless you give one. Raises
+        `TransactionMissing`, `InvalidInput` for what cannot be delivered, and what the database
+        raises.
+        """
+        entry = new_entry(
+            self._calls.store,
+            topic,
+            payload,
+            key=key,
+            aggregate=aggregate,
+            deliver_at=deliver_at,
+            content_type=content_type,
+        )
+        return self._calls.stage(connection, entry)
 
     # Looking after the store.
 
@@ -424,9 +337,7 @@ class BlockingIdempotency(AtomicThreads, Face):
 
         Without the audit, its outcomes are only the one that a replay gives: for those who poll.
         """
-        found = self._settings.key(key, caller)
-        forks.refresh_if_stale()
-        return run_sync(self._store.read(found, with_audit=with_audit))
+        return self._calls.read(self._key(key, caller), with_audit=with_audit)
 
     def release(
         self, key: str | Key, *, caller: CallerSource | None = None, force: bool = False
@@ -437,21 +348,17 @@ class BlockingIdempotency(AtomicThreads, Face):
         whose lease still holds, and whoever held it has lost its claim.
         """
         command = OperatorCommand.FORCE_RELEASE if force else OperatorCommand.RELEASE
-        self._operate(self._settings.key(key, caller), command)
+        self._calls.operate(self._key(key, caller), command)
 
     def expire(self, key: str | Key, *, caller: CallerSource | None = None) -> None:
         """Ends a settled key's active window now: its next use runs the operation again.
 
         Raises `OperatorRefused` for a pending key.
         """
-        self._operate(self._settings.key(key, caller), OperatorCommand.EXPIRE)
+        self._calls.operate(self._key(key, caller), OperatorCommand.EXPIRE)
 
-    def _operate(self, key: Key, command: OperatorCommand) -> None:
-        forks.refresh_if_stale()
-        decision = run_sync(self._store.operate(key, command))
-        if decision is Decision.APPLY:
-            self._engine.forget(key)
-        operator_outcome(decision, command, key, run_sync(self._store.read(key)))
+    def _key(self, key: str | Key, caller: CallerSource | None) -> Key:
+        return self._calls.settings.key(key, caller)
 
     def sweep(self, *, limit: int = 1000) -> SweepReport:
         """Removes at most `limit` keys and outcomes that are past their windows.
@@ -459,9 +366,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         A large store is walked over in several calls: call again while the report `has_more`.
         Raises `InvalidInput` for a limit below 1.
         """
-        limit = checked_limit(limit)
-        forks.refresh_if_stale()
-        return run_sync(self._store.sweep(limit))
+        return self._calls.sweep(limit)
 
     def worker(
         self, policy: WorkerPolicy | None = None, *, also: Mapping[str, Duty] | None = None
@@ -473,12 +378,12 @@ class BlockingIdempotency(AtomicThreads, Face):
         """
         policy = policy or WorkerPolicy()
         flows = duties_of(
-            store=self._store,
-            waiting=ThreadClock(),
+            store=self._calls.store,
+            clock=ThreadClock(),
             pool=ThreadWorkerPool(policy.concurrency),
             lock=threading.RLock(),
-            resumers=self._resumables.by_name,
-            report=self._report,
+            resumers=self._calls.operations.resumables.by_name,
+            report=self._calls.report,
             policy=policy,
         )
         duties = {name: ThreadDuty(flow) for name, flow in flows.items()}
@@ -491,17 +396,7 @@ class BlockingIdempotency(AtomicThreads, Face):
         still store their outcomes. Closing again waits for them again. A store that is busy is
         closed as soon as it can be; that, too, is waited for no longer than the limit.
         """
-        limit = Limit(wait)
-        forks.refresh_if_stale()
-        has_ended = self._gate.close(limit.seconds)
-        limit.spare_the_ending()
-        self._heartbeat.stop(limit.left_seconds)
-        if self._owns_store:
-            end_within(self._close_store, limit)
-        return has_ended
-
-    def _close_store(self) -> None:
-        run_sync(self._store.close())
+        return self._calls.close(wait)
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,6 @@
-"""Records as the command line shows them: the shapes of --json, and times in words.
+"""Records as the command line shows them: the JSON of --json, and times in words.
 
-The JSON shapes are a promise to scripts: names are added, never changed. Tokens are left out:
+This JSON is a promise to scripts: names are added, never changed. Tokens are left out:
 whoever holds one can settle the key.
 """
 
@@ -106,7 +106,7 @@ def next_try_text(stored: StoredKey, tries_at_ms: int) -> str:
     return f"{worker}, or by the next call at once"
 
 
-def record_shape(stored: StoredKey) -> dict[str, Any]:
+def record_json(stored: StoredKey) -> dict[str, Any]:
     """One record as JSON."""
     record = stored.record
     is_pending = record.state is State.PENDING
@@ -131,14 +131,14 @@ def record_shape(stored: StoredKey) -> dict[str, Any]:
     }
 
 
-def detail_shape(stored: StoredKey) -> dict[str, Any]:
+def detail_json(stored: StoredKey) -> dict[str, Any]:
     """One record with its steps and its audit as JSON."""
     record = stored.record
     is_corrected = bool(correction_of(record))
     return {
         # By which the rows of every table are found in SQL.
         "digest": record.digest.hex(),
-        "record": record_shape(stored)
+        "record": record_json(stored)
         | {
             "fingerprint": record.fingerprint.hex(),
             # Negative in the store where it is keyed.
@@ -153,25 +153,25 @@ def detail_shape(stored: StoredKey) -> dict[str, Any]:
             "worker_tries_at": instant_text(worker_tries_at_ms(stored)),
         },
         # What a worker would resume the operation with; null when it is not resumable, or done.
-        "arguments": None if stored.arguments is None else payload_shape(stored.arguments),
-        "steps": [_step_shape(step) for step in stored.steps],
-        "outcomes": [_outcome_shape(outcome, stored) for outcome in stored.outcomes],
+        "arguments": None if stored.arguments is None else payload_json(stored.arguments),
+        "steps": [_step_json(step) for step in stored.steps],
+        "outcomes": [_outcome_json(outcome, stored) for outcome in stored.outcomes],
     }
 
 
-def past_shape(key: Key, outcomes: Sequence[StoredOutcome]) -> dict[str, Any]:
+def past_json(key: Key, outcomes: Sequence[StoredOutcome]) -> dict[str, Any]:
     """The same of a key whose record is gone, and its audit not yet."""
     return {
         "digest": key.digest.hex(),
         "record": None,
         "arguments": None,
         "steps": [],
-        "outcomes": [_outcome_shape(outcome, None) for outcome in outcomes],
+        "outcomes": [_outcome_json(outcome, None) for outcome in outcomes],
     }
 
 
-def _step_shape(step: Step) -> dict[str, Any]:
-    return {"name": step.name, "position": step.position} | payload_shape(step.payload)
+def _step_json(step: Step) -> dict[str, Any]:
+    return {"name": step.name, "position": step.position} | payload_json(step.payload)
 
 
 def is_withheld(stored: StoredKey) -> bool:
@@ -189,7 +189,7 @@ def _is_current(outcome: StoredOutcome, stored: StoredKey | None) -> bool:
     return is_settled and outcome.token == stored.record.token
 
 
-def _outcome_shape(outcome: StoredOutcome, stored: StoredKey | None) -> dict[str, Any]:
+def _outcome_json(outcome: StoredOutcome, stored: StoredKey | None) -> dict[str, Any]:
     return {
         "attempt": outcome.attempt,
         "ending": outcome.state.name.lower(),
@@ -199,23 +199,23 @@ def _outcome_shape(outcome: StoredOutcome, stored: StoredKey | None) -> dict[str
         "is_withheld": outcome.payload.form == WITHHELD,
         "settled_at": instant_text(outcome.settled_at_ms),
         "audit_ends_at": instant_text(outcome.audit_ends_at_ms),
-    } | payload_shape(outcome.payload)
+    } | payload_json(outcome.payload)
 
 
-def payload_shape(payload: Payload) -> dict[str, Any]:
+def payload_json(payload: Payload) -> dict[str, Any]:
     """A payload as JSON; exactly one of `body`, `body_text` and `body_base64` is there."""
     name, body = readable_body(payload)
-    shape = {
+    document = {
         "form": payload.form,
         "head": payload.head.decode(errors="backslashreplace"),
         "size_bytes": payload.size_bytes,
         name: body,
     }
-    response = response_shape(payload)
-    return shape if response is None else shape | {"response": response}
+    response = response_json(payload)
+    return document if response is None else document | {"response": response}
 
 
-def response_shape(payload: Payload) -> dict[str, Any] | None:
+def response_json(payload: Payload) -> dict[str, Any] | None:
     """Status and headers of a stored HTTP response; None for any other payload."""
     if not payload.form.startswith("http."):
         return None

@@ -374,7 +374,7 @@ def test_what_cannot_be_joined_is_refused(shop, idem, connection):
         pass
 
 
-def test_an_async_connection_needs_the_async_face(shop, idem):
+def test_an_async_connection_needs_the_async_object(shop, idem):
     async def scenario():
         connection = await asyncpg.connect(shop.server_url)
         try:

@@ -11,9 +11,9 @@ import pytest
 from retrysafe import SqliteStore
 from retrysafe.core.model import Decision, SettleKind
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores.opening import postgres_store
 from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import KEY, OTHER, Probe, request, settlement
-from retrysafe.wiring import postgres_store
 
 
 class Place:

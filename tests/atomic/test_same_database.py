@@ -21,6 +21,7 @@ from retrysafe import (
     StoreUnavailable,
     current_attempt,
 )
+from retrysafe.runtime.calls import calls_of
 from retrysafe.stores.postgres.drivers.port import Conflict
 from retrysafe.stores.postgres.drivers.servers import Servers
 from retrysafe.stores.postgres.same_database import SameDatabase
@@ -65,13 +66,13 @@ def astray(request, shop, elsewhere):
 def asked(monkeypatch):
     """What was asked of connections, in order."""
     answers = []
-    ask = SameDatabase._asked
+    ask = SameDatabase._identity_of
 
     async def noting(self, fetch):
         answers.append(await ask(self, fetch))
         return answers[-1]
 
-    monkeypatch.setattr(SameDatabase, "_asked", noting)
+    monkeypatch.setattr(SameDatabase, "_identity_of", noting)
     return answers
 
 
@@ -108,7 +109,7 @@ def test_every_connection_is_asked_once(driver, shop, asked):
     assert len(set(asked)) == 1
     del connection
     gc.collect()
-    assert len(driver.idem.store._same_database._known) <= 1
+    assert len(calls_of(driver.idem).store._same_database._known) <= 1
 
 
 def test_a_connection_out_of_a_pool_is_asked_once(shop, asked):
@@ -167,7 +168,7 @@ def test_a_thread_of_an_event_loop_compares_with_what_the_store_was(shop, elsewh
                 await idem.run("order-1", lambda: asyncio.to_thread(astray), request=1)
             assert await idem.run("order-2", lambda: asyncio.to_thread(right), request=2) == 2
             # As if the store's address led to another server by now: the next use finds it out.
-            idem.store._same_database._identity = ("before", 1)
+            calls_of(idem).store._same_database._identity = ("before", 1)
             with pytest.raises(InvalidInput, match=REFUSED):
                 await idem.run("order-3", lambda: asyncio.to_thread(right), request=3)
             assert await idem.run("order-3", lambda: asyncio.to_thread(right), request=3) == 2
@@ -181,7 +182,7 @@ def test_a_store_whose_server_was_replaced_is_asked_again(shop, idem):
         with idem.atomic(connection, "order-1") as run:
             run.complete(1)
         connection.commit()
-        idem.store._same_database._identity = ("postgres", 1)
+        calls_of(idem).store._same_database._identity = ("postgres", 1)
     with psycopg.connect(shop.server_url) as connection, idem.atomic(connection, "order-2") as run:
         run.complete(2)
     assert run.value == 2
@@ -192,19 +193,22 @@ def test_a_store_that_cannot_be_asked_again_is_out_of_reach(shop, idem, error):
     """A standby cancels a statement as in a conflict; callers are told what they can act on."""
     with psycopg.connect(shop.server_url) as connection:
         enter_block(idem, connection)
-    same = idem.store._same_database
+    same = calls_of(idem).store._same_database
     same._identity = ("postgres", 1)
 
     async def refuse(seconds, sql):
         raise error
 
-    usual, idem.store._connector.fetch_within = idem.store._connector.fetch_within, refuse
+    usual, calls_of(idem).store._connector.fetch_within = (
+        calls_of(idem).store._connector.fetch_within,
+        refuse,
+    )
     with (
         psycopg.connect(shop.server_url) as connection,
         pytest.raises(StoreUnavailable, match="cancelled"),
     ):
         enter_block(idem, connection)
-    idem.store._connector.fetch_within = usual
+    calls_of(idem).store._connector.fetch_within = usual
     # Its next use finds out where it is.
     assert idem.read("order-2") is not None
     assert same._identity != ("postgres", 1)
@@ -222,7 +226,7 @@ def test_a_connection_to_where_the_store_was_is_trusted_no_more(shop, idem, else
             run.complete(1)
         old.commit()
         # What a name server or a proxy does: from now on the address leads elsewhere.
-        idem.store._connector.fetch_within = there.store._connector.fetch_within
+        calls_of(idem).store._connector.fetch_within = calls_of(there).store._connector.fetch_within
         with idem.atomic(new, "order-2") as run:
             run.complete(2)
         new.rollback()
@@ -237,7 +241,7 @@ def enter_block(idem, connection):
 
 def test_a_thread_that_compared_with_the_old_server_makes_nothing_known(shop, idem):
     """It was right when it looked; the connection is asked again all the same."""
-    same = idem.store._same_database
+    same = calls_of(idem).store._same_database
     with psycopg.connect(shop.server_url) as connection:
         with idem.atomic(connection, "order-1") as run:
             run.complete(1)
@@ -254,8 +258,8 @@ def test_a_store_that_did_not_answer_is_asked_again_after_a_pause(shop, elsewher
     own_port = f":{shop.connection.info.port}/"
     now = [1000.0]
     with Idempotency(shop.store_url, caller="shop") as idem:
-        idem.store._same_database._monotonic = lambda: now[0]
-        connector = idem.store._connector
+        calls_of(idem).store._same_database._monotonic = lambda: now[0]
+        connector = calls_of(idem).store._connector
         right = connector._servers
         nowhere = shop.server_url.replace(own_port, f":{free_port()}/")
         connector._servers = Servers(nowhere)
@@ -296,7 +300,7 @@ def test_a_block_behind_a_full_pooler_does_not_wait_for_itself(shop, full_pooler
             enter_block(idem, connection)
         assert time.monotonic() - began_at < SOON_SECONDS
         assert idem.read("order-1") is None
-        idem.store._same_database._identity = ("before", 1)
+        calls_of(idem).store._same_database._identity = ("before", 1)
         began_at = time.monotonic()
         with (
             psycopg.connect(full_pooler, prepare_threshold=None) as connection,
@@ -309,8 +313,8 @@ def test_a_block_behind_a_full_pooler_does_not_wait_for_itself(shop, full_pooler
         with psycopg.connect(full_pooler, prepare_threshold=None) as connection:
             with idem.atomic(connection, "order-3") as run:
                 run.complete(3)
-            assert connection in idem.store._same_database._known
-        connector = idem.store._connector
+            assert connection in calls_of(idem).store._same_database._known
+        connector = calls_of(idem).store._connector
         assert {made.statement_seconds for made in connector._pool._idle} == {5}
 
 
@@ -332,7 +336,7 @@ def test_a_task_behind_a_full_pooler_does_not_wait_for_itself(shop, full_pooler,
             async with asyncio.timeout(SOON_SECONDS):
                 await block(idem, "order-1")
             assert await idem.read("order-2") is None
-            idem.store._same_database._identity = ("before", 1)
+            calls_of(idem).store._same_database._identity = ("before", 1)
             async with asyncio.timeout(SOON_SECONDS):
                 with pytest.raises(StoreUnavailable):
                     await block(idem, "order-2")

@@ -13,10 +13,11 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from retrysafe import Idempotency, Key, OperationFailed, idempotency
-from retrysafe.runtime import gate
+from retrysafe import Idempotency, Key, OperationFailed
+from retrysafe.runtime import calls
+from retrysafe.runtime.calls import calls_of
 from tests.core.building import call
-from tests.interrupting import at_every_place
+from tests.interrupting import at_every_place_at_once
 
 
 @pytest.fixture
@@ -53,9 +54,9 @@ def test_a_signal_anywhere_in_the_gate_of_a_block_leaves_nobody_inside(idem, tra
         with transaction() as connection, idem.atomic(connection, f"k{next(numbers)}") as run:
             run.complete(1)
 
-    for place in at_every_place(act, gate):
-        assert not idem._gate._inside, f"somebody is inside after a signal at place {place}"
-    assert next(numbers) > 3
+    for place in at_every_place_at_once(3, act, calls):
+        assert not idem._calls._gate.inside, f"somebody is inside after signals at place {place}"
+    assert next(numbers) >= 3
 
 
 def test_a_signal_anywhere_in_the_gate_of_a_refused_block_leaves_nobody_inside(idem, transaction):
@@ -74,8 +75,8 @@ def test_a_signal_anywhere_in_the_gate_of_a_refused_block_leaves_nobody_inside(i
 
     with transaction() as connection, idem.atomic(connection, "k") as run:
         run.fail(LookupError("gone"))
-    for place in at_every_place(act, gate):
-        assert not idem._gate._inside, f"somebody is inside after a signal at place {place}"
+    for place in at_every_place_at_once(3, act, calls):
+        assert not idem._calls._gate.inside, f"somebody is inside after signals at place {place}"
     assert refusals == 1
 
 
@@ -85,10 +86,10 @@ def test_a_signal_anywhere_in_the_gate_of_an_adapters_call_leaves_nobody_inside(
 
     def act():
         made = call(key=Key(f"k{next(numbers)}", caller="shop"))
-        idem.answer_atomic(made, transaction, lambda attempt: 1)
+        calls_of(idem).answer_atomic(made, transaction, lambda attempt: 1)
 
-    for place in at_every_place(act, gate):
-        assert not idem._gate._inside, f"somebody is inside after a signal at place {place}"
+    for place in at_every_place_at_once(3, act, calls):
+        assert not idem._calls._gate.inside, f"somebody is inside after signals at place {place}"
     assert next(numbers) > 3
 
 
@@ -103,9 +104,9 @@ def test_a_signal_before_the_first_step_leaves_no_flow_that_was_never_begun(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with monkeypatch.context() as patch:
-            patch.setattr(idempotency, "run_sync", interrupted)
+            patch.setattr(calls, "run_sync", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                idem.answer_atomic(call(), transaction, lambda attempt: 1)
+                calls_of(idem).answer_atomic(call(), transaction, lambda attempt: 1)
         gc.collect()
         assert [str(item.message) for item in caught] == []
-    assert idem.answer_atomic(call(), transaction, lambda attempt: 1).value == 1
+    assert calls_of(idem).answer_atomic(call(), transaction, lambda attempt: 1).value == 1

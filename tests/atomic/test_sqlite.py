@@ -30,9 +30,10 @@ from retrysafe import (
     TransactionMissing,
     current_attempt,
     is_conflict,
+    reentry,
 )
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.sqlite import connections, reentry
+from retrysafe.stores.sqlite import connections
 from retrysafe.testing import FaultyStore
 
 PATIENCE_SECONDS = 30
@@ -139,7 +140,7 @@ def test_a_rollback_inside_the_block_loses_the_claim(idem, connection):
     assert keys(connection) == []
 
 
-def test_a_commit_inside_the_block_is_told(idem, connection):
+def test_a_commit_inside_the_block_is_reported(idem, connection):
     connection.execute("BEGIN IMMEDIATE")
     with (
         pytest.raises(TransactionMissing, match="inside the block"),
@@ -150,7 +151,7 @@ def test_a_commit_inside_the_block_is_told(idem, connection):
 
 
 @pytest.mark.parametrize("when", ["before the outcome", "after the outcome"])
-def test_a_transaction_that_the_binding_began_in_the_block_is_told(
+def test_a_transaction_that_the_binding_began_in_the_block_is_reported(
     idem, connection, open_connection, when
 ):
     """The block is in one transaction; another one that stands open at its end is not taken for it.
@@ -241,9 +242,9 @@ def test_a_thread_with_a_copy_of_the_blocks_context_waits_for_it(idem, connectio
     """As `asyncio.to_thread` makes it: it is no part of the block, which goes on and commits."""
     asked, refusals = threading.Event(), []
 
-    def require_outside(path):
+    def require_outside(path, thread):
         try:
-            reentry.require_outside(path)
+            reentry.require_outside(path, thread)
         except StoreUnavailable as error:
             refusals.append(error)
             raise
@@ -434,7 +435,7 @@ def test_a_connection_that_begins_by_itself(idem, open_connection):
     assert keys(connection) == [2]
 
 
-def test_a_missing_schema_in_an_open_transaction_is_told(idem, open_connection):
+def test_a_missing_schema_in_an_open_transaction_is_reported(idem, open_connection):
     """Making it would wait for this very transaction."""
     connection = open_connection()
     connection.execute("BEGIN IMMEDIATE")

@@ -57,7 +57,7 @@ def test_an_entry_commits_with_the_users_write(driver, shop):
         assert shop.entries() == [b'{"order":"pen"}']
     received = []
     with Idempotency(shop.store_url, caller="shop") as idem:
-        Relay(idem._store, received.append).drain()
+        Relay(idem._calls.store, received.append).drain()
     assert [(item.key, item.aggregate) for item in received] == [(key, "pen")]
 
 
@@ -141,7 +141,7 @@ def connection(path):
 
 
 def bodies(idem):
-    found = run_sync(idem._store.outbox.list_entries(EntryQuery()))
+    found = run_sync(idem._calls.store.outbox.list_entries(EntryQuery()))
     return [item.entry.body for item in reversed(found)]
 
 
@@ -157,7 +157,7 @@ def test_sqlite_commits_the_message_with_the_write(path, connection):
         assert bodies(idem) == []
         connection.execute("COMMIT")
         assert bodies(idem) == [b"a", b"b"]
-        first, second = reversed(run_sync(idem._store.outbox.list_entries(EntryQuery())))
+        first, second = reversed(run_sync(idem._calls.store.outbox.list_entries(EntryQuery())))
         assert first.entry.due_at_ms - second.entry.due_at_ms > 3_000_000
         assert (second.entry.caller, second.entry.origin) == ("shop", "order-1")
         connection.execute("BEGIN IMMEDIATE")

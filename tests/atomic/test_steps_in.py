@@ -18,6 +18,7 @@ from retrysafe import (
     current_attempt,
 )
 from retrysafe.core.model import Decision, Payload, Step, StepWrite
+from retrysafe.runtime.calls import calls_of
 from retrysafe.runtime.drive import run_sync
 from retrysafe.testing.suite.probe import request
 from tests.atomic.drivers import Rollback
@@ -304,7 +305,7 @@ def test_what_a_stored_step_stands_for_is_not_written_again(shop, idem, tmp_path
     """Also with an equal result, as nothing is: the order in this transaction is a second one."""
     with closing(psycopg.connect(shop.server_url)) as connection:
         connection.execute("SELECT 1")
-        assert lost_after_another(idem.store, connection, Key("order-1", caller="shop"))
+        assert lost_after_another(calls_of(idem).store, connection, Key("order-1", caller="shop"))
     path = tmp_path / "orders.db"
     with (
         Idempotency(f"sqlite:///{path}", caller="shop") as embedded,
@@ -312,4 +313,6 @@ def test_what_a_stored_step_stands_for_is_not_written_again(shop, idem, tmp_path
     ):
         connection.execute("CREATE TABLE orders (name text)")
         connection.commit()
-        assert lost_after_another(embedded.store, connection, Key("order-1", caller="shop"))
+        assert lost_after_another(
+            calls_of(embedded).store, connection, Key("order-1", caller="shop")
+        )

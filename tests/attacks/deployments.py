@@ -34,7 +34,7 @@ CUT_OFF = "is cut off"
 
 
 @dataclass(frozen=True)
-class Shape:
+class Deployment:
     """A server with its options."""
 
     # As people type it, and as the page shows it.
@@ -83,27 +83,29 @@ _UWSGI = (
     *("--hook-master-start", "unix_signal:15 gracefully_kill_them_all"),
 )
 
-SHAPES = (
-    Shape("gunicorn --workers 2", "wsgi_app"),
-    Shape("gunicorn --workers 2 --preload", "wsgi_app"),
-    Shape("gunicorn -k gthread --threads 16", "wsgi_app"),
-    Shape("gunicorn -k gthread --threads 16 --workers 2 --preload", "wsgi_app"),
-    Shape("gunicorn -k gevent", "wsgi_app"),
-    Shape("gunicorn -k gevent --workers 2 --preload", "wsgi_app", is_quick=True),
-    Shape("uwsgi --processes 2", "wsgi_app"),
-    Shape("uwsgi --processes 2 --threads 8", "wsgi_app", is_quick=True),
-    Shape("uwsgi --processes 2 --threads 8 --lazy-apps", "wsgi_app", ready="WSGI app 0", workers=2),
-    Shape("uwsgi --gevent 50 --gevent-monkey-patch", "wsgi_app"),
-    Shape(
+DEPLOYMENTS = (
+    Deployment("gunicorn --workers 2", "wsgi_app"),
+    Deployment("gunicorn --workers 2 --preload", "wsgi_app"),
+    Deployment("gunicorn -k gthread --threads 16", "wsgi_app"),
+    Deployment("gunicorn -k gthread --threads 16 --workers 2 --preload", "wsgi_app"),
+    Deployment("gunicorn -k gevent", "wsgi_app"),
+    Deployment("gunicorn -k gevent --workers 2 --preload", "wsgi_app", is_quick=True),
+    Deployment("uwsgi --processes 2", "wsgi_app"),
+    Deployment("uwsgi --processes 2 --threads 8", "wsgi_app", is_quick=True),
+    Deployment(
+        "uwsgi --processes 2 --threads 8 --lazy-apps", "wsgi_app", ready="WSGI app 0", workers=2
+    ),
+    Deployment("uwsgi --gevent 50 --gevent-monkey-patch", "wsgi_app"),
+    Deployment(
         "granian --workers 2 --blocking-threads 16", "wsgi_app", ready="Started worker", workers=2
     ),
-    Shape("granian --workers 2", "asgi_app", ready="Started worker", workers=2),
-    Shape("uvicorn", "asgi_app"),
-    Shape("uvicorn --workers 2", "asgi_app"),
-    Shape("uvicorn --loop asyncio", "asgi_app"),
-    Shape("hypercorn", "asgi_app"),
-    Shape("hypercorn -k uvloop", "asgi_app"),
-    Shape("hypercorn --workers 2", "asgi_app", CUT_OFF),
+    Deployment("granian --workers 2", "asgi_app", ready="Started worker", workers=2),
+    Deployment("uvicorn", "asgi_app"),
+    Deployment("uvicorn --workers 2", "asgi_app"),
+    Deployment("uvicorn --loop asyncio", "asgi_app"),
+    Deployment("hypercorn", "asgi_app"),
+    Deployment("hypercorn -k uvloop", "asgi_app"),
+    Deployment("hypercorn --workers 2", "asgi_app", CUT_OFF),
 )
 
 
@@ -182,13 +184,13 @@ def launch(command: list[str], port: int, store: str, directory: Path) -> Served
 
 
 @contextmanager
-def serving(shape: Shape, store: str, directory: Path) -> Iterator[Served]:
-    """The shape, answering; killed with all of its processes at the end if it still runs."""
+def serving(deployment: Deployment, store: str, directory: Path) -> Iterator[Served]:
+    """The deployment, answering; killed with all of its processes at the end if it still runs."""
     port = free_port()
-    served = launch(shape.command(port), port, store, directory)
+    served = launch(deployment.command(port), port, store, directory)
     try:
         wait_until_it_answers(served)
-        while served.log.read_text(errors="replace").count(shape.ready) < shape.workers:
+        while served.log.read_text(errors="replace").count(deployment.ready) < deployment.workers:
             time.sleep(0.05)
         yield served
     finally:

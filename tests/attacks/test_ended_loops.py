@@ -23,7 +23,7 @@ import uvloop
 
 from retrysafe import AsyncIdempotency, Idempotency, current_attempt
 from retrysafe.core.model import State
-from retrysafe.runtime import loop_ports
+from retrysafe.runtime import task_ports
 from tests.servers.fixtures import migrated
 
 # Nobody closes anything here, which is the point: the drivers warn of what they find open. uvloop
@@ -75,7 +75,7 @@ class HeldStore:
 
     def close(self) -> None:
         while self._opened:
-            parts = self._opened.pop()._parts
+            parts = self._opened.pop()._calls._bound.parts
             if parts is not None:
                 parts.heartbeat.stop(10)
                 if parts.threaded is not None:
@@ -136,11 +136,11 @@ class Charges:
 
     async def have_left(self) -> None:
         """Returns when nothing is queued: all of it is on its way to the store."""
-        while self.idem._parts.group_commit._endings:  # noqa: ASYNC110 — as above.
+        while self.idem._calls._bound.parts.group_commit._endings:  # noqa: ASYNC110 — as above.
             await asyncio.sleep(0.01)
 
     def _queued(self) -> int:
-        commit = self.idem._parts.group_commit
+        commit = self.idem._calls._bound.parts.group_commit
         flights = commit._flights.values()
         return sum(len(flight.settlements) for flight in flights) + len(commit._endings)
 
@@ -246,9 +246,9 @@ def test_the_result_of_a_step_is_stored_when_the_loop_ends(held):
     assert calls == ["reserve"]
 
 
-def test_what_cannot_be_stored_in_time_is_told(held, monkeypatch, caplog):
+def test_what_cannot_be_stored_in_time_is_reported(held, monkeypatch, caplog):
     """The store does not come back: the loop ends all the same, and every key is in the log."""
-    monkeypatch.setattr(loop_ports, "LAST_WRITES_SECONDS", 0.2)
+    monkeypatch.setattr(task_ports, "LAST_WRITES_SECONDS", 0.2)
     charges = Charges(held, count=5)
 
     async def main() -> None:

@@ -173,13 +173,13 @@ def test_a_waiting_caller_gets_the_outcome_of_the_healthy_owner(scene, database,
             return "a second run"
 
         rival = Rival(
-            idem._store, lambda _: idem.run("the key", operation, name="pay", request="r")
+            idem._calls.store, lambda _: idem.run("the key", operation, name="pay", request="r")
         )
         owner.kill(signal.SIGSTOP)
         frozen.kill(signal.SIGKILL)
         spared_ms = round(LEASE.total_seconds() * 1000) // 6
-        lapsed_ms = _read(idem._store).record.lease_ends_at_ms
-        _until(lambda: _read(idem._store).record.lease_ends_at_ms >= lapsed_ms + spared_ms)
+        lapsed_ms = _read(idem._calls.store).record.lease_ends_at_ms
+        _until(lambda: _read(idem._calls.store).record.lease_ends_at_ms >= lapsed_ms + spared_ms)
         owner.kill(signal.SIGCONT)
         owner.send("end")
         assert rival.answer() == "from the owner"

@@ -125,7 +125,7 @@ def test_a_client_may_always_decline_to_wait(serve):
 def test_those_who_wait_for_another_process_have_places_too(serve):
     """The leader of a local flight polls for a foreign owner, and holds its thread as well."""
     server = serve(2)
-    with Idempotency(server.app.idempotency.store) as here:
+    with Idempotency(server.app.calls.store) as here:
         app = WSGIIdempotencyMiddleware(
             server.slow,
             here,

@@ -37,6 +37,7 @@ from retrysafe.http.protection import Protection
 from retrysafe.http.request import Request
 from retrysafe.http.routes import Route
 from retrysafe.http.wsgi import WSGIIdempotencyMiddleware
+from retrysafe.runtime.calls import calls_of
 from retrysafe.stores.memory.store import MemoryStore
 from tests.attacks.growth import FACTOR, LIMIT, growth
 from tests.attacks.hostile_inputs import BODIES, FILLERS, OTHERS, headers, mark
@@ -338,14 +339,14 @@ def _is_clean(lines):
 def test_no_byte_of_a_path_becomes_a_header_line():
     """Where the mount is chosen by the client, links and locations are written percent-encoded."""
     idempotency = AsyncIdempotency(MemoryStore())
-    protection = Protection(idempotency.settings, caller=bearer_token)
+    protection = Protection(calls_of(idempotency).settings, caller=bearer_token)
     asked = [("k" * 300, "Bearer a"), ('"k"', None), ('"k"', "Bearer a")]
     for key, token in asked:
         headers = [(b"idempotency-key", key.encode())]
         if token:
             headers.append((b"authorization", token.encode()))
         made = Request("POST", HOSTILE_PREFIX + "/charges", b"", headers)
-        plan = protection.begin(Route(Rule(), idempotency.settings), made, HOSTILE_PREFIX)
+        plan = protection.begin(Route(Rule(), calls_of(idempotency).settings), made, HOSTILE_PREFIX)
         if token and key == '"k"':
             plan.key = 'k"\\ ;<>'
             answers = [

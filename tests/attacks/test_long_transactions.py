@@ -44,12 +44,12 @@ from retrysafe.core.model import (
 )
 from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
+from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import store as postgres
 from retrysafe.stores.sqlite import SqliteStore
 from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import key_of, request, settlement
-from retrysafe.wiring import postgres_store
 from tests.postgres.conftest import Spied
 from tests.servers.fixtures import migrated, schema_on
 

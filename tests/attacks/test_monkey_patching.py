@@ -23,12 +23,12 @@ from retrysafe import AsyncIdempotency
 from retrysafe.errors import InvalidInput
 from tests.attacks.apps.ledger import LEASE
 from tests.attacks.deployments import (
+    DEPLOYMENTS,
     FINISHED,
     ROOT,
-    SHAPES,
     START_SECONDS,
     STOP_SECONDS,
-    Shape,
+    Deployment,
     at_once,
     free_port,
     launch,
@@ -41,10 +41,10 @@ LEASE_SECONDS = LEASE.total_seconds()
 PAGE = ROOT / "docs" / "deployment.md"
 
 
-def _marked(shapes):
+def _marked(deployments):
     return [
-        pytest.param(shape, id=shape.name, marks=() if shape.is_quick else pytest.mark.long)
-        for shape in shapes
+        pytest.param(item, id=item.name, marks=() if item.is_quick else pytest.mark.long)
+        for item in deployments
     ]
 
 
@@ -56,12 +56,12 @@ def store_url(request, tmp_path):
     return migrated(request.getfixturevalue("postgres_url"))
 
 
-@pytest.mark.parametrize("shape", _marked(SHAPES))
-def test_duplicates_run_once_and_nothing_hangs(shape, store_url, tmp_path):
+@pytest.mark.parametrize("deployment", _marked(DEPLOYMENTS))
+def test_duplicates_run_once_and_nothing_hangs(deployment, store_url, tmp_path):
     """Duplicates at the same moment run once and get one outcome, whether they wait or ask again;
     also while an operation outlives its lease."""
     seconds = {"short": 0.05, "shorter": 0.0, "long": 1.5 * LEASE_SECONDS}
-    with serving(shape, store_url, tmp_path) as served:
+    with serving(deployment, store_url, tmp_path) as served:
         answers = at_once(
             *(
                 partial(served.outcome, key, seconds[key], wait=wait)
@@ -79,24 +79,24 @@ def test_duplicates_run_once_and_nothing_hangs(shape, store_url, tmp_path):
         assert served.counts() == dict.fromkeys(expected, 1)
 
 
-@pytest.mark.parametrize("shape", _marked(SHAPES))
-def test_a_sigterm_in_the_middle_of_an_operation(shape, tmp_path):
+@pytest.mark.parametrize("deployment", _marked(DEPLOYMENTS))
+def test_a_sigterm_in_the_middle_of_an_operation(deployment, tmp_path):
     """The operation is finished and replayed by the next process, or cut off and run again after
     its lease, as the page says; never does it come to its end twice."""
     store_url, seconds = f"sqlite:///{tmp_path}/shop.db", 1.2 * LEASE_SECONDS
-    with serving(shape, store_url, tmp_path) as served:
+    with serving(deployment, store_url, tmp_path) as served:
         said = at_once(
             partial(served.post, "k", seconds),
             lambda: served.wait_for("begin k") or served.end(),
         )
         assert isinstance(said[1], str), said[1]
     was_finished = served.counts()["end k"] == 1
-    with serving(shape, store_url, tmp_path) as served:
+    with serving(deployment, store_url, tmp_path) as served:
         answer = served.outcome("k", seconds)
         assert answer.status == 201
         assert (answer.getheader("Idempotent-Replayed") == "true") is was_finished
         assert served.counts()["end k"] == 1
-    assert was_finished is (shape.at_sigterm == FINISHED)
+    assert was_finished is (deployment.at_sigterm == FINISHED)
 
 
 def _refused(command, tmp_path, *, port, store=None):
@@ -140,8 +140,8 @@ def test_trio_is_refused_at_the_start(tmp_path):
     """A server that runs another loop than asyncio's does not begin to serve, and says what to use
     instead."""
     port = free_port()
-    shape = Shape("hypercorn -k trio", "asgi_app")
-    said = _refused(shape.command(port), tmp_path, port=port)
+    deployment = Deployment("hypercorn -k trio", "asgi_app")
+    said = _refused(deployment.command(port), tmp_path, port=port)
     assert "no event loop of asyncio is running here" in said
     assert "hypercorn's asyncio worker" in said
 
@@ -149,8 +149,10 @@ def test_trio_is_refused_at_the_start(tmp_path):
 def test_greenlets_without_a_patch_are_refused_at_the_start(tmp_path):
     """uWSGI with gevent, but with locks of threads: the first one that waits would stop all."""
     port = free_port()
-    shape = Shape("uwsgi --gevent 50", "wsgi_app")
-    assert "set gevent-monkey-patch = true" in _refused(shape.command(port), tmp_path, port=port)
+    deployment = Deployment("uwsgi --gevent 50", "wsgi_app")
+    assert "set gevent-monkey-patch = true" in _refused(
+        deployment.command(port), tmp_path, port=port
+    )
 
 
 @pytest.mark.parametrize("run", [trio.run, partial(anyio.run, backend="trio")])
@@ -215,7 +217,7 @@ for run in before:
         assert "before gevent patched" in str(error), error
     else:
         raise AssertionError(run)
-assert idem.run("k", lambda: 1) == 1
+assert idem.run("k", lambda: 1, request=None) == 1
 idem.worker().run_once()
 Relay(store, print).drain()
 """
@@ -248,10 +250,10 @@ assert running.get(timeout=5) == {}
 
 
 def test_the_page_on_deployment_lists_what_is_tested():
-    """Its table has a row for every shape here, with what a SIGTERM does to a running operation."""
+    """Its table has a row for each of these, with what a SIGTERM does to a running operation."""
     rows = re.findall(
         r"^\| `([^`]+)` \| (ASGI|WSGI) \| ([^|]+?) \|", PAGE.read_text(), re.MULTILINE
     )
     assert rows == [
-        (shape.options, shape.application[:4].upper(), shape.at_sigterm) for shape in SHAPES
+        (item.options, item.application[:4].upper(), item.at_sigterm) for item in DEPLOYMENTS
     ]

@@ -214,7 +214,7 @@ def test_another_request_by_another_spelling_is_refused(make_subject, make_app, 
 
 
 @pytest.mark.parametrize("make_app", [raw_asgi, starlette_route, raw_wsgi, flask_app])
-def test_a_key_that_no_rule_looks_at_is_told_of(make_subject, make_app, caplog):
+def test_a_key_that_no_rule_looks_at_is_reported(make_subject, make_app, caplog):
     """Each such request is reported, each path is logged once; a path that is off is neither."""
     subject = make_subject(
         make_app, rules=[Rule(path="/refunds"), Rule(path="/open", protected=False)]

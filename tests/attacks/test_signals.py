@@ -15,6 +15,7 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,10 +28,12 @@ from retrysafe import (
     Key,
     OperationInFlight,
     Policy,
+    RetrysafeError,
     SqliteStore,
     StoreUnavailable,
     current_attempt,
 )
+from retrysafe.core.keys.canonical import TooDeep
 from retrysafe.core.model import (
     ClaimRequest,
     Decision,
@@ -51,12 +54,19 @@ from retrysafe.core.outbox.entries import (
     EntryQuery,
     EntryState,
 )
+from retrysafe.runtime.current import current
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
 from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import key_of, request
 from tests.core.building import MARK
-from tests.interrupting import at_every_place, whole_tree
+from tests.interrupting import (
+    Interrupted,
+    Overflowed,
+    at_every_place,
+    at_every_place_at_once,
+    whole_tree,
+)
 from tests.processes.children import Child
 from tests.servers.fixtures import migrated
 
@@ -323,8 +333,10 @@ class Shop:
         return self.idem.run(key, operation, name="pay", request="r")
 
     def require_empty(self, place: object) -> None:
-        assert not self.idem._gate._inside, f"somebody is inside after a signal at {place}"
-        assert not self.idem._engine.flights_count, f"a flight is left after a signal at {place}"
+        assert current.get() is None, f"an attempt is left after a signal at {place}"
+        calls = self.idem._calls
+        assert not calls._gate.inside, f"somebody is inside after a signal at {place}"
+        assert not calls._engine.flights_count, f"a flight is left after a signal at {place}"
 
 
 @pytest.fixture(params=["sqlite", "memory", "postgresql"])
@@ -343,7 +355,7 @@ def shop(request, tmp_path: Path, monkeypatch) -> Iterator[Shop]:
         made = Shop(idem)
         made.pay("warm-up")
         if request.param == "sqlite":
-            idem._store._connections.writer.execute("PRAGMA synchronous = OFF")
+            idem._calls.store._connections.writer.execute("PRAGMA synchronous = OFF")
         yield made
     # What was interrupted while a connection was being made is thrown away here, and not during a
     # later test, which would be blamed for a connection that was not closed.
@@ -358,10 +370,20 @@ never_begun = pytest.mark.filterwarnings(
 
 
 @never_begun
-def test_a_call_leaves_nothing_behind(shop: Shop):
-    """Wherever it is interrupted, the next one works, and nobody is waited for."""
+@pytest.mark.parametrize("kind", [Interrupted, Overflowed])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_call_leaves_nothing_behind(shop: Shop, count: int, kind: type[Interrupted]):
+    """Wherever it is interrupted, the next one works, and nobody is waited for.
+
+    Also when several signals come at once, each of which raises; and where the stack ends.
+    """
+
+    def call() -> None:
+        with suppress(RetrysafeError, TooDeep):  # What an overflow may be told as.
+            shop.call()
+
     place = 0
-    for place in at_every_place(shop.call, *whole_tree()):
+    for place in at_every_place_at_once(count, call, *whole_tree(), kind=kind):
         assert shop.pay(f"next-{shop.number}") == 7, place
         shop.require_empty(place)
     assert place > 100

@@ -28,7 +28,8 @@ from retrysafe.http.asgi_run import AppRun
 from retrysafe.runtime import local_time
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.heartbeat import TaskHeartbeat, ThreadHeartbeat
-from retrysafe.runtime.local_clocks import TaskClock, ThreadClock
+from retrysafe.runtime.task_ports import TaskClock
+from retrysafe.runtime.thread_ports import ThreadClock
 from retrysafe.testing import ManualClock
 from tests.core.building import KEY
 from tests.http.driving import Shop, ask

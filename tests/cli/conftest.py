@@ -147,7 +147,7 @@ def desk(tmp_path, monkeypatch):
     made = Desk(tmp_path / "keys.db")
     # The commands open the store by its URL; they must see the same clock.
     monkeypatch.setattr(
-        "retrysafe.wiring.SqliteStore",
+        "retrysafe.stores.opening.SqliteStore",
         lambda path, **options: SqliteStore(path, now_ms=lambda: made.now_ms, **options),
     )
     yield made

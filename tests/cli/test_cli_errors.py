@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 
 from retrysafe import SqliteStore
-from retrysafe.cli.problems import ExitCode, Problem, problem_of, tell
+from retrysafe.cli.problems import ExitCode, Problem, problem_of, report
 from retrysafe.core.model import SettleKind
 from retrysafe.errors import RetrysafeError, StoreError, StoreUnavailable
 from retrysafe.runtime.drive import run_sync
@@ -101,7 +101,7 @@ def test_a_missing_file_is_told_and_not_made(invoke, tmp_path, command):
 
 
 @pytest.mark.parametrize("command", ALL, ids=name_of)
-def test_a_missing_folder_is_told(invoke, tmp_path, command):
+def test_a_missing_folder_is_reported(invoke, tmp_path, command):
     """It is what is missing first; nobody is sent to `migrate`, which does not make it either."""
     outcome = invoke(*command, "--store", f"sqlite:///{tmp_path}/nowhere/app.db")
     assert outcome.code == ExitCode.STORE
@@ -141,7 +141,7 @@ def test_a_schema_that_is_too_new_asks_for_an_upgrade(invoke, tmp_path, command)
 
 
 @pytest.mark.parametrize("command", ALL, ids=name_of)
-def test_a_schema_that_went_another_way_is_told(invoke, tmp_path, command):
+def test_a_schema_that_went_another_way_is_reported(invoke, tmp_path, command):
     path = tmp_path / "changed.db"
     change_schema(path, "UPDATE retrysafe_schema SET checksum = 'other'")
     outcome = invoke(*command, "--store", f"sqlite:///{path}")
@@ -160,14 +160,14 @@ def test_a_file_that_is_no_database_is_told_and_kept(invoke, tmp_path, command):
 
 
 @pytest.mark.parametrize("command", ALL, ids=name_of)
-def test_a_folder_in_place_of_a_file_is_told(invoke, tmp_path, command):
+def test_a_folder_in_place_of_a_file_is_reported(invoke, tmp_path, command):
     outcome = invoke(*command, "--store", f"sqlite:///{tmp_path}")
     assert outcome.code == ExitCode.STORE
     assert "cannot be opened" in outcome.line
 
 
 @pytest.mark.parametrize("command", ALL, ids=name_of)
-def test_a_file_locked_for_everybody_is_told(invoke, desk, command):
+def test_a_file_locked_for_everybody_is_reported(invoke, desk, command):
     """Another process that keeps the file for itself blocks readers as well."""
     desk.put("k", caller="c")
     with closing(sqlite3.connect(desk.path, isolation_level=None)) as rival:
@@ -182,7 +182,7 @@ def test_a_file_locked_for_everybody_is_told(invoke, desk, command):
 
 
 @pytest.mark.parametrize("command", READERS[2:], ids=name_of)
-def test_a_writer_that_never_ends_is_told(invoke, desk, command):
+def test_a_writer_that_never_ends_is_reported(invoke, desk, command):
     """A long transaction of somebody else blocks writes, and is named as the thing to look for."""
     desk.put("k", caller="c", kind=SettleKind.FAIL)
     if command[0] in ("sweep", "worker"):
@@ -306,12 +306,12 @@ def test_a_fault_of_the_program_is_not_hidden():
 
 def test_a_message_cannot_command_the_terminal(capsys):
     """Messages quote what clients sent; escape sequences in them are shown, not run."""
-    tell(Problem("Kind", "one\ntwo \x1b[31mred", ExitCode.REFUSED), as_json=False)
+    report(Problem("Kind", "one\ntwo \x1b[31mred", ExitCode.REFUSED), as_json=False)
     assert capsys.readouterr().err == "retrysafe: one two \\x1b[31mred\n"
 
 
 def test_the_error_object_has_a_fixed_shape(capsys):
-    tell(problem_of(StoreUnavailable("down")), as_json=True)
+    report(problem_of(StoreUnavailable("down")), as_json=True)
     assert json.loads(capsys.readouterr().err) == {
         "error": "StoreUnavailable",
         "message": "down",

@@ -216,7 +216,7 @@ def test_any_body_can_be_shown(invoke, desk):
     assert invoke("outbox", "show", 2, "--store", desk.url, "--json").json["is_global"] is True
 
 
-def test_an_unknown_entry_is_told(invoke, desk):
+def test_an_unknown_entry_is_reported(invoke, desk):
     for command in (("show",), ("retry", "--yes"), ("discard", "--yes")):
         outcome = invoke("outbox", command[0], 77, *command[1:], "--store", desk.url)
         assert outcome.code == ExitCode.REFUSED

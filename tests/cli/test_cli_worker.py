@@ -15,7 +15,7 @@ import pytest
 from retrysafe import AsyncIdempotency, Condition, Idempotency, Policy, current_attempt
 from retrysafe.cli.problems import ExitCode
 from retrysafe.runtime.drive import run_sync
-from retrysafe.wiring import open_store
+from retrysafe.stores.opening import open_store
 
 LIMIT_SECONDS = 60
 # The shortest that a policy allows: these keys are abandoned for good by the time of a command.
@@ -169,7 +169,7 @@ def test_another_store_is_looked_after_too(folder, tmp_path):
     assert reports[f"{other} sweep"]["keys"] == 0
 
 
-def test_what_an_operation_raises_is_told(folder):
+def test_what_an_operation_raises_is_reported(folder):
     folder.abandon("a", mark="fail")
     ended = folder.worker("--import", "shop", "--once")
     assert ended.returncode == 0

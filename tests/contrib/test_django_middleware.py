@@ -358,7 +358,7 @@ def test_a_changed_setting_is_made_anew():
         first = current()
         with override_settings(RETRYSAFE=dict(options)):
             assert current() is not first
-        assert first.idempotency._gate.is_closed
+        assert first.idempotency._calls._gate.is_closed
 
 
 def test_no_spelling_passes_a_rule_by(world):
@@ -381,7 +381,7 @@ def test_a_404_of_a_view_is_kept_at_any_spelling(world, path):
 
 
 @pytest.mark.parametrize("path", ["/plain", "/async-plain"])
-def test_a_key_that_no_rule_looks_at_is_told_of(world, path, caplog):
+def test_a_key_that_no_rule_looks_at_is_reported(world, path, caplog):
     """Once for each route; not for a view that carries its own rule."""
     with (
         caplog.at_level("WARNING", "retrysafe"),

@@ -442,7 +442,7 @@ def test_a_store_that_is_down_refuses_and_fails_open_only_if_asked(world, path):
 
 
 @CHARGES
-def test_an_outcome_that_could_not_be_stored_is_told(world, path):
+def test_an_outcome_that_could_not_be_stored_is_reported(world, path):
     from retrysafe import Policy
 
     store = FaultyStore(MemoryStore())

@@ -318,7 +318,7 @@ def test_a_closed_application_refuses(visit):
     visit(scenario)
 
 
-def test_a_key_that_comes_to_an_endpoint_without_a_rule_is_told_of(visit):
+def test_a_key_that_comes_to_an_endpoint_without_a_rule_is_reported(visit):
     """Where the framework shows us such endpoints, but for those that are taken out on purpose.
 
     Starlette does not: put the middleware around the application there.

@@ -234,7 +234,7 @@ def test_a_preloaded_application_keeps_its_promise_in_every_process(served):
     assert len({reply.json()["process"] for reply in again}) == 2
 
 
-def test_a_key_that_comes_to_a_view_without_a_rule_is_told_of(make_shop, caplog):
+def test_a_key_that_comes_to_a_view_without_a_rule_is_reported(make_shop, caplog):
     """Once for each route; not for views that carry a rule, or are taken out by one."""
     shop = make_shop(Rule(path="/plain/{more}"))
     with caplog.at_level("WARNING", "retrysafe"):

@@ -558,7 +558,7 @@ def test_a_store_that_is_down_refuses_and_fails_open_only_if_asked(make_shop):
     assert "Retry-After" in refused.headers
 
 
-def test_an_outcome_that_could_not_be_stored_is_told(make_shop):
+def test_an_outcome_that_could_not_be_stored_is_reported(make_shop):
     store = FaultyStore(MemoryStore())
     policy = Policy(settle_patience=timedelta(0))
     shop = make_shop(store, rules=[Rule(path="/plain", policy=policy)])

@@ -5,16 +5,15 @@ Every wait is a pause that the test ends, so a race is an order of calls and not
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from retrysafe.core.atomic.complete_in import Join, Joiner
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Event, Reporter
@@ -25,19 +24,21 @@ from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
     Decision,
+    Extension,
     SettleAnswer,
     Settlement,
     StepWrite,
     StoredKey,
     StoredOutcome,
 )
-from retrysafe.core.ports import UNSHARED
-from retrysafe.core.renewal import confirm
-from retrysafe.core.steps.run import Stepper
-from retrysafe.core.values.codec import ValueCodec
+from retrysafe.core.ports import UNSHARED, ExtendResult, Ports, Waits
+from retrysafe.core.run_times import RunTimes
+from retrysafe.core.settings import Settings
+from retrysafe.errors import InvalidInput, StoreUnavailable
 from retrysafe.stores.memory.store import MemoryStore
 
 Invoke = Callable[[Attempt], Awaitable[Any]]
+Join = Callable[[object], Any]
 
 
 class Pause:
@@ -119,7 +120,7 @@ class ManualSignal:
 
 
 @dataclass
-class ManualWaiting:
+class ManualClock:
     """Sleeping moves the clock at once; what is to happen meanwhile can be told."""
 
     clock: Clock
@@ -168,14 +169,6 @@ class ScriptedWriter:
         self.payload_forms: list[str] = []
         self.claim_faults: deque[Fault | None] = deque()
         self.settle_faults: deque[Fault | None] = deque()
-        self.take_over_faults: deque[Fault | None] = deque()
-        self.ending_faults: deque[Fault | None] = deque()
-
-    async def last_outcome(self, key: Key) -> StoredOutcome | None:
-        return await _faulty(self.ending_faults, lambda: self._store.last_outcome(key))
-
-    async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
-        return await _faulty(self.take_over_faults, lambda: self._store.take_over(request, held))
 
     async def claim(self, request: ClaimRequest) -> ClaimAnswer:
         self.claims.append(request)
@@ -211,15 +204,20 @@ async def _faulty(faults: deque[Fault | None], act: Callable[[], Any]) -> Any:
     return answer
 
 
-class ScriptedSteps:
-    """Reads and writes of steps, with faults in the order in which they are to happen."""
+class ScriptedStore:
+    """What else the core asks a store, with faults in the order in which they are to happen."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
+        self.capabilities = store.capabilities
         self.reads = 0
         self.writes: list[str] = []
+        self.confirmed: list[Extension] = []
+        self.is_silent = False
         self.read_faults: deque[Fault | None] = deque()
         self.write_faults: deque[Fault | None] = deque()
+        self.take_over_faults: deque[Fault | None] = deque()
+        self.ending_faults: deque[Fault | None] = deque()
 
     async def read(self, key: Key) -> StoredKey | None:
         self.reads += 1
@@ -229,12 +227,23 @@ class ScriptedSteps:
         self.writes.append(write.step.name)
         return await _faulty(self.write_faults, lambda: self._store.record_step(write))
 
+    async def last_outcome(self, key: Key) -> StoredOutcome | None:
+        return await _faulty(self.ending_faults, lambda: self._store.last_outcome(key))
+
+    async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
+        return await _faulty(self.take_over_faults, lambda: self._store.take_over(request, held))
+
+    async def extend(
+        self, extensions: Sequence[Extension], timeout_seconds: float
+    ) -> list[ExtendResult]:
+        self.confirmed += extensions
+        if self.is_silent:
+            raise StoreUnavailable("no answer")
+        return await self._store.extend(extensions, timeout_seconds)
+
 
 class RecordedRenewals:
-    def __init__(self, store: Any, monotonic: Callable[[], float]) -> None:
-        self.store, self.monotonic = store, monotonic
-        self.confirmed: list[Lease] = []
-        self.is_silent = False
+    def __init__(self) -> None:
         self.running: list[Lease] = []
         self.count = 0
 
@@ -246,27 +255,57 @@ class RecordedRenewals:
         if lease in self.running:
             self.running.remove(lease)
 
-    async def confirm(self, lease: Lease) -> None:
-        self.confirmed.append(lease)
-        if self.is_silent:
-            return
-        await confirm(self.store, self.monotonic, Reporter([].append), lease)
-
 
 current: ContextVar[Attempt | None] = ContextVar("current", default=None)
 
 
-async def perform_with_attempt(
-    attempt: Attempt, operation: Invoke, _args: object, _kwargs: object
-) -> Any:
-    """Performs an operation that takes its attempt and nothing else."""
-    return await operation(attempt)
+class DrivenExecutor:
+    """Performs operations that take their attempt and nothing else; flows are stepped by tests."""
+
+    step_lock = nullcontext()
+    current = staticmethod(current.get)
+
+    def __init__(self, join: Join | None = None) -> None:
+        self._join = join
+
+    async def perform(
+        self, attempt: Attempt, operation: Invoke, _args: object, _kwargs: object
+    ) -> Any:
+        return await operation(attempt)
+
+    async def perform_step(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Makes the call of a step; what can be awaited is awaited."""
+        value = call(*args)
+        return await value if hasattr(value, "__await__") else value
+
+    def drive(self, flow: Coroutine[Any, Any, Any], waits: Waits | None = None) -> Any:
+        return flow if waits is None else drive(flow)
+
+    def join(self, connection: object) -> Any:
+        if self._join is None:
+            raise InvalidInput("this store cannot work in a transaction")
+        return self._join(connection)
+
+    join_step = join
+
+    def who(self) -> None:
+        pass
 
 
-async def perform(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Makes the call of a step; what can be awaited is awaited."""
-    value = call(*args)
-    return await value if hasattr(value, "__await__") else value
+def ports_over(writer: Any, clock: Any, **changes: Any) -> Ports:
+    """Ports of which a test names only what matters to it."""
+    fields: dict[str, Any] = {
+        "store": None,
+        "lock": UNSHARED,
+        "renewals": RecordedRenewals(),
+        "background": None,
+        "executor": DrivenExecutor(),
+        "report": Reporter(None),
+        "run_times": RunTimes(),
+        "mint_token": lambda: os.urandom(16),
+        "owner": "host:1",
+    }
+    return Ports(writer=writer, clock=clock, **{**fields, **changes})
 
 
 class World:
@@ -315,49 +354,25 @@ class Process:
     def __init__(self, world: World, secrets: Secrets = NO_SECRETS) -> None:
         self.world = world
         self.writer = ScriptedWriter(world.store)
-        self.waiting = ManualWaiting(world.clock)
-        self.renewals = RecordedRenewals(world.store, self.waiting.monotonic)
+        self.store = ScriptedStore(world.store)
+        self.clock = ManualClock(world.clock)
+        self.renewals = RecordedRenewals()
         self._flows: list[Flow] = []
-        self.steps = ScriptedSteps(world.store)
-        self.codec = ValueCodec()
-        self.engine = Engine(
-            writer=self.writer,
-            waiting=self.waiting,
-            lock=UNSHARED,
+        self.ports = ports_over(
+            self.writer,
+            self.clock,
+            store=self.store,
             renewals=self.renewals,
             background=world,
-            mint_token=world.mint_token,
-            cache=ReplayCache() if world._cache else None,
+            executor=DrivenExecutor(world.join),
             report=Reporter(world.heard.append),
-            endings=self.writer,
-            perform=perform_with_attempt,
-            confirm=self.renewals.confirm,
-            owner="host:1",
-            secrets=secrets,
-            joiner=None
-            if world.join is None
-            else Joiner(
-                join=world.join,
-                drive=lambda waits, flow: drive(flow),
-                has_outbox=world.store.capabilities.has_outbox,
-            ),
-            stepper=Stepper(
-                store=self.steps,
-                waiting=self.waiting,
-                lock=nullcontext(),
-                background=world,
-                report=Reporter(world.heard.append),
-                drive=lambda flow: flow,
-                perform=perform,
-                codec_for=lambda call, returns: self.codec,
-                current=current.get,
-                join=world.join,
-            ),
-            recovers=self.writer,
+            mint_token=world.mint_token,
         )
+        self.settings = Settings(secrets=secrets, has_cache=world._cache)
+        self.engine = Engine(self.ports, self.settings)
 
     def operating(self, operation: Invoke) -> Invoke:
-        """The operation in its own context, as the faces run it."""
+        """The operation in its own context, as the executors run it."""
 
         async def invoke(attempt: Attempt) -> Any:
             token = current.set(attempt)

@@ -10,10 +10,11 @@ import pytest
 from retrysafe.core.atomic.block import AtomicBlock
 from retrysafe.core.events import Event, Reporter
 from retrysafe.core.keys.key import child_key
-from retrysafe.core.keys.secret import Secrets
+from retrysafe.core.keys.secret import NO_SECRETS, Secrets
 from retrysafe.core.model import State
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.run_times import UNKNOWN_SECONDS
+from retrysafe.core.settings import Settings
 from retrysafe.core.values import codec
 from retrysafe.errors import (
     AttemptsExhausted,
@@ -25,8 +26,9 @@ from retrysafe.errors import (
     OutcomeUnavailable,
     SecretMissing,
 )
+from retrysafe.stores.memory.store import MemoryStore
 from tests.core.building import KEY, LEASE_MS, OTHER_MARK, TOKEN, call, record
-from tests.core.driving import ManualWaiting, drive
+from tests.core.driving import ManualClock, drive, ports_over
 from tests.core.sample_types import Declined
 from tests.core.transacting import FakeTransaction
 
@@ -37,19 +39,19 @@ SECRET = b"0123456789abcdef"
 class Made:
     """A block with everything around it."""
 
-    def __init__(self, transaction=None, made_call=None, **options):
+    def __init__(self, transaction=None, made_call=None, secrets=NO_SECRETS):
         self.transaction = transaction or FakeTransaction()
-        self.waiting = ManualWaiting(self.transaction.database.clock)
+        self.clock = ManualClock(self.transaction.database.clock)
         self.heard: list[Event] = []
-        self.block = AtomicBlock(
-            made_call or call(),
-            self.transaction,
-            waiting=self.waiting,
+        ports = ports_over(
+            None,
+            self.clock,
+            store=MemoryStore(),
             mint_token=lambda: TOKEN,
             report=Reporter(self.heard.append),
-            owner="host:1",
-            **options,
         )
+        settings = Settings(secrets=secrets)
+        self.block = AtomicBlock(made_call or call(), self.transaction, ports, settings)
 
     def enter(self):
         drive(self.block.enter())
@@ -173,11 +175,11 @@ def test_a_leased_owner_is_polled_until_it_ends():
     transaction = pending(FakeTransaction())
     made = Made(transaction, call(policy=WAITING))
     done = settled_transaction("leased").database
-    made.waiting.meanwhile.append(lambda: None)
-    made.waiting.meanwhile.append(lambda: vars(transaction.database).update(vars(done)))
+    made.clock.meanwhile.append(lambda: None)
+    made.clock.meanwhile.append(lambda: vars(transaction.database).update(vars(done)))
     made.enter()
     assert made.block.value == "leased"
-    assert made.waiting.slept == [0.02, 0.03]
+    assert made.clock.slept == [0.02, 0.03]
 
 
 def test_a_wait_for_a_leased_owner_runs_out():
@@ -185,7 +187,7 @@ def test_a_wait_for_a_leased_owner_runs_out():
     made = Made(pending(FakeTransaction()), call(policy=WAITING))
     with pytest.raises(OperationInFlight):
         made.enter()
-    assert sum(made.waiting.slept) == pytest.approx(10)
+    assert sum(made.clock.slept) == pytest.approx(10)
     assert made.kinds == ["wait timed out"]
 
 
@@ -194,7 +196,7 @@ def test_a_leased_owner_is_not_waited_for_where_its_end_cannot_be_seen():
     made = Made(pending(FakeTransaction(sees=False)), call(policy=WAITING))
     with pytest.raises(OperationInFlight):
         made.enter()
-    assert made.waiting.slept == []
+    assert made.clock.slept == []
 
 
 @pytest.mark.parametrize(

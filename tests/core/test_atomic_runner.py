@@ -7,10 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe.core.atomic.block import AtomicBlock
-from retrysafe.core.events import Reporter
 from retrysafe.core.keys.key import child_key
-from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.model import Decision, Ending, State
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.run_times import UNKNOWN_SECONDS
@@ -23,7 +20,7 @@ from retrysafe.errors import (
     OutcomeUnavailable,
     StoreUnavailable,
 )
-from tests.core.building import KEY, LEASE_MS, OTHER_MARK, TOKEN, call, record
+from tests.core.building import KEY, LEASE_MS, OTHER_MARK, call, record
 from tests.core.driving import Flow, Pause, World, drive
 from tests.core.transacting import Database, FakeTransaction
 
@@ -65,7 +62,8 @@ class Desk:
     """An engine, and transactions on a database of one record."""
 
     def __init__(self, *, cache=False):
-        self.world = World(cache=cache)
+        self.world = World(cache=cache, secret=SECRET, join=self.join)
+        self.join_error: Exception | None = None
         self.engine = self.world.first.engine
         self.database = Database(clock=self.world.clock)
         self.locks: deque[bool] = deque()
@@ -75,23 +73,18 @@ class Desk:
         self.settles = None
         self.transactions: list[FakeTransaction] = []
 
-    # The port.
+    # The ports.
 
     def open(self):
         return Opened(self)
 
-    def block(self, made_call, connection):
+    def join(self, connection):
         assert connection == "connection"
+        if self.join_error is not None:
+            raise self.join_error
         transaction = FakeTransaction(self.database, locks=self.locks, settles=self.settles)
         self.transactions.append(transaction)
-        return AtomicBlock(
-            made_call,
-            transaction,
-            waiting=self.world.first.waiting,
-            mint_token=lambda: TOKEN,
-            report=Reporter(self.world.heard.append),
-            secrets=Secrets(SECRET),
-        )
+        return transaction
 
     def is_outage(self, error):
         return isinstance(error, Outage)
@@ -265,9 +258,9 @@ def test_a_claim_that_was_rolled_back_inside_is_lost(desk):
     assert desk.ends == ["begin", "rollback"]
 
 
-def test_an_unknown_connection_is_told(desk):
-    """What `block` raises ends the transaction."""
-    desk.block = lambda made_call, connection: (_ for _ in ()).throw(InvalidInput("unknown"))
+def test_an_unknown_connection_is_reported(desk):
+    """What joining raises ends the transaction."""
+    desk.join_error = InvalidInput("unknown")
     with pytest.raises(InvalidInput, match="unknown"):
         desk.answer(never)
     assert desk.ends == ["begin", "rollback"]

@@ -159,7 +159,7 @@ def test_values_that_fail_when_looked_at_are_told_as_such(error):
 
 
 @pytest.mark.parametrize("form", ["json.2", "failure.2", "protobuf.1", ""])
-def test_forms_of_a_newer_release_are_told(form):
+def test_forms_of_a_newer_release_are_reported(form):
     with pytest.raises(NotReadable, match="which this release does not know"):
         CODEC.decode(Payload(form, b"", b"{}"))
 
@@ -212,7 +212,7 @@ def test_random_bytes_are_read_or_told(form, head, body):
         CODEC.decode(Payload(form, head, body))
 
 
-def test_a_class_that_refuses_today_what_it_returned_then_is_told():
+def test_a_class_that_refuses_today_what_it_returned_then_is_reported():
     """What the class raises while it is rebuilt is not the outcome of the operation."""
     payload = CODEC.encode(Picky(1))
     payload.body = b'{"a":-1}'

@@ -271,7 +271,7 @@ def test_a_field_may_come_back_equal_in_the_type_that_it_is_declared_with(value,
         (None, ""),
     ],
 )
-def test_a_field_that_comes_back_different_is_told(value, back):
+def test_a_field_that_comes_back_different_is_reported(value, back):
     for model in (Model, Struct):
         place, words = difference(model(x=value), model(x=back))
         assert place == ".x"

@@ -336,7 +336,7 @@ def test_undoing_does_not_start_on_a_lease_that_ran_out(world, effects):
 
     async def operation(attempt: Attempt):
         await attempt.step("a", effects.do, "a", compensate=effects.undo)
-        world.first.steps.write_faults.append(Fault(stalls=True))
+        world.first.store.write_faults.append(Fault(stalls=True))
         raise Declined("no")
 
     flow = world.first.start(call(policy=FINAL), world.first.operating(operation))
@@ -353,7 +353,7 @@ def test_an_ending_that_cannot_be_remembered_leaves_the_key_to_its_lease(world, 
 
     async def operation(attempt: Attempt):
         await attempt.step("a", effects.do, "a", compensate=effects.undo)
-        world.first.steps.write_faults.extend([None] * ran + [Fault(ABSENT)])
+        world.first.store.write_faults.extend([None] * ran + [Fault(ABSENT)])
         raise Declined("no")
 
     with pytest.raises(OutcomeNotStored, match="goes on from the last step") as caught:
@@ -405,7 +405,7 @@ def test_a_step_in_a_transaction_is_recorded_there(effects):
     world = joined_world(transaction)
     assert run(world.first, booking(effects)).value == "book done"
     assert transaction.calls == ["begin", "record book", "keep", "fate of book"]
-    assert world.first.steps.writes == []
+    assert world.first.store.writes == []
     assert state(world) is State.SUCCEEDED
 
 
@@ -609,15 +609,15 @@ def test_a_doomed_operation_is_not_completed_in_a_transaction(effects):
 def cancelled_while_reading(world: World, operation, **options) -> None:
     """A later attempt whose caller is cancelled while the stored steps are read at its end."""
     other = world.process()
-    other.steps.read_faults.extend([Fault(pauses=True), Fault(pauses=True)])
+    other.store.read_faults.extend([Fault(pauses=True), Fault(pauses=True)])
     flow = other.start(call(**options), other.operating(operation))
     assert isinstance(flow.throw(Stop()).error, Stop)
-    orphan = Flow(world.background.pop()).step()
+    last_write = Flow(world.background.pop()).step()
     # Its lease goes on being renewed until the ending is written.
     assert len(other.renewals.running) == 1
-    while not orphan.is_done:
-        orphan.step()
-    assert orphan.error is None
+    while not last_write.is_done:
+        last_write.step()
+    assert last_write.error is None
     assert other.renewals.running == []
 
 
@@ -636,25 +636,25 @@ def test_a_cancelled_caller_does_not_hide_a_changed_operation(world):
     assert state(world) is State.RELEASED
 
 
-def test_an_orphan_that_cannot_read_leaves_the_key_to_its_lease(world):
+def test_a_background_ending_that_cannot_read_leaves_the_key_to_its_lease(world):
     """There is nobody left to tell."""
     plant(world)
     other = world.process()
-    other.steps.read_faults.extend([Fault(pauses=True), Fault(ABSENT)])
+    other.store.read_faults.extend([Fault(pauses=True), Fault(ABSENT)])
     flow = other.start(call(), other.returning("value"))
     flow.throw(Stop())
     assert drive(world.background.pop()) is None
     assert state(world) is State.PENDING
 
 
-def test_an_orphan_undoes_nothing(world, effects):
+def test_a_background_ending_undoes_nothing(world, effects):
     """Nothing of the user's is called after a cancellation; that it failed is remembered."""
-    world.first.steps.write_faults.extend([None, Fault(pauses=True)])
+    world.first.store.write_faults.extend([None, Fault(pauses=True)])
     operation = undoable(effects, "a", error=Declined("no"))
     flow = world.first.start(call(policy=FINAL), world.first.operating(operation))
     assert isinstance(flow.throw(Stop()).error, Stop)
-    for orphan in reversed(world.background):
-        drive(orphan)
+    for last_write in reversed(world.background):
+        drive(last_write)
     assert effects.ran == ["a"]
     assert [name for name, _ in stored_steps(world)] == ["a", "!failed"]
     assert state(world) is State.PENDING
@@ -664,22 +664,40 @@ def test_an_orphan_undoes_nothing(world, effects):
     assert effects.ran == ["a", "undo of a done"]
 
 
-def test_an_orphan_goes_on_undoing_nothing(world, effects):
-    """Nor does the orphan of an attempt that was undoing an earlier one's steps."""
+def test_a_background_ending_goes_on_undoing_nothing(world, effects):
+    """Nor does the last write of an attempt that was undoing an earlier one's steps."""
     crashed(
         world.first,
         undoable(effects, "a", error=Declined("no"), undo=interrupted(effects, "a")),
         policy=FINAL,
     )
     other = world.process()
-    other.steps.write_faults.append(Fault(pauses=True))
+    other.store.write_faults.append(Fault(pauses=True))
     flow = other.start(call(policy=FINAL), other.operating(undoable(effects, "a")))
     flow.throw(Stop())
-    for orphan in reversed(world.background):
-        drive(orphan)
+    for last_write in reversed(world.background):
+        drive(last_write)
     assert effects.ran == ["a", "undo of a done"]
     assert state(world) is State.PENDING
     world.clock.advance(60)
     with pytest.raises(Declined, match="no"):
         run(world.process(), undoable(effects, "a"), policy=FINAL)
     assert effects.ran == ["a", "undo of a done"]
+
+
+@pytest.mark.parametrize("fate", [Fate.STANDS, Fate.UNDONE])
+def test_no_step_follows_a_completion_that_stands(effects, fate):
+    """It would run, and then hear that another owner has the key."""
+    transaction = FakeTransaction(settles=Decision.APPLY, fate_is=fate)
+    world = joined_world(transaction)
+
+    async def operation(attempt: Attempt):
+        attempt.complete_in("connection", "complete")
+        if fate is Fate.UNDONE:
+            await attempt.step("mail", effects.do, "mail")
+            return
+        with pytest.raises(InvalidInput, match="step 'mail' comes too late"):
+            await attempt.step("mail", effects.do, "mail")
+
+    run(world.first, operation)
+    assert effects.ran == (["mail"] if fate is Fate.UNDONE else [])

@@ -126,7 +126,7 @@ def test_a_step_that_ran_and_could_not_be_stored_is_not_nothing(ending):
     process, done = world.first, []
 
     async def operation(attempt):
-        process.steps.write_faults.append(Fault(StoreMissing("gone")))
+        process.store.write_faults.append(Fault(StoreMissing("gone")))
         with pytest.raises(StepNotStored):
             await attempt.step("reserve", done.append, 1)
         if ending == "exception":

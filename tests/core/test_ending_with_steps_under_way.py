@@ -12,6 +12,7 @@ import pytest
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.model import State
 from retrysafe.core.policy import Policy
+from retrysafe.core.steps import run as step_run
 from retrysafe.errors import ClaimLost, InvalidInput, StepsChanged
 from tests.core.building import KEY, call
 from tests.core.driving import Fault, Flow, Pause, World, drive
@@ -134,7 +135,7 @@ def test_a_step_that_fails_last_ends_the_wait(world, effects):
 
 def test_the_write_of_the_step_is_waited_for(world, effects):
     """A step that has run and is not in the store yet is under way as well."""
-    world.first.steps.write_faults.append(Fault(pauses=True))
+    world.first.store.write_faults.append(Fault(pauses=True))
     beside = Beside(effects, "charge", ending=OSError("first"))
     flow = beside.started(world)
     beside.tasks[0].step()
@@ -147,14 +148,15 @@ def test_the_write_of_the_step_is_waited_for(world, effects):
     assert stored_steps(world) == [("charge", 1)]
 
 
-def test_a_step_that_could_not_begin_is_not_waited_for(world, effects):
+def test_a_step_that_could_not_begin_is_not_waited_for(world, effects, monkeypatch):
     """Whatever went wrong with it, the operation ends."""
 
     def fail(call, returns):
         raise InvalidInput("no such type")
 
+    monkeypatch.setattr(step_run, "codec_of_step", fail)
+
     async def operation(attempt: Attempt):
-        attempt._stepper.codec_for = fail
         await attempt.step("charge", effects.do, "charge")
 
     with pytest.raises(InvalidInput, match="no such type"):
@@ -220,24 +222,24 @@ def test_a_cancelled_caller_frees_nothing_while_a_step_is_under_way(world, effec
     beside = Beside(effects, "charge", ending=OSError("first"))
     flow = beside.started(world)
     assert isinstance(flow.throw(Stop()).error, Stop)
-    orphan = Flow(world.background.pop()).step()
-    assert not orphan.is_done
+    last_write = Flow(world.background.pop()).step()
+    assert not last_write.is_done
     assert state(world) is State.PENDING
     assert len(world.first.renewals.running) == 1
     beside.tasks[0].step()
-    orphan.step()
-    assert orphan.is_done
+    last_write.step()
+    assert last_write.is_done
     assert state(world) is State.RELEASED
     assert stored_steps(world) == [("charge", 1)]
     assert world.first.renewals.running == []
 
 
-def test_an_orphan_that_is_cancelled_too_leaves_the_key_to_its_lease(world, effects):
+def test_a_background_ending_that_is_cancelled_too_leaves_the_key_to_its_lease(world, effects):
     """It was the last that could have waited for the step."""
     beside = Beside(effects, "charge", ending=OSError("first"))
     beside.started(world).throw(Stop())
-    orphan = Flow(world.background.pop()).step()
-    assert isinstance(orphan.throw(Stop()).error, Stop)
+    last_write = Flow(world.background.pop()).step()
+    assert isinstance(last_write.throw(Stop()).error, Stop)
     beside.tasks[0].step()
     assert state(world) is State.PENDING
     assert world.first.renewals.running == []

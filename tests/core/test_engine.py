@@ -256,10 +256,10 @@ def test_a_waiter_gets_the_outcome_of_the_other_process():
     world = World()
     other = world.process()
     running = other.start(call(), other.pausing("done"))
-    world.first.waiting.meanwhile.extend([lambda: None, running.step])
+    world.first.clock.meanwhile.extend([lambda: None, running.step])
     answer = world.first.answer(call(policy=WAITING))
     assert (answer.value, answer.replayed) == ("done", True)
-    assert world.first.waiting.slept == pytest.approx([0.02, 0.03])
+    assert world.first.clock.slept == pytest.approx([0.02, 0.03])
     assert world.ran == [1]
 
 
@@ -269,7 +269,7 @@ def test_a_waiter_gives_up_at_its_limit():
     die(world)
     with pytest.raises(OperationInFlight) as caught:
         world.first.answer(call(policy=WAITING))
-    slept = world.first.waiting.slept
+    slept = world.first.clock.slept
     assert sum(slept) == pytest.approx(10.0)
     assert max(slept) == POLL_MAXIMUM_SECONDS
     assert slept[:-1] == sorted(slept[:-1])
@@ -291,7 +291,7 @@ def test_a_waiter_takes_over_as_soon_as_the_lease_ends():
     world.clock.advance(29.5)
     answer = world.first.answer(call(policy=WAITING))
     assert (answer.replayed, answer.attempt) == (False, 2)
-    assert 0.5 <= sum(world.first.waiting.slept) < 0.51
+    assert 0.5 <= sum(world.first.clock.slept) < 0.51
     assert "taken over" in world.kinds
 
 
@@ -319,7 +319,7 @@ def test_claims_are_tried_a_few_times_and_then_the_store_is_reported_down():
     with pytest.raises(StoreUnavailable):
         process.answer(call())
     assert len(process.writer.claims) == CLAIM_TRIES == 3
-    assert process.waiting.slept == [0.05, 0.1]
+    assert process.clock.slept == [0.05, 0.1]
     assert world.ran == []
     assert process.engine.flights_count == 0
 
@@ -367,7 +367,7 @@ def test_a_terminal_failure_is_stored_and_replayed():
     assert world.kinds == ["claimed", "failed", "replayed"]
 
 
-def test_a_stored_failure_that_this_process_did_not_declare_is_told():
+def test_a_stored_failure_that_this_process_did_not_declare_is_reported():
     world = World()
     with pytest.raises(Declined):
         world.first.answer(call(policy=TERMINAL), world.first.raising(Declined("no funds")))
@@ -559,7 +559,7 @@ def test_a_key_is_given_up_also_when_its_last_failure_cannot_be_read(error):
     once = Policy(attempt_limit=1)
     die(world, policy=once)
     world.clock.advance(30)
-    world.first.writer.ending_faults.append(Fault(error))
+    world.first.store.ending_faults.append(Fault(error))
     assert exhausted(world, once) == f"the last failure could not be read: {error}"
     assert state(world) is State.FAILED
     assert world.ran == [1]

@@ -12,9 +12,8 @@ import msgspec
 import pydantic
 import pytest
 
-from retrysafe.core.keys.fingerprint import FingerprintRule
+from retrysafe.core.keys.fingerprint import FingerprintRule, fingerprint_tree
 from retrysafe.core.keys.key import natural_key
-from retrysafe.core.keys.request_tree import asked_tree
 
 NOON = datetime(2024, 2, 29, 12, 0, tzinfo=UTC)
 NOON_ELSEWHERE = NOON.astimezone(timezone(timedelta(hours=2)))
@@ -39,7 +38,9 @@ class Model(pydantic.BaseModel):
 
 def mark(value: object, rule: FingerprintRule | None = None) -> bytes:
     return (
-        (rule or FingerprintRule()).fingerprints_of_value(b"pay", tree=asked_tree(value))[0].digest
+        (rule or FingerprintRule())
+        .fingerprints_of_value(b"pay", tree=fingerprint_tree(value))[0]
+        .digest
     )
 
 

@@ -95,7 +95,7 @@ def test_followers_get_the_leaders_failure(world, process):
     assert world.ran == [1]
 
 
-def test_when_the_leader_frees_the_key_those_who_waited_are_told(world, process):
+def test_when_the_leader_frees_the_key_those_who_waited_are_reported(world, process):
     """They share the failed attempt; the next call makes the next one."""
     leader = process.start(call(), process.pausing(ConnectionError("reset")))
     second, third = (process.start(call(policy=WAITING), process.pausing(n)) for n in (2, 3))
@@ -169,7 +169,7 @@ def test_when_the_leader_is_cancelled_a_follower_asks_the_store(world, process):
     leader.throw(KeyboardInterrupt())
     follower.step()
     assert isinstance(follower.error, OperationInFlight)
-    assert sum(process.waiting.slept) == pytest.approx(10.0)
+    assert sum(process.clock.slept) == pytest.approx(10.0)
     assert world.ran == [1]
 
 
@@ -201,7 +201,7 @@ def test_an_outcome_that_arrives_with_the_end_of_the_wait_is_still_given(world, 
     """The wait ran out, and the leader landed before the follower could say so."""
     leader = process.start(call(), process.pausing("first"))
     late = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(0))
-    process.waiting.on_signal = leader.step
+    process.clock.on_signal = leader.step
     # The leader ends between the follower's look at the phase and its enlisting.
     assert process.answer(call(policy=late)).value == "first"
 
@@ -313,7 +313,7 @@ def test_after_a_conflict_a_follower_who_waits_leads_the_polling(world, process)
     leader = claiming(process)
     follower = process.start(call(policy=WAITING))
     leader.step()
-    process.waiting.meanwhile.append(theirs.step)
+    process.clock.meanwhile.append(theirs.step)
     assert follower.step().value.value == "theirs"
 
 
@@ -331,7 +331,7 @@ def test_when_the_claim_fails_a_follower_is_told_of_the_outage(world, process):
 def test_when_the_polling_fails_a_follower_is_told_that_the_key_is_in_flight(world, process):
     """The leader had heard of an owner before the store fell silent."""
     owned_elsewhere(world)
-    process.waiting.pauses = True
+    process.clock.pauses = True
     leader = process.start(call(policy=WAITING))
     follower = process.start(call(policy=WAITING))
     process.writer.claim_faults.extend([Fault(StoreUnavailable("down"))] * 3)
@@ -344,7 +344,7 @@ def test_when_the_polling_fails_a_follower_is_told_that_the_key_is_in_flight(wor
 def test_a_process_knows_what_runs_elsewhere_while_it_waits_for_it(world, process):
     """Nobody here has to ask the store for it then."""
     owned_elsewhere(world)
-    process.waiting.pauses = True
+    process.clock.pauses = True
     waiting = call(policy=WAITING)
     leader = process.start(waiting)
     assert process.engine.is_in_flight(waiting)
@@ -369,7 +369,7 @@ def test_a_process_knows_what_it_runs(world, process):
     assert not process.engine.is_in_flight(running)
 
 
-def test_a_follower_whose_wait_ends_during_the_claim_is_told(world, process):
+def test_a_follower_whose_wait_ends_during_the_claim_is_reported(world, process):
     claiming(process)
     follower = process.start(call(policy=WAITING))
     world.clock.advance(10)
@@ -384,7 +384,7 @@ def test_a_follower_whose_wait_ends_during_the_claim_is_told(world, process):
 
 def test_followers_of_a_polling_leader_share_its_news(world, process):
     theirs = owned_elsewhere(world)
-    process.waiting.pauses = True
+    process.clock.pauses = True
     leader = process.start(call(policy=WAITING))
     hurried = process.start(call())
     assert isinstance(hurried.error, OperationInFlight)
@@ -405,7 +405,7 @@ def test_a_conflict_that_is_over_is_not_told_to_a_late_follower(world, process):
     world.clock.advance(29.99)
     leader = claiming(process, policy=WAITING)
     follower = process.start(call(), process.returning("second"))
-    process.waiting.pauses = True
+    process.clock.pauses = True
     leader.step()  # In flight elsewhere: it sleeps until the lease is over.
     leader.step()  # It takes over and runs; the follower has not woken up yet.
     leader.throw(ConnectionError("reset"))

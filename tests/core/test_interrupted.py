@@ -11,12 +11,13 @@ from types import TracebackType
 
 import pytest
 
-from retrysafe.core import run
-from retrysafe.core import settle as settling
+from retrysafe.core import run, settle
+from retrysafe.core.engine import POLL_MAXIMUM_SECONDS
 from retrysafe.core.flights import Flight, Flights, Phase
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import State
-from retrysafe.core.policy import Policy
+from retrysafe.core.policy import InFlight, Policy
+from retrysafe.core.renewal import held_leases
 from retrysafe.errors import OperationInFlight, StoreUnavailable
 from tests.core.building import KEY, MARK, call
 from tests.core.driving import Fault, RecordedRenewals, World, drive
@@ -29,14 +30,14 @@ class Interrupted(BaseException):
 
 
 class AlarmedLock:
-    """A lock during whose taking a signal comes, when it is armed."""
+    """A lock during whose taking as many signals come, one each time, as it is armed for."""
 
     def __init__(self) -> None:
-        self.is_armed = False
+        self.armed = 0
 
     def __enter__(self) -> None:
-        if self.is_armed:
-            self.is_armed = False
+        if self.armed:
+            self.armed -= 1
             raise Interrupted
 
     def __exit__(
@@ -62,25 +63,55 @@ class AlarmedBell:
         self.rung += 1
 
 
-def test_a_signal_before_the_landing_leaves_no_flight():
-    """The outcome stands; later callers get it, instead of being told that it still runs."""
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_signal_before_the_landing_leaves_no_flight(count):
+    """The outcome stands; later callers get it, instead of being told that it still runs.
+
+    However often the landing is interrupted.
+    """
     world = World()
     process = world.first
     lock = AlarmedLock()
     process.engine._flights._lock = lock
     leader = process.start(call(), process.pausing("first"))
-    settle = process.writer.settle
+    settle_row = process.writer.settle
 
     async def settle_and_arm(settlement: object) -> object:
-        answer = await settle(settlement)
-        lock.is_armed = True
+        answer = await settle_row(settlement)
+        lock.armed = count
         return answer
 
     process.writer.settle = settle_and_arm
     leader.step()
     assert isinstance(leader.error, Interrupted)
     assert process.engine.flights_count == 0
+    lock.armed = 0
     assert process.answer(call()).replayed
+    assert not process.engine._flights._by_digest
+    assert world.ran == [1]
+
+
+def test_a_follower_whose_leader_could_not_tell_it_goes_on():
+    """Signals in a row keep the leader from landing; nobody else comes for that key."""
+    world = World()
+    process = world.first
+    lock = process.engine._flights._lock = AlarmedLock()
+    leader = process.start(call(), process.pausing("first"))
+    follower = process.start(call(policy=Policy(in_flight=InFlight.WAIT)))
+    settle = process.writer.settle
+
+    async def settle_and_arm(settlement: object) -> object:
+        answer = await settle(settlement)
+        lock.armed = 2
+        return answer
+
+    process.writer.settle = settle_and_arm
+    leader.step()
+    assert isinstance(leader.error, Interrupted)
+    lock.armed = 0
+    world.clock.advance(POLL_MAXIMUM_SECONDS)
+    follower.step()
+    assert follower.value.replayed
     assert world.ran == [1]
 
 
@@ -126,22 +157,19 @@ def test_a_signal_before_the_end_of_the_renewals_leaves_no_lease():
     """Renewed for ever, it would block the key for as long as the process lives."""
 
     class AlarmedRenewals(RecordedRenewals):
-        is_armed = True
-
         def remove(self, lease: Lease) -> None:
-            if self.is_armed:
-                self.is_armed = False
-                raise Interrupted
-            super().remove(lease)
+            raise Interrupted
 
     world = World()
     process = world.first
-    process.engine._runner._renewals = renewals = AlarmedRenewals(
-        world.store, process.waiting.monotonic
-    )
+    process.engine._runner._renewals = renewals = AlarmedRenewals()
     with pytest.raises(Interrupted):
         process.answer(call())
-    assert (renewals.count, renewals.running) == (1, [])
+    (lease,) = renewals.running
+    assert not lease.may_renew(0.0)
+    beat = {lease.token: lease}
+    assert held_leases(beat) == []
+    assert beat == {}
     assert process.engine.flights_count == 0
 
 
@@ -163,13 +191,13 @@ def test_an_outcome_survives_a_signal_anywhere_in_its_settling(is_after, is_fail
             process.answer(call(policy=Policy(terminal=Declined)), invoke)
 
     places_after_the_write = 0
-    for place in at_every_place(act, run, settling):
+    for place in at_every_place(act, run, settle):
         if not worlds or not worlds[0].first.writer.settlements:
             continue
         places_after_the_write += 1
         world = worlds[0]
-        for orphan in world.background:
-            drive(orphan)
+        for last_write in world.background:
+            drive(last_write)
         state = drive(world.store.read(KEY)).record.state
         assert state is (State.FAILED if is_failing else State.SUCCEEDED), place
         assert world.first.renewals.running == []

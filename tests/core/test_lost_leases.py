@@ -74,7 +74,7 @@ def test_a_process_that_stood_still_after_its_grant_asks_before_it_runs(world, p
 
     process.engine._runner._report = Reporter(sleep)
     flow = process.start(call(), process.returning("first"))
-    assert len(process.renewals.confirmed) == 1
+    assert len(process.store.confirmed) == 1
     if comes:
         assert isinstance(flow.error, ClaimLost)
         assert process.writer.settlements == []
@@ -99,7 +99,7 @@ def test_a_store_that_did_not_answer_is_asked_once_more(world, process, failures
         return "done"
 
     flow = process.start(call(), operation)
-    assert len(process.renewals.confirmed) == 2
+    assert len(process.store.confirmed) == 2
     assert (flow.value.value == "done") if is_held else isinstance(flow.error, ClaimLost)
 
 
@@ -111,7 +111,7 @@ def test_a_lease_that_holds_is_not_asked_for(world, process):
         return "done"
 
     assert process.start(call(), operation).value.value == "done"
-    assert process.renewals.confirmed == []
+    assert process.store.confirmed == []
 
 
 @pytest.mark.parametrize("unlisted", [Ending.FAILED, Ending.RELEASED])
@@ -156,10 +156,10 @@ def test_an_outcome_that_outlives_its_caller_keeps_its_lease(world, process):
     flow = process.start(call(), process.returning("done"))
     flow.throw(GeneratorExit())
     (flow_without_caller,) = world.background
-    orphan = Flow(flow_without_caller).step()
+    last_write = Flow(flow_without_caller).step()
     assert len(process.renewals.running) == 1
-    while not orphan.is_done:
-        orphan.step()
+    while not last_write.is_done:
+        last_write.step()
     assert process.renewals.running == []
     assert drive(world.store.read(KEY)).condition is Condition.SUCCEEDED
 

@@ -276,14 +276,14 @@ def test_an_ending_that_the_outer_level_could_not_store_is_told_and_resumed():
 def test_a_value_is_stored_although_the_inner_ending_cannot_be_read(faults):
     """It is known what it was: the caller must not hear that nothing ran."""
     world, process = made_world()
-    process.writer.ending_faults.extend(map(Fault, faults))
+    process.store.ending_faults.extend(map(Fault, faults))
     assert process.answer(both()).value == 7
     assert states(world) == DONE
 
 
 def test_a_failure_whose_ending_cannot_be_read_leaves_the_outer_level_to_its_lease():
     world, process = made_world()
-    process.writer.ending_faults.extend([Fault(StoreUnavailable("down"))] * 3)
+    process.store.ending_faults.extend([Fault(StoreUnavailable("down"))] * 3)
     with pytest.raises(Declined):
         process.answer(both(), process.raising(Declined("no")))
     assert states(world) == [State.PENDING, State.FAILED]
@@ -305,7 +305,7 @@ def test_the_ending_of_another_attempt_is_not_copied():
     assert states(world) == [State.PENDING, State.SUCCEEDED]
 
 
-def test_a_lost_outer_claim_is_told():
+def test_a_lost_outer_claim_is_reported():
     """Somebody who knows only the outer key may have run it."""
     world, process = made_world()
     running = process.start(both(), process.pausing(7))
@@ -374,8 +374,8 @@ def test_a_caller_that_leaves_while_the_inner_outcome_is_written_loses_neither()
     running = process.start(both())
     running.throw(asyncio.CancelledError())
     assert len(world.background) == 2
-    for orphan in world.background:
-        drive(orphan)
+    for last_write in world.background:
+        drive(last_write)
     assert states(world) == DONE
     assert process.renewals.running == []
 
@@ -385,23 +385,23 @@ def test_a_caller_that_leaves_while_the_inner_outcome_is_written_loses_neither()
 )
 def test_a_caller_that_leaves_before_the_outer_outcome_is_written_loses_none(faults, outer):
     world, process = made_world()
-    process.writer.ending_faults.append(Fault(pauses=True))
+    process.store.ending_faults.append(Fault(pauses=True))
     running = process.start(both())
     running.throw(asyncio.CancelledError())
     process.writer.settle_faults.extend(map(Fault, faults))
-    (orphan,) = world.background
-    drive(orphan)
+    (last_write,) = world.background
+    drive(last_write)
     assert states(world) == [outer, State.SUCCEEDED]
     assert process.renewals.running == []
 
 
 def test_a_caller_that_leaves_before_the_outer_failure_is_written_loses_none():
     world, process = made_world()
-    process.writer.ending_faults.append(Fault(pauses=True))
+    process.store.ending_faults.append(Fault(pauses=True))
     running = process.start(both(), process.raising(Declined("no")))
     running.throw(asyncio.CancelledError())
-    (orphan,) = world.background
-    drive(orphan)
+    (last_write,) = world.background
+    drive(last_write)
     assert states(world) == [State.FAILED, State.FAILED]
     assert process.renewals.running == []
 
@@ -413,22 +413,22 @@ def test_a_caller_that_leaves_while_its_refused_claim_is_given_back_blocks_nobod
     process.writer.settle_faults.append(Fault(pauses=True))
     running = process.start(both())
     running.throw(asyncio.CancelledError())
-    (orphan,) = world.background
-    drive(orphan)
+    (last_write,) = world.background
+    drive(last_write)
     assert conditions(world) == [Condition.OUTLIVED, Condition.RUNNING]
     assert process.renewals.running == []
 
 
 def test_a_caller_that_leaves_between_three_levels_loses_none():
-    """The orphan of the level in the middle settles the one around it, too."""
+    """The last write of the level in the middle settles the one around it, too."""
     world = World()
     secrets = (OLD, NEW, THIRD)
     process = world.process(*secrets)
-    process.writer.ending_faults.append(Fault(pauses=True))
+    process.store.ending_faults.append(Fault(pauses=True))
     running = process.start(asked(*secrets))
     running.throw(asyncio.CancelledError())
-    (orphan,) = world.background
-    drive(orphan)
+    (last_write,) = world.background
+    drive(last_write)
     for secret in secrets:
         assert world.process(secret).answer(asked(secret)).replayed
     assert process.renewals.running == []
@@ -439,11 +439,11 @@ def test_a_caller_that_leaves_an_operation_with_steps_loses_no_level():
     world, process = made_world()
     died(process.start(both(), process.pausing(7)))
     world.clock.advance(31)
-    process.steps.read_faults.append(Fault(pauses=True))
+    process.store.read_faults.append(Fault(pauses=True))
     running = process.start(both())
     running.throw(asyncio.CancelledError())
-    (orphan,) = world.background
-    drive(orphan)
+    (last_write,) = world.background
+    drive(last_write)
     assert states(world) == DONE
     assert process.renewals.running == []
     assert world.process(OUTER_SECRET).answer(asked(OUTER_SECRET)).replayed
@@ -462,7 +462,7 @@ def test_a_signal_leaves_no_lease_that_is_renewed_for_ever():
     process.renewals.remove = interrupted
     with pytest.raises(KeyboardInterrupt):
         process.answer(both())
-    assert process.renewals.running == []
+    assert not [lease for lease in process.renewals.running if lease.may_renew(0.0)]
     assert states(world) == DONE
 
 
@@ -557,7 +557,7 @@ def test_steps_of_one_level_are_copied_to_the_others():
     world.clock.advance(31)
     two = world.process(OLD, NEW)
     died(two.start(both(), two.operating(dying)))
-    assert two.steps.writes == ["charge"]  # Where it was missing, and nowhere else.
+    assert two.store.writes == ["charge"]  # Where it was missing, and nowhere else.
     steps = [drive(world.store.read(key)).steps for key in (OUTER, INNER)]
     assert [[step.name for step in each] for each in steps] == [["charge"], ["charge"]]
     assert charged == [True]
@@ -576,7 +576,7 @@ def test_a_step_that_cannot_be_copied_to_a_lost_level_stops_the_attempt(first):
     died(one.start(asked(first), one.operating(dying)))
     world.clock.advance(31)
     two = world.process(OLD, NEW)
-    two.steps.write_faults.append(Fault(pauses=True))
+    two.store.write_faults.append(Fault(pauses=True))
     running = two.start(both(), two.operating(dying))
     other = INNER if first == OUTER_SECRET else OUTER
     drive(world.store.operate(other, OperatorCommand.FORCE_RELEASE))

@@ -9,14 +9,14 @@ import pytest
 
 from retrysafe.core.call import Call
 from retrysafe.core.engine import CLAIM_TRIES, Engine
-from retrysafe.core.events import Reporter
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Fingerprint
 from retrysafe.core.policy import InFlight, Policy
+from retrysafe.core.settings import Settings
 from retrysafe.core.values.codec import ValueCodec
 from retrysafe.errors import StoreUnavailable
-from retrysafe.runtime.local_clocks import TaskClock
-from tests.core.driving import perform_with_attempt
+from retrysafe.runtime.task_ports import TaskClock
+from tests.core.driving import ports_over
 
 
 class _SilentWriter:
@@ -31,27 +31,16 @@ class _SilentWriter:
         raise StoreUnavailable("no answer")
 
 
-class _Waiting(TaskClock):
+class _Clock(TaskClock):
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("in_flight", list(InFlight))
-def test_followers_of_a_claim_that_got_no_answer_are_told(in_flight):
+def test_followers_of_a_claim_that_got_no_answer_are_reported(in_flight):
     """Ten duplicates cost the tries of one, and each gets an error of its own."""
     writer = _SilentWriter()
-    engine = Engine(
-        writer=writer,
-        waiting=_Waiting(),
-        lock=threading.Lock(),
-        renewals=None,
-        background=None,
-        mint_token=lambda: b"t" * 16,
-        cache=None,
-        report=Reporter(None),
-        endings=None,
-        perform=perform_with_attempt,
-    )
+    engine = Engine(ports_over(writer, _Clock(), lock=threading.Lock()), Settings(has_cache=False))
 
     def call(fingerprint: bytes) -> Call:
         key = Key("key", caller="tester")

@@ -10,7 +10,7 @@ import pytest
 
 from retrysafe import InvalidInput, Key
 from retrysafe.core.model import Decision, StagedEntry
-from retrysafe.core.outbox import entries as outbox
+from retrysafe.core.outbox import entries
 from retrysafe.core.outbox.entries import (
     BODY_LIMIT_BYTES,
     DISCARDED_KEEP_MS,
@@ -49,7 +49,7 @@ def made(payload=None, **options):
 
 
 def entry(**changes):
-    fresh = outbox.new_entry(StagedEntry("k", "t", "c", b"b", "a", 0), 7, KEY, NOW)
+    fresh = entries.new_entry(StagedEntry("k", "t", "c", b"b", "a", 0), 7, KEY, NOW)
     return replace(fresh, **changes)
 
 
@@ -186,10 +186,10 @@ def test_a_new_entry_waits_for_its_time():
     assert entry().due_at_ms == NOW
     assert (entry().caller, entry().origin) == (KEY.caller, KEY.text)
     later = StagedEntry("k", "t", "c", b"", None, NOW + 5)
-    found = outbox.new_entry(later, 1, None, NOW)
+    found = entries.new_entry(later, 1, None, NOW)
     assert (found.due_at_ms, found.caller, found.origin) == (NOW + 5, None, None)
-    assert not outbox.is_claimable(found, NOW + 4)
-    assert outbox.is_claimable(found, NOW + 5)
+    assert not entries.is_claimable(found, NOW + 4)
+    assert entries.is_claimable(found, NOW + 5)
 
 
 @pytest.mark.parametrize(
@@ -205,65 +205,65 @@ def test_a_new_entry_waits_for_its_time():
     ],
 )
 def test_an_entry_is_claimed_while_its_lease_holds(changes, condition):
-    assert outbox.condition_of(entry(**changes), NOW) is condition
+    assert entries.condition_of(entry(**changes), NOW) is condition
 
 
 def test_dead_entries_hold_back_only_where_they_block():
     for state in EntryState:
         found = entry(state=state)
         waits = state is EntryState.WAITING
-        assert outbox.holds_back(found, dead_blocks=False) == waits
-        assert outbox.holds_back(found, dead_blocks=True) == (waits or state is EntryState.DEAD)
+        assert entries.holds_back(found, dead_blocks=False) == waits
+        assert entries.holds_back(found, dead_blocks=True) == (waits or state is EntryState.DEAD)
 
 
 def test_a_claim_starts_a_lease_and_counts_no_try():
-    found = outbox.claimed(entry(), EntryClaim(TOKEN, 1, LEASE_MS), NOW)
+    found = entries.claimed(entry(), EntryClaim(TOKEN, 1, LEASE_MS), NOW)
     assert found == replace(held(), attempts=0)
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_a_start_counts_the_try_and_extends_the_lease(is_alone):
     start = EntryStart(7, TOKEN, 3, 5_000, is_alone)
-    found = outbox.written(held(), start, NOW)
+    found = entries.written(held(), start, NOW)
     assert (found.attempts, found.due_at_ms) == (3, NOW + 5_000)
     assert found.open_try is (OpenTry.ALONE if is_alone else OpenTry.SHARED)
-    assert outbox.written(held(), replace(start, lease_ms=1), NOW).due_at_ms == NOW + LEASE_MS
+    assert entries.written(held(), replace(start, lease_ms=1), NOW).due_at_ms == NOW + LEASE_MS
 
 
 def test_what_begins_with_a_claim_has_no_open_try():
     found = [entry(id=1), entry(id=2, open_try=OpenTry.SHARED), entry(id=3), entry(id=4)]
-    chosen = outbox.beginning(found, EntryClaim(TOKEN, 4, LEASE_MS, begins=2))
+    chosen = entries.beginning(found, EntryClaim(TOKEN, 4, LEASE_MS, begins=2))
     assert [item.id for item in chosen] == [1, 3]
 
 
 def test_a_start_needs_the_token():
     """What a relay has only queued may be over by now, or another one's."""
     start = EntryStart(7, TOKEN, 3, 5_000)
-    assert outbox.written(None, start, NOW) is None
-    assert outbox.written(entry(token=OTHER_TOKEN), start, NOW) is None
-    assert outbox.written(held(state=EntryState.DISCARDED), start, NOW) is None
+    assert entries.written(None, start, NOW) is None
+    assert entries.written(entry(token=OTHER_TOKEN), start, NOW) is None
+    assert entries.written(held(state=EntryState.DISCARDED), start, NOW) is None
 
 
 @pytest.mark.parametrize("state", [s for s in EntryState if s is not EntryState.DISCARDED])
 def test_an_ending_needs_the_token(state):
     """A zombie, a stranger and a late word about something that is over change nothing."""
     ending = EntryEnding(7, TOKEN, state)
-    assert outbox.settled(None, ending, NOW) is None
-    assert outbox.settled(held(), replace(ending, token=OTHER_TOKEN), NOW) is None
-    assert outbox.settled(entry(), ending, NOW) is None
-    assert outbox.settled(held(state=EntryState.DELIVERED), ending, NOW) is None
-    assert outbox.settled(held(), ending, NOW) is not None
+    assert entries.settled(None, ending, NOW) is None
+    assert entries.settled(held(), replace(ending, token=OTHER_TOKEN), NOW) is None
+    assert entries.settled(entry(), ending, NOW) is None
+    assert entries.settled(held(state=EntryState.DELIVERED), ending, NOW) is None
+    assert entries.settled(held(), ending, NOW) is not None
 
 
 def test_endings_write_what_they_say():
     tried = EntryEnding(7, TOKEN, EntryState.WAITING, 50, error="no")
-    assert outbox.settled(held(), tried, NOW) == entry(
+    assert entries.settled(held(), tried, NOW) == entry(
         attempts=1, due_at_ms=NOW + 50, last_error="no"
     )
     returned = EntryEnding(7, TOKEN, EntryState.WAITING, attempts=0, open_try=OpenTry.SHARED)
-    assert outbox.written(held(), returned, NOW) == entry(open_try=OpenTry.SHARED)
+    assert entries.written(held(), returned, NOW) == entry(open_try=OpenTry.SHARED)
     delivered = EntryEnding(7, TOKEN, EntryState.DELIVERED, keep_ms=9)
-    assert outbox.settled(held(last_error="before"), delivered, NOW) == entry(
+    assert entries.settled(held(last_error="before"), delivered, NOW) == entry(
         state=EntryState.DELIVERED,
         attempts=1,
         due_at_ms=NOW + LEASE_MS,
@@ -272,31 +272,31 @@ def test_endings_write_what_they_say():
         last_error="before",
     )
     buried = EntryEnding(7, TOKEN, EntryState.DEAD, keep_ms=9, error="end")
-    found = outbox.settled(held(), buried, NOW)
+    found = entries.settled(held(), buried, NOW)
     assert (found.state, found.expires_at_ms, found.last_error) == (EntryState.DEAD, None, "end")
 
 
 def test_a_lease_is_extended_by_its_owner_and_never_shortened():
-    assert outbox.extended(held(), TOKEN, 5_000, NOW).due_at_ms == NOW + 5_000
-    assert outbox.extended(held(), TOKEN, 1, NOW).due_at_ms == NOW + LEASE_MS
-    assert outbox.extended(held(), OTHER_TOKEN, 5_000, NOW) is None
-    assert outbox.extended(None, TOKEN, 5_000, NOW) is None
-    assert outbox.extended(held(state=EntryState.DEAD), TOKEN, 5_000, NOW) is None
+    assert entries.extended(held(), TOKEN, 5_000, NOW).due_at_ms == NOW + 5_000
+    assert entries.extended(held(), TOKEN, 1, NOW).due_at_ms == NOW + LEASE_MS
+    assert entries.extended(held(), OTHER_TOKEN, 5_000, NOW) is None
+    assert entries.extended(None, TOKEN, 5_000, NOW) is None
+    assert entries.extended(held(state=EntryState.DEAD), TOKEN, 5_000, NOW) is None
 
 
 def test_an_operator_decides_about_what_is_neither_under_way_nor_over():
     dead = entry(state=EntryState.DEAD, attempts=9, settled_at_ms=1, last_error="e")
-    changed, decision = outbox.operated(dead, EntryCommand.RETRY, NOW)
+    changed, decision = entries.operated(dead, EntryCommand.RETRY, NOW)
     assert decision is Decision.APPLY
     assert changed == entry(last_error="e")
-    changed, decision = outbox.operated(dead, EntryCommand.DISCARD, NOW)
+    changed, decision = entries.operated(dead, EntryCommand.DISCARD, NOW)
     assert (changed.state, changed.expires_at_ms) == (
         EntryState.DISCARDED,
         NOW + DISCARDED_KEEP_MS,
     )
     for refused in (None, held(), entry(state=EntryState.DELIVERED)):
         for command in EntryCommand:
-            assert outbox.operated(refused, command, NOW) == (None, Decision.REFUSE)
+            assert entries.operated(refused, command, NOW) == (None, Decision.REFUSE)
 
 
 # Trying again.

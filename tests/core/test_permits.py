@@ -55,9 +55,9 @@ def test_a_leader_that_waits_for_another_process_needs_a_place_too():
     running = other.start(call(), other.pausing("done"))
     with pytest.raises(OperationInFlight) as caught:
         world.first.answer(waiting_call(places))
-    assert (caught.value.has_waited, world.first.waiting.slept) == (False, [])
+    assert (caught.value.has_waited, world.first.clock.slept) == (False, [])
     places.limit = 1
-    world.first.waiting.meanwhile.append(running.step)
+    world.first.clock.meanwhile.append(running.step)
     assert world.first.answer(waiting_call(places)).value == "done"
     assert len(places) == 0
 
@@ -80,4 +80,4 @@ def test_a_block_needs_a_place_to_wait_for_a_leased_owner():
     made = Made(pending(FakeTransaction()), waiting_call(places))
     with pytest.raises(OperationInFlight):
         made.enter()
-    assert (made.waiting.slept, len(places)) == ([], 0)
+    assert (made.clock.slept, len(places)) == ([], 0)

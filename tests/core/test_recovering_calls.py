@@ -155,7 +155,7 @@ def test_a_takeover_whose_answer_was_lost_is_asked_for_again(is_after):
     """With the same token, so that it finds its own claim and counts no attempt twice."""
     world = World()
     abandoned(world)
-    world.first.writer.take_over_faults.append(Fault(StoreUnavailable("down"), is_after))
+    world.first.store.take_over_faults.append(Fault(StoreUnavailable("down"), is_after))
     answer = world.first.answer(recovering(world))
     assert (answer.attempt, world.ran) == (2, [1, 2])
 
@@ -264,7 +264,7 @@ def test_a_caller_of_the_same_process_is_not_told_of_a_lost_takeover():
     seen = recovering(world)
     drive(world.store.operate(KEY, OperatorCommand.RELEASE))
     process = world.first
-    process.writer.take_over_faults.append(Fault(pauses=True))
+    process.store.take_over_faults.append(Fault(pauses=True))
     leader = process.start(seen)
     follower = process.start(call())
     leader.step()
@@ -288,12 +288,12 @@ def test_a_worker_that_is_cancelled_while_its_steps_are_stored_leaves_the_key_to
 
     down = StoreUnavailable("down")
     patience = Policy(settle_patience=timedelta(0))
-    process.steps.write_faults.extend([Fault(down), Fault(pauses=True)])
+    process.store.write_faults.extend([Fault(down), Fault(pauses=True)])
     flow = process.start(recovering(world, policy=patience), process.operating(operation))
     flow.throw(Cancelled())
     assert isinstance(flow.error, Cancelled)
-    (orphan,) = world.background
-    drive(orphan)
+    (last_write,) = world.background
+    drive(last_write)
     assert stored(world).record.state is State.PENDING
     assert [name for name, _ in stored_steps(world)] == ["charge"]
     assert world.kinds[-1] == "postponed"

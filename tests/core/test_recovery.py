@@ -16,7 +16,7 @@ from retrysafe.core.recovery import (
     BACK_OFF_MAXIMUM_MS,
     PAGE_LIMIT,
     REPORT_LIMIT,
-    TOLD_LIMIT,
+    REPORTED_LIMIT,
     AbandonedReport,
     Recovery,
     RecoveryReport,
@@ -402,7 +402,7 @@ async def _given(found):
     return found
 
 
-def test_a_look_that_does_not_show_all_is_told(monkeypatch):
+def test_a_look_that_does_not_show_all_is_reported(monkeypatch):
     """It has a limit, and shows the same ones each time; who reads the reports has to know."""
     monkeypatch.setattr("retrysafe.core.recovery.REPORT_LIMIT", 2)
     scene = Scene()
@@ -417,14 +417,14 @@ def test_a_look_that_does_not_show_all_is_told(monkeypatch):
 
 def test_the_memory_of_reports_is_bounded(monkeypatch):
     """The oldest is forgotten; there is room for many times what one look shows."""
-    monkeypatch.setattr("retrysafe.core.recovery.TOLD_LIMIT", 2)
+    monkeypatch.setattr("retrysafe.core.recovery.REPORTED_LIMIT", 2)
     scene = Scene()
     for number in range(3):
         scene.claim(f"order-{number}", "ship")
         scene.wait()
     assert [item.partition(":")[0] for item in scene.look()] == ["order-0", "order-1", "order-2"]
-    assert len(scene.recovery._told) == 2
-    assert TOLD_LIMIT > 2 * REPORT_LIMIT
+    assert len(scene.recovery._reported) == 2
+    assert REPORTED_LIMIT > 2 * REPORT_LIMIT
 
 
 def test_the_key_of_a_record():

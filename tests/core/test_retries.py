@@ -57,7 +57,7 @@ def test_a_claim_waits_for_a_failover_that_is_over_soon():
     process = world.first
     process.writer.claim_faults.extend([Fault(READ_ONLY)] * (CLAIM_TRIES + 1))
     assert process.answer(call()).attempt == 1
-    assert sum(process.waiting.slept) == 0.75
+    assert sum(process.clock.slept) == 0.75
     assert len({request.token for request in process.writer.claims}) == 1
     assert world.ran == [1]
 
@@ -69,6 +69,6 @@ def test_a_claim_is_refused_when_the_failover_takes_long():
     process.writer.claim_faults.extend([Fault(READ_ONLY)] * 100)
     with pytest.raises(StoreNotWritable):
         process.answer(call())
-    assert sum(process.waiting.slept) <= FAILOVER_SECONDS
+    assert sum(process.clock.slept) <= FAILOVER_SECONDS
     assert world.ran == []
     assert process.engine.flights_count == 0

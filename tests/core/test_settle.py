@@ -48,7 +48,7 @@ def test_an_unanswered_settle_is_repeated_until_it_stands(world, process, is_aft
     assert process.answer(call()).value == 7
     assert state(world) is State.SUCCEEDED
     assert len(process.writer.settlements) == 4
-    assert process.waiting.slept == [0.05, 0.1, 0.2]
+    assert process.clock.slept == [0.05, 0.1, 0.2]
     assert world.kinds == ["claimed", *["store unavailable"] * 3, "completed"]
 
 
@@ -61,8 +61,8 @@ def test_patience_ends_and_the_caller_learns_the_value(world, process):
     assert caught.value.key == "order-1"
     assert not caught.value.retryable
     assert caught.value.__cause__ is DOWN
-    assert sum(process.waiting.slept) <= 10.0
-    assert max(process.waiting.slept) == 1.0
+    assert sum(process.clock.slept) <= 10.0
+    assert max(process.clock.slept) == 1.0
     assert state(world) is State.PENDING
     assert world.kinds[-1] == "settle failed"
     assert process.renewals.running == []
@@ -231,15 +231,15 @@ def test_an_outcome_is_not_lost_with_its_caller(world, process, error):
     flow = process.start(call(), process.returning("done"))
     flow.throw(error)
     assert flow.error is error
-    (orphan,) = world.background
+    (last_write,) = world.background
     assert state(world) is State.PENDING
-    drive(orphan)
+    drive(last_write)
     assert state(world) is State.SUCCEEDED
     assert process.answer(call()).value == "done"
     assert world.ran == [1]
 
 
-def test_an_orphan_confirms_a_write_that_stood_already(world, process):
+def test_a_background_ending_confirms_a_write_that_stood_already(world, process):
     process.writer.settle_faults.append(Fault(KeyboardInterrupt(), is_after=True))
     flow = process.start(call(), process.returning("done"))
     assert isinstance(flow.error, KeyboardInterrupt)
@@ -248,7 +248,9 @@ def test_an_orphan_confirms_a_write_that_stood_already(world, process):
 
 
 @pytest.mark.parametrize("fault", [DOWN, BROKEN])
-def test_an_orphan_that_cannot_be_stored_is_reported_and_raises_nothing(world, process, fault):
+def test_a_background_ending_that_cannot_be_stored_is_reported_and_raises_nothing(
+    world, process, fault
+):
     process.writer.settle_faults.append(Fault(KeyboardInterrupt()))
     process.start(call())
     process.writer.settle_faults.extend([Fault(fault)] * 100)
@@ -257,7 +259,7 @@ def test_an_orphan_that_cannot_be_stored_is_reported_and_raises_nothing(world, p
     assert state(world) is State.PENDING
 
 
-def test_an_orphan_that_lost_its_claim_is_reported_and_raises_nothing(world, process):
+def test_a_background_ending_that_lost_its_claim_is_reported_and_raises_nothing(world, process):
     process.writer.settle_faults.append(Fault(KeyboardInterrupt()))
     process.start(call())
     world.clock.advance(30)
@@ -266,7 +268,7 @@ def test_an_orphan_that_lost_its_claim_is_reported_and_raises_nothing(world, pro
     assert world.kinds[-1] == "lost"
 
 
-def test_an_orphan_that_nobody_can_run_is_told(world, process):
+def test_a_background_ending_that_nobody_can_run_is_reported(world, process):
     """The loop or the process is about to end: the key and the operation are named."""
     process.writer.settle_faults.append(Fault(KeyboardInterrupt()))
     process.start(call())

@@ -15,9 +15,11 @@ from retrysafe.core.flights import Flight, is_same_request
 from retrysafe.core.keys.key import child_key
 from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.lease import RENEWALS_PER_LEASE, Lease
-from retrysafe.core.model import Payload
+from retrysafe.core.model import ClaimAnswer, Condition, Decision, Payload
+from retrysafe.core.settings import Settings
 from retrysafe.errors import ClaimLost, SecretMissing
-from tests.core.building import KEY, MARK, OTHER_MARK, TOKEN
+from tests.core.building import KEY, MARK, OTHER_MARK, TOKEN, call
+from tests.core.driving import Clock, ManualClock, ports_over
 
 SECRET = b"0123456789abcdef"
 
@@ -266,15 +268,10 @@ def test_the_run_limit_ends_renewal_and_not_the_lease():
 
 
 def attempt(item: Lease, now: float, secret: bytes | None = SECRET, number: int = 1) -> Attempt:
-    return Attempt(
-        key=KEY,
-        operation="shop.pay",
-        number=number,
-        lease=item,
-        monotonic=lambda: now,
-        secrets=Secrets(secret),
-        is_first=number == 1,
-    )
+    decision = Decision.ADMIT if number == 1 else Decision.TAKE_OVER
+    granted = ClaimAnswer(decision, Condition.ABSENT, number)
+    ports = ports_over(None, ManualClock(Clock(now)))
+    return Attempt(call(), item, granted, ports, Settings(secrets=Secrets(secret)))
 
 
 def test_an_attempt_tells_its_claim():
@@ -327,7 +324,7 @@ def test_a_reporter_tells_only_what_is_wanted():
     assert [event.kind for event in heard] == [EventKind.FAILED]
 
 
-def test_without_a_listener_nothing_is_told():
+def test_without_a_listener_nothing_is_reported():
     report = Reporter(None)
     for kind in ALL_KINDS:
         assert report(kind, KEY) is None

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from retrysafe.core.atomic.block import AtomicBlock
 from retrysafe.core.atomic.complete_in import stage_in
-from retrysafe.core.events import Reporter
 from retrysafe.core.keys.key import Key
 from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.model import Decision, Ending, StagedEntry
 from retrysafe.core.outbox.entries import ENTRIES_LIMIT, EntryClaim, EntryQuery, entry_key
 from retrysafe.core.outbox.staging import Staging
 from retrysafe.core.policy import Policy
-from retrysafe.core.ports import Fate
+from retrysafe.core.ports import Capabilities, Fate, Waits
+from retrysafe.core.settings import Settings
 from retrysafe.errors import ClaimLost, InvalidInput, StepsChanged, StoreUnavailable
+from retrysafe.stores.memory.store import MemoryStore
 from tests.core.building import KEY, TOKEN, call
-from tests.core.driving import Fault, ManualWaiting, World, drive
+from tests.core.driving import Fault, ManualClock, World, drive, ports_over
 from tests.core.sample_types import Declined
 from tests.core.transacting import FakeTransaction
 
@@ -176,6 +178,7 @@ def test_nothing_can_be_staged_after_the_outcome():
 def test_a_store_without_an_outbox_refuses_at_once():
     """Better than an operation whose messages nobody keeps."""
     made = World()
+    made.first.store.capabilities = Capabilities(Waits.NEVER)
     with pytest.raises(InvalidInput, match="no outbox"):
         made.first.answer(call(), staging("a"))
 
@@ -212,22 +215,21 @@ def test_complete_in_works_without_entries():
     assert transaction.staged == []
 
 
-def block(**options):
+def block(store=None):
     transaction = FakeTransaction()
-    return transaction, AtomicBlock(
-        call(),
-        transaction,
-        waiting=ManualWaiting(transaction.database.clock),
+    ports = ports_over(
+        None,
+        ManualClock(transaction.database.clock),
+        store=store or MemoryStore(),
         mint_token=lambda: TOKEN,
-        report=Reporter(None),
-        **options,
     )
+    return transaction, AtomicBlock(call(), transaction, ports, Settings(secrets=Secrets(SECRET)))
 
 
 @pytest.mark.parametrize("how", ["complete", "fail"])
 def test_an_atomic_block_stages_in_its_own_transaction(how):
     """With the outcome or the stored failure; both commit with the user's writes."""
-    transaction, made = block(has_outbox=True, secrets=Secrets(SECRET))
+    transaction, made = block()
     drive(made.enter())
     key = made.outbox.stage("t", "a", name="n")
     assert key == entry_key(SECRET, KEY, "t", "n")
@@ -239,7 +241,7 @@ def test_an_atomic_block_stages_in_its_own_transaction(how):
 
 
 def test_an_atomic_block_without_an_outbox_refuses():
-    _, made = block()
+    _, made = block(SimpleNamespace(capabilities=Capabilities(Waits.NEVER)))
     drive(made.enter())
     with pytest.raises(InvalidInput, match="no outbox"):
         made.outbox.stage("t", "a")
@@ -403,11 +405,11 @@ def test_a_cancelled_caller_with_steps_does_not_lose_what_was_staged():
     made.clock.seconds += 3_600
     second = made.process()
     # The stored steps are read at the end, and the caller is cancelled while they are.
-    second.steps.read_faults.append(Fault(pauses=True))
+    second.store.read_faults.append(Fault(pauses=True))
     flow = second.start(call(), second.operating(operation))
     flow.throw(KeyboardInterrupt())
-    (orphan,) = made.background
-    drive(orphan)
+    (last_write,) = made.background
+    drive(last_write)
     assert [entry.body for entry in entries(made)] == [b"a"]
 
 
@@ -427,7 +429,7 @@ def test_an_operation_that_left_steps_out_sends_nothing():
         made.clock.seconds += 3_600
         second = made.process()
         if is_cancelled:
-            second.steps.read_faults.append(Fault(pauses=True))
+            second.store.read_faults.append(Fault(pauses=True))
             second.start(call(), second.operating(operation)).throw(KeyboardInterrupt())
             drive(made.background.pop())
         else:

@@ -89,10 +89,10 @@ def test_steps_survive_a_clean_failure_too(world, effects):
 def test_a_first_attempt_reads_nothing_and_a_later_one_reads_once(world, effects):
     """Stored steps cost one read, and only where there can be some."""
     crashed(world.first, in_order(effects, "a", "b", "c", then=crash))
-    assert world.first.steps.reads == 0
+    assert world.first.store.reads == 0
     other = world.process()
     run(other, in_order(effects, "a", "b", "c"))
-    assert other.steps.reads == 1
+    assert other.store.reads == 1
 
 
 def test_stored_steps_can_be_read_before_the_operation_asks(world, effects):
@@ -106,10 +106,10 @@ def test_stored_steps_can_be_read_before_the_operation_asks(world, effects):
         return operation
 
     crashed(world.first, prepared("a", "b", then=crash))
-    assert world.first.steps.reads == 0
+    assert world.first.store.reads == 0
     other = world.process()
     run(other, prepared("a", "b", "c"))
-    assert other.steps.reads == 1
+    assert other.store.reads == 1
     assert effects.ran == ["a", "b", "c"]
 
 
@@ -117,7 +117,7 @@ def test_an_operation_without_steps_asks_the_step_store_nothing(world):
     """Whoever has no steps pays nothing for them, failures included."""
     with pytest.raises(Declined):
         run(world.first, world.first.raising(Declined("x")))
-    assert (world.first.steps.reads, world.first.steps.writes) == (0, [])
+    assert (world.first.store.reads, world.first.store.writes) == (0, [])
 
 
 def test_the_step_is_stored_before_the_operation_goes_on(world, effects):
@@ -181,14 +181,6 @@ def test_empty_results_are_results(world, value):
     crashed(world.first, operation)
     assert run(world.process(), operation).value == [value]
     assert ran == [1]
-
-
-def test_an_attempt_without_a_stepper_says_so(world):
-    """An attempt that was made without steps refuses them in its own words."""
-    bare = Attempt(KEY, "", 1, None, world.clock.monotonic, None, False)
-    with pytest.raises(InvalidInput, match="takes no steps"):
-        bare.step("charge", print)
-    assert bare.steps_to_conclude is None
 
 
 # Names.
@@ -427,14 +419,15 @@ def test_attempts_that_are_over_leave_nothing_in_the_context(world):
         assert len(trail) == 1
         assert last.place(is_known=False) == 3
 
-    contextvars.copy_context().run(many)
+    # An empty one: errors that are parameters of other tests keep their attempts alive.
+    contextvars.Context().run(many)
 
 
 def test_steps_side_by_side_read_the_stored_ones_once(world, effects):
     """The second branch waits for the first one's read, and asks itself if that failed."""
     crashed(world.first, in_order(effects, "a", then=crash))
     other = world.process()
-    other.steps.read_faults.append(Fault(pauses=True))
+    other.store.read_faults.append(Fault(pauses=True))
     reads = []
 
     async def operation(attempt: Attempt):
@@ -443,7 +436,7 @@ def test_steps_side_by_side_read_the_stored_ones_once(world, effects):
             for flow in flows:
                 if not flow.is_done:
                     contextvars.copy_context().run(flow.step)
-        reads.append(other.steps.reads)
+        reads.append(other.store.reads)
         return [flow.value for flow in flows]
 
     assert run(other, operation).value == ["a done", "b done"]
@@ -470,11 +463,11 @@ def test_a_thread_that_comes_just_too_late_does_not_read_again(world, effects):
 
     async def operation(attempt: Attempt):
         attempts.append(attempt)
-        attempt._stepper.lock = LateLock()
         await attempt.step("b", effects.do, "b")
 
+    other.ports.executor.step_lock = LateLock()
     run(other, operation)
-    assert other.steps.reads == 0
+    assert other.store.reads == 0
     assert effects.ran == ["a", "b"]
 
 
@@ -579,7 +572,7 @@ def test_an_owner_that_stood_still_goes_on_if_nobody_came(world, effects):
 
     run(world.first, operation)
     assert effects.ran == ["charge"]
-    assert len(world.first.renewals.confirmed) == 1
+    assert len(world.first.store.confirmed) == 1
 
 
 def test_no_step_starts_on_a_lease_that_nobody_can_confirm(world, effects):
@@ -587,12 +580,12 @@ def test_no_step_starts_on_a_lease_that_nobody_can_confirm(world, effects):
 
     async def silent(attempt: Attempt):
         world.clock.advance(60)
-        world.first.renewals.is_silent = True
+        world.first.store.is_silent = True
         await attempt.step("charge", effects.do, "charge")
 
     with pytest.raises(ClaimLost):
         run(world.first, silent)
-    world.first.renewals.is_silent = False
+    world.first.store.is_silent = False
 
     async def endless(attempt: Attempt):
         world.clock.advance(120)
@@ -691,9 +684,9 @@ def test_the_stored_steps_are_asked_for_again(world, effects):
     """Two lost answers are ridden out; nothing has run meanwhile."""
     crashed(world.first, in_order(effects, "a", then=crash))
     other = world.process()
-    other.steps.read_faults.extend([Fault(DOWN), Fault(DOWN)])
+    other.store.read_faults.extend([Fault(DOWN), Fault(DOWN)])
     assert run(other, in_order(effects, "a")).attempt == 2
-    assert other.waiting.slept == [0.05, 0.1]
+    assert other.clock.slept == [0.05, 0.1]
     assert effects.ran == ["a"]
 
 
@@ -701,7 +694,7 @@ def test_a_silent_store_stops_the_operation_before_the_step(world, effects):
     """Without the stored steps nothing may run; the failure frees the key."""
     crashed(world.first, in_order(effects, "a", then=crash))
     other = world.process()
-    other.steps.read_faults.extend([Fault(DOWN)] * 3)
+    other.store.read_faults.extend([Fault(DOWN)] * 3)
     with pytest.raises(StoreUnavailable):
         run(other, in_order(effects, "a"))
     assert effects.ran == ["a"]
@@ -713,7 +706,7 @@ def test_a_silent_store_at_the_end_leaves_the_key_to_its_lease(world):
     """Whether steps were left out cannot be told, so nothing is settled."""
     crashed(world.first, in_order(Effects(), then=crash))
     other = world.process()
-    other.steps.read_faults.extend([Fault(DOWN)] * 3)
+    other.store.read_faults.extend([Fault(DOWN)] * 3)
     with pytest.raises(OutcomeNotStored, match="no answer") as caught:
         run(other, other.returning("value"))
     assert caught.value.value == "value"
@@ -722,21 +715,21 @@ def test_a_silent_store_at_the_end_leaves_the_key_to_its_lease(world):
 
 def test_a_step_is_written_until_it_stands(world, effects):
     """A lost answer is asked for again; the first result stands, and the step ran once."""
-    world.first.steps.write_faults.extend([Fault(DOWN), Fault(DOWN, is_after=True)])
+    world.first.store.write_faults.extend([Fault(DOWN), Fault(DOWN, is_after=True)])
     assert run(world.first, in_order(effects, "charge")).value == ["charge done"]
-    assert world.first.waiting.slept == [0.05, 0.1]
+    assert world.first.clock.slept == [0.05, 0.1]
     assert effects.ran == ["charge"]
     assert stored_steps(world) == [("charge", 1)]
 
 
-def test_patience_ends_and_the_operation_is_told(world, effects):
+def test_patience_ends_and_the_operation_is_reported(world, effects):
     """The step ran and is not remembered: its value comes with the error; only the lease frees."""
-    world.first.steps.write_faults.extend([Fault(DOWN)] * 100)
+    world.first.store.write_faults.extend([Fault(DOWN)] * 100)
     policy = Policy(settle_patience=timedelta(seconds=1))
     with pytest.raises(StepNotStored, match="ran, but its result could not be stored") as caught:
         run(world.first, in_order(effects, "charge"), policy=policy)
     assert caught.value.value == "charge done"
-    assert max(world.first.waiting.slept) <= 1.0
+    assert max(world.first.clock.slept) <= 1.0
     with pytest.raises(OperationInFlight):
         run(world.process(), in_order(effects, "charge"))
     assert effects.ran == ["charge"]
@@ -745,19 +738,56 @@ def test_patience_ends_and_the_operation_is_told(world, effects):
     assert effects.ran == ["charge", "charge"]
 
 
+@pytest.mark.parametrize("is_after", [False, True])
+def test_a_step_of_which_nobody_knows_is_written_again_when_it_is_asked_for_again(
+    world, effects, is_after
+):
+    """It is the attempt's own, whether it stands or not: no second step, and no second run."""
+    world.first.store.write_faults.extend([Fault(DOWN, is_after=is_after)] * 2)
+    values = []
+
+    async def operation(attempt: Attempt):
+        for _ in range(2):
+            with pytest.raises(StepNotStored):
+                await attempt.step("charge", effects.do, "charge")
+        values.append(await attempt.step("charge", effects.do, "charge"))
+        await attempt.step("mail", effects.do, "mail")
+        with pytest.raises(StepReused):
+            await attempt.step("charge", effects.do, "charge")
+
+    run(world.first, operation, policy=Policy(settle_patience=timedelta(0)))
+    assert values == ["charge done"]
+    assert effects.ran == ["charge", "mail"]
+    assert stored_steps(world) == [("charge", 1), ("mail", 2)]
+
+
+def test_an_attempt_that_has_ended_takes_no_step(world, effects):
+    """The step would run, and then hear that another owner has the key."""
+    kept = []
+
+    async def operation(attempt: Attempt):
+        kept.append(attempt)
+
+    run(world.first, operation)
+    assert kept[0].time_left == timedelta()
+    with pytest.raises(InvalidInput, match="attempt 1 of 'order-1' has ended"):
+        kept[0].step("charge", effects.do, "charge")
+    assert effects.ran == []
+
+
 def test_the_rest_is_written_before_the_key_is_freed(world, effects):
     """A store that is back by then remembers the step after all, and the retry skips it."""
-    world.first.steps.write_faults.append(Fault(StoreMissing("gone")))
+    world.first.store.write_faults.append(Fault(StoreMissing("gone")))
     with pytest.raises(StepNotStored):
         run(world.first, in_order(effects, "charge"))
-    assert world.first.steps.writes == ["charge", "charge"]
+    assert world.first.store.writes == ["charge", "charge"]
     run(world.process(), in_order(effects, "charge"))
     assert effects.ran == ["charge"]
 
 
 def test_the_rest_tells_of_a_lost_claim(world, effects):
     """A zombie whose store was silent learns at the end that it has nothing to say."""
-    world.first.steps.write_faults.append(Fault(StoreMissing("gone")))
+    world.first.store.write_faults.append(Fault(StoreMissing("gone")))
 
     async def operation(attempt: Attempt):
         try:
@@ -773,18 +803,18 @@ def test_the_rest_tells_of_a_lost_claim(world, effects):
 
 def test_the_rest_is_insisted_on_before_the_key_is_freed(world, effects):
     """A store that is silent for longer than one patience is asked for another one."""
-    world.first.steps.write_faults.extend([Fault(StoreMissing("gone")), Fault(DOWN), Fault(DOWN)])
+    world.first.store.write_faults.extend([Fault(StoreMissing("gone")), Fault(DOWN), Fault(DOWN)])
     with pytest.raises(StepNotStored):
         run(world.first, in_order(effects, "charge"))
-    assert world.first.steps.writes == ["charge"] * 4
-    assert world.first.waiting.slept == [0.05, 0.1]
+    assert world.first.store.writes == ["charge"] * 4
+    assert world.first.clock.slept == [0.05, 0.1]
     assert record_of(world).record.state is State.RELEASED
     assert stored_steps(world) == [("charge", 1)]
 
 
 def test_a_key_whose_step_cannot_be_recorded_is_not_freed(world, effects):
     """Its retry would run the step again at once; the lease frees it, and the caller is told."""
-    world.first.steps.write_faults.extend([Fault(StoreMissing("gone"))] * 2)
+    world.first.store.write_faults.extend([Fault(StoreMissing("gone"))] * 2)
     with pytest.raises(StepNotStored) as caught:
         run(world.first, in_order(effects, "charge"))
     assert caught.value.value == "charge done"
@@ -795,7 +825,7 @@ def test_a_key_whose_step_cannot_be_recorded_is_not_freed(world, effects):
 
 def test_another_failure_after_a_step_that_cannot_be_recorded_is_the_cause(world, effects):
     """What the operation made of it does not free the key either."""
-    world.first.steps.write_faults.extend([Fault(StoreMissing("gone"))] * 2)
+    world.first.store.write_faults.extend([Fault(StoreMissing("gone"))] * 2)
 
     async def operation(attempt: Attempt):
         try:
@@ -814,7 +844,7 @@ def test_a_changed_operation_is_not_freed_without_its_steps(world, effects, is_g
     """The refusal of an ending frees the key as any failure does."""
     crashed(world.first, in_order(effects, "a", then=crash))
     other = world.process()
-    other.steps.write_faults.extend([Fault(StoreMissing("gone"))] * (1 + is_gone))
+    other.store.write_faults.extend([Fault(StoreMissing("gone"))] * (1 + is_gone))
 
     async def operation(attempt: Attempt):
         with pytest.raises(StepNotStored):
@@ -828,7 +858,7 @@ def test_a_changed_operation_is_not_freed_without_its_steps(world, effects, is_g
 
 def test_a_step_is_recorded_before_its_operation_is_undone(world, effects):
     """A crash while undoing leaves the rest to an attempt that knows recorded steps only."""
-    world.first.steps.write_faults.append(Fault(StoreMissing("gone")))
+    world.first.store.write_faults.append(Fault(StoreMissing("gone")))
 
     async def operation(attempt: Attempt):
         with suppress(StepNotStored):
@@ -849,7 +879,7 @@ def test_a_step_is_recorded_before_its_operation_is_undone(world, effects):
 
 def test_a_cancelled_write_is_repeated_before_the_key_is_freed(world, effects):
     """A task group cancels the sibling of a failed step while it is being recorded."""
-    world.first.steps.write_faults.append(Fault(pauses=True))
+    world.first.store.write_faults.append(Fault(pauses=True))
 
     async def operation(attempt: Attempt):
         task = Flow(attempt.step("charge", effects.do, "charge"))
@@ -867,7 +897,7 @@ def test_a_cancelled_write_is_repeated_before_the_key_is_freed(world, effects):
 
 def test_a_refused_result_is_done_without_result(world, effects):
     """What the store cannot hold is remembered without its value."""
-    world.first.steps.write_faults.append(Fault(REFUSED))
+    world.first.store.write_faults.append(Fault(REFUSED))
     crashed(world.first, in_order(effects, "charge", then=crash))
     with pytest.raises(StepUnavailable, match="refused it: too odd"):
         run(world.process(), in_order(effects, "charge"))
@@ -876,10 +906,10 @@ def test_a_refused_result_is_done_without_result(world, effects):
 
 def test_a_store_that_refuses_even_that_is_reported(world, effects):
     """Nothing is left to be written, and waiting would not help."""
-    world.first.steps.write_faults.extend([Fault(REFUSED)] * 2)
+    world.first.store.write_faults.extend([Fault(REFUSED)] * 2)
     with pytest.raises(StepNotStored):
         run(world.first, in_order(effects, "charge"))
-    assert world.first.waiting.slept == []
+    assert world.first.clock.slept == []
 
 
 # Cancellation.
@@ -887,7 +917,7 @@ def test_a_store_that_refuses_even_that_is_reported(world, effects):
 
 def test_a_cancelled_caller_does_not_lose_a_finished_step(world, effects):
     """The write goes on without the caller."""
-    world.first.steps.write_faults.append(Fault(pauses=True))
+    world.first.store.write_faults.append(Fault(pauses=True))
     flow = world.first.start(call(), world.first.operating(in_order(effects, "charge")))
     assert isinstance(flow.throw(Stop()).error, Stop)
     assert stored_steps(world) == []
@@ -898,9 +928,9 @@ def test_a_cancelled_caller_does_not_lose_a_finished_step(world, effects):
     assert effects.ran == ["charge"]
 
 
-def test_a_step_that_nobody_can_write_any_more_is_told(world, effects):
+def test_a_step_that_nobody_can_write_any_more_is_reported(world, effects):
     """The loop or the process is about to end: the step runs again, and somebody should know."""
-    world.first.steps.write_faults.append(Fault(pauses=True))
+    world.first.store.write_faults.append(Fault(pauses=True))
     flow = world.first.start(call(), world.first.operating(in_order(effects, "charge")))
     flow.throw(Stop())
     world.abandon.pop()("the loop has ended")
@@ -910,9 +940,9 @@ def test_a_step_that_nobody_can_write_any_more_is_told(world, effects):
     world.background.pop().close()
 
 
-def test_an_orphan_gives_up_quietly(world, effects):
+def test_a_background_ending_gives_up_quietly(world, effects):
     """There is nobody to tell; the step runs again, as after a crash."""
-    world.first.steps.write_faults.extend([Fault(pauses=True), Fault(StoreMissing("gone"))])
+    world.first.store.write_faults.extend([Fault(pauses=True), Fault(StoreMissing("gone"))])
     flow = world.first.start(call(), world.first.operating(in_order(effects, "charge")))
     flow.throw(Stop())
     assert drive(world.background.pop()) is None
@@ -939,7 +969,7 @@ def test_a_step_has_its_own_retries(world):
 
     with pytest.raises(Declined, match="try 5"):
         run(world.first, operation)
-    assert world.first.waiting.slept == [1.0, 3.0, 5.0, 5.0]
+    assert world.first.clock.slept == [1.0, 3.0, 5.0, 5.0]
 
 
 def test_a_later_try_may_succeed(world):

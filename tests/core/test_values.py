@@ -272,7 +272,7 @@ def test_models_inside_other_values_come_back(model):
         ({"$": "msgspec", "t": type_name(Struct), "v": {"a": "x"}}, "no longer fits"),
     ],
 )
-def test_types_that_changed_since_are_told(tree, words):
+def test_types_that_changed_since_are_reported(tree, words):
     with pytest.raises(NotReadable, match=words):
         from_tree(tree, Types())
 

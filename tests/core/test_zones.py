@@ -15,12 +15,12 @@ import pydantic
 import pytest
 
 from retrysafe.core.keys.canonical import of_tree
-from retrysafe.core.keys.request_tree import asked_tree
+from retrysafe.core.keys.fingerprint import fingerprint_tree
 from retrysafe.core.model import Payload
 from retrysafe.core.values.codec import PYDANTIC, TAGGED, ValueCodec
 from retrysafe.core.values.trees import NotReadable, NotStorable
 from retrysafe.core.values.zones import zone_name
-from tests.core.test_request_tree import ZONE
+from tests.core.test_fingerprint_of_values import ZONE
 
 BERLIN = ZoneInfo("Europe/Berlin")
 # On that night the clock of Berlin shows half past two twice.
@@ -219,7 +219,7 @@ def test_a_zone_without_a_name_is_one_of_another_library():
     assert through(moment) == moment
 
 
-def test_a_zone_that_is_not_known_here_is_told():
+def test_a_zone_that_is_not_known_here_is_reported():
     """The outcome stands; a replay says what is missing, and nothing runs."""
     stored = b'{"$":"datetime","v":"2024-07-01T12:00:00+03:00","z":"Nowhere/Atlantis"}'
     with pytest.raises(NotReadable, match="install tzdata"):
@@ -243,4 +243,6 @@ def test_a_model_is_not_searched_for_zones_where_none_was_ever_loaded(monkeypatc
 @pytest.mark.parametrize("moment", [SECOND, time(2, 30, tzinfo=BERLIN)])
 def test_requests_count_as_ever(moment):
     """A moment counts by its instant: a deploy turns no honest retry into another request."""
-    assert of_tree(asked_tree(moment)) == of_tree(asked_tree(moment.replace(tzinfo=Foreign())))
+    assert of_tree(fingerprint_tree(moment)) == of_tree(
+        fingerprint_tree(moment.replace(tzinfo=Foreign()))
+    )

@@ -40,7 +40,7 @@ def test_contributors_find_every_package():
     packages = {path.parent.name for path in source.glob("*/__init__.py")}
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| `src/retrysafe/(\w+)(?:\.py)?` \|", text, re.MULTILINE)
-    assert set(rows) == packages | {"wiring"}
+    assert set(rows) == packages
     assert len(rows) == len(set(rows))
     (stores,) = re.findall(r"^\| `src/retrysafe/stores` \| ([^;]*);", text, re.MULTILINE)
     assert stores == "memory, SQLite and PostgreSQL"

@@ -31,7 +31,7 @@ ATOMIC_GUARDS: tuple[Guard, ...] = (
     Guard(
         "SQLite's write lock is that of the file that the path leads to",
         "a file that is deleted while it is in use lets a key run in the old and in the new one",
-        (InCode(SqliteTransaction._take_write_lock, "self._require_place()", "pass"),),
+        (InCode(SqliteTransaction._take_write_lock, "self._require_unmoved()", "pass"),),
         properties.test_a_deleted_file_grants_no_claim_in_a_transaction,
     ),
     Guard(

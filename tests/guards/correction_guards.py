@@ -8,13 +8,14 @@ from retrysafe.core.engine import Engine
 from retrysafe.core.policy import Policy
 from retrysafe.core.run import Runner
 from retrysafe.stores.memory.store import MemoryStore
-from retrysafe.stores.sqlite import batches, rows
+from retrysafe.stores.sqlite import rows, settlements
 from retrysafe.stores.sqlite.schema import SQL
 from tests.guards import test_correction_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode, InStatement
 
-_QUERIES = "`stores/sqlite/sql/queries.sql`"
+_RECORDS = "`stores/sqlite/sql/records.sql`"
+_SETTLEMENTS = "`stores/sqlite/sql/settlements.sql`"
 _NO_STEP = "NOT EXISTS (SELECT 1 FROM retrysafe_steps AS s WHERE s.digest = k.digest)"
 
 CORRECTION_GUARDS: tuple[Guard, ...] = (
@@ -53,7 +54,7 @@ CORRECTION_GUARDS: tuple[Guard, ...] = (
         "the same, where the statement that reads the record looks for steps",
         (
             InStatement(
-                SQL, "select_key", _NO_STEP, "1", f"{_QUERIES}, `select_key`", rows, "_SELECT_KEY"
+                SQL, "select_key", _NO_STEP, "1", f"{_RECORDS}, `select_key`", rows, "_SELECT_KEY"
             ),
         ),
         properties.test_a_stored_step_keeps_the_key_in_sqlite,
@@ -79,8 +80,8 @@ CORRECTION_GUARDS: tuple[Guard, ...] = (
                 "settle_key",
                 "AND NOT is_uncertain",
                 "",
-                f"{_QUERIES}, `settle_key`",
-                batches,
+                f"{_SETTLEMENTS}, `settle_key`",
+                settlements,
                 "_SETTLE_KEY",
             ),
         ),
@@ -107,7 +108,7 @@ CORRECTION_GUARDS: tuple[Guard, ...] = (
                 "select_key",
                 "k.nothing_happened_token = k.token",
                 "k.nothing_happened_token IS NOT NULL",
-                f"{_QUERIES}, `select_key`",
+                f"{_RECORDS}, `select_key`",
                 rows,
                 "_SELECT_KEY",
             ),

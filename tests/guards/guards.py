@@ -16,12 +16,12 @@ from retrysafe.core.settle import Settler
 from retrysafe.http.asgi_run import AppRun
 from retrysafe.runtime.group_commit.tasks import TaskGroupCommit
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
-from retrysafe.runtime.loop_ports import LoopPorts
+from retrysafe.runtime.task_ports import LoopPorts
 from retrysafe.stores.memory.store import MemoryStore
-from retrysafe.stores.sqlite import batches, file
+from retrysafe.stores.sqlite import claims, file, settlements
 from retrysafe.stores.sqlite import store as sqlite_store
 from retrysafe.stores.sqlite.connections import Connections
-from retrysafe.stores.sqlite.file_identity import FileIdentity
+from retrysafe.stores.sqlite.file import DatabaseFile
 from retrysafe.stores.sqlite.schema import SQL
 from tests.core import test_interrupted as interrupted
 from tests.guards import test_properties as properties
@@ -39,7 +39,7 @@ from tests.guards.secret_guards import SECRET_GUARDS
 from tests.guards.step_guards import STEP_GUARDS
 from tests.simulation.invariants import Invariant
 
-_QUERIES = "`stores/sqlite/sql/queries.sql`"
+_SETTLEMENTS = "`stores/sqlite/sql/settlements.sql`"
 
 
 GUARDS: tuple[Guard, ...] = (
@@ -63,8 +63,8 @@ GUARDS: tuple[Guard, ...] = (
                 "insert_outcome",
                 "AND token = ?",
                 "AND ? IS NOT NULL",
-                f"{_QUERIES}, `insert_outcome`",
-                batches,
+                f"{_SETTLEMENTS}, `insert_outcome`",
+                settlements,
                 "_INSERT_OUTCOME",
             ),
         ),
@@ -75,10 +75,10 @@ GUARDS: tuple[Guard, ...] = (
         "the same for endings that share a batch",
         (
             InEntry(
-                batches._COUNT_HELD.statements,
+                settlements._COUNT_HELD.statements,
                 2,
-                batches._COUNT_HELD.statements[2].replace("k.token = wish.column2 AND", ""),
-                f"{_QUERIES}, `count_held`",
+                settlements._COUNT_HELD.statements[2].replace("k.token = ended.column2 AND", ""),
+                f"{_SETTLEMENTS}, `count_held`",
             ),
         ),
         properties.test_a_zombie_in_a_batch_is_refused_by_sqlite,
@@ -88,7 +88,7 @@ GUARDS: tuple[Guard, ...] = (
         "an ending that was refused leaves its outcome behind, and is reported as stored",
         (
             InCode(
-                batches._settle_all,
+                settlements._settle_all,
                 "if held != len(settlements):",
                 "if False:",
             ),
@@ -160,8 +160,8 @@ GUARDS: tuple[Guard, ...] = (
                 "insert_outcome",
                 " AND state = 1",
                 "",
-                f"{_QUERIES}, `insert_outcome`",
-                batches,
+                f"{_SETTLEMENTS}, `insert_outcome`",
+                settlements,
                 "_INSERT_OUTCOME",
             ),
         ),
@@ -310,7 +310,7 @@ GUARDS: tuple[Guard, ...] = (
                 "still_outlived",
                 " AND state <> 1",
                 "",
-                "`stores/sqlite/sql/sweeping.sql`, `still_outlived`",
+                "`stores/sqlite/sql/sweep.sql`, `still_outlived`",
             ),
         ),
         properties.test_a_running_retry_is_not_swept,
@@ -324,7 +324,7 @@ GUARDS: tuple[Guard, ...] = (
                 "still_outlived",
                 " AND expires_at_ms <= ? AND state <> 1",
                 " AND ? IS NOT NULL",
-                "`stores/sqlite/sql/sweeping.sql`, `still_outlived`",
+                "`stores/sqlite/sql/sweep.sql`, `still_outlived`",
             ),
         ),
         properties.test_a_key_that_came_back_is_not_swept,
@@ -345,7 +345,7 @@ GUARDS: tuple[Guard, ...] = (
                 "stands = await self._writer.settle(settlement)",
                 "self._settler._background.finish("
                 "self._settler._settle_orphan(call, lease, settlement, number), str); "
-                "stands = type('Stands', (), {'decision': Decision.APPLY})()",
+                "stands = type('Stands', (), {'decision': None})()",
             ),
         ),
         properties.test_an_outcome_is_stored_before_it_is_shown,
@@ -365,7 +365,7 @@ GUARDS: tuple[Guard, ...] = (
         (Invariant.NO_EARLY_RERUN,),
     ),
     Guard(
-        "an outcome is adopted when its caller is cancelled",
+        "an outcome is stored although its caller is cancelled",
         "a client that disconnects makes the operation run again",
         (
             InCode(
@@ -389,7 +389,7 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Flights._end,
-                "_tell(flight.waiters)",
+                "_wake(flight.waiters)",
                 "pass",
             ),
         ),
@@ -426,7 +426,7 @@ GUARDS: tuple[Guard, ...] = (
         "a signal among the wake-ups leaves a follower asleep for ever",
         (
             InCode(
-                flights._tell,
+                flights._wake,
                 "waiters[0].set()\n        del waiters[0]",
                 "waiters.pop(0).set()",
             ),
@@ -434,25 +434,25 @@ GUARDS: tuple[Guard, ...] = (
         interrupted.test_a_signal_among_the_wake_ups_leaves_nobody_asleep,
     ),
     Guard(
-        "an interrupted landing is made again",
+        "a flight is marked as landed where no signal comes in between",
         "a signal leaves a flight without a leader: its key is refused until the process ends",
         (
             InCode(
                 Engine.ask,
-                "self._flights.land(digest, mine)\n                raise",
-                "raise",
+                "mine.phase = _LANDED",
+                "pass",
             ),
         ),
         interrupted.test_a_signal_before_the_landing_leaves_no_flight,
     ),
     Guard(
-        "an interrupted end of the renewals is made again",
+        "a lease that nobody holds is not renewed, though it was not removed",
         "a signal leaves a lease that is renewed for as long as the process lives",
         (
             InCode(
                 Runner.run,
-                "self._renewals.remove(lease)\n            raise",
-                "raise",
+                "lease.is_held = False",
+                "pass",
             ),
         ),
         interrupted.test_a_signal_before_the_end_of_the_renewals_leaves_no_lease,
@@ -468,7 +468,7 @@ GUARDS: tuple[Guard, ...] = (
         "the same",
         (
             InCode(
-                batches._decide,
+                claims._decide,
                 'connection.execute(SQL["delete_steps"], (digest,))',
                 "pass",
             ),
@@ -491,7 +491,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "SQLite spares a lease that ended while nobody could write",
         "a process that stands still with the write lock makes a healthy owner lose its key",
-        (InCode(batches._decide, "if spared is not None:", "if False:"),),
+        (InCode(claims._decide, "if spared is not None:", "if False:"),),
         properties.test_sqlite_spares_an_owner_that_could_not_write,
     ),
     Guard(
@@ -503,13 +503,13 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "SQLite writes only to the file that its path leads to",
         "a file that is deleted while it is in use lets a key run in the old and in the new one",
-        (InCode(Connections._write, "self.place.require()", "pass"),),
+        (InCode(Connections._write, "self.file.require_unmoved()", "pass"),),
         properties.test_a_deleted_sqlite_file_grants_no_claim,
     ),
     Guard(
         "SQLite writes only under the locks that others see",
         "the same, when only the files beside it are deleted",
-        (InCode(FileIdentity.remember, "self._beside = tuple(beside)", "self._beside = ()"),),
+        (InCode(DatabaseFile.remember, "self._beside = tuple(beside)", "self._beside = ()"),),
         properties.test_sqlite_without_its_shared_locks_grants_no_claim,
     ),
     Guard(
@@ -518,8 +518,8 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 ThreadGroupCommit._submit,
-                "try:\n            self._leave(entry)\n        except BaseException:",
-                "try:\n            pass\n        except BaseException:",
+                "self._leave(entry)\n                raise",
+                "raise",
             ),
         ),
         properties.test_an_interrupted_carrier_hands_over,

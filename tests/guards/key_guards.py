@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from retrysafe.contrib import fastapi
+from retrysafe.core.settings import Settings
 from retrysafe.http import field_values, key_sources
 from retrysafe.http.protection import Protection
-from retrysafe.runtime.describe import Settings
-from retrysafe.runtime.face import Face
+from retrysafe.runtime.operations import Operations
 from tests.guards import test_key_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode
@@ -65,7 +65,7 @@ KEY_GUARDS: tuple[Guard, ...] = (
     Guard(
         "an operation that hides its values is refused",
         "a closure over another amount gets the outcome of the first, and nobody is told",
-        (InCode(Face._call, "if not args:", "if False:"),),
+        (InCode(Operations.call, "if not args:", "if False:"),),
         properties.test_no_hidden_amount_gets_the_outcome_of_another,
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from retrysafe.core.lease import Lease
-from retrysafe.runtime import loop_ports
+from retrysafe.runtime import task_ports
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
 from retrysafe.stores.sqlite.connections import Connections
 from retrysafe.stores.sqlite.store import SqliteStore
@@ -29,7 +29,7 @@ LEASE_GUARDS: tuple[Guard, ...] = (
         "a busy event loop renews too late, and a healthy operation runs twice",
         (
             InCode(
-                loop_ports._heartbeat,
+                task_ports._heartbeat,
                 "if is_blocking or isinstance(store, ExtendsAnywhere):",
                 "if is_blocking is None:",
             ),

@@ -31,7 +31,7 @@ class Mutation(Protocol):
         """A context in which the guard is gone."""
 
 
-def _place(module_name: str, name: str) -> str:
+def _where(module_name: str, name: str) -> str:
     return f"`{module_name.removeprefix('retrysafe.').replace('.', '/')}.py`, `{name}`"
 
 
@@ -54,7 +54,7 @@ class InCode:
     @property
     def where(self) -> str:
         """The function."""
-        return _place(self.function.__module__, self.function.__qualname__)
+        return _where(self.function.__module__, self.function.__qualname__)
 
     @contextmanager
     def removed(self) -> Iterator[None]:

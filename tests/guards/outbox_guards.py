@@ -10,7 +10,7 @@ from retrysafe.core.steps.compensation import Compensator
 from retrysafe.relay.deliveries import HeldEntries
 from retrysafe.relay.delivery_loop import RelayEngine
 from retrysafe.relay.pools import TaskDeliveryPool, ThreadDeliveryPool
-from retrysafe.stores.sqlite import batches
+from retrysafe.stores.sqlite import settlements
 from retrysafe.stores.sqlite.schema import SQL
 from tests.guards import test_outbox_properties as outbox_properties
 from tests.guards.guard import Guard
@@ -78,7 +78,7 @@ OUTBOX_GUARDS: tuple[Guard, ...] = (
         "a settlement whose answer was lost delivers its entries twice",
         (
             InCode(
-                batches.settle,
+                settlements.settle,
                 "if item.entries and answer == _APPLIED:",
                 "if item.entries:",
             ),
@@ -109,7 +109,7 @@ OUTBOX_GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Attempt._new_outbox,
-                "if self._joiner is None or not self._joiner.has_outbox:",
+                "if not self._ports.store.capabilities.has_outbox:",
                 "if False:",
             ),
         ),

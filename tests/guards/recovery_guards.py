@@ -7,7 +7,7 @@ from retrysafe.core.engine import Engine
 from retrysafe.core.recovery import Recovery
 from retrysafe.core.settle import Settler
 from retrysafe.runtime.resumable import Resumable
-from retrysafe.stores.sqlite import batches
+from retrysafe.stores.sqlite import claims
 from retrysafe.stores.sqlite.schema import SQL
 from retrysafe.stores.sqlite.sweep import Sweeping
 from tests.guards import test_recovery_properties as properties
@@ -60,7 +60,7 @@ RECOVERY_GUARDS: tuple[Guard, ...] = (
         "a worker runs what an earlier request asked for",
         (
             InCode(
-                batches._decide, 'connection.execute(SQL["delete_arguments"], (digest,))', "pass"
+                claims._decide, 'connection.execute(SQL["delete_arguments"], (digest,))', "pass"
             ),
             InStatement(
                 SQL,

@@ -13,6 +13,7 @@ import pytest
 
 from retrysafe import ClaimLost, Idempotency, KeyReused, OperationInFlight, StoreMissing
 from retrysafe.core.model import Ending
+from retrysafe.runtime.calls import calls_of
 from tests.core.building import OTHER_MARK, call
 from tests.core.test_atomic import Made, settled_transaction
 from tests.core.test_atomic_runner import PausingDesk, judged, seven
@@ -38,7 +39,7 @@ class Shop:
             attempt.connection.execute("INSERT INTO orders VALUES (?)", (name,))
             return name
 
-        return self.idem.answer_atomic(made_call, self.transaction, operation)
+        return calls_of(self.idem).answer_atomic(made_call, self.transaction, operation)
 
     @property
     def orders(self) -> list[str]:
@@ -131,5 +132,5 @@ def test_a_claim_that_was_rolled_back_inside_does_not_complete():
 
     with shop() as made:
         with pytest.raises(ClaimLost):
-            made.idem.answer_atomic(call(), made.transaction, operation)
+            calls_of(made.idem).answer_atomic(call(), made.transaction, operation)
         assert made.orders == []

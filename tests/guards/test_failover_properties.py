@@ -53,8 +53,8 @@ def test_an_outcome_that_is_found_stored_is_written_before_it_is_believed():
     ending = settlement(SettleKind.COMPLETE, KEY, TOKEN)
     settled, _ = transitions.settle(claimed_record(), ending, NOW_MS + 1)
     reader = OneRecord(settled)
-    unwritten = UnsettledEndings(reader, None, None, reader.confirm)
-    (answer,) = run_sync(unwritten.told([ending], [None]))
+    unsettled = UnsettledEndings(reader, None, None, reader.confirm)
+    (answer,) = run_sync(unsettled.answered([ending], [None]))
     assert answer.decision is Decision.CONFIRM
     assert reader.confirmed == [settled, settled]
 

@@ -34,6 +34,7 @@ from retrysafe.http import (
 from retrysafe.http.large_bodies import LARGE_BODY_BYTES
 from retrysafe.http.protection import Protection
 from retrysafe.http.responses import Response
+from retrysafe.runtime.calls import calls_of
 from retrysafe.testing import FaultyStore, Moment
 from tests.attacks.growth import LIMIT, growth
 from tests.attacks.hostile_inputs import BODIES, mark
@@ -62,7 +63,7 @@ def _stored_caller(secret):
             await _exchange(
                 IdempotencyMiddleware(app, idempotency, caller=bearer_token), Connection()
             )
-            (found,) = await idempotency.store.list_records(RecordQuery())
+            (found,) = await calls_of(idempotency).store.list_records(RecordQuery())
             return found.record.caller
 
     return asyncio.run(run())

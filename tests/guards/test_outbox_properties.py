@@ -20,6 +20,7 @@ from retrysafe.core.outbox.entries import (
     EntryStart,
     EntryState,
 )
+from retrysafe.core.ports import Capabilities, Waits
 from retrysafe.relay.pools import TaskDeliveryPool, ThreadDeliveryPool
 from retrysafe.runtime.drive import run_sync
 from retrysafe.testing import ManualClock, Moment
@@ -264,6 +265,7 @@ def test_a_slow_delivery_is_renewed():
 def test_a_store_without_an_outbox_is_asked_first():
     """It would take the settlement and drop the entries."""
     world = World()
+    world.first.store.capabilities = Capabilities(Waits.NEVER)
     with pytest.raises(InvalidInput):
         world.first.answer(call(), _staging)
 
@@ -296,7 +298,7 @@ def test_a_cancelled_caller_with_steps_keeps_its_entries():
         world.first.answer(call(), world.first.operating(operation))
     world.clock.seconds += 3_600
     second = world.process()
-    second.steps.read_faults.append(Fault(pauses=True))
+    second.store.read_faults.append(Fault(pauses=True))
     second.start(call(), second.operating(operation)).throw(KeyboardInterrupt())
     drive(world.background.pop())
     assert len(_listed(world.store)) == 1

@@ -7,7 +7,6 @@ fail; that is why they build everything they need, and why they are short.
 from __future__ import annotations
 
 import asyncio
-import os
 import sqlite3
 import tempfile
 import threading
@@ -66,12 +65,12 @@ from retrysafe.core.model import (
 from retrysafe.core.ports import (
     Capabilities,
     ClaimResult,
+    LocalClock,
     SettleResult,
     Store,
-    Waiting,
     Waits,
-    Writer,
 )
+from retrysafe.core.settings import Settings
 from retrysafe.core.values.codec import ValueCodec
 from retrysafe.http import IdempotencyMiddleware, bearer_token
 from retrysafe.http.asgi_run import AppRun
@@ -79,8 +78,8 @@ from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit.direct import DirectWriter
 from retrysafe.runtime.group_commit.tasks import TaskGroupCommit
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit, _QueuedRow
-from retrysafe.runtime.local_clocks import ThreadClock, ThreadSignal
-from tests.core.driving import perform_with_attempt
+from retrysafe.runtime.thread_ports import ThreadClock, ThreadSignal
+from tests.core.driving import ports_over
 from tests.http.driving import ask
 
 LEASE_MS = 30_000
@@ -151,6 +150,19 @@ def claim_of(token: bytes, key: Key = KEY, lease_ms: int = LEASE_MS) -> ClaimReq
     return ClaimRequest(key, (Fingerprint(1, bytes(16)),), token, lease_ms)
 
 
+class Unconfirming:
+    """A store that confirms no lease: what is done then is decided without it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def extend(self, extensions: object, timeout_seconds: float) -> None:
+        raise StoreUnavailable("no answer")
+
+
 class NoRenewals:
     """Renews nothing: the clocks of these tests move only when told to."""
 
@@ -162,20 +174,17 @@ class NoRenewals:
 
 
 def engine_over(
-    writer: Writer, waiting: Waiting, listener: Callable[[Event], None] | None = None
+    store: Store, clock: LocalClock, listener: Callable[[Event], None] | None = None
 ) -> Engine:
-    return Engine(
-        writer=writer,
-        waiting=waiting,
+    ports = ports_over(
+        DirectWriter(store),
+        clock,
+        store=Unconfirming(store),
         lock=threading.Lock(),
         renewals=NoRenewals(),
-        background=None,
-        mint_token=lambda: os.urandom(16),
-        cache=None,
         report=Reporter(listener),
-        endings=None,
-        perform=perform_with_attempt,
     )
+    return Engine(ports, Settings(has_cache=False))
 
 
 # Ownership.
@@ -264,9 +273,9 @@ def test_nothing_starts_on_a_lease_that_has_run_out():
         numbers.append(attempt.number)
         return "done"
 
-    waiting = ThreadClock()
-    waiting.monotonic = lambda: now[0]
-    engine = engine_over(DirectWriter(Interfering(store, after=after)), waiting)
+    local = ThreadClock()
+    local.monotonic = lambda: now[0]
+    engine = engine_over(Interfering(store, after=after), local)
     call = Call(KEY, (Fingerprint(1, bytes(16)),), POLICY, "pay", ValueCodec())
     assert run_sync(engine.answer(call, operation)).value == "done"
     assert (len(asked), numbers) == (2, [1])
@@ -283,9 +292,9 @@ def test_a_lease_is_looked_at_right_before_the_operation():
     async def operation(attempt: Attempt) -> None:
         ran.append(attempt.number)
 
-    waiting = ThreadClock()
-    waiting.monotonic = lambda: now[0]
-    engine = engine_over(DirectWriter(MemoryStore()), waiting, stand_still)
+    local = ThreadClock()
+    local.monotonic = lambda: now[0]
+    engine = engine_over(MemoryStore(), local, stand_still)
     call = Call(KEY, (Fingerprint(1, bytes(16)),), POLICY, "pay", ValueCodec())
     with pytest.raises(ClaimLost):
         run_sync(engine.answer(call, operation))
@@ -331,9 +340,9 @@ def test_a_lost_operation_does_not_end_the_run():
         attempt.raise_if_lost()
         return "never"
 
-    waiting = ThreadClock()
-    waiting.monotonic = lambda: now[0]
-    engine = engine_over(DirectWriter(store), waiting)
+    local = ThreadClock()
+    local.monotonic = lambda: now[0]
+    engine = engine_over(store, local)
     call = Call(KEY, (Fingerprint(1, bytes(16)),), policy, "pay", ValueCodec())
     with pytest.raises(ClaimLost):
         run_sync(engine.answer(call, operation))
@@ -378,9 +387,9 @@ def test_a_running_operation_is_not_run_again():
 def test_a_running_operation_is_renewed():
     """The heartbeat knows the lease for as long as the operation runs, and no longer."""
     with process(MemoryStore()) as owner:
-        known = owner.run("k", lambda: len(owner._heartbeat.leases), request=1, name="pay")
+        known = owner.run("k", lambda: len(owner._calls._heartbeat.leases), request=1, name="pay")
         assert known == 1
-        assert not owner._heartbeat.leases
+        assert not owner._calls._heartbeat.leases
 
 
 def test_an_extend_never_shortens_a_lease():
@@ -432,7 +441,7 @@ def test_a_refusal_is_not_passed_on():
     stranger.first_operation = "pay"
     call = Call(KEY, (Fingerprint(1, b"f" * 16),), POLICY, "pay", ValueCodec())
     with process(MemoryStore()) as owner:
-        assert owner._engine._disembark(stranger, call, None) is None
+        assert owner._calls._engine._disembark(stranger, call, None) is None
 
 
 def test_another_request_is_refused_from_the_cache():

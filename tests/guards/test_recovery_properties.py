@@ -91,7 +91,7 @@ def test_a_worker_never_takes_over_from_a_successor():
         made.abandon()
         (seen,) = run_sync(made.store.list_resumable(10, b"", ("pay",)))
         made.abandon()
-        run = made.idem._resumables.by_name["pay"].prepare(seen)
+        run = made.idem._calls.operations.resumables.by_name["pay"].prepare(seen)
         with pytest.raises(Exception, match="nothing was run"):
             run_sync(run())
         assert made.ran == []
@@ -106,7 +106,7 @@ def test_a_worker_never_starts_a_new_life():
         made.clock.advance(timedelta(days=2))
         assert made.idem.sweep().keys == 1
         made.ran.clear()
-        run = made.idem._resumables.by_name["pay"].prepare(seen)
+        run = made.idem._calls.operations.resumables.by_name["pay"].prepare(seen)
         with pytest.raises(Exception, match="nothing was run"):
             run_sync(run())
         assert made.ran == []
@@ -175,7 +175,7 @@ def test_what_cannot_be_resumed_holds_up_nobody():
         for number in range(2 * PAGE_LIMIT):
             with pytest.raises(Stop):
                 made.idem.run(f"k-{number}", _dying)
-        changed = made.idem._resumables.by_name["changed"]
+        changed = made.idem._calls.operations.resumables.by_name["changed"]
         changed._signature = inspect.signature(len)
         for number in range(5):
             made.abandon(f"order-{number}")
@@ -186,7 +186,7 @@ def test_unreadable_arguments_use_up_no_attempt():
     """Nothing is claimed before it is clear that the operation can be called."""
     with desk() as made:
         made.abandon("order", 1, 2)
-        resumable = made.idem._resumables.by_name["pay"]
+        resumable = made.idem._calls.operations.resumables.by_name["pay"]
         resumable._signature = resumable._signature.replace(parameters=[])
         made.work()
         stored = made.idem.read("order")

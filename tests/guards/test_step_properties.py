@@ -103,7 +103,7 @@ def test_a_refused_step_ends_the_operation():
 
 def test_the_steps_of_a_successor_are_not_used():
     """An owner that has lost its key is told when it asks for the stored steps."""
-    with shop() as (idem, ran), shop(idem._store) as (other, _):
+    with shop() as (idem, ran), shop(idem._calls.store) as (other, _):
         with pytest.raises(Later):
             run(idem, steps(ran, error=Later()))
 
@@ -120,7 +120,7 @@ def test_the_steps_of_a_successor_are_not_used():
 
 def test_no_step_starts_on_a_lease_that_has_run_out():
     """Somebody else may have run it by now, and only the store can tell."""
-    with shop() as (idem, ran), shop(idem._store) as (other, _):
+    with shop() as (idem, ran), shop(idem._calls.store) as (other, _):
 
         def operation():
             attempt = current_attempt()
@@ -289,7 +289,7 @@ def test_an_ending_outlives_its_caller():
             with pytest.raises(asyncio.CancelledError):
                 await caller
             charging.set()
-            await idem._bound().background.settle()
+            await idem._calls.bound().parts.background.settle()
             await asyncio.gather(*tasks)
             return (await idem.read("order")).condition
 

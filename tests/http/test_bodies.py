@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrysafe.core.keys.canonical import ABSENT
-from retrysafe.core.keys.numbers import Number
+from retrysafe.core.keys.framing import Number
 from retrysafe.errors import FingerprintImpossible
 from retrysafe.http.bodies import (
     CONTENT_TYPE_LIMIT_BYTES,

@@ -31,6 +31,7 @@ from retrysafe.http import (
     bearer_token,
     gateway_header,
 )
+from retrysafe.runtime.calls import calls_of
 from retrysafe.testing import FaultyStore, ManualClock, Moment
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -594,7 +595,7 @@ def test_failing_open_never_runs_twice_for_one_request(make_subject):
 def test_failing_open_does_not_run_what_has_begun(make_subject, monkeypatch):
     """Whatever the store's silence was about, the application is not called a second time."""
     subject = make_subject(fail_open=True)
-    answer_call = subject.idem.answer_call
+    answer_call = calls_of(subject.idem).answer_call
 
     def silent(call, operation):
         answer_call(call, operation)
@@ -605,7 +606,7 @@ def test_failing_open_does_not_run_what_has_begun(make_subject, monkeypatch):
         raise StoreUnavailable("silent after the run")
 
     is_async = isinstance(subject.app, IdempotencyMiddleware)
-    monkeypatch.setattr(subject.idem, "answer_call", silent_later if is_async else silent)
+    monkeypatch.setattr(calls_of(subject.idem), "answer_call", silent_later if is_async else silent)
     assert subject.ask().problem == "store-unavailable"
     assert len(subject.shop.runs) == 1
 
@@ -641,7 +642,7 @@ def test_a_key_that_is_taken_over_meanwhile_is_told_as_such(make_subject):
 
     def lose(body):
         made = answer(body)
-        record = next(iter(subject.idem._store._records.values()))
+        record = next(iter(subject.idem._calls.store._records.values()))
         record.token = b"somebody else 16"
         return made
 

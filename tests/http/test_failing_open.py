@@ -54,7 +54,7 @@ def test_what_a_task_waits_for_is_not_run_beside_it():
             await started.wait()
             waiting = asyncio.create_task(ask(here, prefer="wait=30"))
             for _ in range(100):
-                if is_awaited(idem._bound().engine):
+                if is_awaited(idem._calls.bound().engine):
                     break
                 await asyncio.sleep(0)  # The store never waits, so a few turns of the loop do.
             here.protection.breaker.failed(time.monotonic())
@@ -92,7 +92,7 @@ def test_what_a_thread_waits_for_is_not_run_beside_it():
         first = pool.submit(ask_wsgi, elsewhere)
         assert started.wait(30)
         waiting = pool.submit(ask_wsgi, here, prefer="wait=30")
-        until(lambda: is_awaited(idem._engine))
+        until(lambda: is_awaited(idem._calls._engine))
         here.protection.breaker.failed(time.monotonic())
         try:
             other_key = ask_wsgi(here, key='"k-2"')

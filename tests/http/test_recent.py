@@ -9,7 +9,7 @@ import pytest
 
 from retrysafe import GLOBAL, AsyncIdempotency, EventKind, MemoryStore
 from retrysafe.http import IdempotencyMiddleware, bearer_token, gateway_header
-from retrysafe.http.callers import basic_user, caller_of_credential, is_told_by_headers
+from retrysafe.http.callers import basic_user, caller_of_credential, is_known_by_headers
 from retrysafe.http.recent import ENTRIES_LIMIT, ENTRY_LIMIT_BYTES, Recent, Repetition, head_of
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response
@@ -167,8 +167,8 @@ def test_a_caller_of_unknown_making_is_asked_every_time():
 
 def test_shipped_callers_are_told_by_headers():
     for caller in (bearer_token, basic_user, gateway_header("X-Account"), GLOBAL):
-        assert is_told_by_headers(caller)
-    assert not is_told_by_headers(lambda request: "alice")
+        assert is_known_by_headers(caller)
+    assert not is_known_by_headers(lambda request: "alice")
 
 
 def test_what_is_kept_is_bounded():

@@ -22,6 +22,7 @@ from retrysafe.http import (
     WSGIIdempotencyMiddleware,
     bearer_token,
 )
+from retrysafe.runtime.calls import calls_of
 from retrysafe.testing import ManualClock
 from tests.http.driving import BODY, Connection, ask, ask_wsgi, headers_of, http_scope
 
@@ -135,7 +136,7 @@ def test_a_process_that_knows_the_operation_tells_what_is_left_of_it(make_elsewh
     """Runs of this process tell about a run of another one, also at the status page."""
     elsewhere = make_elsewhere(60)
     for _ in range(20):
-        elsewhere.app.idempotency.run_times.add("POST *", 8.0)
+        elsewhere.app.calls.run_times.add("POST *", 8.0)
     elsewhere.clock.advance(timedelta(seconds=5))
     conflict = ask_wsgi(elsewhere.app, key="k-1")
     status = ask_wsgi(elsewhere.app, "GET", "/idempotency-status/k-1", key=None)
@@ -166,7 +167,7 @@ def test_a_first_request_that_prefers_not_to_wait_is_told_the_usual_time():
         protected = IdempotencyMiddleware(app, idem, caller=bearer_token)
         first = await ask(protected, prefer="respond-async")
         for _ in range(20):
-            idem.run_times.add("POST *", 6.0)
+            calls_of(idem).run_times.add("POST *", 6.0)
         second = await ask(protected, key="other", prefer="respond-async")
         may_end.set()
         await idem.close()

@@ -18,6 +18,7 @@ from retrysafe import (
     PolicyInvalid,
 )
 from retrysafe.core.keys.secret import NO_SECRETS
+from retrysafe.core.settings import Settings
 from retrysafe.http import (
     ACCEPT,
     FieldsKey,
@@ -30,7 +31,6 @@ from retrysafe.http import (
 from retrysafe.http.responses import Response
 from retrysafe.http.routes import Route, RouteTable
 from retrysafe.http.rules import checked_rules
-from retrysafe.runtime.describe import Settings
 
 SETTINGS = Settings(None, Policy(), FingerprintRule(), NO_SECRETS)
 

@@ -10,6 +10,7 @@ import pytest
 from retrysafe import AsyncIdempotency, Condition, Idempotency, MemoryStore
 from retrysafe.http.problems import ProblemContext
 from retrysafe.http.status_page import status_response
+from retrysafe.runtime.calls import calls_of
 from retrysafe.testing import ManualClock
 from tests.http.driving import Reply
 
@@ -17,7 +18,7 @@ PLACE = ProblemContext("/policy", "/status")
 
 
 def status_of(idem):
-    response = status_response(idem.read("k"), PLACE, "k", idem.run_times)
+    response = status_response(idem.read("k"), PLACE, "k", calls_of(idem).run_times)
     lines = [(name.decode(), value.decode()) for name, value in response.headers]
     return Reply(response.status, lines, response.body)
 
@@ -56,7 +57,7 @@ def test_an_outcome_that_was_cleaned_away_is_not_made_up():
     """The record is there, its outcome is not."""
     idem = Idempotency(MemoryStore(), caller="a")
     idem.run("k", lambda: 1, request=None)
-    idem._store._outcomes.clear()
+    idem._calls.store._outcomes.clear()
     assert status_of(idem).problem == "outcome-unavailable"
     idem.close()
 
@@ -78,24 +79,24 @@ def test_adapters_recall_without_asking_the_store():
             return attempt.number
 
         idem = AsyncIdempotency(MemoryStore())
-        assert idem.recall(call) is None
-        assert (await idem.answer_call(call, operation)).value == 1
-        assert idem.recall(call).replayed
+        assert calls_of(idem).recall(call) is None
+        assert (await calls_of(idem).answer_call(call, operation)).value == 1
+        assert calls_of(idem).recall(call).replayed
         await idem.close()
         blocking = Idempotency(MemoryStore())
-        assert blocking.recall(call) is None
-        assert blocking.answer_call(call, lambda attempt: attempt.number).value == 1
-        assert blocking.recall(call).value == 1
+        assert calls_of(blocking).recall(call) is None
+        assert calls_of(blocking).answer_call(call, lambda attempt: attempt.number).value == 1
+        assert calls_of(blocking).recall(call).value == 1
         # And whether that is what was seen before, so that an adapter may repeat what it made.
-        seen = blocking.remembered(call)
-        assert blocking.repeats(call, seen)
+        seen = calls_of(blocking).remembered(call)
+        assert calls_of(blocking).repeats(call, seen)
         blocking.expire(call.key)
-        assert blocking.remembered(call) is None
-        assert not blocking.repeats(call, seen)
+        assert calls_of(blocking).remembered(call) is None
+        assert not calls_of(blocking).repeats(call, seen)
         blocking.close()
         forgetful = Idempotency(MemoryStore(), cache=False)
-        forgetful.answer_call(call, lambda attempt: 1)
-        assert forgetful.recall(call) is None
+        calls_of(forgetful).answer_call(call, lambda attempt: 1)
+        assert calls_of(forgetful).recall(call) is None
         forgetful.close()
 
     asyncio.run(run())

@@ -9,11 +9,11 @@ import pytest
 
 from retrysafe.core.model import SettleKind
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import PostgresStore, schema
 from retrysafe.stores.postgres.partitions import DAY_MS, Partitions, day_start_ms
 from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import Probe, key_of
-from retrysafe.wiring import postgres_store
 
 
 class TurnedStore(PostgresStore):

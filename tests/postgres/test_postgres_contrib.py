@@ -15,8 +15,8 @@ from alembic.config import Config
 from retrysafe import InvalidInput
 from retrysafe.contrib.alembic import upgrade
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import schema
-from retrysafe.wiring import postgres_store
 from tests.docs.documents import ROOT
 
 # As Alembic's own templates do it: `generic` for blocking drivers, `async` for the others.

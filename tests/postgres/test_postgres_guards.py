@@ -22,13 +22,13 @@ from retrysafe.core.model import (
     StepWrite,
 )
 from retrysafe.errors import OperationInFlight, StoreUnavailable
-from retrysafe.idempotency import BlockingIdempotency
+from retrysafe.idempotency import Idempotency
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
+from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import PostgresStore, takeovers
 from retrysafe.stores.postgres.takeovers import Takeover
 from retrysafe.testing.suite.probe import KEY, OTHER, key_of, request, settlement
-from retrysafe.wiring import postgres_store
 from tests.servers.fixtures import migrated
 
 # The shortest lease there is: on the server's clock it is over when the next statement begins.
@@ -189,7 +189,7 @@ def zombie_cannot_settle_in_its_transaction(store: PostgresStore) -> None:
 
 
 def rival_of_an_atomic_run_is_told_at_once(store: PostgresStore) -> None:
-    idem = BlockingIdempotency(store)
+    idem = Idempotency(store)
     with closing(psycopg.connect(store.url)) as first, closing(psycopg.connect(store.url)) as rival:
         # Without its guard the rival would wait for the first one, which waits for us.
         rival.execute("SET lock_timeout = '100ms'")
@@ -209,7 +209,7 @@ def make_impatient(store: PostgresStore) -> None:
 
 def batch_does_not_wait_for_an_atomic_run(store: PostgresStore) -> None:
     make_impatient(store)
-    idem = BlockingIdempotency(store)
+    idem = Idempotency(store)
     with closing(psycopg.connect(store.url)) as user:
         with idem.atomic(user, KEY, name="order") as run:
             run.complete(1)
@@ -223,7 +223,7 @@ def batch_does_not_wait_for_an_atomic_run(store: PostgresStore) -> None:
 
 def claim_does_not_wait_for_an_atomic_run(store: PostgresStore) -> None:
     make_impatient(store)
-    idem = BlockingIdempotency(store)
+    idem = Idempotency(store)
     with closing(psycopg.connect(store.url)) as user:
         with idem.atomic(user, KEY, name="order") as run:
             run.complete(1)
@@ -233,9 +233,9 @@ def claim_does_not_wait_for_an_atomic_run(store: PostgresStore) -> None:
             pytest.fail(str(error))
 
 
-def sifted_claim_keeps_atomic_runs_off(store: PostgresStore) -> None:
-    # Sifting comes between an atomic run's lock and its row: only the lock can tell.
-    store._batches._sifter.note([KEY.digest])
+def claim_of_a_busy_key_keeps_atomic_runs_off(store: PostgresStore) -> None:
+    # Skipping comes between an atomic run's lock and its row: only the lock can tell.
+    store._batches._busy_keys.note([KEY.digest])
     with closing(psycopg.connect(store.url)) as user:
         user.execute("SELECT 1")
         transaction = store.join(user)
@@ -599,10 +599,10 @@ GUARDS = [
         batch_does_not_wait_for_an_atomic_run,
     ),
     Guard(
-        "sift",
+        "skip_locked",
         "pg_try_advisory_xact_lock_shared(number)",
         "number IS NOT NULL",
-        sifted_claim_keeps_atomic_runs_off,
+        claim_of_a_busy_key_keeps_atomic_runs_off,
     ),
     Guard(
         "replace_record",
@@ -610,7 +610,7 @@ GUARDS = [
         "$23::text",
         takeover_does_not_wait_for_the_owner,
     ),
-    Guard("sift", " SKIP LOCKED", "", ending_does_not_wait_for_its_step),
+    Guard("skip_locked", " SKIP LOCKED", "", ending_does_not_wait_for_its_step),
     Guard(
         "try_lock",
         "pg_try_advisory_xact_lock($1::bigint)",

@@ -13,9 +13,9 @@ import pytest
 from retrysafe import Idempotency, InvalidInput, SchemaChanged, SchemaMissing, SchemaTooNew
 from retrysafe.core.model import Decision, Step, StepWrite
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import schema
 from retrysafe.testing.suite.probe import KEY, RESULT, request
-from retrysafe.wiring import postgres_store
 from tests.docs.documents import ROOT, blocks
 from tests.servers.postgres import beyond_fsync
 

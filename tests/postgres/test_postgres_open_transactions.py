@@ -22,13 +22,13 @@ from retrysafe.core.model import (
 )
 from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
+from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import busy_keys, rows
 from retrysafe.stores.postgres.batches import BALANCE_LIMIT
 from retrysafe.stores.postgres.drivers.port import Locked
 from retrysafe.stores.postgres.schema import LOCK_WAIT
 from retrysafe.testing.suite.probe import KEY, key_of, request, settlement
-from retrysafe.wiring import postgres_store
 from tests.servers.fixtures import migrated
 
 PATIENCE_SECONDS = 30
@@ -461,17 +461,17 @@ def test_busy_keys_are_forgotten(scene, monkeypatch):
     not looked at apart for ever."""
     now = 100.0
     monkeypatch.setattr(busy_keys.time, "monotonic", lambda: now)
-    sifter = scene.store._batches._sifter
-    sifter.note([b"first"])
-    sifter.note(bytes([number // 256, number % 256]) for number in range(busy_keys.BUSY_LIMIT))
-    assert not sifter.is_busy(b"first")
-    assert sifter.is_busy(b"\x00\x00")
-    sifter.note([b"late"])
-    assert not sifter.is_busy(b"\x00\x00")
+    busy = scene.store._batches._busy_keys
+    busy.note([b"first"])
+    busy.note(bytes([number // 256, number % 256]) for number in range(busy_keys.BUSY_LIMIT))
+    assert not busy.is_busy(b"first")
+    assert busy.is_busy(b"\x00\x00")
+    busy.note([b"late"])
+    assert not busy.is_busy(b"\x00\x00")
     now += busy_keys.BUSY_SECONDS
     claims = others()
-    assert sifter.parted(claims, []) == [(False, claims, [])]
-    assert not sifter.knows_any({b"late"})
+    assert busy.parted(claims, []) == [(False, claims, [])]
+    assert not busy.knows_any({b"late"})
 
 
 # Through the face, where policies decide who waits.
@@ -529,21 +529,21 @@ def shop(scene):
 def test_a_leased_call_waits_by_its_policy(scene, shop, ending):
     """It goes on asking while others are served, and replays the outcome, or runs itself."""
     has_asked = threading.Event()
-    sifter = scene.store._batches._sifter
-    original = sifter.write
+    busy = scene.store._batches._busy_keys
+    original = busy.write
 
     class Told:
-        """The store's own sifter, telling when it was asked."""
+        """The store's own busy, telling when it was asked."""
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(sifter, name)
+            return getattr(busy, name)
 
         async def write(self, *args: Any) -> Any:
             written = await original(*args)
             has_asked.set()
             return written
 
-    scene.store._batches._sifter = Told()
+    scene.store._batches._busy_keys = Told()
     idem = shop.face()
     answers = []
     shop.run_atomic(idem, scene.user, "order-1", WAITING)
@@ -568,7 +568,7 @@ def test_a_leased_call_waits_by_its_policy(scene, shop, ending):
 @pytest.mark.parametrize("is_known", [False, True], ids=["unknown", "known"])
 def test_both_modes_race_for_one_key(scene, shop, is_known):
     """Whoever wins each round, there is one execution, and both are told of the same. Keys that are
-    known to be busy are sifted, which races with the lock of the atomic run."""
+    known to be busy are skipped where locked, which races with the lock of the atomic run."""
     rounds = 60
     barrier = threading.Barrier(2)
     found: dict[str, list[str]] = {"leased": [], "atomic": []}
@@ -578,10 +578,10 @@ def test_both_modes_race_for_one_key(scene, shop, is_known):
 
     def compete_leased() -> None:
         idem = shop.face()
-        sifter = scene.store._batches._sifter
+        busy = scene.store._batches._busy_keys
         for number in range(rounds):
             if is_known:
-                sifter.note([Key(key_in(number), caller="shop").digest])
+                busy.note([Key(key_in(number), caller="shop").digest])
             barrier.wait(PATIENCE_SECONDS)
             found["leased"].append(shop.run_leased(idem, key_in(number), WAITING))
 

@@ -10,8 +10,8 @@ import pytest
 
 from retrysafe.cli.app import app
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import schema
-from retrysafe.wiring import postgres_store
 
 LIMIT_SECONDS = 60
 VERSIONS = [migration.version for migration in schema.MIGRATIONS]

@@ -11,10 +11,10 @@ import pytest
 
 from retrysafe.core.model import Condition, Decision, SettleKind
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import schema
 from retrysafe.stores.postgres import store as store_module
 from retrysafe.testing.suite.probe import ACTIVE_MS, LEASE_MS, RESULT, key_of
-from retrysafe.wiring import postgres_store
 
 LIMIT_SECONDS = 30
 

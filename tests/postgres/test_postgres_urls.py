@@ -191,7 +191,7 @@ def test_what_nobody_can_connect_with_is_told_at_once(url, words, is_async):
     assert told.value.retryable is False
 
 
-def test_an_option_that_libpq_does_not_know_is_told():
+def test_an_option_that_libpq_does_not_know_is_reported():
     """A slip of the pen is not an outage."""
     with pytest.raises(StoreUrlInvalid, match=r"check the names of its options \(ssl_mode\)"):
         open_store(f"postgresql://u:{SECRET}@h/db?ssl_mode=require")

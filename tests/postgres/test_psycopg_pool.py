@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,8 +16,8 @@ from psycopg.pq import TransactionStatus
 
 from retrysafe.stores.postgres.drivers import psycopg as psycopg_connector
 from retrysafe.stores.postgres.drivers.port import PoolOptions
-from retrysafe.stores.postgres.drivers.psycopg import _Pool, _Slots
-from tests.interrupting import at_every_place
+from retrysafe.stores.postgres.drivers.psycopg import _Place, _Pool
+from tests.interrupting import at_every_place_at_once
 from tests.runtime.staged import until
 
 LIMIT_SECONDS = 30
@@ -44,21 +46,49 @@ def pool_of(size: int, *, wait: float) -> _Pool:
     return QuietPool(Connection, options)
 
 
-def test_a_signal_anywhere_costs_no_slot_and_leaves_no_lock():
-    """A slot that is lost is lost for ever, and a lock that stays taken stops everybody."""
-    pool = pool_of(1, wait=0.5)
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_signals_anywhere_cost_no_place_and_leave_no_lock(count):
+    """A place that is lost is lost for ever, and a lock that stays taken stops everybody.
 
-    def use() -> None:
-        pool.use(lambda connection: None)
+    However many raise in a row, and also what they leave open on the server is ended.
+    """
+    pool = pool_of(1, wait=5.0)
+    made: list[Connection] = []
+
+    def begin(connection: Connection) -> None:
+        made.append(connection)
+        connection.pgconn.transaction_status = TransactionStatus.INTRANS
+        repr(connection)  # A look for signals.
+        connection.pgconn.transaction_status = TransactionStatus.IDLE
 
     places = 0
-    for places in at_every_place(use, psycopg_connector, contextlib):
+    here = sys.modules[__name__]
+    act = functools.partial(pool.use, begin)
+    for places in at_every_place_at_once(count, act, psycopg_connector, contextlib, here):
         done: list[bool] = []
-        user = threading.Thread(target=lambda found=done: (use(), found.append(True)), daemon=True)
+        user = threading.Thread(
+            target=lambda found=done: (pool.use(lambda _: None), found.append(True)), daemon=True
+        )
         user.start()
         user.join(LIMIT_SECONDS)
-        assert done, f"nobody gets a connection after a signal at place {places}"
+        assert done, f"nobody gets a connection after {count} signals at place {places}"
+        assert not pool._places
+        for connection in made:
+            is_idle = connection.pgconn.transaction_status == TransactionStatus.IDLE
+            assert is_idle or connection.is_closed, places
+        assert len({id(connection) for connection in pool._idle}) == len(pool._idle) <= 1
     assert places > 10
+
+
+def test_who_waits_finds_the_place_of_one_that_left_without_a_word():
+    """Signals kept it from opening the gate, and nobody else comes."""
+    pool = pool_of(1, wait=LIMIT_SECONDS)
+    gone = entered(pool)
+    told: list[str] = []
+    waiter = _waiter(pool, "second", told)
+    gone.taken.release()
+    waiter.join(LIMIT_SECONDS / 2)
+    assert told == ["second"]
 
 
 def both_used(pool: _Pool, work: Callable[[Connection, Connection], object]) -> None:
@@ -66,7 +96,7 @@ def both_used(pool: _Pool, work: Callable[[Connection, Connection], object]) -> 
     pool.use(lambda first: pool.use(lambda second: work(first, second)))
 
 
-def test_a_thread_that_finds_no_slot_in_time_is_told():
+def test_a_thread_that_finds_no_slot_in_time_is_reported():
     pool = pool_of(2, wait=0.01)
     none = pytest.raises(psycopg.OperationalError, match="all 2 connections were busy")
 
@@ -78,86 +108,42 @@ def test_a_thread_that_finds_no_slot_in_time_is_told():
     both_used(pool, lambda *_: None)
 
 
-@pytest.fixture
-def slots() -> _Slots:
-    slots = _Slots(1)
-    assert slots.enter("first", 0)
-    return slots
+def entered(pool: _Pool) -> _Place:
+    """A place that somebody has taken."""
+    place = _Place()
+    place.taken.acquire()
+    pool._enter(place, 0)
+    return place
 
 
-def _waiter(slots: _Slots, token: str, told: list[str]) -> threading.Thread:
-    def wait() -> None:
-        if slots.enter(token, LIMIT_SECONDS):
-            told.append(token)
-            slots.leave(token)
-
-    before = len(slots._gates)
-    thread = threading.Thread(target=wait)
+def _waiter(pool: _Pool, name: str, told: list[str]) -> threading.Thread:
+    before = len(pool._places)
+    thread = threading.Thread(target=lambda: pool.use(lambda _: told.append(name)))
     thread.start()
-    until(lambda: len(slots._gates) > before)  # It is in line as soon as it is counted.
+    until(lambda: len(pool._places) > before)  # It is in line as soon as it is counted.
     return thread
 
 
-def test_those_who_wait_are_let_in_in_their_order(slots):
-    told: list[str] = []
-    threads = [_waiter(slots, token, told) for token in ("second", "third", "fourth")]
-    slots.leave("first")
+def test_those_who_wait_are_let_in_in_their_order():
+    pool, told = pool_of(1, wait=LIMIT_SECONDS), []
+    first = entered(pool)
+    threads = [_waiter(pool, name, told) for name in ("second", "third", "fourth")]
+    first.taken.release()
+    pool.tidy()
     for thread in threads:
         thread.join(LIMIT_SECONDS)
     assert told == ["second", "third", "fourth"]
 
 
-def test_who_gives_up_in_line_lets_nobody_in(slots):
-    """A waiter that leaves has had no slot to give."""
-    assert not slots.enter("second", 0)
-    slots.leave("second")
-    assert not slots.enter("third", 0)
-    slots.leave("third")
-    slots.leave("first")
-    assert slots.enter("fourth", 0)
-
-
-def test_leaving_twice_lets_one_in(slots):
-    """A `leave` that was interrupted is made again."""
-    told: list[str] = []
-    second = _waiter(slots, "second", told)
-    slots.leave("first")
-    slots.leave("first")
-    second.join(LIMIT_SECONDS)
-    assert told == ["second"]
-    assert slots.enter("third", 0)
-    assert not slots.enter("fourth", 0)
-
-
-def test_an_interrupted_leave_that_is_made_again_lets_in_whoever_it_owes():
-    """Another thread may have left in between, and its own `leave` lets only one more in."""
-    slots = _Slots(2)
-    assert slots.enter("first", 0)
-    assert slots.enter("second", 0)
-    inside = threading.Semaphore(0)
-    may_leave = threading.Event()
-
-    def hold(token: str) -> None:
-        if slots.enter(token, LIMIT_SECONDS):
-            inside.release()
-            may_leave.wait(LIMIT_SECONDS)
-        slots.leave(token)
-
-    threads = [threading.Thread(target=hold, args=(token,)) for token in ("third", "fourth")]
-    for number, thread in enumerate(threads):
-        thread.start()
-        until(
-            lambda count=3 + number: len(slots._gates) >= count
-        )  # In line as soon as it is counted.
-    del slots._gates["first"]  # As far as its `leave` came.
-    slots.leave("second")
-    slots.leave("first")
-    arrived = [inside.acquire(timeout=5) for _ in threads]
-    may_leave.set()
-    for thread in threads:
-        thread.join(LIMIT_SECONDS)
-    assert arrived == [True, True]
-    assert not slots._gates
+def test_who_gives_up_in_line_lets_nobody_in():
+    """A waiter that leaves has had no place to give."""
+    pool = pool_of(1, wait=0)
+    first = entered(pool)
+    for _ in range(2):
+        with pytest.raises(psycopg.OperationalError, match="were busy"):
+            pool.use(lambda _: None)
+    first.taken.release()
+    pool.use(lambda _: None)
 
 
 def test_connections_opened_since_a_demotion_are_kept():
@@ -183,10 +169,18 @@ def test_connections_opened_since_a_demotion_are_kept():
 
 
 def test_a_connection_that_is_given_back_twice_is_there_once():
-    """Giving back is made again when it was interrupted; two threads must not share one."""
+    """By a signal's handler that comes while it is given back; two threads must not share one."""
     pool = pool_of(2, wait=0.5)
-    held = [Connection(1.0)]
-    held[0].generation = pool._generation
-    for _ in range(2):
-        pool._leave("token", held)
+
+    class Handled(Connection):
+        @property
+        def generation(self) -> object:
+            handlers.pop()()
+            return pool._generation
+
+    place = entered(pool)
+    place.connection = Handled(1.0)
+    handlers = [lambda: None, pool.tidy]
+    place.taken.release()
+    pool.tidy()
     assert len(pool._idle) == 1

@@ -21,9 +21,9 @@ from retrysafe.core.model import (
     StepWrite,
 )
 from retrysafe.core.ports import ClaimResult, ExtendResult, SettleResult
+from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import PostgresStore
 from retrysafe.stores.sqlite import SqliteStore
-from retrysafe.wiring import postgres_store
 from tests.processes.ledger import note
 
 

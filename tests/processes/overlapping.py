@@ -32,8 +32,8 @@ from retrysafe.core.model import (
 )
 from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import mint_token
-from retrysafe.wiring import postgres_store
+from retrysafe.runtime.identity import mint_token
+from retrysafe.stores.opening import postgres_store
 
 KEYS = [Key(f"key-{number}", caller="racer") for number in range(500)]
 PRINTS = (Fingerprint(1, b"f" * 16),)

@@ -81,13 +81,13 @@ def _fork_while_locked(pipe, database: str, ledger: str, kind: str) -> int:
     store = MemoryStore() if kind == "memory" else None
     idem = Idempotency(store or f"sqlite:///{database}", caller="owner", policy=POLICY)
     idem.run("before", lambda: "done", request="r")
-    (beat,) = idem._heartbeat._beats.values()
-    locks = [beat._lock, idem._engine._lock]
+    (beat,) = idem._calls._heartbeat._beats.values()
+    locks = [beat._lock, idem._calls._engine._lock]
     if kind == "sqlite":
         # A fork waits for the locks around a commit and a reading, so those are not held for long.
-        locks.append(idem._engine._writer._lock)
+        locks.append(idem._calls._engine._writer._lock)
     else:
-        locks.append(idem._store._lock)
+        locks.append(idem._calls.store._lock)
     held = [threading.Event() for _ in locks]
     let_go = threading.Event()
 
@@ -181,7 +181,7 @@ def _fork_inside_operation(pipe, database: str, ledger: str) -> list[object]:
 
     def work() -> None:
         # The child's own heartbeat is at work, for a lease of its own, until the test ends it.
-        assert idem._engine.flights_count == 0
+        assert idem._calls._engine.flights_count == 0
         with pytest.raises(OperationInFlight):
             fail = SHORT.with_changes(in_flight=InFlight.FAIL)
             idem.run("parent's", operation, name="", request="r", policy=fail)

@@ -23,12 +23,12 @@ from retrysafe import (
     current_attempt,
 )
 from retrysafe.core.model import Payload, SettleKind, Settlement, State, Step, StepWrite
+from retrysafe.stores.opening import open_store
 from retrysafe.stores.postgres.atomic import PostgresTransaction
 from retrysafe.stores.postgres.connections import adapted
 from retrysafe.stores.postgres.drivers.port import Conflict, RowRefused
 from retrysafe.stores.postgres.same_database import SameDatabase
 from retrysafe.stores.postgres.schema import statements
-from retrysafe.wiring import open_store
 from tests.servers.cutting import Cut, CuttingProxy
 from tests.servers.fixtures import migrated
 from tests.servers.postgres import PostgresServer

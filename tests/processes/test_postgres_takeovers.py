@@ -6,9 +6,9 @@ from collections import Counter
 
 from retrysafe.core.model import Decision
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
+from retrysafe.stores.opening import postgres_store
 from retrysafe.testing.suite.probe import key_of, request
-from retrysafe.wiring import postgres_store
 from tests.processes.children import CONTEXT
 
 KEYS = 100

@@ -4,7 +4,7 @@ import pytest
 
 from retrysafe import MemoryStore, SqliteStore
 from retrysafe.runtime.drive import run_sync
-from retrysafe.wiring import postgres_store
+from retrysafe.stores.opening import postgres_store
 from tests.servers.fixtures import migrated
 
 

@@ -15,7 +15,7 @@ from retrysafe.relay import RelayPolicy
 from retrysafe.relay.delivery_loop import RelayEngine
 from retrysafe.relay.ports import Finished, MayBegin
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.testing import FaultyStore, ManualClock
 from retrysafe.testing.suite.probe import request, settlement
 
@@ -34,7 +34,7 @@ def entry(name: str, aggregate: str | None = None) -> StagedEntry:
     return StagedEntry(f"entry:{name}", "t", "text/plain", name.encode(), aggregate)
 
 
-class ScriptedCrew:
+class ScriptedPool:
     """Holds what it was given until the test says how each delivery ended."""
 
     def __init__(self, size: int = 4) -> None:
@@ -110,10 +110,10 @@ class Scene:
         self.ahead_ms = 0
         self.store = FaultyStore(MemoryStore(now_ms=self.clock))
         self.policy = RelayPolicy(**settings)
-        self.pool = ScriptedCrew(size)
+        self.pool = ScriptedPool(size)
         self.engine = self.relay(self.pool)
 
-    def relay(self, pool: ScriptedCrew) -> RelayEngine:
+    def relay(self, pool: ScriptedPool) -> RelayEngine:
         """One more relay on the same store."""
         return RelayEngine(
             self.store.outbox,
@@ -168,7 +168,7 @@ class Scene:
 
     def relay_dies(self) -> list[str]:
         """A relay begins what it can, ends nothing, and its leases run out; what it had begun."""
-        pool = ScriptedCrew(self.pool.size)
+        pool = ScriptedPool(self.pool.size)
         pool.script = [_die]
         with suppress(_Died):
             run_sync(self.relay(pool).run())

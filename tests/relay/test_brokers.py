@@ -94,7 +94,11 @@ def test_rabbitmq_gets_a_persistent_message_with_the_key_as_its_id(rabbitmq, nam
     assert (message.content_type, message.type) == (item.content_type, name)
     assert message.delivery_mode == aio_pika.DeliveryMode.PERSISTENT
     assert message.timestamp == item.staged_at
-    assert message.headers == {"retrysafe-attempt": 2, "retrysafe-aggregate": "order-7"}
+    assert message.headers == {
+        "Idempotency-Key": item.key,
+        "retrysafe-attempt": 2,
+        "retrysafe-aggregate": "order-7",
+    }
 
 
 def test_rabbitmq_keeps_the_order_of_an_aggregate(rabbitmq, name):

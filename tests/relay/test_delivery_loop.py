@@ -13,9 +13,9 @@ from retrysafe.core.outbox.entries import BackOff, EntryClaim, EntryCommand, Ope
 from retrysafe.relay import RelayPolicy
 from retrysafe.relay.delivery_loop import RelayReport
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.testing import Moment
-from tests.relay.scripted import Scene, ScriptedCrew
+from tests.relay.scripted import Scene, ScriptedPool
 
 REFUSED = ValueError("refused")
 
@@ -188,7 +188,7 @@ def test_only_the_entry_that_ends_its_relays_dies():
         scene.stage("head", aggregate="lane")
         pools = []
         for _ in range(limit + 2):
-            pool = ScriptedCrew(3)
+            pool = ScriptedPool(3)
             pool.script = [_ends_unless_poisonous(pool)] * 20
             pools.append(pool)
             with suppress(BrokenPipeError):
@@ -382,7 +382,7 @@ def test_a_zombie_relays_late_word_is_refused(caplog):
     """It stood still, another relay delivered, and its own word comes too late."""
     scene = Scene(lease=timedelta(seconds=30))
     scene.stage("a")
-    other = ScriptedCrew()
+    other = ScriptedPool()
 
     def stand_still():
         scene.pass_time(30)
@@ -558,7 +558,7 @@ def test_a_stop_without_a_store_gives_up_after_a_few_tries():
 # Pace.
 
 
-def test_a_relay_takes_no_more_than_its_crew_can_carry():
+def test_a_relay_takes_no_more_than_its_pool_can_carry():
     scene = Scene(size=2)
     scene.stage(*(f"n{number}" for number in range(20)))
     seen = []

@@ -23,7 +23,7 @@ from retrysafe.core.outbox.entries import BackOff, EntryQuery
 from retrysafe.core.ports import Capabilities, Waits
 from retrysafe.relay import AsyncRelay, Relay, RelayPolicy
 from retrysafe.runtime.drive import run_sync
-from retrysafe.wiring import postgres_store
+from retrysafe.stores.opening import postgres_store
 from tests.relay.scripted import entry, stage
 from tests.servers.fixtures import migrated
 

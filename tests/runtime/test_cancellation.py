@@ -111,7 +111,7 @@ def test_cancelled_while_the_operation_runs(waits):
             with pytest.raises(OperationInFlight):
                 await scene.answer("second")
             # Nothing renews the lease of an operation that no longer runs.
-            assert scene.idem._parts.heartbeat.leases == []
+            assert scene.idem._calls._bound.parts.heartbeat.leases == []
             scene.clock.advance(30)
             answer = await scene.answer("third")
             assert (answer.value, answer.attempt) == ("third", 2)
@@ -133,7 +133,7 @@ def test_cancelled_while_the_outcome_is_being_stored():
             await _cancel(task)
             assert await scene.condition() is Condition.RUNNING
             hold.open()
-            await scene.idem._parts.background.settle()
+            await scene.idem._calls._bound.parts.background.settle()
             assert await scene.condition() is Condition.SUCCEEDED
             answer = await scene.answer("second")
             assert (answer.value, answer.replayed) == ("first", True)
@@ -154,7 +154,7 @@ def test_cancelled_while_a_blocking_store_writes_the_outcome():
             await asyncio.to_thread(hold.reached)
             await _cancel(task)
             hold.open()
-            await scene.idem._parts.background.settle()
+            await scene.idem._calls._bound.parts.background.settle()
             assert await scene.condition() is Condition.SUCCEEDED
             assert (await scene.answer("second")).value == "first"
 
@@ -162,7 +162,7 @@ def test_cancelled_while_a_blocking_store_writes_the_outcome():
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("down"), OSError("odd")])
-def test_orphaned_outcome_is_stored_although_the_store_fails_at_first(error):
+def test_outcome_of_a_cancelled_caller_is_stored_although_the_store_fails_at_first(error):
     """The caller is gone and the store is down: the write is tried again in the background."""
 
     async def main() -> None:
@@ -183,7 +183,7 @@ def test_orphaned_outcome_is_stored_although_the_store_fails_at_first(error):
             await hold.reached()
             await _cancel(task)
             hold.open()
-            # Closing waits for the orphan, so nothing more is needed here.
+            # Closing waits for the last write, so nothing more is needed here.
         assert len(tries) == 4
         assert await scene.condition() is Condition.SUCCEEDED
         assert scene.ran == ["first"]
@@ -192,7 +192,7 @@ def test_orphaned_outcome_is_stored_although_the_store_fails_at_first(error):
 
 
 def test_caller_that_is_cancelled_twice_still_leaves_its_outcome():
-    """Impatient callers cancel again; the orphan does not depend on them."""
+    """Impatient callers cancel again; the last write does not depend on them."""
 
     async def main() -> None:
         scene = Scene()
@@ -309,7 +309,7 @@ def test_interrupted_operation_leaves_the_key_to_its_lease(kind):
         assert store.kinds == [["claim"]]
         with pytest.raises(OperationInFlight):
             idem.run(KEY, lambda: "second", request=None)
-        assert idem._heartbeat.leases == []
+        assert idem._calls._heartbeat.leases == []
         clock.advance(30)
         assert idem.answer(KEY, lambda: "third", request=None).attempt == 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import os
 import uuid
 
 import pytest
@@ -296,7 +297,11 @@ def test_a_caller_that_a_function_tells_wrongly_is_told_the_same(subject):
     [
         ("policy", {"lease": 5}, r"policy takes a Policy, .* got \{'lease': 5\}"),
         ("policy", {}, r"policy takes a Policy"),
-        ("rule", ["/sent_at"], r"rule takes a FingerprintRule, .* got \['/sent_at'\]"),
+        (
+            "fingerprint",
+            ["/sent_at"],
+            r"fingerprint takes a FingerprintRule, .* got \['/sent_at'\]",
+        ),
     ],
 )
 def test_what_is_no_policy_or_rule_is_refused_where_it_is_given(
@@ -431,7 +436,7 @@ _HIDDEN = {
 _VISIBLE = {
     "function of a module": (nightly,),
     "decorated function": (weekly,),
-    "built-in function": (uuid.getnode,),
+    "built-in function": (os.getpid,),
     "class": (dict,),
     "nested function that captures nothing": (_FREE,),
     "partial": (functools.partial(charge, "c1", amount=900),),

@@ -44,7 +44,7 @@ def test_close_waits_for_running_operations(url):
 def _until_closed(idem: Idempotency) -> None:
     ticks = threading.Event()
     for _ in range(30_000):
-        if idem._gate.is_closed:
+        if idem._calls._gate.is_closed:
             return
         ticks.wait(0.001)
     pytest.fail("close() does not begin")
@@ -195,13 +195,13 @@ def test_claim_that_outlives_close_starts_no_renewal():
         closer = asyncio.create_task(idem.close(BRIEFLY))
         for _ in range(30_000):
             # close() gave up waiting for the call when it stops the renewals.
-            if idem._parts.heartbeat.is_stopped:
+            if idem._calls._bound.parts.heartbeat.is_stopped:
                 break
             await asyncio.sleep(0.001)
         hold.open()
         assert await closer is False
         assert await runner == 1
-        beats = idem._parts.heartbeat._beats.values()
+        beats = idem._calls._bound.parts.heartbeat._beats.values()
         assert [beat._timer for beat in beats] == [None]
 
     drive(main())

@@ -14,6 +14,7 @@ import pytest
 
 from retrysafe import AsyncIdempotency, Condition, Idempotency, Policy, SqliteStore
 from retrysafe.core.ports import Waits
+from retrysafe.runtime.calls import calls_of
 from retrysafe.runtime.closing import Limit, end_aside_within, end_within
 from tests.runtime.staged import KEY, Hold, StagedStore, TaskHold, Worker, drive, until
 
@@ -99,7 +100,7 @@ def test_close_keeps_its_limit_while_an_operator_waits_for_a_locked_file(url, lo
     """Nothing runs and nothing is renewed: still a sweep may be inside the store."""
     idem = Idempotency(url)
     idem.run(KEY, lambda: 1, request=None)
-    store = idem.store
+    store = calls_of(idem).store
     locked.execute("BEGIN IMMEDIATE")
     sweeper = Worker(idem.release, KEY)
     until(store._connections._lock.locked)
@@ -143,7 +144,7 @@ def test_async_close_keeps_its_limit_while_a_store_does_not_close():
 
     async def main() -> None:
         idem = AsyncIdempotency(store)
-        idem._owns_store = True
+        idem._calls._owns_store = True
         hold = TaskHold()
         store.close = hold
         began = time.monotonic()

@@ -18,7 +18,7 @@ from retrysafe import (
     StoreUnavailable,
 )
 from retrysafe.core.ports import Waits
-from retrysafe.runtime.local_clocks import ThreadClock
+from retrysafe.runtime.thread_ports import ThreadClock
 from tests.runtime.staged import (
     KEY,
     PATIENCE_SECONDS,
@@ -38,7 +38,7 @@ DUPLICATES = 1000
 
 def _followers(face) -> int:
     """How many callers wait for the flight of the key."""
-    engine = face._engine if isinstance(face, Idempotency) else face._parts.engine
+    engine = face._calls._engine if isinstance(face, Idempotency) else face._calls._bound.engine
     flight = engine._flights._by_digest.get(KEY.digest)
     return 0 if flight is None or flight.waiters is None else len(flight.waiters)
 

@@ -133,7 +133,9 @@ def test_request_can_be_given(subject, ledger):
 
 def test_request_fields_can_be_left_out_by_a_rule(subject, ledger):
     """A rule that excludes a field makes retries that differ in it the same request."""
-    face = subject(MemoryStore(), caller="tester", rule=FingerprintRule(exclude=("/sent_at",)))
+    face = subject(
+        MemoryStore(), caller="tester", fingerprint=FingerprintRule(exclude=("/sent_at",))
+    )
     face.run("key", ledger.pay, "42", request={"invoice": "42", "sent_at": 1})
     assert face.run("key", ledger.pay, "42", request={"invoice": "42", "sent_at": 2}) == 1
     with pytest.raises(KeyReused):
@@ -278,9 +280,9 @@ def test_what_a_rule_leaves_out_is_left_out_of_a_body_key(subject, rule, is_of_t
         ran.append(order)
         return len(ran)
 
-    options = {"rule": rule} if is_of_the_object else {}
+    options = {"fingerprint": rule} if is_of_the_object else {}
     face = subject(MemoryStore(), caller="tester", secret=SECRET, **options)
-    options = {} if is_of_the_object else {"rule": rule}
+    options = {} if is_of_the_object else {"fingerprint": rule}
     once = face.once(place, key=BodyKey(), name="place", **options)
     sent = [{"id": 1, "sent_at": 1}, {"sent_at": 2, "id": 1}, {"id": 2, "sent_at": 1}]
     assert [once(order) for order in sent] == [1, 1, 2]
@@ -318,8 +320,8 @@ def test_an_intent_of_a_function_is_one_of_its_parameters(subject, ledger):
 def test_a_rule_of_the_call_goes_before_the_object_s_in_a_body_key(subject, ledger):
     """As it does in the fingerprint: what counts is said in one place."""
     rule = FingerprintRule(exclude=("/amount",))
-    face = subject(MemoryStore(), caller="tester", secret=SECRET, rule=rule)
-    pay = face.once(_pay(ledger), key=BodyKey(), rule=FingerprintRule(exclude=("/note",)))
+    face = subject(MemoryStore(), caller="tester", secret=SECRET, fingerprint=rule)
+    pay = face.once(_pay(ledger), key=BodyKey(), fingerprint=FingerprintRule(exclude=("/note",)))
     assert [pay("42", 1, note="a"), pay("42", 1, note="b"), pay("42", 2, note="a")] == [1, 1, 2]
 
 
@@ -479,7 +481,7 @@ def test_once_on_async_methods():
 # Wrong use.
 
 
-def test_async_operation_on_the_blocking_face_is_refused():
+def test_async_operation_on_the_blocking_object_is_refused():
     """Found before anything is claimed; disguised, it counts as run, for nobody knows what did."""
     store = StagedStore()
     with Idempotency(store, caller="tester") as idem:
@@ -501,7 +503,7 @@ def test_async_operation_on_the_blocking_face_is_refused():
             idem.run("key", lambda: "again", name="", request=None)
 
 
-def test_blocking_function_on_the_async_face():
+def test_blocking_function_on_the_async_object():
     """once() refuses it; run() takes what it returned, because it has run by then."""
 
     async def main() -> None:
@@ -564,7 +566,7 @@ class Mark:
 def test_what_a_call_brings_counts_for_a_function_that_is_known():
     """Each option of a call makes its request, its name or its outcome another one than usual."""
     with Idempotency(MemoryStore(), caller="tester") as idem:
-        usual = idem._call("k", plain, (), None, None, UNSET, None, None, None)
+        usual = idem._calls.operations.call("k", plain, (), None, None, UNSET, None, None, None)
         for options in (
             ("other", UNSET, None, None, None),
             (None, 1, None, None, None),
@@ -572,10 +574,16 @@ def test_what_a_call_brings_counts_for_a_function_that_is_known():
             (None, UNSET, None, FingerprintRule(version=2), None),
             (None, UNSET, None, None, Mark),
         ):
-            call = idem._call("k", plain, (), None, *options)
+            call = idem._calls.operations.call("k", plain, (), None, *options)
             assert call != usual
-        assert idem._call("k", plain, (), None, None, UNSET, None, None, None) == usual
-        assert idem._call("k", plain, (), "else", None, UNSET, None, None, None).key != usual.key
+        assert (
+            idem._calls.operations.call("k", plain, (), None, None, UNSET, None, None, None)
+            == usual
+        )
+        assert (
+            idem._calls.operations.call("k", plain, (), "else", None, UNSET, None, None, None).key
+            != usual.key
+        )
 
 
 def test_a_function_that_is_known_can_still_be_declared_resumable():
@@ -583,7 +591,9 @@ def test_a_function_that_is_known_can_still_be_declared_resumable():
     with Idempotency(MemoryStore(), caller="tester") as idem:
 
         def arguments(caller) -> object:
-            return idem._call("k", plain, (), caller, None, UNSET, None, None, None).arguments
+            return idem._calls.operations.call(
+                "k", plain, (), caller, None, UNSET, None, None, None
+            ).arguments
 
         def declaring() -> str:
             # While another call is being put together.
@@ -591,7 +601,7 @@ def test_a_function_that_is_known_can_still_be_declared_resumable():
             return "tester"
 
         assert arguments(None) is None
-        idem._known.clear()
+        idem._calls.operations._known.clear()
         assert arguments(declaring) is None
         assert arguments(None) is not None
 
@@ -600,7 +610,7 @@ def test_a_function_that_was_run_before_it_was_declared_resumable_is_so():
     with Idempotency(MemoryStore(), caller="tester") as idem:
         idem.run("first", plain)
         idem.resumable("plain")(plain)
-        call = idem._call("k", plain, (), None, None, UNSET, None, None, None)
+        call = idem._calls.operations.call("k", plain, (), None, None, UNSET, None, None, None)
         assert (call.operation, call.arguments is None) == ("plain", False)
 
 

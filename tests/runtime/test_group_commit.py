@@ -27,9 +27,8 @@ from retrysafe.core.model import (
     Settlement,
 )
 from retrysafe.core.ports import Capabilities, Waits
+from retrysafe.runtime import group_commit
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.group_commit import tasks as task_commit
-from retrysafe.runtime.group_commit import threads as thread_commit
 from retrysafe.runtime.group_commit.direct import FEW_ROWS
 from retrysafe.runtime.group_commit.tasks import REPLAYS_SHARE, SPLIT_ROWS, TaskGroupCommit
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
@@ -120,7 +119,7 @@ def test_claims_and_settlements_are_answered_in_the_order_of_their_rows():
     store = StagedStore()
     with Idempotency(store, caller="tester") as idem:
         hold = Hold()
-        group = idem._engine._writer
+        group = idem._calls._engine._writer
         operations = Hold()
         runners = [
             Worker(idem.run, f"runner {number}", operations, request=None) for number in range(3)
@@ -279,8 +278,8 @@ def test_a_few_rows_of_threads_do_not_wait_for_each_other():
 
 def test_threads_leave_beside_a_batch_only_when_theirs_is_full(monkeypatch):
     """Rows that would make half a batch wait for the one under way, and merge meanwhile."""
-    monkeypatch.setattr(thread_commit, "HELD_UP_SECONDS", 3600)
-    monkeypatch.setattr(thread_commit, "FEW_ROWS", 1)
+    monkeypatch.setattr(group_commit.threads, "HELD_UP_SECONDS", 3600)
+    monkeypatch.setattr(group_commit.threads, "FEW_ROWS", 1)
     stage = Stage(_two_at_a_time(batch_limit=4))
     second = Hold()
     stage.then = lambda commit: second()
@@ -303,8 +302,8 @@ def test_threads_leave_beside_a_batch_only_when_theirs_is_full(monkeypatch):
 
 def test_a_batch_that_is_held_up_does_not_hold_up_other_threads(monkeypatch):
     """One connection that hangs must not be what every other key waits for."""
-    monkeypatch.setattr(thread_commit, "HELD_UP_SECONDS", 0.001)
-    monkeypatch.setattr(thread_commit, "FEW_ROWS", 1)
+    monkeypatch.setattr(group_commit.threads, "HELD_UP_SECONDS", 0.001)
+    monkeypatch.setattr(group_commit.threads, "FEW_ROWS", 1)
     stage = Stage(_two_at_a_time(batch_limit=64))
     others = [Worker(stage.claim, f"other {number}") for number in range(4)]
     for worker in others:
@@ -317,11 +316,11 @@ def test_a_batch_that_is_held_up_does_not_hold_up_other_threads(monkeypatch):
 
 def test_a_batch_that_is_held_up_is_waited_for_once(monkeypatch):
     """What comes later does not wait for it again, be it hung for as long as it likes."""
-    monkeypatch.setattr(thread_commit, "HELD_UP_SECONDS", 0.001)
-    monkeypatch.setattr(thread_commit, "FEW_ROWS", 1)
+    monkeypatch.setattr(group_commit.threads, "HELD_UP_SECONDS", 0.001)
+    monkeypatch.setattr(group_commit.threads, "FEW_ROWS", 1)
     stage = Stage(_two_at_a_time(batch_limit=64))
     assert Worker(stage.claim, "the first to wait").result().decision is Decision.ADMIT
-    monkeypatch.setattr(thread_commit, "HELD_UP_SECONDS", 3600)
+    monkeypatch.setattr(group_commit.threads, "HELD_UP_SECONDS", 3600)
     second = Hold()
     stage.then = lambda commit: second() if commit.claims[0].key.text == "second" else None
     later = [Worker(stage.claim, "second")]
@@ -340,7 +339,9 @@ def test_a_batch_that_is_held_up_is_waited_for_once(monkeypatch):
 def test_who_has_seen_a_batch_leave_goes_on_waiting():
     """What moves is not held up, however long one of many waits for its turn."""
     group = ThreadGroupCommit(_two_at_a_time(batch_limit=64))
-    carrier, waiting = (thread_commit._QueuedRow(_request(name)) for name in ("carried", "waiting"))
+    carrier, waiting = (
+        group_commit.threads._QueuedRow(_request(name)) for name in ("carried", "waiting")
+    )
     group._board(carrier)
     group._queue.append(waiting)
 
@@ -447,11 +448,11 @@ class _InterruptedGate:
         self._acquired = 0
 
     def acquire(self, timeout: float = -1) -> bool:
-        self._lock.acquire(timeout=timeout)
-        self._acquired += 1
+        is_acquired = self._lock.acquire(timeout=timeout)
+        self._acquired += is_acquired
         if self._acquired == 2:
             raise KeyboardInterrupt
-        return True
+        return is_acquired
 
     def release(self) -> None:
         self._lock.release()
@@ -464,8 +465,9 @@ def test_follower_interrupted_as_it_becomes_the_carrier_gives_the_turn_on(monkey
     """A batch was handed to a thread in the instant of its interrupt: its rows are told."""
     stage = Stage()
     with monkeypatch.context() as patched:
-        parts = SimpleNamespace(Lock=_InterruptedGate, get_ident=threading.get_ident)
-        patched.setattr(thread_commit, "threading", parts)
+        locks = iter([threading.Lock(), _InterruptedGate()])  # That it is here, and its gate.
+        parts = SimpleNamespace(Lock=locks.__next__, get_ident=threading.get_ident)
+        patched.setattr(group_commit.threads, "threading", parts)
         interrupted = Worker(stage.claim, "interrupted")
         stage.wait_for_queue(1)
     workers = stage.queue_up(2)
@@ -477,7 +479,7 @@ def test_follower_interrupted_as_it_becomes_the_carrier_gives_the_turn_on(monkey
 
 
 class _InterruptAtLine:
-    """Raises KeyboardInterrupt at the n-th line that a thread executes in thread_commit.py."""
+    """Raises KeyboardInterrupt at the n-th line of a thread in group_commit/threads.py."""
 
     def __init__(self, fatal: int) -> None:
         self._fatal = fatal
@@ -486,7 +488,7 @@ class _InterruptAtLine:
         self.struck: int | None = None
 
     def __call__(self, frame, event: str, arg: object):
-        if frame.f_code.co_filename != thread_commit.__file__:
+        if frame.f_code.co_filename != group_commit.threads.__file__:
             return None
         if event == "line" and not self._is_lock_release(frame):
             self._lines += 1
@@ -498,7 +500,7 @@ class _InterruptAtLine:
     def _is_lock_release(self, frame) -> bool:
         """The second visit of a `with` line: a signal is not delivered before the release."""
         place = (frame, frame.f_lineno)
-        is_with = linecache.getline(thread_commit.__file__, frame.f_lineno).strip() == (
+        is_with = linecache.getline(group_commit.threads.__file__, frame.f_lineno).strip() == (
             "with self._lock:"
         )
         is_second = place in self._entered
@@ -510,9 +512,9 @@ class _InterruptAtLine:
 def test_interrupt_at_any_line_leaves_nobody_hanging(role, monkeypatch):
     """Interrupted at the n-th line for n = 1, 2, 3 … until none is left: others always go on."""
     seconds = 0.001 if role == "lookout" else 3600
-    monkeypatch.setattr(thread_commit, "HELD_UP_SECONDS", seconds)
+    monkeypatch.setattr(group_commit.threads, "HELD_UP_SECONDS", seconds)
     # One row under way is no longer few, so that the next ones wait behind it.
-    monkeypatch.setattr(thread_commit, "FEW_ROWS", 1)
+    monkeypatch.setattr(group_commit.threads, "FEW_ROWS", 1)
     for fatal in range(1, 200):
         if not _strike(role, fatal):
             break
@@ -632,8 +634,8 @@ class _LetsInFirst:
 
 def test_a_row_is_sent_once_though_its_carrier_to_be_was_not_told(monkeypatch):
     """A signal strikes as the queue is handed over, and a newcomer takes it along instead."""
-    monkeypatch.setattr(thread_commit, "HELD_UP_SECONDS", 3600)
-    monkeypatch.setattr(thread_commit, "FEW_ROWS", 1)
+    monkeypatch.setattr(group_commit.threads, "HELD_UP_SECONDS", 3600)
+    monkeypatch.setattr(group_commit.threads, "FEW_ROWS", 1)
     for fatal in range(1, 200):
         stage = Stage(_two_at_a_time(batch_limit=3))
         stage.group._lock = _LetsInFirst()
@@ -828,7 +830,7 @@ def test_rows_stand_and_are_told_though_the_next_batch_cannot_leave(monkeypatch)
                 flow.close()
                 raise MemoryError
 
-            patched.setattr(task_commit.asyncio, "Task", refuse)
+            patched.setattr(group_commit.tasks.asyncio, "Task", refuse)
             stage.hold.open()
             answer = await asyncio.wait_for(first, PATIENCE_SECONDS)
         assert answer.decision is Decision.ADMIT
@@ -1090,7 +1092,7 @@ def test_a_few_rows_do_not_wait_for_each_other():
 
 def test_a_batch_that_is_held_up_does_not_hold_up_the_others(monkeypatch):
     """One connection that hangs must not be what every other key waits for."""
-    monkeypatch.setattr(task_commit, "HELD_UP_SECONDS", 0)
+    monkeypatch.setattr(group_commit.tasks, "HELD_UP_SECONDS", 0)
 
     async def main() -> None:
         store = StagedStore(waits=Waits.SUSPENDING)
@@ -1113,7 +1115,7 @@ def test_a_batch_that_is_held_up_does_not_hold_up_the_others(monkeypatch):
 
 def test_a_batch_of_tasks_that_is_held_up_is_waited_for_once(monkeypatch):
     """What comes later leaves at once beside it, and waits only for what is not held up."""
-    monkeypatch.setattr(task_commit, "HELD_UP_SECONDS", 0)
+    monkeypatch.setattr(group_commit.tasks, "HELD_UP_SECONDS", 0)
 
     async def main() -> None:
         store = StagedStore(waits=Waits.SUSPENDING)
@@ -1129,7 +1131,7 @@ def test_a_batch_of_tasks_that_is_held_up_is_waited_for_once(monkeypatch):
         first = [group.claim(_request(f"first {number}")) for number in range(FEW_ROWS)]
         await hung.reached()
         await asyncio.wait_for(group.claim(_request("the first to wait")), PATIENCE_SECONDS)
-        monkeypatch.setattr(task_commit, "HELD_UP_SECONDS", 3600)
+        monkeypatch.setattr(group_commit.tasks, "HELD_UP_SECONDS", 3600)
         later = [group.claim(_request(f"second {number}")) for number in range(FEW_ROWS)]
         await second.reached()
         later += [group.claim(_request(f"third {number}")) for number in range(2)]
@@ -1161,7 +1163,7 @@ def test_a_batch_of_tasks_that_is_held_up_is_waited_for_once(monkeypatch):
 
 def test_a_second_batch_leaves_beside_the_first_only_when_it_is_full(monkeypatch):
     """Rows that would make half a batch wait for the one under way, and merge meanwhile."""
-    monkeypatch.setattr(task_commit, "HELD_UP_SECONDS", 3600)
+    monkeypatch.setattr(group_commit.tasks, "HELD_UP_SECONDS", 3600)
 
     async def main() -> None:
         store = StagedStore(waits=Waits.SUSPENDING)
@@ -1386,7 +1388,7 @@ def test_everybody_hears_its_own_answer_in_whichever_half():
 @pytest.mark.parametrize("is_beside", [False, True], ids=["alone", "beside another"])
 def test_only_a_batch_that_is_alone_is_told_in_halves(monkeypatch, is_beside):
     """While another one is with the store, there is no rest to be avoided."""
-    monkeypatch.setattr(task_commit, "HELD_UP_SECONDS", 3600)
+    monkeypatch.setattr(group_commit.tasks, "HELD_UP_SECONDS", 3600)
 
     async def main() -> None:
         store = StagedStore(waits=Waits.SUSPENDING)
@@ -1431,7 +1433,7 @@ def test_what_would_gain_nothing_by_it_stays_one_batch(count, batches_in_flight)
 
 def test_a_batch_as_large_as_those_under_way_leaves_beside_them(monkeypatch):
     """One row less waits for them, and so does a small one whatever is under way."""
-    monkeypatch.setattr(task_commit, "HELD_UP_SECONDS", 3600)
+    monkeypatch.setattr(group_commit.tasks, "HELD_UP_SECONDS", 3600)
 
     async def main(under_way: int, needed: int) -> None:
         store = StagedStore(waits=Waits.SUSPENDING)

@@ -25,15 +25,15 @@ from retrysafe import (
     MemoryStore,
     Policy,
     SqliteStore,
-    idempotency,
 )
 from retrysafe.core.events import Reporter
 from retrysafe.core.lease import Lease
+from retrysafe.runtime import calls
+from retrysafe.runtime.calls import ThreadGate
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.gate import ThreadGate
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
 from tests.forking import answer_of_child
-from tests.interrupting import at_every_place
+from tests.interrupting import at_every_place, at_every_place_at_once
 from tests.runtime.staged import until
 
 LIMIT_SECONDS = 30
@@ -186,14 +186,19 @@ def test_a_gate_forgets_nobody_and_counts_nobody_twice():
     """Leaving is harmless for those who never came in, also after a refusal."""
     gate = ThreadGate()
     gate.enter("a")
-    gate.leave("never inside")
+    _leave(gate, "never inside")
     assert not gate.close(0.0)
     with pytest.raises(Closed):
         gate.enter("late")
-    gate.leave("late")
-    gate.leave("a")
-    gate.leave("a")
+    _leave(gate, "late")
+    _leave(gate, "a")
+    _leave(gate, "a")
     assert gate.close(0.0)
+
+
+def _leave(gate: ThreadGate, token: str) -> None:
+    gate.inside.pop(token, None)
+    gate.notify()
 
 
 def test_a_forced_release_frees_the_key_in_the_same_process():
@@ -231,7 +236,7 @@ def test_a_signal_before_the_first_step_leaves_no_flow_that_was_never_begun(monk
     def interrupted(flow):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(idempotency, "run_sync", interrupted)
+    monkeypatch.setattr(calls, "run_sync", interrupted)
     with warnings.catch_warnings(record=True) as caught, Idempotency("memory://") as idem:
         warnings.simplefilter("always")
         with pytest.raises(KeyboardInterrupt):
@@ -255,7 +260,7 @@ def test_a_signal_anywhere_in_the_closing_leaves_the_gate_usable():
             daemon=True,
         )
         closer.start()
-        leaver = threading.Thread(target=gates[0].leave, args=("call",), daemon=True)
+        leaver = threading.Thread(target=_leave, args=(gates[0], "call"), daemon=True)
         leaver.start()
         leaver.join(LIMIT_SECONDS)
         closer.join(LIMIT_SECONDS)
@@ -276,9 +281,24 @@ def test_a_signal_anywhere_in_the_gate_of_a_call_leaves_nobody_inside():
             idem.run(f"k{len(runs)}", runs.append, len(runs), name="append")
 
         places = 0
-        for places in at_every_place(call, gate_module):
-            assert not idem._gate._inside, f"somebody is inside after a signal at place {places}"
+        for places in at_every_place_at_once(3, call, gate_module):
+            assert not idem._calls._gate.inside, (
+                f"somebody is inside after signals at place {places}"
+            )
         assert places > 2
+
+
+def test_a_closer_sees_by_itself_that_nobody_is_inside():
+    """Signals in a row keep the last one from telling."""
+    gate = ThreadGate()
+    gate.enter("call")
+    closed: list[bool] = []
+    closer = threading.Thread(target=lambda: closed.append(gate.close(LIMIT_SECONDS)))
+    closer.start()
+    until(lambda: bool(gate._closers))
+    gate.inside.pop("call")
+    closer.join(LIMIT_SECONDS / 2)
+    assert closed == [True]
 
 
 def test_two_closers_both_hear_of_the_end():
@@ -291,13 +311,13 @@ def test_two_closers_both_hear_of_the_end():
     for closer in closers:
         closer.start()
     until(lambda: len(gate._closers) == len(closers))
-    gate.leave("call")
+    _leave(gate, "call")
     for closer in closers:
         closer.join(LIMIT_SECONDS)
     assert closed == [True, True]
 
 
-def test_an_outcome_that_a_second_interrupt_cuts_off_is_told(caplog):
+def test_an_outcome_that_a_second_interrupt_cuts_off_is_reported(caplog):
     """The first interrupt leaves its last write to the same thread; the second ends that too."""
 
     class Interrupted(MemoryStore):

@@ -14,12 +14,10 @@ from retrysafe import (
     FlowSuspended,
     Idempotency,
     InvalidInput,
-    MemoryStore,
     Policy,
     current_attempt,
 )
 from retrysafe.core.ports import Waits
-from retrysafe.runtime.atomic_tasks import AtomicTasks
 from tests.runtime.staged import KEY, Hold, StagedStore, TaskHold, Worker, drive, turns
 
 
@@ -206,7 +204,7 @@ def test_blocking_object_inside_a_running_loop(url):
     drive(main())
 
 
-def test_one_store_for_both_faces():
+def test_one_store_for_both_objects():
     """A thread and a task race for one key: the task finds the thread's run in flight."""
     store = StagedStore()
 
@@ -244,7 +242,7 @@ def test_loop_goes_on_while_a_blocking_store_writes():
     drive(main())
 
 
-def test_store_that_suspends_is_refused_by_the_blocking_face():
+def test_store_that_suspends_is_refused_by_the_blocking_object():
     """The mistake is told when the object is made."""
     with pytest.raises(InvalidInput, match="use AsyncIdempotency"):
         Idempotency(StagedStore(waits=Waits.SUSPENDING))
@@ -318,7 +316,7 @@ def test_concurrent_tasks_see_their_own_attempts():
     drive(main())
 
 
-def test_no_thread_of_the_blocking_face_but_the_heartbeat(url):
+def test_no_thread_of_the_blocking_object_but_the_heartbeat(url):
     """Running an operation starts one thread at most, whatever the number of callers."""
     with Idempotency(url) as idem:
         before = threading.active_count()
@@ -327,9 +325,3 @@ def test_no_thread_of_the_blocking_face_but_the_heartbeat(url):
         names = [thread.name for thread in threading.enumerate()]
         assert threading.active_count() == before + 1
         assert names.count("retrysafe-heartbeat") == 1
-
-
-def test_the_atomic_mode_needs_a_loops_gate():
-    """Without one, a block could start on an object that is being closed."""
-    with pytest.raises(TypeError, match="_atomic_gate"):
-        AtomicTasks(MemoryStore())

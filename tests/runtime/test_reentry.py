@@ -1,54 +1,42 @@
-"""The marks of atomic blocks that are open in an event loop."""
+"""The marks of atomic blocks that are open."""
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import gc
 import weakref
 
 import pytest
 
-from retrysafe import MemoryStore, StoreUnavailable
-from retrysafe.runtime.reentry import OpenBlock, require_outside
+from retrysafe import StoreUnavailable
+from retrysafe.reentry import OpenBlock, require_outside
 
 
-class Silent:
-    """A transaction of a store that knows nothing of `is_open`."""
-
-
-class Telling:
+class Transaction:
     def is_open(self):
         return True
 
 
 def test_a_transaction_that_cannot_tell_its_end_has_the_lock_until_the_block_is_left():
     """A store of a third party is guarded as far as it can be."""
-
-    async def scenario():
-        store = MemoryStore()
-        block = OpenBlock(store, Silent())
-        with pytest.raises(StoreUnavailable):
-            require_outside(store)
-        require_outside(MemoryStore())
-        block.leave()
-        require_outside(store)
-
-    asyncio.run(scenario())
+    lock, owner = object(), object()
+    block = OpenBlock(lock, owner, None)
+    with pytest.raises(StoreUnavailable):
+        require_outside(lock, owner)
+    require_outside(object(), owner)
+    require_outside(lock, object())
+    block.leave()
+    require_outside(lock, owner)
 
 
 def test_a_block_that_was_left_does_not_keep_its_transaction():
     """A task that was started inside has a copy of the marks for as long as it lives."""
-
-    async def scenario():
-        transaction = Telling()
-        block = OpenBlock(MemoryStore(), transaction)
-        inside = contextvars.copy_context()
-        seen = weakref.ref(transaction)
-        block.leave()
-        del transaction, block
-        gc.collect()
-        assert seen() is None
-        assert len(inside) > 0
-
-    asyncio.run(scenario())
+    transaction = Transaction()
+    block = OpenBlock(object(), object(), transaction.is_open)
+    inside = contextvars.copy_context()
+    seen = weakref.ref(transaction)
+    block.leave()
+    del transaction, block
+    gc.collect()
+    assert seen() is None
+    assert len(inside) > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from decimal import Decimal
 
@@ -192,12 +192,13 @@ def test_a_retry_uses_its_own_arguments(shop):
 
 def test_an_operation_of_another_rule_is_resumed_and_still_guarded(shop):
     """The fingerprint is the record's own, under the rule that it was made with."""
-    made = shop(rule=FingerprintRule(version=1))
+    made = shop(fingerprint=FingerprintRule(version=1))
     pay = made.declare(dying(made), "pay")
     made.crash("order", pay, {"amount": 7, "at": "now"})
     made.wait()
     newer = FingerprintRule(version=2, exclude=["/0/at"], previous=[FingerprintRule(version=1)])
-    made.subject.idem._settings.rule = newer
+    idem = made.subject.idem
+    idem._calls.settings = replace(idem._calls.settings, fingerprint=newer)
     made.work()
     stored = made.read()
     assert (stored.condition, stored.record.rule) == (Condition.SUCCEEDED, 1)
@@ -225,7 +226,9 @@ def test_a_function_is_declared_under_its_own_name(shop):
     pay = made.declare(dying(made, 0))
     made.subject.run("order", pay)
     assert made.read().record.operation.endswith("dying.<locals>.pay")
-    assert made.subject.idem._resumables.by_name.keys() == {made.read().record.operation}
+    assert made.subject.idem._calls.operations.resumables.by_name.keys() == {
+        made.read().record.operation
+    }
 
 
 def test_global_keys_are_resumed_as_such(shop):
@@ -259,7 +262,7 @@ def test_arguments_that_no_longer_fit_are_reported_and_use_up_no_attempt(shop):
     pay = made.declare(dying(made), "pay")
     made.crash("order", pay, 1, 2)
     made.wait()
-    del made.subject.idem._resumables.by_name["pay"]
+    del made.subject.idem._calls.operations.resumables.by_name["pay"]
     made.declare(lambda only: None, "pay")
     assert made.work()["recovery"].resumed == 0
     (told,) = [item for item in made.heard if item.kind is EventKind.ABANDONED]
@@ -382,10 +385,10 @@ def test_declarations_that_no_worker_could_use_are_refused(shop):
     with pytest.raises(InvalidInput, match="would not find it as 'other'"):
         made.subject.run("order", pay, name="other")
     made.subject.run("order", pay, name="pay")
-    assert made.subject.idem._resumables.by_name.keys() == {"pay"}
+    assert made.subject.idem._calls.operations.resumables.by_name.keys() == {"pay"}
 
 
-def test_generators_and_functions_of_the_other_face_are_refused():
+def test_generators_and_functions_of_the_other_kind_are_refused():
     def generator():
         yield
 
@@ -412,4 +415,4 @@ def test_objects_that_cannot_be_looked_up_are_simply_not_resumable(shop):
 
     made = shop()
     made.declare(dying(made, 0), "pay")
-    assert made.subject.idem._resumables.of(Callable(), ()) is None
+    assert made.subject.idem._calls.operations.resumables.of(Callable(), ()) is None

@@ -17,7 +17,8 @@ from retrysafe import (
 )
 from retrysafe.core.keys.secret import Secret
 from retrysafe.core.outbox.entries import entry_key
-from retrysafe.runtime.checks import secrets_of
+from retrysafe.core.settings import secrets_of
+from retrysafe.runtime.calls import calls_of
 from tests.servers.fixtures import migrated
 
 OLD, NEW = "the old secret of 16 or more", "the new secret of 16 or more"
@@ -134,8 +135,8 @@ def test_the_environment_lists_a_secret_a_line(monkeypatch, text, rules):
     """The word none stands for what was made without one; empty lines for nothing."""
     monkeypatch.setenv("RETRYSAFE_SECRET", text)
     with Idempotency("memory://", caller="acme") as idem:
-        secrets = idem.settings.secrets
-        made = idem.settings.fingerprints(None, "charge", {})
+        secrets = calls_of(idem).settings.secrets
+        made = calls_of(idem).settings.fingerprints(None, "charge", {})
     assert [item.rule for item in made] == rules
     assert secrets.has_plain is ("none" in text or not text.strip())
     assert secrets.value == (NEW.encode() if rules[0] < 0 else None)
@@ -177,4 +178,4 @@ def test_what_may_mean_several_secrets_in_the_environment_is_refused(monkeypatch
     assert NEW not in str(caught.value)
     # A secret with a comma in it is one where a list says so.
     with Idempotency("memory://", caller="acme", secret=[f"{NEW},{OLD}"]) as idem:
-        assert len(idem.settings.secrets.listed) == 1
+        assert len(calls_of(idem).settings.secrets.listed) == 1

@@ -329,7 +329,7 @@ def test_a_cancelled_operation_keeps_the_step_that_it_had_finished(url):
 
     async def scenario(idem):
         policy = Policy(lease=timedelta(milliseconds=200))
-        parts = idem._bound()
+        parts = idem._calls.bound().parts
         record_step = parts.store.record_step
         writing = asyncio.Event()
 
@@ -337,7 +337,7 @@ def test_a_cancelled_operation_keeps_the_step_that_it_had_finished(url):
             writing.set()
             return await record_step(write)
 
-        parts.engine._runner._stepper.store.record_step = record_and_tell
+        parts.store.record_step = record_and_tell
 
         async def operation():
             await current_attempt().step("charge", ran.append, "charge")

@@ -209,7 +209,7 @@ def test_two_workers_and_a_retry_race_for_one_key(tmp_path):
     assert faces[2].run("order", faces[2].pay, 7) == 7
     for idem in faces:
         idem.close()
-        run_sync(idem._store.close())
+        run_sync(idem._calls.store.close())
 
 
 # Stopping.
@@ -392,7 +392,7 @@ def test_an_operation_that_ends_its_thread_leaves_a_trace(idem, clock, caplog, e
     assert [line.exc_info[1] for line in lines] == [error] * 2
 
 
-def test_a_crew_whose_places_are_taken_for_long_is_told(idem, clock, caplog):
+def test_a_pool_whose_places_are_taken_for_long_is_reported(idem, clock, caplog):
     """Operations that hang keep their places, and others wait: that must not go unseen."""
     acts = abandon(idem, clock, "a", "b", "c")
     go_on = threading.Event()
@@ -426,7 +426,7 @@ def test_a_relay_is_a_duty(idem, clock):
     acts = abandon(idem, clock, "order")
     acts.append(lambda number: current_attempt().outbox.stage("paid", {"order": number}))
     delivered = []
-    relay = Relay(idem._store, lambda delivery: delivered.append(delivery.topic))
+    relay = Relay(idem._calls.store, lambda delivery: delivered.append(delivery.topic))
     worker = idem.worker(also={"relay": relay})
     assert list(worker.duties) == ["recovery", "abandoned", "sweep", "relay"]
     reports = worker.run_once()
@@ -468,10 +468,10 @@ def test_limits_that_make_no_sense_are_refused(changes):
         WorkerPolicy(**changes)
 
 
-# Crews.
+# Pools.
 
 
-def test_a_crew_of_threads_runs_a_few_at_a_time():
+def test_a_pool_of_threads_runs_a_few_at_a_time():
     pool = ThreadWorkerPool(2)
     lock, go_on = threading.Lock(), threading.Event()
     inside: list[int] = []
@@ -499,7 +499,7 @@ def test_a_crew_of_threads_runs_a_few_at_a_time():
     assert max(most) <= 2
 
 
-def test_a_crew_that_cannot_start_a_thread_keeps_its_place(monkeypatch):
+def test_a_pool_that_cannot_start_a_thread_keeps_its_place(monkeypatch):
     """The flow is closed, and whoever drains the pool does not wait for it."""
 
     def refuse(thread):
@@ -519,7 +519,7 @@ def test_a_crew_that_cannot_start_a_thread_keeps_its_place(monkeypatch):
     run_sync(pool.drain())
 
 
-def test_a_crew_that_is_stopped_wakes_who_waits_for_room():
+def test_a_pool_that_is_stopped_wakes_who_waits_for_room():
     pool = ThreadWorkerPool(1)
     go_on = threading.Event()
 
@@ -544,7 +544,7 @@ def test_a_crew_that_is_stopped_wakes_who_waits_for_room():
     assert not run_sync(pool.has_room())
 
 
-def test_a_crew_of_tasks_does_the_same():
+def test_a_pool_of_tasks_does_the_same():
     async def scene():
         pool = TaskWorkerPool(2)
         go_on = asyncio.Event()
@@ -765,7 +765,7 @@ def test_an_async_relay_is_a_duty():
         async def deliver(delivery):
             delivered.append(delivery.topic)
 
-        worker = idem.worker(also={"relay": AsyncRelay(idem._store, deliver)})
+        worker = idem.worker(also={"relay": AsyncRelay(idem._calls.store, deliver)})
         reports = await worker.run_once()
         assert (reports["recovery"].resumed, reports["relay"].delivered) == (1, 1)
         assert delivered == ["paid"]

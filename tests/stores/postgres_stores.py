@@ -7,10 +7,10 @@ from typing import Any
 import psycopg
 
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import PostgresStore, schema
 from retrysafe.stores.postgres.batches import BALANCE_LIMIT, Batches
 from retrysafe.testing import ManualClock
-from retrysafe.wiring import postgres_store
 
 
 class ReadingFirst(Batches):
@@ -36,7 +36,7 @@ class ClockedStore(PostgresStore):
         if reads_first:
             batches = self._batches
             self._batches = ReadingFirst(
-                batches._fetch, batches._reader, batches._outbox, batches._sifter
+                batches._fetch, batches._reader, batches._outbox, batches._busy_keys
             )
 
     def _statement(self, name: str) -> str:

@@ -16,7 +16,7 @@ import pytest
 
 from retrysafe.core.model import Condition, Decision, OperatorCommand, SettleKind, State
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.stores.postgres import schema as postgres_schema
 from retrysafe.stores.sqlite import schema as sqlite_schema
 from retrysafe.testing import ManualClock

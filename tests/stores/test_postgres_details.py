@@ -26,7 +26,7 @@ from retrysafe.core.model import (
     StepWrite,
 )
 from retrysafe.errors import StoreError
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.stores.postgres import PostgresStore
 from retrysafe.stores.postgres.drivers.asyncpg import AsyncpgConnector
 from retrysafe.stores.postgres.drivers.port import PoolOptions

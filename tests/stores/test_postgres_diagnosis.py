@@ -16,8 +16,8 @@ from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.errors import StoreError
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.clock import wall_clock_ms
+from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import diagnosis
-from retrysafe.wiring import postgres_store
 from tests.servers.fixtures import migrated
 from tests.servers.pgbouncer import PgBouncer
 from tests.servers.postgres import PostgresServer

@@ -66,14 +66,14 @@ def test_a_file_without_the_schema_stays_as_it_is(tmp_path):
     assert [item.name for item in tmp_path.iterdir()] == ["foreign.db"]
 
 
-def test_a_schema_of_a_later_release_is_told(path):
+def test_a_schema_of_a_later_release_is_reported(path):
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("INSERT INTO retrysafe_schema VALUES (9999, 'later', 'x', 9999, 0)")
     (found,) = problems(path)
     assert "upgrade retrysafe" in found
 
 
-def test_what_is_no_database_is_told(tmp_path):
+def test_what_is_no_database_is_reported(tmp_path):
     wrong = tmp_path / "keys.db"
     wrong.write_bytes(b"no database " * 100)
     with pytest.raises(StoreError, match="cannot be used"):
@@ -130,8 +130,8 @@ def test_the_innermost_and_latest_mount_tells_the_file_system(path, kind):
     ("kind", "is_problem"),
     [("nfs4", True), ("cifs", True), ("tmpfs", False), ("ext4", None), (None, None)],
 )
-def test_a_file_system_that_breaks_promises_is_told(kind, is_problem):
-    found = [item.is_problem for item in diagnosis.place_findings(kind)]
+def test_a_file_system_that_breaks_promises_is_reported(kind, is_problem):
+    found = [item.is_problem for item in diagnosis.file_system_findings(kind)]
     assert found == ([] if is_problem is None else [is_problem])
 
 

@@ -26,7 +26,7 @@ from retrysafe import (
 )
 from retrysafe.core.model import Decision, OperatorCommand, RecordQuery, SettleKind
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.sqlite import file, file_identity
+from retrysafe.stores.sqlite import file
 from retrysafe.testing.suite.probe import KEY, request
 from tests.forking import answer_of_child, exit_code, fork
 
@@ -37,7 +37,8 @@ import sys
 from retrysafe import Idempotency, RetrysafeError
 with Idempotency("sqlite:///" + sys.argv[1], caller="caller-1") as idem:
     try:
-        print("ran" if not idem.answer(sys.argv[2], lambda: "there").replayed else "replayed")
+        answer = idem.answer(sys.argv[2], lambda: "there", request=None)
+        print("replayed" if answer.replayed else "ran")
     except RetrysafeError as error:
         print(f"{type(error).__name__}: {error}")
 """
@@ -458,7 +459,7 @@ def test_a_file_that_cannot_be_seen_for_a_moment_is_asked_for_again(path, monkey
         return Path(name).stat()
 
     armed = []
-    monkeypatch.setattr(file_identity, "_stat", stat)
+    monkeypatch.setattr(file, "_stat", stat)
     with Idempotency(SqliteStore(path), caller="caller-1", cache=False) as idem:
         assert idem.run("key-1", lambda: armed.append(1) or "charged", request=None) == "charged"
         assert refusals == []
@@ -473,7 +474,7 @@ def test_a_file_that_cannot_be_seen_is_out_of_reach(probe, monkeypatch, number):
     def refuse(name):
         raise OSError(number, os.strerror(number), name)
 
-    monkeypatch.setattr(file_identity, "_stat", refuse)
+    monkeypatch.setattr(file, "_stat", refuse)
     with pytest.raises(StoreUnavailable, match=os.strerror(number)) as told:
         probe.claim()
     assert told.value.retryable
@@ -487,7 +488,7 @@ def test_a_file_that_is_not_there_is_lost(probe, monkeypatch, number):
     def refuse(name):
         raise OSError(number, os.strerror(number), name)
 
-    monkeypatch.setattr(file_identity, "_stat", refuse)
+    monkeypatch.setattr(file, "_stat", refuse)
     with pytest.raises(StoreMissing, match=SAID):
         probe.claim()
 
@@ -519,7 +520,7 @@ def test_a_file_whose_name_is_no_text(tmp_path):
     run_sync(store.close())
 
 
-def test_an_error_of_the_binding_itself_is_told():
+def test_an_error_of_the_binding_itself_is_reported():
     """It has no result code of SQLite."""
     told = file.translated(sqlite3.OperationalError("Could not decode"), "sqlite:///a.db")
     assert isinstance(told, StoreUnavailable)

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from retrysafe.core.model import Decision, SettleKind
-from retrysafe.stores.sqlite import sweep as sweeping
+from retrysafe.stores.sqlite import sweep
 from retrysafe.testing.suite.probe import ACTIVE_MS, AUDIT_MS, key_of
 
 LIMIT_SECONDS = 30
@@ -20,9 +20,9 @@ SEEDS = range(20)
 @pytest.fixture
 def short_looks(monkeypatch):
     """Three rows a look and two looks a call: a handful of rows is a large file."""
-    monkeypatch.setattr(sweeping, "KEYS_PER_LOOK", 3)
-    monkeypatch.setattr(sweeping, "OUTCOMES_PER_LOOK", 3)
-    monkeypatch.setattr(sweeping, "LOOKS_PER_CALL", 2)
+    monkeypatch.setattr(sweep, "KEYS_PER_LOOK", 3)
+    monkeypatch.setattr(sweep, "OUTCOMES_PER_LOOK", 3)
+    monkeypatch.setattr(sweep, "LOOKS_PER_CALL", 2)
 
 
 def settle(probe, number, *, active_ms=ACTIVE_MS, audit_ms=AUDIT_MS):
@@ -89,7 +89,7 @@ def test_no_look_is_made_under_the_write_lock(probe, short_looks, clock):
 
 def test_a_large_round_is_many_short_commits(probe, clock, monkeypatch):
     """Others write in between: nobody waits for the whole round."""
-    monkeypatch.setattr(sweeping, "REMOVALS_PER_COMMIT", 2)
+    monkeypatch.setattr(sweep, "REMOVALS_PER_COMMIT", 2)
     for number in range(5):
         settle(probe, number, active_ms=1, audit_ms=1)
     advance(clock, 1)
@@ -234,11 +234,11 @@ def test_two_sweepers_remove_everything_once(path, probe, open_probe, short_look
     sweepers = [probe, probe, open_probe(), open_probe()]
     barrier, removed = threading.Barrier(len(sweepers)), []
 
-    def sweep(sweeper):
+    def sweep_all(sweeper):
         barrier.wait(LIMIT_SECONDS)
         removed.extend(walk(sweeper, limit=4))
 
-    threads = [threading.Thread(target=sweep, args=(sweeper,)) for sweeper in sweepers]
+    threads = [threading.Thread(target=sweep_all, args=(sweeper,)) for sweeper in sweepers]
     for thread in threads:
         thread.start()
     for thread in threads:

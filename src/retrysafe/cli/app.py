@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from retrysafe import __version__
 from retrysafe.cli import (
+    consume,
     demo,
     doctor,
     keys,
@@ -25,7 +26,7 @@ from retrysafe.cli import (
     sweep,
     worker,
 )
-from retrysafe.cli.problems import ExitCode, problem_of, tell
+from retrysafe.cli.problems import ExitCode, problem_of, report
 
 # The pool of PostgreSQL connections logs every try to connect; the error tells it once.
 _SILENCE: Final = logging.NullHandler()
@@ -70,7 +71,7 @@ class OneLineErrors(TyperGroup):
             problem = problem_of(error)
             if problem is None:
                 raise
-            tell(problem, as_json=as_json)
+            report(problem, as_json=as_json)
             code = problem.code
         if standalone_mode:
             sys.exit(int(code))
@@ -98,6 +99,7 @@ app.add_typer(keys.app, name="keys", invoke_without_command=True)
 app.add_typer(outbox.app, name="outbox", invoke_without_command=True)
 app.command("worker")(worker.worker)
 app.command("relay")(relay.relay)
+app.command("consume")(consume.consume)
 app.command("sweep")(sweep.sweep)
 app.command("demo")(demo.demo)
 

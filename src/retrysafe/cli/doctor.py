@@ -8,10 +8,9 @@ import typer
 
 from retrysafe.cli import options, output
 from retrysafe.cli.problems import ExitCode
-from retrysafe.runtime.checks import secrets_of
+from retrysafe.core.settings import environment_secret, secrets_of
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.diagnosis import Diagnosable, Finding
-from retrysafe.wiring import environment_secret
 
 
 @options.examples(

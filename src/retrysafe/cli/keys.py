@@ -32,8 +32,8 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import Store
 from retrysafe.errors import OperatorRefused
+from retrysafe.runtime.checks import operator_outcome
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import operator_outcome
 from retrysafe.stores.audit import Audited
 
 # What fits a screen of scrolling; the whole body is in --json.
@@ -140,7 +140,7 @@ def list_keys(
     shown, has_more = found[:limit], len(found) > limit
     if options.is_json(context, as_json):
         output.write_json(
-            {"keys": [inspection.record_shape(item) for item in shown], "has_more": has_more}
+            {"keys": [inspection.record_json(item) for item in shown], "has_more": has_more}
         )
         return
     if not shown:
@@ -239,15 +239,15 @@ def show_key(
                     break
     if stored is None and not past:
         raise _unknown(wanted)
-    shape = (
-        inspection.past_shape(wanted, past) if stored is None else inspection.detail_shape(stored)
+    document = (
+        inspection.past_json(wanted, past) if stored is None else inspection.detail_json(stored)
     )
     if options.is_json(context, as_json):
-        output.write_json(shape)
+        output.write_json(document)
         return
-    shown = _past(wanted, shape) if stored is None else _detail(stored, shape)
+    shown = _past(wanted, document) if stored is None else _detail(stored, document)
     outcomes = past if stored is None else stored.outcomes
-    output.console().print(Group(*shown, *_endings(shape, outcomes)))
+    output.console().print(Group(*shown, *_endings(document, outcomes)))
 
 
 def _unknown(key: Key) -> Problem:
@@ -279,7 +279,7 @@ def _stored(store: Store, key: Key) -> StoredKey:
     return stored
 
 
-def _past(key: Key, shape: dict[str, Any]) -> list[Any]:
+def _past(key: Key, document: dict[str, Any]) -> list[Any]:
     """A key whose record is gone."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
@@ -287,12 +287,12 @@ def _past(key: Key, shape: dict[str, Any]) -> list[Any]:
     grid.add_row("key", output.cell(key.text))
     grid.add_row("caller", output.cell(key.caller or "GLOBAL"))
     grid.add_row("condition", "removed by a sweep: the next use is the first of a new life")
-    grid.add_row("digest", shape["digest"])
+    grid.add_row("digest", document["digest"])
     return [grid]
 
 
-def _detail(stored: StoredKey, shape: dict[str, Any]) -> list[Any]:
-    record = shape["record"]
+def _detail(stored: StoredKey, document: dict[str, Any]) -> list[Any]:
+    record = document["record"]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -324,7 +324,7 @@ def _detail(stored: StoredKey, shape: dict[str, Any]) -> list[Any]:
     grid.add_row(
         "fingerprint", f"{record['fingerprint']} (rule {record['fingerprint_rule']}, {keyed})"
     )
-    grid.add_row("digest", shape["digest"])
+    grid.add_row("digest", document["digest"])
     parts: list[Any] = [grid]
     if stored.arguments is not None:
         parts += [Text("\narguments", style="bold"), _body(stored.arguments)]
@@ -334,10 +334,10 @@ def _detail(stored: StoredKey, shape: dict[str, Any]) -> list[Any]:
     return parts
 
 
-def _endings(shape: dict[str, Any], outcomes: Sequence[StoredOutcome]) -> list[Any]:
+def _endings(document: dict[str, Any], outcomes: Sequence[StoredOutcome]) -> list[Any]:
     """The audit, oldest first."""
     parts: list[Any] = []
-    for outcome, kept in zip(shape["outcomes"], outcomes, strict=True):
+    for outcome, kept in zip(document["outcomes"], outcomes, strict=True):
         mark = ""
         if outcome["is_withheld"]:
             mark = ", withheld"
@@ -350,7 +350,7 @@ def _endings(shape: dict[str, Any], outcomes: Sequence[StoredOutcome]) -> list[A
             f"{outcome['settled_at']}, kept until {outcome['audit_ends_at']}{mark}"
         )
         parts += [Text(title, style="bold"), _body(kept.payload)]
-    if not shape["outcomes"]:
+    if not document["outcomes"]:
         parts.append(Text("\nno outcome is stored", style="dim"))
     return parts
 
@@ -362,7 +362,7 @@ def _body(payload: Payload) -> Padding:
         left = len(text) - BODY_LIMIT_CHARACTERS
         text = f"{text[:BODY_LIMIT_CHARACTERS]}\n… {left:,} more characters; --json shows all"
     what = [payload.form, f"{payload.size_bytes:,} bytes"]
-    response = inspection.response_shape(payload)
+    response = inspection.response_json(payload)
     if response is not None:
         lines = [inspection.status_text(response["status"])]
         lines += [f"{name}: {value}" for name, value in response["headers"]]
@@ -461,14 +461,14 @@ def _operate(
     is_told = False
     for key in _stored_keys(store, named):
         try:
-            shape = _operate_on(store, key, command, is_confirmed=is_confirmed or is_told)
+            document = _operate_on(store, key, command, is_confirmed=is_confirmed or is_told)
         except OperatorRefused as error:
             refusal = refusal or error
             continue
         if not is_json:
-            _tell_done(key, command, shape)
+            _report_done(key, command, document)
         elif not is_told:
-            output.write_json(shape)
+            output.write_json(document)
         is_told = True
     if refusal is not None:
         raise refusal
@@ -490,16 +490,16 @@ def _operate_on(
         "command": command.value,
         "decision": decision.value,
         "condition_before": before.condition.value,
-        "record": None if after is None else inspection.record_shape(after),
+        "record": None if after is None else inspection.record_json(after),
     }
 
 
-def _tell_done(key: Key, command: OperatorCommand, shape: dict[str, Any]) -> None:
-    if shape["decision"] == Decision.CONFIRM.value:
+def _report_done(key: Key, command: OperatorCommand, document: dict[str, Any]) -> None:
+    if document["decision"] == Decision.CONFIRM.value:
         sys.stdout.write(f"nothing to do: {output.safe(str(key))} has expired already\n")
     else:
         sys.stdout.write(
-            f"{_DONE[command]} {output.safe(str(key))}; it was {shape['condition_before']}\n"
+            f"{_DONE[command]} {output.safe(str(key))}; it was {document['condition_before']}\n"
         )
 
 

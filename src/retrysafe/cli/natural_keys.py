@@ -85,8 +85,8 @@ def natural(
             {
                 "key": key,
                 "operation": operation,
-                "parts": [_shape(part) for part in parts],
-                "fields": {name: _shape(part) for name, part in fields.items()},
+                "parts": [_part_json(part) for part in parts],
+                "fields": {name: _part_json(part) for name, part in fields.items()},
             }
         )
         return
@@ -113,5 +113,5 @@ def _type_name(part: Part) -> str:
     )
 
 
-def _shape(part: Part) -> dict[str, Any]:
+def _part_json(part: Part) -> dict[str, Any]:
     return {"type": _type_name(part), "value": None if part is None else str(part)}

@@ -14,10 +14,10 @@ from retrysafe.cli.problems import usage
 from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.ports import Store, Waits
+from retrysafe.core.settings import environment_secret, secrets_of
 from retrysafe.errors import StoreUrlInvalid
-from retrysafe.runtime.checks import secrets_of
 from retrysafe.runtime.drive import run_sync
-from retrysafe.wiring import environment_secret, open_store
+from retrysafe.stores.opening import open_store
 
 # People at a terminal and scripts with a deadline want to hear of a lock soon.
 BUSY_SECONDS: Final = 5.0

@@ -115,7 +115,7 @@ def list_entries(
         held = _held_back(outbox, shown)
     if options.is_json(context, as_json):
         output.write_json(
-            {"entries": [entry_shape(item, held) for item in shown], "has_more": has_more}
+            {"entries": [entry_json(item, held) for item in shown], "has_more": has_more}
         )
         return
     if not shown:
@@ -152,7 +152,7 @@ def _held_back(outbox: Outbox, found: list[StoredEntry]) -> Held:
     }
 
 
-def entry_shape(stored: StoredEntry, held: Held) -> dict[str, Any]:
+def entry_json(stored: StoredEntry, held: Held) -> dict[str, Any]:
     """One entry as JSON, without its body."""
     entry = stored.entry
     is_waiting = stored.condition in (EntryCondition.WAITING, EntryCondition.CLAIMED)
@@ -252,7 +252,7 @@ def show_entry(
         held = _held_back(outbox, [stored])
     if options.is_json(context, as_json):
         name, body = inspection.readable(stored.entry.body, may_be_json=True)
-        output.write_json(entry_shape(stored, held) | {name: body})
+        output.write_json(entry_json(stored, held) | {name: body})
     else:
         output.console().print(_detail(stored, held))
 
@@ -269,7 +269,7 @@ def _stored(outbox: Outbox, number: int) -> StoredEntry:
 
 
 def _detail(stored: StoredEntry, held: Held) -> Group:
-    entry, shape = stored.entry, entry_shape(stored, held)
+    entry, document = stored.entry, entry_json(stored, held)
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -285,8 +285,8 @@ def _detail(stored: StoredEntry, held: Held) -> Group:
         caller = entry.caller or "GLOBAL"
         grid.add_row("staged by", output.cell(f"{entry.origin} of {caller}"))
     for name in ("staged_at", "due_at", "settled_at", "expires_at"):
-        if shape[name] is not None:
-            grid.add_row(name.replace("_", " "), shape[name])
+        if document[name] is not None:
+            grid.add_row(name.replace("_", " "), document[name])
     if entry.last_error is not None:
         grid.add_row("last error", output.cell(entry.last_error))
     return Group(grid, Text("\nbody", style="bold"), _body(stored))
@@ -379,7 +379,7 @@ def _operate(
             {
                 "command": command.value,
                 "state_before": before.condition.value,
-                "entry": entry_shape(after, _held_back(outbox, [after])),
+                "entry": entry_json(after, _held_back(outbox, [after])),
             }
         )
     else:

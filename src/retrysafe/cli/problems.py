@@ -37,6 +37,8 @@ TAKES: Final = {
     "--state": f"one of {', '.join(EntryCondition)}",
     "--concurrency": "a whole number from 1 to 1,000",
     "--attempts": "a whole number from 1 to 1,000,000",
+    "--tries": "a whole number from 1 to 1,000,000",
+    "--stop-limit": "a number of seconds from 0 to 86,400",
     "--lease": "a number of seconds from 1 to 86,400",
     "--timeout": "a number of seconds from 0.1 to 86,400",
     "--poll": "a number of seconds from 0.01 to 3,600",
@@ -98,7 +100,7 @@ def _value_refused(error: Exception) -> str | None:
     return None
 
 
-def tell(problem: Problem, *, as_json: bool) -> None:
+def report(problem: Problem, *, as_json: bool) -> None:
     """Writes the problem to stderr as one line, or as one JSON object."""
     if as_json:
         line = json.dumps(

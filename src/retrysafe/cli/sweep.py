@@ -18,7 +18,7 @@ from retrysafe.core.pace import rest_within_walk
 from retrysafe.core.ports import Store
 from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.local_clocks import ThreadClock, ThreadSignal
+from retrysafe.runtime.thread_ports import ThreadClock, ThreadSignal
 from retrysafe.workers.sweeper import Sweeper
 
 
@@ -125,10 +125,10 @@ def _swept_forever(store: Store, *, is_quiet: bool) -> tuple[SweepReport, int]:
             _add(total, report)
             show.update()
 
-        def tell(error: StoreUnavailable) -> None:
+        def report_outage(error: StoreUnavailable) -> None:
             output.note(f"{error}; trying again")
 
-        sweeper = Sweeper(store, ThreadClock(), on_round=count, on_outage=tell)
+        sweeper = Sweeper(store, ThreadClock(), on_round=count, on_outage=report_outage)
         run_sync(sweeper.run(stopping))
     return total, rounds_done
 

@@ -15,19 +15,19 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from retrysafe.async_idempotency import AsyncFace
+from retrysafe.async_idempotency import AsyncIdempotency
 from retrysafe.cli import options, output
 from retrysafe.cli.modules import imported
 from retrysafe.cli.problems import ExitCode, usage
 from retrysafe.cli.relay import check_target, chosen_target
 from retrysafe.core.keys.key import GLOBAL
 from retrysafe.core.ports import Store
-from retrysafe.idempotency import BlockingIdempotency
+from retrysafe.idempotency import Idempotency
 from retrysafe.relay import AsyncRelay
+from retrysafe.runtime.async_calls import AsyncCalls
+from retrysafe.runtime.calls import Calls, calls_of
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import Face
-from retrysafe.runtime.local_clocks import ThreadSignal
-from retrysafe.wiring import Idempotency
+from retrysafe.runtime.thread_ports import ThreadSignal
 from retrysafe.workers.duties import WorkerPolicy
 from retrysafe.workers.worker import AsyncDuty, AsyncWorker, Duty, Worker
 
@@ -113,10 +113,10 @@ def worker(
     )
     if target is not None:
         check_target(target)
-    faces = _faces(modules or [])
-    if not faces or target is not None:
+    objects = _objects(modules or [])
+    if not objects or target is not None:
         store = options.required_url(store)
-    with _workplace(store, faces, policy, busy_timeout) as place:
+    with _workplace(store, objects, policy, busy_timeout) as place:
         if target is not None:
             place.add_relay(target)
         made = Worker(place.duties)
@@ -146,25 +146,35 @@ def _counted(counts: Mapping[str, Any]) -> str:
 # Whose operations they are.
 
 
-def _faces(names: list[str]) -> dict[str, Face]:
+def _objects(names: list[str]) -> dict[str, Idempotency | AsyncIdempotency]:
     """The objects that the modules hold, by where they were found first."""
-    found: dict[str, Face] = {}
+    found: dict[str, Idempotency | AsyncIdempotency] = {}
     for name in names:
         module_name, mark, attribute = name.partition(":")
         module = imported(module_name)
         held = {attribute: getattr(module, attribute, None)} if mark else vars(module)
-        faces = {key: item for key, item in held.items() if isinstance(item, Face)}
-        if not faces:
+        objects = {
+            key: item
+            for key, item in held.items()
+            if isinstance(item, Idempotency | AsyncIdempotency)
+        }
+        if not objects:
             raise usage(
                 f"{name} is no Idempotency or AsyncIdempotency object"
                 if mark
                 else f"{module_name} holds no Idempotency or AsyncIdempotency object: name the "
                 "module that makes it, or imports it for its operations"
             )
-        for key, face in faces.items():
-            if not any(face is item for item in found.values()):
-                found[f"{module_name}:{key}"] = face
+        for key, idempotency in objects.items():
+            if not any(idempotency is item for item in found.values()):
+                found[f"{module_name}:{key}"] = idempotency
     return found
+
+
+def _calls(idempotency: Idempotency | AsyncIdempotency) -> Calls | AsyncCalls:
+    if isinstance(idempotency, Idempotency):
+        return calls_of(idempotency)
+    return calls_of(idempotency)
 
 
 def _location(store: Store) -> tuple[object, object]:
@@ -206,39 +216,41 @@ class _StoreWorkers:
 
 @contextmanager
 def _workplace(
-    url: str | None, faces: dict[str, Face], policy: WorkerPolicy, busy_seconds: float
+    url: str | None,
+    objects: dict[str, Idempotency | AsyncIdempotency],
+    policy: WorkerPolicy,
+    busy_seconds: float,
 ) -> Iterator[_StoreWorkers]:
     """The duties of all objects, and of the store that was named; closes them in the end."""
     place = _StoreWorkers()
     if url:
         named = place.named = options.chosen_store(url, busy_seconds, create=False)
-        if _location(named) not in [_location(face.store) for face in faces.values()]:
-            if faces:
+        if _location(named) not in [_location(_calls(each).store) for each in objects.values()]:
+            if objects:
                 output.note(f"{url} is another store than that of the modules: both are tended")
             # Nothing is run there: only their own module knows the operations of its keys.
-            faces = {**faces, url: Idempotency(named, caller=GLOBAL)}
-    for name, face in faces.items():
-        prefix = "" if len(faces) == 1 else f"{name} "
-        if isinstance(face, AsyncFace):
-            place.duties[prefix.strip()] = _InLoop(partial(_made, face, policy))
+            objects = {**objects, url: Idempotency(named, caller=GLOBAL)}
+    for name, idempotency in objects.items():
+        prefix = "" if len(objects) == 1 else f"{name} "
+        if isinstance(idempotency, AsyncIdempotency):
+            place.duties[prefix.strip()] = _InLoop(partial(_made, idempotency, policy))
         else:
-            assert isinstance(face, BlockingIdempotency)  # There is no third kind.
-            duties = face.worker(policy).duties
+            duties = idempotency.worker(policy).duties
             place.duties |= {f"{prefix}{key}": duty for key, duty in duties.items()}
-        if name != url and not face.resumable_names:
+        if name != url and not _calls(idempotency).operations.resumables.by_name:
             output.note(f"{name} declares no resumable operation: its keys are only reported")
     try:
         yield place
     finally:
-        for face in faces.values():
-            if isinstance(face, BlockingIdempotency):
-                face.close()
+        for idempotency in objects.values():
+            if isinstance(idempotency, Idempotency):
+                idempotency.close()
         if place.named is not None:
             run_sync(place.named.close())
 
 
-def _made(face: AsyncFace, policy: WorkerPolicy) -> tuple[AsyncWorker, Close | None]:
-    return face.worker(policy), face.close
+def _made(idempotency: AsyncIdempotency, policy: WorkerPolicy) -> tuple[AsyncWorker, Close | None]:
+    return idempotency.worker(policy), idempotency.close
 
 
 class _InLoop:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from retrysafe.runtime.local_clocks import ThreadClock
+from retrysafe.runtime.thread_ports import ThreadClock
 
 
 class ThreadTiming(ThreadClock):

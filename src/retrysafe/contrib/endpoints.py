@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final
 
-from retrysafe.async_idempotency import AsyncFace
+from retrysafe.async_idempotency import AsyncIdempotency
 from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys.key import GlobalCaller
@@ -36,6 +36,7 @@ from retrysafe.http.routes import (
 )
 from retrysafe.http.rules import Rule
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
+from retrysafe.runtime.calls import calls_of
 
 # Where the attempt is in the request's state, for endpoints.
 STATE_NAME: Final = "idempotency"
@@ -73,15 +74,15 @@ class EndpointPath:
 class Served:
     """An endpoint of an application, ready for requests."""
 
-    __slots__ = ("_converted", "_is_on", "_middleware", "place", "route")
+    __slots__ = ("_converted", "_is_on", "_middleware", "endpoint", "route")
 
     def __init__(
-        self, middleware: IdempotencyMiddleware, route: Route, place: EndpointPath
+        self, middleware: IdempotencyMiddleware, route: Route, endpoint: EndpointPath
     ) -> None:
         self._middleware = middleware
         # The rule made ready, and where it holds.
         self.route = route
-        self.place = place
+        self.endpoint = endpoint
         self._is_on = route.rule.protected
         source = route.rule.key
         # The parameters whose converted values are part of the key.
@@ -90,7 +91,7 @@ class Served:
     @property
     def is_shown(self) -> bool:
         """Whether the policy page lists it: one that changes nothing is not worth a word."""
-        methods = self.place.methods
+        methods = self.endpoint.methods
         return methods is None or not methods.isdisjoint(self.route.operations)
 
     async def __call__(
@@ -122,9 +123,9 @@ class Served:
             method, path, scope.get("query_string", b""), scope["headers"], b"", scope
         )
         parameters = scope.get("path_params") or NO_PARAMETERS
-        if self._converted and self.place.convert is not None:
-            parameters = self.place.convert(self._converted, parameters)
-        depth = self.place.depth
+        if self._converted and self.endpoint.convert is not None:
+            parameters = self.endpoint.convert(self._converted, parameters)
+        depth = self.endpoint.depth
         prefix = root.rsplit("/", depth)[0] if depth else root
         await self._middleware.protect((self.route, parameters), request, prefix, receive, send)
 
@@ -138,7 +139,7 @@ class Endpoints:
 
     def __init__(
         self,
-        idempotency: AsyncFace,
+        idempotency: AsyncIdempotency,
         *,
         caller: CallerOf | GlobalCaller,
         fail_open: bool = False,
@@ -151,13 +152,14 @@ class Endpoints:
         limits: Limits | None = None,
         outcome_of: Callable[[Any], Response] = response_of,
     ) -> None:
-        if not isinstance(idempotency, AsyncFace):
+        if not isinstance(idempotency, AsyncIdempotency):
             raise InvalidInput(
                 f"an ASGI application needs an AsyncIdempotency object, got {idempotency!r}"
             )
         self.idempotency = idempotency
+        self.calls = calls = calls_of(idempotency)
         self.protection = Protection(
-            idempotency.settings,
+            calls.settings,
             caller=caller,
             rules=(),
             fail_open=fail_open,
@@ -174,19 +176,19 @@ class Endpoints:
         self._pages = IdempotencyMiddleware.sharing(_nothing, idempotency, self.protection)
         self._is_closed = False
 
-    def serving(self, app: App, rule: Rule, place: EndpointPath) -> Served:
+    def serving(self, app: App, rule: Rule, endpoint: EndpointPath) -> Served:
         """An endpoint of the application, protected by its rule; raises as rules do."""
         methods = rule.methods
-        if place.methods is not None:
+        if endpoint.methods is not None:
             # Of a route that only reads, nothing is left, and nothing needs protection.
-            methods = tuple(method for method in methods if method in place.methods) or methods
-        located = replace(rule, path=place.path, methods=methods)
-        require_one_operation(located, place.names)
-        if place.has_host:
+            methods = tuple(method for method in methods if method in endpoint.methods) or methods
+        located = replace(rule, path=endpoint.path, methods=methods)
+        require_one_operation(located, endpoint.names)
+        if endpoint.has_host:
             require_name_at_host(located)
-        return Served(self._pages.around(app), Route(located, self.idempotency.settings), place)
+        return Served(self._pages.around(app), Route(located, self.calls.settings), endpoint)
 
-    def note_unmatched(self, scope: Scope, place: str) -> None:
+    def note_unmatched(self, scope: Scope, route: str) -> None:
         """Tells of a key that comes to an endpoint without a rule, which is about to be run."""
         method = scope["method"].upper()
         keys = keys_in(method, scope["headers"])
@@ -196,7 +198,7 @@ class Endpoints:
             PROTECTED_NAME in scope and is_protected(scope)
         )
         if keys and NOTICED_NAME not in scope and not is_run:
-            self.protection.unmatched.note(self.idempotency.report, method, place, keys)
+            self.protection.unmatched.note(self.calls.report, method, route, keys)
 
     async def show_page(self, scope: Scope, send: Send, path: str, prefix: str) -> None:
         """Answers with the policy page or a status page; the path is the application's own."""

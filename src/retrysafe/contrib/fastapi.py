@@ -124,14 +124,14 @@ class Retrysafe(StarletteRetrysafe):
         of routers are when the router says so. Raises `InvalidInput` the second time, and after
         endpoints that it came too late for.
         """
-        for route, told, place in walk(app.routes, flattened):
+        for route, told, endpoint in walk(app.routes, flattened):
             if (
                 isinstance(route, APIRoute)
                 and not isinstance(route, IdempotentRoute)
                 and rule_in(told.dependant) is not None
             ):
                 raise InvalidInput(
-                    f"{place.path} depends on idempotent() and was added before: install the "
+                    f"{endpoint.path} depends on idempotent() and was added before: install the "
                     "Retrysafe before the endpoints, and use IdempotentRoute as the route_class "
                     "of routers"
                 )
@@ -156,23 +156,23 @@ class Retrysafe(StarletteRetrysafe):
 
     def served_route(self, route: APIRoute, scope: Scope) -> Served | None:
         """What serves a request of this route; None when its endpoint is not protected."""
-        places = self._by_route.get(id(route))
-        if places is None:
+        paths = self._by_route.get(id(route))
+        if paths is None:
             self.refresh()
-            places = self._by_route.get(id(route))
-            if places is None:
+            paths = self._by_route.get(id(route))
+            if paths is None:
                 raise InvalidInput(
                     f"{scope['path']} is served by a route that its application does not list: "
                     "include its router, or mount it as a part of the application's routes"
                 )
-        if len(places) == 1:
-            return places[0][1]
+        if len(paths) == 1:
+            return paths[0][1]
         # A router that was included twice has two places for one route.
         path = plain_path(scope["path"])
         root: str = scope.get("root_path", "").rstrip("/")
         if root and is_below(path, root):
             path = path[len(root) :]
-        for pattern, served in places:
+        for pattern, served in paths:
             if pattern.match(path):
                 return served
         # To run it unprotected would be a guess, and the next retry a second run.
@@ -186,22 +186,22 @@ class Retrysafe(StarletteRetrysafe):
         super().refresh()
         by_route: dict[int, list[tuple[Pattern[str], Served | None]]] = {}
         assert self._app is not None  # Installed, or nobody could ask.
-        for route, told, place in walk(self._app.routes, flattened):
+        for route, told, endpoint in walk(self._app.routes, flattened):
             if isinstance(route, IdempotentRoute):
-                served = self._served.get((id(route), place.path))
+                served = self._served.get((id(route), endpoint.path))
                 by_route.setdefault(id(route), []).append((told.path_regex, served))
         self._by_route = by_route
 
     def _found(self, app: Any) -> Iterator[tuple[Any, App, Any, Any]]:
-        for route, told, place in walk(app.routes, flattened):
+        for route, told, endpoint in walk(app.routes, flattened):
             if isinstance(route, IdempotentRoute):
                 rule = rule_in(told.dependant)
                 if rule is not None:
                     convert = functools.partial(_converted, told.dependant)
-                    placed = replace(place, convert=convert)
-                    yield (id(route), place.path), route.run, rule, placed
+                    converted = replace(endpoint, convert=convert)
+                    yield (id(route), endpoint.path), route.run, rule, converted
             else:
-                yield from guards_of(route, place)
+                yield from guards_of(route, endpoint)
 
     def describe(self, schema: dict[str, Any]) -> None:
         """Adds the key, the refusals and the retention to an OpenAPI document of the application.
@@ -212,10 +212,10 @@ class Retrysafe(StarletteRetrysafe):
         is_any = False
         for served in self._served.values():
             route = served.route
-            if not route.rule.protected or not served.is_shown or served.place.depth:
+            if not route.rule.protected or not served.is_shown or served.endpoint.depth:
                 continue
             told = description_of(route, self.protection, has_callers=not self.has_global_caller)
-            operations = schema.get("paths", {}).get(served.place.path, {})
+            operations = schema.get("paths", {}).get(served.endpoint.path, {})
             for method in route.operations:
                 operation = operations.get(method.lower())
                 if operation is not None:

@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any, Final, TypeVar, cast
 
 from retrysafe.extras import missing_extra
+from retrysafe.runtime.calls import Calls, calls_of
 
 try:
     from flask import Flask, current_app, g, request, request_started
@@ -55,7 +56,7 @@ from retrysafe.http.rules import Rule
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.http.wsgi import is_run, prefix_of, request_of
 from retrysafe.http.wsgi_run import ATTEMPT_NAME
-from retrysafe.idempotency import BlockingIdempotency
+from retrysafe.idempotency import Idempotency
 
 EXTENSION: Final = "retrysafe"
 POLICY_ENDPOINT: Final = "idempotency_policy"
@@ -80,7 +81,7 @@ class Retrysafe:
     def __init__(
         self,
         app: Flask | None = None,
-        idempotency: BlockingIdempotency | None = None,
+        idempotency: Idempotency | None = None,
         **options: Any,
     ) -> None:
         """With an application, the same as `init_app`."""
@@ -94,7 +95,7 @@ class Retrysafe:
     def init_app(
         self,
         app: Flask,
-        idempotency: BlockingIdempotency,
+        idempotency: Idempotency,
         *,
         caller: CallerOf | GlobalCaller,
         rules: Iterable[Rule] = (),
@@ -111,15 +112,16 @@ class Retrysafe:
         Raises `PolicyInvalid` for rules that contradict themselves, and `InvalidInput` for a
         caller or an idempotency object that cannot be used.
         """
-        if not isinstance(idempotency, BlockingIdempotency):
+        if not isinstance(idempotency, Idempotency):
             raise InvalidInput(
                 f"Flask runs views in threads: pass an Idempotency object, got {idempotency!r}"
             )
         require_blocking(caller)
         if EXTENSION in app.extensions:
             raise InvalidInput("this application has a Retrysafe: call init_app once")
+        calls = calls_of(idempotency)
         protection = Protection(
-            idempotency.settings,
+            calls.settings,
             caller=caller,
             rules=rules,
             fail_open=fail_open,
@@ -131,7 +133,7 @@ class Retrysafe:
             limits=limits,
             outcome_of=_outcome_of,
         )
-        app.extensions[EXTENSION] = _Protected(app, idempotency, protection)
+        app.extensions[EXTENSION] = _Protected(app, calls, protection)
 
     @staticmethod
     def idempotent(*misplaced: Any, **options: Any) -> Callable[[View], View]:
@@ -172,13 +174,11 @@ def _current() -> _Protected:
 class _Protected:
     """What one application has: its protection, and the routes of its views."""
 
-    def __init__(
-        self, app: Flask, idempotency: BlockingIdempotency, protection: Protection
-    ) -> None:
+    def __init__(self, app: Flask, calls: Calls, protection: Protection) -> None:
         self._app = app
-        self._idempotency = idempotency
+        self._calls = calls
         self._protection = protection
-        # A rule may stand at several places, and a place has several methods.
+        # A rule may stand at several paths, and a path has several methods.
         self._routes: dict[tuple[int, int], Route | None] = {}
         self._is_in_order = False
         # Before any other code of the application has read the body.
@@ -204,44 +204,44 @@ class _Protected:
         if path == self._protection.policy_path:
             self._protection.endpoints = tuple(self._view_routes())
         prefix = prefix_of(request.environ)
-        return _native(blocking.page(self._protection, self._idempotency, path, asked, prefix))
+        return _native(blocking.page(self._protection, self._calls, path, asked, prefix))
 
     def _view_routes(self) -> Iterator[Route]:
-        for place in self._app.url_map.iter_rules():
-            view = self._app.view_functions.get(place.endpoint)
+        for url_rule in self._app.url_map.iter_rules():
+            view = self._app.view_functions.get(url_rule.endpoint)
             held: dict[int, tuple[Rule, list[str]]] = {}
-            for method in place.methods or ():
+            for method in url_rule.methods or ():
                 rule = _rule_of(view, method)
                 if rule is not None:
                     held.setdefault(id(rule), (rule, []))[1].append(method)
             for rule, methods in held.values():
-                placed = located(rule, place.rule, methods=methods, name=place.endpoint)
-                if placed is not None:
-                    yield Route(placed, self._idempotency.settings)
+                at_path = located(rule, url_rule.rule, methods=methods, name=url_rule.endpoint)
+                if at_path is not None:
+                    yield Route(at_path, self._calls.settings)
 
     # Where the views are.
 
-    def _route(self, rule: Rule, place: Any) -> Route | None:
+    def _route(self, rule: Rule, url_rule: Any) -> Route | None:
         # Both live as long as the application that holds them.
-        known = (id(rule), id(place))
+        known = (id(rule), id(url_rule))
         if known not in self._routes:
-            placed = located(rule, place.rule, methods=place.methods, name=place.endpoint)
-            settings = self._idempotency.settings
-            if placed is not None:
-                if place.subdomain or place.host:
-                    require_name_at_host(placed)
+            at_path = located(rule, url_rule.rule, methods=url_rule.methods, name=url_rule.endpoint)
+            settings = self._calls.settings
+            if at_path is not None:
+                if url_rule.subdomain or url_rule.host:
+                    require_name_at_host(at_path)
                 # Functions of the application may add values to those of the route.
                 if not self._app.url_value_preprocessors:
-                    require_parameters(placed, place.arguments)
-            self._routes[known] = None if placed is None else Route(placed, settings)
+                    require_parameters(at_path, url_rule.arguments)
+            self._routes[known] = None if at_path is None else Route(at_path, settings)
         return self._routes[known]
 
     def _own_rule(self) -> Rule | None:
         """The rule that the request's view carries."""
-        place = request.url_rule
-        if place is None:
+        url_rule = request.url_rule
+        if url_rule is None:
             return None
-        return _rule_of(self._app.view_functions.get(place.endpoint), request.method)
+        return _rule_of(self._app.view_functions.get(url_rule.endpoint), request.method)
 
     def _match_by_path(self) -> Match | None:
         if request.url_rule is None:
@@ -296,16 +296,16 @@ class _Protected:
 
     def _pass(self) -> None:
         """Tells of a key that comes to a view without a rule."""
-        method, place, environ = request.method, request.url_rule, request.environ
+        method, url_rule, environ = request.method, request.url_rule, request.environ
         around = isinstance(environ.get(ATTEMPT_NAME), Attempt | AtomicAttempt) or is_run(environ)
         table = self._protection.table
-        if place is None or around or table.is_covered(method, request.path):
+        if url_rule is None or around or table.is_covered(method, request.path):
             return
         keys = keys_in(method, _request().raw_headers)
         # A middleware around the application looks after its own requests.
         if keys and NOTICED_NAME not in environ:
             unmatched = self._protection.unmatched
-            unmatched.note(self._idempotency.report, method, place.rule, keys)
+            unmatched.note(self._calls.report, method, url_rule.rule, keys)
 
     # Answers.
 
@@ -355,7 +355,7 @@ class _Protected:
 
     def _answer_plan(self, plan: Plan, view: Callable[[], Any]) -> Any:
         run = ViewRun(functools.partial(_run_view, plan, view), FlaskResponse.close)
-        response, added = run.answered(self._protection, self._idempotency, plan)
+        response, added = run.answered(self._protection, self._calls, plan)
         return _native(response) if added is None else _with_headers(run.native, added)
 
 

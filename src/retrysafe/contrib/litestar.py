@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
-from retrysafe.async_idempotency import AsyncFace
+from retrysafe.async_idempotency import AsyncIdempotency
 from retrysafe.contrib.endpoints import EndpointPath, Endpoints, Served
 from retrysafe.contrib.openapi import (
     ACCEPTED_SCHEMA,
@@ -94,7 +94,7 @@ class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
     """
 
     def __init__(
-        self, idempotency: AsyncFace, *, caller: CallerOf | GlobalCaller, **options: Any
+        self, idempotency: AsyncIdempotency, *, caller: CallerOf | GlobalCaller, **options: Any
     ) -> None:
         """Takes what `Retrysafe` of the other frameworks takes, and raises as it does."""
         super().__init__(idempotency, caller=caller, outcome_of=_outcome_of, **options)
@@ -137,12 +137,12 @@ class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
             rule = rule_of(handler)
             if rule is None:
                 continue
-            place = place_of(handler, route.path_format)
-            ready = self.serving(_never, rule, place)
+            endpoint = endpoint_path(handler, route.path_format)
+            ready = self.serving(_never, rule, endpoint)
             if not ready.is_shown:
                 continue
             # Litestar tells of a route again when a handler is added to its path.
-            self._shown[place.path, place.methods] = ready.route
+            self._shown[endpoint.path, endpoint.methods] = ready.route
             if isinstance(route, HTTPRoute) and rule.protected:
                 told = description_of(
                     ready.route, self.protection, has_callers=not self.has_global_caller
@@ -193,8 +193,8 @@ class _Guard:
         if rule is not None:
             if getattr(handler, "is_mount", False):
                 self._mount = min(handler.paths).rstrip("/")
-            place = place_of(handler, scope["path_template"])
-            self._served = self._plugin.serving(self.app, rule, place)
+            endpoint = endpoint_path(handler, scope["path_template"])
+            self._served = self._plugin.serving(self.app, rule, endpoint)
         self._is_known = True
 
 
@@ -211,7 +211,7 @@ def rule_of(handler: Any) -> Rule | None:
     return rule
 
 
-def place_of(handler: Any, path: str) -> EndpointPath:
+def endpoint_path(handler: Any, path: str) -> EndpointPath:
     """Where a handler is; one that is no HTTP handler answers every method."""
     methods = getattr(handler, "http_methods", None)
     if methods is None:
@@ -272,13 +272,13 @@ def _described(base: type[Operation], told: Description) -> type[Operation]:
             after = getattr(super(), "__post_init__", None)
             if after is not None:
                 after()
-            _tell(self, told)
+            _describe(self, told)
 
     setattr(IdempotentOperation, _BASE, base)
     return IdempotentOperation
 
 
-def _tell(operation: Operation, told: Description) -> None:
+def _describe(operation: Operation, told: Description) -> None:
     own = list(operation.parameters or ())
     # A handler that reads one of these headers itself has described it.
     known = {

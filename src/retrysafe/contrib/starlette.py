@@ -140,15 +140,15 @@ class Retrysafe(Endpoints):
         """Looks for endpoints that are new since the last time; raises what is wrong with them."""
         app = self._app
         assert app is not None  # Installed, or nobody could ask.
-        for protected, inner, rule, place in self._found(app):
+        for protected, inner, rule, endpoint in self._found(app):
             if protected not in self._served:
-                self._served[protected] = self.serving(inner, rule, place)
+                self._served[protected] = self.serving(inner, rule, endpoint)
         self._list()
 
     def _found(self, app: Starlette) -> Iterator[tuple[Any, App, Any, EndpointPath]]:
-        """Every protected endpoint: what it is known by, what it runs, its rule and its place."""
-        for route, _, place in walk(app.routes):
-            yield from guards_of(route, place)
+        """Every protected endpoint: what it is known by, what it runs, its rule and its path."""
+        for route, _, endpoint in walk(app.routes):
+            yield from guards_of(route, endpoint)
 
     def _list(self) -> None:
         self.protection.endpoints = tuple(
@@ -191,7 +191,7 @@ _ROOT: Final = EndpointPath("")
 def walk(
     routes: Iterable[BaseRoute], flatten: Flatten = as_they_are, above: EndpointPath = _ROOT
 ) -> Iterator[tuple[BaseRoute, Any, EndpointPath]]:
-    """Every route at or below these, with what tells about it, and its place.
+    """Every route at or below these, with what tells about it, and its path.
 
     An application that is mounted has a protection of its own and is left out.
     """
@@ -215,12 +215,12 @@ def walk(
 
 
 def guards_of(
-    route: BaseRoute, place: EndpointPath
+    route: BaseRoute, endpoint: EndpointPath
 ) -> Iterator[tuple[Any, App, Any, EndpointPath]]:
     """Every `Idempotent` around what a route leads to."""
     for layer in layers_of(route):
         if isinstance(layer, Idempotent):
-            yield layer, layer.app, layer.rule, place
+            yield layer, layer.app, layer.rule, endpoint
 
 
 def layers_of(route: BaseRoute) -> Iterator[Any]:

@@ -19,7 +19,7 @@ from retrysafe.http.key_sources import FieldsKey
 from retrysafe.http.protection import Plan, Protection
 from retrysafe.http.responses import Header, Response
 from retrysafe.http.rules import Rule
-from retrysafe.idempotency import BlockingIdempotency
+from retrysafe.runtime.calls import Calls
 
 # Where a view holds its rule. Decorators that use `functools.wraps` carry it along.
 RULE_NAME: Final = "retrysafe_rule"
@@ -54,7 +54,7 @@ def require_function(view: object, way: str) -> None:
 def located(
     rule: Rule, route: str | None, *, methods: Collection[str] | None = None, name: str
 ) -> Rule | None:
-    """The rule at the place of its view; `methods` are those that lead there, None for all.
+    """The rule at the path of its view; `methods` are those that lead there, None for all.
 
     None when no method leads there that the rule protects. What cannot be written as a path, such
     as a regular expression or no route at all, goes by the name.
@@ -110,7 +110,7 @@ class ViewRun:
         return response
 
     def answered(
-        self, protection: Protection, idempotency: BlockingIdempotency, plan: Plan
+        self, protection: Protection, calls: Calls, plan: Plan
     ) -> tuple[Response, list[Header] | None]:
         """The response to send, and what was added to the view's own; None for another one.
 
@@ -118,7 +118,7 @@ class ViewRun:
         connection open. Raises as `blocking.answered` does.
         """
         try:
-            response = blocking.answered(protection, idempotency, plan, self)
+            response = blocking.answered(protection, calls, plan, self)
         except BaseException:
             self._drop()
             raise

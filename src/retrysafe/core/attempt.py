@@ -6,15 +6,17 @@ from collections.abc import Awaitable, Callable, Coroutine
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeVar, TypeVarTuple, overload
 
-from retrysafe.core.atomic.complete_in import JoinedOutcome, Joiner
+from retrysafe.core.atomic.complete_in import JoinedOutcome, complete_in
 from retrysafe.core.call import Call
 from retrysafe.core.checks import require_function
 from retrysafe.core.keys.framing import Part
 from retrysafe.core.keys.key import Key, checked_secret, child_key
-from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.lease import Lease
-from retrysafe.core.model import Fingerprint, StagedEntry
+from retrysafe.core.model import ClaimAnswer, Decision, StagedEntry
 from retrysafe.core.outbox.staging import Staging
+from retrysafe.core.ports import Ports
+from retrysafe.core.renewal import confirm
+from retrysafe.core.settings import Settings
 from retrysafe.core.steps.history import (
     ONE_TRY,
     Exceptions,
@@ -22,18 +24,18 @@ from retrysafe.core.steps.history import (
     StepRetry,
     checked_exceptions,
 )
-from retrysafe.core.steps.run import Stepper, StepRun
+from retrysafe.core.steps.run import StepRun
 from retrysafe.errors import ClaimLost, InvalidInput
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-# Asks the store for a lease that may be over; the lease tells what came of it.
-Confirm = Callable[[Lease], Awaitable[None]]
-
 # The first may go over a connection that died while the process stood still, and is then no answer
 # of the store; the second goes over a fresh one. An answer ends the tries.
 HOLD_TRIES: Final = 2
+
+# Looked up once: members of an enum are dear to look up on every call.
+_ADMIT: Final = Decision.ADMIT
 
 
 class Attempt:
@@ -44,15 +46,13 @@ class Attempt:
 
     __slots__ = (
         "_call",
-        "_confirm",
         "_correction",
         "_fingerprint",
-        "_joiner",
         "_lease",
         "_monotonic",
         "_outbox",
+        "_ports",
         "_secrets",
-        "_stepper",
         "held",
         "is_first",
         "joined",
@@ -63,41 +63,33 @@ class Attempt:
     )
 
     def __init__(
-        self,
-        key: Key,
-        operation: str,
-        number: int,
-        lease: Lease,
-        monotonic: Callable[[], float],
-        secrets: Secrets,
-        is_first: bool,
-        call: Call | None = None,
-        joiner: Joiner | None = None,
-        stepper: Stepper | None = None,
-        confirm: Confirm | None = None,
-        fingerprint: Fingerprint | None = None,
-        correction: bytes = b"",
+        self, call: Call, lease: Lease, granted: ClaimAnswer, ports: Ports, settings: Settings
     ) -> None:
-        self.key = key
-        self._confirm = confirm
-        # What tells its request from the one that it has corrected; empty for all others.
-        self._correction = correction
-        self.operation = operation
-        self.number = number
-        self._lease = lease
-        self._monotonic = monotonic
-        self._secrets = secrets
-        # Of the record, where an earlier attempt has begun it: tells with which secret.
-        self._fingerprint = fingerprint
-        # Claims on other keys of the same request, which hold as long as this one must.
-        self.held: tuple[Lease, ...] = () if call is None or call.nest is None else call.nest.held
-        # Not the same as number 1: an operator's release starts the numbers over.
-        self.is_first = is_first
         self._call = call
-        self._joiner = joiner
+        self._lease = lease
+        self._ports = ports
+        self._monotonic = ports.clock.monotonic
+        self._secrets = settings.secrets
+        self.operation = call.operation
+        self.number = granted.attempt
+        self.key = call.key
+        # Claims on other keys of the same request, which hold as long as this one must.
+        self.held: tuple[Lease, ...] = ()
+        # Of the record, where an earlier attempt has begun it: tells with which secret.
+        self._fingerprint = granted.fingerprint
+        # What tells its request from the one that it has corrected; empty for all others.
+        self._correction = granted.correction
+        # Not the same as number 1: an operator's release starts the numbers over.
+        self.is_first = granted.decision is _ADMIT
+        nest = call.nest
+        if nest is not None:
+            self.held = nest.held
+            self._fingerprint = granted.fingerprint or nest.fingerprint
+            self._correction = granted.correction or nest.correction
+            self.is_first = self.is_first and not nest.is_later
+            self.key = self._secrets.key_by(nest.keys, self._fingerprint, call.key)
         # The outcome that `complete_in` wrote last; the engine asks what became of it.
         self.joined: JoinedOutcome | None = None
-        self._stepper = stepper
         # Made with the first step: most operations have none, and pay nothing for them.
         self.steps: StepRun | None = None
         self._outbox: Staging | None = None
@@ -114,7 +106,9 @@ class Attempt:
 
     @property
     def time_left(self) -> timedelta:
-        """What is surely left of the lease; zero when the claim is lost."""
+        """What is surely left of the lease; zero when the claim is lost or the attempt over."""
+        if self._lease.is_settled:
+            return timedelta()
         now = self._monotonic()
         left = min(lease.seconds_left(now) for lease in (self._lease, *self.held))
         return timedelta(seconds=left)
@@ -123,17 +117,28 @@ class Attempt:
     def is_lost(self) -> bool:
         """Whether another owner has, or may have, the key: stop before the next effect."""
         now = self._monotonic()
-        return self._lease.is_lost(now) or any(lease.is_lost(now) for lease in self.held)
+        leases = (self._lease, *self.held)
+        return self._lease.is_settled or any(lease.is_lost(now) for lease in leases)
 
     def raise_if_lost(self) -> None:
         """Raises `ClaimLost` when the claim is, or may be, lost. Call it before an effect."""
+        self._require_running(ClaimLost)
         if self.is_lost:
             raise ClaimLost(
                 f"the claim on {self.key.text!r} is lost or its lease ran out", key=self.key.text
             )
 
+    def _require_running(self, kind: type[ClaimLost | InvalidInput] = InvalidInput) -> None:
+        # Nothing was taken from it: it holds nothing any more.
+        if self._lease.is_settled:
+            raise kind(
+                f"attempt {self.number} of {self.key.text!r} has ended, and its ending is stored: "
+                "nothing more can be done in it",
+                key=self.key.text,
+            )
+
     async def hold(self) -> None:
-        """Makes sure of the claim before work begins that had to wait; for faces and steps.
+        """Makes sure of the claim before work begins that had to wait; for executors and steps.
 
         The process may have stood still, the machine been suspended, or a queue been long. Where
         the lease may be over by the local clock, only the store can tell: it is asked, and the
@@ -144,11 +149,12 @@ class Attempt:
         self.raise_if_lost()
 
     async def _confirmed(self, lease: Lease) -> None:
+        ports = self._ports
         for _ in range(HOLD_TRIES):
             now = self._monotonic()
-            if not lease.is_lost(now) or self._confirm is None or not lease.may_renew(now):
+            if not lease.is_lost(now) or not lease.may_renew(now):
                 return
-            await self._confirm(lease)
+            await confirm(ports.store, self._monotonic, ports.report, lease)
 
     def complete_in(self, connection: object, value: Any) -> Any:
         """Writes the outcome in the user's open transaction, so that both commit or neither does.
@@ -160,17 +166,22 @@ class Attempt:
         `InvalidInput` for a value or a connection that cannot be used, or for an outcome that frees
         the key.
         """
-        if self._joiner is None or self._call is None:
-            raise InvalidInput("this attempt's store cannot work in a transaction of yours")
-        entries = () if self._outbox is None else self._outbox.entries()
-        return self._joiner.complete(
-            self._call, self._lease, connection, value, self._keep, self._check_complete, entries
+        self._require_running()
+        return complete_in(
+            self._ports.executor,
+            self._call,
+            self._lease,
+            connection,
+            value,
+            entries=() if self._outbox is None else self._outbox.entries(),
+            check=self._check_complete,
+            keep=self._keep,
         )
 
     async def load_steps(self) -> None:
         """Reads what earlier attempts recorded, which the attempt's ending has to fit.
 
-        For faces whose operations may complete in a thread, where the store cannot be awaited.
+        For executors whose operations may complete in a thread, where the store cannot be awaited.
         Raises `ClaimLost` and `StoreUnavailable`.
         """
         steps = self.steps_to_conclude
@@ -240,15 +251,14 @@ class Attempt:
         options = StepOptions(
             retry, checked_exceptions("terminal", terminal), returns, compensate, in_transaction
         )
-        return self._opened_steps().step(name, call, args, options)
+        steps = self._opened_steps()
+        self._require_running()
+        return steps.step(name, call, args, options)
 
     def _opened_steps(self) -> StepRun:
-        stepper = self._stepper
-        if stepper is None or self._call is None:
-            raise InvalidInput("this attempt takes no steps")
-        with stepper.lock:
+        with self._ports.executor.step_lock:
             if self.steps is None:
-                self.steps = StepRun(stepper, self, self._call, self._lease)
+                self.steps = StepRun(self._ports, self, self._call, self._lease)
             return self.steps
 
     @property
@@ -257,7 +267,7 @@ class Attempt:
 
         A later attempt that has asked for no step may still leave out those of an earlier one.
         """
-        if self.steps is not None or self.is_first or self._stepper is None:
+        if self.steps is not None or self.is_first:
             return self.steps
         return self._opened_steps()
 
@@ -274,13 +284,13 @@ class Attempt:
         return self._outbox
 
     def _new_outbox(self) -> Staging:
-        if self._joiner is None or not self._joiner.has_outbox:
+        if not self._ports.store.capabilities.has_outbox:
             raise InvalidInput("this attempt's store has no outbox to stage entries in")
         return Staging(*self._parent(), self._require_stageable, self._correction)
 
     def _parent(self) -> tuple[Key, bytes | None]:
         """What child keys are made of: the key by the secret that the operation began with."""
-        nest = None if self._call is None else self._call.nest
+        nest = self._call.nest
         keys = None if nest is None else nest.keys
         secret, key = self._secrets.parent(self.key, keys, self._fingerprint)
         return key, secret

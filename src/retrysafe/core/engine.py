@@ -9,28 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from retrysafe.core.atomic.complete_in import Joiner
 from retrysafe.core.atomic.run import AtomicRunner, Transacting
-from retrysafe.core.attempt import Confirm
 from retrysafe.core.cache import CachedOutcome, ReplayCache
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.events import EventKind
 from retrysafe.core.flights import Flight, Flights, Phase, Requested, is_same_request
 from retrysafe.core.keys.key import Key
-from retrysafe.core.keys.secret import NO_SECRETS, Secrets
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, Decision, Payload
 from retrysafe.core.nested_claims import NestedRunner
 from retrysafe.core.policy import InFlight
-from retrysafe.core.ports import Background, Lock, Renewals, Waiting, Writer
+from retrysafe.core.ports import Ports
 from retrysafe.core.replay import gone, in_flight, replayed_value, reused
 from retrysafe.core.retries import Retries
-from retrysafe.core.run import Endings, Perform, Runner
-from retrysafe.core.run_times import MINIMUM_SECONDS, RunTimes
+from retrysafe.core.run import Runner
+from retrysafe.core.run_times import MINIMUM_SECONDS
+from retrysafe.core.settings import Settings
 from retrysafe.core.settle import Settler
-from retrysafe.core.steps.compensation import Compensator
-from retrysafe.core.steps.run import Stepper
 from retrysafe.errors import (
     ClaimLost,
     KeyReused,
@@ -51,6 +47,7 @@ POLL_SECONDS: Final = 0.02
 POLL_MAXIMUM_SECONDS: Final = 0.5
 POLL_GROWTH: Final = 1.5
 
+_LANDED: Final = Phase.LANDED
 _BUSY: Final = frozenset({Phase.RUNNING, Phase.AWAITING})
 _GRANTED: Final = frozenset({Decision.ADMIT, Decision.TAKE_OVER, Decision.CONFIRM})
 # Looked up once: members of an enum are dear to look up on every call.
@@ -62,93 +59,26 @@ _WAIT: Final = InFlight.WAIT
 Claim = Callable[[ClaimRequest], Awaitable[ClaimAnswer]]
 
 
-class Recovers(Protocol):
-    """As much of a store as a worker's call needs."""
-
-    async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
-        """Claims a key that is abandoned by the owner of the token `held`; LOST if it is not."""
-
-
 class Engine:
     """Runs operations once, over ports."""
 
-    def __init__(
-        self,
-        *,
-        writer: Writer,
-        waiting: Waiting,
-        lock: Lock,
-        renewals: Renewals,
-        background: Background,
-        mint_token: Callable[[], bytes],
-        cache: ReplayCache | None,
-        report: Reporter,
-        endings: Endings,
-        perform: Perform,
-        owner: str = "",
-        secrets: Secrets = NO_SECRETS,
-        joiner: Joiner | None = None,
-        stepper: Stepper | None = None,
-        recovers: Recovers | None = None,
-        confirm: Confirm | None = None,
-        run_times: RunTimes | None = None,
-        who: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._writer = writer
-        self._waiting = waiting
-        self._monotonic = waiting.monotonic
-        self._lock = lock
-        # Who calls, where a signal's handler could come to wait for itself.
-        self._who = who
-        self._mint_token = mint_token
-        self._cache = cache
-        self._report = report
-        settler = Settler(
-            writer=writer,
-            waiting=waiting,
-            renewals=renewals,
-            background=background,
-            report=report,
-        )
-        self._owner = owner
-        self._recovers = recovers
-        self._run_times = run_times = RunTimes() if run_times is None else run_times
-        self._flights = Flights(lock)
-        self._runner = Runner(
-            writer=writer,
-            flights=self._flights,
-            settler=settler,
-            concluder=Compensator(settler=settler, background=background, renewals=renewals),
-            renewals=renewals,
-            cache=cache,
-            lock=lock,
-            report=report,
-            monotonic=self._monotonic,
-            secrets=secrets,
-            joiner=joiner,
-            stepper=stepper,
-            endings=endings,
-            perform=perform,
-            confirm=confirm,
-            run_times=run_times,
-        )
-        self._nester = NestedRunner(
-            ask=self.ask,
-            writer=writer,
-            waiting=waiting,
-            renewals=renewals,
-            background=background,
-            flights=self._flights,
-            endings=endings,
-            remember=self._runner.remember,
-        )
-        self._atomic_lead = AtomicRunner(
-            flights=self._flights,
-            monotonic=self._monotonic,
-            payload_of=settler.payload_of,
-            remember=self._runner.remember,
-            report=report,
-        )
+    def __init__(self, ports: Ports, settings: Settings) -> None:
+        self._store = ports.store
+        self._writer = ports.writer
+        self._clock = ports.clock
+        self._monotonic = ports.clock.monotonic
+        self._lock = ports.lock
+        self._who = ports.executor.who
+        self._mint_token = ports.mint_token
+        self._report = ports.report
+        self._owner = ports.owner
+        self._run_times = ports.run_times
+        self._cache = cache = ReplayCache() if settings.has_cache else None
+        self._flights = flights = Flights(ports.lock)
+        settler = Settler(ports)
+        self._runner = runner = Runner(ports, settings, flights, cache, settler)
+        self._nested_runner = NestedRunner(ports, flights, runner, self.ask)
+        self._atomic_runner = AtomicRunner(ports, settings, flights, runner, settler)
 
     async def answer(
         self,
@@ -192,7 +122,7 @@ class Engine:
                 flight = self._flights.join(digest, mine, asked)
                 if flight is mine:
                     if transacting is not None:
-                        return await self._atomic_lead.lead(flight, call, operation, transacting)
+                        return await self._atomic_runner.lead(flight, call, operation, transacting)
                     request = ClaimRequest(
                         call.key,
                         call.fingerprints,
@@ -220,16 +150,13 @@ class Engine:
                         told, asked = granted
                     if call.nest is not None:
                         call.nest.token = request.token
-                    run = self._runner.run if call.inner is None else self._nester.run
+                    run = self._runner.run if call.inner is None else self._nested_runner.run
                     return await run(flight, call, operation, args, kwargs, request, told, asked)
             finally:
-                try:
-                    self._flights.land(digest, mine)
-                except BaseException:
-                    # A signal may raise before its first line. A flight that nobody lands would
-                    # refuse every later caller of the key, or let them wait for ever.
-                    self._flights.land(digest, mine)
-                    raise
+                # Here, where no signal comes in between: a flight that nobody lands would refuse
+                # every later caller of the key, or let them wait for ever.
+                mine.phase = _LANDED
+                self._flights.land(digest, mine)
             answer = await self._follow(flight, call, wait_until)
             if answer is not None:
                 return answer
@@ -305,8 +232,7 @@ class Engine:
 
     def _takeover(self, held: bytes) -> Claim:
         """How a worker claims: from the owner of that token and from nobody else."""
-        assert self._recovers is not None  # Whoever makes such a call has given the port.
-        return partial(self._recovers.take_over, held=held)
+        return partial(self._store.take_over, held=held)
 
     def _is_late(self, granted: ClaimAnswer, asked: float) -> bool:
         return self._monotonic() >= asked + granted.remaining_ms / 1000
@@ -376,7 +302,7 @@ class Engine:
                 self._flights.enter(flight, Phase.AWAITING)
                 # The lease may end before the next poll is due; asking just after it is soonest.
                 lease_seconds = answer.remaining_ms / 1000 + 0.001
-                await self._waiting.sleep(min(poll_seconds, lease_seconds, wait_until - now))
+                await self._clock.sleep(min(poll_seconds, lease_seconds, wait_until - now))
                 poll_seconds = min(poll_seconds * POLL_GROWTH, POLL_MAXIMUM_SECONDS)
             asked = self._monotonic()
             try:
@@ -394,7 +320,7 @@ class Engine:
             pause = retries.pause_after(error)
             if pause is None:
                 break
-            await self._waiting.sleep(pause)
+            await self._clock.sleep(pause)
             try:
                 return await claim(request)
             except StoreUnavailable as again:
@@ -449,27 +375,23 @@ class Engine:
                 # A signal's handler that came in the middle of the claim: news come only from the
                 # caller that it keeps from going on.
                 raise self._in_flight(call, flight, "process")
-            signal = self._waiting.signal()
+            signal = self._clock.signal()
             if not self._flights.enlist(flight, phase, signal):
                 continue
-            if await signal.wait(self._patience(flight, wait_until)):
-                continue
-            now = self._monotonic()
-            if flight.lease is not None and flight.lease.is_given_up(now):
-                return None  # This caller may take over as any other may.
-            if flight.phase is not Phase.LANDED and wait_until is not None and now >= wait_until:
-                raise self._in_flight(call, flight, "process", has_waited=True)
+            # Looked at now and then: signals may have kept the leader from telling, and past the
+            # lease it may be taken away.
+            while flight.phase is phase and not await signal.wait(self._patience(wait_until)):
+                now = self._monotonic()
+                if flight.lease is not None and flight.lease.is_given_up(now):
+                    return None  # This caller may take over as any other may.
+                if flight.phase is phase and wait_until is not None and now >= wait_until:
+                    raise self._in_flight(call, flight, "process", has_waited=True)
 
-    def _patience(self, flight: Flight, wait_until: float | None) -> float | None:
-        """How long a follower waits for news: to its limit, or to the end of the lease."""
+    def _patience(self, wait_until: float | None) -> float:
+        """How long a follower waits for news before it looks by itself."""
         if wait_until is None:
-            return None  # Only for the claim, which ends by itself.
-        now = self._monotonic()
-        left = max(0.0, wait_until - now)
-        if flight.lease is None:
-            return left
-        # Past the lease, whether it was taken away is looked at now and then.
-        return min(left, flight.lease.seconds_left(now) or POLL_MAXIMUM_SECONDS)
+            return POLL_MAXIMUM_SECONDS
+        return min(POLL_MAXIMUM_SECONDS, max(0.0, wait_until - self._monotonic()))
 
     def _disembark(
         self, flight: Flight, call: Call, wait_until: float | None

@@ -129,10 +129,10 @@ def is_same_request(first: Requested, second: Requested) -> bool:
     return first.operation == second.operation
 
 
-def _tell(waiters: list[Signal]) -> None:
+def _wake(waiters: list[Signal]) -> None:
     """Wakes all who wait, in the order in which they came.
 
-    Each stays on the list until it was told, so that after a signal in between the leader, who
+    Each stays on the list until it is woken, so that after a signal in between the leader, who
     lands its flight in any case, goes on with those who were not.
     """
     while waiters:
@@ -156,13 +156,15 @@ class Flights:
     def join(self, digest: bytes, mine: Flight, monotonic: float) -> Flight:
         """The key's flight: the caller's own when it leads.
 
-        The caller brings the flight and lands it in any case, and again if that is interrupted, so
-        that a signal that raises anywhere in between leaves no flight without a leader. A flight
-        whose claim is given up is replaced: this process must be as free to take the key over as
-        any other.
+        The caller brings the flight, marks it as landed in any case, which no signal can prevent,
+        and lands it. Where signals prevented that, whoever comes next does it. A flight whose claim
+        is given up is replaced: this process must be as free to take the key over as any other.
         """
         # One operation of a dictionary is atomic, so a leader takes no lock.
         flight = self._by_digest.setdefault(digest, mine)
+        if flight is not mine and flight.phase is _LANDED:
+            self.land(digest, flight)
+            return flight
         if flight is mine or flight.lease is None or not flight.lease.is_given_up(monotonic):
             return flight
         with self._lock:
@@ -177,7 +179,7 @@ class Flights:
         flight.phase = phase
         if flight.waiters:
             with self._lock:
-                _tell(flight.waiters)
+                _wake(flight.waiters)
 
     def land(self, digest: bytes, flight: Flight) -> None:
         """Ends a flight; whoever comes next starts a new one. One that never flew is ignored.
@@ -197,7 +199,7 @@ class Flights:
             self._by_digest.pop(digest, None)
         flight.phase = _LANDED
         if flight.waiters:
-            _tell(flight.waiters)
+            _wake(flight.waiters)
 
     def enlist(self, flight: Flight, phase: Phase, signal: Signal) -> bool:
         """Signs up for the next news, unless the flight has left that phase already."""
@@ -226,4 +228,4 @@ class Flights:
             flight.lease.revoke()
 
     def __len__(self) -> int:
-        return len(self._by_digest)
+        return sum(flight.phase is not _LANDED for flight in list(self._by_digest.values()))

@@ -23,8 +23,10 @@ class Lease:
     __slots__ = (
         "ends_at_ms",
         "ends_monotonic",
+        "is_held",
         "is_joined",
         "is_revoked",
+        "is_settled",
         "key",
         "lease_ms",
         "may_be_settled",
@@ -47,6 +49,11 @@ class Lease:
         self.token = token
         self.lease_ms = lease_ms
         self.is_revoked = False
+        # Whether the ending of its attempt is stored.
+        self.is_settled = False
+        # Whether somebody works under it. Set by itself, not by a function, which a signal may keep
+        # from its first line: a lease that is renewed for ever blocks its key.
+        self.is_held = True
         # Whether its operation is about to write in a transaction of the user's, or has tried in
         # vain: renewals stay off the record.
         self.is_joined = False
@@ -90,8 +97,8 @@ class Lease:
         return self.renew_monotonic - half_seconds <= monotonic
 
     def may_renew(self, monotonic: float) -> bool:
-        """Whether the attempt is still within its run limit and not known to be lost."""
-        return not self.is_revoked and (
+        """Whether the attempt is at work, within its run limit and not known to be lost."""
+        return (self.is_held and not self.is_revoked) and (
             self.renew_until_monotonic is None or monotonic < self.renew_until_monotonic
         )
 

@@ -33,9 +33,9 @@ from retrysafe.core.model import (
     State,
     StoredOutcome,
 )
-from retrysafe.core.ports import Background, Renewals, Waiting, Writer
+from retrysafe.core.ports import Ports
 from retrysafe.core.retries import Retries
-from retrysafe.core.run import Endings
+from retrysafe.core.run import Runner
 from retrysafe.core.settle import Settler
 from retrysafe.core.steps.writer import READ_TRIES
 from retrysafe.core.values import codec
@@ -56,7 +56,6 @@ _ENDINGS: Final = {
 # Settles one level, and returns what it has settled; None when that is nothing.
 End = Callable[[], Awaitable[tuple[Ending, Payload] | None]]
 Ask = Callable[[Call, Callable[..., Any], Any, Any], Awaitable[Answer[Any]]]
-Remember = Callable[[Call, Flight, Payload, int, float, int], None]
 
 
 def nested(call: Call, keys: Iterable[tuple[bytes, Key]]) -> Call:
@@ -88,44 +87,27 @@ class NestedRunner:
     __slots__ = (
         "_ask",
         "_background",
-        "_endings",
+        "_clock",
         "_flights",
         "_monotonic",
         "_remember",
         "_renewals",
         "_settler",
-        "_waiting",
+        "_store",
         "_writer",
     )
 
-    def __init__(
-        self,
-        *,
-        ask: Ask,
-        writer: Writer,
-        waiting: Waiting,
-        renewals: Renewals,
-        background: Background,
-        flights: Flights,
-        endings: Endings,
-        remember: Remember,
-    ) -> None:
+    def __init__(self, ports: Ports, flights: Flights, runner: Runner, ask: Ask) -> None:
         self._ask = ask
-        self._writer = writer
-        self._waiting = waiting
-        self._monotonic = waiting.monotonic
-        self._background = background
-        self._renewals = renewals
+        self._store = ports.store
+        self._writer = ports.writer
+        self._clock = ports.clock
+        self._monotonic = ports.clock.monotonic
+        self._background = ports.background
+        self._renewals = ports.renewals
         self._flights = flights
-        self._endings = endings
-        self._remember = remember
-        self._settler = Settler(
-            writer=writer,
-            waiting=waiting,
-            renewals=renewals,
-            background=background,
-            report=Reporter(lambda event: None, frozenset()),
-        )
+        self._remember = runner.remember
+        self._settler = Settler(replace(ports, report=Reporter(None)))
 
     async def run(
         self,
@@ -170,12 +152,8 @@ class NestedRunner:
             end = partial(self._end, call, flight, lease, inner, answer.attempt, told.value)
             await self._insist(call, lease, answer.attempt, end)
         finally:
-            try:
-                self._renewals.remove(lease)
-            except BaseException:
-                # A signal may raise before its first line.
-                self._renewals.remove(lease)
-                raise
+            lease.is_held = False
+            self._renewals.remove(lease)
         return told
 
     async def _insist(self, call: Call, lease: Lease, attempt: int, end: End) -> None:
@@ -195,6 +173,7 @@ class NestedRunner:
         leases = (lease, *_nest_of(call).held)
         try:
             for each in leases:
+                each.is_held = True
                 self._renewals.add(each)
             ended = await end()
             if ended is not None:
@@ -202,6 +181,8 @@ class NestedRunner:
         except RetrysafeError:
             return
         finally:
+            for each in leases:
+                each.is_held = False
             for each in leases:
                 self._renewals.remove(each)
 
@@ -270,13 +251,13 @@ class NestedRunner:
         retries = Retries(READ_TRIES, self._monotonic)
         while True:
             try:
-                ended = await self._endings.last_outcome(inner.key)
+                ended = await self._store.last_outcome(inner.key)
                 break
             except StoreUnavailable as error:
                 pause = retries.pause_after(error)
                 if pause is None:
                     raise
-            await self._waiting.sleep(pause)
+            await self._clock.sleep(pause)
         token = _nest_of(inner).token
         # Another token's is of an earlier attempt, or of an owner that has taken over.
         return None if ended is None or token not in (None, ended.token) else ended

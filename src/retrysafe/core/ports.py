@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
+from retrysafe.core.events import Reporter
 from retrysafe.core.keys.key import Key
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import (
@@ -31,7 +32,11 @@ from retrysafe.core.model import (
     StoredOutcome,
     SweepReport,
 )
+from retrysafe.core.run_times import RunTimes
 from retrysafe.errors import StoreError
+
+if TYPE_CHECKING:
+    from retrysafe.core.attempt import Attempt
 
 
 class Waits(Enum):
@@ -269,7 +274,7 @@ class Signal(Protocol):
         """Waits for `set`; False when the time ran out first."""
 
 
-class Waiting(Protocol):
+class LocalClock(Protocol):
     """Local time and local waiting. No decision about a record uses this clock."""
 
     def monotonic(self) -> float:
@@ -361,3 +366,62 @@ class Unshared:
 
 # Where every operation would pay for it, not even this one is entered.
 UNSHARED: Final = Unshared()
+
+
+class Executor(Protocol):
+    """What differs between threads and the tasks of an event loop.
+
+    How an operation and its steps are called, how a flow of the core is driven, and how a user's
+    connection is joined.
+    """
+
+    @property
+    def step_lock(self) -> Lock:
+        """Guards the steps of attempts, which an operation may take in threads of its own."""
+
+    def perform(
+        self, attempt: Attempt, operation: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Awaitable[Any]:
+        """Calls an operation as the current attempt; without arguments it gets the attempt."""
+
+    def perform_step(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Awaitable[Any]:
+        """Makes the call of a step."""
+
+    def drive(self, flow: Coroutine[Any, Any, Any], waits: Waits | None = None) -> Any:
+        """Runs a flow to its end, or gives it back to be awaited where flows suspend.
+
+        `waits` says how the transaction waits that the flow works in; None for one without.
+        """
+
+    def join(self, connection: object) -> Transaction:
+        """The transaction that an attempt completes in; raises `InvalidInput`."""
+
+    def join_step(self, connection: object) -> Transaction:
+        """The transaction of a step or of an atomic block; raises `InvalidInput`."""
+
+    def current(self) -> object:
+        """The attempt that the running code belongs to, as far as its context tells."""
+
+    def who(self) -> object:
+        """Who calls, where a signal's handler could come to wait for itself; None elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Everything that the core is given by the runtime, for one process or one event loop."""
+
+    # Last outcomes, steps, takeovers and confirmed leases; claims and endings go to the writer.
+    store: Store
+    writer: Writer
+    clock: LocalClock
+    # Guards the flights and the replay cache.
+    lock: Lock
+    renewals: Renewals
+    background: Background
+    executor: Executor
+    report: Reporter
+    # How long operations took. Outlives the ports: a loop that ends takes no experience with it.
+    run_times: RunTimes
+    mint_token: Callable[[], bytes]
+    # Who holds a claim, for operators. Another one after a fork, as all ports are.
+    owner: str

@@ -24,7 +24,7 @@ PAGE_LIMIT: Final = 50
 # Of abandoned records a look shows so many; an operator lists the others.
 REPORT_LIMIT: Final = 1_000
 # How many abandoned claims a worker remembers having reported, so as not to repeat itself.
-TOLD_LIMIT: Final = 10_000
+REPORTED_LIMIT: Final = 10_000
 # An operation that kills its workers, or fails again and again, waits this long at most.
 BACK_OFF_MAXIMUM_MS: Final = 15 * 60 * 1000
 
@@ -61,7 +61,7 @@ class Resumer(Protocol):
 
 
 class Notices(Protocol):
-    """Who is told what no caller hears of."""
+    """Who hears of what no caller does."""
 
     def failed(self, key: Key, error: BaseException) -> None:
         """A resumed operation raised, or was cut off."""
@@ -109,13 +109,13 @@ class Recovery:
         self._lock = lock
         self._tell = report
         self._back_off_ms = back_off_ms
-        # An operation that waits longer than this for room in the pool is told of.
+        # An operation that waits longer than this for room in the pool is reported.
         self._patience_seconds = patience_seconds
         self._notices = notices
-        self._is_full_told = False
+        self._is_full_noted = False
         self._report = RecoveryReport()
         self._abandoned = AbandonedReport()
-        self._told: dict[bytes, None] = {}
+        self._reported: dict[bytes, None] = {}
 
     @property
     def report(self) -> RecoveryReport:
@@ -132,7 +132,7 @@ class Recovery:
     async def resume_all(self) -> None:
         """Starts every operation that can be resumed now, as soon as the pool has room for it."""
         after = b""
-        self._is_full_told = False
+        self._is_full_noted = False
         while True:
             page = await self._store.list_resumable(PAGE_LIMIT, after, tuple(self._resumers))
             for stored in page:
@@ -148,9 +148,9 @@ class Recovery:
             after = page[-1].record.digest
 
     async def _has_room(self) -> bool:
-        """Waits for room, and tells once in a walk that it takes long: operations may hang."""
-        if not self._is_full_told and not await self._pool.wait_for_room(self._patience_seconds):
-            self._is_full_told = True
+        """Waits for room, and reports once in a walk that it takes long: operations may hang."""
+        if not self._is_full_noted and not await self._pool.wait_for_room(self._patience_seconds):
+            self._is_full_noted = True
             self._notices.is_full(self._pool.size)
         return await self._pool.has_room()
 
@@ -163,7 +163,7 @@ class Recovery:
         try:
             return resumer.prepare(stored)
         except NotReadable as error:
-            self._tell_abandoned(stored, f"its arguments cannot be used here: {error}")
+            self._report_abandoned(stored, f"its arguments cannot be used here: {error}")
             return None
 
     async def _resume(self, stored: StoredKey, run: Callable[[], Awaitable[Answer[Any]]]) -> None:
@@ -175,18 +175,18 @@ class Recovery:
             # Closed by whoever gives its memory back, perhaps while this thread holds the lock.
             raise
         except Exception as error:
-            self._tell_failure(stored, error)
+            self._report_failure(stored, error)
         except BaseException as error:
             # A cancellation or an exit of the operation's own would leave no trace otherwise. One
             # of a worker that gives up says nothing about the operation.
             if not self._pool.has_given_up:
-                self._tell_failure(stored, error)
+                self._report_failure(stored, error)
             raise
         else:
             # A replay is the outcome of somebody who was quicker.
             self._count("lost" if answer.replayed else "resumed")
 
-    def _tell_failure(self, stored: StoredKey, error: BaseException) -> None:
+    def _report_failure(self, stored: StoredKey, error: BaseException) -> None:
         self._count("failed")
         self._notices.failed(key_of(stored.record), error)
 
@@ -196,11 +196,11 @@ class Recovery:
         if len(found) > REPORT_LIMIT:
             self._notices.has_more(REPORT_LIMIT)
         for stored in found[:REPORT_LIMIT]:
-            if stored.condition is not Condition.ABANDONED or stored.record.token in self._told:
+            if stored.condition is not Condition.ABANDONED or stored.record.token in self._reported:
                 continue
             reason = await self._reason(stored.record)
             if reason is not None:
-                self._tell_abandoned(stored, reason)
+                self._report_abandoned(stored, reason)
 
     async def _reason(self, record: Record) -> str | None:
         """Why the claim is not resumed; None when it is, or is no longer what it was."""
@@ -211,14 +211,14 @@ class Recovery:
             return None
         return "it was claimed without its arguments"
 
-    def _tell_abandoned(self, stored: StoredKey, reason: str) -> None:
+    def _report_abandoned(self, stored: StoredKey, reason: str) -> None:
         record = stored.record
         with self._lock:
-            if record.token in self._told:
+            if record.token in self._reported:
                 return
-            self._told[record.token] = None
-            if len(self._told) > TOLD_LIMIT:
-                del self._told[next(iter(self._told))]
+            self._reported[record.token] = None
+            if len(self._reported) > REPORTED_LIMIT:
+                del self._reported[next(iter(self._reported))]
             self._abandoned.reported += 1
         self._tell(
             EventKind.ABANDONED,

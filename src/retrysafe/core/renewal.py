@@ -14,6 +14,16 @@ from retrysafe.core.ports import ExtendResult, Store
 from retrysafe.errors import StoreError
 
 
+def held_leases(leases: dict[bytes, Lease]) -> list[Lease]:
+    """What somebody works under; the others are dropped, whose holder could not remove them."""
+    left = [lease for lease in list(leases.values()) if not lease.is_held]
+    for lease in left:
+        leases.pop(lease.token, None)
+    # Held again since then, for its last write: it must not miss a renewal.
+    leases.update((lease.token, lease) for lease in left if lease.is_held)
+    return list(leases.values())
+
+
 def due_leases(leases: Sequence[Lease], monotonic: float) -> list[Lease]:
     """Which leases are to be renewed now: none before one is due, then the nearly due ones too.
 

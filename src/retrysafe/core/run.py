@@ -7,54 +7,40 @@ told afterwards is remembered here. Who may run at all is decided before.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from retrysafe.core.atomic.complete_in import JoinedOutcome, Joiner
-from retrysafe.core.attempt import Attempt, Confirm
+from retrysafe.core.atomic.complete_in import JoinedOutcome
+from retrysafe.core.attempt import Attempt
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.events import EventKind
 from retrysafe.core.flights import Flight, Flights, Phase
 from retrysafe.core.keys.key import Key
-from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
     Condition,
-    Decision,
     Ending,
     Payload,
     State,
-    StoredOutcome,
 )
-from retrysafe.core.ports import UNSHARED, Fate, Lock, Renewals, Writer
-from retrysafe.core.run_times import RunTimes
+from retrysafe.core.ports import UNSHARED, Fate, Ports
+from retrysafe.core.settings import Settings
 from retrysafe.core.settle import Settler, settlement_of
 from retrysafe.core.steps.compensation import Compensator, Verdict
-from retrysafe.core.steps.run import Stepper, StepRun
+from retrysafe.core.steps.run import StepRun
 from retrysafe.core.values import codec
 from retrysafe.errors import ClaimLost, RetrysafeError, StoreError
 
 # Looked up once: members of an enum are dear to look up on every call.
 _ABANDONED: Final = Condition.ABANDONED
-_ADMIT: Final = Decision.ADMIT
 _CLAIMED: Final = EventKind.CLAIMED
 _TAKEN_OVER: Final = EventKind.TAKEN_OVER
 _RELEASED: Final = Ending.RELEASED
 _RUNNING: Final = Phase.RUNNING
-
-# Calls an operation with its arguments as the current attempt.
-Perform = Callable[[Attempt, Callable[..., Any], Any, Any], Awaitable[Any]]
-
-
-class Endings(Protocol):
-    """As much of a store as giving up needs."""
-
-    async def last_outcome(self, key: Key) -> StoredOutcome | None:
-        """The newest ending that is stored of the key's present life."""
 
 
 class Runner:
@@ -62,59 +48,43 @@ class Runner:
 
     __slots__ = (
         "_cache",
-        "_concluder",
-        "_confirm",
-        "_endings",
+        "_compensator",
         "_flights",
-        "_joiner",
         "_lock",
         "_monotonic",
         "_perform",
+        "_ports",
         "_renewals",
         "_report",
         "_run_times",
-        "_secrets",
+        "_settings",
         "_settler",
-        "_stepper",
+        "_store",
         "_writer",
     )
 
     def __init__(
         self,
-        *,
-        writer: Writer,
+        ports: Ports,
+        settings: Settings,
         flights: Flights,
-        settler: Settler,
-        concluder: Compensator,
-        renewals: Renewals,
         cache: ReplayCache | None,
-        lock: Lock,
-        report: Reporter,
-        monotonic: Callable[[], float],
-        secrets: Secrets,
-        joiner: Joiner | None,
-        stepper: Stepper | None,
-        endings: Endings,
-        perform: Perform,
-        confirm: Confirm | None,
-        run_times: RunTimes,
+        settler: Settler,
     ) -> None:
-        self._writer = writer
+        self._ports = ports
+        self._settings = settings
         self._flights = flights
-        self._settler = settler
-        self._concluder = concluder
-        self._renewals = renewals
         self._cache = cache
-        self._lock = lock
-        self._report = report
-        self._monotonic = monotonic
-        self._secrets = secrets
-        self._joiner = joiner
-        self._stepper = stepper
-        self._endings = endings
-        self._perform = perform
-        self._confirm = confirm
-        self._run_times = run_times
+        self._settler = settler
+        self._compensator = Compensator(ports, settler)
+        self._store = ports.store
+        self._writer = ports.writer
+        self._renewals = ports.renewals
+        self._lock = ports.lock
+        self._report = ports.report
+        self._monotonic = ports.clock.monotonic
+        self._perform = ports.executor.perform
+        self._run_times = ports.run_times
 
     async def run(  # noqa: PLR0912 — told in one piece, every frame is paid for.
         self,
@@ -158,22 +128,7 @@ class Runner:
         if count > 1 and (limit := policy.exhausted_limit(count, answer.releases)):
             # The attempts so far may have died half-way; running again could kill the next worker.
             return await self._exhaust(flight, call, lease, number, limit)
-        fingerprint = answer.fingerprint or (None if nest is None else nest.fingerprint)
-        attempt = Attempt(
-            call.key if nest is None else self._secrets.key_by(nest.keys, fingerprint, call.key),
-            call.operation,
-            number,
-            lease,
-            self._monotonic,
-            self._secrets,
-            answer.decision is _ADMIT and (nest is None or not nest.is_later),
-            call,
-            self._joiner,
-            self._stepper,
-            self._confirm,
-            fingerprint,
-            answer.correction or (b"" if nest is None else nest.correction),
-        )
+        attempt = Attempt(call, lease, answer, self._ports, self._settings)
         try:
             # Inside the try: a signal right after it must not leave a lease that is renewed for
             # ever, with nobody to run for it.
@@ -199,7 +154,7 @@ class Runner:
             entries = attempt.staged()
             steps = attempt.steps if attempt.is_first else attempt.steps_to_conclude
             if steps is not None:
-                verdict = await self._concluder.conclude(
+                verdict = await self._compensator.conclude(
                     steps, lease, ending, payload, value=value, entries=entries
                 )
                 call = _with_steps(call, steps)
@@ -218,19 +173,15 @@ class Runner:
                 self._settler.hand_over(call, lease, settlement, number)
                 raise
             payload = self._settler.settled(call, settlement, stands, ending, number)
+            lease.is_settled = True
             if ending is _RELEASED:
                 flight.share(payload, number, is_released=True)
             else:
                 active_ms = 0 if settlement.nothing_happened else policy.active_ms
                 self.remember(call, flight, payload, number, asked, active_ms)
         finally:
-            try:
-                self._renewals.remove(lease)
-            except BaseException:
-                # A signal may raise before its first line. A lease that is renewed for ever would
-                # block the key for as long as the process lives.
-                self._renewals.remove(lease)
-                raise
+            lease.is_held = False
+            self._renewals.remove(lease)
         return Answer(value, False, number)
 
     async def _failed(
@@ -248,7 +199,7 @@ class Runner:
             return None
         steps = attempt.steps_to_conclude
         if steps is not None:
-            verdict = await self._concluder.conclude(
+            verdict = await self._compensator.conclude(
                 steps, lease, *self._settler.judged(call, error), error=error
             )
             call = _with_steps(call, steps)
@@ -292,6 +243,8 @@ class Runner:
             # it. An exception must not free a key whose business write may have been committed.
             return error is not None
         if fate is Fate.STANDS:
+            assert flight.lease is not None  # It is the flight of a run.
+            flight.lease.is_settled = True
             self._report(joined.event_kind, call.key, call.operation, attempt)
             self.remember(call, flight, joined.payload, attempt, asked, call.policy.active_ms)
         # While it is open, the record is locked by it and only its commit or its rollback decides;
@@ -318,7 +271,7 @@ class Runner:
     async def _last_failure(self, key: Key) -> str:
         """The last failure that an attempt has left in the store, in words."""
         try:
-            last = await self._endings.last_outcome(key)
+            last = await self._store.last_outcome(key)
         except Exception as error:
             # Only words are at stake. The key must be given up whatever the store says here, else
             # its next claim would come for one more attempt.

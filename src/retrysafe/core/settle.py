@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 from retrysafe.core.call import Call
-from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.events import EventKind
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import (
     Decision,
@@ -24,7 +24,7 @@ from retrysafe.core.model import (
     Settlement,
     StagedEntry,
 )
-from retrysafe.core.ports import Background, Renewals, Waiting, Writer
+from retrysafe.core.ports import Ports
 from retrysafe.core.retries import RETRY_PAUSE_SECONDS
 from retrysafe.core.values import codec
 from retrysafe.errors import (
@@ -89,23 +89,15 @@ def _around(call: Call, settlement: Settlement) -> list[tuple[Lease, Settlement]
 class Settler:
     """Writes endings until they stand."""
 
-    __slots__ = ("_background", "_monotonic", "_renewals", "_report", "_waiting", "_writer")
+    __slots__ = ("_background", "_clock", "_monotonic", "_renewals", "_report", "_writer")
 
-    def __init__(
-        self,
-        *,
-        writer: Writer,
-        waiting: Waiting,
-        renewals: Renewals,
-        background: Background,
-        report: Reporter,
-    ) -> None:
-        self._writer = writer
-        self._waiting = waiting
-        self._monotonic = waiting.monotonic
-        self._renewals = renewals
-        self._background = background
-        self._report = report
+    def __init__(self, ports: Ports) -> None:
+        self._writer = ports.writer
+        self._clock = ports.clock
+        self._monotonic = ports.clock.monotonic
+        self._renewals = ports.renewals
+        self._background = ports.background
+        self._report = ports.report
 
     def payload_of(self, call: Call, value: Any, attempt: int) -> tuple[Ending, Payload]:
         """How the operation ended that returned this value, and what is stored of it."""
@@ -201,7 +193,9 @@ class Settler:
         except BaseException:
             self.hand_over(call, lease, settlement, attempt)
             raise
-        return self.settled(call, settlement, answer, ending, attempt)
+        stored = self.settled(call, settlement, answer, ending, attempt)
+        lease.is_settled = True
+        return stored
 
     def hand_over(self, call: Call, lease: Lease, settlement: Settlement, attempt: int) -> None:
         """Has an ending written without its caller, who is being cancelled.
@@ -264,7 +258,7 @@ class Settler:
                 )
                 if self._monotonic() + pause > give_up:
                     raise self._not_stored(call, attempt, value, error) from error
-                await self._waiting.sleep(pause)
+                await self._clock.sleep(pause)
                 pause = min(pause * 2, RETRY_PAUSE_MAXIMUM_SECONDS)
             try:
                 return await self._writer.settle(settlement)
@@ -280,6 +274,7 @@ class Settler:
         own affair: one that is cancelled before it begins must not leave a lease behind.
         """
         try:
+            lease.is_held = True
             self._renewals.add(lease)
             try:
                 answer = await self._writer.settle(settlement)
@@ -288,9 +283,12 @@ class Settler:
         except OutcomeNotStored:
             return  # Reported where it was raised.
         finally:
+            lease.is_held = False
             self._renewals.remove(lease)
         if answer.decision is Decision.LOST:
             self._lost(call, attempt)
+        else:
+            lease.is_settled = True
 
     def _lost(self, call: Call, attempt: int) -> ClaimLost:
         self._report(EventKind.LOST, call.key, call.operation, attempt)

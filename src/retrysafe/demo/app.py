@@ -43,7 +43,7 @@ def make_app(url: str, ledger: Ledger) -> FastAPI:
     """The API on the store at this URL; the ledger is in the same database."""
     store = open_store(url, is_async=True)
     policy = Policy(lease=LEASE, wait_limit=timedelta(seconds=60))
-    idempotency = AsyncIdempotency(store, policy=policy, rule=SIMULATED, secret=SECRET)
+    idempotency = AsyncIdempotency(store, policy=policy, fingerprint=SIMULATED, secret=SECRET)
     every = RelayPolicy(lease=LEASE, timeout=LEASE, poll=timedelta(milliseconds=200))
     relay = AsyncRelay(store, send_receipts(ledger), policy=every)
 

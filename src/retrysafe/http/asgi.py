@@ -14,7 +14,7 @@ from copy import copy
 from datetime import timedelta
 from typing import Any, Final, Self, cast
 
-from retrysafe.async_idempotency import AsyncFace
+from retrysafe.async_idempotency import AsyncIdempotency
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.keys.key import GlobalCaller, Key
@@ -59,6 +59,7 @@ from retrysafe.http.routes import Match
 from retrysafe.http.rules import Rule, checked_rules
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.http.unprotected import UnprotectedRuns
+from retrysafe.runtime.calls import calls_of
 
 _PAGE_METHODS: Final = ("GET", "HEAD")
 _UNREAD: Final = object()
@@ -77,7 +78,7 @@ class IdempotencyMiddleware:
     def __init__(
         self,
         app: App,
-        idempotency: AsyncFace,
+        idempotency: AsyncIdempotency,
         *,
         caller: CallerOf | GlobalCaller,
         rules: Iterable[Rule] | None = None,
@@ -92,13 +93,13 @@ class IdempotencyMiddleware:
         limits: Limits | None = None,
     ) -> None:
         """Raises `InvalidInput` and `PolicyInvalid` for what would fail with the first request."""
-        if not isinstance(idempotency, AsyncFace):
+        if not isinstance(idempotency, AsyncIdempotency):
             raise InvalidInput(
                 f"an ASGI application needs an AsyncIdempotency object, got {idempotency!r}"
             )
         rules = checked_rules(rules)
         protection = Protection(
-            idempotency.settings,
+            calls_of(idempotency).settings,
             caller=caller,
             rules=rules,
             rule=rule,
@@ -116,7 +117,7 @@ class IdempotencyMiddleware:
         self._prefix_of = prefix_of if rule is None else app_prefix_of
 
     @classmethod
-    def sharing(cls, app: App, idempotency: AsyncFace, protection: Protection) -> Self:
+    def sharing(cls, app: App, idempotency: AsyncIdempotency, protection: Protection) -> Self:
         """For integrations: a middleware around one endpoint of an application.
 
         All endpoints of an application share its protection, and so its breaker and its pages.
@@ -131,22 +132,23 @@ class IdempotencyMiddleware:
         made.app = app
         return made
 
-    def _assemble(self, app: App, idempotency: AsyncFace, protection: Protection) -> None:
+    def _assemble(self, app: App, idempotency: AsyncIdempotency, protection: Protection) -> None:
         self.app = app
         self.idempotency = idempotency
+        self.calls = calls = calls_of(idempotency)
         self.protection = protection
         self._find = protection.find
         self._has_async_caller = protection.has_async_caller
         self._prefix_of = prefix_of
         # The loop itself holds tasks weakly, so a run whose client has gone is held here.
         self._runs: set[AppRun] = set()
-        self._recent: Recent | None = Recent() if protection.is_told_by_headers else None
+        self._recent: Recent | None = Recent() if protection.is_known_by_headers else None
         seconds = protection.store_timeout_seconds
         self._lookout: ClaimLookout | None = None
         # A store that never waits has answered a claim before anybody can lose patience.
-        if seconds is not None and idempotency.store.capabilities.waits is not Waits.NEVER:
-            let_go = None if protection.fail_open else idempotency.let_go
-            self._lookout = ClaimLookout(seconds, idempotency.is_claiming, let_go)
+        if seconds is not None and calls.store.capabilities.waits is not Waits.NEVER:
+            let_go = None if protection.fail_open else calls.let_go
+            self._lookout = ClaimLookout(seconds, calls.is_claiming, let_go)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; what is not HTTP, or is protected already, passes untouched."""
@@ -217,7 +219,7 @@ class IdempotencyMiddleware:
             await self.app(scope, receive, send)
         finally:
             if not noticed:
-                self.protection.unmatched.note(self.idempotency.report, method, path, keys)
+                self.protection.unmatched.note(self.calls.report, method, path, keys)
 
     async def show_page(self, path: str, request: Request, prefix: str, send: Send) -> None:
         """Answers with the policy page, or with the status of a key.
@@ -232,8 +234,8 @@ class IdempotencyMiddleware:
         if isinstance(page, list):
             key = page[0]
             try:
-                forms = [await self.idempotency.read(each, with_audit=False) for each in page]
-                page = protection.status(forms, key, request, prefix, self.idempotency.run_times)
+                forms = [await self.calls.read(each, with_audit=False) for each in page]
+                page = protection.status(forms, key, request, prefix, self.calls.run_times)
             except StoreError as error:
                 page = protection.status_refused(error, key, request, prefix)
         if request.method == "HEAD":
@@ -270,9 +272,7 @@ class IdempotencyMiddleware:
     ) -> bytes | object | None:
         """Replays what the same request came to, if it still is the same; else its body."""
         body = await read_body(receive, repetition.limit_bytes)
-        if body != repetition.body or not self.idempotency.repeats(
-            repetition.call, repetition.outcome
-        ):
+        if body != repetition.body or not self.calls.repeats(repetition.call, repetition.outcome):
             return body
         await send(repetition.start())
         await send({"type": "http.response.body", "body": repetition.response_body})
@@ -314,14 +314,14 @@ class IdempotencyMiddleware:
         waiter: asyncio.Future[Answer[Any]] | None = None
         # None: the application runs unprotected, as was asked for.
         response: Response | None
-        protection.note_unread(plan, self.idempotency.report)
+        protection.note_unread(plan, self.calls.report)
         try:
             call = (
                 protection.call(plan)
                 if len(plan.request.body) + len(plan.request.query) < LARGE_BODY_BYTES
                 else await LARGE_BODIES.run(protection.call, plan)
             )
-            answer = self.idempotency.recall(call)
+            answer = self.calls.recall(call)
             if answer is not None:
                 response = protection.answered(plan, answer, is_news=False)
                 if is_kept:
@@ -388,19 +388,19 @@ class IdempotencyMiddleware:
 
         What is known to run needs no store, and is never run unprotected beside that.
         """
-        return None if self.idempotency.is_in_flight(call) else self.protection.closed_off(plan)
+        return None if self.calls.is_in_flight(call) else self.protection.closed_off(plan)
 
     def _hint(self, call: Call) -> timedelta:
         """When to look for the outcome of a run that has just begun."""
         policy = call.policy
-        run_times = self.idempotency.run_times
+        run_times = self.calls.run_times
         return timedelta(
             seconds=run_times.retry_after(call.operation, 0.0, policy.lease.total_seconds())
         )
 
     def _keep(self, scope: Scope, plan: Plan, call: Call, response: Response) -> None:
         """Remembers what this replay looks like, for the next request that is the same."""
-        outcome = self.idempotency.remembered(call)
+        outcome = self.calls.remembered(call)
         if self._recent is not None and outcome is not None:
             limit_bytes = plan.route.rule.request_limit_bytes
             repetition = Repetition(plan.request.body, limit_bytes, call, outcome, response)
@@ -432,10 +432,8 @@ class IdempotencyMiddleware:
             return run, response
 
     def _recall_unprotected(self, plan: Plan, call: Call) -> Response | None:
-        idempotency = self.idempotency
-        return self.protection.recall_unprotected(
-            plan, call, idempotency.report, idempotency.run_times
-        )
+        calls = self.calls
+        return self.protection.recall_unprotected(plan, call, calls.report, calls.run_times)
 
     def _start(self, run: AppRun, call: Call) -> asyncio.Future[Answer[Any]]:
         """Runs the application in tasks of its own; cancelling the future leaves them alone."""
@@ -454,35 +452,35 @@ class IdempotencyMiddleware:
 
     def _outcome(self, run: AppRun, call: Call) -> Coroutine[Any, Any, Answer[Any]]:
         """Runs the application once: in a transaction, with a claim, or without one."""
-        idempotency, unprotected = self.idempotency, self.protection.unprotected
+        calls, unprotected = self.calls, self.protection.unprotected
         plan, transaction = run.plan, cast("Any", run.plan.route.rule.transaction)
         if transaction is not None:
-            return idempotency.answer_atomic(call, transaction, run.invoke)
+            return calls.answer_atomic(call, transaction, run.invoke)
         if unprotected is None:
-            return idempotency.answer_call(call, run.invoke)
+            return calls.answer_call(call, run.invoke)
         if not plan.is_unprotected:
             return self._outcome_claimed(unprotected, run, call)
 
         def recall(call: Call) -> Answer[Any] | None:
-            remembered = idempotency.recall(call)
+            remembered = calls.recall(call)
             plan.is_unprotected = remembered is None
             return remembered
 
-        report, run_times = idempotency.report, idempotency.run_times
+        report, run_times = calls.report, calls.run_times
         return unprotected.answer(call, run.invoke, recall, report, run_times)
 
     async def _outcome_claimed(
         self, unprotected: UnprotectedRuns, run: AppRun, call: Call
     ) -> Answer[Any]:
         """Runs the application with a claim, in a service that also runs it without one."""
-        idempotency = self.idempotency
+        calls = self.calls
 
         def invoke(attempt: Attempt) -> asyncio.Future[Response]:
-            unprotected.begin_claimed(call, idempotency.run_times)
+            unprotected.begin_claimed(call, calls.run_times)
             return run.invoke(attempt)
 
         try:
-            answer = await idempotency.answer_call(call, invoke)
+            answer = await calls.answer_call(call, invoke)
         except BaseException as error:
             unprotected.end_claimed(call, error)
             raise

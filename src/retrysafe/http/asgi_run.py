@@ -21,7 +21,7 @@ from retrysafe.http.held_response import Held, is_from_stream, passes_at_once
 from retrysafe.http.protection import UNPROTECTED, Plan
 from retrysafe.http.request import PROTECTED_NAME
 from retrysafe.http.responses import Response
-from retrysafe.http.unserved import is_told, is_unserved
+from retrysafe.http.router_marks import can_tell, is_unserved
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -68,6 +68,7 @@ class AppRun:
 
     __slots__ = (
         "_app",
+        "_can_tell_route",
         "_complete",
         "_gate",
         "_headers",
@@ -75,7 +76,6 @@ class AppRun:
         "_is_body_given",
         "_is_ended",
         "_is_gone",
-        "_is_route_told",
         "_late_error",
         "_news",
         "_passing",
@@ -129,7 +129,7 @@ class AppRun:
         self.is_passing = False
         self._is_gone = False
         # Whether the scope is going to say if the application has found an endpoint.
-        self._is_route_told = False
+        self._can_tell_route = False
         self.is_left = False
         # Opens when the response that passes is remembered as done, and not a byte earlier.
         self._gate: asyncio.Future[None] | None = None
@@ -160,7 +160,7 @@ class AppRun:
         scope.setdefault("state", {})["idempotency"] = attempt
         request = self.plan.request
         if self.plan.route.is_beside:
-            self._is_route_told = is_told(scope)
+            self._can_tell_route = can_tell(scope)
         scope[PROTECTED_NAME] = (request.method, request.path)
         extensions = scope.get("extensions")
         if extensions and not extensions.keys().isdisjoint(_HIDDEN_EXTENSIONS):
@@ -325,7 +325,7 @@ class AppRun:
 
     def _finish_response(self, body: bytes, doubt: str = "") -> None:
         response = Response(self._status, self._headers, body, self.is_passing, doubt)
-        if self._is_route_told:
+        if self._can_tell_route:
             response.is_unserved = is_unserved(self._scope)
         self.response = response
         complete = self._complete

@@ -18,7 +18,7 @@ from retrysafe.http.protection import Plan, Protection
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response
 from retrysafe.http.unprotected import UnprotectedRuns
-from retrysafe.idempotency import BlockingIdempotency
+from retrysafe.runtime.calls import Calls
 from retrysafe.runtime.drive import run_sync
 
 
@@ -45,45 +45,41 @@ class Run(Protocol):
         """Runs it to the end of its response; None is a run without a claim."""
 
 
-def answered(
-    protection: Protection, idempotency: BlockingIdempotency, plan: Plan, run: Run
-) -> Response:
+def answered(protection: Protection, calls: Calls, plan: Plan, run: Run) -> Response:
     """The response to send.
 
     Raises what the application raises, and errors of retrysafe that are not for clients.
     """
     has_asked = False
-    protection.note_unread(plan, idempotency.report)
+    protection.note_unread(plan, calls.report)
     try:
         call = protection.call(plan)
-        answer = idempotency.recall(call)
+        answer = calls.recall(call)
         if answer is not None:
             return protection.answered(plan, answer, is_news=False)
         if protection.unprotected is not None:
-            known = protection.recall_unprotected(
-                plan, call, idempotency.report, idempotency.run_times
-            )
+            known = protection.recall_unprotected(plan, call, calls.report, calls.run_times)
             if known is not None:
                 return known
         has_asked = True
         # What is known to run needs no store, and is never run unprotected beside that.
-        if protection.breaker.is_open and not idempotency.is_in_flight(call):
+        if protection.breaker.is_open and not calls.is_in_flight(call):
             refusal = protection.closed_off(plan)
             if refusal is not None and protection.runs_unprotected(plan):
-                return _answered_unprotected(protection, idempotency, plan, call, run)
+                return _answered_unprotected(protection, calls, plan, call, run)
             if refusal is not None:
                 return refusal
         transaction: Any = plan.route.rule.transaction
         if transaction is None:
-            answer = _answered_claimed(protection.unprotected, idempotency, call, run)
+            answer = _answered_claimed(protection.unprotected, calls, call, run)
         else:
-            answer = idempotency.answer_atomic(call, transaction, run.invoke)
+            answer = calls.answer_atomic(call, transaction, run.invoke)
         return protection.answered(plan, answer, run.response)
     except Exception as error:
         if error is run.error:
             raise  # The application's own: whoever serves it deals with it as ever.
         if has_asked and not run.has_begun and protection.fails_open(plan, error):
-            return _answered_unprotected(protection, idempotency, plan, call, run)
+            return _answered_unprotected(protection, calls, plan, call, run)
         refusal = protection.refused(plan, error, is_news=has_asked)
         if refusal is None or run.is_passing:
             raise
@@ -91,18 +87,18 @@ def answered(
 
 
 def _answered_claimed(
-    unprotected: UnprotectedRuns | None, idempotency: BlockingIdempotency, call: Call, run: Run
+    unprotected: UnprotectedRuns | None, calls: Calls, call: Call, run: Run
 ) -> Answer[Any]:
     """The answer of a run with a claim, which a service that fails open notes as well."""
     if unprotected is None:
-        return idempotency.answer_call(call, run.invoke)
+        return calls.answer_call(call, run.invoke)
 
     def invoke(attempt: Attempt) -> Response:
-        unprotected.begin_claimed(call, idempotency.run_times)
+        unprotected.begin_claimed(call, calls.run_times)
         return run.invoke(attempt)
 
     try:
-        answer = idempotency.answer_call(call, invoke)
+        answer = calls.answer_call(call, invoke)
     except BaseException as error:
         unprotected.end_claimed(call, error)
         raise
@@ -111,7 +107,7 @@ def _answered_claimed(
 
 
 def _answered_unprotected(
-    protection: Protection, idempotency: BlockingIdempotency, plan: Plan, call: Call, run: Run
+    protection: Protection, calls: Calls, plan: Plan, call: Call, run: Run
 ) -> Response:
     """The response of a run whose key nobody could claim; the service has asked for it."""
     assert protection.unprotected is not None  # Only a service that fails open comes here.
@@ -121,11 +117,11 @@ def _answered_unprotected(
         return run.invoke(attempt)
 
     def recall(call: Call) -> Answer[Any] | None:
-        remembered = idempotency.recall(call)
+        remembered = calls.recall(call)
         plan.is_unprotected = remembered is None
         return remembered
 
-    report, run_times = idempotency.report, idempotency.run_times
+    report, run_times = calls.report, calls.run_times
     try:
         answer = run_sync(protection.unprotected.answer(call, invoke, recall, report, run_times))
     except RetrysafeError as error:
@@ -140,7 +136,7 @@ def _answered_unprotected(
 
 def page(
     protection: Protection,
-    idempotency: BlockingIdempotency,
+    calls: Calls,
     path: str,
     request: Request,
     prefix: str,
@@ -157,8 +153,8 @@ def page(
     if isinstance(shown, list):
         key = shown[0]
         try:
-            forms = [idempotency.read(each, with_audit=False) for each in shown]
-            shown = protection.status(forms, key, request, prefix, idempotency.run_times)
+            forms = [calls.read(each, with_audit=False) for each in shown]
+            shown = protection.status(forms, key, request, prefix, calls.run_times)
         except StoreError as error:
             shown = protection.status_refused(error, key, request, prefix)
     if request.method == "HEAD":

@@ -207,14 +207,14 @@ def _text(name: bytes) -> str:
     return name.decode("utf-8", "surrogateescape")
 
 
-def _parameters(text: bytes, place: int) -> dict[bytes, bytes] | None:
-    """The parameters from that place to the end; None when anything else stands there."""
+def _parameters(text: bytes, start: int) -> dict[bytes, bytes] | None:
+    """The parameters from `start` to the end; None when anything else stands there."""
     found: dict[bytes, bytes] = {}
-    while place < len(text):
-        parameter = _PARAMETER.match(text, place)
+    while start < len(text):
+        parameter = _PARAMETER.match(text, start)
         if parameter is None:
             return None
-        place = parameter.end()
+        start = parameter.end()
         if parameter[1] is None:
             continue  # A semicolon with nothing after it, which the syntax allows.
         name = parameter[1].lower()

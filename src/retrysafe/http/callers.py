@@ -163,7 +163,7 @@ def shipped(caller: CallerOf | GlobalCaller) -> Shipped | None:
     return _shipped.get(caller) if inspect.isfunction(caller) else None
 
 
-def is_told_by_headers(caller: CallerOf | GlobalCaller) -> bool:
+def is_known_by_headers(caller: CallerOf | GlobalCaller) -> bool:
     """Whether equal headers mean the same caller; of a function that is not ours nobody knows."""
     return isinstance(caller, GlobalCaller) or shipped(caller) is not None
 

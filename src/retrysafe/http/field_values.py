@@ -19,8 +19,7 @@ from unicodedata import is_normalized
 from uuid import UUID
 
 from retrysafe.core.keys.canonical import ABSENT
-from retrysafe.core.keys.framing import Part, utc_text
-from retrysafe.core.keys.numbers import Number
+from retrysafe.core.keys.framing import Number, Part, utc_text
 from retrysafe.errors import InvalidInput, KeyInvalid
 
 # No name, address or id is longer. Normalizing a text takes the square of its length at worst.

@@ -81,12 +81,12 @@ def _begun(
     """The hash of method, path, query and media type."""
     verb = method.encode()
     path = served_path(path) if has_exact_path else plain_path(path)
-    place = path.encode("utf-8", "surrogatepass")
+    path_bytes = path.encode("utf-8", "surrogatepass")
     head = _FORM % (
         len(verb),
         verb,
-        len(place),
-        place,
+        len(path_bytes),
+        path_bytes,
         len(asked),
         asked,
         len(media_type),

@@ -154,12 +154,12 @@ def parse_prefer(lines: Sequence[bytes]) -> Preference:
         return NO_PREFERENCE
     found: dict[bytes, bytes] = {}
     for line in lines:
-        place = 0
-        while place < len(line):
-            member = _MEMBER.match(line, place)
+        position = 0
+        while position < len(line):
+            member = _MEMBER.match(line, position)
             if member is None:
                 break  # A quote that is never closed: nothing after it can be told apart.
-            place = member.end()
+            position = member.end()
             preference = _PREFERENCE.fullmatch(member[1])
             if preference is not None:
                 value = preference[2] or b""

@@ -43,19 +43,19 @@ class PathPattern:
             raise PolicyInvalid(f"the path {path!r} names a parameter twice")
         segments = [_PARAMETER.split(segment) for segment in stem.split("/")]
         self._count = len(segments)
-        # By their place: segments that are a text, that are one name, and all others.
+        # By their index: segments that are a text, that are one name, and all others.
         self._fixed: list[tuple[int, str]] = []
         self._whole: list[tuple[int, str]] = []
         self._named: list[tuple[int, list[str], list[str]]] = []
-        for place, parts in enumerate(segments):
-            if self._is_open and place == self._count - 1:
-                self._named.append((place, parts[::2], parts[1::2]))
+        for index, parts in enumerate(segments):
+            if self._is_open and index == self._count - 1:
+                self._named.append((index, parts[::2], parts[1::2]))
             elif len(parts) == 1:
-                self._fixed.append((place, parts[0]))
+                self._fixed.append((index, parts[0]))
             elif len(parts) == 3 and not parts[0] and not parts[2]:
-                self._whole.append((place, parts[1]))
+                self._whole.append((index, parts[1]))
             else:
-                self._named.append((place, parts[::2], parts[1::2]))
+                self._named.append((index, parts[::2], parts[1::2]))
 
     def match(self, path: str) -> dict[str, str] | None:
         """What the names stand for in this path; None when it does not fit.
@@ -66,17 +66,17 @@ class PathPattern:
         segments = path.split("/", count - 1 if is_open else count)
         if len(segments) != count:
             return None
-        for place, text in self._fixed:
-            if segments[place] != text:
+        for index, text in self._fixed:
+            if segments[index] != text:
                 return None
         found: dict[str, str] = {}
-        for place, name in self._whole:
-            found[name] = segment = segments[place]
+        for index, name in self._whole:
+            found[name] = segment = segments[index]
             if not segment:
                 return None
-        for place, texts, names in self._named:
-            segment = segments[place]
-            if is_open and place == count - 1:
+        for index, texts, names in self._named:
+            segment = segments[index]
+            if is_open and index == count - 1:
                 if not _begins(texts, names, segment, found):
                     return None
             elif not _fits(texts, names, segment, len(segment) - len(texts[-1]), found):
@@ -102,11 +102,11 @@ def _fits(
         return False
     # From the right: each text at its last place leaves the most to the names before it.
     for position in range(len(names) - 1, 0, -1):
-        place = segment.rfind(texts[position], 0, end - 1) if end else -1
-        if place < 0:
+        start = segment.rfind(texts[position], 0, end - 1) if end else -1
+        if start < 0:
             return False
-        found[names[position]] = segment[place + len(texts[position]) : end]
-        end = place
+        found[names[position]] = segment[start + len(texts[position]) : end]
+        end = start
     if end <= len(texts[0]) or not segment.startswith(texts[0]):
         return False
     found[names[0]] = segment[len(texts[0]) : end]

@@ -28,8 +28,10 @@ from retrysafe.errors import (
     StoreError,
     StoreUnavailable,
 )
-from retrysafe.http.headers import retry_after_text
+from retrysafe.http.headers import link_path, retry_after_text
+from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response
+from retrysafe.http.routes import Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +273,7 @@ class ProblemContext:
 
 def problem(
     kind: ProblemKind,
-    place: ProblemContext,
+    context: ProblemContext,
     *,
     detail: str | None = None,
     key: str | None = None,
@@ -281,12 +283,12 @@ def problem(
 ) -> Response:
     """The refusal as a response."""
     content: dict[str, object] = {
-        "type": f"{place.policy_url}#{kind.slug}",
+        "type": f"{context.policy_url}#{kind.slug}",
         "title": kind.title,
         "status": kind.status,
         "code": kind.code,
         "detail": kind.meaning if detail is None else detail,
-        "instance": place.instance,
+        "instance": context.instance,
         "retryable": kind.retryable if retryable is None else retryable,
     }
     if key is not None:
@@ -297,8 +299,8 @@ def problem(
         (b"content-length", b"%d" % len(body)),
         (b"cache-control", b"no-store"),
     ]
-    if place.has_page:
-        lines.append((b"link", b'<%b>; rel="describedby"' % place.policy_url.encode()))
+    if context.has_page:
+        lines.append((b"link", b'<%b>; rel="describedby"' % context.policy_url.encode()))
     if retry_after is None and content["retryable"]:
         retry_after = RETRY_AFTER
     if retry_after is not None:
@@ -317,7 +319,7 @@ def first_use(error: KeyReused) -> str | None:
 
 def problem_of(
     error: BaseException,
-    place: ProblemContext,
+    context: ProblemContext,
     *,
     key: str | None = None,
     detail: str | None = None,
@@ -330,10 +332,55 @@ def problem_of(
         detail = f"{kind.meaning} {_HELD}"
     return problem(
         kind,
-        place,
+        context,
         detail=str(error) if kind in _SPOKEN else detail,
         key=error.key or key,
         retry_after=error.retry_after if isinstance(error, OperationInFlight) else None,
         # A caller who waited for a run that failed may try again, since its failure freed the key.
         retryable=True if isinstance(error, OperationFailed) and error.retryable else None,
     )
+
+
+class Refusals:
+    """What clients of one application are told when a request of theirs cannot be protected."""
+
+    def __init__(self, policy_path: str, challenge: str, *, has_policy_page: bool = True) -> None:
+        self._policy_path = policy_path
+        self._has_policy_page = has_policy_page
+        # What a 401 asks for.
+        self.challenge: tuple[Header, ...] = ((b"www-authenticate", challenge.encode()),)
+
+    def context(self, request: Request, prefix: str) -> ProblemContext:
+        """Where the request was refused, and where the reason is explained."""
+        return ProblemContext(
+            f"{link_path(prefix)}{self._policy_path}",
+            link_path(request.path),
+            has_page=self._has_policy_page,
+        )
+
+    def problem(
+        self, kind: ProblemKind, request: Request, prefix: str, key: str | None = None
+    ) -> Response:
+        """A refusal of this kind."""
+        return problem(kind, self.context(request, prefix), key=key)
+
+    def unknown_caller(self, request: Request, prefix: str, key: str | None = None) -> Response:
+        """401: whose key it is cannot be told."""
+        context = self.context(request, prefix)
+        return problem(CALLER_UNKNOWN, context, key=key, headers=self.challenge)
+
+    def cut_off(self, request: Request, prefix: str, key: str | None = None) -> Response:
+        """400: only a part of the body has arrived."""
+        return self.problem(BODY_INCOMPLETE, request, prefix, key)
+
+    def too_large(
+        self, route: Route, request: Request, prefix: str, key: str | None = None
+    ) -> Response:
+        """413: the body is over the route's limit."""
+        return problem(
+            BODY_TOO_LARGE,
+            self.context(request, prefix),
+            detail=f"The body may have at most {route.rule.request_limit_bytes:,} bytes here. "
+            "Nothing was run.",
+            key=key,
+        )

@@ -25,6 +25,7 @@ from retrysafe.core.nested_claims import nested
 from retrysafe.core.permits import Permits
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.run_times import RunTimes
+from retrysafe.core.settings import Settings
 from retrysafe.errors import (
     CallerMissing,
     Closed,
@@ -44,7 +45,7 @@ from retrysafe.http.callers import (
     RotatingCaller,
     checked_caller_of,
     is_async,
-    is_told_by_headers,
+    is_known_by_headers,
     shipped,
     vary_of,
 )
@@ -67,16 +68,14 @@ from retrysafe.http.policy_page import (
     may_read,
     policy_response,
 )
-from retrysafe.http.problems import first_use, problem, problem_of
+from retrysafe.http.problems import Refusals, first_use, problem, problem_of
 from retrysafe.http.request import Request
 from retrysafe.http.responses import NO_STORE, Header, Response, response_of, uncached
 from retrysafe.http.routes import Match, Route, RouteTable
 from retrysafe.http.rules import Rule, responds_async
-from retrysafe.http.set_up_errors import Refusals
 from retrysafe.http.status_page import status_response
 from retrysafe.http.unmatched import Unmatched
 from retrysafe.http.unprotected import Report, UnprotectedRuns
-from retrysafe.runtime.describe import Settings
 
 POLICY_PATH: Final = "/idempotency-policy"
 STATUS_PATH: Final = "/idempotency-status/"
@@ -162,7 +161,7 @@ class Protection:
                 "there is no secret, so credentials of callers are stored as plain SHA-256, "
                 "against which short ones can be tried: pass secret=… or set RETRYSAFE_SECRET"
             )
-        self.is_told_by_headers = is_told_by_headers(caller)
+        self.is_known_by_headers = is_known_by_headers(caller)
         vary = vary_of(caller)
         # What is said to caches of a response that is for its caller alone.
         self._no_store = [NO_STORE] if vary is None else [NO_STORE, (b"vary", vary.encode())]
@@ -253,8 +252,8 @@ class Protection:
         """What a caller is shown of its key, by the records of all its forms."""
         found = (item for item in forms if item is not None)
         stored = max(found, key=lambda item: how_far(item.condition), default=None)
-        place = self.refusals.place(request, prefix)
-        response = status_response(stored, place, key.text, run_times)
+        context = self.refusals.context(request, prefix)
+        response = status_response(stored, context, key.text, run_times)
         response.headers = uncached(response.headers, self._no_store)
         return response
 
@@ -262,7 +261,7 @@ class Protection:
         self, error: StoreError, key: Key, request: Request, prefix: str
     ) -> Response:
         """The refusal when the record could not be read."""
-        refusal = problem_of(error, self.refusals.place(request, prefix), key=key.text)
+        refusal = problem_of(error, self.refusals.context(request, prefix), key=key.text)
         assert refusal is not None  # Every error of a store has its kind.
         return refusal
 
@@ -331,7 +330,7 @@ class Protection:
             key = parse_key(keys, strict=route.rule.strict)
             require_own_key(key)
         except KeyInvalid as error:
-            return problem_of(error, self.refusals.place(request, prefix))
+            return problem_of(error, self.refusals.context(request, prefix))
         return key
 
     def caller(self, request: Request) -> str | GlobalCaller | None:
@@ -396,8 +395,8 @@ class Protection:
         if not plan.unread:
             return
         request = plan.request
-        place = plan.route.rule.path or request.path
-        self.unmatched.note(report, request.method, place, plan.unread, has_rule=True)
+        route = plan.route.rule.path or request.path
+        self.unmatched.note(report, request.method, route, plan.unread, has_rule=True)
 
     # The call.
 
@@ -468,7 +467,7 @@ class Protection:
             return None
         return problem(
             problems.STORE_UNAVAILABLE,
-            self.refusals.place(plan.request, plan.prefix),
+            self.refusals.context(plan.request, plan.prefix),
             key=plan.key,
             retry_after=timedelta(seconds=seconds),
         )
@@ -563,8 +562,8 @@ class Protection:
         elif isinstance(error, KeyReused) and not isinstance(plan.caller, GlobalCaller):
             # In a namespace that all callers share, the first use may be somebody else's.
             detail = first_use(error)
-        place = self.refusals.place(plan.request, plan.prefix)
-        response = problem_of(error, place, key=plan.key, detail=detail)
+        context = self.refusals.context(plan.request, plan.prefix)
+        response = problem_of(error, context, key=plan.key, detail=detail)
         if response is None:
             return None
         if response.status == problems.CALLER_UNKNOWN.status:

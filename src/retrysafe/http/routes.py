@@ -15,13 +15,13 @@ from typing import Any, Final
 from retrysafe.core.keys.body_key import BodyKey
 from retrysafe.core.model import Ending
 from retrysafe.core.policy import InFlight
+from retrysafe.core.settings import Settings
 from retrysafe.errors import PolicyInvalid
 from retrysafe.http.key_sources import FieldsKey, HeaderKey, described
 from retrysafe.http.paths import PathPattern, names_in
 from retrysafe.http.request import plain_path, served_path
 from retrysafe.http.responses import Response, ResponseCodec
 from retrysafe.http.rules import ACCEPT, Accept, Rule, require_rules
-from retrysafe.runtime.describe import Settings
 
 # The column of the stores that holds an operation's name.
 _NAME_LIMIT_CHARACTERS: Final = 255
@@ -87,7 +87,7 @@ class Route:
         )
         # What a client is told whose request another one had the key of, where it has sent none.
         self.told_of_reuse = None if self.maker is None else _told_of_reuse(self.maker, rule)
-        self.fingerprint = rule.fingerprint or settings.rule
+        self.fingerprint = rule.fingerprint or settings.fingerprint
         self.codec = ResponseCodec(rule.headers)
         self.judge: Callable[[Any], Ending] = rule.stored.ending_of
         # Whether a response is listed as one after which nothing happened; None without a list.

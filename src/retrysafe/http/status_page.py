@@ -28,24 +28,24 @@ _ADVICE = {
 
 
 def status_response(
-    stored: StoredKey | None, place: ProblemContext, key: str, run_times: RunTimes
+    stored: StoredKey | None, context: ProblemContext, key: str, run_times: RunTimes
 ) -> Response:
     """What is known of a key: its state while there is no outcome, then the stored response."""
     if stored is None or stored.condition in (Condition.ABSENT, Condition.OUTLIVED):
-        return problem(problems.KEY_UNKNOWN, place, key=key)
+        return problem(problems.KEY_UNKNOWN, context, key=key)
     if stored.condition in _ADVICE:
         return _state(stored, key, run_times)
     payload = _payload_of(stored)
     if payload is None or payload.form == codec.WITHHELD:
-        return problem(problems.OUTCOME_UNAVAILABLE, place, key=key)
+        return problem(problems.OUTCOME_UNAVAILABLE, context, key=key)
     if payload.form == codec.EXHAUSTED:
-        return problem(problems.ATTEMPTS_EXHAUSTED, place, key=key)
+        return problem(problems.ATTEMPTS_EXHAUSTED, context, key=key)
     if payload.form == codec.FAILURE:
-        return problem(problems.OPERATION_FAILED, place, key=key)
+        return problem(problems.OPERATION_FAILED, context, key=key)
     try:
         response = _CODEC.decode(payload)
     except NotReadable:
-        return problem(problems.OUTCOME_UNAVAILABLE, place, key=key)
+        return problem(problems.OUTCOME_UNAVAILABLE, context, key=key)
     response.headers.append((b"idempotent-replayed", b"true"))
     return response
 

@@ -59,12 +59,12 @@ class Unmatched:
         self,
         report: Report,
         method: str,
-        place: str,
+        route: str,
         lines: list[bytes],
         *,
         has_rule: bool = False,
     ) -> None:
-        """Nobody looks at the key of a request; `place` is its route, or else its path.
+        """Nobody looks at the key of a request; `route` is its route, or else its path.
 
         It passes unprotected, or, where it has a rule, under a key that is made from its fields.
         """
@@ -74,9 +74,9 @@ class Unmatched:
             text = "(unreadable)"
         report(EventKind.UNMATCHED, Key(text, caller=GLOBAL), OPERATION)
         with self._lock:
-            if (method, place) in self._logged or len(self._logged) > LOGGED_LIMIT:
+            if (method, route) in self._logged or len(self._logged) > LOGGED_LIMIT:
                 return
-            self._logged.add((method, place))
+            self._logged.add((method, route))
             is_last = len(self._logged) > LOGGED_LIMIT
         if is_last:
             _logger.warning(
@@ -85,4 +85,4 @@ class Unmatched:
                 LOGGED_LIMIT,
             )
         else:
-            _logger.warning(_UNREAD if has_rule else _UNPROTECTED, method, place[:200])
+            _logger.warning(_UNREAD if has_rule else _UNPROTECTED, method, route[:200])

@@ -79,7 +79,7 @@ class UnprotectedRuns:
             return None
         with self._lock:
             run = self._without_claim(call.key.digest)
-        return None if run is None else self._told(run, call, report, run_times)
+        return None if run is None else self._answer(run, call, report, run_times)
 
     async def answer(
         self, call: Call, invoke: Invoke, recall: Recall, report: Report, run_times: RunTimes
@@ -100,7 +100,7 @@ class UnprotectedRuns:
                 self._make_room(call)
                 self.running[digest] = run
         if known is not None:
-            return self._told(known, call, report, run_times)
+            return self._answer(known, call, report, run_times)
         try:
             # Once more: a run with a claim may have ended since this was looked at before.
             remembered = recall(call)
@@ -196,7 +196,7 @@ class UnprotectedRuns:
         run = self._known(digest)
         return None if run is not None and run.has_claim and run.payload is None else run
 
-    def _told(self, run: _Run, call: Call, report: Report, run_times: RunTimes) -> Answer[Any]:
+    def _answer(self, run: _Run, call: Call, report: Report, run_times: RunTimes) -> Answer[Any]:
         if not is_same_request(call, run):
             report(EventKind.MISMATCHED, call.key, call.operation)
             mismatch = reused(call, run.operation)

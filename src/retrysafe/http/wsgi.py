@@ -32,7 +32,8 @@ from retrysafe.http.wsgi_run import (
     WsgiRun,
     text_header,
 )
-from retrysafe.idempotency import BlockingIdempotency
+from retrysafe.idempotency import Idempotency
+from retrysafe.runtime.calls import calls_of
 
 _PAGE_METHODS: Final = ("GET", "HEAD")
 _KEY_NAME: Final = "HTTP_IDEMPOTENCY_KEY"
@@ -49,7 +50,7 @@ class WSGIIdempotencyMiddleware:
     def __init__(
         self,
         app: App,
-        idempotency: BlockingIdempotency,
+        idempotency: Idempotency,
         *,
         caller: CallerOf | GlobalCaller,
         rules: Iterable[Rule] | None = None,
@@ -63,7 +64,7 @@ class WSGIIdempotencyMiddleware:
         limits: Limits | None = None,
     ) -> None:
         """Raises `InvalidInput` and `PolicyInvalid` for what would fail with the first request."""
-        if not isinstance(idempotency, BlockingIdempotency):
+        if not isinstance(idempotency, Idempotency):
             raise InvalidInput(
                 f"a WSGI application needs an Idempotency object, got {idempotency!r}"
             )
@@ -71,8 +72,9 @@ class WSGIIdempotencyMiddleware:
         rules = checked_rules(rules)
         self.app = app
         self.idempotency = idempotency
+        self.calls = calls = calls_of(idempotency)
         self.protection = Protection(
-            idempotency.settings,
+            calls.settings,
             caller=caller,
             rules=rules,
             rule=rule,
@@ -118,7 +120,7 @@ class WSGIIdempotencyMiddleware:
             return self.app(environ, start_response)
         finally:
             if not noticed:
-                self.protection.unmatched.note(self.idempotency.report, method, path, keys)
+                self.protection.unmatched.note(self.calls.report, method, path, keys)
 
     def _show_page(
         self, path: str, environ: Environ, start_response: StartResponse
@@ -126,7 +128,7 @@ class WSGIIdempotencyMiddleware:
         request, prefix = request_of(environ), prefix_of(environ)
         return _sent(
             start_response,
-            blocking.page(self.protection, self.idempotency, path, request, prefix),
+            blocking.page(self.protection, self.calls, path, request, prefix),
         )
 
     def _protect(
@@ -157,7 +159,7 @@ class WSGIIdempotencyMiddleware:
     ) -> Iterable[bytes]:
         run = WsgiRun(self.app, plan, environ, start_response)
         try:
-            response = blocking.answered(self.protection, self.idempotency, plan, run)
+            response = blocking.answered(self.protection, self.calls, plan, run)
         except BaseException:
             run.close()
             raise

@@ -16,7 +16,7 @@ from retrysafe.http.held_response import Held, passes_at_once
 from retrysafe.http.protection import UNPROTECTED, Plan
 from retrysafe.http.request import PROTECTED_NAME
 from retrysafe.http.responses import Header, Response
-from retrysafe.http.unserved import is_told, is_unserved
+from retrysafe.http.router_marks import can_tell, is_unserved
 
 Environ = dict[str, Any]
 Write = Callable[[bytes], object]
@@ -37,11 +37,11 @@ class WsgiRun:
 
     __slots__ = (
         "_app",
+        "_can_tell_route",
         "_environ",
         "_headers",
         "_held",
         "_is_gone",
-        "_is_route_told",
         "_is_unserved",
         "_lines",
         "_passes_at_once",
@@ -77,7 +77,7 @@ class WsgiRun:
         self._write: Write | None = None
         self._is_gone = False
         # Whether the environ is going to say if the application has found an endpoint, and did.
-        self._is_route_told = False
+        self._can_tell_route = False
         self._is_unserved = False
         self.has_begun = False
         self.is_passing = False
@@ -95,7 +95,7 @@ class WsgiRun:
         environ, request = self._environ, self._plan.request
         environ[ATTEMPT_NAME] = attempt
         environ[PROTECTED_NAME] = (request.method, request.path)
-        self._is_route_told = self._plan.route.is_beside and is_told(environ)
+        self._can_tell_route = self._plan.route.is_beside and can_tell(environ)
         is_whole = True
         try:
             is_whole = self._collect()
@@ -168,7 +168,7 @@ class WsgiRun:
         ]
         self._passes_at_once = passes_at_once(self._plan, self._lines)
         # Now, because Flask takes its mark away when it has returned.
-        self._is_unserved = self._is_route_told and is_unserved(self._environ)
+        self._is_unserved = self._can_tell_route and is_unserved(self._environ)
         self._held = None
         return self._write_out
 

@@ -97,21 +97,21 @@ class _Lookups:
     """Looks hosts up in threads of their own, so that whoever asks can stop waiting."""
 
     def __init__(self) -> None:
-        self._places = threading.BoundedSemaphore(_LOOKUPS_LIMIT)
+        self._slots = threading.BoundedSemaphore(_LOOKUPS_LIMIT)
         forks.register(self)
 
     def after_fork_in_child(self) -> None:
-        """The threads that would give their places back stayed in the parent."""
-        self._places = threading.BoundedSemaphore(_LOOKUPS_LIMIT)
+        """The threads that would give their slots back stayed in the parent."""
+        self._slots = threading.BoundedSemaphore(_LOOKUPS_LIMIT)
 
     def find(self, host: str, port: int, timeout: float) -> list[str]:
         """The addresses of a host; raises `ConnectTimeout`, and `ConnectError` for an unknown one.
 
-        Also when all places are taken by lookups that nobody waits for any more.
+        Also when all slots are taken by lookups that nobody waits for any more.
         """
         ends_at = time.monotonic() + timeout
-        places = self._places
-        if not places.acquire(timeout=timeout):
+        slots = self._slots
+        if not slots.acquire(timeout=timeout):
             raise httpcore.ConnectTimeout(f"{_LOOKUPS_LIMIT} hosts are being looked up")
         found: queue.SimpleQueue[list[str] | OSError] = queue.SimpleQueue()
 
@@ -121,13 +121,13 @@ class _Lookups:
             except (OSError, UnicodeError) as error:
                 found.put(error if isinstance(error, OSError) else OSError(str(error)))
             finally:
-                places.release()
+                slots.release()
 
         try:
             # A daemon, because a process that ends does not wait for an answer either.
             threading.Thread(target=look_up, name="retrysafe-lookup", daemon=True).start()
         except BaseException:
-            places.release()
+            slots.release()
             raise
         try:
             answer = found.get(timeout=max(0.0, ends_at - time.monotonic()))

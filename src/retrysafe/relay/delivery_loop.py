@@ -277,7 +277,7 @@ class RelayEngine:
         for ending, decision in zip(endings, decisions, strict=False):
             is_delivered = ending.state is EntryState.DELIVERED
             if decision is Decision.LOST and ending.id not in unsure:
-                self._tell_lost(ending.id, "it may be delivered again")
+                self._report_lost(ending.id, "it may be delivered again")
             elif is_delivered:
                 self._report.delivered += 1
         if self._on_report is not None and endings:
@@ -294,9 +294,9 @@ class RelayEngine:
 
     def _drop(self, number: int) -> None:
         if not self._held.lost(number):
-            self._tell_lost(number, "it is not delivered here")
+            self._report_lost(number, "it is not delivered here")
 
-    def _tell_lost(self, number: int, consequence: str) -> None:
+    def _report_lost(self, number: int, consequence: str) -> None:
         self._report.lost += 1
         _logger.warning(
             "another relay or an operator has entry number %d by now: %s", number, consequence

@@ -1,4 +1,4 @@
-"""Crews: threads that block, and tasks that suspend, with the same few methods."""
+"""Pools of deliveries: threads that block, and tasks that suspend, with the same few methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from retrysafe.core.outbox.entries import Entry
 from retrysafe.errors import DeliveryFailed
 from retrysafe.relay.ports import Deliver, Finished, MayBegin, NotBegun, delivery_of, look
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.local_clocks import ThreadSignal
+from retrysafe.runtime.thread_ports import ThreadSignal
 
 
 class ThreadDeliveryPool:

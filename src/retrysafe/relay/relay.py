@@ -1,4 +1,4 @@
-"""The two faces of a relay: one for threads, one for an event loop, with the same methods."""
+"""A relay in two forms: one for threads, one for an event loop, with the same methods."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from retrysafe.relay.targets.function import FunctionInThreads, target_for
 from retrysafe.runtime import local_time
 from retrysafe.runtime.background_thread import BackgroundThread
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.runtime.threaded import ThreadedStore
 
 OnReport = Callable[[RelayReport], None]

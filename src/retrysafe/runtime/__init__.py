@@ -1,1 +1,1 @@
-"""The faces of the engine: threads and asyncio, with what keeps a running operation alive."""
+"""What the engine runs on: ports for threads and for event loops, and calls over them."""

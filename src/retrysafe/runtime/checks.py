@@ -12,21 +12,19 @@ import inspect
 import linecache
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from types import CoroutineType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
-from retrysafe.core.checks import require_function, shown_in_place
-from retrysafe.core.events import Emit
-from retrysafe.core.keys.fingerprint import FingerprintRule
-from retrysafe.core.keys.secret import Secrets
-from retrysafe.core.policy import Policy
+from retrysafe.core.checks import require_function
+from retrysafe.core.keys.key import Key
+from retrysafe.core.model import Condition, Decision, OperatorCommand, StoredKey
 from retrysafe.errors import (
     AwaitForgotten,
     FingerprintImpossible,
     InvalidInput,
-    PolicyInvalid,
+    OperatorRefused,
 )
 from retrysafe.runtime.describe import shown_name
 
@@ -270,88 +268,6 @@ def require_no_positional(misplaced: tuple[object, ...]) -> None:
         )
 
 
-# Settings.
-
-
-def checked_policy(policy: object) -> Policy:
-    """The policy itself; raises `PolicyInvalid` for anything else, such as its settings alone."""
-    if not isinstance(policy, Policy):
-        raise PolicyInvalid(
-            f"policy takes a Policy, such as Policy(lease=timedelta(seconds=5)), got {policy!r}"
-        )
-    return policy
-
-
-def checked_rule(rule: object) -> FingerprintRule:
-    """The rule itself; raises `PolicyInvalid` for anything else."""
-    if not isinstance(rule, FingerprintRule):
-        raise PolicyInvalid(
-            "rule takes a FingerprintRule, such as FingerprintRule(exclude=['/0/sent_at']), got "
-            f"{rule!r}"
-        )
-    return rule
-
-
-def checked_observers(observers: object) -> tuple[Emit, ...]:
-    """The observers; raises `InvalidInput` for one that stands alone, and for what is none."""
-    if not isinstance(observers, Iterable):
-        raise InvalidInput(
-            "observers takes a list of functions of an Event: write observers=[…], got "
-            f"{observers!r}"
-        )
-    found = tuple(observers)
-    for observer in found:
-        if not callable(observer):
-            raise InvalidInput(
-                f"observers takes a list of functions of an Event, and {observer!r} is none"
-            )
-    return found
-
-
-# A secret, or several: the first makes, the others are recognised. None at the end of a list stands
-# for what was made without one.
-SecretSource = bytes | str | Sequence[bytes | str | None] | None
-
-
-def secrets_of(secret: object) -> Secrets:
-    """The secrets; raises `InvalidInput` for what is neither text, bytes nor a list of these.
-
-    And `SecretMissing` for a short one. The secrets themselves are never shown.
-    """
-    if isinstance(secret, str):
-        _require_one_line(secret)
-        # A file or a variable often ends with a line break.
-        secret = [line for line in secret.splitlines() if line]
-    elif secret is None or isinstance(secret, bytes):
-        # Of random bytes any one may be a line break; of a text in bytes it is one.
-        if secret is not None and secret.isascii():
-            text = secret.decode("ascii")
-            if all(map(str.isprintable, text.splitlines())):
-                _require_one_line(text)
-        secret = [secret]
-    if not isinstance(secret, list | tuple):
-        raise InvalidInput(
-            f"secret takes text, bytes or a list of them, got {shown_in_place(secret)}"
-        )
-    values = [item.encode() if isinstance(item, str) else item for item in secret]
-    for value in values:
-        if not isinstance(value, bytes | None):
-            raise InvalidInput(f"a list of secrets has text and bytes, got {shown_in_place(value)}")
-    return Secrets(*values)
-
-
-def _require_one_line(secret: str) -> None:
-    """Raises `InvalidInput` for a text of several lines.
-
-    Taken apart, a PEM file would give three secrets, the first of which everybody knows.
-    """
-    if sum(map(bool, secret.splitlines())) > 1:
-        raise InvalidInput(
-            "the secret has several lines: pass a list, with one item for each secret, or with "
-            "the whole text as its one item"
-        )
-
-
 def require_waiting_threads() -> None:
     """Raises `InvalidInput` where threads are something that cannot wait as ours do.
 
@@ -393,3 +309,45 @@ def running_loop() -> asyncio.AbstractEventLoop:
             "granian or hypercorn's asyncio worker instead of hypercorn -k trio, and use anyio "
             "with its asyncio backend"
         ) from None
+
+
+def require_name(name: object) -> None:
+    """Raises `InvalidInput` where the function stands in the place of its name."""
+    if name is not None and not isinstance(name, str):
+        raise InvalidInput(
+            "resumable takes the name of an operation: write @idem.resumable() or "
+            "@idem.resumable('name') above the function"
+        )
+
+
+def checked_limit(limit: int) -> int:
+    """The limit itself; raises `InvalidInput` for one that would mean everything or nothing."""
+    if limit < 1:
+        raise InvalidInput(f"a limit is a whole number from 1 up, got {limit}")
+    return limit
+
+
+def operator_outcome(
+    decision: Decision, command: OperatorCommand, key: Key, stored: StoredKey | None
+) -> None:
+    """Raises `OperatorRefused` with what to do instead, when the command was refused."""
+    if decision is not Decision.REFUSE:
+        return
+    if stored is None:
+        raise OperatorRefused(
+            f"there is no record of {key}: check the key and the caller", key=key.text
+        )
+    condition = stored.condition
+    advice = {
+        (OperatorCommand.RELEASE, Condition.RUNNING): (
+            "its owner may still be at work; wait for the lease, or force the release if you know "
+            "that the owner is gone"
+        ),
+    }.get((command, condition))
+    if advice is None and command is OperatorCommand.EXPIRE:
+        advice = "a pending record never expires; release it first, or wait for its lease"
+    if advice is None:
+        advice = "the operation succeeded; expire the key if it must be able to run again"
+    raise OperatorRefused(
+        f"cannot {command.value} {key} while it is {condition.value}: {advice}", key=key.text
+    )

@@ -1,18 +1,15 @@
 """From a function and its arguments to a call: key, caller, fingerprint, codec.
 
-Owns what the faces have in common before the engine is asked. It does no I/O.
+Owns what both objects have in common before the engine is asked. It does no I/O.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
-import socket
-import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from types import FunctionType
 from typing import Any, Final
 
@@ -23,25 +20,17 @@ from retrysafe.core.keys.body_key import BodyKey
 from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.keys.framing import Part, frame, part_bytes
 from retrysafe.core.keys.key import (
-    Caller,
-    GlobalCaller,
     Key,
     body_key,
     checked_secret,
-    looks_derived,
     natural_key,
-    scoped_key,
 )
-from retrysafe.core.keys.request_tree import asked_tree
-from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.model import Fingerprint, Payload
 from retrysafe.core.nested_claims import nested
 from retrysafe.core.policy import Policy
+from retrysafe.core.settings import CallerSource, Settings, fingerprints_of
 from retrysafe.core.values.codec import ValueCodec
-from retrysafe.core.values.trees import NotStorable
 from retrysafe.errors import (
-    CallerMissing,
-    FingerprintImpossible,
     InvalidInput,
     KeyInvalid,
     PolicyInvalid,
@@ -59,88 +48,8 @@ class Unset:
 
 UNSET: Final = Unset()
 
-CallerSource = Caller | Callable[[], Caller]
-_NO_TYPES = ValueCodec()
-
 
 KeySource = str | tuple[str, ...] | BodyKey | Callable[..., str | Key | tuple[Part, ...]]
-
-
-def _no_caller(given: object) -> InvalidInput:
-    return InvalidInput(
-        f"caller is a text, a plain function that returns it, or GLOBAL, got {given!r}: write "
-        "str(…) around a number such as the user's id"
-    )
-
-
-def checked_caller(caller: CallerSource | None) -> CallerSource | None:
-    """Whose keys they are, for many calls to come; raises `InvalidInput`.
-
-    Also for an async function: nobody would await it.
-    """
-    if caller is None or isinstance(caller, str | GlobalCaller):
-        return caller
-    if not callable(caller) or inspect.iscoroutinefunction(caller):
-        raise _no_caller(caller)
-    return caller
-
-
-@dataclass(slots=True)
-class Settings:
-    """What a face was made with."""
-
-    caller: CallerSource | None
-    policy: Policy
-    rule: FingerprintRule
-    secrets: Secrets
-
-    def fingerprints(
-        self, rule: FingerprintRule | None, name: str, request: object
-    ) -> tuple[Fingerprint, ...]:
-        """What tells this request from others under its key; raises `FingerprintImpossible`."""
-        return self.secrets.fingerprints(
-            fingerprints_of(self.rule if rule is None else rule, name, request)
-        )
-
-    def key(self, key: str | Key, caller: CallerSource | None) -> Key:
-        """The scoped key; raises `CallerMissing` when nobody said whose it is."""
-        if isinstance(key, Key):
-            if caller is not None:
-                raise InvalidInput("pass a Key or a caller, not both: the Key has its caller")
-            return key
-        source = self.caller if caller is None else caller
-        if source is None:
-            raise CallerMissing(
-                "whose key is it? Pass caller=… with the authenticated account (a text, or a "
-                "function that returns it), or caller=GLOBAL for one namespace shared by everybody"
-            )
-        # Spelled out: the type `str | GlobalCaller` would be made anew for every call.
-        if (
-            type(source) is not str
-            and not isinstance(source, GlobalCaller)
-            and not isinstance(source, str)
-        ):
-            if not callable(source):
-                raise _no_caller(source)
-            source = source()
-        return scoped_key(key, source)
-
-    def call_key(self, key: str | Key, caller: CallerSource | None) -> Key:
-        """The same for a key to run under; raises `KeyInvalid` for a copy of a derived key."""
-        scoped = self.key(key, caller)
-        if looks_derived(scoped.text):
-            raise KeyInvalid(
-                "a text of this form is a copy of a key that is made from values, and whoever "
-                "chooses keys could take such a key in advance: pass what natural_key(…) returns, "
-                "or another key",
-                key=scoped.text,
-            )
-        return scoped
-
-
-def owner_name() -> str:
-    """Who holds a claim, for operators: host and process id."""
-    return f"{socket.gethostname()[:100]}:{os.getpid()}"
 
 
 def asked_for(operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -168,79 +77,6 @@ def shown_name(operation: Callable[..., Any]) -> str:
     return f"the operation {name or UNNAMED}"
 
 
-def classes_in(annotation: Any) -> Iterable[type]:
-    """The classes that an annotation mentions."""
-    arguments = typing.get_args(annotation)
-    for argument in arguments:
-        yield from classes_in(argument)
-    if not arguments and isinstance(annotation, type):
-        yield annotation
-
-
-def codec_for(operation: Callable[..., Any], returns: type | tuple[type, ...] | None) -> ValueCodec:
-    """The codec that can rebuild what the operation returns."""
-    if returns is not None:
-        return codec_of(returns)
-    if "return" not in getattr(operation, "__annotations__", {}):
-        return _NO_TYPES
-    return _annotated_codec(operation)
-
-
-@lru_cache(maxsize=512)
-def _annotated_codec(operation: Callable[..., Any]) -> ValueCodec:
-    """The codec of the classes in an operation's return annotation, made once."""
-    try:
-        annotation = typing.get_type_hints(operation).get("return")
-    except Exception:
-        return _NO_TYPES  # An annotation that cannot be resolved here is only a missing hint.
-    types = tuple(classes_in(annotation))
-    return ValueCodec(types) if types else _NO_TYPES
-
-
-def codec_of(returns: type | tuple[type, ...] | None) -> ValueCodec:
-    """The codec that can rebuild values of the declared types."""
-    if returns is None:
-        return _NO_TYPES
-    return ValueCodec(returns if isinstance(returns, tuple) else tuple(classes_in(returns)))
-
-
-def request_tree(request: object) -> Any:
-    """What is asked for as a JSON tree; raises `FingerprintImpossible`."""
-    try:
-        return asked_tree(request)
-    except (NotStorable, RecursionError) as error:
-        raise FingerprintImpossible(
-            f"two requests can only be told apart by values with a stable form: {error}. Leave it "
-            "out with ignore=…, or pass request=… with what identifies the request"
-        ) from None
-
-
-# What calls without arguments ask for, by rule and name. A closure brings its arguments along, so
-# these are many calls of few operations.
-_EMPTY_LIMIT: Final = 512
-_empty: dict[tuple[int, str], tuple[FingerprintRule, tuple[Fingerprint, ...]]] = {}
-
-
-def fingerprints_of(rule: FingerprintRule, name: str, request: object) -> tuple[Fingerprint, ...]:
-    """The same without a secret."""
-    if type(request) is list and not request:
-        known = _empty.get((id(rule), name))
-        # The rule is held with it, so that its id is nobody else's.
-        if known is None:
-            known = (rule, rule.fingerprints_of_value(name.encode(), tree=request))
-            if len(_empty) < _EMPTY_LIMIT:
-                _empty[id(rule), name] = known
-        return known[1]
-    tree = request_tree(request)
-    try:
-        return rule.fingerprints_of_value(name.encode(), tree=tree)
-    except ValueError as error:
-        raise FingerprintImpossible(
-            f"the request has no canonical form: {error}. Leave it out with ignore=…, or pass "
-            "request=… with what identifies the request"
-        ) from None
-
-
 @dataclass(slots=True)
 class Once:
     """A decorated function: how its calls become keys and requests."""
@@ -251,7 +87,7 @@ class Once:
     name: str
     caller: CallerSource | None
     policy: Policy
-    rule: FingerprintRule | None
+    fingerprint: FingerprintRule | None
     codec: ValueCodec
     ignore: frozenset[str]
     # How long the key is remembered; None for a `BodyKey`, which has a window of its own.
@@ -312,7 +148,7 @@ class Once:
         request = {
             name: value for name, value in bound.arguments.items() if name not in self.ignore
         }
-        plain = fingerprints_of(self.rule or self.settings.rule, self.name, request)
+        plain = fingerprints_of(self.fingerprint or self.settings.fingerprint, self.name, request)
         fingerprints = self.settings.secrets.fingerprints(plain)
         key, is_derived = self._key(bound, args, kwargs, plain[0])
         takes_corrections = is_derived and bool(self.policy.nothing_happened)

@@ -1,7 +1,8 @@
-"""Drives an `async def` flow over blocking ports without an event loop."""
+"""Drives an `async def` flow: over blocking ports without an event loop, or out of sight of one."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -24,3 +25,17 @@ def run_sync(flow: Coroutine[Any, Any, T]) -> T:
     raise FlowSuspended(
         "a blocking call met a store that needs an event loop: use AsyncIdempotency with it"
     )
+
+
+def hidden_task(
+    flow: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop
+) -> asyncio.Task[None]:
+    """A task for what has to be written whatever becomes of its callers.
+
+    Whoever ends a loop cancels all tasks that it can find, as `asyncio.run` does. This one cannot
+    be found, so that the row is written before the loop ends: see `LoopPorts`. It does not begin
+    within this call either, as the loop's own factory may have it.
+    """
+    task = asyncio.Task(flow, loop=loop)
+    asyncio._unregister_task(task)  # noqa: SLF001 — documented for those who extend asyncio.
+    return task

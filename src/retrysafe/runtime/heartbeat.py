@@ -20,7 +20,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from retrysafe.core.events import Event, EventKind, Reporter
 from retrysafe.core.lease import Lease
 from retrysafe.core.ports import ExtendsAnywhere, Store, Waits
-from retrysafe.core.renewal import due_leases, next_renewal, renew
+from retrysafe.core.renewal import due_leases, held_leases, next_renewal, renew
 from retrysafe.runtime import local_time
 from retrysafe.runtime.drive import run_sync
 
@@ -251,7 +251,7 @@ class _ThreadBeat:
     def _renew_when_due(self, drive: Drive) -> None:
         # While this looks, every new lease is announced: none can fall in between.
         self._wakes_at = math.inf
-        leases = list(self.leases.values())
+        leases = held_leases(self.leases)
         now = self._monotonic()
         due = due_leases(leases, now)
         if due:
@@ -377,7 +377,7 @@ class _TaskBeat:
             self.task.add_done_callback(self._renewed)
 
     async def _renew(self) -> None:
-        due = due_leases(list(self.leases.values()), self._monotonic())
+        due = due_leases(held_leases(self.leases), self._monotonic())
         if due:
             await renew(self._store, due, self._monotonic, self._report)
 

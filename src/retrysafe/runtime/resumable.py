@@ -1,6 +1,6 @@
 """Resumable operations: registered by name, with what turns their arguments into bytes and back.
 
-Owns the registry of one face. An operation is found by its name in a record, and by the function
+Owns the registry of one object. An operation is found by its name in a record, and by the function
 itself in a call, so that declaring it once is enough.
 """
 
@@ -16,10 +16,11 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.model import Fingerprint, Payload, StoredKey
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.recovery import key_of
+from retrysafe.core.values.annotations import classes_in
 from retrysafe.core.values.codec import OutcomeCodec, ValueCodec, message_of
 from retrysafe.core.values.trees import NotReadable, NotStorable
 from retrysafe.errors import ArgumentsNotStorable, InvalidInput
-from retrysafe.runtime.describe import classes_in, shown_name
+from retrysafe.runtime.describe import shown_name
 
 # Answers a call by running the function with these arguments.
 Run = Callable[[Call, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Awaitable[Any]]
@@ -95,7 +96,7 @@ class Resumable:
 
 
 class Resumables:
-    """The resumable operations of one face."""
+    """The resumable operations of one object."""
 
     __slots__ = ("by_function", "by_name")
 

@@ -1,11 +1,10 @@
-"""Steps as functions, and how the faces make the calls of steps."""
+"""Steps as functions: calling one inside an operation is a step of that operation."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from types import CoroutineType
 from typing import Any, Final, ParamSpec, TypeVar
 
 from retrysafe.core.steps.history import (
@@ -16,47 +15,15 @@ from retrysafe.core.steps.history import (
     checked_name,
     require_undo,
 )
-from retrysafe.core.values.codec import ValueCodec
 from retrysafe.errors import InvalidInput
-from retrysafe.runtime.checks import async_here, not_awaited, require_runnable
+from retrysafe.runtime.checks import require_runnable
 from retrysafe.runtime.current import current_attempt
-from retrysafe.runtime.describe import codec_for
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 # Annotations that are texts themselves, of functions that certainly return no step's name.
 _NO_TEXTS: Final = frozenset({"None", "bool", "bytes", "dict", "float", "int", "list", "tuple"})
-
-
-async def perform_blocking(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """The call of a step in a thread; refuses one that would have to be awaited."""
-    require_runnable(call)
-    value = call(*args)
-    if type(value) is CoroutineType:
-        raise async_here("the step", call, value)
-    return value
-
-
-async def perform_suspending(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """The call of a step in a task: awaited when there is something to await.
-
-    Raises `AwaitForgotten` for one that returns a coroutine.
-    """
-    require_runnable(call)
-    value = call(*args)
-    if type(value) is CoroutineType or inspect.isawaitable(value):
-        value = await value
-        if type(value) is CoroutineType:
-            raise not_awaited("the step", value)
-    return value
-
-
-def codec_of_step(call: Callable[..., Any], returns: type | tuple[type, ...] | None) -> ValueCodec:
-    """The codec that can rebuild what the call returns, seen through `functools.partial`."""
-    while isinstance(call, functools.partial):
-        call = call.func
-    return codec_for(call, returns)
 
 
 def step(

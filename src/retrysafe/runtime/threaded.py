@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,8 +33,8 @@ from retrysafe.core.ports import (
     Transaction,
     Waits,
 )
+from retrysafe.reentry import require_outside
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.reentry import require_outside
 from retrysafe.runtime.thread_pool import ThreadPool
 from retrysafe.runtime.threaded_outbox import ThreadedOutbox
 
@@ -73,7 +74,7 @@ class ThreadedStore:
 
     def require_outside(self) -> None:
         """Raises `StoreUnavailable` where this task would wait for an atomic block of its own."""
-        require_outside(self._store)
+        require_outside(self._store, asyncio.current_task())
 
     async def commit(
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]

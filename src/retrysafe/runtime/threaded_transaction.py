@@ -1,7 +1,11 @@
-"""A user's blocking transaction in an event loop: every call is one hop to a worker thread."""
+"""Joining a user's transaction, and a blocking one in an event loop.
+
+There every call is one hop to a worker thread.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +19,8 @@ from retrysafe.core.model import (
     StepWrite,
 )
 from retrysafe.core.ports import Fate, Store, Transaction, Waits
-from retrysafe.runtime.reentry import OpenBlock
+from retrysafe.errors import InvalidInput
+from retrysafe.reentry import OpenBlock
 from retrysafe.runtime.thread_pool import ThreadPool
 from retrysafe.runtime.threaded import drive_in_thread
 
@@ -66,7 +71,9 @@ class ThreadedTransaction:
         """Keeps other transactions off the key."""
         is_locked = await self._hop(self._transaction.lock, key, wait_seconds)
         if is_locked and self._store.capabilities.has_one_writer:
-            self._block = OpenBlock(self._store, self._transaction)
+            # Port `SoleWriter`.
+            is_open = getattr(self._transaction, "is_open", None)
+            self._block = OpenBlock(self._store, asyncio.current_task(), is_open)
         return is_locked
 
     def _leave_block(self) -> None:
@@ -105,6 +112,28 @@ class ThreadedTransaction:
     async def step_fate(self, write: StepWrite) -> Fate:
         """What became of a step."""
         return await self._last_hop(self._transaction.step_fate, write)
+
+
+def joined(store: Store, connection: object, waits: Waits | None) -> Transaction:
+    """The user's transaction, if the store can work in it and it waits as it must.
+
+    None takes either kind. Raises `InvalidInput`.
+    """
+    join: Callable[[object], Transaction] | None = getattr(store, "join", None)
+    if join is None:
+        raise InvalidInput(
+            f"{type(store).__name__} has no transactions to join: atomic mode needs a PostgreSQL "
+            "or a SQLite store"
+        )
+    transaction = join(connection)
+    if waits is Waits.SUSPENDING and transaction.waits is store.capabilities.waits:
+        # A store that blocks is used through a thread, and so are its transactions.
+        transaction = in_thread(transaction, store)
+    if waits is not None and transaction.waits is not waits:
+        needed = "Idempotency" if transaction.waits is Waits.BLOCKING else "AsyncIdempotency"
+        kind = type(connection)
+        raise InvalidInput(f"use {needed} with {kind.__module__}.{kind.__qualname__}")
+    return transaction
 
 
 def in_thread(transaction: Transaction, store: Store) -> Transaction:

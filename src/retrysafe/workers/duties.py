@@ -18,7 +18,7 @@ from retrysafe.core.events import Reporter
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import SweepReport
 from retrysafe.core.pace import rest_within_walk
-from retrysafe.core.ports import Lock, Signal, Store, Waiting, WorkerPool
+from retrysafe.core.ports import LocalClock, Lock, Signal, Store, WorkerPool
 from retrysafe.core.recovery import AbandonedReport, Recovery, RecoveryReport, Resumer
 from retrysafe.errors import InvalidInput, StoreUnavailable
 from retrysafe.workers.sweeper import Sweeper
@@ -61,7 +61,7 @@ class WorkerPolicy:
 def duties_of(
     *,
     store: Store,
-    waiting: Waiting,
+    clock: LocalClock,
     pool: DrainablePool,
     lock: Lock,
     resumers: Mapping[str, Resumer],
@@ -82,7 +82,7 @@ def duties_of(
     return {
         "recovery": RecoveryDuty(recovery, pool, policy.interval),
         "abandoned": ReportDuty(recovery, policy.report_interval),
-        "sweep": SweepDuty(store, waiting),
+        "sweep": SweepDuty(store, clock),
     }
 
 
@@ -227,11 +227,11 @@ class ReportDuty:
 class SweepDuty:
     """Removes what is past its window, and tends the partitions of a store that has some."""
 
-    def __init__(self, store: Store, waiting: Waiting) -> None:
+    def __init__(self, store: Store, clock: LocalClock) -> None:
         self._store = store
-        self._waiting = waiting
+        self._clock = clock
         self._total = SweepReport()
-        self._sweeper = Sweeper(store, waiting, on_round=self._add, on_outage=_log_outage)
+        self._sweeper = Sweeper(store, clock, on_round=self._add, on_outage=_log_outage)
 
     @property
     def report(self) -> SweepReport:
@@ -245,12 +245,12 @@ class SweepDuty:
     async def drain(self) -> None:
         """Sweeps until nothing is left, with rests: a service may be at work on the same store."""
         for _ in range(_DRAIN_ROUNDS_LIMIT):
-            started_at = self._waiting.monotonic()
+            started_at = self._clock.monotonic()
             report = await self._store.sweep(_DRAIN_LIMIT)
             self._add(report)
             if not report.has_more:
                 return
-            await self._waiting.sleep(rest_within_walk(self._waiting.monotonic() - started_at))
+            await self._clock.sleep(rest_within_walk(self._clock.monotonic() - started_at))
 
     def stop(self) -> None:
         """A round is short."""

@@ -1,4 +1,4 @@
-"""Crews for recovery: a few threads that block, or a few tasks that suspend."""
+"""Pools for recovery: a few threads that block, or a few tasks that suspend."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class ThreadWorkerPool:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._places: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._slots: queue.SimpleQueue[bool] = queue.SimpleQueue()
         for _ in range(size):
-            self._places.put(True)
+            self._slots.put(True)
         self._is_stopping = False
 
     async def wait_for_room(self, timeout_seconds: float) -> bool:
-        """Blocks until a place is free or the pool is being stopped, or until the time is over."""
+        """Blocks until a slot is free or the pool is being stopped, or until the time is over."""
         try:
-            place = self._places.get(timeout=min(timeout_seconds, threading.TIMEOUT_MAX))
+            slot = self._slots.get(timeout=min(timeout_seconds, threading.TIMEOUT_MAX))
         except queue.Empty:
             return False
-        self._places.put(place)
+        self._slots.put(slot)
         return True
 
     async def has_room(self) -> bool:
-        """Blocks until a place is free; False when the pool is being stopped."""
-        if self._places.get():
+        """Blocks until a slot is free; False when the pool is being stopped."""
+        if self._slots.get():
             if not self._is_stopping:
                 return True
-            self._places.put(True)
+            self._slots.put(True)
         return False
 
     def start(self, flow: Coroutine[Any, Any, None]) -> None:
@@ -55,9 +55,9 @@ class ThreadWorkerPool:
         try:
             thread.start()
         except Exception:
-            # Nobody else gives the place back, and whoever drains the pool would wait for ever.
+            # Nobody else gives the slot back, and whoever drains the pool would wait for ever.
             flow.close()
-            self._places.put(True)
+            self._slots.put(True)
             raise
 
     def _run(self, flow: Coroutine[Any, Any, None]) -> None:
@@ -68,12 +68,12 @@ class ThreadWorkerPool:
             if isinstance(error, Exception):
                 raise
         finally:
-            self._places.put(True)
+            self._slots.put(True)
 
     def stop(self) -> None:
         """Starts nothing more; safe in a signal's function."""
         self._is_stopping = True
-        self._places.put(False)
+        self._slots.put(False)
 
     def give_up(self) -> None:
         """Does nothing: what is under way goes on."""
@@ -82,9 +82,9 @@ class ThreadWorkerPool:
         """Blocks until everything that was started has ended."""
         free = 0
         while free < self.size:
-            free += self._places.get()
+            free += self._slots.get()
         for _ in range(free):
-            self._places.put(True)
+            self._slots.put(True)
 
 
 class TaskWorkerPool:
@@ -98,7 +98,7 @@ class TaskWorkerPool:
         self.has_given_up = False
 
     async def wait_for_room(self, timeout_seconds: float) -> bool:
-        """Suspends until a place is free or the pool is being stopped, or until time is over."""
+        """Suspends until a slot is free or the pool is being stopped, or until time is over."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self.has_room()
@@ -107,7 +107,7 @@ class TaskWorkerPool:
         return True
 
     async def has_room(self) -> bool:
-        """Suspends until a place is free; False when the pool is being stopped."""
+        """Suspends until a slot is free; False when the pool is being stopped."""
         while len(self._tasks) >= self.size and not self._is_stopping:
             self._news.clear()
             await self._news.wait()

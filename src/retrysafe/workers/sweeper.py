@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from retrysafe.core.model import SweepReport
 from retrysafe.core.pace import Pace
-from retrysafe.core.ports import Signal, Store, Waiting
+from retrysafe.core.ports import LocalClock, Signal, Store
 from retrysafe.errors import StoreUnavailable
 
 
@@ -16,14 +16,14 @@ class Sweeper:
     def __init__(
         self,
         store: Store,
-        waiting: Waiting,
+        clock: LocalClock,
         *,
         pace: Pace | None = None,
         on_round: Callable[[SweepReport], None] | None = None,
         on_outage: Callable[[StoreUnavailable], None] | None = None,
     ) -> None:
         self._store = store
-        self._waiting = waiting
+        self._clock = clock
         self._pace = pace or Pace()
         self._on_round = on_round
         self._on_outage = on_outage
@@ -36,7 +36,7 @@ class Sweeper:
                 return
 
     async def _round(self) -> float:
-        started_at = self._waiting.monotonic()
+        started_at = self._clock.monotonic()
         try:
             report = await self._store.sweep(self._pace.limit)
         except StoreUnavailable as error:
@@ -46,5 +46,5 @@ class Sweeper:
         if self._on_round is not None:
             self._on_round(report)
         return self._pace.rest_after(
-            report, started_at=started_at, ended_at=self._waiting.monotonic()
+            report, started_at=started_at, ended_at=self._clock.monotonic()
         )

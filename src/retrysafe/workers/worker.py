@@ -1,4 +1,4 @@
-"""The two faces of a worker: one for threads, one for an event loop, with the same methods.
+"""A worker in two forms: one for threads, one for an event loop, with the same methods.
 
 A worker is a list of duties by name. Anything with `run`, `drain`, `stop` and `report` is one; a
 relay is.
@@ -15,7 +15,8 @@ from typing import Any, Final, Protocol, Self
 
 from retrysafe.runtime.background_thread import BackgroundThread, log_end
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.local_clocks import TaskSignal, ThreadSignal
+from retrysafe.runtime.task_ports import TaskSignal
+from retrysafe.runtime.thread_ports import ThreadSignal
 from retrysafe.workers.duties import Flow
 
 # A signal that the system gives to another thread does not wake the main one, and only that runs

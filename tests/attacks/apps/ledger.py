@@ -7,8 +7,8 @@ from datetime import timedelta
 
 from retrysafe import Policy
 
-STORE_VARIABLE = "SHAPES_STORE"
-LEDGER_VARIABLE = "SHAPES_LEDGER"
+STORE_VARIABLE = "DEPLOYMENT_STORE"
+LEDGER_VARIABLE = "DEPLOYMENT_LEDGER"
 # Short, so that an operation outlives it in a test; renewals are what keeps its key.
 LEASE = timedelta(seconds=1)
 POLICY = Policy(lease=LEASE)

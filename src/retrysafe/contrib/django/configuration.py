@@ -20,19 +20,21 @@ from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
 from retrysafe import forks
+from retrysafe.async_idempotency import AsyncIdempotency
 from retrysafe.contrib.django.views import outcome_of, serve_view
 from retrysafe.errors import RetrysafeError
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.protection import Protection
 from retrysafe.http.routes import Route
 from retrysafe.http.rules import Rule
-from retrysafe.wiring import AsyncIdempotency, Idempotency
+from retrysafe.idempotency import Idempotency
+from retrysafe.runtime.calls import calls_of
 
 SETTING: Final = "RETRYSAFE"
 # What the options of Idempotency and of Protection are called in the setting.
-_FACE_NAMES: Final = {
+_IDEMPOTENCY_NAMES: Final = {
     "POLICY": "policy",
-    "FINGERPRINT": "rule",
+    "FINGERPRINT": "fingerprint",
     "SECRET": "secret",
     "CACHE": "cache",
     "OBSERVERS": "observers",
@@ -46,11 +48,11 @@ _PROTECTION_NAMES: Final = {
     "BREAKER": "breaker",
     "LIMITS": "limits",
 }
-_NAMES: Final = {"STORE", "CALLER", "RULES", "POLICY_PAGE", *_FACE_NAMES, *_PROTECTION_NAMES}
+_NAMES: Final = {"STORE", "CALLER", "RULES", "POLICY_PAGE", *_IDEMPOTENCY_NAMES, *_PROTECTION_NAMES}
 
 
 class Configuration:
-    """What the project's views share: the protection, and a face for threads and for the loop.
+    """What the project's views share: the protection, and the two objects.
 
     Views that block use `Idempotency`, views of an event loop `AsyncIdempotency`, both over the
     same store. Raises `ImproperlyConfigured`.
@@ -66,11 +68,12 @@ class Configuration:
             if name not in options:
                 raise ImproperlyConfigured(f"{SETTING} needs {name}: {_WHY[name]}")
         self._store = _imported(options, "STORE", "://")
-        self._face = _renamed(options, _FACE_NAMES)
+        self._options = _renamed(options, _IDEMPOTENCY_NAMES)
         try:
-            self.idempotency = Idempotency(self._store, **self._face)
+            self.idempotency = Idempotency(self._store, **self._options)
+            self.calls = calls_of(self.idempotency)
             self.protection = Protection(
-                self.idempotency.settings,
+                self.calls.settings,
                 caller=_imported(options, "CALLER"),
                 rules=_imported(options, "RULES") if "RULES" in options else (),
                 policy_page=_imported(options, "POLICY_PAGE") if "POLICY_PAGE" in options else True,
@@ -90,24 +93,26 @@ class Configuration:
         if self._on_loop is None:
             with self._lock:
                 if self._on_loop is None:
-                    face = AsyncIdempotency(self._store, **self._face)
-                    face.run_times = self.idempotency.run_times
-                    self._on_loop = IdempotencyMiddleware.sharing(serve_view, face, self.protection)
+                    idempotency = AsyncIdempotency(self._store, **self._options)
+                    calls_of(idempotency).run_times = self.calls.run_times
+                    self._on_loop = IdempotencyMiddleware.sharing(
+                        serve_view, idempotency, self.protection
+                    )
         return self._on_loop
 
     def route(
-        self, rule: Rule, place: str | None, locate: Callable[[], Rule | None]
+        self, rule: Rule, path: str | None, locate: Callable[[], Rule | None]
     ) -> Route | None:
-        """The rule made ready for a place; a rule lives as long as the view that holds it."""
-        known = (id(rule), place)
+        """The rule made ready for a path; a rule lives as long as the view that holds it."""
+        known = (id(rule), path)
         if known not in self._routes:
-            placed = locate()
-            self._routes[known] = None if placed is None else self.made_route(placed)
+            at_path = locate()
+            self._routes[known] = None if at_path is None else self.made_route(at_path)
         return self._routes[known]
 
     def made_route(self, rule: Rule) -> Route:
         """A rule made ready; raises `PolicyInvalid` and `SecretMissing`."""
-        return Route(rule, self.idempotency.settings)
+        return Route(rule, self.calls.settings)
 
 
 _WHY: Final = {

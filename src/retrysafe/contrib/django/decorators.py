@@ -15,7 +15,7 @@ from django.http.multipartparser import MultiPartParserError
 
 from retrysafe.contrib.django.configuration import Configuration, current
 from retrysafe.contrib.django.pages import require_status_page
-from retrysafe.contrib.django.route_names import place_of
+from retrysafe.contrib.django.route_names import path_of
 from retrysafe.contrib.django.transactions import (
     EXEMPTION_NAME,
     exemption,
@@ -112,9 +112,7 @@ def _answered(
             require_none_open()
         return run()
 
-    return answer(
-        made.protection, made.idempotency, plan, checked, functools.partial(_caught, request)
-    )
+    return answer(made.protection, made.calls, plan, checked, functools.partial(_caught, request))
 
 
 async def _answered_on_loop(rule: Rule, view: Any, request: Any, run: Callable[[], Any]) -> Any:
@@ -142,31 +140,29 @@ async def _answered_on_loop(rule: Rule, view: Any, request: Any, run: Callable[[
     # Under WSGI each request has a loop of its own, which ends with it: the thread that serves
     # the request is what lasts.
     blocking_view: Any = async_to_sync(awaited)
-    return await sync_to_async(answer)(
-        made.protection, made.idempotency, plan, blocking_view, caught
-    )
+    return await sync_to_async(answer)(made.protection, made.calls, plan, blocking_view, caught)
 
 
 def _route(made: Configuration, rule: Rule, view: Any, plain: Any) -> Route | None:
-    """The rule at the place of the request's view; None when it does not protect this method."""
+    """The rule at the path of the request's view; None when it does not protect this method."""
     match = plain.resolver_match
-    place = None if match is None else place_of(match.route)
+    path = None if match is None else path_of(match.route)
     name = getattr(view, "__qualname__", "") if match is None else match.view_name or match.route
     names = frozenset(_parameters(plain))
-    route = made.route(rule, place, functools.partial(_located, rule, place, name, names))
+    route = made.route(rule, path, functools.partial(_located, rule, path, name, names))
     if route is None or not route.rule.protected or plain.method not in route.operations:
         return None
     return route
 
 
-def _located(rule: Rule, place: str | None, name: str, names: frozenset[str]) -> Rule | None:
+def _located(rule: Rule, path: str | None, name: str, names: frozenset[str]) -> Rule | None:
     if rule.in_flight is ACCEPT:
         require_status_page()
-    placed = located(rule, place, name=name)
-    if placed is not None and placed.path is not None:
+    at_path = located(rule, path, name=name)
+    if at_path is not None and at_path.path is not None:
         # A regular expression may have parameters that not every request has.
-        require_parameters(placed, names.union(names_in(placed.path)))
-    return placed
+        require_parameters(at_path, names.union(names_in(at_path.path)))
+    return at_path
 
 
 def _parameters(plain: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from retrysafe.contrib.django.views import (
     notice,
     plan_on_loop,
     planned,
-    tell_unmatched,
+    report_unmatched,
 )
 from retrysafe.http.headers import length_of
 from retrysafe.http.protection import Plan
@@ -57,14 +57,14 @@ class RetrysafeMiddleware:
             if _is_page(request):
                 return page(request)
             response = self.get_response(_readable(request))
-            tell_unmatched(made.protection, made.idempotency, request)
+            report_unmatched(made.protection, made.calls, request)
             return response
         notice(request)
         plan = planned(made.protection, match[0], request, dict(match[1]))
         if not isinstance(plan, Plan):
             return self.get_response(request) if plan is None else plan
         run = functools.partial(self.get_response, request)
-        return answer(made.protection, made.idempotency, plan, run, None)
+        return answer(made.protection, made.calls, plan, run, None)
 
     def process_exception(self, request: Any, error: Exception) -> None:
         """Notes an exception that came after a commit, before Django makes a 500 of it."""
@@ -80,7 +80,7 @@ class RetrysafeMiddleware:
             if _is_page(request):
                 return await sync_to_async(page)(request)
             response = await self.get_response(_readable(request))
-            tell_unmatched(made.protection, made.idempotency, request)
+            report_unmatched(made.protection, made.calls, request)
             return response
         notice(request)
         plan = await plan_on_loop(made.protection, match[0], request, dict(match[1]))

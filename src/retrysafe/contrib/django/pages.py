@@ -14,8 +14,8 @@ from django.urls import Resolver404, get_resolver, resolve
 from django.utils.module_loading import import_string
 
 from retrysafe.contrib.django.configuration import current
-from retrysafe.contrib.django.route_names import place_of
-from retrysafe.contrib.django.views import asked_of, native_of, prefix_of
+from retrysafe.contrib.django.route_names import path_of
+from retrysafe.contrib.django.views import native_of, prefix_of, unread_request
 from retrysafe.contrib.views import RULE_NAME, located
 from retrysafe.http import blocking
 from retrysafe.http.rules import STATE_CHANGING, Rule
@@ -36,9 +36,9 @@ def page(request: Any, key: str | None = None) -> HttpResponseBase:
         protection.endpoints = tuple(map(made.made_route, _located_rules()))
     shown = blocking.page(
         protection,
-        made.idempotency,
+        made.calls,
         path,
-        asked_of(request),
+        unread_request(request),
         prefix_of(request),
         async_to_sync(protection.caller_on_loop) if protection.has_async_caller else None,
     )
@@ -70,9 +70,9 @@ def _located_rules() -> Iterator[Rule]:
                 held.setdefault(id(rule), (rule, []))[1].append(method)
         name = getattr(callback, "__qualname__", repr(callback))
         for rule, methods in held.values():
-            placed = located(rule, place_of(route), methods=methods, name=name)
-            if placed is not None:
-                yield placed
+            at_path = located(rule, path_of(route), methods=methods, name=name)
+            if at_path is not None:
+                yield at_path
 
 
 def _views(resolver: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -19,7 +19,7 @@ _PLAIN_PARAMETER: Final = re.compile(r"<[^<>]*>")
 
 
 @lru_cache(maxsize=1024)
-def place_of(route: str) -> str:
+def path_of(route: str) -> str:
     """The route with a slash in front; a regular expression is told by its groups."""
     if _EXPRESSION.search(_PLAIN_PARAMETER.sub("", route)):
         route = replace_named_groups(remove_non_capturing_groups(route))

@@ -37,12 +37,12 @@ from retrysafe.http.asgi_run import PASSING_NAME, Message, Receive, Scope, Send
 from retrysafe.http.protection import Plan, Protection
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Header, Response, response_of
+from retrysafe.http.router_marks import UNSERVED_NAME
 from retrysafe.http.routes import Route
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
-from retrysafe.http.unserved import UNSERVED_NAME
 from retrysafe.http.wsgi import request_of
 from retrysafe.http.wsgi_run import ATTEMPT_NAME
-from retrysafe.idempotency import BlockingIdempotency
+from retrysafe.runtime.calls import Calls
 
 View = Callable[[], Any]
 # Answers an exception of a view, or raises it again.
@@ -100,11 +100,11 @@ def is_run(plain: Any) -> bool:
     run = _around(plain).get(PROTECTED_NAME)
     if run is None:
         return False
-    asked = asked_of(plain)
+    asked = unread_request(plain)
     return bool(run == (asked.method, asked.path))
 
 
-def asked_of(request: Any) -> Request:
+def unread_request(request: Any) -> Request:
     """The request with its body unread; its host is what the view is called with."""
     plain = django_request(request)
     scope = getattr(plain, "scope", None)
@@ -131,7 +131,7 @@ def _around(plain: Any) -> Any:
     return getattr(plain, "scope", None) or plain.META
 
 
-def tell_unmatched(protection: Protection, idempotency: BlockingIdempotency, plain: Any) -> None:
+def report_unmatched(protection: Protection, calls: Calls, plain: Any) -> None:
     """Tells of a key whose request has passed, and no rule has looked at it."""
     method, path = plain.method, plain.path_info
     if (
@@ -142,11 +142,11 @@ def tell_unmatched(protection: Protection, idempotency: BlockingIdempotency, pla
         or protection.table.is_covered(method, path)
     ):
         return
-    keys = keys_in(method, asked_of(plain).raw_headers)
+    keys = keys_in(method, unread_request(plain).raw_headers)
     if keys:
         match = plain.resolver_match
-        place = path if match is None else f"/{match.route}"
-        protection.unmatched.note(idempotency.report, method, place, keys)
+        route = path if match is None else f"/{match.route}"
+        protection.unmatched.note(calls.report, method, route, keys)
 
 
 def planned(
@@ -167,7 +167,7 @@ def _begun(
     *,
     is_on_loop: bool = False,
 ) -> Plan | Response | None:
-    asked, prefix = asked_of(request), prefix_of(django_request(request))
+    asked, prefix = unread_request(request), prefix_of(django_request(request))
     asked.parameters = parameters
     return protection.begin(route, asked, prefix, is_on_loop=is_on_loop)
 
@@ -253,7 +253,7 @@ def _refuse_hook_error(error: Exception, plain: Any) -> None:
 
 def answer(
     protection: Protection,
-    idempotency: BlockingIdempotency,
+    calls: Calls,
     plan: Plan,
     view: View,
     answering: Answering | None,
@@ -287,7 +287,7 @@ def answer(
             _serving.reset(token)
 
     made = ViewRun(run, discard)
-    response, added = made.answered(protection, idempotency, plan)
+    response, added = made.answered(protection, calls, plan)
     return native_of(response) if added is None else with_headers(made.native, added)
 
 

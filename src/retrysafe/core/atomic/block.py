@@ -7,15 +7,13 @@ must not know databases; it speaks to the `Transaction` port.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from typing import Any, Final
 
 from retrysafe.core.call import Call
-from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.events import EventKind
 from retrysafe.core.keys.framing import Part
 from retrysafe.core.keys.key import Key, checked_secret, child_key
-from retrysafe.core.keys.secret import NO_SECRETS, Secrets
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
@@ -29,9 +27,9 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.outbox.staging import Staging
 from retrysafe.core.policy import InFlight
-from retrysafe.core.ports import Transaction, Waiting
+from retrysafe.core.ports import Ports, Transaction
 from retrysafe.core.replay import in_flight, replayed_value, reused
-from retrysafe.core.run_times import RunTimes
+from retrysafe.core.settings import Settings
 from retrysafe.core.values import codec
 from retrysafe.errors import ClaimLost, InvalidInput, OperationInFlight, OutcomeMissing
 
@@ -95,17 +93,7 @@ class AtomicBlock:
     """One pass through an atomic block."""
 
     def __init__(
-        self,
-        call: Call,
-        transaction: Transaction,
-        *,
-        waiting: Waiting,
-        mint_token: Callable[[], bytes],
-        report: Reporter,
-        owner: str = "",
-        secrets: Secrets = NO_SECRETS,
-        has_outbox: bool = False,
-        run_times: RunTimes | None = None,
+        self, call: Call, transaction: Transaction, ports: Ports, settings: Settings
     ) -> None:
         self.call = call
         # All keys of a request whose key has several forms, see `nesting`; here they are claimed
@@ -114,24 +102,24 @@ class AtomicBlock:
         while self._levels[-1].inner is not None:
             self._levels.append(self._levels[-1].inner)
         self._transaction = transaction
-        self._waiting = waiting
-        self._report = report
-        self._secrets = secrets
+        self._clock = ports.clock
+        self._report = ports.report
+        self._secrets = settings.secrets
         # Of the record, where an earlier attempt has begun it: tells with which secret.
         self._fingerprint: Fingerprint | None = None
-        self._token = mint_token()
-        self._owner = owner
+        self._token = ports.mint_token()
+        self._owner = ports.owner
         self._stage = Stage.NEW
         self.replayed = False
         self.attempt = 0
         self._value: Any = None
-        self._has_outbox = has_outbox
+        self._has_outbox = ports.store.capabilities.has_outbox
         self._outbox: Staging | None = None
         self._correction = b""
         # The replayed outcome as it is stored, and for how long it may be remembered.
         self.replayed_payload: Payload | None = None
         self.replayed_ms = 0
-        self._run_times = RunTimes() if run_times is None else run_times
+        self._run_times = ports.run_times
         self._began_monotonic = 0.0
 
     # Entering.
@@ -181,7 +169,7 @@ class AtomicBlock:
             await self._transaction.undo()
             return
         self._stage = Stage.CLAIMED
-        self._began_monotonic = self._waiting.monotonic()
+        self._began_monotonic = self._clock.monotonic()
         self.attempt = answer.attempt
         self._fingerprint, self._correction = answer.fingerprint, answer.correction
         was_abandoned = answer.condition is Condition.ABANDONED
@@ -201,7 +189,7 @@ class AtomicBlock:
         )
         wait_until: float | None = None
         if policy.in_flight is InFlight.WAIT:
-            wait_until = self._waiting.monotonic() + policy.wait_seconds
+            wait_until = self._clock.monotonic() + policy.wait_seconds
         if not await transaction.lock(call.key, None):
             if wait_until is None:
                 return await self._without_lock(request)
@@ -209,7 +197,7 @@ class AtomicBlock:
                 return await self._without_lock(request)
             # Nothing is read before the wait: on SQLite a transaction that has read before the
             # rival commits cannot become the writer after it.
-            seconds_left = max(0.0, wait_until - self._waiting.monotonic())
+            seconds_left = max(0.0, wait_until - self._clock.monotonic())
             if not await transaction.lock(call.key, seconds_left):
                 raise self._in_flight(None, has_waited=True)
         return await self._claim(request, wait_until)
@@ -236,7 +224,7 @@ class AtomicBlock:
                 raise self._reused(answer)
             if answer.decision is not Decision.IN_FLIGHT:
                 return answer
-            now = self._waiting.monotonic()
+            now = self._clock.monotonic()
             lease_seconds = answer.remaining_ms / 1000 + 0.001
             if (
                 wait_until is None
@@ -246,7 +234,7 @@ class AtomicBlock:
                 raise self._in_flight(answer, has_waited=False)
             if now >= wait_until:
                 raise self._in_flight(answer, has_waited=True)
-            await self._waiting.sleep(min(poll_seconds, lease_seconds, wait_until - now))
+            await self._clock.sleep(min(poll_seconds, lease_seconds, wait_until - now))
             poll_seconds = min(poll_seconds * POLL_GROWTH, POLL_MAXIMUM_SECONDS)
 
     # Inside.
@@ -336,7 +324,7 @@ class AtomicBlock:
         """
         stage, self._stage = self._stage, Stage.LEFT
         if stage in (Stage.SETTLED, Stage.CLAIMED):
-            seconds = self._waiting.monotonic() - self._began_monotonic
+            seconds = self._clock.monotonic() - self._began_monotonic
             self._run_times.add(self.call.operation, seconds)
         if stage is Stage.SETTLED and error is None:
             await self._transaction.keep()

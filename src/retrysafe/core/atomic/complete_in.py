@@ -6,7 +6,7 @@ still depends on the user's commit, or was rolled back.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +15,9 @@ from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Decision, Ending, Payload, SettleKind, Settlement, StagedEntry
-from retrysafe.core.ports import Fate, Transaction, Waits
+from retrysafe.core.ports import Executor, Fate, Transaction
 from retrysafe.core.values import codec
 from retrysafe.errors import ClaimLost, InvalidInput
-
-Join = Callable[[object], Transaction]
-# Runs a flow on a transaction that waits like this, or gives back what its caller has to await.
-Drive = Callable[[Waits, Coroutine[Any, Any, None]], Any]
 
 
 class JoinedOutcome:
@@ -47,52 +43,9 @@ class JoinedOutcome:
         """What became of it; raises `StoreError` when the store cannot tell."""
         return await self._transaction.fate(self._settlement)
 
-
-class Joiner:
-    """Completes attempts in users' transactions; the face says how its flows are driven."""
-
-    __slots__ = ("_drive", "_join", "has_outbox")
-
-    def __init__(self, *, join: Join, drive: Drive, has_outbox: bool = False) -> None:
-        self._join = join
-        self._drive = drive
-        # Whether the store writes the entries of a settlement; others would drop them.
-        self.has_outbox = has_outbox
-
-    def complete(
-        self,
-        call: Call,
-        lease: Lease,
-        connection: object,
-        value: Any,
-        keep: Callable[[JoinedOutcome], None],
-        check: Callable[[], Awaitable[None]],
-        entries: tuple[StagedEntry, ...] = (),
-    ) -> Any:
-        """Writes the outcome and hands it to `keep`; to be awaited where flows suspend.
-
-        `check` raises when the attempt must not be completed.
-        """
-        value = _outcome_of(call, value)
-        kind = _kind_of(call, value)
-        payload = storable(call, value)
-        transaction = self._join(connection)
-        settlement = settlement_of(call, lease.token, kind, payload, entries)
-        joined = JoinedOutcome(transaction, settlement, payload, value)
-        flow = self._settle(call, lease, transaction, settlement, joined, keep, check)
-        return self._drive(transaction.waits, flow)
-
-    async def _settle(
-        self,
-        call: Call,
-        lease: Lease,
-        transaction: Transaction,
-        settlement: Settlement,
-        joined: JoinedOutcome,
-        keep: Callable[[JoinedOutcome], None],
-        check: Callable[[], Awaitable[None]],
-    ) -> None:
-        await check()
+    async def settle(self, call: Call, lease: Lease) -> None:
+        """Writes it, under all keys of the request; raises `ClaimLost` and `InvalidInput`."""
+        transaction, settlement = self._transaction, self._settlement
         await transaction.begin()
         # Before the record is written: the next renewal comes at any moment.
         leases = (lease,) if call.nest is None else (*call.nest.held, lease)
@@ -120,7 +73,36 @@ class Joiner:
             await undo_quietly(transaction)
             raise
         await transaction.keep()
+
+
+def complete_in(
+    executor: Executor,
+    call: Call,
+    lease: Lease,
+    connection: object,
+    value: Any,
+    *,
+    entries: tuple[StagedEntry, ...],
+    check: Callable[[], Awaitable[None]],
+    keep: Callable[[JoinedOutcome], None],
+) -> Any:
+    """Writes the outcome in the user's transaction; to be awaited where flows suspend.
+
+    `check` raises when the attempt must not be completed; `keep` is given what was written.
+    """
+    value = _outcome_of(call, value)
+    kind = _kind_of(call, value)
+    payload = storable(call, value)
+    transaction = executor.join(connection)
+    settlement = settlement_of(call, lease.token, kind, payload, entries)
+    joined = JoinedOutcome(transaction, settlement, payload, value)
+
+    async def settle() -> None:
+        await check()
+        await joined.settle(call, lease)
         keep(joined)
+
+    return executor.drive(settle(), transaction.waits)
 
 
 def _outcome_of(call: Call, value: Any) -> Any:

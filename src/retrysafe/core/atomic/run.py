@@ -13,11 +13,15 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from retrysafe.core.atomic.block import AtomicBlock
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.events import EventKind
 from retrysafe.core.flights import Flight, Flights, Phase
 from retrysafe.core.keys.framing import Part
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Ending, Payload, SettleKind
+from retrysafe.core.ports import Ports
+from retrysafe.core.run import Runner
+from retrysafe.core.settings import Settings
+from retrysafe.core.settle import Settler
 from retrysafe.core.values import codec
 from retrysafe.errors import KeyReused, OperationInFlight, StoreUnavailable
 
@@ -67,9 +71,6 @@ class Transacting(Protocol):
     def open(self) -> AbstractAsyncContextManager[Any]:
         """A connection with an open transaction: committed at the end, rolled back on errors."""
 
-    def block(self, call: Call, connection: Any) -> AtomicBlock:
-        """The block in that transaction; raises `InvalidInput` for unknown connections."""
-
     def is_outage(self, error: Exception) -> bool:
         """Whether the database could not be reached or gave up, so that a retry can help."""
 
@@ -81,22 +82,32 @@ class _Undone(Exception):
 class AtomicRunner:
     """Leads flights whose claim, writes and outcome are one transaction of the user."""
 
-    __slots__ = ("_flights", "_monotonic", "_payload_of", "_remember", "_report")
+    __slots__ = (
+        "_flights",
+        "_monotonic",
+        "_ports",
+        "_remember",
+        "_report",
+        "_settings",
+        "payload_of",
+    )
 
     def __init__(
         self,
-        *,
+        ports: Ports,
+        settings: Settings,
         flights: Flights,
-        monotonic: Callable[[], float],
-        payload_of: Callable[[Call, Any, int], tuple[Ending, Payload]],
-        remember: Callable[[Call, Flight, Payload, int, float, int], None],
-        report: Reporter,
+        runner: Runner,
+        settler: Settler,
     ) -> None:
+        self._ports = ports
+        self._settings = settings
+        self._monotonic = ports.clock.monotonic
+        self._report = ports.report
         self._flights = flights
-        self._monotonic = monotonic
-        self._payload_of = payload_of
-        self._remember = remember
-        self._report = report
+        self._remember = runner.remember
+        # How the operation ended that returned a value, and what is stored of it.
+        self.payload_of = settler.payload_of
 
     async def lead(
         self, flight: Flight, call: Call, invoke: AtomicInvoke, transacting: Transacting
@@ -143,9 +154,10 @@ class AtomicRunner:
         flight.began_monotonic = self._monotonic()
         self._flights.enter(flight, Phase.RUNNING)
 
-    def payload_of(self, call: Call, value: Any, attempt: int) -> tuple[Ending, Payload]:
-        """How the operation ended that returned this value, and what is stored of it."""
-        return self._payload_of(call, value, attempt)
+    def block(self, call: Call, connection: Any) -> AtomicBlock:
+        """The block in that transaction; raises `InvalidInput` for unknown connections."""
+        transaction = self._ports.executor.join_step(connection)
+        return AtomicBlock(call, transaction, self._ports, self._settings)
 
 
 class _AtomicRun:
@@ -175,7 +187,7 @@ class _AtomicRun:
 
     async def transact(self) -> None:
         async with self._transacting.open() as connection:
-            block = self._transacting.block(self.call, connection)
+            block = self._lead.block(self.call, connection)
             await block.enter()
             self.attempt = block.attempt
             try:

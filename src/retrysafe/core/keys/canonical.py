@@ -14,8 +14,7 @@ from decimal import Decimal
 from sys import get_int_max_str_digits
 from typing import Any, Final
 
-from retrysafe.core.keys.framing import utc_text
-from retrysafe.core.keys.numbers import Number
+from retrysafe.core.keys.framing import Number, utc_text
 
 
 class NotCanonical(Exception):

@@ -2,7 +2,8 @@
 
 Owns the framing under key digests, fingerprints, natural keys and child keys. Joining parts with
 a separator is ambiguous (`a:b` + `c` is `a` + `b:c`); every part here carries its type and its
-length instead.
+length instead. Numbers and instants count by their value: `1.0` is `1`, and noon in Paris is eleven
+in London.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from hashlib import blake2b
 from typing import Final
 from uuid import UUID
 
-from retrysafe.core.keys.numbers import Number
 from retrysafe.errors import FingerprintImpossible
 
 Part = str | bytes | int | bool | None | Decimal | UUID | date | datetime | timedelta
 
 # 16 bytes: with random inputs a collision is expected after 2**64 keys, and stores detect one.
 DIGEST_BYTES = 16
+
+# More digits than the exponent of any number has that means something. Python takes the square of
+# their number in time to read them.
+_EXPONENT_LIMIT_CHARACTERS: Final = 40
 
 # A copy of a hash that has seen nothing takes less time than a new one with its size.
 new_hashing: Final = blake2b(digest_size=DIGEST_BYTES).copy
@@ -71,6 +75,29 @@ def part_bytes(part: Part) -> bytes:
         f"{type(part).__name__} cannot be part of a key: pass text, bytes, numbers (no floats), "
         "None, Decimal, UUID, dates or times"
     )
+
+
+class Number:
+    """A JSON number by its exact decimal value: digits without trailing zeros, and an exponent.
+
+    Raises `ValueError` for an exponent of more than some 40 digits.
+    """
+
+    __slots__ = ("text",)
+
+    def __init__(self, lexeme: str) -> None:
+        mantissa, _, exponent_text = lexeme.lower().partition("e")
+        if len(exponent_text) > _EXPONENT_LIMIT_CHARACTERS:
+            raise ValueError("the exponent of a number is too long")
+        sign = "-" if mantissa.startswith("-") else ""
+        whole, _, fraction = mantissa.lstrip("-").partition(".")
+        digits = (whole + fraction).lstrip("0")
+        stripped = digits.rstrip("0")
+        if not stripped:
+            self.text = "0"
+            return
+        exponent = int(exponent_text or "0") - len(fraction) + len(digits) - len(stripped)
+        self.text = f"{sign}{stripped}e{exponent}"
 
 
 def utc_text(moment: datetime) -> str:

@@ -65,12 +65,12 @@ class Staging:
         Nothing is delivered when the operation raises. Raises `ClaimLost` when another owner has
         the key, and `InvalidInput` for what cannot be delivered, and for a name used twice.
         """
-        self._require_claim()
         if self._is_closed:
             raise InvalidInput(
                 f"the outcome of {self._key.text!r} is written already: stage before that",
                 key=self._key.text,
             )
+        self._require_claim()
         if len(self._entries) >= ENTRIES_LIMIT:
             raise InvalidInput(
                 f"an operation stages at most {ENTRIES_LIMIT:,} entries: stage one that stands "

@@ -14,7 +14,7 @@ from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Ending, Payload, StagedEntry, Step
-from retrysafe.core.ports import Background, Renewals
+from retrysafe.core.ports import Ports
 from retrysafe.core.replay import replayed_value
 from retrysafe.core.settle import Settler
 from retrysafe.core.steps.history import FAILURE_NAME, UNDO_PREFIX
@@ -58,10 +58,10 @@ class Compensator:
 
     __slots__ = ("_background", "_renewals", "_settler")
 
-    def __init__(self, *, settler: Settler, background: Background, renewals: Renewals) -> None:
+    def __init__(self, ports: Ports, settler: Settler) -> None:
         self._settler = settler
-        self._background = background
-        self._renewals = renewals
+        self._background = ports.background
+        self._renewals = ports.renewals
 
     async def conclude(
         self,
@@ -110,6 +110,7 @@ class Compensator:
         try:
             # Until the ending is written, as `Settler` does it for those without steps.
             for each in leases:
+                each.is_held = True
                 self._renewals.add(each)
             verdict = await _told(run, ending, payload, error, None, is_orphan=True)
             if verdict is not None:
@@ -124,6 +125,8 @@ class Compensator:
         except (_LeftToLease, RetrysafeError):
             return  # Reported where it was raised.
         finally:
+            for each in leases:
+                each.is_held = False
             for each in leases:
                 self._renewals.remove(each)
 

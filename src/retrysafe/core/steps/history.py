@@ -163,6 +163,7 @@ class StepHistory:
         "_former_positions",
         "_key_text",
         "_running",
+        "committed",
         "is_over",
         "stored",
         "under_way",
@@ -178,6 +179,8 @@ class StepHistory:
         self._finished: dict[str, int] = {}
         # Where steps were whose transaction was rolled back: they may come again at that place.
         self._former_positions: dict[str, int] = {}
+        # The steps of this attempt whose transaction is known to have committed.
+        self.committed: set[str] = set()
         self.undos: list[Undo] = []
         self.is_over = False
         # How many steps were begun and are neither recorded nor given up yet.
@@ -236,12 +239,13 @@ class StepHistory:
         `OperationUndone` or `InvalidInput`.
         """
         text = self._key_text
-        if self.is_over:
-            raise InvalidInput(f"the operation of {text!r} has ended: it takes no steps", key=text)
-        if place == _INSIDE:
-            raise InvalidInput(
-                f"step {name!r} was asked for inside another step: a step is one thing that is "
-                "done or not done; put the two one after the other",
+        self.require_open(name, place)
+        if name in self.committed:
+            raise StepReused(
+                f"step {name!r} of {text!r} is done: the transaction that it was recorded in has "
+                "committed, also if the answer to that was lost. It does not run again; let this "
+                "attempt end, and the next one gets its result. If this is another step, give it "
+                "a name of its own",
                 key=text,
             )
         if name in self._running or name in self._finished:
@@ -270,6 +274,18 @@ class StepHistory:
         self._running.add(name)
         self.under_way += 1
         return position, None
+
+    def require_open(self, name: str, place: int | None) -> None:
+        """Raises `InvalidInput` where no step can be asked for."""
+        text = self._key_text
+        if self.is_over:
+            raise InvalidInput(f"the operation of {text!r} has ended: it takes no steps", key=text)
+        if place == _INSIDE:
+            raise InvalidInput(
+                f"step {name!r} was asked for inside another step: a step is one thing that is "
+                "done or not done; put the two one after the other",
+                key=text,
+            )
 
     def finish(self, name: str, position: int) -> None:
         """Takes note that the step has run."""

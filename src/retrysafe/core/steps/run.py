@@ -7,75 +7,29 @@ close from here; child keys let the other side close it. It must not know stores
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from retrysafe.core.atomic.block import storable_payload
-from retrysafe.core.atomic.complete_in import Join, undo_quietly
+from retrysafe.core.atomic.complete_in import undo_quietly
 from retrysafe.core.call import Call
-from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.events import EventKind
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Decision, Payload, Step, StepWrite
-from retrysafe.core.ports import Background, Fate, Lock, Signal, Transaction, Waiting
+from retrysafe.core.ports import Fate, Ports, Signal, Transaction
 from retrysafe.core.steps.history import StepHistory, StepOptions, StepRetry, Undo, checked_name
 from retrysafe.core.steps.pending import PendingStep
-from retrysafe.core.steps.writer import StepStore, StepWriter
+from retrysafe.core.steps.writer import StepWriter
 from retrysafe.core.stops import own_error
 from retrysafe.core.values import codec
+from retrysafe.core.values.annotations import codec_of_step
 from retrysafe.core.values.codec import OutcomeCodec
 from retrysafe.core.values.trees import NotReadable
 from retrysafe.errors import AwaitForgotten, ClaimLost, InvalidInput, StepUnavailable
 
 if TYPE_CHECKING:
     from retrysafe.core.attempt import Attempt
-
-CodecFor = Callable[[Callable[..., Any], type | tuple[type, ...] | None], OutcomeCodec]
-Perform = Callable[[Callable[..., Any], tuple[Any, ...]], Awaitable[Any]]
-Drive = Callable[[Coroutine[Any, Any, Any]], Any]
-
-
-class Stepper:
-    """What the steps of all attempts share; the face says how calls are made and flows driven."""
-
-    __slots__ = (
-        "background",
-        "codec_for",
-        "current",
-        "drive",
-        "join",
-        "lock",
-        "perform",
-        "report",
-        "store",
-        "waiting",
-    )
-
-    def __init__(
-        self,
-        *,
-        store: StepStore,
-        waiting: Waiting,
-        lock: Lock,
-        background: Background,
-        report: Reporter,
-        drive: Drive,
-        perform: Perform,
-        codec_for: CodecFor,
-        current: Callable[[], object],
-        join: Join,
-    ) -> None:
-        self.store = store
-        self.waiting = waiting
-        self.lock = lock
-        self.background = background
-        self.report = report
-        self.drive = drive
-        self.perform = perform
-        self.codec_for = codec_for
-        # The attempt that the running code belongs to, as far as its context tells.
-        self.current = current
-        self.join = join
 
 
 class _JoinedStep:
@@ -94,11 +48,13 @@ class StepRun:
 
     __slots__ = (
         "_attempt",
+        "_clock",
+        "_executor",
         "_joined",
         "_lease",
         "_loaders",
+        "_lock",
         "_not_begun",
-        "_ports",
         "_quiet",
         "_terminal_errors",
         "book",
@@ -106,21 +62,15 @@ class StepRun:
         "writer",
     )
 
-    def __init__(self, ports: Stepper, attempt: Attempt, call: Call, lease: Lease) -> None:
-        self._ports = ports
+    def __init__(self, ports: Ports, attempt: Attempt, call: Call, lease: Lease) -> None:
+        self._clock = ports.clock
+        self._executor = ports.executor
+        self._lock = ports.executor.step_lock
         self._attempt = attempt
         self._lease = lease
         self.call = call
         self.book = StepHistory(call.key.text, is_first=attempt.is_first)
-        self.writer = StepWriter(
-            ports.store,
-            ports.waiting,
-            ports.background,
-            ports.report,
-            call=call,
-            lease=lease,
-            attempt=attempt.number,
-        )
+        self.writer = StepWriter(ports, call, lease, attempt.number)
         # Those who wait for the stored steps while somebody reads them; None while nobody does.
         self._loaders: list[Signal] | None = None
         # Whom the last step under way wakes, once the operation has ended.
@@ -135,30 +85,57 @@ class StepRun:
     ) -> Any:
         """Runs the step or gives its stored result; to be awaited where flows suspend."""
         make = partial(self._step, checked_name(name), call, args, options)
-        return self._ports.drive(PendingStep(name, make, self._not_begun))
+        return self._executor.drive(PendingStep(name, make, self._not_begun))
 
     async def _step(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], options: StepOptions
     ) -> Any:
         await self.load()
         await self.look_after_transactions(options.connection)
-        book, ports = self.book, self._ports
-        place = book.place(is_known=ports.current() is self._attempt)
-        with ports.lock:
-            position, stored = book.begin(name, place)
+        await self._require_unsettled(name)
+        book = self.book
+        place = book.place(is_known=self._executor.current() is self._attempt)
+        with self._lock:
+            # It ran in this attempt, whose operation was told that nobody knows whether it is
+            # stored, and asks again: it is our own write that is made again, not another step.
+            doubtful = self.writer.doubtful.get(name)
+            if doubtful is None:
+                position, stored = book.begin(name, place)
+            else:
+                book.require_open(name, place)
+                del self.writer.doubtful[name]
+                book.under_way += 1
         try:
-            outcome_codec = ports.codec_for(call, options.returns)
+            if doubtful is not None:
+                await self.writer.record(*doubtful)
+                book.advance(doubtful[0].position)
+                return doubtful[1]
+            outcome_codec = codec_of_step(call, options.returns)
             if stored is None:
                 return await self._run_new(name, position, call, args, options, outcome_codec)
             value = self._stored_value(stored, outcome_codec, options)
             book.advance(position)
             return value
         finally:
-            with ports.lock:
+            with self._lock:
                 book.under_way -= 1
                 quiet = None if book.under_way else self._quiet
             if quiet is not None:
                 quiet.set()
+
+    async def _require_unsettled(self, name: str) -> None:
+        """Raises `InvalidInput` once `complete_in` has ended the attempt with the user's commit.
+
+        The step would run, and then be told that another owner has the key.
+        """
+        joined = self._attempt.joined
+        if joined is not None and await joined.fate() is Fate.STANDS:
+            text = self.call.key.text
+            raise InvalidInput(
+                f"{text!r} is completed, in a transaction that has committed: step {name!r} comes "
+                "too late; ask for it before complete_in",
+                key=text,
+            )
 
     async def _run_new(
         self,
@@ -170,20 +147,20 @@ class StepRun:
         outcome_codec: OutcomeCodec,
     ) -> Any:
         """Runs a step that no earlier attempt has finished, and records it."""
-        book, ports = self.book, self._ports
+        book = self.book
         is_joined = options.connection is not None
         try:
             if is_joined:
                 value = await self._run_joined(name, position, call, args, options, outcome_codec)
             else:
                 value = await self.perform(
-                    lambda: ports.perform(call, args), options.retry, options.terminal
+                    lambda: self._executor.perform_step(call, args), options.retry, options.terminal
                 )
         except BaseException:
-            with ports.lock:
+            with self._lock:
                 book.abandon(name)
             raise
-        with ports.lock:
+        with self._lock:
             book.finish(name, position)
             if options.compensate is not None:
                 book.undos.append(Undo(name, options.compensate, options.retry, value))
@@ -200,12 +177,12 @@ class StepRun:
         that were settled now could run that step again beside itself, or leave it never undone.
         Raises `ClaimLost` when the lease ends first; then the key is no longer this attempt's.
         """
-        ports, book, attempt = self._ports, self.book, self._attempt
-        with ports.lock:
+        book, attempt = self.book, self._attempt
+        with self._lock:
             book.is_over = True
             if not book.under_way:
                 return
-            quiet = self._quiet = ports.waiting.signal()
+            quiet = self._quiet = self._clock.signal()
         while book.under_way:
             attempt.raise_if_lost()
             # The lease is renewed meanwhile; when it is not, nobody waits for longer than it lasts.
@@ -226,7 +203,7 @@ class StepRun:
             )
         if options.compensate is not None:
             undo = Undo(step.name, options.compensate, options.retry, value, error)
-            with self._ports.lock:
+            with self._lock:
                 self.book.undos.append(undo)
         if error is not None:
             raise error
@@ -245,16 +222,16 @@ class StepRun:
 
     async def load(self) -> None:
         """Reads the stored steps once, whoever of several asks first."""
-        ports, book = self._ports, self.book
+        book = self.book
         while not book.is_read():
             signal: Signal | None = None
-            with ports.lock:
+            with self._lock:
                 if self._loaders is None:
                     if book.is_read():
                         return  # Another thread was done with it just before the lock.
                     self._loaders = []
                 else:
-                    signal = ports.waiting.signal()
+                    signal = self._clock.signal()
                     self._loaders.append(signal)
             if signal is not None:
                 await signal.wait(None)
@@ -262,7 +239,7 @@ class StepRun:
             try:
                 book.stored = await self.writer.read()
             finally:
-                with ports.lock:
+                with self._lock:
                     waiters, self._loaders = self._loaders or [], None
                 for waiter in waiters:
                     waiter.set()
@@ -318,7 +295,7 @@ class StepRun:
                     raise
             finally:
                 book.leave(before)
-            await self._ports.waiting.sleep(retry.pause_seconds(tried))
+            await self._clock.sleep(retry.pause_seconds(tried))
 
     @property
     def attempt_number(self) -> int:
@@ -331,7 +308,9 @@ class StepRun:
 
     async def undo(self, undo: Undo) -> None:
         """Takes a finished step back."""
-        await self.perform(lambda: self._ports.perform(undo.call, (undo.value,)), undo.retry)
+        await self.perform(
+            lambda: self._executor.perform_step(undo.call, (undo.value,)), undo.retry
+        )
 
     # In the user's transaction.
 
@@ -348,7 +327,7 @@ class StepRun:
 
         Each try has a savepoint of its own, so that nothing of a failed one stays behind.
         """
-        transaction = self._ports.join(options.connection)
+        transaction = self._executor.join_step(options.connection)
         # Before the record is written: the next renewal comes at any moment.
         leases = (self._lease, *self._attempt.held)
         for lease in leases:
@@ -357,7 +336,7 @@ class StepRun:
         async def run_once() -> Any:
             await transaction.begin()
             try:
-                value = await self._ports.perform(call, args)
+                value = await self._executor.perform_step(call, args)
                 payload = storable_payload(self.call, outcome_codec, value)
                 write = self.writer.write_of(Step(name, position, payload))
                 for each in (*self.writer.writes_around(write.step), write):
@@ -396,6 +375,8 @@ class StepRun:
                     key=text,
                 )
             self._joined.remove(joined)
-            if fate is Fate.UNDONE:
-                with self._ports.lock:
+            with self._lock:
+                if fate is Fate.UNDONE:
                     self.book.take_back(step.name)
+                else:
+                    self.book.committed.add(step.name)

@@ -7,14 +7,13 @@ run by now, so nothing here may forget that quietly.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from retrysafe.core.call import Call
-from retrysafe.core.events import EventKind, Reporter
-from retrysafe.core.keys.key import Key
+from retrysafe.core.events import EventKind
 from retrysafe.core.lease import Lease
-from retrysafe.core.model import Decision, Step, StepWrite, StoredKey
-from retrysafe.core.ports import Background, Waiting
+from retrysafe.core.model import Decision, Step, StepWrite
+from retrysafe.core.ports import Ports
 from retrysafe.core.retries import RETRY_PAUSE_SECONDS, Retries
 from retrysafe.core.settle import RETRY_PAUSE_MAXIMUM_SECONDS
 from retrysafe.core.values import codec
@@ -31,16 +30,6 @@ from retrysafe.errors import (
 READ_TRIES: Final = 3
 
 
-class StepStore(Protocol):
-    """As much of a store as steps need."""
-
-    async def record_step(self, write: StepWrite) -> Decision:
-        """Stores a finished step's result, if the token still holds the key."""
-
-    async def read(self, key: Key) -> StoredKey | None:
-        """The record of a key with its steps."""
-
-
 class StepWriter:
     """Reads and writes the steps of one attempt."""
 
@@ -48,33 +37,26 @@ class StepWriter:
         "_attempt",
         "_background",
         "_call",
+        "_clock",
         "_held",
         "_lease",
         "_report",
         "_store",
         "_unrecorded",
-        "_waiting",
+        "doubtful",
     )
 
-    def __init__(
-        self,
-        store: StepStore,
-        waiting: Waiting,
-        background: Background,
-        report: Reporter,
-        *,
-        call: Call,
-        lease: Lease,
-        attempt: int,
-    ) -> None:
-        self._store = store
-        self._waiting = waiting
-        self._background = background
-        self._report = report
+    def __init__(self, ports: Ports, call: Call, lease: Lease, attempt: int) -> None:
+        self._store = ports.store
+        self._clock = ports.clock
+        self._background = ports.background
+        self._report = ports.report
         self._call = call
         self._lease = lease
         self._attempt = attempt
         self._unrecorded: dict[str, StepWrite] = {}
+        # Those of them whose caller was told so, with what they returned.
+        self.doubtful: dict[str, tuple[Step, Any]] = {}
         # The claims on other keys of the request: each of them has all steps, because a process
         # that knows another secret finds only one of the keys.
         self._held = () if call.nest is None else call.nest.held
@@ -99,7 +81,7 @@ class StepWriter:
         return steps
 
     async def _read(self, lease: Lease) -> dict[str, Step]:
-        retries = Retries(READ_TRIES, self._waiting.monotonic)
+        retries = Retries(READ_TRIES, self._clock.monotonic)
         while True:
             try:
                 stored = await self._store.read(lease.key)
@@ -109,7 +91,7 @@ class StepWriter:
                 pause = retries.pause_after(error)
                 if pause is None:
                     raise
-            await self._waiting.sleep(pause)
+            await self._clock.sleep(pause)
         if stored is None or stored.record.token != lease.token:
             # Whatever is stored now may be the work of the new owner.
             raise self.lost()
@@ -134,6 +116,7 @@ class StepWriter:
         try:
             decision = await self._insist(write, value)
         except RetrysafeError:
+            self.doubtful[step.name] = (step, value)
             raise
         except BaseException:
             # The caller is being cancelled, and the step has run: its result must not be lost
@@ -157,7 +140,7 @@ class StepWriter:
         """Writes again until it stands, within the policy's patience."""
         step = write.step
         pause = RETRY_PAUSE_SECONDS
-        give_up = self._waiting.monotonic() + self._call.policy.settle_patience.total_seconds()
+        give_up = self._clock.monotonic() + self._call.policy.settle_patience.total_seconds()
         while True:
             try:
                 return await self._store.record_step(write)
@@ -170,12 +153,12 @@ class StepWriter:
                 continue
             except StoreUnavailable as error:
                 self.tell(EventKind.STORE_UNAVAILABLE, str(error))
-                if self._waiting.monotonic() + pause > give_up:
+                if self._clock.monotonic() + pause > give_up:
                     raise self._not_stored(step, value, error) from error
             except StoreError as error:
                 # Waiting does not bring a lost database back.
                 raise self._not_stored(step, value, error) from error
-            await self._waiting.sleep(pause)
+            await self._clock.sleep(pause)
             pause = min(pause * 2, RETRY_PAUSE_MAXIMUM_SECONDS)
 
     async def _record_orphan(self, write: StepWrite) -> None:

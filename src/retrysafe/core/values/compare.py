@@ -14,7 +14,7 @@ from numbers import Number
 from typing import Any, Final
 from uuid import UUID
 
-from retrysafe.core.keys.request_tree import asked_tree
+from retrysafe.core.keys.fingerprint import fingerprint_tree
 from retrysafe.core.values.models import fields_of, is_msgspec, is_pydantic, uses_enum_values
 from retrysafe.core.values.trees import NotStorable, sorted_json_bytes, type_name
 from retrysafe.core.values.zones import zone_name
@@ -126,7 +126,7 @@ def _paired(value: Set[Any], back: Set[Any]) -> tuple[list[Any], list[Any]]:
 def _order(member: Any) -> str:
     """Brings sets that hold the same into one order; what a class prints may be its address."""
     try:
-        return sorted_json_bytes(asked_tree(member)).decode()
+        return sorted_json_bytes(fingerprint_tree(member)).decode()
     except NotStorable:
         return repr(member)
 

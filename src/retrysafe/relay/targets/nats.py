@@ -52,6 +52,7 @@ class NatsJetStream:
         subject = f"{self._prefix}{delivery.topic}"
         headers = {
             "Nats-Msg-Id": delivery.key,
+            "Idempotency-Key": delivery.key,
             "Content-Type": delivery.content_type,
             "Retrysafe-Attempt": str(delivery.attempt),
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 from retrysafe.core.ports import Waits
 from retrysafe.errors import DeliveryFailed
@@ -48,6 +48,12 @@ class RabbitMQ:
 
     async def deliver(self, delivery: Delivery) -> None:
         """Publishes one entry and waits for the broker's confirm; raises what aio-pika raises."""
+        headers: dict[str, Any] = {
+            "Idempotency-Key": delivery.key,
+            "retrysafe-attempt": delivery.attempt,
+        }
+        if delivery.aggregate is not None:
+            headers["retrysafe-aggregate"] = delivery.aggregate
         message = aio_pika.Message(
             delivery.body,
             message_id=delivery.key,
@@ -55,8 +61,7 @@ class RabbitMQ:
             delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
             timestamp=delivery.staged_at,
             type=delivery.topic,
-            headers={"retrysafe-attempt": delivery.attempt}
-            | ({} if delivery.aggregate is None else {"retrysafe-aggregate": delivery.aggregate}),
+            headers=headers,
         )
         exchange = await self._opened()
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any, Final
 
 from retrysafe.core.keys.key import Key
@@ -22,7 +22,7 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import ClaimResult, SettleResult, Store
 from retrysafe.errors import StoreError
-from retrysafe.runtime.background import hidden_task
+from retrysafe.runtime.drive import hidden_task
 from retrysafe.runtime.group_commit.direct import FEW_ROWS, HELD_UP_SECONDS, as_store_error
 
 # Replays are not parted into smaller batches than this: what a batch costs by itself would show.
@@ -44,6 +44,7 @@ class _Batch:
         "has_left",
         "is_held_up",
         "is_over",
+        "rows",
         "settlements",
         "settling",
         "unwanted",
@@ -63,10 +64,8 @@ class _Batch:
         self.unwanted: list[Key] = []
         self.settlements: list[Settlement] = []
         self.settling: list[asyncio.Future[Any]] = []
-
-    @property
-    def rows(self) -> int:
-        return len(self.claims) + len(self.settlements)
+        # How many rows it has left with.
+        self.rows = 0
 
 
 class TaskGroupCommit:
@@ -99,17 +98,29 @@ class TaskGroupCommit:
     def claim(self, request: ClaimRequest) -> asyncio.Future[ClaimAnswer]:
         """Claims a key in the next batch."""
         future = self._new_future()
-        self._claims.append((request, future))
-        if not self._is_boarding:
-            self._launch_or_wait()
+        try:
+            self._claims.append((request, future))
+            if not self._is_boarding:
+                self._launch_or_wait()
+        except BaseException:
+            # The stack ends here, perhaps. Nobody is going to run what this would claim.
+            if self._claims and self._claims[-1][1] is future:
+                del self._claims[-1]
+            raise
         return future
 
     def settle(self, settlement: Settlement) -> asyncio.Future[SettleAnswer]:
         """Ends an attempt in the next batch; cancelling the wait does not stop it."""
         future = self._new_future()
-        self._endings.append((settlement, future))
-        if not self._is_boarding:
-            self._launch_or_wait()
+        try:
+            self._endings.append((settlement, future))
+            if not self._is_boarding:
+                self._launch_or_wait()
+        except BaseException:
+            # Its caller hears of it, and goes on with it.
+            if self._endings and self._endings[-1][1] is future:
+                del self._endings[-1]
+            raise
         return future
 
     def let_go(self, key: Key) -> None:
@@ -123,6 +134,10 @@ class TaskGroupCommit:
                 flight.unwanted.append(key)
 
     def _launch_or_wait(self) -> None:
+        if not self._may_launch():
+            self._land_the_rest()
+        if self._is_boarding:
+            return  # For the rows behind one that has just landed.
         if self._may_launch():
             self._launch()
         elif self._lookout is None and self._flights_count < self._flights_limit:
@@ -137,7 +152,24 @@ class TaskGroupCommit:
             # They are waited for once: what comes after this leaves beside them too.
             for flight in self._flights.values():
                 self._pass_over(flight)
-        self._launch_or_wait()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Launches those who wait; where that fails and nothing is under way, tries again later."""
+        try:
+            self._launch_or_wait()
+        except BaseException as error:
+            try:
+                if not self._flights_count and self._lookout is None:
+                    self._lookout = self._loop.call_later(
+                        HELD_UP_SECONDS, self._look_out, self._departures
+                    )
+            except BaseException:
+                queued = [future for _, future in (*self._endings, *self._claims)]
+                self._endings.clear()
+                self._claims.clear()
+                self._fail(queued, error)
+            raise
 
     def _pass_over(self, flight: _Batch) -> None:
         if flight.has_left and not flight.is_held_up and not flight.is_over:
@@ -170,11 +202,21 @@ class TaskGroupCommit:
         # not begin at once: where the store answers at once as well, each batch would begin within
         # the one before it.
         flight = _Batch()
-        task = hidden_task(self._fly(flight), self._loop)
+        flying = self._fly(flight)
         self._flights_count += 1
         self._is_boarding = True
-        self._flights[task] = flight
-        task.add_done_callback(self._landed)
+        try:
+            task = hidden_task(flying, self._loop)
+            task.add_done_callback(self._landed)
+            self._flights[task] = flight
+        except BaseException:
+            # Whoever asks for this may be where the stack ends. As if it had not: a task that was
+            # begun all the same finds that its flight is over.
+            self._flights_count -= 1
+            self._is_boarding = False
+            flight.is_over = True
+            flying.close()
+            raise
 
     def _board(self, flight: _Batch) -> None:
         """Takes along what fits in; endings first, because each of them ends somebody's wait."""
@@ -183,32 +225,39 @@ class TaskGroupCommit:
             # Half of them are answered here while the store reads the others.
             left = min(left, max(REPLAYS_SHARE, (len(self._claims) + 1) // 2))
         endings, settlements, settling = self._endings, flight.settlements, flight.settling
+        # Each is taken out at the end: one that is in neither place would never be told.
         while endings and left:
-            settlement, future = endings.popleft()
+            settlement, future = endings[0]
             # Written whether its caller still waits or not.
             settlements.append(settlement)
             settling.append(future)
             left -= 1
+            del endings[0]
         waiting, claims, claiming = self._claims, flight.claims, flight.claiming
         while waiting and left:
-            request, future = waiting.popleft()
+            request, future = waiting[0]
             # A claim whose caller is gone would block its key for a lease with nobody to run it.
             if not future.done():
                 claims.append(request)
                 claiming.append(future)
                 left -= 1
+            del waiting[0]
 
     async def _fly(self, flight: _Batch) -> None:
+        if flight.is_over:
+            return
         self._is_boarding = False
         self._board(flight)
-        flight.has_left = True
+        rows = len(flight.claims) + len(flight.settlements)
+        flight.has_left, flight.rows = True, rows
         self._departures += 1
-        rows = flight.rows
         self._rows_in_flight += rows
-        if self._endings or self._claims:
-            self._launch_or_wait()
-        if rows:
-            await self._commit(flight)
+        try:
+            if self._endings or self._claims:
+                self._launch_or_wait()
+        finally:
+            if rows:
+                await self._commit(flight)
 
     async def _commit(self, flight: _Batch) -> None:
         try:
@@ -219,11 +268,7 @@ class TaskGroupCommit:
             _require_as_many(claimed, flight.claiming)
             flight.claimed = claimed
         except BaseException as error:
-            # After the end of the loop nobody can be told, and trying to would hide the error.
-            is_over = self._loop.is_closed()
-            for future in (*flight.settling, *flight.claiming):
-                if not future.done() and not is_over:
-                    future.set_exception(as_store_error(error))
+            self._fail((*flight.settling, *flight.claiming), error)
             if not isinstance(error, StoreError):
                 raise
             return
@@ -259,11 +304,28 @@ class TaskGroupCommit:
             # Also when this task is cancelled: what the store has said stands.
             _answer(waiting[told:], answers[told:])
 
+    def _land_the_rest(self) -> None:
+        """Lands those whose end was not heard of, because the call back was broken off."""
+        for task in [task for task in self._flights if task.done()]:
+            self._landed(task)
+
     def _landed(self, task: asyncio.Task[None]) -> None:
-        flight = self._flights.pop(task)
-        if not task.cancelled():
-            task.exception()  # Told to every row already.
+        flight = self._flights.pop(task, None)
+        if flight is None:
+            return  # It never left.
+        error = None if task.cancelled() else task.exception()
+        if error is not None or task.cancelled():
+            # Most were told already, unless there was no memory for that.
+            self._fail((*flight.settling, *flight.claiming), error)
         self._end(flight)
+
+    def _fail(self, waiting: Iterable[asyncio.Future[Any]], error: BaseException | None) -> None:
+        """Tells those who were not that nobody knows what became of their rows."""
+        # After the end of the loop nobody can be told, and trying to would hide the error.
+        is_over = self._loop.is_closed()
+        for future in waiting:
+            if not future.done() and not is_over:
+                future.set_exception(as_store_error(error or asyncio.CancelledError()))
 
     def _end(self, flight: _Batch) -> None:
         """Makes room for the next batch, which leaves if there is anything to take along.
@@ -284,7 +346,7 @@ class TaskGroupCommit:
             self._give_back(flight)
             flight.unwanted.clear()
         if (self._endings or self._claims) and not self._is_boarding:
-            self._launch_or_wait()
+            self._go_on()
 
     def _give_back(self, flight: _Batch) -> None:
         """Releases what was granted to nobody, before the claims that wait here leave.
@@ -308,6 +370,7 @@ class TaskGroupCommit:
     async def drain(self) -> None:
         """Waits until everything that was submitted is answered."""
         while self._endings or self._claims or self._flights:
+            self._land_the_rest()
             if self._flights:
                 await asyncio.wait(set(self._flights))
             else:

@@ -1,7 +1,8 @@
 """Group commit among threads: one of those who wait carries the batch for the others.
 
 Owns the queue between threads and a store, who carries next and when. Nobody waits for a timer,
-except behind a commit that hangs where the store takes a second one beside it.
+except behind a commit that hangs where the store takes a second one beside it, and behind a thread
+that was broken off before it could hand over: whoever comes or waits sees that, and does it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _WAITING: Final = object()
 class _QueuedRow:
     """One row on its way, and the place where its thread waits."""
 
-    __slots__ = ("batch", "gate", "has_left", "is_done", "is_held_up", "result", "row", "to_wake")
+    __slots__ = ("batch", "gate", "here", "is_held_up", "result", "row", "to_wake")
 
     def __init__(self, row: Row) -> None:
         self.row = row
@@ -33,10 +34,9 @@ class _QueuedRow:
         # Set when this entry's thread is to carry a batch, its own row included.
         self.batch: list[_QueuedRow] | None = None
         self.gate: threading.Lock | None = None
-        # Set when this entry's thread was interrupted: it takes nothing over any more.
-        self.has_left = False
-        # Set when this entry's thread owes nothing to anybody any more.
-        self.is_done = False
+        # Held by its thread's `with` for as long as that takes part. However many signals raise in
+        # a row, and however little stack is left, C gives it back: everybody sees who is gone.
+        self.here = threading.Lock()
         # Set when somebody has waited in vain for the batch of this entry's thread.
         self.is_held_up = False
         # Whom this entry's thread must wake before it leaves.
@@ -108,7 +108,7 @@ class ThreadGroupCommit:
             )
         thread = threading.get_ident()
         inside = self._inside.get(thread)
-        if inside is not None and not inside.is_done:
+        if inside is not None and inside.here.locked():
             # It would wait for a batch that this very thread carries, or is to carry next.
             raise reentered("a commit")
         if self._refuse_reentry is not None:
@@ -117,21 +117,15 @@ class ThreadGroupCommit:
             self._refuse_reentry()
         entry = _QueuedRow(row)
         try:
-            self._inside[thread] = entry
-            self._take_part(entry)
-            entry.is_done = True
-        except BaseException:
-            # A signal may raise in the main thread at any line. Whatever this thread owes to the
-            # others by then is done before it goes, or all of them would wait for ever.
-            try:
-                self._leave(entry)
-            except BaseException:
-                # Another signal may raise in there.
-                self._leave(entry)
-                raise
-            finally:
-                entry.is_done = True
-            raise
+            with entry.here:
+                try:
+                    self._inside[thread] = entry
+                    self._take_part(entry)
+                except BaseException:
+                    # A signal may raise in the main thread at any line. What this thread owes to
+                    # the others by then is done before it goes, or by them when this fails, too.
+                    self._leave(entry)
+                    raise
         finally:
             self._inside.pop(thread, None)
         result = entry.result
@@ -142,18 +136,30 @@ class ThreadGroupCommit:
     def _take_part(self, entry: _QueuedRow) -> None:
         """Returns when the row is answered; by then this thread may have carried a batch."""
         with self._lock:
+            gone = self._relieve()
             if self._may_leave(len(self._queue) + 1, self._carriers):
                 self._board(entry)
             else:
                 entry.gate = threading.Lock()
                 entry.gate.acquire()
                 self._queue.append(entry)
+        for other in gone:
+            self._wake(other)
         if entry.gate is not None:
             self._wait(entry, entry.gate)
             self._wake(entry)
         if entry.batch is not None:
             self._carry(entry.batch)
             self._leave(entry)
+
+    def _relieve(self) -> list[_QueuedRow]:
+        """Hands over for those who are gone without it; gives those who have others to wake."""
+        gone = [carrier for carrier in self._carriers if not carrier.here.locked()]
+        if gone:
+            self._queue = [entry for entry in self._queue if entry.here.locked()]
+        for carrier in gone:
+            self._hand_over(carrier)
+        return gone
 
     def _may_leave(self, rows: int, carriers: Collection[_QueuedRow]) -> bool:
         """Whether a batch of so many rows leaves now: as the only one, or beside others.
@@ -188,26 +194,22 @@ class ThreadGroupCommit:
 
     def _wait(self, entry: _QueuedRow, gate: threading.Lock) -> None:
         """Returns when the row is answered, or when this thread is to carry a batch."""
-        if self._carriers_limit == 1:
-            gate.acquire()  # There is nothing to look out for: nobody could leave beside another.
-            return
         departures = self._departures
         while not gate.acquire(timeout=HELD_UP_SECONDS):
             with self._lock:
-                is_queued = entry in self._queue
-                if is_queued and self._departures == departures:
+                gone = self._relieve()
+                if self._departures == departures and entry in self._queue:
                     # What is under way is held up; what waits behind it leaves beside it, now and
                     # from now on.
                     for carrier in self._carriers:
                         carrier.is_held_up = True
                     if len(self._carriers) < self._carriers_limit:
                         self._board(entry)
-                        return
                 departures = self._departures
-            if not is_queued:
-                # On its way. Whoever carries it opens the gate, however long that takes.
-                gate.acquire()
-                return
+            for other in gone:
+                self._wake(other)
+            if entry.batch is not None or entry.result is not _WAITING:
+                return  # Whoever was to open the gate may be gone.
 
     def _carry(self, batch: list[_QueuedRow]) -> None:
         try:
@@ -220,7 +222,9 @@ class ThreadGroupCommit:
                 entry.result = claim_answer
             for entry, settle_answer in zip(settling, settled, strict=True):
                 entry.result = settle_answer
-        except StoreError as error:
+        except (StoreError, RecursionError, MemoryError) as error:
+            # The last two have to do with where the store was called, and with nothing in it: what
+            # was sent may stand.
             self._fail(batch, error)
         except BaseException as error:
             # Also for an interrupt in this thread: the other rows' threads must be told.
@@ -240,12 +244,8 @@ class ThreadGroupCommit:
             entry.result = as_store_error(error)
 
     def _leave(self, entry: _QueuedRow) -> None:
-        """Gives the queue to its first thread and wakes the batch, or takes back a queued row.
-
-        It is called again when it was interrupted, so every step is harmless to repeat.
-        """
+        """Gives the queue to its first thread and wakes the batch, or takes back a queued row."""
         with self._lock:
-            entry.has_left = True
             if entry in self._carriers:
                 if not self._queue and entry.batch == [entry] and entry.result is not _WAITING:
                     self._carriers.discard(entry)  # Alone, as a single caller always is.
@@ -289,13 +289,11 @@ class ThreadGroupCommit:
         """
         while entry.to_wake:
             following = entry.to_wake[-1]
-            if following.batch is None and len(entry.to_wake) > 1:
-                with self._lock:
-                    # Whoever was interrupted while it waited wakes nobody any more.
-                    if not following.has_left:
-                        # After a signal in between both have the list, and wake twice.
-                        following.to_wake = entry.to_wake[:-1]
-                        entry.to_wake = [following]
+            # Whoever was interrupted while it waited wakes nobody any more.
+            if following.batch is None and len(entry.to_wake) > 1 and following.here.locked():
+                # After a signal in between both have the list, and wake twice.
+                following.to_wake = entry.to_wake[:-1]
+                entry.to_wake = [following]
             gate = following.gate
             if gate is not None and gate.locked():
                 with contextlib.suppress(RuntimeError):  # Somebody else was faster.

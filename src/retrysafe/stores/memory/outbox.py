@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Decision, StagedEntry
-from retrysafe.core.outbox import entries as outbox
 from retrysafe.core.outbox.entries import (
     ClaimedEntries,
     Entry,
@@ -18,6 +17,16 @@ from retrysafe.core.outbox.entries import (
     EntryWrite,
     Hints,
     StoredEntry,
+    beginning,
+    begun,
+    claimed,
+    condition_of,
+    extended,
+    holds_back,
+    is_claimable,
+    new_entry,
+    operated,
+    written,
 )
 from retrysafe.reentry import ReentrantLock
 
@@ -40,9 +49,7 @@ class MemoryOutbox:
         """Adds what a settlement brought; the store holds the lock."""
         for staged in entries:
             self._last_number += 1
-            self._entries[self._last_number] = outbox.new_entry(
-                staged, self._last_number, key, now_ms
-            )
+            self._entries[self._last_number] = new_entry(staged, self._last_number, key, now_ms)
             self._is_staged = True
 
     def sweep(self, limit: int, now_ms: int) -> int:
@@ -56,7 +63,7 @@ class MemoryOutbox:
             del self._entries[number]
         return min(limit, len(past))
 
-    def tell_staged(self) -> None:
+    def notify_staged(self) -> None:
         """Wakes relays if something was added; without the lock, which they need."""
         if self._is_staged:
             self._is_staged = False
@@ -73,32 +80,32 @@ class MemoryOutbox:
             for entry in self._entries.values():
                 if entry.aggregate is None:
                     free.append(entry)
-                elif outbox.holds_back(entry, dead_blocks=claim.dead_blocks):
+                elif holds_back(entry, dead_blocks=claim.dead_blocks):
                     heads.setdefault(entry.aggregate, entry)
             free.sort(key=lambda entry: (entry.due_at_ms, entry.id))
             lanes = [heads[name] for name in sorted(heads) if name > claim.after]
             chosen: list[Entry] = []
             for candidates in (free, lanes):
-                due = [entry for entry in candidates if outbox.is_claimable(entry, now_ms)]
+                due = [entry for entry in candidates if is_claimable(entry, now_ms)]
                 chosen += due[: claim.limit]
             for entry in chosen:
-                self._entries[entry.id] = outbox.claimed(entry, claim, now_ms)
+                self._entries[entry.id] = claimed(entry, claim, now_ms)
             names = [entry.aggregate for entry in chosen if entry.aggregate is not None]
             # Copies: a relay notes in them what it does.
             entries = sorted((replace(self._entries[e.id]) for e in chosen), key=lambda e: e.id)
-            begun = outbox.beginning(entries, claim)
-            for entry in begun:
+            starting = beginning(entries, claim)
+            for entry in starting:
                 start = EntryStart(entry.id, claim.token, entry.attempts + 1, claim.lease_ms)
-                self._changed(outbox.begun(entry, start, now_ms))
+                self._changed(begun(entry, start, now_ms))
             after = max(names) if len(names) == claim.limit else None
-            return ClaimedEntries(entries, after, frozenset(entry.id for entry in begun))
+            return ClaimedEntries(entries, after, frozenset(entry.id for entry in starting))
 
     async def write(self, writes: Sequence[EntryWrite]) -> list[Decision]:
         """Writes what became of entries, and what begins."""
         with self._lock():
             now_ms = self._now_ms()
             return [
-                self._changed(outbox.written(self._entries.get(write.id), write, now_ms))
+                self._changed(written(self._entries.get(write.id), write, now_ms))
                 for write in writes
             ]
 
@@ -107,7 +114,7 @@ class MemoryOutbox:
         with self._lock():
             now_ms = self._now_ms()
             return [
-                self._changed(outbox.extended(self._entries.get(number), token, lease_ms, now_ms))
+                self._changed(extended(self._entries.get(number), token, lease_ms, now_ms))
                 for number in ids
             ]
 
@@ -121,11 +128,7 @@ class MemoryOutbox:
         """One entry."""
         with self._lock():
             entry, now_ms = self._entries.get(number), self._now_ms()
-        return (
-            None
-            if entry is None
-            else StoredEntry(entry, outbox.condition_of(entry, now_ms), now_ms)
-        )
+        return None if entry is None else StoredEntry(entry, condition_of(entry, now_ms), now_ms)
 
     async def list_entries(self, query: EntryQuery) -> list[StoredEntry]:
         """Entries for an operator, newest first."""
@@ -136,7 +139,7 @@ class MemoryOutbox:
                 for entry in reversed(self._entries.values())
                 if query.topic is None or entry.topic == query.topic
                 if query.aggregate is None or entry.aggregate == query.aggregate
-                if (condition := outbox.condition_of(entry, now_ms)) in query.conditions
+                if (condition := condition_of(entry, now_ms)) in query.conditions
                 or not query.conditions
             ]
         return found[: query.limit]
@@ -144,7 +147,7 @@ class MemoryOutbox:
     async def operate(self, number: int, command: EntryCommand) -> Decision:
         """Applies an operator's command."""
         with self._lock():
-            changed, decision = outbox.operated(self._entries.get(number), command, self._now_ms())
+            changed, decision = operated(self._entries.get(number), command, self._now_ms())
             if changed is not None:
                 self._entries[number] = changed
         if decision is Decision.APPLY:

@@ -84,7 +84,7 @@ class MemoryStore:
                 [self._settle(item, now_ms) for item in settlements] if settlements else []
             )
             claimed = [self._claim(request, now_ms) for request in claims] if claims else []
-        self.outbox.tell_staged()
+        self.outbox.notify_staged()
         return claimed, settled
 
     def _claim(self, request: ClaimRequest, now_ms: int) -> ClaimResult:

@@ -52,28 +52,28 @@ def _is_plain_claim(request: ClaimRequest) -> bool:
 def _all_admitted(claims: Sequence[ClaimRequest], now_ms: int) -> list[ClaimResult]:
     """The answers to claims that all met no row; those with equal leases share one."""
     answers: dict[int, ClaimResult] = {}
-    told: list[ClaimResult] = []
+    results: list[ClaimResult] = []
     for request in claims:
         answer = answers.get(request.lease_ms)
         if answer is None:
             answer = answers[request.lease_ms] = admitted(request, now_ms)
-        told.append(answer)
-    return told
+        results.append(answer)
+    return results
 
 
 class Batches:
     """Claims and settlements over one statement port."""
 
-    __slots__ = ("_balance", "_fetch", "_outbox", "_reader", "_sifter", "_unwritten")
+    __slots__ = ("_balance", "_busy_keys", "_fetch", "_outbox", "_reader", "_unsettled")
 
     def __init__(
-        self, fetch: Fetch, reader: Reader, outbox: PostgresOutbox, sifter: BusyKeys
+        self, fetch: Fetch, reader: Reader, outbox: PostgresOutbox, busy_keys: BusyKeys
     ) -> None:
         self._fetch = fetch
         self._reader = reader
         self._outbox = outbox
-        self._sifter = sifter
-        self._unwritten = UnsettledEndings(reader, sifter, self._end, self.confirm)
+        self._busy_keys = busy_keys
+        self._unsettled = UnsettledEndings(reader, busy_keys, self._end, self.confirm)
         # By how much the last claims that met a row outnumber those of new keys, within the limit.
         self._balance = -BALANCE_LIMIT
 
@@ -115,7 +115,7 @@ class Batches:
             len(digests) < len(claims) + len(settlements)
             or not all(map(_is_plain_ending, settlements))
             or not all(map(_is_plain_claim, claims))
-            or self._sifter.knows_any(digests)
+            or self._busy_keys.knows_any(digests)
         ):
             return await self._commit_mixed(claims, settlements)
         try:
@@ -127,7 +127,7 @@ class Batches:
             endings: list[SettleResult] = [APPLIED] * len(settlements)
         else:
             written = split(settled)
-            endings = await self._unwritten.told(
+            endings = await self._unsettled.answered(
                 settlements,
                 [APPLIED if item.key.digest in written else None for item in settlements],
             )
@@ -147,26 +147,26 @@ class Batches:
         """Writes at most one row per key at once; further rows for a key follow one by one.
 
         Settlements come first: an outcome that is there must not lose to a claim beside it. What is
-        known to be locked is sifted at once.
+        known to be locked is skipped at once.
         """
         endings: dict[bytes, Settlement] = {}
         for item in settlements:
             endings.setdefault(item.key.digest, item)
-        wishes: dict[bytes, ClaimRequest] = {}
+        first_claims: dict[bytes, ClaimRequest] = {}
         for request in claims:
             if request.key.digest not in endings:
-                wishes.setdefault(request.key.digest, request)
+                first_claims.setdefault(request.key.digest, request)
         admissions, written = await self._write_apart(
-            wishes.values(), endings.values(), is_locked=is_locked
+            first_claims.values(), endings.values(), is_locked=is_locked
         )
         settled: list[SettleResult | None] = []
         for item in settlements:
             digest = item.key.digest
-            # Each write is told to the first row of its key; a second one asks for itself.
+            # Each write answers the first row of its key; a second one asks for itself.
             is_written = endings.pop(digest, None) is not None and digest in written
             settled.append(APPLIED if is_written else None)
-        told = await self._unwritten.told(settlements, settled)
-        return await self._answer_claims(claims, admissions), told
+        ended = await self._unsettled.answered(settlements, settled)
+        return await self._answer_claims(claims, admissions), ended
 
     async def _end(self, settlement: Settlement) -> bool:
         """Writes an ending by itself; False when its row is somebody else's by now, or locked."""
@@ -185,16 +185,18 @@ class Batches:
         """
         admissions: dict[bytes, int] = {}
         written: set[bytes] = set()
-        for write, wishes, ends in self._statements_of(claims, endings):
-            parts = [(True, wishes, ends)] if is_locked else self._sifter.parted(wishes, ends)
-            for is_sifted, some_wishes, some_ends in parts:
-                if is_sifted:
-                    found = await self._sifter.write(write, some_wishes, some_ends)
+        for write, requests, ends in self._statements_of(claims, endings):
+            parts = (
+                [(True, requests, ends)] if is_locked else self._busy_keys.parted(requests, ends)
+            )
+            for skips_locked, some_requests, some_ends in parts:
+                if skips_locked:
+                    found = await self._busy_keys.write(write, some_requests, some_ends)
                 else:
                     try:
-                        found = await write(self._fetch, some_wishes, some_ends)
+                        found = await write(self._fetch, some_requests, some_ends)
                     except Locked:
-                        found = await self._sifter.write(write, some_wishes, some_ends)
+                        found = await self._busy_keys.write(write, some_requests, some_ends)
                 admissions |= found[0]
                 written |= found[1]
                 if found[1] and write == self._settle_staged:
@@ -264,27 +266,27 @@ class Batches:
 
         Claims of one key are answered one after the other.
         """
-        told = list(results)
-        wishes: dict[bytes, Takeover | None] = {}
-        for place, request in enumerate(claims):
+        decided = list(results)
+        taken_over: dict[bytes, Takeover | None] = {}
+        for position, request in enumerate(claims):
             digest = request.key.digest
-            known = found.get(digest) if told[place] is None else None
-            if known is None or digest in wishes:
+            known = found.get(digest) if decided[position] is None else None
+            if known is None or digest in taken_over:
                 continue  # Not there, or judged after the earlier claim that wants to change it.
-            judged = takeovers.judged(request, known, place)
+            judged = takeovers.judged(request, known, position)
             if not isinstance(judged, Takeover):
-                told[place] = judged
+                decided[position] = judged
             else:
                 # What is busy or brings arguments goes alone, and later claims of its key after it.
-                is_plain = request.arguments is None and not self._sifter.is_busy(digest)
-                wishes[digest] = judged if is_plain else None
-        together = {digest: item for digest, item in wishes.items() if item is not None}
+                is_plain = request.arguments is None and not self._busy_keys.is_busy(digest)
+                taken_over[digest] = judged if is_plain else None
+        together = {digest: item for digest, item in taken_over.items() if item is not None}
         lock_wait = LOCK_WAIT
-        if len(together) > 1 and await self._take_over(together, claims, told, found):
+        if len(together) > 1 and await self._take_over(together, claims, decided, found):
             lock_wait = _NO_WAIT
         answers: list[ClaimResult] = []
         claimed: set[bytes] = set()
-        for request, result in zip(claims, told, strict=True):
+        for request, result in zip(claims, decided, strict=True):
             if result is not None:
                 answers.append(result)
                 continue
@@ -294,16 +296,16 @@ class Batches:
                 known = await self._reader.read_payload(digest)
             claimed.add(digest)
             answers.append(await self._claim_existing(request, known, lock_wait))
-            if self._sifter.is_busy(digest):
+            if self._busy_keys.is_busy(digest):
                 # The batch has waited once, and its other rows with it. That is enough.
                 lock_wait = _NO_WAIT
         return answers
 
     async def _take_over(
         self,
-        wishes: dict[bytes, Takeover],
+        taken_over: dict[bytes, Takeover],
         claims: Sequence[ClaimRequest],
-        told: list[ClaimResult | None],
+        decided: list[ClaimResult | None],
         found: dict[bytes, Found],
     ) -> bool:
         """Takes keys over together, and answers those claims; says whether it has waited in vain.
@@ -311,15 +313,15 @@ class Batches:
         The other claims of these keys come after a rival, or after the one that was answered, so
         what was found for them is read again.
         """
-        taken, has_waited = await takeovers.write(self._fetch, wishes.values())
+        taken, has_waited = await takeovers.write(self._fetch, taken_over.values())
         if taken is None:
             return has_waited
         for digest in taken:
-            told[wishes[digest].place] = wishes[digest].answer
+            decided[taken_over[digest].position] = taken_over[digest].answer
         late = {
             request.key.digest
-            for request, result in zip(claims, told, strict=True)
-            if result is None and request.key.digest in wishes
+            for request, result in zip(claims, decided, strict=True)
+            if result is None and request.key.digest in taken_over
         }
         if late:
             found |= await self._reader.read_payloads(list(late))
@@ -333,7 +335,7 @@ class Batches:
         for _ in range(ROUNDS_LIMIT):
             try:
                 if found is None:
-                    if self._sifter.is_busy(digest):
+                    if self._busy_keys.is_busy(digest):
                         return in_flight()  # In a transaction that nobody else can look into.
                     # Swept away in between, so the key is free again.
                     admissions, _ = await self._write_apart([request], [])
@@ -354,11 +356,11 @@ class Batches:
                         changed,
                         is_new_request=transitions.is_new_request(record, changed, answer.decision),
                         arguments=arguments,
-                        lock_wait=_NO_WAIT if self._sifter.is_busy(digest) else lock_wait,
+                        lock_wait=_NO_WAIT if self._busy_keys.is_busy(digest) else lock_wait,
                     ):
                         return answer
             except Locked:
-                self._sifter.note([digest])
+                self._busy_keys.note([digest])
                 return in_flight()  # Its owner, or another one, is writing it.
             except (StoreRejected, DigestCollision) as error:
                 return error

@@ -1,9 +1,9 @@
 """Batches that meet a user's open transaction: what can be written apart from it is.
 
-Owns the keys that are known to be busy, and the transaction in which a batch is sifted before it is
-written. A user's transaction holds a key in two ways: an atomic run has inserted or replaced its
-row, or a leased attempt has written something there with `complete_in` or a joined step. Neither
-may hold up the other rows of a batch for as long as that transaction lasts.
+Owns the keys that are known to be busy, and the transaction that writes a batch without the rows
+that are locked. A user's transaction holds a key in two ways: an atomic run has inserted or
+replaced its row, or a leased attempt has written something there with `complete_in` or a joined
+step. Neither may hold up the other rows of a batch for as long as that transaction lasts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from retrysafe.stores.postgres.atomic import lock_number
 
 # Runs a statement by its name.
 Fetch = Callable[..., Awaitable[Sequence[Sequence[Any]]]]
-# Whether they are to be sifted, and claims and endings to be written together.
+# Whether locked rows are skipped, and claims and endings to be written together.
 Part = tuple[bool, Collection[ClaimRequest], Collection[Settlement]]
 # The instants at which keys were admitted, by digest, and the digests that were ended.
 Written = tuple[dict[bytes, int], set[bytes]]
@@ -26,7 +26,7 @@ Write = Callable[[Fetch, Collection[ClaimRequest], Collection[Settlement]], Awai
 # Runs several statements in one transaction, again after a conflict; they wait for any lock.
 Transact = Callable[[Callable[[Fetch], Awaitable[Written]]], Awaitable[Written]]
 
-# For so long a busy key is sifted at once, instead of holding up the batch that it comes in. Who
+# For so long a busy key is skipped at once, instead of holding up the batch that it comes in. Who
 # waits for it asks twice a second.
 BUSY_SECONDS: Final = 5.0
 # More than the open transactions of most servers. A key that is forgotten costs a wait again.
@@ -68,17 +68,17 @@ class BusyKeys:
     def parted(
         self, claims: Collection[ClaimRequest], endings: Collection[Settlement]
     ) -> list[Part]:
-        """The rows that are to be written as they are, and those that are to be sifted first."""
+        """The rows that are to be written as they are, and those of busy keys."""
         self._forget(time.monotonic() - BUSY_SECONDS)
         if not self._busy:
             return [(False, claims, endings)]
         busy = self._busy.copy()
         parts: list[Part] = []
-        for is_sifted in (False, True):
-            wishes = [item for item in claims if (item.key.digest in busy) is is_sifted]
-            ends = [item for item in endings if (item.key.digest in busy) is is_sifted]
-            if wishes or ends:
-                parts.append((is_sifted, wishes, ends))
+        for skips_locked in (False, True):
+            requests = [item for item in claims if (item.key.digest in busy) is skips_locked]
+            ends = [item for item in endings if (item.key.digest in busy) is skips_locked]
+            if requests or ends:
+                parts.append((skips_locked, requests, ends))
         return parts
 
     async def write(
@@ -87,9 +87,9 @@ class BusyKeys:
         """Writes what waits for no user's transaction, and notes the rest as busy."""
         found: set[tuple[int, bytes]] = set()
 
-        async def sift_and_write(fetch: Fetch) -> Written:
+        async def write_unlocked(fetch: Fetch) -> Written:
             rows = await fetch(
-                "sift",
+                "skip_locked",
                 [request.key.digest for request in claims],
                 [lock_number(self._schema_name, request.key.digest) for request in claims],
                 [item.key.digest for item in endings],
@@ -101,7 +101,7 @@ class BusyKeys:
             held = [item for item in endings if (_HELD, item.key.digest) in found]
             return await write(fetch, new, held) if new or held else ({}, set())
 
-        written = await self._transact(sift_and_write)
+        written = await self._transact(write_unlocked)
         busy = {item.key.digest for item in claims} | {item.key.digest for item in endings}
         for kind, digest in found:
             busy.discard(digest)

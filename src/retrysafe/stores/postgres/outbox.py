@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Decision, Settlement, StagedEntry
-from retrysafe.core.outbox import entries as outbox
 from retrysafe.core.outbox.entries import (
     ClaimedEntries,
     Entry,
@@ -25,6 +24,8 @@ from retrysafe.core.outbox.entries import (
     Hints,
     OpenTry,
     StoredEntry,
+    condition_of,
+    operated,
 )
 from retrysafe.errors import StoreUnavailable
 from retrysafe.stores.postgres.drivers.port import Rows
@@ -69,7 +70,7 @@ def _entry(row: Sequence[Any]) -> Entry:
 def _stored(row: Sequence[Any]) -> StoredEntry:
     now_ms, *columns = row
     entry = _entry(columns)
-    return StoredEntry(entry, outbox.condition_of(entry, now_ms), now_ms)
+    return StoredEntry(entry, condition_of(entry, now_ms), now_ms)
 
 
 class PostgresOutbox:
@@ -178,7 +179,7 @@ class PostgresOutbox:
             found = await self.read(number)
             before = None if found is None else found.entry
             now_ms = 0 if found is None else found.now_ms
-            changed, decision = outbox.operated(before, command, now_ms)
+            changed, decision = operated(before, command, now_ms)
             if changed is None or before is None:
                 return decision
             written = await self._fetch(

@@ -51,7 +51,7 @@ class SameDatabase:
 
     async def learn(self) -> None:
         """Asks on the store's own connection where it is."""
-        self._remember(await self._asked(self._connector.fetch))
+        self._remember(await self._identity_of(self._connector.fetch))
 
     async def _learn_soon(self) -> None:
         """The same inside a user's transaction."""
@@ -60,7 +60,7 @@ class SameDatabase:
         async def fetch(sql: str, _: Sequence[Any]) -> Rows:
             return await self._connector.fetch_within(max(0.0, until - self._monotonic()), sql)
 
-        self._remember(await self._asked(fetch))
+        self._remember(await self._identity_of(fetch))
 
     def _remember(self, identity: Identity) -> None:
         if identity == self._identity:
@@ -80,7 +80,7 @@ class SameDatabase:
         can_ask = connection.waits is self._connector.waits
         if self._identity is None and not (can_ask and await self._has_learned()):
             return
-        theirs = await self._asked(connection.fetch)
+        theirs = await self._identity_of(connection.fetch)
         known = self._known
         if not self._is_ours(theirs):
             # The store's address may lead to another server since it was asked.
@@ -138,7 +138,9 @@ class SameDatabase:
             "business write must be in one database"
         )
 
-    async def _asked(self, fetch: Callable[[str, Sequence[Any]], Awaitable[Rows]]) -> Identity:
+    async def _identity_of(
+        self, fetch: Callable[[str, Sequence[Any]], Awaitable[Rows]]
+    ) -> Identity:
         ((name, may_ask),) = await fetch(self._sql["database"], ())
         if not may_ask:
             return str(name), None

@@ -17,7 +17,7 @@ BLOCKS: Final = {
     **load_blocks("retrysafe.stores.postgres.sql", "atomic.sql"),
     **load_blocks("retrysafe.stores.postgres.sql", "outbox.sql"),
     **load_blocks("retrysafe.stores.postgres.sql", "recovery.sql"),
-    **load_blocks("retrysafe.stores.postgres.sql", "sifting.sql"),
+    **load_blocks("retrysafe.stores.postgres.sql", "busy_keys.sql"),
     **load_blocks("retrysafe.stores.postgres.sql", "migrating.sql"),
 }
 MIGRATIONS: Final = load_migrations("retrysafe.stores.postgres.migrations")

@@ -87,9 +87,9 @@ class PostgresStore:
         )
         self.outbox = PostgresOutbox(self._fetch)
         self._sweeping = Sweeping(self._fetch, self.outbox, self.tend_partitions)
-        sifter = BusyKeys(self._transact, self.schema_name)
+        busy_keys = BusyKeys(self._transact, self.schema_name)
         self._reader = Reader(self._fetch)
-        self._batches = Batches(self._fetch, self._reader, self.outbox, sifter)
+        self._batches = Batches(self._fetch, self._reader, self.outbox, busy_keys)
         self._same_database = SameDatabase(
             connector, statements=self._sql, location=location, doubt=self._doubt
         )
@@ -403,7 +403,7 @@ class PostgresStore:
 
         async def work(session: Session) -> Written:
             async def fetch(name: str, *params: Any) -> Sequence[Sequence[Any]]:
-                patient = name if name == "sift" else f"{name}_patiently"
+                patient = name if name == "skip_locked" else f"{name}_patiently"
                 return await session.fetch(self._statement(patient), params)
 
             return await flow(fetch)

@@ -30,23 +30,23 @@ class Takeover(NamedTuple):
     new: Record
     answer: ClaimAnswer
     # Of the claim in its batch.
-    place: int
+    position: int
 
 
-def judged(request: ClaimRequest, found: Found, place: int) -> ClaimResult | Takeover:
-    """The answer of the table, or what it writes for the claim at that place of its batch."""
+def judged(request: ClaimRequest, found: Found, position: int) -> ClaimResult | Takeover:
+    """The answer of the table, or what it writes for the claim at that position of its batch."""
     record, payload, now_ms = found
     try:
         changed, answer = transitions.claim(record, request, now_ms)
     except DigestCollision as error:
         return error
     if changed is not None:
-        return Takeover(record, changed, answer, place)
+        return Takeover(record, changed, answer, position)
     if answer.decision is _REPLAY:
         answer.payload = payload
     if answer.decision is _CONFIRM:
         # Written as it is, see `Batches.confirm`.
-        return Takeover(record, record, answer, place)
+        return Takeover(record, record, answer, position)
     return answer
 
 

@@ -35,23 +35,23 @@ def being_written(key: Key) -> StoreUnavailable:
 class UnsettledEndings:
     """Endings that were not written, over one statement port."""
 
-    __slots__ = ("_confirm", "_end", "_reader", "_sifter")
+    __slots__ = ("_busy_keys", "_confirm", "_end", "_reader")
 
     def __init__(
         self,
         reader: Reader,
-        sifter: BusyKeys,
+        busy_keys: BusyKeys,
         end: Callable[[Settlement], Awaitable[bool]],
         confirm: Callable[[Record], Awaitable[bool]],
     ) -> None:
         self._reader = reader
-        self._sifter = sifter
+        self._busy_keys = busy_keys
         # Writes one ending, and says whether it is written.
         self._end = end
         # Makes sure that a record stands, see `Batches.confirm`.
         self._confirm = confirm
 
-    async def told(
+    async def answered(
         self, items: Sequence[Settlement], results: Sequence[SettleResult | None]
     ) -> list[SettleResult]:
         """The results, with one for each of the items that has none yet."""
@@ -95,7 +95,7 @@ class UnsettledEndings:
                     return APPLIED
             except StoreRejected as error:
                 return error
-            if self._sifter.is_busy(digest):
+            if self._busy_keys.is_busy(digest):
                 # Nobody takes over a row that is locked, and other rows must not wait for it.
                 return being_written(settlement.key)
         raise StoreUnavailable(

@@ -1,4 +1,4 @@
-"""URLs of PostgreSQL: retrysafe's own options apart from the driver's, and mistakes told at once.
+"""URLs of PostgreSQL: our own options apart from the driver's, and mistakes refused at once.
 
 A URL is libpq's. psycopg takes it as it is; asyncpg knows most of it, and would send the rest to
 the server as settings, which refuses them.
@@ -76,13 +76,13 @@ def without_password(url: str) -> str:
     if url.startswith("sqlite:"):
         return url
     scheme, slashes, rest = url.partition("://") if "://" in url else ("", "", url)
-    secret, at, place = rest.rpartition("@")
+    secret, at, address = rest.rpartition("@")
     if slashes:
-        hosts, slash, path = place.partition("/")
+        hosts, slash, path = address.partition("/")
         hosts, question, query = hosts.partition("?")
         shown_hosts = ",".join(map(_shown_host, hosts.split(",")))
-        place = f"{shown_hosts}{question}{query}{slash}{path}"
-    shown = f"{scheme}{slashes}{_shown_user(secret)}{at}{place}"
+        address = f"{shown_hosts}{question}{query}{slash}{path}"
+    shown = f"{scheme}{slashes}{_shown_user(secret)}{at}{address}"
     return _PASSWORD_OPTION.sub(r"\1***", shown)
 
 
@@ -118,7 +118,7 @@ class PostgresUrl:
     @property
     def for_libpq(self) -> str:
         """The URL without retrysafe's own options."""
-        return _with(_place(self._parts), self.options)
+        return _with(_address(self._parts), self.options)
 
     @property
     def for_asyncpg(self) -> str:
@@ -128,7 +128,7 @@ class PostgresUrl:
             if name in _LEFT_OUT or value in _KEPT_ANYWAY.get(name, ()):
                 continue
             if name in _KEPT_ANYWAY:
-                # Some values are secrets; the others help to find the place.
+                # Some values are secrets; the others help to find it.
                 what = f"{name}={value}" if _KEPT_ANYWAY[name] else name
                 raise StoreUrlInvalid(
                     f"{self.location}: AsyncIdempotency connects through asyncpg, which cannot do "
@@ -136,7 +136,7 @@ class PostgresUrl:
                     "whose driver can"
                 )
             options[name] = value
-        return _with(_place(self._parts), options)
+        return _with(_address(self._parts), options)
 
 
 def postgres_url(url: str) -> PostgresUrl:
@@ -146,7 +146,7 @@ def postgres_url(url: str) -> PostgresUrl:
     """
     parts = _split(url)
     options = _options(parts)
-    location = without_password(_place(parts))
+    location = without_password(_address(parts))
     schema_name = options.pop("schema", "retrysafe")
     prepared = options.pop("prepared", "on")
     default = PoolOptions()
@@ -190,8 +190,8 @@ def one_per_server(url: str) -> list[str]:
     if "hostaddr" in options or (hosts and {"host", "port"} & options.keys()):
         return [url]  # The drivers have their own rules for what overrides what.
     if hosts:
-        places = [_place(parts._replace(netloc=f"{login}{at}{host}")) for host in hosts.split(",")]
-        return [_with(place, options) for place in places]
+        each = [parts._replace(netloc=f"{login}{at}{host}") for host in hosts.split(",")]
+        return [_with(_address(server), options) for server in each]
     names = options.get("host", "").split(",")
     ports = options.get("port", "").split(",")
     if len(ports) == 1:
@@ -202,7 +202,7 @@ def one_per_server(url: str) -> list[str]:
     for name, port in zip(names, ports, strict=True):
         own = {"host": name, "port": port}
         asked = options | {key: value for key, value in own.items() if key in options}
-        made.append(_with(_place(parts), asked))
+        made.append(_with(_address(parts), asked))
     return made
 
 
@@ -274,15 +274,15 @@ def _split(url: str) -> SplitResult:
     return parts
 
 
-def _place(parts: SplitResult) -> str:
+def _address(parts: SplitResult) -> str:
     # Not by `urlunsplit`: without a host it leaves out the slashes, which libpq looks for.
     return f"{parts.scheme}://{parts.netloc}{parts.path}"
 
 
-def _with(place: str, options: dict[str, str]) -> str:
+def _with(address: str, options: dict[str, str]) -> str:
     # libpq takes a plus for a plus, so a space must stay %20.
     query = urlencode(options, quote_via=quote)
-    return f"{place}?{query}" if query else place
+    return f"{address}?{query}" if query else address
 
 
 def _options(parts: SplitResult) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sqlite3
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
@@ -28,9 +29,9 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import Fate, SettleResult, Waits
 from retrysafe.errors import InvalidInput, SchemaMissing, StoreError, TransactionMissing
-from retrysafe.stores.sqlite import batches, outbox, rows, steps
+from retrysafe.reentry import OpenBlock
+from retrysafe.stores.sqlite import claims, outbox, rows, settlements, steps
 from retrysafe.stores.sqlite.file import full_code, primary_code
-from retrysafe.stores.sqlite.reentry import Block
 from retrysafe.stores.sqlite.schema import SQL
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ class SqliteTransaction:
         connection: sqlite3.Connection,
         *,
         path: Path,
-        require_place: Callable[[], None],
+        require_unmoved: Callable[[], None],
         now_ms: Callable[[], int],
         prepare: Callable[[], object],
         has_outcome: Callable[[Settlement], bool],
@@ -80,12 +81,12 @@ class SqliteTransaction:
         self._connection = connection
         self._path = path
         # Raises when the path leads to other files by now than the store has opened there.
-        self._require_place = require_place
+        self._require_unmoved = require_unmoved
         self._now_ms = now_ms
         self._prepare = prepare
         self._has_outcome = has_outcome
         self._has_step = has_step
-        self._block: Block | None = None
+        self._block: OpenBlock | None = None
 
     # The frame around everything that is written.
 
@@ -94,7 +95,7 @@ class SqliteTransaction:
         self._plainly(self._begin)
 
     def _begin(self, connection: sqlite3.Connection) -> None:
-        self._require_place()
+        self._require_unmoved()
         self._require_same_file()
         if not connection.in_transaction:
             if connection.isolation_level is None:
@@ -142,7 +143,7 @@ class SqliteTransaction:
             if limit_ms != earlier_ms:
                 connection.execute(f"PRAGMA busy_timeout = {limit_ms}")
             self._take_write_lock()
-            self._block = Block(self._path, connection)
+            self._block = OpenBlock(self._path, threading.get_ident(), self.is_open)
             return True
         except sqlite3.OperationalError as error:
             if full_code(error) == sqlite3.SQLITE_ERROR:
@@ -173,7 +174,7 @@ class SqliteTransaction:
     async def claim(self, request: ClaimRequest) -> ClaimAnswer:
         """Claims a key as the store does, on the user's connection."""
         (answer,) = self._plainly(
-            lambda connection: batches.claim(connection, [request], self._now_ms())
+            lambda connection: claims.claim(connection, [request], self._now_ms())
         )
         if isinstance(answer, StoreError):
             raise answer
@@ -191,7 +192,7 @@ class SqliteTransaction:
         def write(connection: sqlite3.Connection) -> list[SettleResult]:
             # Before the first read: a transaction that has read cannot always become the writer.
             self._take_write_lock()
-            return batches.settle(connection, [settlement], self._now_ms())
+            return settlements.settle(connection, [settlement], self._now_ms())
 
         (answer,) = self._plainly(write)
         if isinstance(answer, StoreError):
@@ -240,7 +241,7 @@ class SqliteTransaction:
                 return Decision.LOST
             now_ms = self._now_ms()
             extension = Extension(write.key, write.token, write.lease_ms)
-            batches.extend(connection, [extension], now_ms)
+            claims.extend(connection, [extension], now_ms)
             return steps.record(connection, write, now_ms)
 
         return self._plainly(record)
@@ -268,7 +269,7 @@ class SqliteTransaction:
     def _take_write_lock(self) -> None:
         """Raises also when it is the lock of a file that others do not find any more."""
         self._connection.execute(SQL["take_write_lock"])
-        self._require_place()
+        self._require_unmoved()
 
     def _leave_block(self) -> None:
         if self._block is not None:

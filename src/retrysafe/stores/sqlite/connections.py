@@ -20,13 +20,11 @@ from typing import Final, TypeVar
 
 from retrysafe import forks
 from retrysafe.errors import StoreError, StoreRejected
-from retrysafe.reentry import reentered
+from retrysafe.reentry import reentered, require_outside
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.sqlite import file as connecting
 from retrysafe.stores.sqlite import schema
-from retrysafe.stores.sqlite.file_identity import FileIdentity
+from retrysafe.stores.sqlite.file import DatabaseFile, make_durable, translated
 from retrysafe.stores.sqlite.grace import BLOCKED_SECONDS, HELD_SECONDS, Grace
-from retrysafe.stores.sqlite.reentry import require_outside
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
@@ -68,7 +66,7 @@ class Connections:
         self._migrate = migrate
         self._busy_seconds = busy_seconds
         self._now_ms = now_ms
-        self.place = FileIdentity(path, location)
+        self.file = DatabaseFile(path, location)
         self.grace = Grace()
         self.writer: sqlite3.Connection | None = None
         self._lock = threading.Lock()
@@ -123,8 +121,8 @@ class Connections:
                 self._renewing_thread = None
 
     def _write(self, work: Work[T]) -> T:
-        require_outside(self._path)
         thread = threading.get_ident()
+        require_outside(self._path, thread)
         try:
             with self._lock:
                 try:
@@ -139,7 +137,7 @@ class Connections:
                         connection.execute("BEGIN IMMEDIATE")
                         if monotonic() - asked >= BLOCKED_SECONDS:
                             self.grace.note_wait(asked)
-                        self.place.require()
+                        self.file.require_unmoved()
                         result = work(connection)
                         connection.execute("COMMIT")
                         if monotonic() - asked >= HELD_SECONDS:
@@ -158,7 +156,7 @@ class Connections:
                 finally:
                     self._writing_thread = None
         except SQLITE_ERRORS as error:
-            raise self.told(error) from error
+            raise self.store_error(error) from error
         return result
 
     def read(self, work: Work[T]) -> T:
@@ -178,14 +176,14 @@ class Connections:
                         self._prepare(thread)  # The schema is there, or this raises.
                     connection = self.reader
                     if connection is None:
-                        connection, _ = self.place.connect(False, self._busy_seconds)
+                        connection, _ = self.file.connect(False, self._busy_seconds)
                         self.reader = connection
                     elif connection.in_transaction:
                         connection.execute("ROLLBACK")  # Left by one that failed.
                     try:
                         connection.execute("BEGIN")
                         # An operator must not be shown for ever what nobody else can see.
-                        self.place.require()
+                        self.file.require_unmoved()
                         return work(connection)
                     finally:
                         if connection.in_transaction:
@@ -193,14 +191,14 @@ class Connections:
                 finally:
                     self._reading_thread = None
         except SQLITE_ERRORS as error:
-            raise self.told(error) from error
+            raise self.store_error(error) from error
 
     def prepare(self) -> None:
         """Makes the file and its schema, as far as that is wanted; raises a `StoreError`."""
         try:
             self._prepare(threading.get_ident())
         except SQLITE_ERRORS as error:
-            raise self.told(error) from error
+            raise self.store_error(error) from error
 
     def _prepare(self, thread: int) -> None:
         if self._writing_thread == thread:
@@ -229,7 +227,7 @@ class Connections:
             with self._lock:
                 try:
                     self._writing_thread = thread
-                    connection, _ = self.place.connect(self._create, self._busy_seconds)
+                    connection, _ = self.file.connect(self._create, self._busy_seconds)
                     try:
                         return work(connection)
                     finally:
@@ -237,7 +235,7 @@ class Connections:
                 finally:
                     self._writing_thread = None
         except SQLITE_ERRORS as error:
-            raise self.told(error) from error
+            raise self.store_error(error) from error
 
     def close(self) -> None:
         """Closes both; the next use opens new ones."""
@@ -247,7 +245,7 @@ class Connections:
         with self._reading_lock, self._lock:
             # In this order: an interruption leaves either connections and files that belong
             # together, or none.
-            self.place.forget()
+            self.file.forget()
             writer, reader = self.writer, self.reader
             self.writer = self.reader = None
             try:
@@ -260,15 +258,15 @@ class Connections:
     def _open(self) -> sqlite3.Connection:
         """The connection that writes; the caller holds the lock."""
         if self.writer is None:
-            connection, file = self.place.connect(self._create, self._busy_seconds)
+            connection, file_id = self.file.connect(self._create, self._busy_seconds)
             try:
                 if self._migrate:
                     self._migrated(connection)
                 else:
                     # Before anything is changed: somebody else's database must stay as it is.
                     schema.require_current(connection, self._location)
-                    connecting.make_durable(connection, self._busy_seconds)
-                self.place.remember(connection, file)
+                    make_durable(connection, self._busy_seconds)
+                self.file.remember(connection, file_id)
             except BaseException:
                 connection.close()
                 raise
@@ -280,16 +278,16 @@ class Connections:
 
     def _migrated(self, connection: sqlite3.Connection) -> list[Migration]:
         schema.pending_migrations(connection)  # Raises for a schema that is not to be touched.
-        connecting.make_durable(connection, self._busy_seconds)
+        make_durable(connection, self._busy_seconds)
         return schema.migrate(connection, self._now_ms)
 
-    def told(self, error: Exception) -> StoreError:
+    def store_error(self, error: Exception) -> StoreError:
         """The error in retrysafe's words."""
-        lost = self.place.loss()
+        lost = self.file.loss()
         if lost is not None:
             return lost  # SQLite's own words for files that do not belong together are of no help.
         if isinstance(error, sqlite3.OperationalError):
-            return connecting.translated(error, self._location)
+            return translated(error, self._location)
         if isinstance(error, _ROW_ERRORS):
             return StoreRejected(f"SQLite cannot take what it was given: {error}")
         return StoreError(f"{self._location} cannot be used: {error}")
@@ -329,7 +327,7 @@ class Connections:
         else sees the locks that the child takes on it, by way of this store or of another one.
         """
         forks.park((self.writer, self.reader))
-        self.place.after_fork_in_child()
+        self.file.after_fork_in_child()
         self.writer = self.reader = None
         self._lock, self._reading_lock = threading.Lock(), threading.Lock()
         self._turn, self._renewing = threading.Lock(), threading.Lock()

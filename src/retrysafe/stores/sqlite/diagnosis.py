@@ -49,7 +49,7 @@ def look(path: Path, busy_seconds: float) -> list[Finding]:
         with closing(file.connect(path, False, busy_seconds)) as connection:
             found += schema_findings(connection)
             found += mode_findings(connection)
-    return found + reader_findings(path) + place_findings(file_system_of(path, _mounts()))
+    return found + reader_findings(path) + file_system_findings(file_system_of(path, _mounts()))
 
 
 def access_findings(path: Path) -> list[Finding]:
@@ -109,7 +109,7 @@ def mode_findings(connection: sqlite3.Connection) -> list[Finding]:
     ]
 
 
-def place_findings(kind: str | None) -> list[Finding]:
+def file_system_findings(kind: str | None) -> list[Finding]:
     """What the kind of file system means for the file."""
     if kind in _NETWORK:
         return [

@@ -1,11 +1,19 @@
-"""Opening a SQLite file the durable way, and telling its errors apart.
+"""The SQLite file: opened the durable way, and the same one for as long as it is in use.
 
-Owns the pragmas. Anything weaker than `synchronous=FULL` may forget a claim after a power cut
-although the operation behind it already ran.
+Owns the pragmas, the sentences for SQLite's errors, and the identity of the files. Anything weaker
+than `synchronous=FULL` may forget a claim after a power cut although the operation behind it
+already ran.
+
+A file that is deleted lives on for the processes that have it open, and the next process makes a
+new one at the same path: each would grant the same key, and the operation would run in both. The
+same happens when the files beside it are deleted: the locks are taken on the `-shm`, and what was
+committed last is in the `-wal` alone. While a file is open, no other file gets its number, so the
+number tells them apart.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import stat
@@ -16,12 +24,24 @@ from typing import Final
 
 from retrysafe.errors import StoreError, StoreMissing, StoreUnavailable
 
+FileId = tuple[int, int]
+
 # The low byte of an extended result code is the primary one.
 _PRIMARY_MASK: Final = 0xFF
 # Switching a fresh file to WAL fails at once while a rival does the same; it takes milliseconds.
 _WAL_PAUSE_SECONDS: Final = 0.01
 # For its owner alone.
 _PRIVATE_MODE: Final = stat.S_IRUSR | stat.S_IWUSR
+# A file that is replaced again and again while it is being opened is not worth more.
+_OPENING_TRIES: Final = 5
+# What says that nothing is there; all else says that it could not be seen.
+_NOTHING_THERE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
+_stat: Final = os.stat
+# What SQLite keeps beside a file in WAL mode.
+_BESIDE: Final = ("-shm", "-wal")
+# The `-shm` of the files that a parent had open when it forked this process. SQLite's library takes
+# all locks on it here, also for new connections to such a file: it still has the parent's open.
+_inherited: dict[FileId, FileId] = {}
 
 
 def connect(path: Path, create: bool, busy_seconds: float) -> sqlite3.Connection:
@@ -88,12 +108,6 @@ def _use_wal(connection: sqlite3.Connection, busy_seconds: float) -> None:
         time.sleep(_WAL_PAUSE_SECONDS)
 
 
-def roll_back(connection: sqlite3.Connection) -> None:
-    """Ends the open transaction, if SQLite has not done so itself."""
-    if connection.in_transaction:
-        connection.execute("ROLLBACK")
-
-
 def full_code(error: sqlite3.Error) -> int:
     """SQLite's extended result code; 0 for an error of the binding itself, which has none."""
     code: int = getattr(error, "sqlite_errorcode", 0)
@@ -123,3 +137,122 @@ def translated(error: sqlite3.OperationalError, location: str) -> StoreError:
             "bring back a backup, or remove all three, and start again"
         )
     return StoreUnavailable(f"{location} does not answer: {error}")
+
+
+class DatabaseFile:
+    """The file at a path and those beside it, as they were when the store opened them."""
+
+    __slots__ = ("_beside", "_file", "_location", "_name", "_path")
+
+    def __init__(self, path: Path, location: str) -> None:
+        self._path = path
+        self._location = location
+        self._name = str(path)
+        # The numbers of the files; none before the first use.
+        self._file: FileId | None = None
+        self._beside: tuple[tuple[str, FileId], ...] = ()
+
+    def require_unmoved(self) -> None:
+        """Raises `StoreMissing` when the path leads elsewhere by now, or nowhere.
+
+        Raises `StoreUnavailable` when that cannot be seen, which is no reason to give up.
+        """
+        # Spelled out: this is done for every claim and for every ending.
+        file = self._file
+        if file is None:
+            return
+        name = self._name
+        try:
+            found = _stat(name)
+            if (found.st_ino, found.st_dev) != file:
+                raise self._moved(name)
+            for name, known in self._beside:
+                found = _stat(name)
+                if (found.st_ino, found.st_dev) != known:
+                    raise self._moved(name)
+        except OSError as error:
+            raise self._unseen(name, error) from error
+
+    def loss(self) -> StoreError | None:
+        """What `require_unmoved` would raise."""
+        try:
+            self.require_unmoved()
+        except StoreError as error:
+            return error
+        return None
+
+    def connect(self, create: bool, busy_seconds: float) -> tuple[sqlite3.Connection, FileId]:
+        """A connection, and which file it is to; makes no file anew that was removed.
+
+        Raises as `require_unmoved`, and as the function `connect`.
+        """
+        for _ in range(_OPENING_TRIES):
+            self.require_unmoved()
+            before = self._found()
+            if before is not None:
+                self._require_inherited(before)
+            connection = connect(self._path, create, busy_seconds)
+            # The binding does not tell which file it has opened. If the same one was there before
+            # and after, it is that one; a file that was made just now is opened a second time.
+            if before is not None and before == self._found():
+                return connection, before
+            connection.close()
+        raise self._moved(str(self._path))
+
+    def remember(self, connection: sqlite3.Connection, file: FileId) -> None:
+        """`require_unmoved` asks for these files from now on; the connection has opened them."""
+        beside: list[tuple[str, FileId]] = []
+        ((mode,),) = connection.execute("PRAGMA journal_mode").fetchall()
+        # Without shared memory in the file system, the file is not in WAL mode and has no other.
+        if mode == "wal":
+            # SQLite keeps them beside the file itself, also when the path is a link to it.
+            real = os.path.realpath(self._path)
+            beside = [(real + ending, self._seen(real + ending)) for ending in _BESIDE]
+            self._require_inherited(file)
+        self._beside = tuple(beside)
+        self._file = file
+
+    def after_fork_in_child(self) -> None:
+        """Remembers for every store of this process what SQLite's library goes on with."""
+        if self._file is not None and self._beside:
+            _inherited[self._file] = self._beside[0][1]
+
+    def _require_inherited(self, file: FileId) -> None:
+        """Raises `StoreMissing` when nobody else would see the locks of this process."""
+        inherited = _inherited.get(file)
+        if inherited is None:
+            return
+        name = os.path.realpath(self._path) + _BESIDE[0]
+        if self._seen(name) != inherited:
+            raise self._moved(name)
+
+    def forget(self) -> None:
+        """The files are closed; whatever is at the path next is as good."""
+        self._file = None
+        self._beside = ()
+
+    def _seen(self, name: str) -> FileId:
+        try:
+            found = _stat(name)
+        except OSError as error:
+            raise self._unseen(name, error) from error
+        return found.st_ino, found.st_dev
+
+    def _found(self) -> FileId | None:
+        try:
+            found = _stat(self._path)
+        except OSError:
+            return None
+        return found.st_ino, found.st_dev
+
+    def _unseen(self, name: str, error: OSError) -> StoreError:
+        if error.errno in _NOTHING_THERE:
+            return self._moved(name)
+        return StoreUnavailable(f"{self._location} cannot be used: {name}: {error.strerror}")
+
+    def _moved(self, name: str) -> StoreMissing:
+        return StoreMissing(
+            f"{self._location} cannot be used: {name} was removed or replaced while this process "
+            "had it open, so another process may work on another file. Stop all processes that "
+            "use it, and start them again"
+        )

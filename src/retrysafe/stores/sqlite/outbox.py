@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Decision, StagedEntry
-from retrysafe.core.outbox import entries as outbox
 from retrysafe.core.outbox.entries import (
     ClaimedEntries,
     Entry,
@@ -26,6 +25,8 @@ from retrysafe.core.outbox.entries import (
     Hints,
     OpenTry,
     StoredEntry,
+    condition_of,
+    operated,
 )
 from retrysafe.stores.sqlite.connections import Connections
 from retrysafe.stores.sqlite.schema import SQL
@@ -151,7 +152,7 @@ class SqliteOutbox:
         now_ms = self._now_ms()
         if entry is None:
             return None
-        return StoredEntry(entry, outbox.condition_of(entry, now_ms), now_ms)
+        return StoredEntry(entry, condition_of(entry, now_ms), now_ms)
 
     async def list_entries(self, query: EntryQuery) -> list[StoredEntry]:
         """Entries for an operator, newest first."""
@@ -168,14 +169,14 @@ class SqliteOutbox:
             lambda connection: connection.execute(SQL["select_entries"], sought).fetchall()
         )
         found = map(_entry, rows)
-        return [StoredEntry(item, outbox.condition_of(item, now_ms), now_ms) for item in found]
+        return [StoredEntry(item, condition_of(item, now_ms), now_ms) for item in found]
 
     async def operate(self, number: int, command: EntryCommand) -> Decision:
         """Applies an operator's command."""
 
         def write(connection: sqlite3.Connection) -> Decision:
             found = _select(connection, number)
-            changed, decision = outbox.operated(found, command, self._now_ms())
+            changed, decision = operated(found, command, self._now_ms())
             if changed is not None:
                 connection.execute(
                     SQL["update_entry"],

@@ -16,11 +16,22 @@ _NOTHING_HAPPENED: Final = (
     "CASE WHEN k.nothing_happened_token = k.token THEN NOT EXISTS ("
     "SELECT 1 FROM retrysafe_steps AS s WHERE s.digest = k.digest) ELSE 0 END"
 )
+# One file for each module, and by its name; records and their outcomes belong to several.
+_FILES: Final = (
+    "claims.sql",
+    "settlements.sql",
+    "records.sql",
+    "steps.sql",
+    "atomic.sql",
+    "outbox.sql",
+    "recovery.sql",
+    "sweep.sql",
+    "schema.sql",
+)
 _BLOCKS: Final = {
-    **load_blocks("retrysafe.stores.sqlite.sql", "queries.sql"),
-    **load_blocks("retrysafe.stores.sqlite.sql", "outbox.sql"),
-    **load_blocks("retrysafe.stores.sqlite.sql", "recovery.sql"),
-    **load_blocks("retrysafe.stores.sqlite.sql", "sweeping.sql"),
+    name: block
+    for file_name in _FILES
+    for name, block in load_blocks("retrysafe.stores.sqlite.sql", file_name).items()
 }
 SQL: Final = {
     name: block.replace("{nothing_happened}", _NOTHING_HAPPENED) for name, block in _BLOCKS.items()

@@ -35,11 +35,13 @@ from retrysafe.errors import StoreRejected
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.sqlite import batches, diagnosis, recovery, rows, schema, steps
+from retrysafe.stores.sqlite import diagnosis, recovery, rows, schema, steps
 from retrysafe.stores.sqlite.atomic import SqliteTransaction, plain_connection
+from retrysafe.stores.sqlite.claims import claim, extend
 from retrysafe.stores.sqlite.connections import SQLITE_ERRORS, Connections
 from retrysafe.stores.sqlite.outbox import SqliteOutbox
 from retrysafe.stores.sqlite.schema import SQL
+from retrysafe.stores.sqlite.settlements import settle
 from retrysafe.stores.sqlite.sweep import Sweeping
 
 
@@ -127,8 +129,8 @@ class SqliteStore:
             # Read under the write lock: the wait for it must not count against a lease.
             now_ms = self._now_ms()
             # Endings first: an outcome that is there must not lose to a claim beside it.
-            settled = batches.settle(connection, settlements, now_ms) if settlements else []
-            claimed = batches.claim(connection, claims, now_ms, grace) if claims else []
+            settled = settle(connection, settlements, now_ms) if settlements else []
+            claimed = claim(connection, claims, now_ms, grace) if claims else []
             return claimed, settled
 
         return self._write(apply)
@@ -143,7 +145,7 @@ class SqliteStore:
         """
         try:
             return self._connections.write_first(
-                lambda connection: batches.extend(connection, extensions, self._now_ms())
+                lambda connection: extend(connection, extensions, self._now_ms())
             )
         except StoreRejected as rejected:
             if len(extensions) == 1:
@@ -166,7 +168,7 @@ class SqliteStore:
         return SqliteTransaction(
             plain_connection(connection),
             path=self.path,
-            require_place=self._connections.place.require,
+            require_unmoved=self._connections.file.require_unmoved,
             now_ms=self._now_ms,
             prepare=self._connections.prepare,
             has_outcome=self._has_outcome,
@@ -305,7 +307,7 @@ class SqliteStore:
         try:
             return diagnosis.look(self.path, self._busy_seconds)
         except SQLITE_ERRORS as error:
-            raise self._connections.told(error) from error
+            raise self._connections.store_error(error) from error
 
     # Forks.
 

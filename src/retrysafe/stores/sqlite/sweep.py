@@ -92,15 +92,15 @@ class OutcomeWalk:
     def __init__(self) -> None:
         self.is_over = False
         self._stretches: list[_Stretch] = []
-        self._place = 0
+        self._next = 0
 
     def look(self, connection: sqlite3.Connection, now_ms: int, limit: int) -> list[int]:
         """At most `limit` outcomes of the next stretch that are past their window; moves on."""
         stretches = self._stretches
-        while self._place < len(stretches) and stretches[self._place].first_ends_at_ms > now_ms:
-            self._place += 1
-        known = stretches[self._place] if self._place < len(stretches) else None
-        after = stretches[self._place - 1].last_id if self._place else 0
+        while self._next < len(stretches) and stretches[self._next].first_ends_at_ms > now_ms:
+            self._next += 1
+        known = stretches[self._next] if self._next < len(stretches) else None
+        after = stretches[self._next - 1].last_id if self._next else 0
         last, count, first_ends_at_ms, listed = connection.execute(
             SQL["look_at_outcomes"],
             {
@@ -119,19 +119,19 @@ class OutcomeWalk:
             self.is_over = not is_full
         if is_full and (known is None or last < known.last_id):
             # More rows than were here before have used ids again, so nothing holds from here on.
-            stretches[self._place :] = [_Stretch(last, first_ends_at_ms)]
-            self._place += 1
+            stretches[self._next :] = [_Stretch(last, first_ends_at_ms)]
+            self._next += 1
         elif known is not None and count:
             known.last_id, known.first_ends_at_ms = last, first_ends_at_ms
-            self._place += 1
+            self._next += 1
         elif known is not None:
-            del stretches[self._place]
+            del stretches[self._next]
         return found
 
     def restart(self) -> None:
         """Goes back to the first row."""
         self.is_over = False
-        self._place = 0
+        self._next = 0
 
 
 class Sweeping:

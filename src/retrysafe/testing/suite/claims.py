@@ -6,7 +6,7 @@ import pytest
 
 from retrysafe.core.keys.key import GLOBAL
 from retrysafe.core.model import Condition, Decision, Fingerprint, Payload, SettleKind, State
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.testing.suite.base import SuiteBase
 from retrysafe.testing.suite.probe import (
     ACTIVE_MS,

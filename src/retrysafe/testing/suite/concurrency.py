@@ -28,7 +28,7 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import Store
 from retrysafe.errors import StoreError
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.testing.suite.base import SuiteBase
 from retrysafe.testing.suite.probe import (
     FAILURE,

@@ -8,7 +8,7 @@ import pytest
 
 from retrysafe.core.model import Condition, Decision, ExtendAnswer, Extension, SettleKind
 from retrysafe.errors import StoreError
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.testing.suite.base import SuiteBase
 from retrysafe.testing.suite.probe import (
     ACTIVE_MS,

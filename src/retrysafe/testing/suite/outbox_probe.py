@@ -23,7 +23,7 @@ from retrysafe.core.outbox.entries import (
     StoredEntry,
 )
 from retrysafe.core.outbox.port import Outbox, outbox_of
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.testing.suite.base import SuiteBase
 from retrysafe.testing.suite.probe import (
     KEY,

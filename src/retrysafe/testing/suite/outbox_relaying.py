@@ -18,7 +18,7 @@ from retrysafe.core.outbox.entries import (
 )
 from retrysafe.core.outbox.port import outbox_of
 from retrysafe.core.ports import Store
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.testing.suite.outbox_probe import (
     KEEP_MS,
     OVER,

@@ -10,7 +10,7 @@ from retrysafe.core.model import Decision, SettleKind
 from retrysafe.core.outbox.entries import (
     EntryState,
 )
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.testing.suite.outbox_probe import (
     KEEP_MS,
     OutboxBase,

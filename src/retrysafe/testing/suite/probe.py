@@ -30,7 +30,7 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import ClaimResult, ExtendResult, SettleResult, Store
 from retrysafe.errors import StoreError
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.testing.clock import ManualClock
 
 LEASE_MS: Final = 30_000

@@ -16,7 +16,7 @@ from retrysafe.core.model import (
     SettleKind,
 )
 from retrysafe.core.ports import Store
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.testing.suite.base import SuiteBase
 from retrysafe.testing.suite.probe import (
     ACTIVE_MS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from retrysafe.core.model import Decision, OperatorCommand, SettleKind, State
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.testing.suite.base import SuiteBase
 from retrysafe.testing.suite.probe import (
     ACTIVE_MS,

@@ -19,7 +19,7 @@ from retrysafe.core.model import (
     Settlement,
     StoredKey,
 )
-from retrysafe.runtime.face import mint_token
+from retrysafe.runtime.identity import mint_token
 from retrysafe.testing.suite.base import SuiteBase
 from retrysafe.testing.suite.probe import (
     KEY,
@@ -68,7 +68,7 @@ class TableCases(SuiteBase):
     ) -> None:
         """Each kind of claim gets the table's decision, and the row becomes the model's row."""
         is_correctable = event is Trigger.CLAIM_CORRECTED
-        wish = _claim_wish(event, probe.arrange(condition, nothing_happened=is_correctable))
+        wish = _claim_request(event, probe.arrange(condition, nothing_happened=is_correctable))
         before = probe.find()
         expected = transitions.claim(_record(before), wish, probe.clock())
         answer = probe.ask(wish)
@@ -197,7 +197,7 @@ def _record(found: StoredKey | None) -> Record | None:
     return None if found is None else found.record
 
 
-def _claim_wish(event: Trigger, token: bytes) -> ClaimRequest:
+def _claim_request(event: Trigger, token: bytes) -> ClaimRequest:
     if event is Trigger.CLAIM_MISMATCHED:
         return request(KEY, None, OTHER)
     if event is Trigger.CLAIM_CORRECTED:

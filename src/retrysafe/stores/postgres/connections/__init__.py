@@ -70,9 +70,9 @@ def with_percent_signs(sql: str, params: Sequence[Any]) -> tuple[str, tuple[Any,
     """The statement for drivers that take `%s`: a parameter used twice is passed twice."""
     order: list[int] = []
 
-    def place(match: re.Match[str]) -> str:
+    def numbered(match: re.Match[str]) -> str:
         order.append(int(match.group(1)) - 1)
         return "%s"
 
-    text = _PLACEHOLDER.sub(place, sql.replace("%", "%%"))
+    text = _PLACEHOLDER.sub(numbered, sql.replace("%", "%%"))
     return text, tuple(params[index] for index in order)

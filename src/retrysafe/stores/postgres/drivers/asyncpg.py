@@ -30,7 +30,7 @@ from retrysafe.stores.postgres.drivers.port import (
 )
 from retrysafe.stores.postgres.drivers.servers import (
     Servers,
-    most_telling,
+    most_informative,
     opening_script,
     require_writable,
 )
@@ -141,7 +141,7 @@ class AsyncpgConnector:
             finally:
                 await self._give_back(pool, connection, is_fine=is_fine)
         except Exception as error:
-            translation = await self._told(pool, error)
+            translation = await self._after_failure(pool, error)
             if translation is None:
                 raise
             raise translation from error
@@ -269,13 +269,13 @@ class AsyncpgConnector:
             finally:
                 await self._give_back(pool, connection, is_fine=is_fine)
         except Exception as error:
-            translation = await self._told(pool, error)
+            translation = await self._after_failure(pool, error)
             if translation is None:
                 raise
             raise translation from error
 
-    async def _told(self, pool: Any, error: Exception) -> Exception | None:
-        """The error in the store's words; None when it is not PostgreSQL's.
+    async def _after_failure(self, pool: Any, error: Exception) -> Exception | None:
+        """The error in the store's words, None when it is not PostgreSQL's; drops dead connections.
 
         A restarted server has killed the other connections too, and a network that has gone silent
         carries nothing for them either.
@@ -355,7 +355,7 @@ class AsyncpgConnector:
             except (*_GONE, StoreNotWritable) as error:
                 self._servers.put_last(url)
                 errors.append(error)
-        raise most_telling(errors)
+        raise most_informative(errors)
 
     async def _connect_to(self, url: str, options: dict[str, Any]) -> Any:
         try:

@@ -7,6 +7,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from typing import Any, Final, TypeVar
@@ -30,7 +31,7 @@ from retrysafe.stores.postgres.drivers.port import (
 from retrysafe.stores.postgres.drivers.psycopg_renewals import RenewalConnections
 from retrysafe.stores.postgres.drivers.servers import (
     Servers,
-    most_telling,
+    most_informative,
     opening_script,
     require_writable,
 )
@@ -39,6 +40,9 @@ T = TypeVar("T")
 
 # How often an exchange looks whether its time is over, where psycopg does not say.
 _LOOK_SECONDS: Final = 0.1
+# How often those who wait for a place look for one that was left without a word. Rare enough to
+# cost nothing, and short against any lease.
+_TIDY_SECONDS: Final = 0.25
 
 
 class _Connection(psycopg.Connection[tuple[Any, ...]]):
@@ -73,41 +77,19 @@ def _limited(gen: Generator[Any, Any, T], seconds: float) -> Generator[Any, Any,
         return result
 
 
-class _Slots:
-    """Lets so many threads in at a time, and the others in the order in which they came.
+class _Place:
+    """One caller's place in the pool, from its coming to its going."""
 
-    Plain locks, not a semaphore: its own lock is taken in Python code, and a thread that a signal
-    interrupts in there would leave it taken for everybody else.
-    """
+    __slots__ = ("connection", "gate", "taken")
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        # One that a signal's handler, which asks for a slot as well, may take again.
-        self._lock = threading.RLock()
-        # Those behind the limit wait at their gates.
-        self._gates: dict[object, threading.Lock] = {}
-
-    def enter(self, token: object, wait_seconds: float) -> bool:
-        """Waits for a slot; False when the time ran out. `leave` is called in any case."""
-        gate = threading.Lock()
-        gate.acquire()
-        with self._lock:
-            self._gates[token] = gate
-            if len(self._gates) <= self._limit:
-                return True
-        return gate.acquire(timeout=min(wait_seconds, threading.TIMEOUT_MAX))
-
-    def leave(self, token: object) -> None:
-        """Gives the slot to the next in line.
-
-        It is called again when it was interrupted, so every step is harmless to repeat.
-        """
-        with self._lock:
-            self._gates.pop(token, None)
-            # All of them: an interrupted `leave` may have let nobody in, and another one since.
-            for gate in list(islice(self._gates.values(), self._limit)):
-                if gate.locked():
-                    gate.release()
+    def __init__(self) -> None:
+        # Held by the caller's `with` for as long as it is there. No signal, however many raise in a
+        # row, keeps C from giving it back, so everybody can see who is gone.
+        self.taken = threading.Lock()
+        # Closed until it is this one's turn.
+        self.gate = threading.Lock()
+        self.gate.acquire()
+        self.connection: _Connection | None = None
 
 
 class _Pool:
@@ -115,13 +97,17 @@ class _Pool:
 
     A connection is made by the thread that needs it, so a server that is down is reported at once
     and one that is back is found at the next call; there is no thread and no back-off in between.
+    Nobody is relied on to give back what it holds: `tidy` does that for all who are gone.
     """
 
     def __init__(self, connect: Callable[[float], _Connection], options: PoolOptions) -> None:
         self._connect = connect
         self._wait_seconds = options.connect_timeout.total_seconds()
         self._size_limit = options.size_limit
-        self._slots = _Slots(options.size_limit)
+        # One that a signal's handler, which asks for a place as well, may take again.
+        self._lock = threading.RLock()
+        # In the order in which they came; those behind the limit wait at their gates.
+        self._places: dict[_Place, None] = {}
         self._idle: list[_Connection] = []
         self._generation = object()
         self._is_closed = False
@@ -133,40 +119,59 @@ class _Pool:
         a context manager: a signal that raises before its body would keep connection and slot, and
         a transaction open, while the handlers of that exception ask for them (decision 31).
         """
-        token = object()
-        held: list[_Connection] = []
-        wait_seconds = min(limit_seconds, self._wait_seconds)
+        place = _Place()
         try:
-            if not self._slots.enter(token, wait_seconds):
+            with place.taken:
+                self._enter(place, min(limit_seconds, self._wait_seconds))
+                # Looked at first: what is opened while others are discarded may lead where they do.
+                generation = self._generation
+                connection = self._quiet_one()
+                if connection is None:
+                    connection = self._connect(limit_seconds)
+                    connection.generation = generation
+                place.connection = connection
+                try:
+                    return work(connection)
+                except psycopg.errors.ReadOnlySqlTransaction:
+                    self.discard(connection)
+                    raise
+        finally:
+            try:
+                self.tidy()
+            except BaseException:
+                # A signal may raise before its first line. After yet another one whoever comes next
+                # does it, and a transaction that was left open waits for that.
+                self.tidy()
+                raise
+
+    def _enter(self, place: _Place, wait_seconds: float) -> None:
+        """Waits for a turn; raises `OperationalError` when the time ran out."""
+        until = time.monotonic() + wait_seconds
+        with self._lock:
+            self._places[place] = None
+        self.tidy()
+        # Whoever leaves opens the gate of the next; here it is looked for those who could not.
+        while not place.gate.acquire(
+            timeout=min(max(0.0, until - time.monotonic()), _TIDY_SECONDS)
+        ):
+            if time.monotonic() >= until:
                 raise psycopg.OperationalError(
                     f"all {self._size_limit} connections were busy for {wait_seconds:g} s"
                 )
-            # Looked at first: what is opened while others are discarded may lead where they do.
-            generation = self._generation
-            connection = self._quiet_one()
-            if connection is None:
-                connection = self._connect(limit_seconds)
-                connection.generation = generation
-            held.append(connection)
-            return work(connection)
-        except psycopg.errors.ReadOnlySqlTransaction:
-            for connection in held:
-                self.discard(connection)
-            raise
-        finally:
-            try:
-                self._leave(token, held)
-            except BaseException:
-                # A signal may raise before its first line, or in its middle: nothing must be lost
-                # or left open for that.
-                self._leave(token, held)
-                raise
+            self.tidy()
 
-    def _leave(self, token: object, held: list[_Connection]) -> None:
-        """Gives back what was held; it may be called again when it was interrupted."""
-        if held:
-            self._give_back(held)
-        self._slots.leave(token)
+    def tidy(self) -> None:
+        """Gives back what is held by nobody any more, and opens the gates of the next in line.
+
+        It may be interrupted anywhere: whoever leaves, comes or waits does it again.
+        """
+        with self._lock:
+            for place in [item for item in list(self._places) if not item.taken.locked()]:
+                self._give_back(place)
+                self._places.pop(place, None)
+            for place in list(islice(self._places, self._size_limit)):
+                with suppress(RuntimeError):  # Open already; a signal's handler may have done it.
+                    place.gate.release()
 
     def discard(self, connection: _Connection) -> None:
         """Uses this connection no more, nor those that were opened before or along with it.
@@ -206,21 +211,23 @@ class _Pool:
             connection.close()
         return None
 
-    def _give_back(self, held: list[_Connection]) -> None:
-        (connection,) = held
+    def _give_back(self, place: _Place) -> None:
+        connection = place.connection
+        if connection is None:
+            return
         if (
             connection.pgconn.transaction_status != TransactionStatus.IDLE
             or connection.generation is not self._generation
         ):
             connection.close()
-            held.clear()
-            return
-        # Taken out first: one that was given back twice would be used by two threads at a time.
-        held.clear()
-        self._idle.append(connection)
-        # Looked at after the append: a close in between would have missed it.
-        if self._is_closed:
-            self.discard_idle()
+        elif place.connection is not None:  # Else a signal's handler has done it meanwhile.
+            # Taken out first: one that was given back twice would be used by two threads at a time.
+            place.connection = None
+            self._idle.append(connection)
+            # Looked at after the append: a close in between would have missed it.
+            if self._is_closed:
+                self.discard_idle()
+        place.connection = None
 
 
 class _Session:
@@ -301,7 +308,7 @@ class PsycopgConnector:
             if left_seconds <= 0:
                 raise StoreUnavailable(f"{self._location} does not answer: {error}") from error
         except (UnicodeError, psycopg.Error) as error:
-            raise self._told(error) from error
+            raise self._translated(error) from error
         return await self.fetch_within(left_seconds, sql, params)
 
     async def fetch_within(self, seconds: float, sql: str, params: Sequence[Any] = ()) -> Rows:
@@ -370,9 +377,9 @@ class PsycopgConnector:
                 # A restarted server has killed the others too, and a network that has gone silent
                 # carries nothing for them either.
                 pool.discard_idle()
-            raise self._told(error) from error
+            raise self._translated(error) from error
 
-    def _told(self, error: UnicodeError | psycopg.Error) -> Exception:
+    def _translated(self, error: UnicodeError | psycopg.Error) -> Exception:
         """The error in the store's words."""
         if isinstance(error, UnicodeError | psycopg.DataError):
             return RowRefused(str(error))
@@ -388,7 +395,7 @@ class PsycopgConnector:
             except (psycopg.Error, StoreNotWritable) as error:
                 self._servers.put_last(url)
                 errors.append(error)
-        raise most_telling(errors)
+        raise most_informative(errors)
 
     def _connect_to(self, url: str, limit_seconds: float) -> _Connection:
         options = self._options

@@ -68,8 +68,8 @@ class Servers:
         self._urls = [*(item for item in self._urls if item != url), url]
 
 
-def most_telling(errors: Sequence[Exception]) -> Exception:
-    """Which failure is told when no server of several would do: one without writes, or the last."""
+def most_informative(errors: Sequence[Exception]) -> Exception:
+    """Which failure to raise when no server would do: one without writes, or else the last."""
     for error in errors:
         if isinstance(error, StoreNotWritable):
             return error

@@ -1,0 +1,164 @@
+"""A consumer: one handler on one queue, each message once.
+
+Owns the set-up: names, the check of the windows, threads or tasks. What happens to a message is in
+`judge`, the loop around it in `loop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+from urllib.parse import quote
+
+from retrysafe.consumers.broker import Broker
+from retrysafe.consumers.deadlines import Deadline
+from retrysafe.consumers.engine import (
+    FOREVER,
+    Key,
+    Policy,
+    ThreadEngine,
+    covering,
+    engine_of,
+    run_sync,
+)
+from retrysafe.consumers.handler import Handler
+from retrysafe.consumers.judge import Judge
+from retrysafe.consumers.loop import ConsumerLoop, Counts
+from retrysafe.consumers.message import Message
+from retrysafe.consumers.verdict import Verdict
+from retrysafe.errors import InvalidInput, PolicyInvalid
+
+
+def consumer_name(queue: str, group: str = "") -> str:
+    """The caller of a consumer's keys: its queue and its group, told apart whatever is in them."""
+    parts = (queue, group) if group else (queue,)
+    return "/".join(quote(part, safe=":.-_~@") for part in parts)
+
+
+class Consumer:
+    """Runs a handler once for every message of a queue.
+
+    With `Idempotency` the handler is a plain function and runs in threads; with `AsyncIdempotency`
+    it is async. Raises `InvalidInput` for a handler of the other kind.
+    """
+
+    def __init__(
+        self,
+        idempotency: object,
+        handler: Handler | Callable[..., Any],
+        broker: Broker,
+        *,
+        concurrency: int = 10,
+        stop_limit: timedelta = timedelta(seconds=30),
+        on_change: Callable[[Counts], None] | None = None,
+    ) -> None:
+        """`stop_limit` is how long running handlers may take once the consumer is stopped."""
+        self._handler = handler if isinstance(handler, Handler) else Handler(handler)
+        self._engine = engine_of(idempotency, self._handler.function)
+        self._broker = broker
+        if concurrency < 1:
+            raise InvalidInput(f"concurrency is a whole number from 1 up, got {concurrency}")
+        self._concurrency = concurrency
+        self._stop_limit = stop_limit
+        self._on_change = on_change
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._work: ConsumerLoop | None = None
+        self._is_stopped = False
+        self.counts = Counts()
+
+    @property
+    def names(self) -> list[str]:
+        """What this consumer's keys are stored under, and were before it was renamed."""
+        own = consumer_name(self._broker.queue, self._broker.group)
+        return [own, *(alias for alias in self._handler.aliases if alias != own)]
+
+    def run(self) -> bool:
+        """Consumes until `stop`; False when handlers were cut short by it."""
+        return asyncio.run(self.run_async())
+
+    async def run_async(self) -> bool:
+        """As `run`, in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        for name in self.names:
+            Key("checked before any message is taken", caller=name)
+        await self._broker.open()
+        try:
+            policy = checked_policy(
+                self._handler,
+                self._engine.policy,
+                self._broker.queue,
+                await self._broker.redelivery_window(),
+            )
+            judge = Judge(self._engine, self._handler, names=self.names, policy=policy)
+            threads = ThreadPoolExecutor(self._concurrency, "retrysafe-consumer")
+            try:
+                return await self._consume(judge, threads, policy)
+            finally:
+                # Threads cannot be cut short; their keys are free when the leases end.
+                threads.shutdown(wait=False, cancel_futures=True)
+        finally:
+            await self._broker.close()
+
+    async def _consume(self, judge: Judge, threads: ThreadPoolExecutor, policy: Policy) -> bool:
+        work = self._work = ConsumerLoop(
+            self._broker,
+            self._handle_in(threads, judge),
+            concurrency=self._concurrency,
+            stop_limit=self._stop_limit,
+            cut_delay=policy.lease,
+            on_change=self._on_change,
+        )
+        self.counts = work.counts
+        if self._is_stopped:
+            work.stop()
+        return await work.run()
+
+    def _handle_in(
+        self, threads: ThreadPoolExecutor, judge: Judge
+    ) -> Callable[[Message, Deadline, int], Awaitable[Verdict]]:
+        if not isinstance(self._engine, ThreadEngine):
+            return judge.handle
+        loop = asyncio.get_running_loop()
+
+        def in_thread(message: Message, deadline: Deadline, tries: int) -> Verdict:
+            return run_sync(judge.handle(message, deadline, tries))
+
+        async def handle(message: Message, deadline: Deadline, tries: int) -> Verdict:
+            return await loop.run_in_executor(threads, in_thread, message, deadline, tries)
+
+        return handle
+
+    def stop(self) -> None:
+        """Takes no more messages, lets running handlers end; comes from any thread or signal."""
+        self._is_stopped = True
+        loop, work = self._loop, self._work
+        if loop is not None and work is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(work.stop)
+
+
+def checked_policy(handler: Handler, usual: Policy, queue: str, window: timedelta | None) -> Policy:
+    """The policy of a consumer, whose active window covers what its broker may deliver again.
+
+    Raises `PolicyInvalid` for a policy of the handler's own that does not: a message that comes
+    after its key is forgotten runs again.
+    """
+    needed = window if handler.redelivery is None else handler.redelivery
+    if handler.policy is None:
+        return covering(usual, needed)
+    own = handler.policy
+    if needed is None and own.active_window != FOREVER:
+        raise PolicyInvalid(
+            f"{queue} keeps messages without a limit, and active_window is {own.active_window}: a "
+            "message that comes again later would run again. Set active_window=FOREVER, or "
+            "redelivery=… to how long after its first delivery a message may come again"
+        )
+    if needed is not None and own.active_window < needed:
+        raise PolicyInvalid(
+            f"{queue} may deliver a message again for {needed}, and active_window is "
+            f"{own.active_window}: a message that comes after that would run again. Set "
+            f"active_window to {needed} or more"
+        )
+    return own

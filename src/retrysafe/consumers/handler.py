@@ -1,0 +1,114 @@
+"""A handler: the user's function with all that says how its messages are handled once.
+
+Owns these settings and their checks. It must not know brokers or the engine's ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+
+from retrysafe.consumers.engine import FingerprintRule, Policy
+from retrysafe.consumers.message import Message, PayloadInvalid
+from retrysafe.consumers.verdict import Action, BackOff
+from retrysafe.core.keys.framing import Part
+from retrysafe.core.keys.key import KEY_LIMIT_CHARACTERS, natural_key
+from retrysafe.errors import InvalidInput, KeyInvalid
+
+KEY_HEADER: Final = "Idempotency-Key"
+
+# The names of fields in a JSON payload, or a function of the message.
+KeyFields = tuple[str, ...]
+MessageKey = KeyFields | Callable[[Message], str | tuple[Part, ...] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handler:
+    """A function and how its messages are handled; raises `InvalidInput` for what makes no sense.
+
+    The function is called with the `Message`, and with a `transaction` also with the attempt, whose
+    `connection` is the open transaction.
+    """
+
+    function: Callable[..., Any] = field(kw_only=False)
+    # Where the key comes from when a message brings no Idempotency-Key. None: what the broker calls
+    # the message. Field names, or a function: a natural key, which also recognises a message that
+    # was published twice.
+    key: MessageKey | None = None
+    # Which parts of the payload count when two messages have one key.
+    fingerprint: FingerprintRule | None = None
+    # None: the policy of the Idempotency object, with a window that covers the broker's.
+    policy: Policy | None = None
+    # Opens a transaction of yours: business writes and outcome commit together, the ack follows.
+    transaction: Callable[[], Any] | None = None
+    # What a message does whose key runs elsewhere: it is left for later, or dropped.
+    in_flight: Action = Action.LEAVE
+    # How many attempts may fail before the message is dead-lettered. Outages do not count.
+    tries: int = 25
+    back_off: BackOff = field(default_factory=BackOff)
+    # Former names, "queue/group" or "queue", the newest first: what they have handled is done.
+    aliases: Sequence[str] = ()
+    # How long after its first delivery a message may come again, where the broker cannot tell:
+    # dead letters that people send back by hand, a topic that is read again.
+    redelivery: timedelta | None = None
+    # What `retrysafe consume` opens before the first message; called with the URL of the store.
+    lifespan: Callable[[str], AbstractAsyncContextManager[Any]] | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise InvalidInput(f"a handler is a function of a message, got {self.function!r}")
+        if self.in_flight not in (Action.LEAVE, Action.DROP):
+            raise InvalidInput(
+                f"in_flight is Action.LEAVE or Action.DROP, got {self.in_flight!r}: a message "
+                "whose key runs elsewhere can wait, or be dropped"
+            )
+        if not isinstance(self.tries, int) or self.tries < 1:
+            raise InvalidInput(f"tries is a whole number from 1 up, got {self.tries!r}")
+        if isinstance(self.key, str):
+            raise InvalidInput(f"key takes a tuple of field names, write key=({self.key!r},)")
+        if isinstance(self.aliases, str):
+            raise InvalidInput(f"aliases takes a list of names, write [{self.aliases!r}]")
+
+    def key_text(self, message: Message) -> str:
+        """The key of a message; raises `KeyInvalid`, `PayloadInvalid`, `FingerprintImpossible`."""
+        sent = message.header(KEY_HEADER)
+        if sent is not None:
+            return unquoted(sent)
+        made = self._made(message)
+        if isinstance(made, tuple):
+            return natural_key("message", *made)
+        if made is None and message.identity:
+            made = f"message:{message.identity}"
+            # A publisher may choose ids as long as a key may be.
+            if len(made) > KEY_LIMIT_CHARACTERS:
+                made = natural_key("message", "identity", message.identity)
+        if not made:
+            raise KeyInvalid(
+                "the message has no identity: publish it with a message id or the header "
+                f"{KEY_HEADER}, or pass key=(…) with the fields of its payload"
+            )
+        return made
+
+    def _made(self, message: Message) -> str | tuple[Part, ...] | None:
+        if self.key is None:
+            return None
+        if callable(self.key):
+            return self.key(message)
+        payload = message.json()
+        if not isinstance(payload, dict):
+            raise PayloadInvalid("key=(…) names fields, and the message is no JSON object")
+        missing = [name for name in self.key if name not in payload]
+        if missing:
+            raise PayloadInvalid(f"the message has no field {', '.join(missing)} for its key")
+        return tuple(part for name in self.key for part in (name, payload[name]))
+
+
+def unquoted(value: str) -> str:
+    """The key in a header: as HTTP clients write it, in quotes, or bare."""
+    if len(value) >= 2 and value[0] == value[-1] == '"':
+        inner = value[1:-1]
+        return inner.replace('\\"', '"').replace("\\\\", "\\")
+    return value

@@ -1,0 +1,227 @@
+"""NATS JetStream: a durable pull consumer; ack, nak with a delay, in-progress.
+
+Owns how JetStream carries verdicts out. Messages are pulled only when there is room for them, so
+none waits at this end without its deadline being prolonged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+from retrysafe.consumers.broker import Buffer, not_buried
+from retrysafe.consumers.deadlines import RENEWALS_PER_DEADLINE
+from retrysafe.consumers.message import Message
+from retrysafe.consumers.verdict import Action, Verdict
+from retrysafe.errors import InvalidInput
+from retrysafe.extras import missing_extra
+
+try:
+    import nats
+    from nats.aio.msg import Msg
+    from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
+    from nats.js.errors import NotFoundError
+except ModuleNotFoundError as error:
+    raise missing_extra(__name__, "nats", error) from error
+
+_OPEN_SECONDS: Final = 10.0
+_FLUSH_SECONDS: Final = 5
+# How long the server keeps a request for the next message; a stop waits for no longer than this.
+_WAIT_SECONDS: Final = 1.0
+# A word of the server's that is late by more than this is taken by the next call.
+_LATE_SECONDS: Final = 0.5
+_REASON: Final = "Retrysafe-Reason"
+# The stream drops a repeated message id within its window.
+_MESSAGE_ID: Final = "Nats-Msg-Id"
+
+
+class JetStream:
+    """One stream, read by one durable consumer; it is made if it is not there.
+
+    Dead letters go to the subject `dead_letter` (default: `dead.STREAM.DURABLE`). A stream that
+    takes it is made when the first one comes, unless one is there.
+    """
+
+    gives_back = True
+
+    def __init__(
+        self,
+        servers: str | list[str],
+        stream: str,
+        durable: str,
+        *,
+        ack_wait: timedelta = timedelta(seconds=30),
+        dead_letter: str | None = None,
+        **options: Any,
+    ) -> None:
+        """`ack_wait` is for a consumer that is made; further options go to `nats.connect`."""
+        self._servers = servers
+        self._stream = stream
+        self._durable = durable
+        self._ack_wait_seconds = ack_wait.total_seconds()
+        self._dead_letter = dead_letter or f"dead.{stream}.{durable}"
+        self._options = options
+        self._connection: Any = None
+        self._context: Any = None
+        self._inbox: Any = None
+        self._inbox_name = ""
+        self._window: timedelta | None = None
+        self.queue, self.group = f"nats:{stream}", durable
+        self.deadline_seconds = self._ack_wait_seconds
+
+    @property
+    def renew_seconds(self) -> float:
+        """Two renewals may fail before the deadline."""
+        return self.deadline_seconds / RENEWALS_PER_DEADLINE
+
+    def bind(self, buffer: Buffer) -> None:
+        """Nothing is taken back from a consumer here: its deadlines pass by themselves."""
+
+    async def open(self) -> None:
+        """Connects, and makes the durable consumer; raises `InvalidInput` without a stream."""
+        options = {"max_reconnect_attempts": -1, "reconnect_time_wait": 0.5, "error_cb": _ignore}
+        try:
+            async with asyncio.timeout(_OPEN_SECONDS):
+                # A client that mends itself would wait for a server that was never there.
+                once = {"max_reconnect_attempts": 1, "reconnect_time_wait": 0.1}
+                probe = await nats.connect(self._servers, **(options | self._options | once))
+                await probe.close()
+                self._connection = await nats.connect(self._servers, **(options | self._options))
+                self._context = self._connection.jetstream()
+                await self._bind()
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, NotFoundError):
+                raise InvalidInput(f"there is no stream {self._stream} on this server") from error
+            if isinstance(error, TimeoutError | nats.errors.NoServersError):
+                raise ConnectionError("no NATS server answers there") from error
+            raise
+
+    async def _bind(self) -> None:
+        stream = await self._context.stream_info(self._stream)
+        age = stream.config.max_age
+        self._window = timedelta(seconds=age) if age else None
+        try:
+            made = await self._context.consumer_info(self._stream, self._durable)
+        except NotFoundError:
+            config = ConsumerConfig(
+                durable_name=self._durable,
+                ack_policy=AckPolicy.EXPLICIT,
+                ack_wait=self._ack_wait_seconds,
+                # Every delivery has a verdict here; a limit of the server's would drop messages.
+                max_deliver=-1,
+            )
+            made = await self._context.add_consumer(self._stream, config)
+        if made.config.ack_policy != AckPolicy.EXPLICIT:
+            raise InvalidInput(f"{self._durable} acks by itself: it needs ack policy explicit")
+        # With a back-off list of the server's, its first pause is the deadline.
+        self.deadline_seconds = min([made.config.ack_wait, *(made.config.backoff or ())])
+        self._inbox_name = self._connection.new_inbox()
+        self._inbox = await self._connection.subscribe(self._inbox_name)
+
+    async def redelivery_window(self) -> timedelta | None:
+        """How long the stream keeps messages; None for a stream without a limit of age."""
+        return self._window
+
+    async def receive(self, limit: int) -> list[Message]:
+        """What is there now; else waits for one message."""
+        if not self._connection.is_connected:
+            raise ConnectionError("the NATS server is away")
+        found = await self._pulled({"batch": limit, "no_wait": True}, limit, _LATE_SECONDS)
+        if not found:
+            wait = {"batch": 1, "expires": int(_WAIT_SECONDS * 1e9)}
+            found = await self._pulled(wait, 1, _WAIT_SECONDS + _LATE_SECONDS)
+        return [self._message(each) for each in found]
+
+    async def _pulled(self, request: dict[str, Any], limit: int, seconds: float) -> list[Msg]:
+        """Asks for messages, and takes them until the server says that these are all."""
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._durable}"
+        body = json.dumps(request).encode()
+        await self._connection.publish(subject, body, reply=self._inbox_name)
+        found: list[Msg] = []
+        while len(found) < limit:
+            try:
+                message = await self._inbox.next_msg(timeout=seconds)
+            except TimeoutError:
+                break
+            # A status instead of a message: there is nothing more, or the request is over.
+            if not message.reply:
+                break
+            found.append(message)
+        return found
+
+    def _message(self, message: Msg) -> Message:
+        metadata = message.metadata
+        return Message(
+            message.data,
+            dict(message.headers or {}),
+            # With the instant at which it was stored: a stream that is made anew counts from 1.
+            identity=f"{metadata.sequence.stream}@{metadata.timestamp.isoformat()}",
+            deliveries=metadata.num_delivered,
+            receipt=message,
+        )
+
+    async def extend(self, messages: Sequence[Message]) -> Collection[Message]:
+        """Says that they are in progress; the server does not say which ones it has given away."""
+        if not self._connection.is_connected:
+            raise ConnectionError("the NATS server is away")
+        for message in messages:
+            await message.receipt.in_progress()
+        await self._connection.flush(_FLUSH_SECONDS)
+        return ()
+
+    async def settle(self, settled: Sequence[tuple[Message, Verdict]]) -> Collection[Message]:
+        """Acks, naks and terminates; the server has heard of all of them at the end."""
+        if not self._connection.is_connected:
+            raise ConnectionError("the NATS server is away")
+        unsettled = []
+        for message, verdict in settled:
+            receipt: Msg = message.receipt
+            if verdict.action is Action.DEAD_LETTER:
+                try:
+                    await self._bury(message, verdict.reason)
+                except Exception as error:
+                    not_buried(message, error)
+                    unsettled.append(message)
+                    continue
+                await receipt.term()
+            elif verdict.is_final:
+                await receipt.ack()
+            else:
+                await receipt.nak(verdict.delay.total_seconds())
+        await self._connection.flush(_FLUSH_SECONDS)
+        return unsettled
+
+    async def _bury(self, message: Message, reason: str) -> None:
+        """Publishes a dead letter, with its reason; a repeated one is dropped by its stream."""
+        headers = dict(message.headers) | {
+            _REASON: _one_line(reason),
+            "Retrysafe-Stream": self._stream,
+            "Retrysafe-Message": str(message.identity),
+            _MESSAGE_ID: f"{self._stream}/{self._durable}/{message.identity}",
+        }
+        publish = self._context.publish
+        try:
+            await publish(self._dead_letter, message.body, headers=headers)
+        except nats.js.errors.NoStreamResponseError:
+            name = f"{self._stream}_{self._durable}_dead"
+            await self._context.add_stream(StreamConfig(name=name, subjects=[self._dead_letter]))
+            await publish(self._dead_letter, message.body, headers=headers)
+
+    async def close(self) -> None:
+        """Ends the connection; what was not settled comes again after its ack wait."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
+
+
+def _one_line(text: str) -> str:
+    """The text as a header may have it."""
+    return " ".join(text.encode("ascii", "backslashreplace").decode().split())
+
+
+async def _ignore(error: Exception) -> None:
+    """What breaks the connection shows in the next call, which the loop reports."""

@@ -1,0 +1,50 @@
+"""Observers: who is told what happens, and how.
+
+Owns that no observer can hurt an operation. What is told, the core says.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from retrysafe.core.events import ALL_KINDS, Emit, Event, Reporter
+from retrysafe.errors import InvalidInput
+
+_logger = logging.getLogger("retrysafe")
+
+
+def checked_observers(observers: object) -> tuple[Emit, ...]:
+    """The observers; raises `InvalidInput` for one that stands alone, and for what is none."""
+    if not isinstance(observers, Iterable):
+        raise InvalidInput(
+            "observers takes a list of functions of an Event: write observers=[…], got "
+            f"{observers!r}"
+        )
+    found = tuple(observers)
+    for observer in found:
+        if not callable(observer):
+            raise InvalidInput(
+                f"observers takes a list of functions of an Event, and {observer!r} is none"
+            )
+    return found
+
+
+def reporter(observers: Iterable[Emit]) -> Reporter:
+    """One listener for many; what a listener raises never reaches the operation.
+
+    A listener that has `kinds` hears those only. Nobody pays for events that nobody wants.
+    """
+    listeners = tuple(observers)
+    if not listeners:
+        return Reporter(None)
+    kinds = frozenset().union(*(getattr(item, "kinds", ALL_KINDS) for item in listeners))
+
+    def tell(event: Event) -> None:
+        for listener in listeners:
+            try:
+                listener(event)
+            except Exception:
+                _logger.exception("an observer of retrysafe failed")
+
+    return Reporter(tell, kinds)

@@ -1,0 +1,290 @@
+"""Calls on an event loop: what `AsyncIdempotency` and the adapters hold.
+
+Owns the gate and the engine of the loop that runs, and when they are made: a loop that has ended is
+followed by the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import current_task
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, suppress
+from datetime import timedelta
+from threading import get_ident
+from typing import Any, TypeVar
+
+from retrysafe import forks
+from retrysafe.core.atomic.complete_in import stage_in
+from retrysafe.core.atomic.run import AtomicAttempt
+from retrysafe.core.attempt import Attempt
+from retrysafe.core.cache import CachedOutcome
+from retrysafe.core.call import Answer, Call
+from retrysafe.core.engine import Engine
+from retrysafe.core.events import Reporter
+from retrysafe.core.keys.key import Key
+from retrysafe.core.model import Decision, OperatorCommand, StagedEntry, StoredKey, SweepReport
+from retrysafe.core.ports import Store, Waits
+from retrysafe.core.run_times import RunTimes
+from retrysafe.core.settings import Settings
+from retrysafe.errors import InvalidInput
+from retrysafe.runtime.atomic import AsyncAtomicContext, TaskTransacting
+from retrysafe.runtime.calls import closed
+from retrysafe.runtime.checks import checked_limit, operator_outcome, running_loop
+from retrysafe.runtime.closing import Limit, end_aside_within
+from retrysafe.runtime.operations import Operations
+from retrysafe.runtime.task_ports import LoopPorts
+from retrysafe.runtime.threaded_transaction import joined
+
+T = TypeVar("T")
+C = TypeVar("C")
+
+
+class TaskGate:
+    """Counts tasks of one loop."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._empty: asyncio.Event | None = None
+        self.is_closed = False
+
+    def enter(self) -> None:
+        """Lets a call in; raises `Closed`."""
+        if self.is_closed:
+            raise closed()
+        self._inside += 1
+
+    def leave(self) -> None:
+        """Lets a call out."""
+        self._inside -= 1
+        if self._empty is not None and not self._inside:
+            self._empty.set()
+
+    async def close(self, wait_seconds: float) -> bool:
+        """Lets nobody in any more, and waits for those inside; False when the time ran out."""
+        self.is_closed = True
+        if not self._inside:
+            return True
+        # Shared by several calls: each must hear of the end.
+        self._empty = self._empty or asyncio.Event()
+        try:
+            await asyncio.wait_for(self._empty.wait(), wait_seconds)
+        except TimeoutError:
+            return False
+        return True
+
+
+class BoundLoop:
+    """The gate and the engine of one event loop, over its ports."""
+
+    __slots__ = ("engine", "gate", "parts", "ports", "settings")
+
+    def __init__(self, parts: LoopPorts, settings: Settings) -> None:
+        self.parts = parts
+        self.ports = parts.ports
+        self.settings = settings
+        self.gate = TaskGate()
+        self.engine = Engine(parts.ports, settings)
+
+
+class AsyncCalls:
+    """Answers calls in the tasks that ask for them."""
+
+    def __init__(
+        self, store: Store, settings: Settings, report: Reporter, *, owns_store: bool = False
+    ) -> None:
+        self.store = store
+        self.settings = settings
+        self.operations = Operations(settings)
+        # Also for what happens outside of the engine.
+        self.report = report
+        # Set before the first use, two objects share it.
+        self.run_times = RunTimes()
+        self._owns_store = owns_store
+        self._bound: BoundLoop | None = None
+        self._is_closed = False
+        forks.register(self)
+
+    def after_fork_in_child(self) -> None:
+        """Starts afresh in the child's own loop."""
+        if self._bound is not None:
+            # The worker threads are the parent's; joining them here would wait for ever.
+            self._bound.parts.forget()
+            forks.park(self._bound)
+            self._bound = None
+
+    def bound(self) -> BoundLoop:
+        """What belongs to the running loop; a loop that has ended is replaced by the next one."""
+        bound = self._bound
+        # Asking for the running loop is a system call before Python 3.12. A loop that has a task
+        # at work in this very thread is the one.
+        if (
+            bound is not None
+            and bound.parts.thread_id == get_ident()
+            and current_task(bound.parts.loop) is not None
+        ):
+            return bound
+        loop = running_loop()
+        if bound is not None:
+            if bound.parts.loop is loop:
+                bound.parts.thread_id = get_ident()  # It may have gone on in another thread.
+                return bound
+            if not bound.parts.loop.is_closed():
+                raise InvalidInput(
+                    "this object is in use by another event loop: make one per loop, or close it "
+                    "there"
+                )
+            bound.parts.leave()
+        parts = LoopPorts(loop, self.store, self.report, self.run_times)
+        self._bound = bound = BoundLoop(parts, self.settings)
+        bound.gate.is_closed = self._is_closed
+        return bound
+
+    # Answers.
+
+    async def answer(
+        self, call: Call, operation: Callable[..., Awaitable[Any]], args: Any, kwargs: Any
+    ) -> Answer[Any]:
+        """Answers a call by its operation with these arguments, unless it has an outcome.
+
+        Raises as `AsyncIdempotency.run` does.
+        """
+        bound = self.bound()
+        gate, engine = bound.gate, bound.engine
+        gate.enter()
+        try:
+            # As in `Engine.answer`, whose coroutine every call would pay for.
+            answer = engine.recall(call)
+            if answer is None:
+                answer = await engine.ask(call, operation, args, kwargs)
+            return answer
+        finally:
+            gate.leave()
+
+    def resume(
+        self,
+        call: Call,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Coroutine[Any, Any, Answer[Any]]:
+        """The same for a worker."""
+        return self.answer(call, function, args, kwargs)
+
+    def answer_call(
+        self, call: Call, operation: Callable[[Attempt], Awaitable[T]]
+    ) -> Coroutine[Any, Any, Answer[T]]:
+        """Answers a call that an adapter has put together; the operation gets its attempt."""
+        return self.answer(call, operation, None, None)
+
+    async def answer_atomic(
+        self,
+        call: Call,
+        transaction: Callable[[], AbstractAsyncContextManager[C]],
+        operation: Callable[[AtomicAttempt[C]], Awaitable[T]],
+    ) -> Answer[T]:
+        """Answers a call in a transaction, with its outcome and what it wrote.
+
+        `transaction` opens one and gives its connection; it commits at the end and rolls back on
+        any exception. It is asked only when neither this process nor a run in it has the answer.
+        Raises as `run` does, and `StoreUnavailable` for a transaction that could not be had.
+        """
+        bound = self.bound()
+        bound.gate.enter()
+        try:
+            transacting = TaskTransacting(transaction)
+            return await bound.engine.answer(call, operation, transacting=transacting)
+        finally:
+            bound.gate.leave()
+
+    # What is known without asking the store.
+
+    def recall(self, call: Call) -> Answer[Any] | None:
+        """The answer when this process remembers it; None when it does not.
+
+        Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
+        """
+        return self.bound().engine.recall(call)
+
+    def remembered(self, call: Call) -> CachedOutcome | None:
+        """What this process remembers of the outcome; raises `KeyReused`."""
+        return self.bound().engine.remembered(call)
+
+    def repeats(self, call: Call, outcome: CachedOutcome) -> bool:
+        """Whether that is still what is remembered; counts as a replay then."""
+        return self.bound().engine.repeats(call, outcome)
+
+    def is_in_flight(self, call: Call) -> bool:
+        """Whether the key's operation is known to run, here or elsewhere."""
+        return self.bound().engine.is_in_flight(call)
+
+    def is_claiming(self, call: Call) -> bool:
+        """Whether the key was asked for, and the store has not said anything yet."""
+        return self.bound().engine.is_claiming(call)
+
+    def let_go(self, call: Call) -> None:
+        """Nobody is going to run this call, so its claim is not to stay.
+
+        Whoever awaits the call is cancelled next. If its claim is on its way to the store, and the
+        key turns out to be new, it is given back at once. The claim is told by the call's `Key`
+        object: make one for each call, or the claim of another call with it is given back as well.
+        """
+        group_commit = self.bound().parts.group_commit
+        # A store that never waits has answered every claim before anybody can lose patience.
+        if group_commit is not None:
+            level: Call | None = call
+            while level is not None:
+                group_commit.let_go(level.key)
+                level = level.inner
+
+    # In a user's transaction.
+
+    def atomic(self, call: Call, connection: C) -> AsyncAtomicContext[C]:
+        """The atomic block of a call; raises `InvalidInput` for an unknown connection."""
+        transaction = joined(self.store, connection, Waits.SUSPENDING)
+        return AsyncAtomicContext(call, transaction, connection, self.bound)
+
+    async def stage(self, connection: object, entry: StagedEntry) -> str:
+        """Writes an entry of no operation; returns its key."""
+        return await stage_in(joined(self.store, connection, Waits.SUSPENDING), entry)
+
+    # Looking after the store.
+
+    async def read(self, key: Key, *, with_audit: bool) -> StoredKey | None:
+        """The stored record of a key."""
+        return await self.bound().parts.store.read(key, with_audit=with_audit)
+
+    async def operate(self, key: Key, command: OperatorCommand) -> None:
+        """Applies an operator's command; raises `OperatorRefused`."""
+        bound = self.bound()
+        store = bound.parts.store
+        decision = await store.operate(key, command)
+        if decision is Decision.APPLY:
+            bound.engine.forget(key)
+        operator_outcome(decision, command, key, await store.read(key))
+
+    async def sweep(self, limit: int) -> SweepReport:
+        """Removes what is past its windows; raises `InvalidInput` for a limit below 1."""
+        return await self.bound().parts.store.sweep(checked_limit(limit))
+
+    async def close(self, wait: timedelta) -> bool:
+        """Starts nothing new and waits for running operations; False when some still run."""
+        limit = Limit(wait)
+        self._is_closed = True
+        bound = self.bound()
+        parts = bound.parts
+        has_ended = await bound.gate.close(limit.seconds)
+        limit.spare_the_ending()
+        await parts.end_renewals(limit)
+        try:
+            async with asyncio.timeout(limit.left_seconds):
+                await parts.settle()
+        except TimeoutError:
+            has_ended = False
+        if parts.threaded is not None:
+            await end_aside_within(parts.threaded.ending(with_store=self._owns_store), limit)
+        elif self._owns_store:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limit.left_seconds):
+                    await parts.store.close()
+        return has_ended

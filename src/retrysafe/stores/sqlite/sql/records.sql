@@ -1,0 +1,62 @@
+-- Records and their outcomes, as decisions and operators read them. `update_key` relies on the
+-- write lock of BEGIN IMMEDIATE; the others see one state of the file, in any transaction.
+
+-- name: select_key
+-- One record, for a decision under the write lock or for an operator.
+SELECT
+    digest, caller, key, operation, rule, fingerprint, state, token, attempt,
+    first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, settled_at_ms, expires_at_ms, owner,
+    releases, is_uncertain, {nothing_happened}, corrected_at_ms
+FROM retrysafe_keys AS k WHERE digest = ?;
+
+-- name: update_key
+-- Writes a decided transition; the write lock has kept the row as it was read.
+UPDATE retrysafe_keys SET
+    operation = ?, rule = ?, fingerprint = ?, state = ?, token = ?, attempt = ?,
+    first_claimed_at_ms = ?, claimed_at_ms = ?, lease_ends_at_ms = ?,
+    settled_at_ms = ?, expires_at_ms = ?, owner = ?, releases = ?, is_uncertain = ?,
+    nothing_happened_token = ?, corrected_at_ms = ?
+WHERE digest = ?;
+
+-- name: select_keys
+-- Records for an operator. A scan on purpose: an index for it would cost every claim.
+SELECT
+    digest, caller, key, operation, rule, fingerprint, state, token, attempt,
+    first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, settled_at_ms, expires_at_ms, owner,
+    releases, is_uncertain, {nothing_happened}, corrected_at_ms
+FROM retrysafe_keys AS k
+WHERE (:caller IS NULL OR caller = :caller)
+  AND substr(key, 1, length(:prefix)) = :prefix
+  AND (:any_condition OR (
+    CASE
+        WHEN state = 1 AND lease_ends_at_ms > :now_ms THEN 'running'
+        WHEN state = 1 THEN 'abandoned'
+        WHEN expires_at_ms <= :now_ms THEN 'outlived'
+        WHEN state = 2 THEN 'succeeded'
+        WHEN state = 3 THEN 'failed'
+        ELSE 'released'
+    END IN (SELECT value FROM json_each(:conditions))))
+ORDER BY claimed_at_ms DESC, digest
+LIMIT :limit;
+
+-- name: select_standing
+-- The whole outcome that a replay gives, found by its id.
+SELECT
+    o.token, o.attempt, o.state, o.form, o.head, o.body, o.settled_at_ms, o.audit_ends_at_ms
+FROM retrysafe_keys AS k
+JOIN retrysafe_outcomes AS o ON o.id = k.outcome_id AND o.token = k.token
+WHERE k.digest = ? AND k.state IN (2, 3);
+
+-- name: select_outcomes
+-- The audit of a key, oldest first. A scan on purpose: an index for it would cost every operation.
+SELECT token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
+FROM retrysafe_outcomes WHERE digest = ? ORDER BY id;
+
+-- name: select_last_outcome
+-- The newest ending of a key's present life. A claim leaves the id of the last one where it was, so
+-- nothing is scanned; the sweep may have removed it, and its id may be of another key since.
+SELECT
+    o.token, o.attempt, o.state, o.form, o.head, o.body, o.settled_at_ms, o.audit_ends_at_ms
+FROM retrysafe_keys AS k
+JOIN retrysafe_outcomes AS o ON o.id = k.outcome_id AND o.digest = k.digest
+WHERE k.digest = ? AND k.caller = ? AND k.key = ? AND o.settled_at_ms >= k.first_claimed_at_ms;

@@ -1,0 +1,183 @@
+"""What is JetStream's own: streams made anew, the server that goes away, the relay's entries."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
+
+from retrysafe import AsyncIdempotency, InvalidInput, MemoryStore
+from retrysafe.consumers import Action, Consumer, Verdict
+from retrysafe.consumers.nats import JetStream
+from retrysafe.core.model import StagedEntry
+from retrysafe.relay import AsyncRelay
+from retrysafe.relay.targets.nats import NatsJetStream
+from tests.consumers.benches import NatsBench, wish
+from tests.relay.scripted import stage
+from tests.servers.nats import NatsServer
+
+
+@pytest.fixture
+def bench(nats_server):
+    made = NatsBench(nats_server)
+    yield made
+    made.close()
+
+
+async def received(broker, count):
+    found = []
+    async with asyncio.timeout(20):
+        while len(found) < count:
+            found += await broker.receive(count - len(found))
+    return found
+
+
+class Consuming:
+    """A consumer at work in this loop."""
+
+    def __init__(self, broker, function, store=None):
+        self.idem = AsyncIdempotency(store or MemoryStore(), caller="unused")
+        self.consumer = Consumer(self.idem, function, broker)
+
+    async def __aenter__(self):
+        self.task = asyncio.create_task(self.consumer.run_async())
+        return self
+
+    async def until(self, is_so):
+        async with asyncio.timeout(30):
+            while not is_so(self.consumer.counts):
+                if self.task.done():
+                    await self.task
+                await asyncio.sleep(0.02)
+
+    async def __aexit__(self, *_):
+        self.consumer.stop()
+        await self.task
+        await self.idem.close()
+
+
+def test_what_comes_and_goes(bench):
+    """Identities that last over redeliveries, counts, headers; nak comes back, ack does not."""
+    bench.publish(wish("1"), "key-1")
+    bench.publish(wish("2"))
+
+    async def scene():
+        broker = JetStream(bench.server.url, bench.name, "billing", ack_wait=timedelta(seconds=5))
+        await broker.open()
+        try:
+            assert await broker.redelivery_window() == timedelta(hours=1)
+            assert broker.deadline_seconds == 5
+            first, second = await received(broker, 2)
+            assert first.header("Idempotency-Key") == "key-1"
+            assert (first.deliveries, first.identity != second.identity) == (1, True)
+            assert list(await broker.extend([first, second])) == []
+            back = Verdict(Action.LEAVE, "elsewhere", timedelta(0))
+            done = Verdict(Action.ACK, "done")
+            assert list(await broker.settle([(first, back), (second, done)])) == []
+            (again,) = await received(broker, 1)
+            assert (again.identity, again.deliveries) == (first.identity, 2)
+            await broker.settle([(again, done)])
+        finally:
+            await broker.close()
+
+    asyncio.run(scene())
+    assert bench.left() == 0
+
+
+def test_a_stream_that_is_made_anew_counts_from_one_and_its_messages_are_new(bench):
+    """The sequence alone would take the new stream's first message for the old one's."""
+    ran = []
+
+    async def handle(message):
+        ran.append(message.identity)
+
+    async def scene():
+        store = MemoryStore()
+        for number in (1, 2):
+            if number == 2:
+                await asyncio.to_thread(bench.runner.run, _again(bench))
+            await asyncio.to_thread(bench.publish, wish("same"))
+            broker = JetStream(bench.server.url, bench.name, "billing")
+            async with Consuming(broker, handle, store) as consuming:
+                await consuming.until(lambda counts: counts.handled + counts.duplicates)
+
+    asyncio.run(scene())
+    assert len(ran) == 2
+    assert [each.partition("@")[0] for each in ran] == ["1", "1"]
+
+
+async def _again(bench):
+    await bench.context.delete_stream(bench.name)
+    await bench.context.add_stream(StreamConfig(name=bench.name, subjects=[f"{bench.name}.>"]))
+
+
+def test_the_server_restarts_in_the_middle_and_nothing_is_lost_or_repeated():
+    """What ran meanwhile is settled in the store; its redelivery is acked without work."""
+    server = NatsServer().start()
+    bench = NatsBench(server)
+    ran = []
+    try:
+        bench.publish(wish("slow"))
+
+        async def scene():
+            begun, ends = asyncio.Event(), asyncio.Event()
+
+            async def handle(message):
+                ran.append(message.json()["name"])
+                begun.set()
+                await ends.wait()
+
+            broker = JetStream(server.url, bench.name, "billing", ack_wait=timedelta(seconds=1))
+            async with Consuming(broker, handle) as consuming:
+                await begun.wait()
+                await asyncio.to_thread(server.stop)
+                ends.set()
+                await consuming.until(lambda counts: counts.unsettled or counts.lost)
+                await asyncio.to_thread(server.start)
+                await consuming.until(lambda counts: counts.duplicates)
+
+        asyncio.run(scene())
+        assert ran == ["slow"]
+    finally:
+        bench.close()
+        server.remove()
+
+
+def test_an_entry_of_the_relay_is_recognised_by_its_key(bench):
+    """Sent twice, as after a lost answer when the stream's own window is over: it runs once."""
+    ran = []
+
+    async def handle(message):
+        ran.append(message.body)
+
+    async def scene():
+        store = MemoryStore()
+        await asyncio.to_thread(
+            stage, store, StagedEntry("entry:1", f"{bench.name}.entries", "text/plain", b"paid")
+        )
+        target = NatsJetStream(bench.server.url)
+        await AsyncRelay(store, target).drain()
+        await target.close()
+        await asyncio.to_thread(bench.publish, "paid", "entry:1")
+        async with Consuming(JetStream(bench.server.url, bench.name, "billing"), handle) as here:
+            await here.until(lambda counts: counts.handled + counts.duplicates == 2)
+
+    asyncio.run(scene())
+    assert ran == [b"paid"]
+
+
+def test_a_stream_or_a_consumer_that_cannot_be_used_is_said_so(bench):
+    async def scene():
+        with pytest.raises(InvalidInput, match="no stream nowhere"):
+            await JetStream(bench.server.url, "nowhere", "billing").open()
+        with pytest.raises(InvalidInput, match="ack policy explicit"):
+            await JetStream(bench.server.url, bench.name, "careless").open()
+
+    bench.runner.run(
+        bench.context.add_consumer(
+            bench.name, ConsumerConfig(durable_name="careless", ack_policy=AckPolicy.NONE)
+        )
+    )
+    asyncio.run(scene())
