@@ -19,9 +19,10 @@ from typing import Any
 import psycopg
 
 from benchmarks.measuring import Report, Row, progress
-from retrysafe import GLOBAL, Idempotency, current_attempt, open_store
+from retrysafe import GLOBAL, Idempotency, current_attempt
 from retrysafe.relay import AsyncRelay, Delivery, Relay, RelayReport
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import open_store
 from tests.servers.postgres import PostgresServer
 
 ENTRIES = 100_000

@@ -25,8 +25,9 @@ from benchmarks.sqlite_bench import (
     operation,
     plain_connection,
 )
-from retrysafe import GLOBAL, Idempotency, SqliteStore
+from retrysafe import GLOBAL, Idempotency
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import SqliteStore
 
 ROWS = 1_000_000
 ROUNDS = 3

@@ -276,10 +276,11 @@ def error_table() -> str:
     return f"""# Errors
 
 {NOTICE}
-Everything that retrysafe raises is a `RetrysafeError` and can be imported from `retrysafe`. Each
-error carries `key` (the key's text, or None) and `retryable`: whether the same call, unchanged, may
-succeed later. What your own operation raises reaches you as it is; the replay of a stored failure
-raises its declared type where that can be rebuilt, else `OperationFailed`.
+Everything that retrysafe raises is a `RetrysafeError`. Import errors from `retrysafe.errors`; those
+that most callers catch are in `retrysafe` as well. Each error carries `key` (the key's text, or
+None) and `retryable`: whether the same call, unchanged, may succeed later. What your own operation
+raises reaches you as it is; the replay of a stored failure raises its declared type where that can
+be rebuilt, else `OperationFailed`.
 
 {table}"""
 

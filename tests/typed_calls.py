@@ -18,11 +18,11 @@ from retrysafe import (
     AtomicAttempt,
     Idempotency,
     current_attempt,
-    retry_serialization,
     step,
 )
 from retrysafe.core.call import Call
 from retrysafe.runtime.calls import calls_of
+from retrysafe.transactions import retry_serialization
 
 idem = Idempotency("memory://", caller="shop")
 shop = AsyncIdempotency("memory://", caller="shop")

@@ -17,6 +17,8 @@ from typing import Any, Final, TypeVar, TypeVarTuple, cast
 
 from retrysafe.errors import InvalidInput
 
+__all__ = ["is_conflict", "retry_serialization"]
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 

@@ -15,24 +15,25 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from retrysafe import (
     FOREVER,
     AsyncIdempotency,
-    AttemptsExhausted,
     ClaimLost,
-    Closed,
     Idempotency,
     InFlight,
     InvalidInput,
-    KeyInvalid,
-    MemoryStore,
     OperationFailed,
     OperationInFlight,
     Policy,
+)
+from retrysafe.errors import (
+    AttemptsExhausted,
+    Closed,
+    KeyInvalid,
     SchemaMissing,
     TransactionMissing,
-    is_conflict,
-    retry_serialization,
 )
+from retrysafe.stores import MemoryStore
 from retrysafe.stores.postgres.atomic import lock_number
 from retrysafe.stores.postgres.connections import with_percent_signs
+from retrysafe.transactions import is_conflict, retry_serialization
 
 PATIENCE_SECONDS = 30
 WAITING = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=PATIENCE_SECONDS))

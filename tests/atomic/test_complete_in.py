@@ -19,8 +19,8 @@ from retrysafe import (
     OperationInFlight,
     Policy,
     current_attempt,
-    is_conflict,
 )
+from retrysafe.transactions import is_conflict
 from tests.atomic.drivers import Psycopg, Rollback
 from tests.atomic.test_drivers import enter, in_thread
 

@@ -17,10 +17,10 @@ from retrysafe import (
     ClaimLost,
     Idempotency,
     Policy,
-    SqliteStore,
     StoreUnavailable,
     current_attempt,
 )
+from retrysafe.stores import SqliteStore
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from contextlib import closing, contextmanager
 import psycopg
 import pytest
 
-from retrysafe import SqliteStore
 from retrysafe.core.model import Decision, SettleKind
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import SqliteStore
 from retrysafe.stores.opening import postgres_store
 from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import KEY, OTHER, Probe, request, settlement

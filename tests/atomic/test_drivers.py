@@ -7,16 +7,9 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import (
-    InFlight,
-    KeyReused,
-    OperationInFlight,
-    OutcomeMissing,
-    Policy,
-    TransactionMissing,
-    is_conflict,
-    retry_serialization,
-)
+from retrysafe import InFlight, KeyReused, OperationInFlight, Policy
+from retrysafe.errors import OutcomeMissing, TransactionMissing
+from retrysafe.transactions import is_conflict, retry_serialization
 from tests.atomic.drivers import Rollback
 
 PATIENCE_SECONDS = 30

@@ -14,9 +14,9 @@ from retrysafe import (
     KeyReused,
     OperationInFlight,
     Policy,
-    TransactionMissing,
     current_attempt,
 )
+from retrysafe.errors import TransactionMissing
 
 # What setting a savepoint without a transaction is told with.
 RAISE_NO_TRANSACTION = "DO $$ BEGIN RAISE EXCEPTION 'mine' USING ERRCODE = '25P01'; END $$"

@@ -13,15 +13,9 @@ import pytest
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from retrysafe import (
-    AsyncIdempotency,
-    Condition,
-    Idempotency,
-    InvalidInput,
-    StoreUnavailable,
-    current_attempt,
-)
+from retrysafe import AsyncIdempotency, Idempotency, InvalidInput, StoreUnavailable, current_attempt
 from retrysafe.runtime.calls import calls_of
+from retrysafe.stores import Condition
 from retrysafe.stores.postgres.drivers.port import Conflict
 from retrysafe.stores.postgres.drivers.servers import Servers
 from retrysafe.stores.postgres.same_database import SameDatabase

@@ -15,26 +15,23 @@ import pytest
 from retrysafe import (
     AsyncIdempotency,
     ClaimLost,
-    EventKind,
     Idempotency,
     InFlight,
     InvalidInput,
     KeyReused,
     OperationInFlight,
-    OutcomeMissing,
     Policy,
-    SchemaMissing,
-    SqliteStore,
-    StepNotStored,
     StoreUnavailable,
-    TransactionMissing,
     current_attempt,
-    is_conflict,
     reentry,
 )
+from retrysafe.errors import OutcomeMissing, SchemaMissing, StepNotStored, TransactionMissing
+from retrysafe.observe import EventKind
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import SqliteStore
 from retrysafe.stores.sqlite import connections
 from retrysafe.testing import FaultyStore
+from retrysafe.transactions import is_conflict
 
 PATIENCE_SECONDS = 30
 WAITING = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=29))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from retrysafe import Idempotency, StoreMissing, current_attempt
+from retrysafe import Idempotency, current_attempt
+from retrysafe.errors import StoreMissing
 
 SAID = r"(?s)shop\.db.* was removed or replaced while this process had it open"
 ENDINGS = {"all": ("", "-wal", "-shm"), "what is beside it": ("-wal", "-shm")}

@@ -7,18 +7,12 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from retrysafe import (
-    AsyncIdempotency,
-    Idempotency,
-    InvalidInput,
-    MemoryStore,
-    SchemaMissing,
-    TransactionMissing,
-    current_attempt,
-)
+from retrysafe import AsyncIdempotency, Idempotency, InvalidInput, current_attempt
 from retrysafe.core.outbox.entries import EntryQuery
+from retrysafe.errors import SchemaMissing, TransactionMissing
 from retrysafe.relay import Relay
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import MemoryStore
 from tests.atomic.drivers import Rollback
 
 # In an operation's transaction.

@@ -8,16 +8,9 @@ from contextlib import closing
 import psycopg
 import pytest
 
-from retrysafe import (
-    ClaimLost,
-    Idempotency,
-    InvalidInput,
-    Key,
-    OutcomeNotStored,
-    StepReused,
-    current_attempt,
-)
+from retrysafe import ClaimLost, Idempotency, InvalidInput, Key, OutcomeNotStored, current_attempt
 from retrysafe.core.model import Decision, Payload, Step, StepWrite
+from retrysafe.errors import StepReused
 from retrysafe.runtime.calls import calls_of
 from retrysafe.runtime.drive import run_sync
 from retrysafe.testing.suite.probe import request

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from retrysafe import GLOBAL, Idempotency, current_attempt, open_store
+from retrysafe import GLOBAL, Idempotency, current_attempt
 from retrysafe.core.outbox.entries import EntryQuery, StoredEntry
 from retrysafe.relay import AsyncRelay, Delivery, Relay, RelayPolicy
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import open_store
 from tests.processes.children import PATIENCE_SECONDS
 
 # Long enough for a relay that lives to renew on a busy machine, short enough to wait for.

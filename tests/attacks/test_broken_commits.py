@@ -16,13 +16,7 @@ from typing import Any
 
 import pytest
 
-from retrysafe import (
-    AsyncIdempotency,
-    Idempotency,
-    MemoryStore,
-    RetrysafeError,
-    StoreUnavailable,
-)
+from retrysafe import AsyncIdempotency, Idempotency, RetrysafeError, StoreUnavailable
 from retrysafe.core.keys.canonical import TooDeep
 from retrysafe.core.model import ClaimAnswer, Decision
 from retrysafe.core.ports import Capabilities, Waits
@@ -31,6 +25,7 @@ from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit import direct, tasks, threads
 from retrysafe.runtime.group_commit.tasks import TaskGroupCommit
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
+from retrysafe.stores import MemoryStore
 from retrysafe.testing.suite.probe import key_of, request
 from tests.interrupting import Interrupted, Overflowed, at_every_place_at_once
 from tests.runtime.staged import Worker, until

@@ -13,8 +13,9 @@ from datetime import timedelta
 import psycopg
 import pytest
 
-from retrysafe import ClaimLost, Idempotency, OperationInFlight, OperatorRefused, Policy
+from retrysafe import ClaimLost, Idempotency, OperationInFlight, Policy
 from retrysafe.core.model import Decision
+from retrysafe.errors import OperatorRefused
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.memory.store import MemoryStore
 from retrysafe.stores.sqlite import SqliteStore

@@ -28,10 +28,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # `flow` begins before the main thread ends, and goes on when all executors have been shut down.
 OUTLIVING = """
 import asyncio, concurrent.futures.thread, sqlite3, sys, threading
-from retrysafe import AsyncIdempotency, current_attempt, open_store
+from retrysafe import AsyncIdempotency, current_attempt
 from retrysafe.http import IdempotencyMiddleware, bearer_token
 from retrysafe.http.large_bodies import LARGE_BODY_BYTES
 from retrysafe.relay import AsyncRelay
+from retrysafe.stores import open_store
 from tests.http.driving import ask
 
 path, flow = sys.argv[1], sys.argv[2]

@@ -30,9 +30,10 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from retrysafe import AsyncIdempotency, Idempotency, MemoryStore, Policy, PolicyInvalid
+from retrysafe import AsyncIdempotency, Idempotency, Policy
 from retrysafe.contrib.flask import Retrysafe
 from retrysafe.core.ports import Waits
+from retrysafe.errors import PolicyInvalid
 from retrysafe.http import (
     IdempotencyMiddleware,
     Rule,
@@ -41,6 +42,7 @@ from retrysafe.http import (
     held_response,
 )
 from retrysafe.http.asgi_run import AppRun
+from retrysafe.stores import MemoryStore
 from tests.http.driving import Connection, ask, ask_wsgi, headers_of, http_scope
 
 LIMIT_BYTES = 1_000

@@ -18,14 +18,7 @@ from itertools import islice
 
 import pytest
 
-from retrysafe import (
-    AsyncIdempotency,
-    Idempotency,
-    MemoryStore,
-    OperationInFlight,
-    Policy,
-    StoreUnavailable,
-)
+from retrysafe import AsyncIdempotency, Idempotency, OperationInFlight, Policy, StoreUnavailable
 from retrysafe.core.events import EventKind
 from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.http import (
@@ -38,6 +31,7 @@ from retrysafe.http import (
     unprotected,
 )
 from retrysafe.http.unprotected import KEPT_SECONDS
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import FaultyStore, Moment
 from tests.attacks.register import Register
 from tests.http.driving import Shop, ask, ask_wsgi

@@ -16,19 +16,13 @@ import asyncpg
 import psycopg
 import pytest
 
-from retrysafe import (
-    AsyncIdempotency,
-    Idempotency,
-    StoreNotWritable,
-    StoreUnavailable,
-    StoreUrlInvalid,
-    current_attempt,
-    open_store,
-)
+from retrysafe import AsyncIdempotency, Idempotency, StoreUnavailable, current_attempt
 from retrysafe.core.model import Decision, SettleKind, Settlement
 from retrysafe.core.ports import Fate
 from retrysafe.demo.ledger import PostgresLedger
+from retrysafe.errors import StoreNotWritable, StoreUrlInvalid
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import open_store
 from retrysafe.stores.postgres.drivers import psycopg as psycopg_connector
 from retrysafe.stores.postgres.urls import postgres_url
 from retrysafe.testing.suite.probe import KEY, RESULT, request

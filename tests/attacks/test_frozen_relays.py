@@ -15,12 +15,12 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import open_store
 from retrysafe.core.model import Decision
 from retrysafe.core.outbox.entries import EntryCommand, EntryStart
 from retrysafe.relay import delivery_loop
 from retrysafe.relay.deliveries import HeldEntries
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import open_store
 from tests.attacks.freezing import Freezer, wait_until_frozen
 from tests.attacks.relays import LEASE, drain, entries, policy_of, stage, states, wait_until
 from tests.processes.ledger import note, noted

@@ -16,15 +16,10 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import (
-    AsyncIdempotency,
-    Idempotency,
-    Policy,
-    WorkerPolicy,
-    current_attempt,
-    open_store,
-)
+from retrysafe import AsyncIdempotency, Idempotency, Policy, current_attempt
 from retrysafe.core.events import EventKind
+from retrysafe.stores import open_store
+from retrysafe.workers import WorkerPolicy
 from tests.attacks.freezing import Freezer, wait_until_frozen
 from tests.attacks.relays import wait_until
 from tests.processes.ledger import note, noted

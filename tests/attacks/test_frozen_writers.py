@@ -21,17 +21,11 @@ from typing import Any
 
 import pytest
 
-from retrysafe import ClaimLost, Idempotency, InFlight, Key, Policy, SqliteStore
+from retrysafe import ClaimLost, Idempotency, InFlight, Key, Policy
 from retrysafe.core import transitions
-from retrysafe.core.model import (
-    ClaimAnswer,
-    ClaimRequest,
-    Condition,
-    Decision,
-    Record,
-    StoredKey,
-)
+from retrysafe.core.model import ClaimAnswer, ClaimRequest, Condition, Decision, Record, StoredKey
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import SqliteStore
 from retrysafe.stores.sqlite.grace import BLOCKED_SECONDS, HELD_SECONDS, Grace
 from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import LEASE_MS, key_of, request

@@ -17,15 +17,8 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import (
-    AsyncIdempotency,
-    Idempotency,
-    InFlight,
-    MemoryStore,
-    Policy,
-    PolicyInvalid,
-    SqliteStore,
-)
+from retrysafe import AsyncIdempotency, Idempotency, InFlight, Policy
+from retrysafe.errors import PolicyInvalid
 from retrysafe.http import (
     IdempotencyMiddleware,
     Limits,
@@ -34,6 +27,7 @@ from retrysafe.http import (
     bearer_token,
 )
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import MemoryStore, SqliteStore
 from tests.http.driving import ask, ask_wsgi
 from tests.runtime.staged import until
 

@@ -22,15 +22,7 @@ import asyncpg
 import psycopg
 import pytest
 
-from retrysafe import (
-    AsyncIdempotency,
-    Idempotency,
-    OperationInFlight,
-    Policy,
-    current_attempt,
-    is_conflict,
-    retry_serialization,
-)
+from retrysafe import AsyncIdempotency, Idempotency, OperationInFlight, Policy, current_attempt
 from retrysafe.core.model import (
     Decision,
     ExtendAnswer,
@@ -50,6 +42,7 @@ from retrysafe.stores.postgres import store as postgres
 from retrysafe.stores.sqlite import SqliteStore
 from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import key_of, request, settlement
+from retrysafe.transactions import is_conflict, retry_serialization
 from tests.postgres.conftest import Spied
 from tests.servers.fixtures import migrated, schema_on
 

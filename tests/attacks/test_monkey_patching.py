@@ -204,8 +204,9 @@ def test_workers_and_relays_from_before_a_patch_are_refused():
     """They wait with what they were made with; run later, they would stop every greenlet."""
     made = """
 from gevent import monkey
-from retrysafe import Idempotency, MemoryStore
+from retrysafe import Idempotency
 from retrysafe.relay import Relay
+from retrysafe.stores import MemoryStore
 store = MemoryStore()
 idem = Idempotency(store, caller="shop")
 before = [idem.worker().run, idem.worker().run_once, Relay(store, print).drain]

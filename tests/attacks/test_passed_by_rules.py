@@ -16,15 +16,11 @@ from urllib.parse import unquote
 
 import pytest
 
-from retrysafe import AsyncIdempotency, Idempotency, MemoryStore
+from retrysafe import AsyncIdempotency, Idempotency
 from retrysafe.core.events import EventKind
-from retrysafe.http import (
-    IdempotencyMiddleware,
-    Rule,
-    WSGIIdempotencyMiddleware,
-    bearer_token,
-)
+from retrysafe.http import IdempotencyMiddleware, Rule, WSGIIdempotencyMiddleware, bearer_token
 from retrysafe.http.unmatched import LOGGED_LIMIT
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import FaultyStore, Moment
 from tests.http.driving import Reply, ask, ask_wsgi
 

@@ -22,7 +22,7 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route, Router
 
-from retrysafe import AsyncIdempotency, Idempotency, MemoryStore
+from retrysafe import AsyncIdempotency, Idempotency
 from retrysafe.contrib.flask import Retrysafe
 from retrysafe.http import (
     IdempotencyMiddleware,
@@ -31,6 +31,7 @@ from retrysafe.http import (
     WSGIIdempotencyMiddleware,
     bearer_token,
 )
+from retrysafe.stores import MemoryStore
 from tests.http.driving import ask, ask_wsgi
 
 STATUSES = [301, 404, 405]

@@ -17,16 +17,12 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import AsyncIdempotency, Ending, Idempotency, MemoryStore, OperationInFlight, Policy
+from retrysafe import AsyncIdempotency, Ending, Idempotency, OperationInFlight, Policy
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import State
-from retrysafe.http import (
-    Breaker,
-    IdempotencyMiddleware,
-    Rule,
-    WSGIIdempotencyMiddleware,
-)
+from retrysafe.http import Breaker, IdempotencyMiddleware, Rule, WSGIIdempotencyMiddleware
 from retrysafe.http.unprotected import UnprotectedRuns
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import FaultyStore, Moment
 from tests.attacks.register import Register
 from tests.http.driving import ask, ask_wsgi

@@ -29,7 +29,6 @@ from retrysafe import (
     OperationInFlight,
     Policy,
     RetrysafeError,
-    SqliteStore,
     StoreUnavailable,
     current_attempt,
 )
@@ -57,6 +56,7 @@ from retrysafe.core.outbox.entries import (
 from retrysafe.runtime.current import current
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
+from retrysafe.stores import SqliteStore
 from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import key_of, request
 from tests.core.building import MARK

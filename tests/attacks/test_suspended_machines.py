@@ -18,7 +18,7 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import AsyncIdempotency, ClaimLost, Idempotency, MemoryStore, Policy, current_attempt
+from retrysafe import AsyncIdempotency, ClaimLost, Idempotency, Policy, current_attempt
 from retrysafe.core.events import EventKind, Reporter
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import OperatorCommand
@@ -30,6 +30,7 @@ from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.heartbeat import TaskHeartbeat, ThreadHeartbeat
 from retrysafe.runtime.task_ports import TaskClock
 from retrysafe.runtime.thread_ports import ThreadClock
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import ManualClock
 from tests.core.building import KEY
 from tests.http.driving import Shop, ask

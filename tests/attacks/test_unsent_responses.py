@@ -15,10 +15,11 @@ import pytest
 from flask import Flask
 from flask import Response as FlaskResponse
 
-from retrysafe import Idempotency, MemoryStore, Policy
+from retrysafe import Idempotency, Policy
 from retrysafe.contrib.flask import Retrysafe
 from retrysafe.errors import StoreError
 from retrysafe.http import Rule, WSGIIdempotencyMiddleware, bearer_token, held_response
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import FaultyStore, Moment
 from tests.http.driving import ask_wsgi
 

@@ -14,18 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from retrysafe import (
-    Attempt,
-    ClaimLost,
-    Idempotency,
-    InvalidInput,
-    Policy,
-    StepNotStored,
-    StepReused,
-    current_attempt,
-    open_store,
-)
+from retrysafe import Attempt, ClaimLost, Idempotency, InvalidInput, Policy, current_attempt
+from retrysafe.errors import StepNotStored, StepReused
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import open_store
 from retrysafe.testing.faults import FaultyStore, Moment
 from tests.servers.fixtures import migrated
 

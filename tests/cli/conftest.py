@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from typer.testing import CliRunner
 
-from retrysafe import GLOBAL, Condition, Idempotency, Key, Policy, SqliteStore
+from retrysafe import GLOBAL, Idempotency, Key, Policy
 from retrysafe.cli.app import app
 from retrysafe.core.model import (
     ClaimRequest,
@@ -21,6 +21,7 @@ from retrysafe.core.model import (
     StepWrite,
 )
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import Condition, SqliteStore
 
 
 @dataclass

@@ -9,11 +9,11 @@ from contextlib import closing
 
 import pytest
 
-from retrysafe import SqliteStore
 from retrysafe.cli.problems import ExitCode, Problem, problem_of, report
 from retrysafe.core.model import SettleKind
 from retrysafe.errors import RetrysafeError, StoreError, StoreUnavailable
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import SqliteStore
 
 # Every command that opens a store, with the least that it needs.
 READERS = [

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from retrysafe import GLOBAL, Condition, Key
+from retrysafe import GLOBAL, Key
 from retrysafe.cli.keys import BODY_LIMIT_CHARACTERS, ListedCondition
 from retrysafe.cli.problems import ExitCode
 from retrysafe.core.model import OperatorCommand, Payload, SettleKind
@@ -22,6 +22,7 @@ from retrysafe.http.callers import Credential, bearer_token, caller_of_credentia
 from retrysafe.http.request import Request
 from retrysafe.inspection import duration_text, status_text
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import Condition
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from contextlib import closing
 
 import pytest
 
-from retrysafe import Condition, SqliteStore
 from retrysafe.cli.problems import ExitCode
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import Condition, SqliteStore
 from retrysafe.stores.migrations import Migratable
 from retrysafe.stores.sqlite.schema import MIGRATIONS
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from retrysafe import GLOBAL, Idempotency, current_attempt, open_store
+from retrysafe import GLOBAL, Idempotency, current_attempt
 from retrysafe.cli.outbox import BODY_LIMIT_CHARACTERS, ListedEntryCondition
 from retrysafe.cli.problems import ExitCode, Problem
 from retrysafe.cli.relay import chosen_target, shown_progress
@@ -20,6 +20,7 @@ from retrysafe.core.model import SettleKind, StagedEntry
 from retrysafe.core.outbox.entries import EntryClaim, EntryCondition, EntryEnding, EntryState
 from retrysafe.relay.signing import verify_webhook
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import open_store
 from retrysafe.testing.suite.probe import request, settlement
 from tests.relay.test_webhooks import SECRET, Receiver
 

@@ -12,9 +12,10 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import AsyncIdempotency, Condition, Idempotency, Policy, current_attempt
+from retrysafe import AsyncIdempotency, Idempotency, Policy, current_attempt
 from retrysafe.cli.problems import ExitCode
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import Condition
 from retrysafe.stores.opening import open_store
 
 LIMIT_SECONDS = 60

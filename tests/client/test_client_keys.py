@@ -13,16 +13,10 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrysafe import (
-    ClaimLost,
-    Idempotency,
-    InvalidInput,
-    KeyInvalid,
-    MemoryStore,
-    SecretMissing,
-    current_attempt,
-)
+from retrysafe import ClaimLost, Idempotency, InvalidInput, current_attempt
 from retrysafe.client import RetryPolicy, for_attempt, header_value, intent_key, one_intent
+from retrysafe.errors import KeyInvalid, SecretMissing
+from retrysafe.stores import MemoryStore
 from tests.client.clients import CONNECTION_ERRORS
 from tests.client.server import Answer, Drop
 

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 import retrysafe
 import retrysafe.client
-from retrysafe import PolicyInvalid
 from retrysafe.client import RetryBudget, RetryPolicy, tries_of, was_replayed
 from retrysafe.client.faults import is_certificate_refused
 from retrysafe.client.httpx import AsyncRetryTransport, RetryTransport
 from retrysafe.client.replies import problem_retryable, retry_after_seconds
 from retrysafe.client.requests import RetryAdapter
+from retrysafe.errors import PolicyInvalid
 from tests.client.server import Answer, Drop
 
 NOW = 1_700_000_000.0

@@ -23,11 +23,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from retrysafe import Idempotency, SqliteStore
+from retrysafe import Idempotency
 from retrysafe.consumers import Handler, Message
 from retrysafe.consumers.engine import engine_of
 from retrysafe.consumers.judge import Judge
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import SqliteStore
 from tests.consumers.benches import (
     AsyncSqsBench,
     KafkaBench,

@@ -9,22 +9,14 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import (
-    FOREVER,
-    ClaimLost,
-    FingerprintRule,
-    InvalidInput,
-    MemoryStore,
-    Policy,
-    PolicyInvalid,
-    SqliteStore,
-    current_attempt,
-)
+from retrysafe import FOREVER, ClaimLost, FingerprintRule, InvalidInput, Policy, current_attempt
 from retrysafe.consumers import Action, Handler, consumer_name
 from retrysafe.consumers.consumer import checked_policy
 from retrysafe.consumers.deadlines import Deadline
 from retrysafe.consumers.handler import unquoted
+from retrysafe.errors import PolicyInvalid
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import MemoryStore, SqliteStore
 from retrysafe.testing import FaultyStore, Moment
 from tests.consumers.scripted import LEASE, Tasks, Threads, message, policy
 

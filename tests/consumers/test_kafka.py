@@ -8,9 +8,10 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import AsyncIdempotency, InvalidInput, MemoryStore
+from retrysafe import AsyncIdempotency, InvalidInput
 from retrysafe.consumers import BackOff, Consumer, Handler
 from retrysafe.consumers.kafka import KafkaTopic, Partition
+from retrysafe.stores import MemoryStore
 from tests.consumers.benches import KafkaBench, wish
 
 SOON = BackOff(timedelta(milliseconds=50), timedelta(milliseconds=50))

@@ -8,10 +8,11 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import AsyncIdempotency, Idempotency, InvalidInput, MemoryStore, current_attempt
+from retrysafe import AsyncIdempotency, Idempotency, InvalidInput, current_attempt
 from retrysafe.consumers import Action, BackOff, Consumer, Handler
 from retrysafe.consumers.deadlines import Deadlines
 from retrysafe.errors import CallerMissing, Closed, PolicyInvalid
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import FaultyStore, Moment
 from tests.consumers.scripted import ScriptedBroker, message
 

@@ -8,12 +8,13 @@ from datetime import timedelta
 import pytest
 from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
 
-from retrysafe import AsyncIdempotency, InvalidInput, MemoryStore
+from retrysafe import AsyncIdempotency, InvalidInput
 from retrysafe.consumers import Action, Consumer, Verdict
 from retrysafe.consumers.nats import JetStream
 from retrysafe.core.model import StagedEntry
 from retrysafe.relay import AsyncRelay
 from retrysafe.relay.targets.nats import NatsJetStream
+from retrysafe.stores import MemoryStore
 from tests.consumers.benches import NatsBench, wish
 from tests.relay.scripted import stage
 from tests.servers.nats import NatsServer

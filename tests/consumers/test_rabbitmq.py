@@ -8,9 +8,10 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import AsyncIdempotency, InvalidInput, MemoryStore
+from retrysafe import AsyncIdempotency, InvalidInput
 from retrysafe.consumers import Action, Consumer, Verdict
 from retrysafe.consumers.amqp import RabbitQueue
+from retrysafe.stores import MemoryStore
 from tests.consumers.benches import RabbitBench, wish
 
 DONE = Verdict(Action.ACK, "done")

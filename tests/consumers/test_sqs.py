@@ -8,9 +8,11 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import AsyncIdempotency, InvalidInput, MemoryStore, Policy, PolicyInvalid
+from retrysafe import AsyncIdempotency, InvalidInput, Policy
 from retrysafe.consumers import Action, BackOff, Consumer, Handler, Verdict
 from retrysafe.consumers.sqs import AsyncSqsQueue, SqsQueue
+from retrysafe.errors import PolicyInvalid
+from retrysafe.stores import MemoryStore
 from tests.consumers.benches import SqsBench, wish
 
 KINDS = [SqsQueue, AsyncSqsQueue]

@@ -7,9 +7,10 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import MemoryStore, Policy, errors
+from retrysafe import Policy, errors
 from retrysafe.consumers import BackOff, Message, PayloadInvalid
 from retrysafe.consumers.verdict import TABLE, Action, Outage, Verdict, rule_of
+from retrysafe.stores import MemoryStore
 from tests.consumers.scripted import Tasks, Threads, message
 
 DECLARED = [

@@ -13,9 +13,9 @@ from django.core.signals import request_finished, request_started
 from django.db import close_old_connections, connections
 from django.test import AsyncClient, Client, override_settings
 
-from retrysafe import MemoryStore
 from retrysafe.contrib.django.callers import authenticated_user
 from retrysafe.contrib.django.configuration import current
+from retrysafe.stores import MemoryStore
 from tests.contrib import django_shop
 
 MIDDLEWARE = "retrysafe.contrib.django.middleware.RetrysafeMiddleware"

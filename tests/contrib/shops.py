@@ -26,8 +26,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from retrysafe import Policy, SqliteStore, current_attempt
+from retrysafe import Policy, current_attempt
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import SqliteStore
 
 REFUNDS = Policy(active_window=timedelta(days=7))
 

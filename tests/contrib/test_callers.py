@@ -8,10 +8,11 @@ from functools import partial
 import flask
 import pytest
 
-from retrysafe import Idempotency, MemoryStore
+from retrysafe import Idempotency
 from retrysafe.contrib import flask as contrib_flask
 from retrysafe.errors import InvalidInput
 from retrysafe.http import Credential, Rule, WSGIIdempotencyMiddleware, api_key, basic_user
+from retrysafe.stores import MemoryStore
 from tests.contrib.conftest import is_replay, made, problem
 from tests.contrib.django_visits import MIDDLEWARE, open_shop
 from tests.contrib.django_visits import is_replay as is_django_replay

@@ -13,9 +13,10 @@ from django.core.handlers.asgi import ASGIHandler
 from django.test import override_settings
 from django.urls import clear_url_caches, include, path
 
-from retrysafe import GLOBAL, AsyncIdempotency, MemoryStore, Policy
+from retrysafe import GLOBAL, AsyncIdempotency, Policy
 from retrysafe.contrib.django.configuration import current
 from retrysafe.http import IdempotencyMiddleware, Rule, bearer_token
+from retrysafe.stores import MemoryStore
 from tests.contrib import django_shop
 from tests.contrib.django_visits import CSRF, MIDDLEWARE, database, is_replay, open_shop, problem
 

@@ -7,9 +7,9 @@ from contextlib import suppress
 
 import pytest
 
-from retrysafe import MemoryStore
 from retrysafe.errors import StoreError
 from retrysafe.http import held_response
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import FaultyStore, Moment
 from tests.contrib import django_shop
 from tests.contrib.django_visits import open_shop, problem

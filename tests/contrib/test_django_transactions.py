@@ -7,10 +7,10 @@ from contextlib import contextmanager
 import pytest
 from django.db import OperationalError, connections, transaction
 
-from retrysafe import Condition
 from retrysafe.contrib.django import views
 from retrysafe.contrib.django.transactions import hook_failure
 from retrysafe.http import Rule
+from retrysafe.stores import Condition
 from tests.contrib import django_shop
 from tests.contrib.django_visits import MIDDLEWARE, database, is_replay, open_shop
 

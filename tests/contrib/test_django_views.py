@@ -11,10 +11,12 @@ import pytest
 from django.http import HttpRequest
 from django.views import View
 
-from retrysafe import FOREVER, GLOBAL, Condition, InvalidInput, MemoryStore, PolicyInvalid
+from retrysafe import FOREVER, GLOBAL, InvalidInput
 from retrysafe.contrib.django.decorators import idempotent
 from retrysafe.contrib.views import located
+from retrysafe.errors import PolicyInvalid
 from retrysafe.http import Breaker, FieldsKey, Rule
+from retrysafe.stores import Condition, MemoryStore
 from retrysafe.testing import FaultyStore, Moment
 from tests.contrib.django_shop import SETTINGS
 from tests.contrib.django_visits import MIDDLEWARE, Shop, is_replay, open_shop, problem

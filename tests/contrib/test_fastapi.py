@@ -24,12 +24,12 @@ from retrysafe import (
     BodyKey,
     InFlight,
     InvalidInput,
-    MemoryStore,
     Policy,
-    PolicyInvalid,
 )
 from retrysafe.contrib.fastapi import IdempotentRoute, Retrysafe, idempotent
+from retrysafe.errors import PolicyInvalid
 from retrysafe.http import ACCEPT, FieldsKey, HeaderKey, StatusRule, Streaming, bearer_token
+from retrysafe.stores import MemoryStore
 from tests.contrib.conftest import is_replay, made, problem
 from tests.contrib.shops import Till
 from tests.servers.fixtures import migrated

@@ -14,9 +14,11 @@ import httpx
 import pytest
 from flask import Flask, request
 
-from retrysafe import FOREVER, GLOBAL, Idempotency, MemoryStore, PolicyInvalid
+from retrysafe import FOREVER, GLOBAL, Idempotency
 from retrysafe.contrib.flask import Retrysafe
+from retrysafe.errors import PolicyInvalid
 from retrysafe.http import FieldsKey, Rule
+from retrysafe.stores import MemoryStore
 from tests.contrib.flask_shop import Declined
 from tests.contrib.test_flask_views import Shop, Till, is_replay, problem
 from tests.docs.documents import ROOT

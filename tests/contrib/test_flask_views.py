@@ -14,19 +14,12 @@ import pytest
 from flask import Flask, g
 from flask.views import MethodView
 
-from retrysafe import (
-    GLOBAL,
-    AsyncIdempotency,
-    Condition,
-    Idempotency,
-    InvalidInput,
-    MemoryStore,
-    Policy,
-    PolicyInvalid,
-)
+from retrysafe import GLOBAL, AsyncIdempotency, Idempotency, InvalidInput, Policy
 from retrysafe.contrib.flask import Retrysafe
+from retrysafe.errors import PolicyInvalid
 from retrysafe.http import Breaker, Rule, WSGIIdempotencyMiddleware, bearer_token
 from retrysafe.http.callers import caller_of_credential
+from retrysafe.stores import Condition, MemoryStore
 from retrysafe.testing import FaultyStore, Moment
 from tests.contrib.flask_shop import Declined, Till, make_app, retrysafe
 

@@ -15,19 +15,11 @@ from litestar.openapi.spec import Operation
 from litestar.params import FromPath, HeaderParameter, JSONBody
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from retrysafe import (
-    FOREVER,
-    GLOBAL,
-    AsyncIdempotency,
-    BodyKey,
-    Ending,
-    MemoryStore,
-    Policy,
-    PolicyInvalid,
-    SecretMissing,
-)
+from retrysafe import FOREVER, GLOBAL, AsyncIdempotency, BodyKey, Ending, Policy
 from retrysafe.contrib.litestar import RetrysafePlugin, rendered
+from retrysafe.errors import PolicyInvalid, SecretMissing
 from retrysafe.http import ACCEPT, FieldsKey, Rule, Streaming
+from retrysafe.stores import MemoryStore
 from tests.contrib.conftest import is_replay, made, problem
 from tests.contrib.shops import Till
 from tests.servers.fixtures import migrated

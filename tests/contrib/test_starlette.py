@@ -16,19 +16,11 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import JSONResponse
 from starlette.routing import Host, Mount, Route, Router, WebSocketRoute
 
-from retrysafe import (
-    FOREVER,
-    GLOBAL,
-    AsyncIdempotency,
-    BodyKey,
-    Idempotency,
-    InvalidInput,
-    MemoryStore,
-    PolicyInvalid,
-    SecretMissing,
-)
+from retrysafe import FOREVER, GLOBAL, AsyncIdempotency, BodyKey, Idempotency, InvalidInput
 from retrysafe.contrib.starlette import Idempotent, Retrysafe, idempotent
+from retrysafe.errors import PolicyInvalid, SecretMissing
 from retrysafe.http import FieldsKey, HeaderKey, IdempotencyMiddleware, Rule
+from retrysafe.stores import MemoryStore
 from tests.contrib.conftest import is_replay, problem
 from tests.contrib.serving import served
 from tests.contrib.shops import Till

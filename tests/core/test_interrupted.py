@@ -63,12 +63,16 @@ class AlarmedBell:
         self.rung += 1
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_signal_before_the_landing_leaves_no_flight(count):
+def test_a_signal_before_the_landing_leaves_no_flight():
     """The outcome stands; later callers get it, instead of being told that it still runs.
 
     However often the landing is interrupted.
     """
+    for count in (1, 2):
+        _interrupt_the_landing(count)
+
+
+def _interrupt_the_landing(count: int) -> None:
     world = World()
     process = world.first
     lock = AlarmedLock()

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import GLOBAL, MemoryStore
+from retrysafe import GLOBAL
 from retrysafe.core.call import Answer
 from retrysafe.core.events import Event, EventKind, Reporter
 from retrysafe.core.keys.key import Key
@@ -25,6 +25,7 @@ from retrysafe.core.recovery import (
 )
 from retrysafe.core.values.trees import NotReadable
 from retrysafe.errors import ClaimLost, Closed, OperationInFlight
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import ManualClock
 from tests.core.building import record
 from tests.core.driving import drive

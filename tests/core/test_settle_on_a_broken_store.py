@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from retrysafe import Idempotency, MemoryStore, OutcomeNotStored, Policy, StoreMissing
+from retrysafe import Idempotency, OutcomeNotStored, Policy
+from retrysafe.errors import StoreMissing
+from retrysafe.stores import MemoryStore
 
 PATIENT = Policy(settle_patience=timedelta(seconds=30))
 

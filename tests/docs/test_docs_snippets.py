@@ -10,8 +10,8 @@ import sys
 import psycopg
 import pytest
 
-from retrysafe import open_store
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import open_store
 from tests.docs.documents import DOCUMENTS, ROOT, blocks, name_of
 
 # A snippet that cannot be run is a claim that nobody checks; each one needs a reason.

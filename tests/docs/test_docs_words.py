@@ -14,8 +14,9 @@ from functools import cache
 
 import pytest
 
-from retrysafe import Condition, Ending, InFlight, Policy
+from retrysafe import Ending, InFlight, Policy
 from retrysafe.client import RetryPolicy
+from retrysafe.stores import Condition
 from tests.docs.documents import (
     DOCUMENTS,
     ROOT,

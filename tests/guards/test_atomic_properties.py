@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from retrysafe import ClaimLost, Idempotency, KeyReused, OperationInFlight, StoreMissing
+from retrysafe import ClaimLost, Idempotency, KeyReused, OperationInFlight
 from retrysafe.core.model import Ending
+from retrysafe.errors import StoreMissing
 from retrysafe.runtime.calls import calls_of
 from tests.core.building import OTHER_MARK, call
 from tests.core.test_atomic import Made, settled_transaction

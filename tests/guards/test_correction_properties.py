@@ -8,19 +8,12 @@ from typing import Any
 
 import pytest
 
-from retrysafe import (
-    FOREVER,
-    Idempotency,
-    KeyReused,
-    MemoryStore,
-    Policy,
-    current_attempt,
-    natural_key,
-)
+from retrysafe import FOREVER, Idempotency, KeyReused, Policy, current_attempt, natural_key
 from retrysafe.core.model import Decision, Payload, SettleKind
 from retrysafe.core.ports import Store
 from retrysafe.errors import StepNotStored, StoreMissing
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import FaultyStore, Moment
 from retrysafe.testing.clock import ManualClock
 from retrysafe.testing.suite.probe import KEY, LEASE_MS, OTHER, Probe, request

@@ -15,26 +15,14 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from retrysafe import (
-    Answer,
-    AsyncIdempotency,
-    Ending,
-    Idempotency,
-    MemoryStore,
-    OperationInFlight,
-    Policy,
-)
+from retrysafe import Answer, AsyncIdempotency, Ending, Idempotency, OperationInFlight, Policy
 from retrysafe.core.model import RecordQuery
-from retrysafe.http import (
-    IdempotencyMiddleware,
-    Rule,
-    WSGIIdempotencyMiddleware,
-    bearer_token,
-)
+from retrysafe.http import IdempotencyMiddleware, Rule, WSGIIdempotencyMiddleware, bearer_token
 from retrysafe.http.large_bodies import LARGE_BODY_BYTES
 from retrysafe.http.protection import Protection
 from retrysafe.http.responses import Response
 from retrysafe.runtime.calls import calls_of
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import FaultyStore, Moment
 from tests.attacks.growth import LIMIT, growth
 from tests.attacks.hostile_inputs import BODIES, mark

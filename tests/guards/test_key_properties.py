@@ -15,12 +15,12 @@ from retrysafe import (
     Idempotency,
     InvalidInput,
     Key,
-    KeyInvalid,
-    MemoryStore,
     natural_key,
 )
 from retrysafe.contrib.fastapi import Retrysafe, idempotent
+from retrysafe.errors import KeyInvalid
 from retrysafe.http import FieldsKey, HeaderKey, Rule, WSGIIdempotencyMiddleware, bearer_token
+from retrysafe.stores import MemoryStore
 from tests.http.driving import ask, ask_wsgi
 
 _BY_ORDER = FieldsKey("{order}", window=FOREVER)

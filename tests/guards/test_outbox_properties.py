@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from retrysafe import GLOBAL, Ending, Idempotency, InvalidInput, MemoryStore, SqliteStore
+from retrysafe import GLOBAL, Ending, Idempotency, InvalidInput
 from retrysafe import current_attempt as attempt
 from retrysafe.core.model import Decision, SettleKind
 from retrysafe.core.outbox.entries import (
@@ -23,6 +23,7 @@ from retrysafe.core.outbox.entries import (
 from retrysafe.core.ports import Capabilities, Waits
 from retrysafe.relay.pools import TaskDeliveryPool, ThreadDeliveryPool
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import MemoryStore, SqliteStore
 from retrysafe.testing import ManualClock, Moment
 from retrysafe.testing.suite.probe import KEY, request, settlement
 from tests.core.building import call

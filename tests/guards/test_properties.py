@@ -22,22 +22,15 @@ import pytest
 from retrysafe import (
     AsyncIdempotency,
     Attempt,
-    AttemptsExhausted,
     ClaimLost,
-    Condition,
-    DigestCollision,
     Ending,
     Idempotency,
     Key,
     KeyReused,
-    MemoryStore,
     OperationInFlight,
-    OperatorRefused,
     OutcomeNotStored,
     OutcomeUnavailable,
     Policy,
-    SqliteStore,
-    StoreMissing,
     StoreUnavailable,
     current_attempt,
 )
@@ -62,16 +55,10 @@ from retrysafe.core.model import (
     Step,
     StepWrite,
 )
-from retrysafe.core.ports import (
-    Capabilities,
-    ClaimResult,
-    LocalClock,
-    SettleResult,
-    Store,
-    Waits,
-)
+from retrysafe.core.ports import Capabilities, ClaimResult, LocalClock, SettleResult, Store, Waits
 from retrysafe.core.settings import Settings
 from retrysafe.core.values.codec import ValueCodec
+from retrysafe.errors import AttemptsExhausted, DigestCollision, OperatorRefused, StoreMissing
 from retrysafe.http import IdempotencyMiddleware, bearer_token
 from retrysafe.http.asgi_run import AppRun
 from retrysafe.runtime.drive import run_sync
@@ -79,6 +66,7 @@ from retrysafe.runtime.group_commit.direct import DirectWriter
 from retrysafe.runtime.group_commit.tasks import TaskGroupCommit
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit, _QueuedRow
 from retrysafe.runtime.thread_ports import ThreadClock, ThreadSignal
+from retrysafe.stores import Condition, MemoryStore, SqliteStore
 from tests.core.driving import ports_over
 from tests.http.driving import ask
 

@@ -11,18 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from retrysafe import (
-    ArgumentsNotStorable,
-    Condition,
-    Idempotency,
-    MemoryStore,
-    Policy,
-    SqliteStore,
-    WorkerPolicy,
-)
+from retrysafe import Idempotency, Policy
 from retrysafe.core.recovery import PAGE_LIMIT
+from retrysafe.errors import ArgumentsNotStorable
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import Condition, MemoryStore, SqliteStore
 from retrysafe.testing import ManualClock
+from retrysafe.workers import WorkerPolicy
 
 POLICY = Policy(lease=timedelta(seconds=30), arguments_limit_bytes=100)
 LEASE = timedelta(seconds=30)

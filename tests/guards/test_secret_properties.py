@@ -6,17 +6,10 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import (
-    BodyKey,
-    Idempotency,
-    Key,
-    MemoryStore,
-    OperationInFlight,
-    SecretMissing,
-    child_key,
-    current_attempt,
-)
+from retrysafe import BodyKey, Idempotency, Key, OperationInFlight, child_key, current_attempt
+from retrysafe.errors import SecretMissing
 from retrysafe.http import WSGIIdempotencyMiddleware, bearer_token
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import ManualClock
 from tests.http.driving import ask_wsgi
 

@@ -15,19 +15,15 @@ import pytest
 from retrysafe import (
     AsyncIdempotency,
     ClaimLost,
-    Condition,
     Idempotency,
     InvalidInput,
-    MemoryStore,
     OperationInFlight,
     OutcomeNotStored,
     Policy,
-    StepNotStored,
-    StepReused,
-    StepsChanged,
-    StoreMissing,
     current_attempt,
 )
+from retrysafe.errors import StepNotStored, StepReused, StepsChanged, StoreMissing
+from retrysafe.stores import Condition, MemoryStore
 from retrysafe.testing import FaultyStore, Moment
 
 

@@ -9,12 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from retrysafe import AsyncIdempotency, Idempotency, MemoryStore
-from retrysafe.http import (
-    IdempotencyMiddleware,
-    WSGIIdempotencyMiddleware,
-    bearer_token,
-)
+from retrysafe import AsyncIdempotency, Idempotency
+from retrysafe.http import IdempotencyMiddleware, WSGIIdempotencyMiddleware, bearer_token
+from retrysafe.stores import MemoryStore
 
 BODY = b'{"amount":1000,"currency":"eur"}'
 

@@ -21,25 +21,11 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
-from retrysafe import (
-    FOREVER,
-    AsyncIdempotency,
-    EventKind,
-    FingerprintRule,
-    InFlight,
-    MemoryStore,
-    Policy,
-    current_attempt,
-)
-from retrysafe.http import (
-    Breaker,
-    FieldsKey,
-    IdempotencyMiddleware,
-    Rule,
-    Streaming,
-    bearer_token,
-)
+from retrysafe import FOREVER, AsyncIdempotency, FingerprintRule, InFlight, Policy, current_attempt
+from retrysafe.http import Breaker, FieldsKey, IdempotencyMiddleware, Rule, Streaming, bearer_token
 from retrysafe.http.asgi_run import ERROR_NAME
+from retrysafe.observe import EventKind
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import FaultyStore, Moment
 from tests.http.driving import BODY, Connection, ask, headers_of, http_scope
 

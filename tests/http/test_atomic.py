@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager, closing, contextmanager
 
 import pytest
 
-from retrysafe import AsyncIdempotency, Idempotency, PolicyInvalid, SqliteStore
+from retrysafe import AsyncIdempotency, Idempotency
+from retrysafe.errors import PolicyInvalid
 from retrysafe.http import (
     IdempotencyMiddleware,
     Rule,
@@ -19,6 +20,7 @@ from retrysafe.http import (
     bearer_token,
 )
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import SqliteStore
 from tests.http.driving import BODY, ask, ask_wsgi
 
 PATIENCE_SECONDS = 30

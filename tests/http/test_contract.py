@@ -12,13 +12,11 @@ from retrysafe import (
     Ending,
     FingerprintRule,
     InvalidInput,
-    MemoryStore,
     Policy,
-    PolicyInvalid,
-    SchemaMissing,
     StoreUnavailable,
 )
 from retrysafe.core.events import EventKind
+from retrysafe.errors import PolicyInvalid, SchemaMissing
 from retrysafe.http import (
     Breaker,
     FieldsKey,
@@ -32,6 +30,7 @@ from retrysafe.http import (
     gateway_header,
 )
 from retrysafe.runtime.calls import calls_of
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import FaultyStore, ManualClock, Moment
 
 SECRET = b"0123456789abcdef0123456789abcdef"

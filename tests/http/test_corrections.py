@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from retrysafe import FOREVER, BodyKey, Policy, PolicyInvalid
+from retrysafe import FOREVER, BodyKey, Policy
+from retrysafe.errors import PolicyInvalid
 from retrysafe.http import FieldsKey, HeaderKey, Rule, StatusRule
 from tests.servers.fixtures import schema_on
 from tests.stores.postgres_stores import Table

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
-from retrysafe import AsyncIdempotency, Idempotency, Key, MemoryStore
+from retrysafe import AsyncIdempotency, Idempotency, Key
 from retrysafe.core.flights import Phase
 from retrysafe.http import (
     Breaker,
@@ -17,6 +17,7 @@ from retrysafe.http import (
     bearer_token,
 )
 from retrysafe.http.callers import Credential, caller_of_credential
+from retrysafe.stores import MemoryStore
 from tests.http.driving import Shop, ask, ask_wsgi
 from tests.runtime.staged import until
 

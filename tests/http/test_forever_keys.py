@@ -6,8 +6,9 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import FOREVER, Idempotency, OutcomeUnavailable, PolicyInvalid
+from retrysafe import FOREVER, Idempotency, OutcomeUnavailable
 from retrysafe.core.policy import Policy
+from retrysafe.errors import PolicyInvalid
 from retrysafe.http import FieldsKey, Rule
 from retrysafe.stores.sqlite import SqliteStore
 from retrysafe.testing import ManualClock

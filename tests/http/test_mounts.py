@@ -7,8 +7,9 @@ import asyncio
 import httpx
 import pytest
 
-from retrysafe import AsyncIdempotency, MemoryStore
+from retrysafe import AsyncIdempotency
 from retrysafe.http import ACCEPT, IdempotencyMiddleware, Rule, bearer_token
+from retrysafe.stores import MemoryStore
 
 ALICE = {"authorization": "Bearer alice"}
 

@@ -6,19 +6,11 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import (
-    FOREVER,
-    BodyKey,
-    Ending,
-    FingerprintRule,
-    InFlight,
-    InvalidInput,
-    MemoryStore,
-    Policy,
-    PolicyInvalid,
-)
+from retrysafe import FOREVER, BodyKey, Ending, FingerprintRule, InFlight, InvalidInput, Policy
+from retrysafe.errors import PolicyInvalid
 from retrysafe.http import ACCEPT, FieldsKey, HeaderKey, Rule, StatusRule, Streaming
 from retrysafe.http.problems import KINDS
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import FaultyStore, ManualClock, Moment
 
 RULES = [

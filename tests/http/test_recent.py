@@ -7,12 +7,14 @@ import time
 
 import pytest
 
-from retrysafe import GLOBAL, AsyncIdempotency, EventKind, MemoryStore
+from retrysafe import GLOBAL, AsyncIdempotency
 from retrysafe.http import IdempotencyMiddleware, bearer_token, gateway_header
 from retrysafe.http.callers import basic_user, caller_of_credential, is_known_by_headers
 from retrysafe.http.recent import ENTRIES_LIMIT, ENTRY_LIMIT_BYTES, Recent, Repetition, head_of
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response
+from retrysafe.observe import EventKind
+from retrysafe.stores import MemoryStore
 from tests.http.driving import BODY, Connection, headers_of, http_scope
 
 

@@ -9,9 +9,9 @@ import starlette.responses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrysafe import PolicyInvalid
 from retrysafe.core.model import Payload
 from retrysafe.core.values.trees import NotReadable, NotStorable
+from retrysafe.errors import PolicyInvalid
 from retrysafe.http.responses import (
     NEVER_STORED,
     STORED_HEADERS,

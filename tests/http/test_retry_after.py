@@ -14,15 +14,12 @@ from datetime import timedelta
 import httpx
 import pytest
 
-from retrysafe import AsyncIdempotency, Idempotency, MemoryStore, Policy
+from retrysafe import AsyncIdempotency, Idempotency, Policy
 from retrysafe.client import tries_of
 from retrysafe.client.httpx import AsyncRetryTransport, RetryTransport
-from retrysafe.http import (
-    IdempotencyMiddleware,
-    WSGIIdempotencyMiddleware,
-    bearer_token,
-)
+from retrysafe.http import IdempotencyMiddleware, WSGIIdempotencyMiddleware, bearer_token
 from retrysafe.runtime.calls import calls_of
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import ManualClock
 from tests.http.driving import BODY, Connection, ask, ask_wsgi, headers_of, http_scope
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from retrysafe import BodyKey, MemoryStore, SqliteStore
+from retrysafe import BodyKey
 from retrysafe.http import HeaderKey, Rule, api_key, bearer_token, gateway_header
+from retrysafe.stores import MemoryStore, SqliteStore
 from tests.http.driving import new_store
 
 OLD, NEW = b"the old secret, 16 or more", b"the new secret, 16 or more"

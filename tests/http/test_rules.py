@@ -13,12 +13,11 @@ from retrysafe import (
     Idempotency,
     InFlight,
     InvalidInput,
-    MemoryStore,
     Policy,
-    PolicyInvalid,
 )
 from retrysafe.core.keys.secret import NO_SECRETS
 from retrysafe.core.settings import Settings
+from retrysafe.errors import PolicyInvalid
 from retrysafe.http import (
     ACCEPT,
     FieldsKey,
@@ -31,6 +30,7 @@ from retrysafe.http import (
 from retrysafe.http.responses import Response
 from retrysafe.http.routes import Route, RouteTable
 from retrysafe.http.rules import checked_rules
+from retrysafe.stores import MemoryStore
 
 SETTINGS = Settings(None, Policy(), FingerprintRule(), NO_SECRETS)
 

@@ -11,20 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from retrysafe import (
-    AsyncIdempotency,
-    Condition,
-    InFlight,
-    MemoryStore,
-    Policy,
-    PolicyInvalid,
-    SqliteStore,
-)
+from retrysafe import AsyncIdempotency, InFlight, Policy
 from retrysafe.core.model import RecordQuery
 from retrysafe.core.ports import Waits
-from retrysafe.errors import StoreUnavailable
+from retrysafe.errors import PolicyInvalid, StoreUnavailable
 from retrysafe.http import Breaker, IdempotencyMiddleware, Rule, bearer_token
 from retrysafe.http.claim_timeout import ClaimLookout
+from retrysafe.stores import Condition, MemoryStore, SqliteStore
 from tests.http.driving import Shop, ask
 
 SOON = timedelta(milliseconds=20)

@@ -7,10 +7,11 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import AsyncIdempotency, Condition, Idempotency, MemoryStore
+from retrysafe import AsyncIdempotency, Idempotency
 from retrysafe.http.problems import ProblemContext
 from retrysafe.http.status_page import status_response
 from retrysafe.runtime.calls import calls_of
+from retrysafe.stores import Condition, MemoryStore
 from retrysafe.testing import ManualClock
 from tests.http.driving import Reply
 

@@ -11,16 +11,7 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import (
-    FOREVER,
-    GLOBAL,
-    Condition,
-    Idempotency,
-    InvalidInput,
-    MemoryStore,
-    Policy,
-    current_attempt,
-)
+from retrysafe import FOREVER, GLOBAL, Idempotency, InvalidInput, Policy, current_attempt
 from retrysafe.http import (
     Breaker,
     FieldsKey,
@@ -32,6 +23,7 @@ from retrysafe.http import (
     bearer_token,
 )
 from retrysafe.http.wsgi_run import ATTEMPT_NAME
+from retrysafe.stores import Condition, MemoryStore
 from retrysafe.testing import FaultyStore, Moment
 from tests.http.driving import BODY, Shop, ask_wsgi
 

@@ -14,16 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from retrysafe import (
-    FOREVER,
-    GLOBAL,
-    BodyKey,
-    Ending,
-    FingerprintRule,
-    InFlight,
-    Policy,
-    SqliteStore,
-)
+from retrysafe import FOREVER, GLOBAL, BodyKey, Ending, FingerprintRule, InFlight, Policy
 from retrysafe.http import (
     ACCEPT,
     Breaker,
@@ -37,6 +28,7 @@ from retrysafe.http import (
     bearer_token,
     gateway_header,
 )
+from retrysafe.stores import SqliteStore
 from tests.http_cases.controlled_store import ControlledStore
 
 DIRECTORY_VARIABLE = "RETRYSAFE_CASES_DIRECTORY"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from retrysafe import FingerprintRule, Idempotency, Key, SqliteStore
+from retrysafe import FingerprintRule, Idempotency, Key
 from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.model import ClaimRequest, Decision
 from retrysafe.http import Request
 from retrysafe.http.callers import Credential, caller_of_credential
 from retrysafe.http.fingerprints import request_fingerprints
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import SqliteStore
 from tests.http_cases.cases import Ask
 from tests.http_cases.configuration import SECRET
 

@@ -10,8 +10,9 @@ from urllib.parse import parse_qs, urlsplit
 import psycopg
 import pytest
 
-from retrysafe import Idempotency, InvalidInput, SchemaChanged, SchemaMissing, SchemaTooNew
+from retrysafe import Idempotency, InvalidInput
 from retrysafe.core.model import Decision, Step, StepWrite
+from retrysafe.errors import SchemaChanged, SchemaMissing, SchemaTooNew
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import schema
@@ -26,8 +27,8 @@ NEXT = len(schema.MIGRATIONS) + 1
 # Started, it says so and waits for a line: all of them then go for the fresh schema together.
 STARTER = """
 import sys
-from retrysafe import open_store
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import open_store
 store = open_store(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
@@ -38,8 +39,8 @@ run_sync(store.close())
 # Stops between the last statement and the commit, and waits there to be killed.
 HALF_WAY = """
 import asyncio, sys
-from retrysafe import open_store
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import open_store
 from retrysafe.stores.postgres import schema
 locked = schema._migrate_locked
 async def half_way(session, name):

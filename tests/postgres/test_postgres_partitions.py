@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import psycopg
 import pytest
 
-from retrysafe import StoreError
 from retrysafe.core.model import Decision
+from retrysafe.errors import StoreError
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.postgres.partitions import (
     DAY_MS,

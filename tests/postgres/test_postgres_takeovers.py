@@ -8,9 +8,9 @@ from datetime import timedelta
 import psycopg
 import pytest
 
-from retrysafe import StoreRejected
 from retrysafe.core import transitions
 from retrysafe.core.model import Condition, Decision, Payload, SettleKind
+from retrysafe.errors import StoreRejected
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.postgres import takeovers
 from retrysafe.stores.postgres.batches import BALANCE_LIMIT

@@ -7,7 +7,9 @@ import asyncio
 import psycopg
 import pytest
 
-from retrysafe import AsyncIdempotency, Idempotency, InvalidInput, StoreUrlInvalid, open_store
+from retrysafe import AsyncIdempotency, Idempotency, InvalidInput
+from retrysafe.errors import StoreUrlInvalid
+from retrysafe.stores import open_store
 from retrysafe.stores.postgres import urls
 from retrysafe.stores.postgres.naming import RESERVED_WORDS, checked_schema_name
 from retrysafe.stores.postgres.urls import without_password

@@ -19,17 +19,16 @@ import pytest
 from retrysafe import (
     AsyncIdempotency,
     ClaimLost,
-    Closed,
     Idempotency,
     InFlight,
     InvalidInput,
-    MemoryStore,
     OperationInFlight,
     Policy,
-    SqliteStore,
     current_attempt,
     forks,
 )
+from retrysafe.errors import Closed
+from retrysafe.stores import MemoryStore, SqliteStore
 from tests.forking import exit_code, fork
 from tests.processes.ledger import note, noted
 

@@ -9,15 +9,10 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import (
-    AsyncIdempotency,
-    AttemptsExhausted,
-    Condition,
-    Idempotency,
-    InFlight,
-    Policy,
-)
+from retrysafe import AsyncIdempotency, Idempotency, InFlight, Policy
 from retrysafe.core.model import State
+from retrysafe.errors import AttemptsExhausted
+from retrysafe.stores import Condition
 from tests.processes.boundaries import Boundaries, MortalStore
 from tests.processes.ledger import note, noted
 

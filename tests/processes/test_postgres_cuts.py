@@ -14,7 +14,6 @@ import pytest
 
 from retrysafe import (
     AsyncIdempotency,
-    Condition,
     Idempotency,
     Key,
     OutcomeNotStored,
@@ -23,6 +22,7 @@ from retrysafe import (
     current_attempt,
 )
 from retrysafe.core.model import Payload, SettleKind, Settlement, State, Step, StepWrite
+from retrysafe.stores import Condition
 from retrysafe.stores.opening import open_store
 from retrysafe.stores.postgres.atomic import PostgresTransaction
 from retrysafe.stores.postgres.connections import adapted

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from retrysafe import AsyncIdempotency, Condition, Idempotency
+from retrysafe import AsyncIdempotency, Idempotency
+from retrysafe.stores import Condition
 from retrysafe.stores.postgres import PostgresStore
 from tests.processes.boundaries import Boundaries, MortalPostgresStore
 from tests.processes.ledger import noted

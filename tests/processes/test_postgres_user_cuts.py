@@ -16,8 +16,9 @@ import asyncpg
 import psycopg
 import pytest
 
-from retrysafe import AsyncIdempotency, Condition, Idempotency, current_attempt
+from retrysafe import AsyncIdempotency, Idempotency, current_attempt
 from retrysafe.core.model import State
+from retrysafe.stores import Condition
 from tests.servers.cutting import Cut, CuttingProxy
 from tests.servers.fixtures import migrated, schema_on
 

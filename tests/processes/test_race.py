@@ -9,7 +9,8 @@ import uuid
 from collections import defaultdict
 from datetime import timedelta
 
-from retrysafe import AsyncIdempotency, Idempotency, InFlight, MemoryStore, Policy
+from retrysafe import AsyncIdempotency, Idempotency, InFlight, Policy
+from retrysafe.stores import MemoryStore
 from tests.processes.children import CONTEXT
 from tests.processes.ledger import note, noted
 

@@ -14,17 +14,11 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import (
-    AsyncIdempotency,
-    Condition,
-    Idempotency,
-    Policy,
-    WorkerPolicy,
-    child_key,
-    current_attempt,
-)
+from retrysafe import AsyncIdempotency, Idempotency, Policy, child_key, current_attempt
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import State
+from retrysafe.stores import Condition
+from retrysafe.workers import WorkerPolicy
 from tests.processes import downstream
 from tests.processes.boundaries import Boundaries, MortalPostgresStore, MortalStore
 from tests.processes.ledger import noted

@@ -9,10 +9,11 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import GLOBAL, Idempotency, current_attempt, open_store
+from retrysafe import GLOBAL, Idempotency, current_attempt
 from retrysafe.core.outbox.entries import EntryQuery, EntryStart
 from retrysafe.relay import Relay, RelayPolicy
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import open_store
 from tests.processes.boundaries import Boundaries
 from tests.processes.children import PATIENCE_SECONDS
 from tests.processes.ledger import note, noted

@@ -10,16 +10,9 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import (
-    AsyncIdempotency,
-    ClaimLost,
-    Condition,
-    Idempotency,
-    InFlight,
-    Policy,
-    current_attempt,
-)
+from retrysafe import AsyncIdempotency, ClaimLost, Idempotency, InFlight, Policy, current_attempt
 from retrysafe.core.model import State
+from retrysafe.stores import Condition
 from tests.processes.ledger import note, noted
 
 POLICY = Policy(

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from retrysafe import MemoryStore, SqliteStore
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import MemoryStore, SqliteStore
 from retrysafe.stores.opening import postgres_store
 from tests.servers.fixtures import migrated
 

@@ -7,7 +7,6 @@ from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 
-from retrysafe import MemoryStore
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import SettleKind, StagedEntry
 from retrysafe.core.outbox.entries import Entry, EntryQuery
@@ -16,6 +15,7 @@ from retrysafe.relay.delivery_loop import RelayEngine
 from retrysafe.relay.ports import Finished, MayBegin
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.identity import mint_token
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import FaultyStore, ManualClock
 from retrysafe.testing.suite.probe import request, settlement
 

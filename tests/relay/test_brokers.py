@@ -10,12 +10,13 @@ import nats
 import pytest
 from nats.js.api import StreamConfig
 
-from retrysafe import DeliveryFailed, MemoryStore
 from retrysafe.core.outbox.entries import EntryQuery
+from retrysafe.errors import DeliveryFailed
 from retrysafe.relay import AsyncRelay
 from retrysafe.relay.targets.nats import NatsJetStream
 from retrysafe.relay.targets.rabbitmq import RabbitMQ
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import MemoryStore
 from tests.relay.scripted import entry, stage
 from tests.relay.test_webhooks import delivery
 from tests.servers.nats import NatsServer

@@ -8,8 +8,9 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import DeliveryFailed, PolicyInvalid, SchemaMissing, StoreUnavailable
+from retrysafe import StoreUnavailable
 from retrysafe.core.outbox.entries import BackOff, EntryClaim, EntryCommand, OpenTry
+from retrysafe.errors import DeliveryFailed, PolicyInvalid, SchemaMissing
 from retrysafe.relay import RelayPolicy
 from retrysafe.relay.delivery_loop import RelayReport
 from retrysafe.runtime.drive import run_sync

@@ -9,20 +9,13 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import (
-    GLOBAL,
-    AsyncIdempotency,
-    DeliveryFailed,
-    Idempotency,
-    InvalidInput,
-    SchemaMissing,
-    SqliteStore,
-    current_attempt,
-)
+from retrysafe import GLOBAL, AsyncIdempotency, Idempotency, InvalidInput, current_attempt
 from retrysafe.core.outbox.entries import BackOff, EntryQuery
 from retrysafe.core.ports import Capabilities, Waits
+from retrysafe.errors import DeliveryFailed, SchemaMissing
 from retrysafe.relay import AsyncRelay, Relay, RelayPolicy
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import SqliteStore
 from retrysafe.stores.opening import postgres_store
 from tests.relay.scripted import entry, stage
 from tests.servers.fixtures import migrated

@@ -12,11 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
-from retrysafe import DeliveryFailed, InvalidInput, MemoryStore, SecretMissing
+from retrysafe import InvalidInput
+from retrysafe.errors import DeliveryFailed, SecretMissing
 from retrysafe.relay import AsyncRelay, Delivery, Relay
 from retrysafe.relay.signing import secret_bytes, signed_headers, verify_webhook, webhook_id
 from retrysafe.relay.targets.webhooks import AsyncWebhook, Webhook, _retry_after
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import MemoryStore
 from tests.relay.scripted import entry, stage
 from tests.servers.postgres import free_port
 

@@ -11,13 +11,13 @@ from retrysafe import (
     ClaimLost,
     Idempotency,
     Key,
-    MemoryStore,
     Policy,
     RetrysafeError,
-    SecretMissing,
     child_key,
     current_attempt,
 )
+from retrysafe.errors import SecretMissing
+from retrysafe.stores import MemoryStore
 from tests.runtime.staged import KEY, Clock, StagedStore
 
 SECRET = "0123456789abcdef"

@@ -9,7 +9,6 @@ import pytest
 
 from retrysafe import (
     AsyncIdempotency,
-    Condition,
     Idempotency,
     InFlight,
     OperationInFlight,
@@ -17,6 +16,7 @@ from retrysafe import (
     StoreUnavailable,
 )
 from retrysafe.core.ports import Waits
+from retrysafe.stores import Condition
 from tests.runtime.staged import (
     KEY,
     PATIENCE_SECONDS,

@@ -10,17 +10,8 @@ import uuid
 
 import pytest
 
-from retrysafe import (
-    FOREVER,
-    AsyncIdempotency,
-    CallerMissing,
-    FingerprintImpossible,
-    Idempotency,
-    InvalidInput,
-    PolicyInvalid,
-    current_attempt,
-    step,
-)
+from retrysafe import FOREVER, AsyncIdempotency, Idempotency, InvalidInput, current_attempt, step
+from retrysafe.errors import CallerMissing, FingerprintImpossible, PolicyInvalid
 from retrysafe.runtime.checks import require_call
 
 

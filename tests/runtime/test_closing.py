@@ -8,16 +8,11 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import (
-    AsyncIdempotency,
-    Closed,
-    Condition,
-    Idempotency,
-    InvalidInput,
-    SqliteStore,
-)
+from retrysafe import AsyncIdempotency, Idempotency, InvalidInput
 from retrysafe.core.ports import Waits
+from retrysafe.errors import Closed
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import Condition, SqliteStore
 from tests.runtime.staged import KEY, Hold, StagedStore, TaskHold, Worker, drive, raised, turns
 
 BRIEFLY = timedelta(milliseconds=20)

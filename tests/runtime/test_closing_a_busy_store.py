@@ -12,10 +12,11 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import AsyncIdempotency, Condition, Idempotency, Policy, SqliteStore
+from retrysafe import AsyncIdempotency, Idempotency, Policy
 from retrysafe.core.ports import Waits
 from retrysafe.runtime.calls import calls_of
 from retrysafe.runtime.closing import Limit, end_aside_within, end_within
+from retrysafe.stores import Condition, SqliteStore
 from tests.runtime.staged import KEY, Hold, StagedStore, TaskHold, Worker, drive, until
 
 BRIEFLY = timedelta(milliseconds=20)

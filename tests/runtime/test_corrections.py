@@ -12,13 +12,13 @@ from retrysafe import (
     Idempotency,
     InFlight,
     KeyReused,
-    MemoryStore,
     OperationFailed,
     Policy,
-    PolicyInvalid,
     current_attempt,
     natural_key,
 )
+from retrysafe.errors import PolicyInvalid
+from retrysafe.stores import MemoryStore
 from tests.servers.fixtures import schema_on
 from tests.stores.postgres_stores import Table
 

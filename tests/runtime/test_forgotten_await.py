@@ -8,8 +8,6 @@ import pytest
 
 from retrysafe import (
     AsyncIdempotency,
-    AwaitForgotten,
-    Condition,
     Ending,
     Idempotency,
     InvalidInput,
@@ -18,6 +16,8 @@ from retrysafe import (
     current_attempt,
     step,
 )
+from retrysafe.errors import AwaitForgotten
+from retrysafe.stores import Condition
 
 
 async def charge_later(customer, amount):

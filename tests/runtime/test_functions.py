@@ -15,27 +15,28 @@ from retrysafe import (
     FOREVER,
     GLOBAL,
     AsyncIdempotency,
-    AwaitForgotten,
     BodyKey,
-    CallerMissing,
-    FingerprintImpossible,
     FingerprintRule,
     Idempotency,
     InvalidInput,
     Key,
-    KeyInvalid,
     KeyReused,
-    MemoryStore,
     OperationFailed,
     Policy,
+    current_attempt,
+    natural_key,
+)
+from retrysafe.errors import (
+    AwaitForgotten,
+    CallerMissing,
+    FingerprintImpossible,
+    KeyInvalid,
     PolicyInvalid,
     SecretMissing,
     StoreUrlInvalid,
-    current_attempt,
-    natural_key,
-    open_store,
 )
 from retrysafe.runtime.describe import UNSET
+from retrysafe.stores import MemoryStore, open_store
 from tests.runtime.staged import Clock, StagedStore, drive
 
 SECRET = "0123456789abcdef"

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from retrysafe import Idempotency, SqliteStore, StoreRejected, StoreUnavailable
+from retrysafe import Idempotency, StoreUnavailable
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import (
     ClaimRequest,
@@ -27,11 +27,13 @@ from retrysafe.core.model import (
     Settlement,
 )
 from retrysafe.core.ports import Capabilities, Waits
+from retrysafe.errors import StoreRejected
 from retrysafe.runtime import group_commit
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit.direct import FEW_ROWS
 from retrysafe.runtime.group_commit.tasks import REPLAYS_SHARE, SPLIT_ROWS, TaskGroupCommit
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
+from retrysafe.stores import SqliteStore
 from tests.runtime.staged import (
     PATIENCE_SECONDS,
     Hold,

@@ -16,22 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from retrysafe import (
-    AsyncIdempotency,
-    ClaimLost,
-    Closed,
-    Idempotency,
-    Key,
-    MemoryStore,
-    Policy,
-    SqliteStore,
-)
+from retrysafe import AsyncIdempotency, ClaimLost, Idempotency, Key, Policy
 from retrysafe.core.events import Reporter
 from retrysafe.core.lease import Lease
+from retrysafe.errors import Closed
 from retrysafe.runtime import calls
 from retrysafe.runtime.calls import ThreadGate
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
+from retrysafe.stores import MemoryStore, SqliteStore
 from tests.forking import answer_of_child
 from tests.interrupting import at_every_place, at_every_place_at_once
 from tests.runtime.staged import until

@@ -8,16 +8,10 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import (
-    AsyncIdempotency,
-    Condition,
-    FlowSuspended,
-    Idempotency,
-    InvalidInput,
-    Policy,
-    current_attempt,
-)
+from retrysafe import AsyncIdempotency, Idempotency, InvalidInput, Policy, current_attempt
 from retrysafe.core.ports import Waits
+from retrysafe.errors import FlowSuspended
+from retrysafe.stores import Condition
 from tests.runtime.staged import KEY, Hold, StagedStore, TaskHold, Worker, drive, turns
 
 

@@ -11,12 +11,13 @@ from contextvars import ContextVar
 
 import pytest
 
-from retrysafe import GLOBAL, AsyncIdempotency, SqliteStore, current_attempt
+from retrysafe import GLOBAL, AsyncIdempotency, current_attempt
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.model import Condition
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.steps.history import StepHistory
 from retrysafe.errors import OperationInFlight
+from retrysafe.stores import SqliteStore
 from retrysafe.stores.memory.store import MemoryStore
 
 LIMIT_SECONDS = 10

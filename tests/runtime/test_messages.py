@@ -11,20 +11,9 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import (
-    FOREVER,
-    GLOBAL,
-    AsyncIdempotency,
-    BodyKey,
-    Event,
-    EventKind,
-    FingerprintImpossible,
-    Idempotency,
-    InvalidInput,
-    OperatorRefused,
-    PolicyInvalid,
-    StoreMissing,
-)
+from retrysafe import FOREVER, GLOBAL, AsyncIdempotency, BodyKey, Idempotency, InvalidInput
+from retrysafe.errors import FingerprintImpossible, OperatorRefused, PolicyInvalid, StoreMissing
+from retrysafe.observe import Event, EventKind
 
 SECRET = "sixteen bytes or more"
 

@@ -9,16 +9,10 @@ import msgspec
 import pydantic
 import pytest
 
-from retrysafe import (
-    ArgumentsNotStorable,
-    BodyKey,
-    EventKind,
-    KeyReused,
-    MemoryStore,
-    OutcomeUnavailable,
-    StepUnavailable,
-    current_attempt,
-)
+from retrysafe import BodyKey, KeyReused, OutcomeUnavailable, current_attempt
+from retrysafe.errors import ArgumentsNotStorable, StepUnavailable
+from retrysafe.observe import EventKind
+from retrysafe.stores import MemoryStore
 
 SECRET = "0123456789abcdef"
 

@@ -12,14 +12,14 @@ import pytest
 from retrysafe import (
     BodyKey,
     Idempotency,
-    MemoryStore,
     OperationFailed,
     OperationInFlight,
     OutcomeUnavailable,
     Policy,
-    SecretMissing,
     current_attempt,
 )
+from retrysafe.errors import SecretMissing
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import ManualClock
 from tests.servers.fixtures import migrated
 

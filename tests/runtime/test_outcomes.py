@@ -10,24 +10,21 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from retrysafe import (
-    AttemptsExhausted,
-    Condition,
     Ending,
-    EventKind,
     Idempotency,
     KeyReused,
-    MemoryStore,
     OperationFailed,
     OperationInFlight,
     OutcomeNotStored,
     OutcomeUnavailable,
     Policy,
-    SqliteStore,
-    StoreRejected,
     StoreUnavailable,
 )
 from retrysafe.core.ports import Waits
+from retrysafe.errors import AttemptsExhausted, StoreRejected
+from retrysafe.observe import EventKind
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import Condition, MemoryStore, SqliteStore
 from tests.runtime.staged import KEY, StagedStore
 from tests.servers.fixtures import migrated
 

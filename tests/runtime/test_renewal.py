@@ -13,8 +13,6 @@ import pytest
 
 from retrysafe import (
     AsyncIdempotency,
-    Condition,
-    EventKind,
     Idempotency,
     Key,
     OperationInFlight,
@@ -26,8 +24,10 @@ from retrysafe.core.events import Reporter
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Decision, ExtendAnswer
 from retrysafe.core.ports import Capabilities, Waits
+from retrysafe.observe import EventKind
 from retrysafe.runtime import heartbeat as heartbeat_module
 from retrysafe.runtime.heartbeat import TaskHeartbeat, ThreadHeartbeat
+from retrysafe.stores import Condition
 from tests.runtime.staged import Hold, StagedStore, TaskHold, Worker, drive
 
 LEASE = timedelta(milliseconds=150)

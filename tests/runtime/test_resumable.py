@@ -11,24 +11,21 @@ import pytest
 
 from retrysafe import (
     GLOBAL,
-    ArgumentsNotStorable,
     AsyncIdempotency,
-    Condition,
-    Event,
-    EventKind,
     FingerprintRule,
     Idempotency,
     InFlight,
     InvalidInput,
     Key,
     KeyReused,
-    MemoryStore,
     Policy,
-    SqliteStore,
     current_attempt,
 )
 from retrysafe.core.model import Payload
+from retrysafe.errors import ArgumentsNotStorable
+from retrysafe.observe import Event, EventKind
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import Condition, MemoryStore, SqliteStore
 from retrysafe.testing import ManualClock
 
 LEASE = timedelta(seconds=30)

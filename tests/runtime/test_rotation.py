@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from retrysafe import (
-    Idempotency,
-    InvalidInput,
-    Key,
-    KeyReused,
-    MemoryStore,
-    Policy,
-    SecretMissing,
-    child_key,
-    current_attempt,
-)
+from retrysafe import Idempotency, InvalidInput, Key, KeyReused, Policy, child_key, current_attempt
 from retrysafe.core.keys.secret import Secret
 from retrysafe.core.outbox.entries import entry_key
 from retrysafe.core.settings import secrets_of
+from retrysafe.errors import SecretMissing
 from retrysafe.runtime.calls import calls_of
+from retrysafe.stores import MemoryStore
 from tests.servers.fixtures import migrated
 
 OLD, NEW = "the old secret of 16 or more", "the new secret of 16 or more"

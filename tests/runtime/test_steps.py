@@ -15,20 +15,21 @@ import pytest
 
 from retrysafe import (
     AsyncIdempotency,
-    CompensationFailed,
-    Condition,
     Idempotency,
     InvalidInput,
-    MemoryStore,
     Policy,
-    StepNotStored,
     StepRetry,
-    StepReused,
-    StepsChanged,
-    StepUnavailable,
     current_attempt,
     step,
 )
+from retrysafe.errors import (
+    CompensationFailed,
+    StepNotStored,
+    StepReused,
+    StepsChanged,
+    StepUnavailable,
+)
+from retrysafe.stores import Condition, MemoryStore
 from retrysafe.testing.faults import FaultyStore, Moment
 
 

@@ -12,20 +12,18 @@ import pytest
 from retrysafe import (
     AsyncIdempotency,
     ClaimLost,
-    Condition,
     Idempotency,
     InvalidInput,
-    MemoryStore,
     OperationInFlight,
-    SqliteStore,
-    StoreMissing,
-    WorkerPolicy,
     current_attempt,
 )
+from retrysafe.errors import StoreMissing
 from retrysafe.relay import AsyncRelay, Relay
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import Condition, MemoryStore, SqliteStore
 from retrysafe.testing import ManualClock
 from retrysafe.testing.faults import FaultyStore, Moment
+from retrysafe.workers import WorkerPolicy
 from retrysafe.workers.duties import rounds
 from retrysafe.workers.pools import TaskWorkerPool, ThreadWorkerPool
 

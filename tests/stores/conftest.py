@@ -5,8 +5,8 @@ from contextlib import closing
 
 import pytest
 
-from retrysafe import SqliteStore
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import SqliteStore
 from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import Probe
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from retrysafe import SqliteStore
+from retrysafe.stores import SqliteStore
 from retrysafe.stores.sqlite.grace import Grace
 
 

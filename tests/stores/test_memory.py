@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from retrysafe import MemoryStore
 from retrysafe.runtime.threaded import ThreadedStore
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import FaultyStore, StoreSuite
 
 

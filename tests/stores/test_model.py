@@ -14,7 +14,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from retrysafe import GLOBAL, Key, MemoryStore, StoreError
+from retrysafe import GLOBAL, Key
 from retrysafe.core.machine import condition_of
 from retrysafe.core.model import (
     ClaimRequest,
@@ -29,7 +29,9 @@ from retrysafe.core.model import (
     Step,
     StepWrite,
 )
+from retrysafe.errors import StoreError
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import colliding
 from tests.stores.model import Model

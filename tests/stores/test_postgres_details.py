@@ -14,7 +14,7 @@ from datetime import timedelta
 import psycopg
 import pytest
 
-from retrysafe import Key, StoreRejected, StoreUnavailable
+from retrysafe import Key, StoreUnavailable
 from retrysafe.core.model import (
     ClaimAnswer,
     Decision,
@@ -25,7 +25,7 @@ from retrysafe.core.model import (
     Step,
     StepWrite,
 )
-from retrysafe.errors import StoreError
+from retrysafe.errors import StoreError, StoreRejected
 from retrysafe.runtime.identity import mint_token
 from retrysafe.stores.postgres import PostgresStore
 from retrysafe.stores.postgres.drivers.asyncpg import AsyncpgConnector

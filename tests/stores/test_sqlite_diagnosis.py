@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from retrysafe import SqliteStore, StoreMissing
 from retrysafe.cli.app import app
 from retrysafe.cli.problems import ExitCode
-from retrysafe.errors import StoreError
+from retrysafe.errors import StoreError, StoreMissing
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import SqliteStore
 from retrysafe.stores.sqlite import diagnosis
 
 MOUNTS = [

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from retrysafe import SqliteStore, StoreError, StoreMissing, StoreRejected, StoreUnavailable
+from retrysafe import StoreUnavailable
 from retrysafe.core.model import (
     Condition,
     Decision,
@@ -23,7 +23,9 @@ from retrysafe.core.model import (
     RecordQuery,
     SettleKind,
 )
+from retrysafe.errors import StoreError, StoreMissing, StoreRejected
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import SqliteStore
 from retrysafe.testing.suite.probe import (
     ACTIVE_MS,
     KEY,

@@ -17,15 +17,13 @@ from retrysafe import (
     AsyncIdempotency,
     Idempotency,
     OutcomeNotStored,
-    SchemaMissing,
-    SqliteStore,
-    StepNotStored,
-    StoreMissing,
     StoreUnavailable,
     current_attempt,
 )
 from retrysafe.core.model import Decision, OperatorCommand, RecordQuery, SettleKind
+from retrysafe.errors import SchemaMissing, StepNotStored, StoreMissing
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import SqliteStore
 from retrysafe.stores.sqlite import file
 from retrysafe.testing.suite.probe import KEY, request
 from tests.forking import answer_of_child, exit_code, fork

@@ -9,9 +9,10 @@ from contextlib import closing
 
 import pytest
 
-from retrysafe import SchemaChanged, SchemaMissing, SchemaTooNew, SqliteStore, StoreMissing
 from retrysafe.core.model import Decision
+from retrysafe.errors import SchemaChanged, SchemaMissing, SchemaTooNew, StoreMissing
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import SqliteStore
 from retrysafe.stores.migrations import Applied, Migration, load_migrations, pending
 from retrysafe.stores.sql import load_blocks
 from retrysafe.stores.sqlite import schema
@@ -33,8 +34,8 @@ SWEEP_OF_BEFORE = (
 # Started, it says so and waits for a line: all of them then go for the fresh file together.
 STARTER = """
 import sys
-from retrysafe import SqliteStore
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import SqliteStore
 store = SqliteStore(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()

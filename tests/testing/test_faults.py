@@ -4,19 +4,13 @@ import inspect
 
 import pytest
 
-from retrysafe import MemoryStore, StoreUnavailable
-from retrysafe.core.model import (
-    Decision,
-    OperatorCommand,
-    RecordQuery,
-    SettleKind,
-    Step,
-    StepWrite,
-)
+from retrysafe import StoreUnavailable
+from retrysafe.core.model import Decision, OperatorCommand, RecordQuery, SettleKind, Step, StepWrite
 from retrysafe.core.outbox.port import Outbox
 from retrysafe.core.ports import Store, Transaction
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.threaded import ThreadedStore
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import FaultyStore, ManualClock, Moment
 from retrysafe.testing.faults import METHODS, FaultyOutbox
 from retrysafe.testing.faulty_transaction import FaultyTransaction

@@ -10,16 +10,14 @@ import pytest
 
 from retrysafe import (
     AsyncIdempotency,
-    Condition,
     Idempotency,
     InvalidInput,
-    MemoryStore,
     OperationInFlight,
-    SqliteStore,
     StoreUnavailable,
     current_attempt,
 )
 from retrysafe.runtime.drive import run_sync
+from retrysafe.stores import Condition, MemoryStore, SqliteStore
 from retrysafe.testing import FaultyStore, Moment
 
 SECRET = "0123456789abcdef"

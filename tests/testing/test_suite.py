@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from retrysafe import MemoryStore
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import ManualClock, StoreSuite
 
 # Each broken store: what it does otherwise, and the case that must notice.
@@ -87,8 +87,8 @@ HEADER = """
 import threading
 from dataclasses import replace
 
-from retrysafe import MemoryStore
 from retrysafe.core.model import Fingerprint, State
+from retrysafe.stores import MemoryStore
 from retrysafe.testing import StoreSuite
 from retrysafe.testing.suite.concurrency import RACERS
 """

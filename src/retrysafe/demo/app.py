@@ -23,11 +23,12 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from retrysafe import AsyncIdempotency, Attempt, FingerprintRule, Policy, __version__, open_store
+from retrysafe import AsyncIdempotency, Attempt, FingerprintRule, Policy, __version__
 from retrysafe.contrib.fastapi import Retrysafe, idempotent
 from retrysafe.demo.ledger import Entry, Ledger
 from retrysafe.http import AtomicAttempt, bearer_token
 from retrysafe.relay import AsyncRelay, Delivery, RelayPolicy
+from retrysafe.stores import open_store
 
 # Short: after a crash, a retry waits until the lease has ended.
 LEASE: Final = timedelta(seconds=10)

@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from retrysafe import SqliteStore, StoreUrlInvalid, open_store
-from retrysafe.errors import StoreNotWritable, StoreUnavailable
+from retrysafe.errors import StoreNotWritable, StoreUnavailable, StoreUrlInvalid
+from retrysafe.stores import SqliteStore, open_store
 from retrysafe.stores.postgres import PostgresStore
 from retrysafe.stores.postgres.naming import checked_schema_name
 from retrysafe.stores.postgres.urls import PostgresUrl, postgres_url

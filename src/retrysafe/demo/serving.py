@@ -15,9 +15,9 @@ from urllib.parse import quote
 import uvicorn
 from starlette.types import ASGIApp
 
-from retrysafe import SqliteStore, open_store
 from retrysafe.demo.app import make_app
 from retrysafe.demo.ledger import open_ledger
+from retrysafe.stores import SqliteStore, open_store
 from retrysafe.stores.postgres import PostgresStore
 
 # Enough for hundreds of clients that come at the same moment.

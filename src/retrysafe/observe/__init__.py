@@ -1,1 +1,5 @@
-"""Listeners for what the engine reports."""
+"""Listeners for what the engine reports, and the events that they get."""
+
+from retrysafe.core.events import Event, EventKind
+
+__all__ = ["Event", "EventKind"]
