@@ -34,7 +34,7 @@ from retrysafe.stores import MemoryStore
 from retrysafe.testing import ManualClock
 from tests.core.building import KEY
 from tests.http.driving import Shop, ask
-from tests.relay.scripted import Scene, ScriptedCrew
+from tests.relay.scripted import Scene, ScriptedPool
 
 LEASE = timedelta(seconds=30)
 POLICY = Policy(lease=LEASE)
@@ -294,6 +294,6 @@ def test_what_was_handed_to_a_thread_is_looked_at_again():
     assert sorted([*gone, *scene.pool.taken]) == sorted(f"n{number}" for number in range(60))
     assert {scene.stored(name).entry.open_try for name in scene.pool.taken} == {OpenTry.NONE}
     assert {scene.stored(name).entry.attempts for name in scene.pool.taken} == {1}
-    other = ScriptedCrew()
+    other = ScriptedPool()
     run_sync(scene.relay(other).run(until_idle=True))
     assert other.taken == []
