@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 
 import pytest
+from aio_pika.exceptions import ChannelNotFoundEntity
 
 from retrysafe import AsyncIdempotency, InvalidInput
 from retrysafe.consumers import Action, Consumer, Verdict
@@ -15,6 +16,7 @@ from retrysafe.stores import MemoryStore
 from tests.consumers.benches import RabbitBench, wish
 
 DONE = Verdict(Action.ACK, "done")
+POISON = Verdict(Action.DEAD_LETTER, "poison")
 
 
 @pytest.fixture(params=[None, {"x-queue-type": "quorum"}], ids=["classic", "quorum"])
@@ -159,6 +161,218 @@ def test_the_connection_breaks_in_the_middle_and_nothing_is_repeated(rabbitmq):
     asyncio.run(scene())
     assert ran == ["slow"]
     bench.close()
+
+
+def on_channel(bench, work):
+    """Does something with a channel of its own, beside the consumer."""
+
+    async def scene():
+        channel = await bench.connection.channel()
+        try:
+            return await work(channel)
+        finally:
+            if not channel.is_closed:
+                await channel.close()
+
+    return bench.runner.run(scene())
+
+
+def test_a_dead_letter_queue_with_arguments_of_its_own_is_used(bench):
+    name = f"{bench.name}.dead"
+    arguments = {"x-message-ttl": 600_000}
+    on_channel(bench, lambda it: it.declare_queue(name, durable=True, arguments=arguments))
+    bench.publish(wish("poison"))
+
+    async def scene():
+        broker = RabbitQueue(bench.server.url, bench.name)
+        await broker.open()
+        try:
+            found = await received(broker, 1)
+            assert list(await broker.settle([(found[0], POISON)])) == []
+        finally:
+            await broker.close()
+
+    asyncio.run(scene())
+    letter = on_channel(bench, lambda it: taken(it, name))
+    assert letter.headers["retrysafe-reason"] == "poison"
+
+
+async def taken(channel, name):
+    queue = await channel.get_queue(name, ensure=False)
+    return await queue.get(no_ack=True, fail=False)
+
+
+def test_a_dead_letter_that_is_not_taken_waits_and_is_never_requeued(bench, monkeypatch):
+    """A requeued one is back at once, and a quorum queue drops it after so many times."""
+    monkeypatch.setattr("retrysafe.consumers.amqp._NOT_TAKEN_SECONDS", 0.5)
+    full = {"x-max-length": 0, "x-overflow": "reject-publish"}
+    name = f"{bench.name}.dead"
+    on_channel(bench, lambda it: it.declare_queue(name, durable=True, arguments=full))
+    bench.publish(wish("poison"))
+
+    async def scene():
+        broker = RabbitQueue(bench.server.url, bench.name)
+        await broker.open()
+        try:
+            for number in (1, 2, 3):
+                (found,) = await received(broker, 1)
+                began = time.monotonic()
+                assert found.deliveries == number
+                assert "x-delivery-count" not in found.headers
+                assert list(await broker.settle([(found, POISON)])) == [found]
+            (found,) = await received(broker, 1)
+            assert time.monotonic() - began >= 0.5
+            # Once it is taken, it is gone from here.
+            broker._dead_letter = f"{bench.name}.other"
+            assert list(await broker.settle([(found, POISON)])) == []
+        finally:
+            await broker.close()
+
+    asyncio.run(scene())
+    assert bench.left() == 0
+    letter = on_channel(bench, lambda it: taken(it, f"{bench.name}.other"))
+    assert letter.body.decode() == wish("poison")
+
+
+def test_where_nothing_can_be_published_the_message_stays_and_is_tried_again(rabbitmq, monkeypatch):
+    """It is neither requeued nor lost, and the others of its batch are settled."""
+    monkeypatch.setattr("retrysafe.consumers.amqp._NOT_TAKEN_SECONDS", 0.125)
+    bench = RabbitBench(rabbitmq)
+    bench.publish(wish("poison"))
+    bench.publish(wish("good"))
+    tried = []
+
+    async def scene():
+        broker = RabbitQueue(bench.server.url, bench.name)
+        move = broker._move
+
+        async def refused(message, verdict):
+            tried.append(verdict.action)
+            if len(tried) < 4:
+                raise ConnectionError("not now")
+            await move(message, verdict)
+
+        monkeypatch.setattr(broker, "_move", refused)
+        await broker.open()
+        try:
+            first, second = await received(broker, 2)
+            assert list(await broker.settle([(first, POISON), (second, DONE)])) == [first]
+            (again,) = await received(broker, 1)
+            assert (again.identity, again.deliveries) == (first.identity, 2)
+            await broker.settle([(again, DONE)])
+        finally:
+            await broker.close()
+
+    asyncio.run(scene())
+    assert len(tried) == 4
+    assert bench.left() == 0
+    bench.close()
+
+
+def test_a_copy_does_not_count_again_what_the_quorum_queue_has_counted(rabbitmq):
+    bench = RabbitBench(rabbitmq, {"x-queue-type": "quorum"})
+    bench.publish(wish("1"))
+
+    async def scene():
+        broker = RabbitQueue(bench.server.url, bench.name)
+        await broker.open()
+        counts = []
+        try:
+            for delay in (0, 0, 125, 125, 125):
+                (found,) = await received(broker, 1)
+                counts.append(found.deliveries)
+                verdict = Verdict(Action.RETRY, "again", timedelta(milliseconds=delay))
+                await broker.settle([(found, verdict)])
+        finally:
+            await broker.close()
+        return counts
+
+    assert asyncio.run(scene()) == [1, 2, 3, 4, 5]
+    bench.close()
+
+
+def test_a_consumer_that_the_broker_has_cancelled_consumes_again(bench):
+    """As when the queue is deleted and made anew, or its leader moves."""
+
+    async def scene():
+        broker = RabbitQueue(bench.server.url, bench.name)
+        await broker.open()
+        try:
+            assert await broker.receive(1) == []
+            await asyncio.to_thread(on_channel, bench, lambda it: it.queue_delete(bench.name))
+            with pytest.raises(ChannelNotFoundEntity):
+                await received(broker, 1)
+            await asyncio.to_thread(
+                on_channel, bench, lambda it: it.declare_queue(bench.name, durable=True)
+            )
+            await asyncio.to_thread(bench.publish, wish("after"))
+            (found,) = await received(broker, 1)
+            assert found.json()["name"] == "after"
+        finally:
+            await broker.close()
+
+    asyncio.run(scene())
+
+
+def test_a_stop_ends_the_pushing_while_handlers_run(rabbitmq):
+    """What comes meanwhile is there for other consumers, and not kept until the last has ended."""
+    bench = RabbitBench(rabbitmq)
+    bench.publish(wish("slow"))
+
+    async def scene():
+        begun, ends = asyncio.Event(), asyncio.Event()
+
+        async def handle(message):
+            begun.set()
+            await ends.wait()
+
+        broker = RabbitQueue(bench.server.url, bench.name)
+        async with AsyncIdempotency(MemoryStore(), caller="unused") as idem:
+            consumer = Consumer(idem, handle, broker)
+            task = asyncio.create_task(consumer.run_async())
+            await begun.wait()
+            consumer.stop()
+            while not broker._tasks:  # noqa: ASYNC110 — begun in the loop's next round.
+                await asyncio.sleep(0)
+            await asyncio.gather(*broker._tasks)
+            await asyncio.to_thread(bench.publish, wish("next"))
+            async with asyncio.timeout(10):
+                while await asyncio.to_thread(bench.left) != 1:  # noqa: ASYNC110 — the broker tells when asked.
+                    await asyncio.sleep(0.02)
+            ends.set()
+            assert await task
+
+    asyncio.run(scene())
+    assert bench.left() == 1
+    bench.close()
+
+
+def test_an_answer_that_never_comes_is_not_waited_for(rabbitmq, monkeypatch):
+    """The broker stands still between the message and its copy."""
+    monkeypatch.setattr("retrysafe.consumers.amqp._PUBLISH_SECONDS", 0.2)
+    bench = RabbitBench(rabbitmq)
+    bench.publish(wish("poison"))
+
+    async def scene():
+        broker = RabbitQueue(bench.server.url, bench.name)
+        await broker.open()
+        try:
+            (found,) = await received(broker, 1)
+            monkeypatch.setattr(broker, "_is_there", lambda _: asyncio.Event().wait())
+            async with asyncio.timeout(5):
+                assert list(await broker.settle([(found, POISON)])) == [found]
+        finally:
+            await broker.close()
+
+    asyncio.run(scene())
+    bench.close()
+
+
+def test_one_name_in_two_virtual_hosts_is_two_queues():
+    hosts = ["", "/", "/%2F", "/shop", "/shop%2Fa", "/shop%252Fa"]
+    names = [RabbitQueue(f"amqp://u:p@h:1{host}", "pay").queue for host in hosts]
+    assert names[:4] == ["amqp:pay", "amqp:pay", "amqp:pay", "amqp@shop:pay"]
+    assert len(set(names)) == 4
 
 
 def test_a_queue_that_is_not_there_is_said_so(rabbitmq):

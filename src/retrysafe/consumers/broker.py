@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from retrysafe.consumers.message import Message
 from retrysafe.consumers.verdict import Verdict
@@ -63,3 +63,11 @@ class Broker(Protocol):
 
     async def close(self) -> None:
         """Ends the connection."""
+
+
+@runtime_checkable
+class Pushing(Protocol):
+    """A broker that sends messages without being asked for each."""
+
+    def stop(self) -> None:
+        """Has it send no more; comes from the loop's own thread, before the last is settled."""

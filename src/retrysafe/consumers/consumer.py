@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import quote
 
-from retrysafe.consumers.broker import Broker
+from retrysafe.consumers.broker import Broker, Pushing
 from retrysafe.consumers.deadlines import Deadline
 from retrysafe.consumers.engine import (
     FOREVER,
@@ -136,7 +136,12 @@ class Consumer:
         self._is_stopped = True
         loop, work = self._loop, self._work
         if loop is not None and work is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(work.stop)
+            loop.call_soon_threadsafe(self._stop, work)
+
+    def _stop(self, work: ConsumerLoop) -> None:
+        work.stop()
+        if isinstance(self._broker, Pushing):
+            self._broker.stop()
 
 
 def checked_policy(handler: Handler, usual: Policy, queue: str, window: timedelta | None) -> Policy:
