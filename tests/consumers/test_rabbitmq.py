@@ -332,9 +332,10 @@ def test_a_stop_ends_the_pushing_while_handlers_run(rabbitmq):
             task = asyncio.create_task(consumer.run_async())
             await begun.wait()
             consumer.stop()
-            while not broker._tasks:  # noqa: ASYNC110 — begun in the loop's next round.
-                await asyncio.sleep(0)
-            await asyncio.gather(*broker._tasks)
+            async with asyncio.timeout(10):
+                while not broker._tasks:  # noqa: ASYNC110 — begun in the loop's next round.
+                    await asyncio.sleep(0)
+                await asyncio.gather(*broker._tasks)
             await asyncio.to_thread(bench.publish, wish("next"))
             async with asyncio.timeout(10):
                 while await asyncio.to_thread(bench.left) != 1:  # noqa: ASYNC110 — the broker tells when asked.

@@ -125,6 +125,7 @@ def test_dead_letters_go_where_the_redrive_policy_says(bench):
         queue = queue_of(SqsQueue, bench)
         await queue.open()
         try:
+            assert queue.delivery_limit == 50
             window = await queue.redelivery_window()
             (message,) = await received(queue, 1)
             verdict = Verdict(Action.DEAD_LETTER, "line one\nline two")
@@ -164,16 +165,52 @@ def test_a_dead_letter_that_is_not_taken_keeps_its_message(bench):
 
 
 def test_a_window_shorter_than_the_queues_retention_is_refused_in_numbers(bench):
+    """Four days there, fourteen among the dead letters, twelve hours in flight."""
+
     async def handle(message):
         return None
 
     async def scene():
         idem = AsyncIdempotency(MemoryStore(), caller="unused")
         handler = Handler(handle, policy=Policy(active_window=timedelta(days=4)))
-        with pytest.raises(PolicyInvalid, match=r"for 4 days, 12:00:00.* is 4 days, 0:00:00"):
+        with pytest.raises(PolicyInvalid, match=r"for 18 days, 12:00:00.* is 4 days, 0:00:00"):
             await Consumer(idem, handler, queue_of(SqsQueue, bench)).run_async()
 
     asyncio.run(scene())
+
+
+def test_a_dead_letter_queue_of_the_usual_name_is_used_as_it_is_and_the_key_fits(bench):
+    """It may have another retention; where not all attributes fit, the key does."""
+    bench.client.create_queue(
+        QueueName=f"{bench.name}-dlq", Attributes={"MessageRetentionPeriod": "3600"}
+    )
+    text = {"DataType": "String", "StringValue": "x"}
+    names = [*(f"A{number}" for number in range(9)), "idempotency-key"]
+    bench.client.send_message(
+        QueueUrl=bench.queue_url,
+        MessageBody=wish("poison"),
+        MessageAttributes=dict.fromkeys(names, text),
+    )
+
+    async def scene():
+        queue = queue_of(SqsQueue, bench)
+        await queue.open()
+        try:
+            (message,) = await received(queue, 1)
+            # The order in which SQS tells them is its own.
+            attributes = message.receipt["MessageAttributes"]
+            message.receipt["MessageAttributes"] = {name: attributes[name] for name in names}
+            verdict = Verdict(Action.DEAD_LETTER, "poison")
+            assert list(await queue.settle([(message, verdict)])) == []
+        finally:
+            await queue.close()
+
+    asyncio.run(scene())
+    url = bench.client.get_queue_url(QueueName=f"{bench.name}-dlq")["QueueUrl"]
+    answer = bench.client.receive_message(
+        QueueUrl=url, MessageAttributeNames=["All"], WaitTimeSeconds=1
+    )
+    assert {"idempotency-key", "Retrysafe-Reason"} < set(answer["Messages"][0]["MessageAttributes"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from retrysafe.consumers.consumer import Consumer, consumer_name
-from retrysafe.consumers.handler import Handler
+from retrysafe.consumers.consumer import Consumer
+from retrysafe.consumers.handler import Handler, consumer_name
 from retrysafe.consumers.loop import Counts
 from retrysafe.consumers.message import Message, PayloadInvalid
 from retrysafe.consumers.verdict import Action, BackOff, Verdict

@@ -7,11 +7,13 @@ Owns the set-up: names, the check of the windows, threads or tasks. What happens
 from __future__ import annotations
 
 import asyncio
+import logging
+import signal
+import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
-from urllib.parse import quote
 
 from retrysafe.consumers.broker import Broker, Pushing
 from retrysafe.consumers.deadlines import Deadline
@@ -24,18 +26,14 @@ from retrysafe.consumers.engine import (
     engine_of,
     run_sync,
 )
-from retrysafe.consumers.handler import Handler
+from retrysafe.consumers.handler import Handler, consumer_name
 from retrysafe.consumers.judge import Judge
 from retrysafe.consumers.loop import ConsumerLoop, Counts
 from retrysafe.consumers.message import Message
 from retrysafe.consumers.verdict import Verdict
 from retrysafe.errors import InvalidInput, PolicyInvalid
 
-
-def consumer_name(queue: str, group: str = "") -> str:
-    """The caller of a consumer's keys: its queue and its group, told apart whatever is in them."""
-    parts = (queue, group) if group else (queue,)
-    return "/".join(quote(part, safe=":.-_~@") for part in parts)
+_logger = logging.getLogger("retrysafe.consumers")
 
 
 class Consumer:
@@ -76,8 +74,35 @@ class Consumer:
         return [own, *(alias for alias in self._handler.aliases if alias != own)]
 
     def run(self) -> bool:
-        """Consumes until `stop`; False when handlers were cut short by it."""
-        return asyncio.run(self.run_async())
+        """Consumes until `stop`, SIGTERM or SIGINT; False when handlers were cut short by it.
+
+        A signal that has a handler of yours stays yours, and so do all outside of the main thread.
+        """
+        numbers: list[signal.Signals] = []
+        if threading.current_thread() is threading.main_thread():
+            usual = (signal.SIG_DFL, signal.default_int_handler)
+            both = (signal.SIGTERM, signal.SIGINT)
+            numbers = [each for each in both if signal.getsignal(each) in usual]
+        return asyncio.run(self._run_until(numbers))
+
+    async def _run_until(self, numbers: list[signal.Signals]) -> bool:
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            forget()
+            self.stop()
+
+        def forget() -> None:
+            # Another signal does what it does without us: it ends the process.
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+        for number in numbers:
+            loop.add_signal_handler(number, stop)
+        try:
+            return await self.run_async()
+        finally:
+            forget()
 
     async def run_async(self) -> bool:
         """As `run`, in the running event loop."""
@@ -92,6 +117,7 @@ class Consumer:
                 self._broker.queue,
                 await self._broker.redelivery_window(),
             )
+            self._compare_limits()
             judge = Judge(self._engine, self._handler, names=self.names, policy=policy)
             threads = ThreadPoolExecutor(self._concurrency, "retrysafe-consumer")
             try:
@@ -101,6 +127,18 @@ class Consumer:
                 threads.shutdown(wait=False, cancel_futures=True)
         finally:
             await self._broker.close()
+
+    def _compare_limits(self) -> None:
+        """Warns of a broker that gives a message up before its handler does."""
+        limit: int | None = getattr(self._broker, "delivery_limit", None)
+        if limit is not None and limit < self._handler.tries:
+            _logger.warning(
+                "%s gives a message up after %d deliveries, without a reason and before its %d "
+                "tries are over: raise its limit well above them, or set tries lower",
+                self._broker.queue,
+                limit,
+                self._handler.tries,
+            )
 
     async def _consume(self, judge: Judge, threads: ThreadPoolExecutor, policy: Policy) -> bool:
         work = self._work = ConsumerLoop(
@@ -150,7 +188,9 @@ def checked_policy(handler: Handler, usual: Policy, queue: str, window: timedelt
     Raises `PolicyInvalid` for a policy of the handler's own that does not: a message that comes
     after its key is forgotten runs again.
     """
-    needed = window if handler.redelivery is None else handler.redelivery
+    # The larger one: what people send back by hand is no reason to forget what the broker may.
+    known = [each for each in (window, handler.redelivery) if each is not None]
+    needed = max(known, default=None)
     if handler.policy is None:
         return covering(usual, needed)
     own = handler.policy

@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
+from urllib.parse import quote, unquote
 
 from retrysafe.consumers.engine import FingerprintRule, Policy
 from retrysafe.consumers.message import Message, PayloadInvalid
@@ -23,6 +24,12 @@ KEY_HEADER: Final = "Idempotency-Key"
 # The names of fields in a JSON payload, or a function of the message.
 KeyFields = tuple[str, ...]
 MessageKey = KeyFields | Callable[[Message], str | tuple[Part, ...] | None]
+
+
+def consumer_name(queue: str, group: str = "") -> str:
+    """The caller of a consumer's keys: its queue and its group, told apart whatever is in them."""
+    parts = (queue, group) if group else (queue,)
+    return "/".join(quote(part, safe=":.-_~@") for part in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +56,11 @@ class Handler:
     # How many attempts may fail before the message is dead-lettered. Outages do not count.
     tries: int = 25
     back_off: BackOff = field(default_factory=BackOff)
-    # Former names, "queue/group" or "queue", the newest first: what they have handled is done.
+    # Former names, as `consumer_name` makes them, the newest first: what they have handled is done.
     aliases: Sequence[str] = ()
     # How long after its first delivery a message may come again, where the broker cannot tell:
-    # dead letters that people send back by hand, a topic that is read again.
+    # dead letters that people send back by hand, a topic that is read again. A longer window of
+    # the broker's stays.
     redelivery: timedelta | None = None
     # What `retrysafe consume` opens before the first message; called with the URL of the store.
     lifespan: Callable[[str], AbstractAsyncContextManager[Any]] | None = None
@@ -71,6 +79,8 @@ class Handler:
             raise InvalidInput(f"key takes a tuple of field names, write key=({self.key!r},)")
         if isinstance(self.aliases, str):
             raise InvalidInput(f"aliases takes a list of names, write [{self.aliases!r}]")
+        for alias in self.aliases:
+            _check_alias(alias)
 
     def key_text(self, message: Message) -> str:
         """The key of a message; raises `KeyInvalid`, `PayloadInvalid`, `FingerprintImpossible`."""
@@ -103,7 +113,22 @@ class Handler:
         missing = [name for name in self.key if name not in payload]
         if missing:
             raise PayloadInvalid(f"the message has no field {', '.join(missing)} for its key")
+        empty = [name for name in self.key if payload[name] is None]
+        if empty:
+            # All messages without a value would have one key, and only the first would run.
+            raise PayloadInvalid(f"the message has null in {', '.join(empty)}, which is its key")
         return tuple(part for name in self.key for part in (name, payload[name]))
+
+
+def _check_alias(alias: str) -> None:
+    """Raises `InvalidInput` for a text that no consumer's keys are stored under."""
+    parts = alias.split("/")
+    if len(parts) > 2 or not all(parts) or consumer_name(*map(unquote, parts)) != alias:
+        raise InvalidInput(
+            f"no consumer is stored as {alias!r}: write consumer_name('sqs:payments') or "
+            "consumer_name('nats:PAYMENTS', 'billing'), or copy the caller that "
+            "`retrysafe keys list` shows"
+        )
 
 
 def unquoted(value: str) -> str:

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from retrysafe.consumers.broker import Buffer, not_buried
 from retrysafe.consumers.deadlines import RENEWALS_PER_DEADLINE
+from retrysafe.consumers.handler import KEY_HEADER
 from retrysafe.consumers.message import Message
 from retrysafe.consumers.verdict import Action, Verdict
 from retrysafe.errors import InvalidInput
@@ -128,7 +129,7 @@ class SqsQueue:
             self._url = (await self._call("get_queue_url", QueueName=self._name))["QueueUrl"]
         except Exception as error:
             await self.close()
-            if "NonExistentQueue" in _code(error) or "QueueDoesNotExist" in _code(error):
+            if _is_missing(error):
                 raise InvalidInput(f"there is no SQS queue {self._name} here") from error
             raise
         self._attributes = await self._attributes_of(self._url)
@@ -142,12 +143,20 @@ class SqsQueue:
     def _is_fifo(self) -> bool:
         return self._name.endswith(".fifo")
 
+    @property
+    def delivery_limit(self) -> int | None:
+        """How often SQS delivers a message before it is a dead letter of its redrive policy."""
+        policy = self._attributes.get("RedrivePolicy")
+        return None if policy is None else int(json.loads(policy)["maxReceiveCount"])
+
     async def redelivery_window(self) -> timedelta | None:
         """Retention of the queue and of its dead letters, and the longest visibility."""
         seconds = int(self._attributes.get("MessageRetentionPeriod", 14 * 24 * 3600))
+        dead: dict[str, str] = {}
         if self._dead_letter or "RedrivePolicy" in self._attributes:
             dead = await self._attributes_of(await self._dead_letter_url())
-            seconds += int(dead.get("MessageRetentionPeriod", _DEAD_RETENTION_SECONDS))
+        # The default one, which need not be there yet, keeps them as long as SQS can.
+        seconds += int(dead.get("MessageRetentionPeriod", _DEAD_RETENTION_SECONDS))
         return timedelta(seconds=seconds) + LONGEST_VISIBILITY
 
     async def receive(self, limit: int) -> list[Message]:
@@ -251,13 +260,21 @@ class SqsQueue:
         if not self._dead_letter and policy is not None:
             *_, account, name = json.loads(policy)["deadLetterTargetArn"].split(":")
             options = {"QueueName": name, "QueueOwnerAWSAccountId": account}
-        elif not self._dead_letter:
-            attributes = {"MessageRetentionPeriod": str(_DEAD_RETENTION_SECONDS)}
-            if self._is_fifo:
-                attributes["FifoQueue"] = "true"
-            await self._call("create_queue", Attributes=attributes, **options)
-        self._dead_url = (await self._call("get_queue_url", **options))["QueueUrl"]
+        try:
+            found = await self._call("get_queue_url", **options)
+        except Exception as error:
+            if not _is_missing(error) or self._dead_letter or policy is not None:
+                raise
+            found = await self._make_dead_letter()
+        self._dead_url = found["QueueUrl"]
         return self._dead_url
+
+    async def _make_dead_letter(self) -> dict[str, Any]:
+        attributes = {"MessageRetentionPeriod": str(_DEAD_RETENTION_SECONDS)}
+        if self._is_fifo:
+            attributes["FifoQueue"] = "true"
+        name = self._default_dead_letter()
+        return await self._call("create_queue", QueueName=name, Attributes=attributes)
 
     def _default_dead_letter(self) -> str:
         if self._is_fifo:
@@ -267,7 +284,9 @@ class SqsQueue:
     async def _bury(self, message: Message, reason: str) -> None:
         """Sends a copy with the reason where dead letters go; only then is the message deleted."""
         given = list(message.receipt.get("MessageAttributes", {}).items())
-        attributes = dict(given[: _ATTRIBUTES - 1])
+        # The key first: whatever does not fit, a message that is sent back must be known again.
+        given.sort(key=lambda each: each[0].lower() != KEY_HEADER.lower())
+        attributes = dict([each for each in given if each[0] != _REASON][: _ATTRIBUTES - 1])
         attributes[_REASON] = {"DataType": "String", "StringValue": _printable(reason)}
         options: dict[str, Any] = {}
         if self._is_fifo:
@@ -315,9 +334,11 @@ def _batches(items: Sequence[Any]) -> list[Sequence[Any]]:
     return [items[start : start + _BATCH] for start in range(0, len(items), _BATCH)]
 
 
-def _code(error: Exception) -> str:
+def _is_missing(error: Exception) -> bool:
+    """Whether SQS has no such queue."""
     response: dict[str, Any] = getattr(error, "response", {})
-    return f"{type(error).__name__} {response.get('Error', {}).get('Code', '')}"
+    code = f"{type(error).__name__} {response.get('Error', {}).get('Code', '')}"
+    return "NonExistentQueue" in code or "QueueDoesNotExist" in code
 
 
 def _printable(text: str) -> str:
