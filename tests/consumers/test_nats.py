@@ -169,6 +169,106 @@ def test_an_entry_of_the_relay_is_recognised_by_its_key(bench):
     assert ran == [b"paid"]
 
 
+@pytest.mark.parametrize("what", ["stream", "consumer"])
+def test_a_stream_or_a_durable_that_is_deleted_is_told_and_no_hot_loop(bench, what):
+    async def scene():
+        broker = JetStream(bench.server.url, bench.name, "billing")
+        await broker.open()
+        try:
+            assert await broker.receive(1) == []
+            names = {"stream": (bench.name,), "consumer": (bench.name, "billing")}[what]
+            delete = getattr(broker._context, f"delete_{what}")
+            assert await delete(*names)
+            for _ in range(2):
+                with pytest.raises(ConnectionError, match=r"billing of .* is not there: 503"):
+                    await broker.receive(1)
+        finally:
+            await broker.close()
+
+    asyncio.run(scene())
+
+
+DENIED = """
+authorization {
+  users = [
+    {user: admin, password: admin}
+    {user: noacks, password: x, permissions: {publish: {deny: "$JS.ACK.>"}}}
+    {user: nopulls, password: x, permissions: {publish: {deny: "$JS.API.CONSUMER.MSG.NEXT.>"}}}
+    {user: nothing, password: x, permissions: {publish: {deny: "$JS.API.STREAM.INFO.>"}}}
+  ]
+}
+"""
+
+
+def test_what_the_server_refuses_is_told(monkeypatch):
+    """It answers with nothing: an ack would count as made, a pull as one that found nothing."""
+    monkeypatch.setattr("retrysafe.consumers.nats._OPEN_SECONDS", 2)
+    monkeypatch.setattr(NatsServer, "url", property(lambda it: at(it, "admin:admin")))
+
+    def at(server, user):
+        return f"nats://{user}@127.0.0.1:{server.port}"
+
+    server = NatsServer(DENIED).start()
+    bench = NatsBench(server)
+
+    async def scene():
+        acking = JetStream(at(server, "noacks:x"), bench.name, "billing")
+        pulling = JetStream(at(server, "nopulls:x"), bench.name, "billing")
+        await acking.open()
+        await pulling.open()
+        try:
+            (message,) = await received(acking, 1)
+            with pytest.raises(ConnectionError, match=r"refuses it: .*js\.ack"):
+                await acking.extend([message])
+            with pytest.raises(ConnectionError, match=r"refuses it: .*js\.ack"):
+                await acking.settle([(message, Verdict(Action.ACK, "done"))])
+            with pytest.raises(ConnectionError, match=r"refuses it: .*msg\.next"):
+                await pulling.receive(1)
+        finally:
+            await acking.close()
+            await pulling.close()
+        with pytest.raises(ConnectionError, match=r"refuses it: .*stream\.info"):
+            await JetStream(at(server, "nothing:x"), bench.name, "billing").open()
+
+    try:
+        bench.publish(wish("1"))
+        asyncio.run(scene())
+    finally:
+        bench.close()
+        server.remove()
+
+
+def test_a_dead_letter_is_taken_whatever_its_message_told_its_own_stream(bench):
+    headers = {"Nats-Expected-Stream": bench.name, "Idempotency-Key": "key-1"}
+    bench.runner.run(bench.context.publish(f"{bench.name}.orders", b"poison", headers=headers))
+
+    async def scene():
+        broker = JetStream(bench.server.url, bench.name, "billing")
+        await broker.open()
+        try:
+            (message,) = await received(broker, 1)
+            assert list(await broker.settle([(message, Verdict(Action.DEAD_LETTER, "bad"))])) == []
+            letter = await broker._context.get_msg(f"{bench.name}_billing_dead", 1)
+        finally:
+            await broker.close()
+        assert (letter.data, letter.headers["Idempotency-Key"]) == (b"poison", "key-1")
+
+    asyncio.run(scene())
+    assert bench.left() == 0
+
+
+def test_a_limit_of_deliveries_is_known(bench):
+    async def scene(name):
+        broker = JetStream(bench.server.url, bench.name, name)
+        await broker.open()
+        await broker.close()
+        return broker.delivery_limit
+
+    config = ConsumerConfig(durable_name="few", ack_policy=AckPolicy.EXPLICIT, max_deliver=5)
+    bench.runner.run(bench.context.add_consumer(bench.name, config))
+    assert (asyncio.run(scene("few")), asyncio.run(scene("billing"))) == (5, None)
+
+
 def test_a_stream_or_a_consumer_that_cannot_be_used_is_said_so(bench):
     async def scene():
         with pytest.raises(InvalidInput, match="no stream nowhere"):

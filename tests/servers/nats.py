@@ -21,7 +21,9 @@ def nats_binary() -> Path:
 class NatsServer:
     """One server; `start` may be called again after `stop`, on the same data."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: str = "") -> None:
+        """`config` is the text of a configuration file, such as one with users."""
+        self.config = config
         self.folder = Path(tempfile.mkdtemp(prefix="retrysafe-nats-"))
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
@@ -31,11 +33,13 @@ class NatsServer:
         return f"nats://127.0.0.1:{self.port}"
 
     def start(self) -> NatsServer:
+        (self.folder / "config").write_text(self.config)
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 [
                     nats_binary(),
                     *("--addr", "127.0.0.1", "--port", str(self.port)),
+                    *("--config", self.folder / "config"),
                     *("--jetstream", "--store_dir", self.folder / "data"),
                 ],
                 stdout=log,

@@ -36,6 +36,10 @@ _LATE_SECONDS: Final = 0.5
 _REASON: Final = "Retrysafe-Reason"
 # The stream drops a repeated message id within its window.
 _MESSAGE_ID: Final = "Nats-Msg-Id"
+# Headers that tell the server what to do with a message in its stream; a copy has its own.
+_SERVER_HEADERS: Final = "nats-"
+# What the server says instead of a message: it has none, or none has come in time.
+_NOTHING_MORE: Final = frozenset({"404", "408"})
 
 
 class JetStream:
@@ -69,6 +73,9 @@ class JetStream:
         self._inbox: Any = None
         self._inbox_name = ""
         self._window: timedelta | None = None
+        self._refusal: Exception | None = None
+        # How often the server delivers a message before it drops it.
+        self.delivery_limit: int | None = None
         self.queue, self.group = f"nats:{stream}", durable
         self.deadline_seconds = self._ack_wait_seconds
 
@@ -82,7 +89,7 @@ class JetStream:
 
     async def open(self) -> None:
         """Connects, and makes the durable consumer; raises `InvalidInput` without a stream."""
-        options = {"max_reconnect_attempts": -1, "reconnect_time_wait": 0.5, "error_cb": _ignore}
+        options = {"max_reconnect_attempts": -1, "reconnect_time_wait": 0.5, "error_cb": self._hear}
         try:
             async with asyncio.timeout(_OPEN_SECONDS):
                 # A client that mends itself would wait for a server that was never there.
@@ -96,6 +103,8 @@ class JetStream:
             await self.close()
             if isinstance(error, NotFoundError):
                 raise InvalidInput(f"there is no stream {self._stream} on this server") from error
+            if self._refusal is not None:
+                raise ConnectionError(f"the NATS server refuses it: {self._refusal}") from error
             if isinstance(error, TimeoutError | nats.errors.NoServersError):
                 raise ConnectionError("no NATS server answers there") from error
             raise
@@ -119,6 +128,8 @@ class JetStream:
             raise InvalidInput(f"{self._durable} acks by itself: it needs ack policy explicit")
         # With a back-off list of the server's, its first pause is the deadline.
         self.deadline_seconds = min([made.config.ack_wait, *(made.config.backoff or ())])
+        if made.config.max_deliver and made.config.max_deliver > 0:
+            self.delivery_limit = made.config.max_deliver
         self._inbox_name = self._connection.new_inbox()
         self._inbox = await self._connection.subscribe(self._inbox_name)
 
@@ -134,6 +145,8 @@ class JetStream:
         if not found:
             wait = {"batch": 1, "expires": int(_WAIT_SECONDS * 1e9)}
             found = await self._pulled(wait, 1, _WAIT_SECONDS + _LATE_SECONDS)
+        if not found:
+            self._raise_refusal()
         return [self._message(each) for each in found]
 
     async def _pulled(self, request: dict[str, Any], limit: int, seconds: float) -> list[Msg]:
@@ -147,8 +160,14 @@ class JetStream:
                 message = await self._inbox.next_msg(timeout=seconds)
             except TimeoutError:
                 break
-            # A status instead of a message: there is nothing more, or the request is over.
             if not message.reply:
+                status = message.headers or {}
+                if not found and status.get("Status") not in _NOTHING_MORE:
+                    # As when the stream or its durable consumer was deleted.
+                    raise ConnectionError(
+                        f"{self._durable} of {self._stream} gives no messages, or is not there: "
+                        f"{status.get('Status')} {status.get('Description', 'no responders')}"
+                    )
                 break
             found.append(message)
         return found
@@ -170,7 +189,7 @@ class JetStream:
             raise ConnectionError("the NATS server is away")
         for message in messages:
             await message.receipt.in_progress()
-        await self._connection.flush(_FLUSH_SECONDS)
+        await self._flush()
         return ()
 
     async def settle(self, settled: Sequence[tuple[Message, Verdict]]) -> Collection[Message]:
@@ -192,12 +211,30 @@ class JetStream:
                 await receipt.ack()
             else:
                 await receipt.nak(verdict.delay.total_seconds())
-        await self._connection.flush(_FLUSH_SECONDS)
+        await self._flush()
         return unsettled
+
+    async def _flush(self) -> None:
+        await self._connection.flush(_FLUSH_SECONDS)
+        self._raise_refusal()
+
+    async def _hear(self, error: Exception) -> None:
+        """Keeps what the server refuses; what breaks the connection shows in the next call."""
+        if "permissions violation" in str(error).lower():
+            self._refusal = error
+
+    def _raise_refusal(self) -> None:
+        """Raises what the server has refused meanwhile: it answers such a call with nothing."""
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            raise ConnectionError(f"the NATS server refuses it: {refusal}")
 
     async def _bury(self, message: Message, reason: str) -> None:
         """Publishes a dead letter, with its reason; a repeated one is dropped by its stream."""
-        headers = dict(message.headers) | {
+        given = message.headers.items()
+        headers = {
+            name: value for name, value in given if not name.lower().startswith(_SERVER_HEADERS)
+        } | {
             _REASON: _one_line(reason),
             "Retrysafe-Stream": self._stream,
             "Retrysafe-Message": str(message.identity),
@@ -221,7 +258,3 @@ class JetStream:
 def _one_line(text: str) -> str:
     """The text as a header may have it."""
     return " ".join(text.encode("ascii", "backslashreplace").decode().split())
-
-
-async def _ignore(error: Exception) -> None:
-    """What breaks the connection shows in the next call, which the loop reports."""
