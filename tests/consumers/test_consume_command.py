@@ -46,7 +46,7 @@ def refused(capsys, *words):
         ("nats://127.0.0.1:1/PAY?durable=d", JetStream, "nats:PAY", "d"),
         ("nats://u:p@h:1/PAY?durable=d&ack_wait=2&dead_letter=x", JetStream, "nats:PAY", "d"),
         ("amqp://u:p@127.0.0.1:1/?queue=pay", RabbitQueue, "amqp:pay", ""),
-        ("amqps://h/shop%2Fa?queue=pay&group=g&dead_letter=x", RabbitQueue, "amqp:pay", "g"),
+        ("amqps://h/a%2Fb?queue=pay&group=g&dead_letter=x", RabbitQueue, "amqp@a%2Fb:pay", "g"),
         ("kafka://127.0.0.1:1/pay?group=g", KafkaTopic, "kafka:pay", "g"),
         ("kafka://a:1,b:2/pay?group=g&session_timeout=6", KafkaTopic, "kafka:pay", "g"),
     ],

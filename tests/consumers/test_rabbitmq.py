@@ -350,7 +350,7 @@ def test_a_stop_ends_the_pushing_while_handlers_run(rabbitmq):
 
 def test_an_answer_that_never_comes_is_not_waited_for(rabbitmq, monkeypatch):
     """The broker stands still between the message and its copy."""
-    monkeypatch.setattr("retrysafe.consumers.amqp._PUBLISH_SECONDS", 0.2)
+    monkeypatch.setattr("retrysafe.consumers.amqp._SETTLE_SECONDS", 0.2)
     bench = RabbitBench(rabbitmq)
     bench.publish(wish("poison"))
 

@@ -33,8 +33,8 @@ except ModuleNotFoundError as error:
     raise missing_extra(__name__, "rabbitmq", error) from error
 
 _CONNECT_SECONDS: Final = 10.0
-# For everything that it takes to publish one copy, or to tell the broker of a stop.
-_PUBLISH_SECONDS: Final = 10.0
+# For everything that it takes to settle one message, or to tell the broker of a stop.
+_SETTLE_SECONDS: Final = 10.0
 # How long a message stays away whose copy was not taken, and between two tries to send it there.
 _NOT_TAKEN_SECONDS: Final = 30.0
 # How long `receive` waits for a message; a stop waits for no longer than this.
@@ -161,7 +161,7 @@ class RabbitQueue:
     async def _stop(self) -> None:
         if self._consumed is None or not await self._is_consuming():
             return
-        await self._consumed.cancel(self._consumer_tag, timeout=_PUBLISH_SECONDS)
+        await self._consumed.cancel(self._consumer_tag, timeout=_SETTLE_SECONDS)
         while not self._arrived.empty():
             await self._arrived.get_nowait().nack(requeue=True)
 
@@ -194,19 +194,10 @@ class RabbitQueue:
         return [each for (each, _), is_done in zip(settled, is_settled, strict=True) if not is_done]
 
     async def _settle(self, message: Message, verdict: Verdict) -> bool:
-        found, channel = message.receipt
-        if channel.is_closed:
+        if message.receipt[1].is_closed:
             return False
-        is_moved = verdict.action is Action.DEAD_LETTER or (
-            bool(verdict.delay) and not verdict.is_final
-        )
         try:
-            if is_moved:
-                await self._move(message, verdict)
-            if is_moved or verdict.is_final:
-                await found.ack()
-            else:
-                await found.nack(requeue=True)
+            await self._carry_out(message, verdict)
         except Exception as error:
             not_buried(message, error)
             self._has_dead_letter_queue = False
@@ -214,17 +205,27 @@ class RabbitQueue:
             return False
         return True
 
+    async def _carry_out(self, message: Message, verdict: Verdict) -> None:
+        found: AbstractIncomingMessage = message.receipt[0]
+        is_final = verdict.is_final
+        async with asyncio.timeout(_SETTLE_SECONDS):
+            if verdict.action is Action.DEAD_LETTER or (verdict.delay and not is_final):
+                await self._move(message, verdict)
+                is_final = True
+            if is_final:
+                await found.ack()
+            else:
+                await found.nack(requeue=True)
+
     async def _put_off(self, message: Message) -> None:
         """Lets a message that could not be settled come again later, and never at once.
 
         Requeued, it would be back in a moment, and a quorum queue drops what comes back too often.
         """
-        found, channel = message.receipt
         later = Verdict(Action.RETRY, "", timedelta(seconds=_NOT_TAKEN_SECONDS))
-        while not channel.is_closed:
+        while not message.receipt[1].is_closed:
             try:
-                await self._move(message, later)
-                await found.ack()
+                await self._carry_out(message, later)
             except Exception as error:
                 not_buried(message, error)
                 await asyncio.sleep(_NOT_TAKEN_SECONDS)
@@ -255,15 +256,14 @@ class RabbitQueue:
             timestamp=found.timestamp,
             delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
         )
-        async with asyncio.timeout(_PUBLISH_SECONDS):
-            channel = await self._publisher()
-            if verdict.action is Action.DEAD_LETTER:
-                name = await self._dead_letter_queue(channel)
-            else:
-                # It may have been removed since the last time.
-                name, arguments = self._waiting_room(verdict.delay)
-                await channel.declare_queue(name, durable=True, arguments=arguments)
-            await channel.default_exchange.publish(copy, name, mandatory=True)
+        channel = await self._publisher()
+        if verdict.action is Action.DEAD_LETTER:
+            name = await self._dead_letter_queue(channel)
+        else:
+            # It may have been removed since the last time.
+            name, arguments = self._waiting_room(verdict.delay)
+            await channel.declare_queue(name, durable=True, arguments=arguments)
+        await channel.default_exchange.publish(copy, name, mandatory=True)
 
     async def _dead_letter_queue(self, channel: AbstractChannel) -> str:
         """Makes it where it is not; one that is there may have other arguments than ours."""
