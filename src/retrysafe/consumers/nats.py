@@ -166,7 +166,7 @@ class JetStream:
                     # As when the stream or its durable consumer was deleted.
                     raise ConnectionError(
                         f"{self._durable} of {self._stream} gives no messages, or is not there: "
-                        f"{status.get('Status')} {status.get('Description', 'no responders')}"
+                        f"{status.get('Status')} {_one_line(status.get('Description', ''))}"
                     )
                 break
             found.append(message)
