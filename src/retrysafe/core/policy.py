@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from retrysafe.core.machine import exhausted_limit
 from retrysafe.core.model import Ending
-from retrysafe.core.stops import own_error
+from retrysafe.core.stop_iteration import own_error
 from retrysafe.errors import (
     AwaitForgotten,
     CommitHookFailed,

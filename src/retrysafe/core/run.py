@@ -145,10 +145,10 @@ class Runner:
                 if told is None:
                     raise
                 return told
-            asked = self._monotonic()
-            self._run_times.add(call.operation, asked - began)
+            ended = self._monotonic()
+            self._run_times.add(call.operation, ended - began)
             joined = attempt.joined
-            if joined and await self._is_settled(flight, call, joined, number, asked, None):
+            if joined and await self._is_settled(flight, call, joined, number, ended, None):
                 return Answer(joined.value, False, number)
             ending, payload = self._settler.payload_of(call, value, number)
             entries = attempt.staged()
@@ -178,7 +178,7 @@ class Runner:
                 flight.share(payload, number, is_released=True)
             else:
                 active_ms = 0 if settlement.nothing_happened else policy.active_ms
-                self.remember(call, flight, payload, number, asked, active_ms)
+                self.remember(call, flight, payload, number, ended, active_ms)
         finally:
             lease.is_held = False
             self._renewals.remove(lease)

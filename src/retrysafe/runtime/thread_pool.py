@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from retrysafe import forks
-from retrysafe.core.stops import raisable
+from retrysafe.core.stop_iteration import raisable
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from retrysafe.core.checks import require_function
 from retrysafe.core.model import Payload, Step
-from retrysafe.core.stops import own_error
+from retrysafe.core.stop_iteration import own_error
 from retrysafe.errors import InvalidInput, OperationUndone, PolicyInvalid, StepReused, StepsChanged
 
 # Names are shown to people and stored with every step; longer ones are mistakes.

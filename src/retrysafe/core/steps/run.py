@@ -21,7 +21,7 @@ from retrysafe.core.ports import Fate, Ports, Signal, Transaction
 from retrysafe.core.steps.history import StepHistory, StepOptions, StepRetry, Undo, checked_name
 from retrysafe.core.steps.pending import PendingStep
 from retrysafe.core.steps.writer import StepWriter
-from retrysafe.core.stops import own_error
+from retrysafe.core.stop_iteration import own_error
 from retrysafe.core.values import codec
 from retrysafe.core.values.annotations import codec_of_step
 from retrysafe.core.values.codec import OutcomeCodec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from retrysafe.core.policy import Policy
-from retrysafe.core.stops import own_error, raisable
+from retrysafe.core.stop_iteration import own_error, raisable
 from retrysafe.runtime.drive import run_sync
 
 
