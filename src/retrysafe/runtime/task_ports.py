@@ -124,8 +124,13 @@ class TaskBackground:
 
     def _start(self, flow: Coroutine[Any, Any, None], abandon: Callable[[str], None]) -> None:
         task = hidden_task(flow, self._loop)
-        self._tasks[task] = abandon
-        task.add_done_callback(self._ended)
+        try:
+            self._tasks[task] = abandon
+            task.add_done_callback(self._ended)
+        except BaseException:
+            # Closing would wait for its end, of which nobody hears.
+            self._tasks.pop(task, None)
+            raise
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)

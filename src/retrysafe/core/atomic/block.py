@@ -96,8 +96,8 @@ class AtomicBlock:
         self, call: Call, transaction: Transaction, ports: Ports, settings: Settings
     ) -> None:
         self.call = call
-        # All keys of a request whose key has several forms, see `nesting`; here they are claimed
-        # and settled one after the other, in the one transaction.
+        # All keys of a request whose key has several forms, see `nested_claims`; here they are
+        # claimed and settled one after the other, in the one transaction.
         self._levels = [call]
         while self._levels[-1].inner is not None:
             self._levels.append(self._levels[-1].inner)
