@@ -123,35 +123,35 @@ def _record_in(condition: Condition) -> Record | None:
     return made
 
 
-def _target(event: Trigger, condition: Condition) -> Condition | None:
-    """Where the event takes a record, or None when it writes nothing."""
+def _target(trigger: Trigger, condition: Condition) -> Condition | None:
+    """Where the trigger takes a record, or None when it writes nothing."""
     record = _record_in(condition)
     changed: Record | None = None
-    if event in (Trigger.CLAIM, Trigger.CLAIM_AGAIN):
-        token = _OTHER_TOKEN if event is Trigger.CLAIM else _TOKEN
+    if trigger in (Trigger.CLAIM, Trigger.CLAIM_AGAIN):
+        token = _OTHER_TOKEN if trigger is Trigger.CLAIM else _TOKEN
         request = ClaimRequest(_KEY, _SAME, token, _LEASE_MS)
         changed = transitions.claim(record, request, _NOW_MS)[0]
-    elif event in _SETTLES:
-        settlement = Settlement(_SETTLES[event], _KEY, _TOKEN, active_ms=_ACTIVE_MS)
+    elif trigger in _SETTLES:
+        settlement = Settlement(_SETTLES[trigger], _KEY, _TOKEN, active_ms=_ACTIVE_MS)
         changed = transitions.settle(record, settlement, _NOW_MS)[0]
-    elif event is Trigger.EXTEND:
+    elif trigger is Trigger.EXTEND:
         changed = transitions.extend(record, Extension(_KEY, _TOKEN, _LEASE_MS), _NOW_MS)[0]
-    elif event in _OPERATOR_COMMANDS:
-        changed = transitions.operate(record, _OPERATOR_COMMANDS[event], _NOW_MS)[0]
-    elif event is Trigger.SWEEP and TABLE[event, condition] is Decision.DELETE:
+    elif trigger in _OPERATOR_COMMANDS:
+        changed = transitions.operate(record, _OPERATOR_COMMANDS[trigger], _NOW_MS)[0]
+    elif trigger is Trigger.SWEEP and TABLE[trigger, condition] is Decision.DELETE:
         return Condition.ABSENT
     return None if changed is None else condition_of(changed, _NOW_MS)
 
 
 def _edges() -> Iterator[tuple[Condition, Condition, str]]:
-    """Every change of condition, by an event or by time."""
+    """Every change of condition, by a trigger or by time."""
     for condition in CONDITIONS:
-        for event in Trigger:
-            if event is Trigger.CLAIM_AGAIN:
+        for trigger in Trigger:
+            if trigger is Trigger.CLAIM_AGAIN:
                 continue  # The repetition of a claim goes where the claim went.
-            target = _target(event, condition)
+            target = _target(trigger, condition)
             if target is not None:
-                yield condition, target, event.value
+                yield condition, target, trigger.value
         later = condition_of(_record_in(condition), _LATER_MS)
         if later is not condition:
             ends = "the lease ends" if later is Condition.ABANDONED else "the active window ends"
@@ -182,10 +182,10 @@ def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
 def state_machine() -> str:
     """docs/state-machine.md"""
     grid = _table(
-        ("event", *(condition.value for condition in CONDITIONS)),
+        ("trigger", *(condition.value for condition in CONDITIONS)),
         (
-            (event.value, *(TABLE[event, condition].value for condition in CONDITIONS))
-            for event in Trigger
+            (trigger.value, *(TABLE[trigger, condition].value for condition in CONDITIONS))
+            for trigger in Trigger
         ),
     )
     conditions = _table(
@@ -206,7 +206,7 @@ A record stores one of four states: pending, succeeded, failed, released. Its *c
 state at one instant, seen through its lease and its active window.
 
 {conditions}
-## Every event in every condition
+## Every trigger in every condition
 
 {grid}
 "Other request" means that the fingerprint differs; "same token" is a claim that is asked for again

@@ -32,7 +32,7 @@ from retrysafe.errors import (
 )
 from retrysafe.stores import MemoryStore
 from retrysafe.stores.postgres.atomic import lock_number
-from retrysafe.stores.postgres.connections import with_percent_signs
+from retrysafe.stores.postgres.user_connections import with_percent_signs
 from retrysafe.transactions import is_conflict, retry_serialization
 
 PATIENCE_SECONDS = 30

@@ -10,6 +10,7 @@ ended, finishes the writes that are under way, and does not wait for what hangs.
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -191,6 +192,32 @@ def test_the_end_of_the_process_does_not_wait_for_what_hangs():
         process.stdout.close()
 
 
+FORKING = """
+import os, sys
+from retrysafe.runtime import thread_pool
+
+thread_pool.EXIT_SECONDS = 600.0
+
+def work():
+    print("begun", flush=True)
+    sys.stdin.readline()
+    print("written", flush=True)
+
+thread_pool.ThreadPool(1, "slow")._submit(work)
+child = os.fork()
+if not child:
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_a_forked_child_does_not_wait_for_the_work_of_its_parent():
+    """At its end, also where the pool of that work is gone."""
+    process = _run(FORKING)
+    assert sorted(process.stdout.readline() for _ in range(2)) == ["7\n", "begun\n"]
+    assert _ended(process, "go on\n") == "written\n"
+
+
 # The pool itself.
 
 
@@ -277,7 +304,7 @@ def test_a_pool_starts_afresh_in_a_forked_child():
         return answer, await held
 
     def in_child():
-        assert not thread_pool._under_way
+        assert os.getpid() not in thread_pool._under_way.values()
         job = pool._submit(lambda: "fresh")
         return job.result(30)
 

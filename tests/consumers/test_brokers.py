@@ -286,8 +286,9 @@ def playing(request, tmp_path_factory):
     asked = {
         item.callspec.params[name]
         for item in request.session.items
-        for name in {"scene", "atomic_scene"} & set(getattr(item, "fixturenames", ()))
-        if hasattr(item, "callspec")
+        # Other modules have scenes of their own.
+        if item.module is request.module and hasattr(item, "callspec")
+        for name in {"scene", "atomic_scene"} & item.callspec.params.keys()
     }
     found = {name: BENCHES[name][0](request) for name in BENCHES if name in asked}
     with ThreadPoolExecutor(SCENES_AT_ONCE) as threads:

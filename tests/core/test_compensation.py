@@ -626,6 +626,7 @@ def test_a_cancelled_caller_does_not_lose_the_outcome(world):
     plant(world)
     cancelled_while_reading(world, world.first.returning("value"))
     assert state(world) is State.SUCCEEDED
+    assert [kind for kind in world.kinds if kind == "completed"] == ["completed"]
     assert world.process().answer(call()).value == "value"
 
 

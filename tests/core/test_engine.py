@@ -454,11 +454,22 @@ def test_attempts_are_limited_and_the_last_claim_runs_nothing():
     assert world.ran == [1, 2]
     assert state(world) is State.FAILED
     assert process.renewals.count == 0
-    assert world.kinds[-2:] == ["failed", "exhausted"]
+    assert world.kinds[-2:] == ["exhausted", "failed"]
     for another in (process, world.process()):
         with pytest.raises(AttemptsExhausted):
             another.answer(call(policy=twice))
     assert world.ran == [1, 2]
+
+
+def test_exhausted_attempts_are_told_although_the_caller_is_cancelled():
+    world = World()
+    die(world, policy=Policy(attempt_limit=1))
+    world.clock.advance(30)
+    world.first.writer.settle_faults.append(Fault(pauses=True))
+    world.first.start(call(policy=Policy(attempt_limit=1))).throw(KeyboardInterrupt())
+    drive(world.background[-1])
+    assert state(world) is State.FAILED
+    assert world.kinds[-2:] == ["exhausted", "failed"]
 
 
 def test_attempts_that_ended_with_a_word_do_not_count_against_the_limit_of_crashes():

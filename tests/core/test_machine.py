@@ -58,9 +58,9 @@ SETTLED_STATES = (State.SUCCEEDED, State.FAILED, State.RELEASED)
 def golden() -> dict[tuple[Trigger, Condition], Decision]:
     cells = {}
     for line in GOLDEN.strip().splitlines():
-        event, *decisions = (cell.strip() for cell in line.split("|"))
+        trigger, *decisions = (cell.strip() for cell in line.split("|"))
         for condition, decision in zip(HEADER.split(), decisions, strict=True):
-            cells[Trigger(event), Condition(condition)] = Decision(decision)
+            cells[Trigger(trigger), Condition(condition)] = Decision(decision)
     return cells
 
 
@@ -70,9 +70,9 @@ def test_the_whole_table_is_as_written_here():
 
 def test_every_cell_is_decided():
     """There is no pair of a wish and a condition to which the machine has no answer."""
-    assert set(TABLE) == {(event, condition) for event in Trigger for condition in Condition}
+    assert set(TABLE) == {(trigger, condition) for trigger in Trigger for condition in Condition}
     assert set(CONDITIONS) == set(Condition)
-    assert all(decide(event, condition) in Decision for event, condition in TABLE)
+    assert all(decide(trigger, condition) in Decision for trigger, condition in TABLE)
 
 
 @pytest.mark.parametrize("condition", [*THERE, Condition.RELEASED])
@@ -83,8 +83,8 @@ def test_another_request_is_refused_whatever_the_record_is(condition):
 
 def test_pending_never_runs_again_while_its_lease_holds():
     granted = {Decision.ADMIT, Decision.TAKE_OVER}
-    for event in CLAIMS:
-        assert decide(event, Condition.RUNNING) not in granted
+    for trigger in CLAIMS:
+        assert decide(trigger, Condition.RUNNING) not in granted
 
 
 @given(st.integers(0, 10**15))
@@ -102,14 +102,14 @@ def test_only_the_holder_of_the_token_writes(condition):
     assert decide(Trigger.WRITE_UNHELD, condition) is Decision.LOST
 
 
-@pytest.mark.parametrize("event", OWNER_WRITES)
-def test_the_holder_of_an_expired_lease_still_holds_the_token(event):
+@pytest.mark.parametrize("trigger", OWNER_WRITES)
+def test_the_holder_of_an_expired_lease_still_holds_the_token(trigger):
     """Until somebody takes over, its outcome is kept: it is the only one there is."""
-    assert decide(event, Condition.ABANDONED) is Decision.APPLY
+    assert decide(trigger, Condition.ABANDONED) is Decision.APPLY
 
 
 @pytest.mark.parametrize(
-    ("event", "condition"),
+    ("trigger", "condition"),
     [
         (Trigger.CLAIM_AGAIN, Condition.RUNNING),
         (Trigger.COMPLETE, Condition.SUCCEEDED),
@@ -117,21 +117,21 @@ def test_the_holder_of_an_expired_lease_still_holds_the_token(event):
         (Trigger.RELEASE, Condition.RELEASED),
     ],
 )
-def test_repeating_a_write_that_stands_is_confirmed(event, condition):
+def test_repeating_a_write_that_stands_is_confirmed(trigger, condition):
     """An ambiguous commit can be retried: the second one changes nothing and says yes."""
-    assert decide(event, condition) is Decision.CONFIRM
+    assert decide(trigger, condition) is Decision.CONFIRM
 
 
-@pytest.mark.parametrize("event", OWNER_WRITES)
-def test_a_settled_outcome_never_changes(event):
+@pytest.mark.parametrize("trigger", OWNER_WRITES)
+def test_a_settled_outcome_never_changes(trigger):
     """No later write of the owner replaces an ending by a different one."""
     for condition in (Condition.SUCCEEDED, Condition.FAILED, Condition.RELEASED):
-        assert decide(event, condition) in (Decision.CONFIRM, Decision.LOST)
+        assert decide(trigger, condition) in (Decision.CONFIRM, Decision.LOST)
 
 
-@pytest.mark.parametrize("event", [*CLAIMS, *OWNER_WRITES, Trigger.WRITE_UNHELD])
-def test_a_record_past_its_window_counts_as_absent(event):
-    assert decide(event, Condition.OUTLIVED) is decide(event, Condition.ABSENT)
+@pytest.mark.parametrize("trigger", [*CLAIMS, *OWNER_WRITES, Trigger.WRITE_UNHELD])
+def test_a_record_past_its_window_counts_as_absent(trigger):
+    assert decide(trigger, Condition.OUTLIVED) is decide(trigger, Condition.ABSENT)
 
 
 def test_only_outlived_records_are_swept():
@@ -143,9 +143,9 @@ def test_only_outlived_records_are_swept():
     assert swept == {Condition.OUTLIVED}
 
 
-@pytest.mark.parametrize("event", OPERATOR)
-def test_an_operator_cannot_act_on_what_is_not_there(event):
-    assert decide(event, Condition.ABSENT) is Decision.REFUSE
+@pytest.mark.parametrize("trigger", OPERATOR)
+def test_an_operator_cannot_act_on_what_is_not_there(trigger):
+    assert decide(trigger, Condition.ABSENT) is Decision.REFUSE
 
 
 def test_an_operator_never_frees_a_success_or_by_chance_a_running_one():
@@ -167,7 +167,7 @@ def test_a_worker_goes_on_with_what_is_abandoned_and_with_nothing_else():
 
 
 @pytest.mark.parametrize(
-    ("held", "token", "event"),
+    ("held", "token", "trigger"),
     [
         (TOKEN, OTHER_TOKEN, Trigger.RECOVER),
         (OTHER_TOKEN, OTHER_TOKEN * 2, Trigger.WRITE_UNHELD),
@@ -175,23 +175,23 @@ def test_a_worker_goes_on_with_what_is_abandoned_and_with_nothing_else():
         (TOKEN, TOKEN, Trigger.CLAIM_AGAIN),
     ],
 )
-def test_a_worker_is_known_by_the_token_that_it_saw(held, token, event):
+def test_a_worker_is_known_by_the_token_that_it_saw(held, token, trigger):
     """Its own token is a claim asked for again; any other is somebody else's hold."""
-    assert recover_trigger(record(), held=held, token=token) is event
+    assert recover_trigger(record(), held=held, token=token) is trigger
 
 
 @pytest.mark.parametrize("state", SETTLED_STATES)
 def test_a_worker_that_asks_again_after_its_end_has_lost(state):
     """A copy of its claim that was delayed must not free, replay or restart what has ended."""
-    event = recover_trigger(record(state), held=OTHER_TOKEN, token=TOKEN)
-    assert event is Trigger.WRITE_UNHELD
+    trigger = recover_trigger(record(state), held=OTHER_TOKEN, token=TOKEN)
+    assert trigger is Trigger.WRITE_UNHELD
 
 
 def test_a_worker_finds_nothing_where_there_is_no_record():
     assert recover_trigger(None, held=TOKEN, token=OTHER_TOKEN) is Trigger.WRITE_UNHELD
 
 
-def test_decisions_belong_to_kinds_of_events():
+def test_decisions_belong_to_kinds_of_triggers():
     """A claim is never "lost" and a write never "replayed": callers branch on these sets."""
     allowed = {
         CLAIMS: {"admit", "take over", "in flight", "replay", "mismatch", "confirm"},
@@ -200,10 +200,10 @@ def test_decisions_belong_to_kinds_of_events():
         (Trigger.RECOVER,): {"take over", "in flight", "lost"},
         (Trigger.SWEEP,): {"keep", "delete"},
     }
-    assert sum(len(events) for events in allowed) == len(Trigger)
-    for events, decisions in allowed.items():
-        for event in events:
-            assert {decide(event, condition).value for condition in Condition} <= decisions
+    assert sum(len(triggers) for triggers in allowed) == len(Trigger)
+    for triggers, decisions in allowed.items():
+        for trigger in triggers:
+            assert {decide(trigger, condition).value for condition in Condition} <= decisions
 
 
 # Conditions at the edges of time.
@@ -264,7 +264,7 @@ def test_another_operation_under_an_unknown_rule_is_another_request():
 
 
 @pytest.mark.parametrize(
-    ("item", "mark", "token", "event"),
+    ("item", "mark", "token", "trigger"),
     [
         (None, MARK, TOKEN, Trigger.CLAIM),
         (record(), MARK, OTHER_TOKEN, Trigger.CLAIM),
@@ -273,12 +273,12 @@ def test_another_operation_under_an_unknown_rule_is_another_request():
         (record(), OTHER_MARK, TOKEN, Trigger.CLAIM_MISMATCHED),
     ],
 )
-def test_a_claim_is_told_apart_by_request_first_then_by_token(item, mark, token, event):
-    assert machine.claim_trigger(item, request(token, mark)) is event
+def test_a_claim_is_told_apart_by_request_first_then_by_token(item, mark, token, trigger):
+    assert machine.claim_trigger(item, request(token, mark)) is trigger
 
 
 @pytest.mark.parametrize(
-    ("item", "changes", "event"),
+    ("item", "changes", "trigger"),
     [
         (record(State.FAILED, nothing_happened=True), {}, Trigger.CLAIM_CORRECTED),
         (record(State.RELEASED, nothing_happened=True), {}, Trigger.CLAIM_CORRECTED),
@@ -296,10 +296,10 @@ def test_a_claim_is_told_apart_by_request_first_then_by_token(item, mark, token,
         (record(State.FAILED, nothing_happened=True), {"fingerprints": (MARK,)}, Trigger.CLAIM),
     ],
 )
-def test_only_a_derived_key_after_nothing_takes_a_corrected_request(item, changes, event):
+def test_only_a_derived_key_after_nothing_takes_a_corrected_request(item, changes, trigger):
     """Both sides have to say so, and it is the same operation; the same request is none."""
     wish = replace(request(OTHER_TOKEN, OTHER_MARK), takes_corrections=True)
-    assert machine.claim_trigger(item, replace(wish, **changes)) is event
+    assert machine.claim_trigger(item, replace(wish, **changes)) is trigger
 
 
 @pytest.mark.parametrize("kind", SettleKind)
@@ -311,7 +311,7 @@ def test_a_write_counts_only_with_the_records_token(kind):
 
 
 @pytest.mark.parametrize("command", OperatorCommand)
-def test_every_operator_command_is_an_event(command):
+def test_every_operator_command_is_a_trigger(command):
     assert machine.operator_trigger(command).value == f"operator {command.value}"
 
 

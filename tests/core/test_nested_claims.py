@@ -377,6 +377,7 @@ def test_a_caller_that_leaves_while_the_inner_outcome_is_written_loses_neither()
     for last_write in world.background:
         drive(last_write)
     assert states(world) == DONE
+    assert world.kinds == ["claimed", "completed"]
     assert process.renewals.running == []
 
 
@@ -391,6 +392,7 @@ def test_a_caller_that_leaves_before_the_outer_outcome_is_written_loses_none(fau
     process.writer.settle_faults.extend(map(Fault, faults))
     (last_write,) = world.background
     drive(last_write)
+    assert world.kinds == ["claimed", "completed"]
     assert states(world) == [outer, State.SUCCEEDED]
     assert process.renewals.running == []
 
@@ -402,6 +404,7 @@ def test_a_caller_that_leaves_before_the_outer_failure_is_written_loses_none():
     running.throw(asyncio.CancelledError())
     (last_write,) = world.background
     drive(last_write)
+    assert world.kinds == ["claimed", "failed"]
     assert states(world) == [State.FAILED, State.FAILED]
     assert process.renewals.running == []
 

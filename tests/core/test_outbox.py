@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 
-from retrysafe import InvalidInput, Key
+from retrysafe import InvalidInput, Key, natural_key
 from retrysafe.core.model import Decision, StagedEntry
 from retrysafe.core.outbox import entries
 from retrysafe.core.outbox.entries import (
@@ -362,3 +362,10 @@ def test_json_bodies_are_plain_json():
 
 def test_tries_are_counted_in_words():
     assert [tries_text(count) for count in (0, 1, 2)] == ["0 tries", "1 try", "2 tries"]
+
+
+@pytest.mark.parametrize("key", [natural_key("payout", 42), str(natural_key("payout", 42))])
+def test_a_key_that_receivers_refuse_is_not_staged(key):
+    """A sender who could choose such a key could take somebody else's in advance."""
+    with pytest.raises(InvalidInput, match="write one of your own"):
+        entries.staged_entry(key, "payouts", {}, aggregate=None, deliver_at=None, content_type=None)

@@ -235,6 +235,7 @@ def test_an_outcome_is_not_lost_with_its_caller(world, process, error):
     assert state(world) is State.PENDING
     drive(last_write)
     assert state(world) is State.SUCCEEDED
+    assert world.kinds == ["claimed", "completed"]
     assert process.answer(call()).value == "done"
     assert world.ran == [1]
 
@@ -244,6 +245,7 @@ def test_a_background_ending_confirms_a_write_that_stood_already(world, process)
     flow = process.start(call(), process.returning("done"))
     assert isinstance(flow.error, KeyboardInterrupt)
     drive(world.background[0])
+    assert world.kinds == ["claimed", "completed"]
     assert process.answer(call()).value == "done"
 
 
@@ -284,6 +286,7 @@ def test_a_failure_is_not_lost_with_its_caller_either(world, process):
     flow = process.start(call(policy=TERMINAL), process.raising(Declined("x")))
     assert isinstance(flow.error, KeyboardInterrupt)
     drive(world.background[0])
+    assert world.kinds == ["claimed", "failed"]
     with pytest.raises(Declined):
         process.answer(call(policy=TERMINAL))
     assert world.ran == [1]

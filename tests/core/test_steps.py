@@ -761,6 +761,28 @@ def test_a_step_of_which_nobody_knows_is_written_again_when_it_is_asked_for_agai
     assert stored_steps(world) == [("charge", 1), ("mail", 2)]
 
 
+class _Incomparable:
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("no")
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize("asked", ["another", _Incomparable()])
+def test_a_step_of_which_nobody_knows_is_not_taken_for_another_call(world, effects, asked):
+    """The name is the same and what is asked for is not: nothing is given back in silence."""
+    world.first.store.write_faults.append(Fault(DOWN))
+
+    async def operation(attempt: Attempt):
+        with pytest.raises(StepNotStored):
+            await attempt.step("charge", effects.do, "charge")
+        with pytest.raises(StepReused):
+            await attempt.step("charge", effects.do, asked)
+
+    run(world.first, operation, policy=Policy(settle_patience=timedelta(0)))
+    assert effects.ran == ["charge"]
+
+
 def test_an_attempt_that_has_ended_takes_no_step(world, effects):
     """The step would run, and then hear that another owner has the key."""
     kept = []

@@ -25,10 +25,10 @@ from retrysafe.core.model import Payload, SettleKind, Settlement, State, Step, S
 from retrysafe.stores import Condition
 from retrysafe.stores.opening import open_store
 from retrysafe.stores.postgres.atomic import PostgresTransaction
-from retrysafe.stores.postgres.connections import adapted
 from retrysafe.stores.postgres.drivers.port import Conflict, RowRefused
 from retrysafe.stores.postgres.same_database import SameDatabase
 from retrysafe.stores.postgres.schema import statements
+from retrysafe.stores.postgres.user_connections import adapted
 from tests.servers.cutting import Cut, CuttingProxy
 from tests.servers.fixtures import migrated
 from tests.servers.postgres import PostgresServer

@@ -16,6 +16,7 @@ from retrysafe import (
     StoreUnavailable,
 )
 from retrysafe.core.ports import Waits
+from retrysafe.observe import Event
 from retrysafe.stores import Condition
 from tests.runtime.staged import (
     KEY,
@@ -39,7 +40,8 @@ class Scene:
     def __init__(self, waits: Waits = Waits.SUSPENDING) -> None:
         self.clock = Clock()
         self.store = StagedStore(waits=waits, now_ms=self.clock)
-        self.idem = AsyncIdempotency(self.store, policy=POLICY)
+        self.heard: list[Event] = []
+        self.idem = AsyncIdempotency(self.store, policy=POLICY, observers=[self.heard.append])
         self.ran: list[str] = []
 
     def operation(self, name: str, hold: TaskHold | None = None):
@@ -135,6 +137,7 @@ def test_cancelled_while_the_outcome_is_being_stored():
             hold.open()
             await scene.idem._calls._bound.parts.background.settle()
             assert await scene.condition() is Condition.SUCCEEDED
+            assert [event.kind for event in scene.heard] == ["claimed", "completed"]
             answer = await scene.answer("second")
             assert (answer.value, answer.replayed) == ("first", True)
             assert scene.ran == ["first"]

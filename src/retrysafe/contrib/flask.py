@@ -36,7 +36,7 @@ from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys.key import GlobalCaller
 from retrysafe.errors import InvalidInput
-from retrysafe.http import blocking
+from retrysafe.http import thread_requests
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf, require_blocking
 from retrysafe.http.held_response import Held, passes_at_once
@@ -204,7 +204,7 @@ class _Protected:
         if path == self._protection.policy_path:
             self._protection.endpoints = tuple(self._view_routes())
         prefix = prefix_of(request.environ)
-        return _native(blocking.page(self._protection, self._calls, path, asked, prefix))
+        return _native(thread_requests.page(self._protection, self._calls, path, asked, prefix))
 
     def _view_routes(self) -> Iterator[Route]:
         for url_rule in self._app.url_map.iter_rules():

@@ -14,7 +14,7 @@ from typing import Any, Final
 from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.errors import InvalidInput, PolicyInvalid
-from retrysafe.http import blocking
+from retrysafe.http import thread_requests
 from retrysafe.http.key_sources import FieldsKey
 from retrysafe.http.protection import Plan, Protection
 from retrysafe.http.responses import Header, Response
@@ -115,10 +115,10 @@ class ViewRun:
         """The response to send, and what was added to the view's own; None for another one.
 
         A response of the view that is not sent is closed: its stream may hold a file or a
-        connection open. Raises as `blocking.answered` does.
+        connection open. Raises as `thread_requests.answered` does.
         """
         try:
-            response = blocking.answered(protection, calls, plan, self)
+            response = thread_requests.answered(protection, calls, plan, self)
         except BaseException:
             self._drop()
             raise

@@ -16,7 +16,7 @@ from retrysafe.core.values.codec import OutcomeCodec
 
 @dataclass(slots=True)
 class Nest:
-    """What a level of a nested call knows of the others, see `nesting`."""
+    """What a level of a nested call knows of the others, see `nested_claims`."""
 
     # All keys of the request, by the tags of the secrets that made them.
     keys: Mapping[bytes, Key]

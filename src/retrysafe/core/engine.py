@@ -371,7 +371,11 @@ class Engine:
                     raise self._in_flight(call, flight, "process")
             if phase is Phase.LANDED:
                 return self._disembark(flight, call, wait_until)
-            if phase is Phase.CLAIMING and flight.leader == self._who() is not None:
+            if (
+                phase is Phase.CLAIMING
+                and flight.leader is not None
+                and flight.leader == self._who()
+            ):
                 # A signal's handler that came in the middle of the claim: news come only from the
                 # caller that it keeps from going on.
                 raise self._in_flight(call, flight, "process")

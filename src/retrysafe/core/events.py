@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Final
 
 from retrysafe.core.keys.key import Key
+from retrysafe.core.model import SettleKind
 
 
 class EventKind(StrEnum):
@@ -51,6 +52,12 @@ Emit = Callable[[Event], None]
 # What is shown where an operation has no name, as a lambda has none.
 UNNAMED: Final = "(unnamed)"
 ALL_KINDS: Final = frozenset(EventKind)
+# What is told of an ending, whoever wrote it.
+ENDING_KINDS: Final = {
+    SettleKind.COMPLETE: EventKind.COMPLETED,
+    SettleKind.FAIL: EventKind.FAILED,
+    SettleKind.RELEASE: EventKind.RELEASED,
+}
 
 
 class Reporter:

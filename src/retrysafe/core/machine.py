@@ -1,6 +1,6 @@
 """The state machine: everything that decides what may happen to a record lives here.
 
-A record's *condition* is its state seen at one instant; an *event* is somebody's wish. The table
+A record's *condition* is its state seen at one instant; a *trigger* is somebody's wish. The table
 answers every pair. Stores only make an answer atomic: the in-memory and SQLite stores call
 `decide` under their write lock, a store that decides in SQL is held to this table by the tests.
 
@@ -59,7 +59,7 @@ class Trigger(StrEnum):
 _C = Condition
 _D = Decision
 
-# One row per event; the columns are the conditions in the order of this tuple.
+# One row per trigger; the columns are the conditions in the order of this tuple.
 CONDITIONS: Final = (
     _C.ABSENT,
     _C.RUNNING,
@@ -93,18 +93,18 @@ _ROWS: Final[dict[Trigger, tuple[Decision, ...]]] = {
 # fmt: on
 
 TABLE: Final[dict[tuple[Trigger, Condition], Decision]] = {
-    (event, condition): decision
-    for event, row in _ROWS.items()
+    (trigger, condition): decision
+    for trigger, row in _ROWS.items()
     for condition, decision in zip(CONDITIONS, row, strict=True)
 }
 
-_SETTLE_EVENTS: Final = {
+_SETTLE_TRIGGERS: Final = {
     SettleKind.COMPLETE: Trigger.COMPLETE,
     SettleKind.FAIL: Trigger.FAIL,
     SettleKind.RELEASE: Trigger.RELEASE,
 }
 
-_OPERATOR_EVENTS: Final = {
+_OPERATOR_TRIGGERS: Final = {
     OperatorCommand.RELEASE: Trigger.OPERATOR_RELEASE,
     OperatorCommand.FORCE_RELEASE: Trigger.OPERATOR_FORCE_RELEASE,
     OperatorCommand.EXPIRE: Trigger.OPERATOR_EXPIRE,
@@ -184,11 +184,11 @@ def claim_trigger(record: Record | None, request: ClaimRequest) -> Trigger:
     return _CLAIM
 
 
-def held_trigger(record: Record | None, event: Trigger, token: bytes) -> Trigger:
-    """The event itself when the token is the record's, else `WRITE_UNHELD`: this is the fence."""
+def held_trigger(record: Record | None, trigger: Trigger, token: bytes) -> Trigger:
+    """The trigger itself when the token is the record's, else `WRITE_UNHELD`: this is the fence."""
     if record is None or record.token != token:
         return Trigger.WRITE_UNHELD
-    return event
+    return trigger
 
 
 def recover_trigger(record: Record | None, *, held: bytes, token: bytes) -> Trigger:
@@ -203,18 +203,18 @@ def recover_trigger(record: Record | None, *, held: bytes, token: bytes) -> Trig
 
 
 def settle_trigger(record: Record | None, kind: SettleKind, token: bytes) -> Trigger:
-    """The event of an owner's ending."""
-    return held_trigger(record, _SETTLE_EVENTS[kind], token)
+    """The trigger of an owner's ending."""
+    return held_trigger(record, _SETTLE_TRIGGERS[kind], token)
 
 
 def operator_trigger(command: OperatorCommand) -> Trigger:
-    """The event of an operator's command."""
-    return _OPERATOR_EVENTS[command]
+    """The trigger of an operator's command."""
+    return _OPERATOR_TRIGGERS[command]
 
 
-def decide(event: Trigger, condition: Condition) -> Decision:
+def decide(trigger: Trigger, condition: Condition) -> Decision:
     """The table's answer."""
-    return TABLE[event, condition]
+    return TABLE[trigger, condition]
 
 
 def how_far(condition: Condition) -> int:

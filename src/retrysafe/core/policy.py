@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from retrysafe.core.machine import exhausted_limit
 from retrysafe.core.model import Ending
-from retrysafe.core.stops import own_error
+from retrysafe.core.stop_iteration import is_listed, kinds_of
 from retrysafe.errors import (
     AwaitForgotten,
     CommitHookFailed,
@@ -158,7 +158,7 @@ class Policy:
             # Another process knows the secret, or this one after its next start: kept, it would end
             # an operation for good that only the wrong process had taken over.
             return Ending.RELEASED
-        for ancestor in type(own_error(error)).__mro__:
+        for ancestor in kinds_of(error):
             if ancestor in self.terminal:
                 return Ending.FAILED
             if ancestor in self.retryable:
@@ -169,9 +169,11 @@ class Policy:
         """Whether an attempt that raised this exception is listed as one that left no effects."""
         # What retrysafe itself raises, such as `StepNotStored`, may come after effects; and an
         # exception of a listed class may be of an uncertain one as well.
-        if isinstance(error, Exception):
-            error = own_error(error)
-        return isinstance(error, self.nothing_happened) and not isinstance(error, _UNCERTAIN)
+        return (
+            isinstance(error, Exception)
+            and is_listed(error, self.nothing_happened)
+            and not isinstance(error, _UNCERTAIN)
+        )
 
     def _check_durations(self) -> None:
         for name in ("lease", "active_window", "audit_window", "wait_limit", "settle_patience"):

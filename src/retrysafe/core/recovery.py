@@ -107,13 +107,13 @@ class Recovery:
         self._resumers = resumers
         self._pool = pool
         self._lock = lock
-        self._tell = report
+        self._report = report
         self._back_off_ms = back_off_ms
         # An operation that waits longer than this for room in the pool is reported.
         self._patience_seconds = patience_seconds
         self._notices = notices
         self._is_full_noted = False
-        self._report = RecoveryReport()
+        self._summary = RecoveryReport()
         self._abandoned = AbandonedReport()
         self._reported: dict[bytes, None] = {}
 
@@ -121,7 +121,7 @@ class Recovery:
     def report(self) -> RecoveryReport:
         """A copy of the counts so far."""
         with self._lock:
-            return replace(self._report)
+            return replace(self._summary)
 
     @property
     def abandoned(self) -> AbandonedReport:
@@ -220,7 +220,7 @@ class Recovery:
             if len(self._reported) > REPORTED_LIMIT:
                 del self._reported[next(iter(self._reported))]
             self._abandoned.reported += 1
-        self._tell(
+        self._report(
             EventKind.ABANDONED,
             key_of(record),
             record.operation,
@@ -230,4 +230,4 @@ class Recovery:
 
     def _count(self, name: str) -> None:
         with self._lock:
-            setattr(self._report, name, getattr(self._report, name) + 1)
+            setattr(self._summary, name, getattr(self._summary, name) + 1)

@@ -15,7 +15,7 @@ from retrysafe.core.atomic.complete_in import JoinedOutcome
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.events import EventKind
+from retrysafe.core.events import ENDING_KINDS, EventKind
 from retrysafe.core.flights import Flight, Flights, Phase
 from retrysafe.core.keys.key import Key
 from retrysafe.core.lease import Lease
@@ -145,10 +145,10 @@ class Runner:
                 if told is None:
                     raise
                 return told
-            asked = self._monotonic()
-            self._run_times.add(call.operation, asked - began)
+            ended = self._monotonic()
+            self._run_times.add(call.operation, ended - began)
             joined = attempt.joined
-            if joined and await self._is_settled(flight, call, joined, number, asked, None):
+            if joined and await self._is_settled(flight, call, joined, number, ended, None):
                 return Answer(joined.value, False, number)
             ending, payload = self._settler.payload_of(call, value, number)
             entries = attempt.staged()
@@ -172,13 +172,13 @@ class Runner:
             except BaseException:
                 self._settler.hand_over(call, lease, settlement, number)
                 raise
-            payload = self._settler.settled(call, settlement, stands, ending, number)
+            payload = self._settler.settled(call, settlement, stands, number)
             lease.is_settled = True
             if ending is _RELEASED:
                 flight.share(payload, number, is_released=True)
             else:
                 active_ms = 0 if settlement.nothing_happened else policy.active_ms
-                self.remember(call, flight, payload, number, asked, active_ms)
+                self.remember(call, flight, payload, number, ended, active_ms)
         finally:
             lease.is_held = False
             self._renewals.remove(lease)
@@ -245,7 +245,7 @@ class Runner:
         if fate is Fate.STANDS:
             assert flight.lease is not None  # It is the flight of a run.
             flight.lease.is_settled = True
-            self._report(joined.event_kind, call.key, call.operation, attempt)
+            self._report(ENDING_KINDS[joined.kind], call.key, call.operation, attempt)
             self.remember(call, flight, joined.payload, attempt, asked, call.policy.active_ms)
         # While it is open, the record is locked by it and only its commit or its rollback decides;
         # writing here would wait for a caller who waits for us.
@@ -257,6 +257,8 @@ class Runner:
         """Settles the record as failed for good, and raises that failure."""
         asked = self._monotonic()
         ending = await self._last_failure(call.key)
+        # Before the write, which a cancelled caller does not see the end of.
+        self._report(EventKind.EXHAUSTED, call.key, call.operation, attempt, ending)
         payload = await self._settler.settle(
             call,
             lease,
@@ -264,7 +266,6 @@ class Runner:
             codec.exhausted(limit, getattr(call.policy, limit), ending),
             attempt,
         )
-        self._report(EventKind.EXHAUSTED, call.key, call.operation, attempt, ending)
         self._remember_ending(call, flight, Ending.FAILED, payload, attempt, asked, None)
         raise codec.decode_failure(payload, (), call.key.text)
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 from retrysafe.core.call import Call
-from retrysafe.core.events import EventKind
+from retrysafe.core.events import ENDING_KINDS, EventKind
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import (
     Decision,
@@ -39,9 +39,9 @@ from retrysafe.errors import (
 RETRY_PAUSE_MAXIMUM_SECONDS: Final = 1.0
 
 _KINDS: Final = {
-    Ending.SUCCEEDED: (SettleKind.COMPLETE, EventKind.COMPLETED),
-    Ending.FAILED: (SettleKind.FAIL, EventKind.FAILED),
-    Ending.RELEASED: (SettleKind.RELEASE, EventKind.RELEASED),
+    Ending.SUCCEEDED: SettleKind.COMPLETE,
+    Ending.FAILED: SettleKind.FAIL,
+    Ending.RELEASED: SettleKind.RELEASE,
 }
 
 # Looked up once: members of an enum are dear to look up on every call.
@@ -64,7 +64,7 @@ def settlement_of(
     """
     policy = call.policy
     settlement = Settlement(
-        _KINDS[ending][0], call.key, lease.token, payload, policy.active_ms, policy.audit_ms
+        _KINDS[ending], call.key, lease.token, payload, policy.active_ms, policy.audit_ms
     )
     if call.nest is not None and call.nest.active_ms is not None:
         settlement.active_ms = call.nest.active_ms
@@ -193,7 +193,7 @@ class Settler:
         except BaseException:
             self.hand_over(call, lease, settlement, attempt)
             raise
-        stored = self.settled(call, settlement, answer, ending, attempt)
+        stored = self.settled(call, settlement, answer, attempt)
         lease.is_settled = True
         return stored
 
@@ -219,12 +219,12 @@ class Settler:
         return partial(self._report, EventKind.SETTLE_FAILED, call.key, call.operation, attempt)
 
     def settled(
-        self, call: Call, settlement: Settlement, answer: SettleAnswer, ending: Ending, attempt: int
+        self, call: Call, settlement: Settlement, answer: SettleAnswer, attempt: int
     ) -> Payload:
         """What is durable of an ending by this answer; raises `ClaimLost`."""
         if answer.decision is _LOST:
             raise self._lost(call, attempt)
-        event_kind = _KINDS[ending][1]
+        event_kind = ENDING_KINDS[settlement.kind]
         if event_kind in self._report.kinds:
             self._report(event_kind, call.key, call.operation, attempt)
         payload = settlement.payload
@@ -268,7 +268,7 @@ class Settler:
     async def _settle_orphan(
         self, call: Call, lease: Lease, settlement: Settlement, attempt: int
     ) -> None:
-        """The same for an ending whose caller is gone; there is nobody left to tell.
+        """The same for an ending whose caller is gone; observers alone hear of it.
 
         The lease must not run out while the store is still being asked. Its renewal is this flow's
         own affair: one that is cancelled before it begins must not leave a lease behind.
@@ -285,10 +285,13 @@ class Settler:
         finally:
             lease.is_held = False
             self._renewals.remove(lease)
-        if answer.decision is Decision.LOST:
+        if answer.decision is _LOST:
             self._lost(call, attempt)
-        else:
-            lease.is_settled = True
+            return
+        lease.is_settled = True
+        if settlement.key == call.key:
+            # Not for the claims around: observers hear of a call once, from where it ended.
+            self._report(ENDING_KINDS[settlement.kind], call.key, call.operation, attempt)
 
     def _lost(self, call: Call, attempt: int) -> ClaimLost:
         self._report(EventKind.LOST, call.key, call.operation, attempt)

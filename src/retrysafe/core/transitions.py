@@ -65,13 +65,13 @@ def claim(
             "another key with the same digest exists; use a different key", key=request.key.text
         )
     condition = condition_of(record, now_ms)
-    event = claim_trigger(record, request)
-    decision = decide(event, condition)
+    trigger = claim_trigger(record, request)
+    decision = decide(trigger, condition)
     if decision is _ADMIT:
         granted = _granted(request, None, condition, now_ms)
         return granted, _grant(decision, condition, granted)
     assert record is not None  # Only an absent record has no row, and absent is always admitted.
-    is_corrected = event is Trigger.CLAIM_CORRECTED
+    is_corrected = trigger is Trigger.CLAIM_CORRECTED
     return _claimed(record, request, decision, condition, now_ms, is_corrected=is_corrected)
 
 
@@ -247,8 +247,8 @@ def settle(
     record: Record | None, settlement: Settlement, now_ms: int
 ) -> tuple[Record | None, SettleAnswer]:
     """Ends an attempt; the new record is None when nothing is to be written."""
-    event = settle_trigger(record, settlement.kind, settlement.token)
-    decision = decide(event, condition_of(record, now_ms))
+    trigger = settle_trigger(record, settlement.kind, settlement.token)
+    decision = decide(trigger, condition_of(record, now_ms))
     if decision is not Decision.APPLY:
         return None, SettleAnswer(decision)
     assert record is not None  # Nothing is applied to an absent record.
@@ -259,8 +259,8 @@ def extend(
     record: Record | None, extension: Extension, now_ms: int
 ) -> tuple[Record | None, ExtendAnswer]:
     """Extends a lease; the new record is None when nothing is to be written."""
-    event = held_trigger(record, Trigger.EXTEND, extension.token)
-    decision = decide(event, condition_of(record, now_ms))
+    trigger = held_trigger(record, Trigger.EXTEND, extension.token)
+    decision = decide(trigger, condition_of(record, now_ms))
     if decision is not Decision.APPLY:
         return None, ExtendAnswer(decision)
     assert record is not None  # Nothing is applied to an absent record.
@@ -307,8 +307,8 @@ def record_step(
     is a former owner whose token a late copy of its claim has brought back: it must not go on with
     a result that nobody else will ever see.
     """
-    event = held_trigger(record, Trigger.RECORD_STEP, write.token)
-    decision = decide(event, condition_of(record, now_ms))
+    trigger = held_trigger(record, Trigger.RECORD_STEP, write.token)
+    decision = decide(trigger, condition_of(record, now_ms))
     if stored is not None and stored != write.step.payload:
         return Decision.LOST
     return decision

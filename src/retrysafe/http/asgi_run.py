@@ -15,7 +15,7 @@ from typing import Any, Final
 from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.permits import Permits
-from retrysafe.core.stops import raisable
+from retrysafe.core.stop_iteration import raisable
 from retrysafe.errors import ClaimLost
 from retrysafe.http.held_response import Held, is_from_stream, passes_at_once
 from retrysafe.http.protection import UNPROTECTED, Plan

@@ -13,7 +13,7 @@ from typing import Final
 
 from retrysafe.core.keys.key import GlobalCaller
 from retrysafe.errors import InvalidInput
-from retrysafe.http import blocking
+from retrysafe.http import thread_requests
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf, require_blocking
 from retrysafe.http.headers import length_of
@@ -128,7 +128,7 @@ class WSGIIdempotencyMiddleware:
         request, prefix = request_of(environ), prefix_of(environ)
         return _sent(
             start_response,
-            blocking.page(self.protection, self.calls, path, request, prefix),
+            thread_requests.page(self.protection, self.calls, path, request, prefix),
         )
 
     def _protect(
@@ -159,7 +159,7 @@ class WSGIIdempotencyMiddleware:
     ) -> Iterable[bytes]:
         run = WsgiRun(self.app, plan, environ, start_response)
         try:
-            response = blocking.answered(self.protection, self.calls, plan, run)
+            response = thread_requests.answered(self.protection, self.calls, plan, run)
         except BaseException:
             run.close()
             raise

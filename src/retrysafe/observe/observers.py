@@ -38,10 +38,13 @@ def reporter(observers: Iterable[Emit]) -> Reporter:
     listeners = tuple(observers)
     if not listeners:
         return Reporter(None)
-    kinds = frozenset().union(*(getattr(item, "kinds", ALL_KINDS) for item in listeners))
+    wanted = [(item, frozenset(getattr(item, "kinds", ALL_KINDS))) for item in listeners]
+    kinds = frozenset().union(*(kinds for _, kinds in wanted))
 
     def tell(event: Event) -> None:
-        for listener in listeners:
+        for listener, its_kinds in wanted:
+            if event.kind not in its_kinds:
+                continue
             try:
                 listener(event)
             except Exception:

@@ -43,7 +43,7 @@ from retrysafe.runtime.group_commit.direct import DirectWriter
 from retrysafe.runtime.group_commit.tasks import TaskGroupCommit
 from retrysafe.runtime.heartbeat import TaskHeartbeat, ThreadHeartbeat
 from retrysafe.runtime.identity import mint_token, owner_name
-from retrysafe.runtime.threaded import ThreadedStore
+from retrysafe.runtime.threaded_store import ThreadedStore
 from retrysafe.runtime.threaded_transaction import joined
 
 # How long a loop that is ending waits for the last writes. As long as `close` does by default: a
@@ -124,8 +124,13 @@ class TaskBackground:
 
     def _start(self, flow: Coroutine[Any, Any, None], abandon: Callable[[str], None]) -> None:
         task = hidden_task(flow, self._loop)
-        self._tasks[task] = abandon
-        task.add_done_callback(self._ended)
+        try:
+            self._tasks[task] = abandon
+            task.add_done_callback(self._ended)
+        except BaseException:
+            # Closing would wait for its end, of which nobody hears.
+            self._tasks.pop(task, None)
+            raise
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)

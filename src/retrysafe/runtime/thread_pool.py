@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -17,20 +18,26 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from retrysafe import forks
-from retrysafe.core.stops import raisable
+from retrysafe.core.stop_iteration import raisable
 
 T = TypeVar("T")
 
 # How long the end of the process waits for what is under way, as a loop's end and `close` do: a
 # file that is locked for longer has failed the write by then, and what hangs is left behind.
 EXIT_SECONDS: Final = 30.0
-_under_way: Final[set[Future[Any]]] = set()
+# With the process that it is under way in: a forked child has a copy, and waits for none of it.
+_under_way: Final[dict[Future[Any], int]] = {}
 
 
 @atexit.register
 def _finish() -> None:
     """Called when the last thread that is no daemon has ended."""
-    wait(_under_way, EXIT_SECONDS)
+    here = os.getpid()
+    wait([future for future, process in _under_way.items() if process == here], EXIT_SECONDS)
+
+
+def _forget(future: Future[Any]) -> None:
+    _under_way.pop(future, None)
 
 
 class ThreadPool:
@@ -47,7 +54,6 @@ class ThreadPool:
 
     def after_fork_in_child(self) -> None:
         """The threads stayed in the parent, and so did their work."""
-        _under_way.clear()
         self._begin()
 
     def _begin(self) -> None:
@@ -63,8 +69,8 @@ class ThreadPool:
         job = _Job(work)
         with self._lock:
             self._start_thread()
-            _under_way.add(job.future)
-            job.future.add_done_callback(_under_way.discard)
+            _under_way[job.future] = os.getpid()
+            job.future.add_done_callback(_forget)
             self._jobs.put(job)
         return job.future
 
@@ -74,14 +80,15 @@ class ThreadPool:
             return
         name = f"{self._name}_{len(self._threads)}"
         thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
+        # Before it starts: a signal in between must not leave one that nobody counts.
+        self._threads.append(thread)
         try:
             thread.start()
         except RuntimeError:
             # The system gives no more of them. The others take the work, if there are any.
+            self._threads.remove(thread)
             if not self._threads:
                 raise
-        else:
-            self._threads.append(thread)
 
     def end(self) -> list[threading.Thread]:
         """Has the threads end with what is queued, without waiting for them."""

@@ -22,7 +22,7 @@ from retrysafe.core.ports import Fate, Store, Transaction, Waits
 from retrysafe.errors import InvalidInput
 from retrysafe.reentry import OpenBlock
 from retrysafe.runtime.thread_pool import ThreadPool
-from retrysafe.runtime.threaded import drive_in_thread
+from retrysafe.runtime.threaded_store import drive_in_thread
 
 T = TypeVar("T")
 

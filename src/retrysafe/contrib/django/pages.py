@@ -17,7 +17,7 @@ from retrysafe.contrib.django.configuration import current
 from retrysafe.contrib.django.route_names import path_of
 from retrysafe.contrib.django.views import native_of, prefix_of, unread_request
 from retrysafe.contrib.views import RULE_NAME, located
-from retrysafe.http import blocking
+from retrysafe.http import thread_requests
 from retrysafe.http.rules import STATE_CHANGING, Rule
 
 PAGE_METHODS: Final = ("GET", "HEAD")
@@ -34,7 +34,7 @@ def page(request: Any, key: str | None = None) -> HttpResponseBase:
     path: str = request.path_info
     if key is None and path == protection.policy_path:
         protection.endpoints = tuple(map(made.made_route, _located_rules()))
-    shown = blocking.page(
+    shown = thread_requests.page(
         protection,
         made.calls,
         path,

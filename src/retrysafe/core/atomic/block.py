@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, Final
 
 from retrysafe.core.call import Call
-from retrysafe.core.events import EventKind
+from retrysafe.core.events import ENDING_KINDS, EventKind
 from retrysafe.core.keys.framing import Part
 from retrysafe.core.keys.key import Key, checked_secret, child_key
 from retrysafe.core.model import (
@@ -96,8 +96,8 @@ class AtomicBlock:
         self, call: Call, transaction: Transaction, ports: Ports, settings: Settings
     ) -> None:
         self.call = call
-        # All keys of a request whose key has several forms, see `nesting`; here they are claimed
-        # and settled one after the other, in the one transaction.
+        # All keys of a request whose key has several forms, see `nested_claims`; here they are
+        # claimed and settled one after the other, in the one transaction.
         self._levels = [call]
         while self._levels[-1].inner is not None:
             self._levels.append(self._levels[-1].inner)
@@ -279,7 +279,7 @@ class AtomicBlock:
         self._require_claimed()
         await self._settle(kind, payload, value)
         self._value = value
-        self._tell(EventKind.COMPLETED if kind is SettleKind.COMPLETE else EventKind.FAILED)
+        self._tell(ENDING_KINDS[kind])
 
     async def fail(self, error: Exception) -> None:
         """Stores a failure for good; raises `ClaimLost`."""

@@ -12,7 +12,6 @@ from typing import Any
 
 from retrysafe.core.atomic.block import settlement_of, storable
 from retrysafe.core.call import Call
-from retrysafe.core.events import EventKind
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Decision, Ending, Payload, SettleKind, Settlement, StagedEntry
 from retrysafe.core.ports import Executor, Fate, Transaction
@@ -34,10 +33,9 @@ class JoinedOutcome:
         self.value = value
 
     @property
-    def event_kind(self) -> EventKind:
-        """What observers are told once it stands."""
-        is_failure = self._settlement.kind is SettleKind.FAIL
-        return EventKind.FAILED if is_failure else EventKind.COMPLETED
+    def kind(self) -> SettleKind:
+        """How it ends the attempt, once it stands."""
+        return self._settlement.kind
 
     async def fate(self) -> Fate:
         """What became of it; raises `StoreError` when the store cannot tell."""

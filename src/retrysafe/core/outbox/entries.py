@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Any, Final
 
 from retrysafe.core.keys.framing import Part, frame, frame_parts
-from retrysafe.core.keys.key import Key
+from retrysafe.core.keys.key import Key, looks_derived
 from retrysafe.core.model import Decision, StagedEntry
 from retrysafe.errors import InvalidInput
 
@@ -379,6 +379,11 @@ def staged_entry(
     _require_text("an entry's key", key, KEY_LIMIT_CHARACTERS)
     if not (key.isascii() and key.isprintable()):
         raise InvalidInput(f"an entry's key travels in headers: ASCII only, got {key!r}")
+    if looks_derived(str(key)):
+        raise InvalidInput(
+            f"{key!r} is made from fields or a body, and receivers refuse such a key from a "
+            "sender: leave key= out, or write one of your own, such as 'payout-42'"
+        )
     if aggregate is not None:
         _require_text("an aggregate", aggregate, AGGREGATE_LIMIT_CHARACTERS)
     if content_type is not None:

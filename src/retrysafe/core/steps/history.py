@@ -1,7 +1,7 @@
 """Steps: the parts of an operation whose results are remembered, and the order they came in.
 
 Owns what one attempt knows about its steps: which ones earlier attempts finished, which ones it
-has asked for itself, and whether the two fit together. It does no I/O; `stepping` does.
+has asked for itself, and whether the two fit together. It does no I/O; `run` does.
 
 The position of a step is how many steps lie behind it on its own way, counted from 1. Ways are
 told apart by context: a task of its own, or a thread with a copied context, goes on counting from
@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from retrysafe.core.checks import require_function
 from retrysafe.core.model import Payload, Step
-from retrysafe.core.stops import own_error
+from retrysafe.core.stop_iteration import is_listed
 from retrysafe.errors import InvalidInput, OperationUndone, PolicyInvalid, StepReused, StepsChanged
 
 # Names are shown to people and stored with every step; longer ones are mistakes.
@@ -96,7 +96,7 @@ class StepRetry:
 
     def allows(self, error: Exception, tried: int) -> bool:
         """Whether there is another try after this exception."""
-        return tried < self.tries and isinstance(own_error(error), self.on)  # type: ignore[arg-type]
+        return tried < self.tries and is_listed(error, self.on)  # type: ignore[arg-type]
 
     def pause_seconds(self, tried: int) -> float:
         """How long to wait after so many tries."""

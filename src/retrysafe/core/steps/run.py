@@ -21,12 +21,18 @@ from retrysafe.core.ports import Fate, Ports, Signal, Transaction
 from retrysafe.core.steps.history import StepHistory, StepOptions, StepRetry, Undo, checked_name
 from retrysafe.core.steps.pending import PendingStep
 from retrysafe.core.steps.writer import StepWriter
-from retrysafe.core.stops import own_error
+from retrysafe.core.stop_iteration import is_listed
 from retrysafe.core.values import codec
 from retrysafe.core.values.annotations import codec_of_step
 from retrysafe.core.values.codec import OutcomeCodec
 from retrysafe.core.values.trees import NotReadable
-from retrysafe.errors import AwaitForgotten, ClaimLost, InvalidInput, StepUnavailable
+from retrysafe.errors import (
+    AwaitForgotten,
+    ClaimLost,
+    InvalidInput,
+    StepNotStored,
+    StepUnavailable,
+)
 
 if TYPE_CHECKING:
     from retrysafe.core.attempt import Attempt
@@ -57,6 +63,7 @@ class StepRun:
         "_not_begun",
         "_quiet",
         "_terminal_errors",
+        "_unstored_calls",
         "book",
         "call",
         "writer",
@@ -76,6 +83,8 @@ class StepRun:
         # Whom the last step under way wakes, once the operation has ended.
         self._quiet: Signal | None = None
         self._joined: list[_JoinedStep] = []
+        # What was called of steps that ran and may not be stored.
+        self._unstored_calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
         self._terminal_errors: list[Exception] = []
         # The steps that were asked for and that nobody has awaited yet, in order.
         self._not_begun: dict[PendingStep, None] = {}
@@ -99,7 +108,8 @@ class StepRun:
             # It ran in this attempt, whose operation was told that nobody knows whether it is
             # stored, and asks again: it is our own write that is made again, not another step.
             doubtful = self.writer.doubtful.get(name)
-            if doubtful is None:
+            if doubtful is None or not _is_equal(self._unstored_calls.get(name), (call, args)):
+                doubtful = None
                 position, stored = book.begin(name, place)
             else:
                 book.require_open(name, place)
@@ -116,6 +126,9 @@ class StepRun:
             value = self._stored_value(stored, outcome_codec, options)
             book.advance(position)
             return value
+        except StepNotStored:
+            self._unstored_calls[name] = (call, args)
+            raise
         finally:
             with self._lock:
                 book.under_way -= 1
@@ -288,7 +301,7 @@ class StepRun:
                 return await run_once()
             except Exception as error:
                 tried += 1
-                if isinstance(own_error(error), terminal):
+                if is_listed(error, terminal):
                     self._terminal_errors.append(error)
                     raise
                 if isinstance(error, ClaimLost) or not retry.allows(error, tried):
@@ -380,3 +393,11 @@ class StepRun:
                     self.book.take_back(step.name)
                 else:
                     self.book.committed.add(step.name)
+
+
+def _is_equal(one: object, other: object) -> bool:
+    """Whether two calls of a step are one; what cannot be compared is not."""
+    try:
+        return bool(one == other)
+    except Exception:
+        return False

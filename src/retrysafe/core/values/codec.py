@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any, Final, Protocol
 
 from retrysafe.core.model import Payload
-from retrysafe.core.stops import own_error, raisable
+from retrysafe.core.stop_iteration import own_error, raisable
 from retrysafe.core.values import trees
 from retrysafe.core.values.compare import difference
 from retrysafe.core.values.models import is_dataclass, is_msgspec, is_pydantic

@@ -13,10 +13,12 @@ from typing import Any, Final
 from retrysafe.core.model import Payload, Record, Settlement, State, StoredOutcome
 
 # Token, attempt, state, the three parts of the payload, and the two instants of a `StoredOutcome`.
-Ending = tuple[Any, ...]
+PackedOutcome = tuple[Any, ...]
 
 
-def ending_of(settlement: Settlement, payload: Payload, record: Record, now_ms: int) -> Ending:
+def ending_of(
+    settlement: Settlement, payload: Payload, record: Record, now_ms: int
+) -> PackedOutcome:
     """What is kept of a settlement for the audit of its key."""
     return (
         settlement.token,
@@ -30,12 +32,12 @@ def ending_of(settlement: Settlement, payload: Payload, record: Record, now_ms: 
     )
 
 
-def payload_of(ending: Ending) -> Payload:
+def payload_of(ending: PackedOutcome) -> Payload:
     """What is replayed of it."""
     return Payload(*ending[3:6])
 
 
-def stored_outcome(ending: Ending) -> StoredOutcome:
+def stored_outcome(ending: PackedOutcome) -> StoredOutcome:
     """It as operators are shown it."""
     token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms = ending
     payload = Payload(form, head, body)

@@ -37,7 +37,7 @@ from retrysafe.reentry import ReentrantLock, new_lock, unheld
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.memory.outbox import MemoryOutbox
 from retrysafe.stores.memory.packed import (
-    Ending,
+    PackedOutcome,
     Records,
     ending_of,
     payload_of,
@@ -55,7 +55,7 @@ class MemoryStore:
         self._now_ms = now_ms
         self._lock = new_lock()
         self._records = Records()
-        self._outcomes: dict[bytes, tuple[Ending, ...]] = {}
+        self._outcomes: dict[bytes, tuple[PackedOutcome, ...]] = {}
         self._steps: dict[bytes, dict[str, Step]] = {}
         self._arguments: dict[bytes, Payload] = {}
         self.outbox = MemoryOutbox(self._locked, now_ms)
@@ -136,7 +136,7 @@ class MemoryStore:
                 answers.append(answer)
             return answers
 
-    def _ending(self, record: Record) -> Ending | None:
+    def _ending(self, record: Record) -> PackedOutcome | None:
         """What the attempt that settled the record left behind."""
         for ending in reversed(self._outcomes.get(record.digest, ())):
             if ending[0] == record.token:

@@ -34,7 +34,6 @@ from retrysafe.errors import (
     TransactionMissing,
 )
 from retrysafe.stores.postgres import rows
-from retrysafe.stores.postgres.connections import UserConnection
 from retrysafe.stores.postgres.drivers.port import (
     MISSING_CODES,
     READ_ONLY_CODE,
@@ -45,6 +44,7 @@ from retrysafe.stores.postgres.drivers.port import (
 from retrysafe.stores.postgres.outbox import stage_parameters
 from retrysafe.stores.postgres.renewals import look_before_takeovers
 from retrysafe.stores.postgres.same_database import SameDatabase
+from retrysafe.stores.postgres.user_connections import UserConnection
 from retrysafe.transactions import sqlstate_of
 
 _LOCK_NOT_AVAILABLE: Final = "55P03"

@@ -14,8 +14,8 @@ from typing import Any, Final
 from weakref import WeakSet
 
 from retrysafe.errors import InvalidInput, StoreError, StoreUnavailable
-from retrysafe.stores.postgres.connections import UserConnection
 from retrysafe.stores.postgres.drivers.port import Conflict, Connector, Rows
+from retrysafe.stores.postgres.user_connections import UserConnection
 
 # The database's name, and the identifier of its server where the role may ask for it.
 Identity = tuple[str, int | None]

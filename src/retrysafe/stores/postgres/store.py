@@ -41,7 +41,6 @@ from retrysafe.stores.postgres import diagnosis, leases, schema
 from retrysafe.stores.postgres.atomic import PostgresTransaction
 from retrysafe.stores.postgres.batches import Batches
 from retrysafe.stores.postgres.busy_keys import BusyKeys, Fetch, Written
-from retrysafe.stores.postgres.connections import adapted
 from retrysafe.stores.postgres.drivers.port import Conflict, Connector, Locked, RowRefused, Session
 from retrysafe.stores.postgres.naming import checked_schema_name
 from retrysafe.stores.postgres.outbox import PostgresOutbox
@@ -51,6 +50,7 @@ from retrysafe.stores.postgres.rows import RECORD_COLUMNS, outcome_of, payload_o
 from retrysafe.stores.postgres.same_database import SameDatabase
 from retrysafe.stores.postgres.sweep import Sweeping
 from retrysafe.stores.postgres.unsettled import ROUNDS_LIMIT
+from retrysafe.stores.postgres.user_connections import adapted
 
 _logger = logging.getLogger("retrysafe")
 

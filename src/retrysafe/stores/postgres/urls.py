@@ -30,7 +30,7 @@ _PORT_LIMIT: Final = 65_535
 _NUMBER_LIMIT: Final = 100_000
 
 # What libpq knows and asyncpg does not, and may be left out of its URL: how a silent peer is found
-# out (set on the socket instead), names and encodings that retrysafe decides, and wishes.
+# out (set on the socket instead), names and encodings that retrysafe decides, and preferences.
 KEEPALIVE_NAMES: Final = frozenset(field.name for field in fields(Keepalive))
 _LEFT_OUT: Final = KEEPALIVE_NAMES | frozenset(
     {

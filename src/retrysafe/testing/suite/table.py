@@ -50,13 +50,13 @@ _CLAIMS: Final = (
 )
 
 
-def _cells(*events: Trigger) -> pytest.MarkDecorator:
+def _cells(*triggers: Trigger) -> pytest.MarkDecorator:
     cells = [
-        pytest.param(event, condition, id=f"{event.value}-{condition.value}".replace(" ", "_"))
-        for event, condition in TABLE
-        if event in events
+        pytest.param(trigger, condition, id=f"{trigger.value}-{condition.value}".replace(" ", "_"))
+        for trigger, condition in TABLE
+        if trigger in triggers
     ]
-    return pytest.mark.parametrize(("event", "condition"), cells)
+    return pytest.mark.parametrize(("trigger", "condition"), cells)
 
 
 class TableCases(SuiteBase):
@@ -64,15 +64,15 @@ class TableCases(SuiteBase):
 
     @_cells(*_CLAIMS)
     def test_claim_answers_as_the_table(
-        self, probe: Probe, event: Trigger, condition: Condition
+        self, probe: Probe, trigger: Trigger, condition: Condition
     ) -> None:
         """Each kind of claim gets the table's decision, and the row becomes the model's row."""
-        is_correctable = event is Trigger.CLAIM_CORRECTED
-        wish = _claim_request(event, probe.arrange(condition, nothing_happened=is_correctable))
+        is_correctable = trigger is Trigger.CLAIM_CORRECTED
+        wish = _claim_request(trigger, probe.arrange(condition, nothing_happened=is_correctable))
         before = probe.find()
         expected = transitions.claim(_record(before), wish, probe.clock())
         answer = probe.ask(wish)
-        assert answer.decision is TABLE[event, condition]
+        assert answer.decision is TABLE[trigger, condition]
         assert without_payload(answer) == expected[1]
         after = probe.read()
         assert after.record == (expected[0] or _record(before))
@@ -80,14 +80,14 @@ class TableCases(SuiteBase):
 
     @_cells(Trigger.RECOVER)
     def test_worker_is_answered_as_the_table(
-        self, probe: Probe, event: Trigger, condition: Condition
+        self, probe: Probe, trigger: Trigger, condition: Condition
     ) -> None:
         """A worker gets what it saw abandoned, and the row becomes the model's row."""
         held, wish = probe.arrange(condition), request(KEY)
         before, stored = probe.find(), probe.stored()
         expected = transitions.take_over(_record(before), wish, held, probe.clock())
         answer = probe.take_over(wish, held)
-        assert answer.decision is TABLE[event, condition]
+        assert answer.decision is TABLE[trigger, condition]
         assert answer == expected[1]
         if expected[0] is None:
             assert probe.stored() == stored
@@ -96,22 +96,22 @@ class TableCases(SuiteBase):
 
     @_cells(*_SETTLE_KINDS)
     def test_settlement_answers_as_the_table(
-        self, probe: Probe, event: Trigger, condition: Condition
+        self, probe: Probe, trigger: Trigger, condition: Condition
     ) -> None:
         """Each write of the last owner gets the table's decision, and only APPLY writes."""
         token = probe.arrange(condition)
         self._settle_and_compare(
-            probe, settlement(_SETTLE_KINDS[event], KEY, token), TABLE[event, condition]
+            probe, settlement(_SETTLE_KINDS[trigger], KEY, token), TABLE[trigger, condition]
         )
 
     @_cells(Trigger.WRITE_UNHELD)
     @pytest.mark.parametrize("kind", SettleKind, ids=kind_name)
     def test_unheld_settlement_is_lost(
-        self, probe: Probe, event: Trigger, condition: Condition, kind: SettleKind
+        self, probe: Probe, trigger: Trigger, condition: Condition, kind: SettleKind
     ) -> None:
         """A token that is not the record's writes nothing, in any condition."""
         probe.arrange(condition)
-        assert TABLE[event, condition] is Decision.LOST
+        assert TABLE[trigger, condition] is Decision.LOST
         self._settle_and_compare(probe, settlement(kind, KEY, mint_token()), Decision.LOST)
 
     def _settle_and_compare(self, probe: Probe, wish: Settlement, decision: Decision) -> None:
@@ -127,18 +127,18 @@ class TableCases(SuiteBase):
 
     @_cells(Trigger.EXTEND, Trigger.WRITE_UNHELD)
     def test_extension_answers_as_the_table(
-        self, probe: Probe, event: Trigger, condition: Condition
+        self, probe: Probe, trigger: Trigger, condition: Condition
     ) -> None:
         """A lease is extended for the owner of a pending record, and for nobody else."""
         token = probe.arrange(condition)
-        if event is Trigger.WRITE_UNHELD:
+        if trigger is Trigger.WRITE_UNHELD:
             token = mint_token()
         before = probe.find()
         stored = probe.stored()
         wish = Extension(KEY, token, 2 * LEASE_MS)
         expected = transitions.extend(_record(before), wish, probe.clock())
         assert probe.extend_all([wish]) == [expected[1]]
-        assert expected[1].decision is TABLE[event, condition]
+        assert expected[1].decision is TABLE[trigger, condition]
         if expected[0] is not None:
             assert probe.read().record == expected[0]
         else:
@@ -146,15 +146,15 @@ class TableCases(SuiteBase):
 
     @_cells(Trigger.RECORD_STEP, Trigger.WRITE_UNHELD)
     def test_step_answers_as_the_table(
-        self, probe: Probe, event: Trigger, condition: Condition
+        self, probe: Probe, trigger: Trigger, condition: Condition
     ) -> None:
         """A step is stored for the owner of a pending record, and for nobody else."""
         token = probe.arrange(condition)
         stored = probe.stored()
-        if event is Trigger.WRITE_UNHELD:
+        if trigger is Trigger.WRITE_UNHELD:
             token = mint_token()
         decision = probe.record(token, "tried", 2)
-        assert decision is TABLE[event, condition]
+        assert decision is TABLE[trigger, condition]
         if decision is Decision.APPLY:
             assert [step.name for step in probe.read().steps] == ["arranged", "tried"]
         else:
@@ -162,15 +162,15 @@ class TableCases(SuiteBase):
 
     @_cells(*_COMMANDS)
     def test_operator_answers_as_the_table(
-        self, probe: Probe, event: Trigger, condition: Condition
+        self, probe: Probe, trigger: Trigger, condition: Condition
     ) -> None:
         """Each command gets the table's decision, and only APPLY writes."""
         probe.arrange(condition)
         before = probe.find()
         stored = probe.stored()
-        expected = transitions.operate(_record(before), _COMMANDS[event], probe.clock())
-        decision = probe.operate(_COMMANDS[event])
-        assert decision is TABLE[event, condition]
+        expected = transitions.operate(_record(before), _COMMANDS[trigger], probe.clock())
+        decision = probe.operate(_COMMANDS[trigger])
+        assert decision is TABLE[trigger, condition]
         if decision is Decision.APPLY:
             after = probe.read()
             assert after.record == expected[0]
@@ -181,13 +181,13 @@ class TableCases(SuiteBase):
 
     @_cells(Trigger.SWEEP)
     def test_sweep_answers_as_the_table(
-        self, probe: Probe, event: Trigger, condition: Condition
+        self, probe: Probe, trigger: Trigger, condition: Condition
     ) -> None:
         """A sweep removes an outlived key and touches nothing else."""
         probe.arrange(condition)
         stored = probe.stored()
         report = probe.sweep()
-        if TABLE[event, condition] is Decision.DELETE:
+        if TABLE[trigger, condition] is Decision.DELETE:
             assert (report.keys, probe.find()) == (1, None)
         else:
             assert (report.keys, probe.stored()) == (0, stored)
@@ -197,11 +197,11 @@ def _record(found: StoredKey | None) -> Record | None:
     return None if found is None else found.record
 
 
-def _claim_request(event: Trigger, token: bytes) -> ClaimRequest:
-    if event is Trigger.CLAIM_MISMATCHED:
+def _claim_request(trigger: Trigger, token: bytes) -> ClaimRequest:
+    if trigger is Trigger.CLAIM_MISMATCHED:
         return request(KEY, None, OTHER)
-    if event is Trigger.CLAIM_CORRECTED:
+    if trigger is Trigger.CLAIM_CORRECTED:
         return request(KEY, None, OTHER, takes_corrections=True)
-    if event is Trigger.CLAIM_AGAIN:
+    if trigger is Trigger.CLAIM_AGAIN:
         return request(KEY, token)
     return request(KEY)

@@ -1,6 +1,8 @@
--- Every statement of the PostgreSQL store. All of them are correct under READ COMMITTED with each
--- statement its own transaction, so they need no session state and work behind PgBouncer in
--- transaction mode. Time is always the server's clock.
+-- The statements of the PostgreSQL store on its own connections: claims, settlements, leases, steps,
+-- reading, the sweep and the schema. Those of the outbox, of recovery, of atomic mode, of busy keys
+-- and of printed migrations are in the files beside this one. All of them are correct under READ
+-- COMMITTED with each statement its own transaction, so they need no session state and work behind
+-- PgBouncer in transaction mode. Time is always the server's clock.
 
 -- name: commit
 -- Claims new keys and ends attempts, for a whole batch in one round trip and one flush of the WAL.
@@ -236,6 +238,7 @@ WITH bound AS MATERIALIZED (
 SELECT count(*) FROM replaced;
 
 -- name: replace_records
+-- Also as `replace_records_unlocked` and `replace_records_patiently`, see `statements` in schema.py.
 -- `replace_record` for the claims of a batch: whatever becomes pending again, compared and replaced in
 -- one round trip and one flush of the WAL. Rivals want the same rows, so each statement first locks
 -- its own in the order of the digests, whatever the plan: they wait for each other and cannot

@@ -13,8 +13,8 @@ from sqlalchemy.orm import Session, scoped_session
 
 from retrysafe.core.ports import Waits
 from retrysafe.errors import InvalidInput, TransactionMissing
-from retrysafe.stores.postgres.connections import UserConnection, unknown, with_percent_signs
 from retrysafe.stores.postgres.drivers.port import Rows
+from retrysafe.stores.postgres.user_connections import UserConnection, unknown, with_percent_signs
 
 _PERCENT_DRIVERS: Final = ("psycopg", "psycopg_async")
 _DOLLAR_DRIVERS: Final = ("asyncpg",)

@@ -1,7 +1,7 @@
 """`StopIteration` of an operation, which Python lets no coroutine raise.
 
-Owns both ways: Python makes a `RuntimeError` of it, with the `StopIteration` as its cause, and a
-policy judges the cause.
+Owns both ways: Python makes a `RuntimeError` of it, with the `StopIteration` as its cause. A list
+of exceptions may name either.
 """
 
 from __future__ import annotations
@@ -14,8 +14,22 @@ E = TypeVar("E", bound=BaseException)
 _MESSAGE: Final = "coroutine raised StopIteration"
 
 
+def kinds_of(error: BaseException) -> tuple[type, ...]:
+    """The classes of an error, the most special first: of both, where Python has made another."""
+    own = own_error(error)
+    if own is error:
+        return type(error).__mro__
+    stops = tuple(kind for kind in type(own).__mro__ if issubclass(kind, StopIteration))
+    return (*stops, *type(error).__mro__)
+
+
+def is_listed(error: BaseException, kinds: tuple[type[BaseException], ...]) -> bool:
+    """Whether a list of exceptions names the error, or what Python has made it of."""
+    return isinstance(error, kinds) or isinstance(own_error(error), kinds)
+
+
 def own_error(error: E) -> E | StopIteration:
-    """What the operation raised, as its lists of exceptions know it."""
+    """What the operation raised, before Python made another error of it."""
     cause = error.__cause__
     if isinstance(cause, StopIteration) and type(error) is RuntimeError:
         return cause if error.args == (_MESSAGE,) else error

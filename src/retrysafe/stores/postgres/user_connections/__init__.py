@@ -50,7 +50,7 @@ def adapted(connection: object) -> UserConnection:
     modules = {kind.__module__.partition(".")[0] for kind in type(connection).__mro__}
     for family in _FAMILIES:
         if family in modules:
-            module = import_module(f"retrysafe.stores.postgres.connections.{family}_family")
+            module = import_module(f"retrysafe.stores.postgres.user_connections.{family}_family")
             made: UserConnection = module.adapted(connection)
             return made
     raise unknown(connection)

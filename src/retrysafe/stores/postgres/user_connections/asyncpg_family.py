@@ -7,8 +7,8 @@ from typing import Any
 
 from retrysafe.core.ports import Waits
 from retrysafe.errors import TransactionMissing
-from retrysafe.stores.postgres.connections import UserConnection, unknown
 from retrysafe.stores.postgres.drivers.port import Rows
+from retrysafe.stores.postgres.user_connections import UserConnection, unknown
 
 
 def adapted(connection: object) -> UserConnection:

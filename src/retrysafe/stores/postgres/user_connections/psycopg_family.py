@@ -9,8 +9,8 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from retrysafe.core.ports import Waits
-from retrysafe.stores.postgres.connections import UserConnection, unknown
 from retrysafe.stores.postgres.drivers.port import Rows
+from retrysafe.stores.postgres.user_connections import UserConnection, unknown
 
 
 def adapted(connection: object) -> UserConnection:

@@ -13,8 +13,8 @@ from django.db import transaction
 
 from retrysafe.core.ports import Waits
 from retrysafe.errors import TransactionMissing
-from retrysafe.stores.postgres.connections import UserConnection, unknown, with_percent_signs
 from retrysafe.stores.postgres.drivers.port import Rows
+from retrysafe.stores.postgres.user_connections import UserConnection, unknown, with_percent_signs
 
 
 def adapted(connection: object) -> UserConnection:
