@@ -311,10 +311,20 @@ an error's ancestry decides. The table is in
 or before, is acked.
 
 {table}
-"Counts as a try": after as many as `Handler.tries` the message is a dead letter. An error that the
-handler itself raises is judged by the same table, with three exceptions. What its policy lists as
-`terminal` is a dead letter at once. Nothing that it raises acks the message. What would pause the
-consumer is retried instead: the handler may have met it with other keys and other stores.
+"Counts as a try": after as many as `Handler.tries` the message is a dead letter. Each consumer
+process counts for itself and forgets when it ends: a message may be tried more often, never less.
+Nothing else counts: no outage, and no delivery that met its key in flight. Besides the rows above,
+these are outages: a host that cannot be found or reached, transport errors of httpx, requests,
+aiohttp, redis and botocore, and databases that are away, shut down or locked.
+
+A consumer with `in_flight=Action.DROP` drops on `OperationInFlight`. After a crash inside the
+handler the key is in flight until the lease ends, and a redelivery before that is dropped too:
+**the message is lost**. Use it only for messages that are published again anyway.
+
+An error that the handler itself raises is judged by the same table, with three exceptions. What its
+policy lists as `terminal` is a dead letter at once. Nothing that it raises acks the message. What
+would pause the consumer is retried instead: the handler may have met it with other keys and other
+stores.
 """
 
 

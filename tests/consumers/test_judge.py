@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 import sqlite3
 import threading
 from contextlib import asynccontextmanager, contextmanager
@@ -81,6 +83,91 @@ def test_a_downstream_outage_never_dead_letters(way):
 
     judge = way.judge(fail, tries=2)
     assert actions(way, judge, *(message() for _ in range(5))) == ["retry"] * 5
+
+
+def test_only_failures_of_the_message_count(way, monkeypatch):
+    """Not outages, not deliveries, not how often it waited; what is done starts over."""
+    script = [ConnectionError(), LookupError(), TimeoutError(), ConnectionError(), LookupError()]
+
+    def fail(message):
+        raise script.pop(0)
+
+    judge = way.judge(fail, tries=2)
+    verdicts = [way.run(judge.handle(message(deliveries=30), tries=30)) for _ in range(5)]
+    assert [each.action.value for each in verdicts] == ["retry"] * 4 + ["dead_letter"]
+    assert verdicts[1].delay == timedelta(seconds=1)
+    # One whose dead letter was not taken does not start over.
+    script.append(LookupError())
+    assert actions(way, judge, message()) == ["dead_letter"]
+    monkeypatch.setattr("retrysafe.consumers.judge.COUNTED_MESSAGES", 1)
+    script += [LookupError()] * 3
+    # As many are counted as there is place for.
+    assert actions(way, judge, message("a"), message("b"), message("a")) == ["retry"] * 3
+
+
+def test_a_message_that_succeeds_is_not_counted_any_more(way):
+    script = [LookupError("not yet")]
+
+    def fail_first(message):
+        if script:
+            raise script.pop()
+
+    judge = way.judge(fail_first)
+    assert actions(way, judge, message(), message()) == ["retry", "ack"]
+    assert not judge._failures
+
+
+def test_a_key_that_cannot_be_made_is_counted_by_the_brokers_name_for_the_message(way):
+    def key(message):
+        raise LookupError("no such customer")
+
+    judge = way.judge(print, tries=2, key=key)
+    assert actions(way, judge, message(), message()) == ["retry", "dead_letter"]
+    nameless = [message(None, deliveries=number) for number in (1, 2)]
+    assert actions(way, judge, *nameless) == ["retry", "dead_letter"]
+
+
+class Busy(Exception):
+    """What a provider's library raises when it is away."""
+
+
+class Patient(Handler):
+    """A handler that names it."""
+
+    outages = (Busy,)
+
+
+def error_of(module, name, *bases, **values):
+    return type(name, bases or (Exception,), {"__module__": module, **values})("away")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_counted"),
+    [
+        (socket.gaierror(-2, "unknown host"), False),
+        (OSError(errno.EHOSTUNREACH, "no route"), False),
+        (error_of("httpx", "ReadTimeout", type(error_of("httpx", "TransportError"))), False),
+        (error_of("requests.exceptions", "ConnectionError", OSError), False),
+        (error_of("psycopg", "OperationalError"), False),
+        (error_of("asyncpg.exceptions", "CannotConnectNowError", sqlstate="57P03"), False),
+        (Busy(), False),
+        (FileNotFoundError(errno.ENOENT, "no such file"), True),
+        (error_of("requests.exceptions", "HTTPError", OSError), True),
+        (error_of("asyncpg.exceptions", "DataError", ValueError, sqlstate="08000"), True),
+        (error_of("psycopg.errors", "UniqueViolation", sqlstate="23505"), True),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, Exception) else "",
+)
+def test_what_the_handler_needs_and_is_away_does_not_count(error, is_counted, monkeypatch):
+    monkeypatch.setattr("tests.consumers.scripted.Handler", Patient)
+
+    def fail(message):
+        raise error
+
+    way = Threads(MemoryStore(), caller="unused")
+    verdict = way.run(way.judge(fail, tries=1).handle(message()))
+    assert verdict.action is (Action.DEAD_LETTER if is_counted else Action.RETRY)
+    way.close()
 
 
 def test_another_payload_under_the_same_id_is_never_run(way):

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from retrysafe import AsyncIdempotency, InvalidInput
-from retrysafe.consumers import BackOff, Consumer, Handler
+from retrysafe.consumers import Action, BackOff, Consumer, Handler
 from retrysafe.consumers.kafka import KafkaTopic, Partition
+from retrysafe.consumers.verdict import Verdict
 from retrysafe.stores import MemoryStore
 from tests.consumers.benches import KafkaBench, wish
 
 SOON = BackOff(timedelta(milliseconds=50), timedelta(milliseconds=50))
+DEAD = Verdict(Action.DEAD_LETTER, "bad")
 
 
 # How far may be committed.
@@ -59,6 +63,209 @@ def test_a_drain_waits_for_what_runs_and_no_longer_than_its_limit():
     assert partition.drain(10)
     assert partition.next_offset == 1
     thread.join()
+
+
+# Without a broker.
+
+
+class Found:
+    """A message as the client gives it."""
+
+    def __init__(self, offset, instant=1, key=b"k"):
+        values = {"partition": 0, "offset": offset, "timestamp": (1, instant), "value": b"x"}
+        self.values = {**values, "key": key, "error": None, "headers": None}
+
+    def __getattr__(self, name):
+        return lambda: self.values[name]
+
+
+class Client:
+    """As much of the client as a poll needs."""
+
+    def __init__(self, *found):
+        self.found = list(found)
+        self.stored = []
+
+    def poll(self, timeout):
+        found = self.found.pop(0) if self.found else None
+        return found() if callable(found) and not isinstance(found, Found) else found
+
+    def store_offsets(self, offsets):
+        self.stored += [each.offset for each in offsets]
+
+    def commit(self, **_):
+        pass
+
+    def pause(self, partitions):
+        pass
+
+    resume = pause
+
+    def assignment(self):
+        return []
+
+
+def topic_with(*found, **options):
+    broker = KafkaTopic("h:1", "t", "g", **options)
+    broker._consumer = Client(*found)
+    broker._assigned(broker._consumer, [TopicPartition("t", 0)])
+    return broker
+
+
+def test_an_assignment_that_comes_back_has_lanes_of_its_own():
+    """What an earlier one left here must not hold back, or give back, what the new one brings."""
+    broker = topic_with(Found(5))
+    (old,) = broker._poll(9)
+    broker._lost(None, [TopicPartition("t", 0)])
+    broker._assigned(None, [TopicPartition("t", 0)])
+    broker._consumer.found = [Found(5), Found(6)]
+    new = broker._poll(9)
+    assert new[0].lane == new[1].lane != old.lane
+    assert new[0].identity == old.identity
+
+
+def test_what_came_before_a_rebalance_has_no_say_in_the_offsets_after_it():
+    """In one call that takes several messages: the new assignment begins further back."""
+    broker = topic_with()
+
+    def rebalance():
+        broker._lost(None, [TopicPartition("t", 0)])
+        broker._assigned(None, [TopicPartition("t", 0)])
+        return Found(5)
+
+    broker._consumer.found = [Found(7), rebalance]
+    old, new = broker._poll(9)
+    old.receipt[0].settle(7, is_done=True)
+    broker._store_offsets()
+    assert broker._consumer.stored == []
+    new.receipt[0].settle(5, is_done=True)
+    broker._store_offsets()
+    assert broker._consumer.stored == [6]
+
+
+def test_what_a_keep_alive_took_goes_with_its_assignment():
+    """The next one reads it again in its turn: before that it would commit past the others."""
+    broker = topic_with(Found(7))
+    broker._keep_alive()
+    broker._revoked(broker._consumer, [TopicPartition("t", 0)])
+    broker._assigned(None, [TopicPartition("t", 0)])
+    assert broker._poll(9) == []
+
+
+def test_every_client_of_the_cluster_gets_how_to_reach_it(monkeypatch):
+    """Dead letters and the topic's settings need the same security as the messages."""
+    configs = []
+
+    def client(config, **_):
+        configs.append(config)
+        raise KafkaException("stop here")
+
+    monkeypatch.setattr("retrysafe.consumers.kafka.AdminClient", client)
+    monkeypatch.setattr("retrysafe.consumers.kafka_dead.AdminClient", client)
+    login = print
+    options = {"security_protocol": "SASL_SSL", "sasl_username": "u", "oauth_cb": login}
+    broker = topic_with(Found(0), session_timeout_ms=6000, **options)
+    (message,) = broker._poll(9)
+    assert broker._retention() is None
+    assert message in broker._dead_letters.bury([(message, DEAD)])
+    expected = {"bootstrap.servers": "h:1", "security.protocol": "SASL_SSL", "sasl.username": "u"}
+    assert configs == [{**expected, "oauth_cb": login}] * 2
+    assert broker._config["session.timeout.ms"] == 6000
+    assert broker._config["oauth_cb"] is login
+
+
+def test_a_dead_letter_that_was_not_taken_stays_and_the_others_go(monkeypatch):
+    """It is told again by the loop; nothing is committed past it, and nothing forgotten."""
+
+    class Producer:
+        refused = frozenset({1})
+
+        def __init__(self, *_, **__):
+            self.calls = []
+
+        def produce(self, topic, value, key, headers, on_delivery):
+            if headers[-1][1] == b"too large":
+                raise BufferError
+            self.calls.append(on_delivery)
+
+        def flush(self, seconds):
+            for number, told in enumerate(self.calls):
+                told(KafkaError(1) if number in self.refused else None, None)
+            self.calls = []
+
+    monkeypatch.setattr("retrysafe.consumers.kafka_dead.DeadLetters._make_topic", lambda self: None)
+    monkeypatch.setattr("retrysafe.consumers.kafka_dead.confluent_kafka.Producer", Producer)
+    broker = topic_with(*(Found(number) for number in range(4)))
+    messages = broker._poll(9)
+    large = Verdict(Action.DEAD_LETTER, "too large")
+    verdicts = [DEAD, large, DEAD, Verdict(Action.ACK, "")]
+    batch = list(zip(messages, verdicts, strict=True))
+    assert asyncio.run(broker.settle(batch)) == messages[1:3]
+    partition = messages[0].receipt[0]
+    assert partition.next_offset == 1
+    Producer.refused = frozenset()
+    again = [(each, DEAD) for each in messages[1:3]]
+    # Whatever is told twice counts once.
+    assert asyncio.run(broker.settle([*again, batch[0]])) == []
+    assert partition.next_offset == 4
+    assert not any((partition._done, partition._received, partition._outstanding))
+
+
+def test_a_rebalance_takes_back_what_fails_while_it_waits(monkeypatch):
+    """It does not wait for a retry, and all partitions share one limit."""
+    monkeypatch.setattr("retrysafe.consumers.kafka._DRAIN_SECONDS", 0.01)
+    broker = topic_with(Found(0))
+    (message,) = broker._poll(9)
+    asked = []
+
+    def withdraw(leaving):
+        asked.append(leaving)
+        # At first it runs; then it has failed, and is given back.
+        if len(asked) == 3:
+            message.receipt[0].settle(0, is_done=False)
+
+    monkeypatch.setattr(broker, "_withdraw", withdraw)
+    broker._revoked(broker._consumer, [TopicPartition("t", 0)])
+    assert len(asked) == 3
+    assert message.receipt[0].is_lost
+
+
+def test_an_offset_that_cannot_be_stored_does_not_keep_the_consumer_from_polling():
+    broker = topic_with(Found(0))
+    (message,) = broker._poll(9)
+    message.receipt[0].settle(0, is_done=True)
+
+    def refuse(offsets):
+        raise KafkaException("taken away")
+
+    broker._consumer.store_offsets = refuse
+    broker._consumer.found = [Found(1)]
+    assert len(broker._poll(9)) == 1
+
+
+@pytest.mark.parametrize(
+    ("told", "days"),
+    [
+        ({"retention.ms": "86400000"}, 1),
+        ({"retention.ms": "86400000", "segment.ms": "172800000", "cleanup.policy": "delete"}, 3),
+        ({"retention.ms": "86400000", "cleanup.policy": "compact,delete"}, None),
+        ({"retention.ms": "-1"}, None),
+    ],
+)
+def test_the_window_is_how_long_a_message_can_stay_in_the_log(told, days, monkeypatch):
+    class Admin:
+        def __init__(self, config):
+            pass
+
+        def describe_configs(self, resources):
+            return {resources[0]: self}
+
+        def result(self, timeout):
+            return {name: SimpleNamespace(value=value) for name, value in told.items()}
+
+    monkeypatch.setattr("retrysafe.consumers.kafka.AdminClient", Admin)
+    expected = None if days is None else timedelta(days=days)
+    assert topic_with()._retention() == expected
 
 
 # With a broker.
@@ -165,16 +372,7 @@ def test_a_topic_that_is_made_anew_counts_from_zero_and_its_messages_are_new(ben
     """Partition and offset alone would take the new topic's first message for the old one's."""
     broker = KafkaTopic(bench.server.address, bench.name, bench.name)
     partition = Partition(bench.name, 0)
-
-    class Found:
-        def __init__(self, instant):
-            self.instant = instant
-
-        def __getattr__(self, name):
-            values = {"partition": 0, "offset": 0, "timestamp": (1, self.instant), "value": b"x"}
-            return lambda: values.get(name)
-
-    old, same, new = (broker._message(Found(instant), partition) for instant in (1, 1, 2))
+    old, same, new = (broker._message(Found(0, instant), partition) for instant in (1, 1, 2))
     assert old.identity == same.identity != new.identity
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Final
@@ -111,12 +112,15 @@ class Deadlines:
     def due(self) -> list[Message]:
         """The messages whose deadlines want to be prolonged now."""
         now = self._monotonic()
+        # Where it is the connection that counts, no message goes back by itself, and the broker
+        # hears of this consumer by this.
+        is_asked = self.seconds != math.inf
         return [
             message
             for message, deadline in self._held.items()
             if deadline.renew_monotonic <= now
             and not deadline.is_lost(now)
-            and not (deadline.stops_renewing is not None and deadline.stops_renewing())
+            and not (is_asked and deadline.stops_renewing is not None and deadline.stops_renewing())
         ]
 
     async def renew(self) -> None:

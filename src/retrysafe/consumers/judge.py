@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -25,21 +27,28 @@ from retrysafe.consumers.engine import (
 )
 from retrysafe.consumers.handler import Handler
 from retrysafe.consumers.message import Message
+from retrysafe.consumers.outages import is_away
 from retrysafe.consumers.verdict import Action, Outage, Rule, Verdict, rule_of
-from retrysafe.errors import Closed, OperationInFlight, StoreError
+from retrysafe.errors import Closed, OperationInFlight, RetrysafeError, StoreError
 
 _logger = logging.getLogger("retrysafe.consumers")
 
+# Messages whose failures are counted; beyond that, the one that failed longest ago starts over.
+COUNTED_MESSAGES: Final = 100_000
 # Reasons travel in headers, which brokers limit.
 REASON_LIMIT_CHARACTERS: Final = 500
+
+_AWAY: Final = Rule(Action.RETRY, "something that the handler needs is away", Outage.DOWNSTREAM)
 
 
 class _Run:
     """What is known of one handling of a message."""
 
-    __slots__ = ("attempt", "error", "has_begun")
+    __slots__ = ("attempt", "error", "has_begun", "name")
 
-    def __init__(self) -> None:
+    def __init__(self, name: str | None) -> None:
+        # What failures are counted under: the key, and before there is one what the broker says.
+        self.name = name
         self.has_begun = False
         self.attempt = 0
         # What the handler itself raised.
@@ -47,7 +56,13 @@ class _Run:
 
 
 class Judge:
-    """Handles messages of one queue, and says what becomes of each."""
+    """Handles messages of one queue, and says what becomes of each.
+
+    With `in_flight=Action.DROP`, a delivery that meets its key in flight is forgotten by the
+    broker, also when it is the only one that is left: after a crash inside the handler the key is
+    in flight until the lease ends, and who drops the message then has lost it. It is for messages
+    that are published again anyway.
+    """
 
     def __init__(
         self,
@@ -63,6 +78,11 @@ class Judge:
         self._names = names
         self._policy = policy
         self._operation = operation_name(handler.function) or "message"
+        # Failures of the messages' own, in the order of the last one. Neither the store's attempts
+        # nor the broker's deliveries will do: both count outages, and who waited for another.
+        self._failures: OrderedDict[str, int] = OrderedDict()
+        # Handlers may run in threads.
+        self._counting = threading.Lock()
 
     async def handle(
         self, message: Message, deadline: Deadline | None = None, tries: int = 0
@@ -72,11 +92,12 @@ class Judge:
         Raises nothing but what ends the process or its task: then nobody knows how far the handler
         got, and the message is not settled.
         """
-        run = _Run()
+        run = _Run(message.identity)
         try:
+            run.name = text = self._handler.key_text(message)
             call = make_call(
                 self._engine,
-                text=self._handler.key_text(message),
+                text=text,
                 callers=self._names,
                 body=message.body,
                 operation=self._operation,
@@ -87,6 +108,7 @@ class Judge:
             answer = await self._answer(call, message, deadline, run)
         except Exception as error:
             return self._verdict(message, error, run, tries)
+        self._forget(run)
         reason = "it was done before" if answer.replayed else "it is done"
         return Verdict(Action.ACK, reason, has_run=run.has_begun)
 
@@ -115,17 +137,41 @@ class Judge:
         is_own = error is run.error
         if is_own:
             rule = self._own_rule(error, rule)
+        if rule.action is Action.RETRY and rule.outage is Outage.NONE and self._is_away(error):
+            rule = _AWAY
         reason = f"{rule.because}: {type(error).__name__}: {error}"[:REASON_LIMIT_CHARACTERS]
-        action, count = rule.action, max(run.attempt, tries + 1)
+        # For the pause; before a claim, only the broker counts.
+        action, count = rule.action, max(run.attempt or message.deliveries, tries + 1)
         if isinstance(error, OperationInFlight) and not is_own:
             action = self._handler.in_flight
         if action is Action.RETRY and rule.outage is Outage.NONE:
-            # Before a claim, only the broker counts.
-            count = max(count, 0 if run.has_begun else message.deliveries)
+            count = self._failed(run, message)
             if count >= self._handler.tries:
                 action, reason = Action.DEAD_LETTER, f"{count} tries failed; {reason}"
         delay = self._delay(action, error, count)
         return Verdict(action, reason, delay, rule.outage, has_run=run.has_begun)
+
+    def _is_away(self, error: Exception) -> bool:
+        named: tuple[type[Exception], ...] = tuple(getattr(self._handler, "outages", ()))
+        return isinstance(error, named) or (
+            not isinstance(error, RetrysafeError) and is_away(error)
+        )
+
+    def _failed(self, run: _Run, message: Message) -> int:
+        """Counts a failure of the message's own; returns how many there were."""
+        if run.name is None:
+            return message.deliveries
+        with self._counting:
+            # Kept beyond the limit: a dead letter that was not taken must not start over.
+            count = self._failures[run.name] = self._failures.pop(run.name, 0) + 1
+            if len(self._failures) > COUNTED_MESSAGES:
+                self._failures.popitem(last=False)
+        return count
+
+    def _forget(self, run: _Run) -> None:
+        if self._failures and run.name is not None:
+            with self._counting:
+                self._failures.pop(run.name, None)
 
     def _own_rule(self, error: Exception, rule: Rule) -> Rule:
         """The row for what the handler itself raised.

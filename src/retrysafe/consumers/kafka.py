@@ -7,9 +7,11 @@ tries again; its lane is its partition and key, so that only its own key waits f
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from retrysafe.consumers.broker import Buffer, not_buried
+from retrysafe.consumers.kafka_dead import DeadLetters
 from retrysafe.consumers.message import Message
 from retrysafe.consumers.verdict import Action, Verdict
 from retrysafe.errors import InvalidInput
@@ -28,7 +31,6 @@ try:
     from confluent_kafka.admin import (  # type: ignore[attr-defined]  # Public by its manual.
         AdminClient,
         ConfigResource,
-        NewTopic,
         ResourceType,
     )
 except ModuleNotFoundError as error:
@@ -41,8 +43,22 @@ _OPEN_SECONDS: Final = 10.0
 _WAIT_SECONDS: Final = 0.5
 # Far below `max.poll.interval.ms` of any consumer: who has no room for messages polls all the same.
 _KEEP_ALIVE_SECONDS: Final = 5.0
-_DELIVER_SECONDS: Final = 30.0
-_REASON: Final = "retrysafe-reason"
+# How often a rebalance asks for what has failed since, and so waits here again.
+_DRAIN_SECONDS: Final = 0.5
+# Names of librdkafka that have underscores, beside its callbacks.
+_WITH_UNDERSCORES: Final = frozenset({"log_level", "ssl_ca", "ssl_certificate", "ssl_key"})
+# How to reach the cluster, and as whom: what the producer of dead letters needs as well.
+_CONNECTION: Final = (
+    *("security.", "sasl.", "ssl.", "ssl_", "enable.ssl.", "enable.sasl.", "oauth_cb", "https."),
+    *("client.", "broker.", "socket.", "reconnect.", "api.", "plugin.", "message.max.bytes"),
+)
+
+
+def option_name(name: str) -> str:
+    """What librdkafka calls an option of Python."""
+    if name in _WITH_UNDERSCORES or name.endswith("_cb"):
+        return name
+    return name.replace("_", ".")
 
 
 class Partition:
@@ -52,9 +68,12 @@ class Partition:
     has no say in its offsets.
     """
 
+    _serials = itertools.count()
+
     def __init__(self, topic: str, number: int) -> None:
         self.topic = topic
         self.number = number
+        self.serial = next(self._serials)
         self.is_lost = False
         self._changed = threading.Condition()
         # Received and not yet committed past, in the log's order. Numbers may be missing in a log:
@@ -80,6 +99,8 @@ class Partition:
         partition gets it, and them, again.
         """
         with self._changed:
+            if offset not in self._outstanding:
+                return None  # Told twice.
             self._outstanding.discard(offset)
             if is_done:
                 self._done.add(offset)
@@ -125,22 +146,26 @@ class KafkaTopic:
         if not topic or not group:
             raise InvalidInput("which topic and group? Write KafkaTopic(servers, 'pay', 'billing')")
         self._topic = topic
-        self._dead_letter = dead_letter or f"{topic}.dead-letters"
         self._drain_seconds = drain_limit.total_seconds()
-        self._servers: dict[str, Any] = {"bootstrap.servers": servers}
+        options = {option_name(name): value for name, value in config.items()}
+        # What every client of the cluster needs, not only this consumer.
+        self._cluster: dict[str, Any] = {
+            "bootstrap.servers": servers,
+            **{name: value for name, value in options.items() if name.startswith(_CONNECTION)},
+        }
+        self._dead_letters = DeadLetters(self._cluster, dead_letter or f"{topic}.dead-letters")
         self._config = {
-            **self._servers,
+            "bootstrap.servers": servers,
             "group.id": group,
             # Stored here when a message is settled; committed in the background, and at the end.
             "enable.auto.offset.store": False,
             "enable.auto.commit": True,
             "auto.commit.interval.ms": 500,
             "auto.offset.reset": "earliest",
-            **{name.replace("_", "."): value for name, value in config.items()},
+            **options,
         }
         self.queue, self.group = f"kafka:{topic}", group
         self._consumer: Any = None
-        self._producer: Any = None
         self._window: timedelta | None = None
         # The consumer is used by one thread; dead letters have another.
         self._polls: ThreadPoolExecutor | None = None
@@ -188,14 +213,20 @@ class KafkaTopic:
         """How long the topic keeps messages; None when that is without a limit, or not told."""
         resource = ConfigResource(ResourceType.TOPIC, self._topic)
         try:
-            asked = AdminClient(self._servers).describe_configs([resource])[resource]
-            told = int(asked.result(timeout=_OPEN_SECONDS)["retention.ms"].value)
+            asked = AdminClient(self._cluster).describe_configs([resource])[resource]
+            told = asked.result(timeout=_OPEN_SECONDS)
+            kept = int(told["retention.ms"].value)
+            # The newest segment is never deleted, however old its first message is.
+            segment = int(told["segment.ms"].value) if "segment.ms" in told else 0
+            policy = told["cleanup.policy"].value if "cleanup.policy" in told else "delete"
         except (KafkaException, TimeoutError, KeyError, TypeError, ValueError):
             return None
-        return None if told < 0 else timedelta(milliseconds=told)
+        if kept < 0 or policy != "delete":
+            return None
+        return timedelta(milliseconds=kept + segment)
 
     async def redelivery_window(self) -> timedelta | None:
-        """The topic's retention; None when it has no limit, or the cluster does not tell."""
+        """How long the topic keeps messages; None without a limit, or when it is not told."""
         return self._window
 
     # Called inside of polls, in their thread.
@@ -209,12 +240,16 @@ class KafkaTopic:
 
         Fencing first would repeat work that was finished.
         """
-        leaving = [self._partitions.pop(each.partition, None) for each in partitions]
-        known = [each for each in leaving if each is not None]
-        self._withdraw(set(known))
+        known = self._taken_away(partitions)
+        ends = time.monotonic() + self._drain_seconds
         for each in known:
-            if not each.drain(self._drain_seconds):
-                _logger.warning("partition %d left while its messages ran", each.number)
+            while not each.drain(min(_DRAIN_SECONDS, max(0, ends - time.monotonic()))):
+                if time.monotonic() >= ends:
+                    _logger.warning("partition %d left while its messages ran", each.number)
+                    break
+                # What has failed meanwhile is held here again.
+                self._withdraw(set(known))
+        for each in known:
             each.is_lost = True
         offsets = [
             TopicPartition(each.topic, each.number, each.next_offset)
@@ -230,11 +265,18 @@ class KafkaTopic:
 
     def _lost(self, consumer: Any, partitions: Sequence[TopicPartition]) -> None:
         """Another consumer has the partitions already: nothing may be committed any more."""
-        for each in partitions:
-            found = self._partitions.pop(each.partition, None)
-            if found is not None:
-                found.is_lost = True
-                self._withdraw({found})
+        for each in self._taken_away(partitions):
+            each.is_lost = True
+
+    def _taken_away(self, partitions: Sequence[TopicPartition]) -> list[Partition]:
+        """Takes back all that has not begun: first, so that nothing of a lane overtakes."""
+        popped = [self._partitions.pop(each.partition, None) for each in partitions]
+        known = [each for each in popped if each is not None]
+        # The next assignment reads it again, after what is before it.
+        numbers = {each.number for each in known}
+        self._stash = [each for each in self._stash if each.partition() not in numbers]
+        self._withdraw(set(known))
+        return known
 
     def _withdraw(self, leaving: set[Partition]) -> None:
         if self._buffer is not None and self._loop is not None and leaving:
@@ -255,17 +297,23 @@ class KafkaTopic:
 
     def _poll(self, limit: int) -> list[Message]:
         self._store_offsets()
-        stash, self._stash = self._stash, []
-        found = stash + self._consumer.consume(limit, timeout=0 if stash else _WAIT_SECONDS)
-        messages = []
-        for each in found:
-            if each.error() is not None:
-                _logger.warning("Kafka: %s", each.error())
-                continue
-            partition = self._partitions.get(each.partition())
+        messages: list[Message] = []
+        while len(messages) < limit:
+            # One by one: a batch may begin before a rebalance and end after it, and what was
+            # fetched for the old assignment would move the offsets of the new one.
+            if self._stash:
+                found = self._stash.pop(0)
+            else:
+                found = self._consumer.poll(0 if messages else _WAIT_SECONDS)
+            if found is None:
+                break
+            if found.error() is not None:
+                _logger.warning("Kafka: %s", found.error())
+                break
+            partition = self._partitions.get(found.partition())
             if partition is not None:
-                partition.receive(each.offset())
-                messages.append(self._message(each, partition))
+                partition.receive(found.offset())
+                messages.append(self._message(found, partition))
         return messages
 
     def _message(self, found: Any, partition: Partition) -> Message:
@@ -278,7 +326,8 @@ class KafkaTopic:
             headers,
             # With its instant: a topic that is made anew counts from 0.
             identity=f"{found.partition()}:{found.offset()}@{found.timestamp()[1]}",
-            lane=None if key is None else f"{found.partition()}:{key.hex()}",
+            # By assignment: what an earlier one left here has no say in this one.
+            lane=None if key is None else f"{partition.serial}:{key.hex()}",
             receipt=(partition, found),
         )
 
@@ -301,19 +350,19 @@ class KafkaTopic:
 
     async def settle(self, settled: Sequence[tuple[Message, Verdict]]) -> Collection[Message]:
         """Notes what is settled; the next poll moves the offsets as far as they may go."""
+        dead = [each for each in settled if each[1].action is Action.DEAD_LETTER]
         unsettled = []
+        if dead:
+            loop = asyncio.get_running_loop()
+            told = await loop.run_in_executor(self._deliveries, self._dead_letters.bury, dead)
+            for message, error in told.items():
+                not_buried(message, error)
+                unsettled.append(message)
         for message, verdict in settled:
-            partition, found = message.receipt
-            if verdict.action is Action.DEAD_LETTER:
-                try:
-                    loop = asyncio.get_running_loop()
-                    await loop.run_in_executor(self._deliveries, self._bury, found, verdict.reason)
-                except Exception as error:
-                    not_buried(message, error)
-                    partition.settle(found.offset(), is_done=False)
-                    unsettled.append(message)
-                    continue
-            partition.settle(found.offset(), is_done=verdict.is_final)
+            # Where its dead letter was not taken, it is as if nothing had been said: told again.
+            if message not in unsettled:
+                partition, found = message.receipt
+                partition.settle(found.offset(), is_done=verdict.is_final)
         return unsettled
 
     def _store_offsets(self) -> None:
@@ -326,41 +375,12 @@ class KafkaTopic:
             offset = partition.next_offset
             if offset is not None and offset != partition.stored_offset:
                 stored = TopicPartition(partition.topic, partition.number, offset)
-                self._consumer.store_offsets(offsets=[stored])
+                try:
+                    self._consumer.store_offsets(offsets=[stored])
+                except KafkaException as error:
+                    # Taken away just now: its messages come again, and are found to be done.
+                    _logger.warning("an offset was not stored: %s", error)
                 partition.stored_offset = offset
-
-    # Dead letters.
-
-    def _bury(self, found: Any, reason: str) -> None:
-        """Sends a copy with the reason, and waits until the brokers have it."""
-        if self._producer is None:
-            self._make_dead_letter_topic()
-            self._producer = confluent_kafka.Producer(
-                {**self._servers, "enable.idempotence": True}, logger=_logger
-            )
-        failures: list[Any] = []
-
-        def told(error: Any, _: Any) -> None:
-            if error is not None:
-                failures.append(error)
-
-        headers = [*(found.headers() or ()), (_REASON, reason.encode())]
-        self._producer.produce(
-            self._dead_letter, found.value(), found.key(), headers=headers, on_delivery=told
-        )
-        if self._producer.flush(_DELIVER_SECONDS) or failures:
-            raise ConnectionError(f"the dead letter was not taken: {failures or 'no answer'}")
-
-    def _make_dead_letter_topic(self) -> None:
-        admin = AdminClient(self._servers)
-        if self._dead_letter in admin.list_topics(timeout=_OPEN_SECONDS).topics:
-            return
-        made = admin.create_topics([NewTopic(self._dead_letter, 1)])[self._dead_letter]
-        try:
-            made.result(timeout=_OPEN_SECONDS)
-        except KafkaException as error:
-            if error.args[0].code() != confluent_kafka.KafkaError.TOPIC_ALREADY_EXISTS:
-                raise
 
     def _leave(self, consumer: Any) -> None:
         self._store_offsets()

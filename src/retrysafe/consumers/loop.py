@@ -28,8 +28,12 @@ Handle = Callable[[Message, Deadline, int], Awaitable[Verdict]]
 
 # After the broker did not answer: soon enough for people who watch, too rare to be a burden.
 _AWAY_SECONDS: Final = 1.0
+# For one batch of verdicts: a broker that hangs must not keep the others from being told.
+_SETTLE_SECONDS: Final = 30.0
 # Messages in the buffer for each that is handled: the next one is there when a place is free.
 _BUFFERED_PER_PLACE: Final = 2
+# Of a log, for each place: what waits behind a busy lane and leaves the room to other lanes.
+_BEHIND_PER_PLACE: Final = 50
 # After a fault of this package itself: long enough not to be a hot loop.
 _UNKNOWN: Final = timedelta(seconds=30)
 _GIVEN_BACK: Final = Verdict(Action.LEAVE, "the consumer is stopping")
@@ -88,7 +92,7 @@ class ConsumerLoop:
         self._handle = handle
         self._concurrency = concurrency
         self._stop_seconds = stop_limit.total_seconds()
-        self._cut = Verdict(Action.LEAVE, "the consumer was stopped", cut_delay)
+        self._cut = Verdict(Action.LEAVE, "its handler was cut short", cut_delay)
         self._on_change = on_change
         self._monotonic = monotonic
         self.counts = Counts()
@@ -104,6 +108,10 @@ class ConsumerLoop:
         # Lanes that have a message running or held.
         self._busy_lanes: set[str] = set()
         self._verdicts: list[tuple[Message, Verdict]] = []
+        # How many verdicts the broker is being told.
+        self._leaving = 0
+        # Of a log: verdicts that the broker did not take, until they are told again.
+        self._unsettled: dict[Message, tuple[Verdict, asyncio.TimerHandle]] = {}
         self._timers: dict[Message, asyncio.TimerHandle] = {}
         self._stopping = asyncio.Event()
         # Something has changed that the loop may wait for.
@@ -111,6 +119,8 @@ class ConsumerLoop:
         self._has_verdicts = asyncio.Event()
         # One batch at a time: the last one of a stop must not overtake the one before it.
         self._settling = asyncio.Lock()
+        # What ended the upkeep, which nothing may do.
+        self._fault: BaseException | None = None
 
     def stop(self) -> None:
         """Takes no more messages; comes from the loop's own thread."""
@@ -120,17 +130,31 @@ class ConsumerLoop:
     async def run(self) -> bool:
         """Consumes until `stop`; False when handlers were cut short."""
         self._broker.bind(self)
-        extending = asyncio.create_task(self._deadlines.run())
-        settling = asyncio.create_task(self._settle_all())
+        upkeep = [
+            asyncio.create_task(self._deadlines.run()),
+            asyncio.create_task(self._settle_all()),
+        ]
+        for task in upkeep:
+            task.add_done_callback(self._upkeep_ended)
         try:
             await self._take()
-            return await self._wind_up()
+            has_ended_well = await self._wind_up()
         finally:
-            extending.cancel()
-            settling.cancel()
-            for timer in self._timers.values():
+            for task in upkeep:
+                task.cancel()
+            for timer in (*self._timers.values(), *(each for _, each in self._unsettled.values())):
                 timer.cancel()
-            await asyncio.gather(extending, settling, return_exceptions=True)
+            await asyncio.gather(*upkeep, return_exceptions=True)
+        if self._fault is not None:
+            raise self._fault
+        return has_ended_well
+
+    def _upkeep_ended(self, task: asyncio.Task[None]) -> None:
+        """Stops the consumer: without its upkeep it would take messages and settle none."""
+        if not task.cancelled():
+            self._fault = task.exception()
+            _logger.critical("the consumer stops: %r", self._fault, exc_info=self._fault)
+            self.stop()
 
     # Taking messages.
 
@@ -174,7 +198,13 @@ class ConsumerLoop:
             # Each delivery counts at the broker, which may dead-letter by that count: while no
             # message can be handled, none is taken.
             return 0
-        used = len(self._waiting) + len(self._running) + len(self._held)
+        used = len(self._running) + len(self._held) + len(self._waiting)
+        # As long as the broker has not been told, the message is here.
+        used += len(self._verdicts) + self._leaving + len(self._unsettled)
+        if not self._broker.gives_back:
+            # A key that fails, or is slow, must not keep the others from coming.
+            behind = sum(each.lane in self._busy_lanes for each in self._waiting)
+            used -= min(behind, self._concurrency * _BEHIND_PER_PLACE)
         return self._concurrency * _BUFFERED_PER_PLACE - used
 
     async def _rest(self, seconds: float) -> None:
@@ -218,8 +248,12 @@ class ConsumerLoop:
             self._outages.discard(message)
             self._forget_lost(message)
             return
-        verdict = await self._handle(message, deadline, tries)
-        self._outages.discard(message)
+        try:
+            verdict = await self._handle(message, deadline, tries)
+        finally:
+            self._outages.discard(message)
+            # What its attempt held is over; the message is this consumer's until it is settled.
+            deadline.stops_renewing = None
         if deadline.is_lost(self._monotonic()):
             # Whatever was settled in the store is found by the next delivery.
             self._forget_lost(message)
@@ -234,8 +268,11 @@ class ConsumerLoop:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         message = self._running.pop(task)
-        if not task.cancelled() and task.exception() is not None:
-            error = task.exception()
+        if task.cancelled():
+            # By the stop, or by something that the handler met. Nobody knows how far it got: its
+            # key is free when the lease ends.
+            self._conclude(message, self._cut, 0)
+        elif (error := task.exception()) is not None:
             _logger.error("a message was not handled: %r", error, exc_info=error)
             self._conclude(message, Verdict(Action.RETRY, f"not handled: {error!r}", _UNKNOWN), 0)
         if message not in self._held and message.lane is not None:
@@ -262,7 +299,8 @@ class ConsumerLoop:
         """Keeps the message here until its pause is over; its lane waits with it."""
         if not tries:
             _logger.warning("%s is held: %s", message.identity, verdict.reason)
-        self._held[message] = tries + 1
+        # Who waits for somebody else has not tried.
+        self._held[message] = tries + (verdict.action is Action.RETRY)
         if verdict.outage is Outage.OURS:
             self._outages.add(message)
         self.counts.add(verdict)
@@ -289,6 +327,9 @@ class ConsumerLoop:
             else:
                 self._waiting.remove(message)
             self._verdicts.append((message, _WITHDRAWN))
+        for message in [each for each in self._unsettled if is_meant(each)]:
+            self._unsettled.pop(message)[1].cancel()
+            self._verdicts.append((message, _WITHDRAWN))
         self._has_verdicts.set()
         self._news.set()
 
@@ -306,7 +347,8 @@ class ConsumerLoop:
 
     def _give_back_lane(self, message: Message) -> None:
         """Gives back what waits behind a message that comes again: it must not overtake it."""
-        if message.lane is None:
+        if message.lane is None or not self._broker.gives_back:
+            # A log's own order holds: what waits in it has its turn, or is withdrawn with it.
             return
         behind = [each for each in self._waiting if each.lane == message.lane]
         for each in behind:
@@ -326,22 +368,44 @@ class ConsumerLoop:
             batch, self._verdicts = self._verdicts, []
             if not batch:
                 return
+            self._leaving = len(batch)
             try:
-                unsettled = set(await self._broker.settle(batch))
+                async with asyncio.timeout(_SETTLE_SECONDS):
+                    unsettled = set(await self._broker.settle(batch))
             except Exception as error:
                 _logger.warning("the broker did not settle %d messages: %r", len(batch), error)
                 unsettled = {message for message, _ in batch}
+            finally:
+                self._leaving = 0
         for message, verdict in batch:
-            self._deadlines.remove(message)
             if message in unsettled:
                 self.counts.unsettled += 1
+                if self._tells_again(message, verdict):
+                    continue
             else:
                 self.counts.add(verdict)
+            self._deadlines.remove(message)
         self._told()
+
+    def _tells_again(self, message: Message, verdict: Verdict) -> bool:
+        """Keeps a verdict that was not taken: a log does not deliver the message again."""
+        if self._broker.gives_back or self._stopping.is_set():
+            return False
+        timer = asyncio.get_running_loop().call_later(_AWAY_SECONDS, self._tell_again, message)
+        self._unsettled[message] = (verdict, timer)
+        return True
+
+    def _tell_again(self, message: Message) -> None:
+        verdict, _ = self._unsettled.pop(message)
+        self._verdicts.append((message, verdict))
+        self._has_verdicts.set()
 
     def _told(self) -> None:
         if self._on_change is not None:
-            self._on_change(self.counts)
+            try:
+                self._on_change(self.counts)
+            except Exception:
+                _logger.exception("on_change raised; messages are handled all the same")
         self._news.set()
 
     # Stopping.
@@ -354,6 +418,10 @@ class ConsumerLoop:
         self._timers.clear()
         self._verdicts += [(message, _GIVEN_BACK) for message in self._waiting]
         self._waiting.clear()
+        for message, (verdict, timer) in self._unsettled.items():
+            timer.cancel()
+            self._verdicts.append((message, verdict))
+        self._unsettled.clear()
         self._has_verdicts.set()
 
     async def _wind_up(self) -> bool:
@@ -362,13 +430,12 @@ class ConsumerLoop:
         running = dict(self._running)
         if running:
             await asyncio.wait(running, timeout=self._stop_seconds)
-        cut = {task: message for task, message in running.items() if not task.done()}
-        for task, message in cut.items():
+        cut = [task for task in running if not task.done()]
+        for task in cut:
             task.cancel()
-            # Nobody knows how far it got: its key is free when the lease ends.
-            self._verdicts.append((message, self._cut))
         if cut:
-            await asyncio.wait(cut, timeout=1)
+            _, deaf = await asyncio.wait(cut, timeout=1)
+            self._verdicts += [(running[task], self._cut) for task in deaf]
             _logger.error("%d handlers were cut short by the stop", len(cut))
         await asyncio.sleep(0)
         await self._settle_batch()
