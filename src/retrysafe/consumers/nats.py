@@ -215,7 +215,10 @@ class JetStream:
         return unsettled
 
     async def _flush(self) -> None:
-        await self._connection.flush(_FLUSH_SECONDS)
+        # Twice: nats-py writes its ping ahead of what waits in its buffer, so the first pong says
+        # only that the buffer has left, and the second that the server has read it.
+        for _ in range(2):
+            await self._connection.flush(_FLUSH_SECONDS)
         self._raise_refusal()
 
     async def _hear(self, error: Exception) -> None:
