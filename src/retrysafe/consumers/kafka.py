@@ -258,7 +258,7 @@ class KafkaTopic:
         ]
         if offsets:
             try:
-                # Stored too: the client commits what is stored as it leaves, which must not go back.
+                # Stored too: the client commits what is stored as it leaves, and would go back.
                 consumer.store_offsets(offsets=offsets)
                 consumer.commit(offsets=offsets, asynchronous=False)
             except KafkaException as error:
