@@ -230,6 +230,14 @@ def test_a_rebalance_takes_back_what_fails_while_it_waits(monkeypatch):
     assert message.receipt[0].is_lost
 
 
+def test_what_a_rebalance_commits_is_stored_so_that_the_client_commits_no_less():
+    broker = topic_with(Found(0))
+    (message,) = broker._poll(9)
+    message.receipt[0].settle(0, is_done=True)
+    broker._revoked(broker._consumer, [TopicPartition("t", 0)])
+    assert broker._consumer.stored == [1]
+
+
 def test_an_offset_that_cannot_be_stored_does_not_keep_the_consumer_from_polling():
     broker = topic_with(Found(0))
     (message,) = broker._poll(9)

@@ -258,6 +258,8 @@ class KafkaTopic:
         ]
         if offsets:
             try:
+                # Stored too: the client commits what is stored as it leaves, and would go back.
+                consumer.store_offsets(offsets=offsets)
                 consumer.commit(offsets=offsets, asynchronous=False)
             except KafkaException as error:
                 # Their messages come again, and are found to be done.
