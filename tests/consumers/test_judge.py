@@ -11,12 +11,20 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import FOREVER, ClaimLost, FingerprintRule, InvalidInput, Policy, current_attempt
+from retrysafe import (
+    FOREVER,
+    ClaimLost,
+    FingerprintRule,
+    InvalidInput,
+    Policy,
+    current_attempt,
+    natural_key,
+)
 from retrysafe.consumers import Action, Handler, consumer_name
 from retrysafe.consumers.consumer import checked_policy
 from retrysafe.consumers.deadlines import Deadline
 from retrysafe.consumers.handler import unquoted
-from retrysafe.errors import PolicyInvalid
+from retrysafe.errors import KeyInvalid, PolicyInvalid
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores import MemoryStore, SqliteStore
 from retrysafe.testing import FaultyStore, Moment
@@ -131,12 +139,6 @@ class Busy(Exception):
     """What a provider's library raises when it is away."""
 
 
-class Patient(Handler):
-    """A handler that names it."""
-
-    outages = (Busy,)
-
-
 def error_of(module, name, *bases, **values):
     return type(name, bases or (Exception,), {"__module__": module, **values})("away")
 
@@ -158,14 +160,12 @@ def error_of(module, name, *bases, **values):
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, Exception) else "",
 )
-def test_what_the_handler_needs_and_is_away_does_not_count(error, is_counted, monkeypatch):
-    monkeypatch.setattr("tests.consumers.scripted.Handler", Patient)
-
+def test_what_the_handler_needs_and_is_away_does_not_count(error, is_counted):
     def fail(message):
         raise error
 
     way = Threads(MemoryStore(), caller="unused")
-    verdict = way.run(way.judge(fail, tries=1).handle(message()))
+    verdict = way.run(way.judge(fail, tries=1, outages=(Busy,)).handle(message()))
     assert verdict.action is (Action.DEAD_LETTER if is_counted else Action.RETRY)
     way.close()
 
@@ -214,6 +214,15 @@ def test_what_runs_elsewhere_is_left_or_dropped(kind, store, chosen, expected):
 
 def key_of(handler, item):
     return handler.key_text(item)
+
+
+@pytest.mark.parametrize(
+    "chosen", ["message:7", natural_key("message", 12), f'"{natural_key("message", 12)}"']
+)
+def test_a_publisher_cannot_choose_the_key_of_another_message(chosen):
+    """The honest message would be refused as another request."""
+    with pytest.raises(KeyInvalid, match="a key of your own"):
+        key_of(Handler(print), message("8", headers={"Idempotency-Key": chosen}))
 
 
 def test_the_key_is_the_header_then_the_fields_then_the_brokers_name():

@@ -16,9 +16,11 @@ from retrysafe.consumers.engine import FingerprintRule, Policy
 from retrysafe.consumers.message import Message, PayloadInvalid
 from retrysafe.consumers.verdict import Action, BackOff
 from retrysafe.core.keys.framing import Part
-from retrysafe.core.keys.key import KEY_LIMIT_CHARACTERS, natural_key
+from retrysafe.core.keys.key import KEY_LIMIT_CHARACTERS, looks_derived, natural_key
 from retrysafe.errors import InvalidInput, KeyInvalid
 
+# What keys begin with that are made from what the broker calls a message.
+_MADE_HERE: Final = "message:"
 KEY_HEADER: Final = "Idempotency-Key"
 
 # The names of fields in a JSON payload, or a function of the message.
@@ -55,6 +57,8 @@ class Handler:
     in_flight: Action = Action.LEAVE
     # How many attempts may fail before the message is dead-lettered. Outages do not count.
     tries: int = 25
+    # Errors of yours that are outages, beside those of the network and of databases.
+    outages: tuple[type[Exception], ...] = ()
     back_off: BackOff = field(default_factory=BackOff)
     # Former names, as `consumer_name` makes them, the newest first: what they have handled is done.
     aliases: Sequence[str] = ()
@@ -75,6 +79,10 @@ class Handler:
             )
         if not isinstance(self.tries, int) or self.tries < 1:
             raise InvalidInput(f"tries is a whole number from 1 up, got {self.tries!r}")
+        if not isinstance(self.outages, tuple) or not all(
+            isinstance(kind, type) and issubclass(kind, Exception) for kind in self.outages
+        ):
+            raise InvalidInput(f"outages takes a tuple of exception classes, got {self.outages!r}")
         if isinstance(self.key, str):
             raise InvalidInput(f"key takes a tuple of field names, write key=({self.key!r},)")
         if isinstance(self.aliases, str):
@@ -86,12 +94,12 @@ class Handler:
         """The key of a message; raises `KeyInvalid`, `PayloadInvalid`, `FingerprintImpossible`."""
         sent = message.header(KEY_HEADER)
         if sent is not None:
-            return unquoted(sent)
+            return _own_key(unquoted(sent))
         made = self._made(message)
         if isinstance(made, tuple):
             return natural_key("message", *made)
         if made is None and message.identity:
-            made = f"message:{message.identity}"
+            made = f"{_MADE_HERE}{message.identity}"
             # A publisher may choose ids as long as a key may be.
             if len(made) > KEY_LIMIT_CHARACTERS:
                 made = natural_key("message", "identity", message.identity)
@@ -129,6 +137,19 @@ def _check_alias(alias: str) -> None:
             "consumer_name('nats:PAYMENTS', 'billing'), or copy the caller that "
             "`retrysafe keys list` shows"
         )
+
+
+def _own_key(text: str) -> str:
+    """The text itself; raises `KeyInvalid` for one that only a consumer makes.
+
+    Whoever may publish could else take the key of another message in advance.
+    """
+    if text.startswith(_MADE_HERE) or looks_derived(text):
+        raise KeyInvalid(
+            f"the header {KEY_HEADER} has a key that is made from a message or its fields: "
+            "publish it with a key of your own, such as 'payout-42'"
+        )
+    return text
 
 
 def unquoted(value: str) -> str:

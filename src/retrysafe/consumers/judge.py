@@ -152,7 +152,7 @@ class Judge:
         return Verdict(action, reason, delay, rule.outage, has_run=run.has_begun)
 
     def _is_away(self, error: Exception) -> bool:
-        named: tuple[type[Exception], ...] = tuple(getattr(self._handler, "outages", ()))
+        named: tuple[type[Exception], ...] = self._handler.outages
         return isinstance(error, named) or (
             not isinstance(error, RetrysafeError) and is_away(error)
         )
