@@ -217,7 +217,7 @@ def key_of(handler, item):
 
 
 @pytest.mark.parametrize(
-    "chosen", ["message:7", natural_key("message", 12), f'"{natural_key("message", 12)}"']
+    "chosen", ["message:7", str(natural_key("message", 12)), f'"{natural_key("message", 12)}"']
 )
 def test_a_publisher_cannot_choose_the_key_of_another_message(chosen):
     """The honest message would be refused as another request."""
