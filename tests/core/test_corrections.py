@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from retrysafe.core import transitions
@@ -11,6 +13,7 @@ from retrysafe.core.model import Decision, Ending, SettleKind, State
 from retrysafe.core.outbox.entries import entry_key
 from retrysafe.core.outbox.staging import Staging
 from retrysafe.core.policy import InFlight, Policy
+from retrysafe.core.steps.history import StepRetry
 from retrysafe.errors import (
     KeyReused,
     OutcomeNotStored,
@@ -145,6 +148,41 @@ def test_a_step_that_ran_and_could_not_be_stored_is_not_nothing(ending):
         with pytest.raises(KeyReused):
             other.answer(asked(OTHER_MARK))
     assert done == [1]
+
+
+class _Cut(BaseException):
+    """As a cancellation: no exception that an operation is judged by."""
+
+
+@pytest.mark.parametrize(
+    ("errors", "is_taken"),
+    [
+        ([TimeoutError()], False),
+        ([TimeoutError(), Declined("no")], False),
+        ([_Cut()], False),
+        ([Declined("no")], True),
+        ([], True),
+    ],
+)
+def test_a_step_of_which_nobody_knows_what_it_did_is_not_nothing(errors, is_taken):
+    """It timed out or was cancelled, whatever the operation says after that."""
+    world, tries = World(), iter(errors)
+
+    async def charge():
+        error = next(tries, None)
+        if error is not None:
+            raise error
+
+    async def operation(attempt):
+        if errors:
+            with contextlib.suppress(TimeoutError, _Cut, Declined):
+                await attempt.step("charge", charge, retry=StepRetry(tries=len(errors)))
+        raise Declined("no")
+
+    process = world.first
+    with pytest.raises(Declined):
+        process.answer(asked(), process.operating(operation))
+    assert marked(world) is is_taken
 
 
 def test_an_outcome_that_stays_is_remembered():

@@ -332,8 +332,9 @@ def _with_steps(call: Call, steps: StepRun) -> Call:
     """The call for the ending of these steps.
 
     A step that ran has happened, also when it could not be stored and the operation went on: no
-    store knows of it, so a corrected request would run it once more.
+    store knows of it, so a corrected request would run it once more. So may have one that timed out
+    or was cancelled, whatever the operation came to after that.
     """
-    if call.nothing_happened is None or not steps.writer.has_unrecorded:
+    if call.nothing_happened is None or not (steps.writer.has_unrecorded or steps.has_uncertain):
         return call
     return replace(call, nothing_happened=None)

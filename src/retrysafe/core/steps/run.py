@@ -66,6 +66,7 @@ class StepRun:
         "_unstored_calls",
         "book",
         "call",
+        "has_uncertain",
         "writer",
     )
 
@@ -83,6 +84,8 @@ class StepRun:
         # Whom the last step under way wakes, once the operation has ended.
         self._quiet: Signal | None = None
         self._joined: list[_JoinedStep] = []
+        # Whether a try of a step ended in a way after which nobody knows what it did.
+        self.has_uncertain = False
         # What was called of steps that ran and may not be stored.
         self._unstored_calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
         self._terminal_errors: list[Exception] = []
@@ -297,9 +300,13 @@ class StepRun:
             if self._attempt.is_lost:
                 await self._attempt.hold()
             before = book.enter()
+            is_certain = False
             try:
-                return await run_once()
+                value = await run_once()
+                is_certain = True
+                return value
             except Exception as error:
+                is_certain = self._is_nothing_happened(error)
                 tried += 1
                 if is_listed(error, terminal):
                     self._terminal_errors.append(error)
@@ -307,8 +314,14 @@ class StepRun:
                 if isinstance(error, ClaimLost) or not retry.allows(error, tried):
                     raise
             finally:
+                if not is_certain:
+                    self.has_uncertain = True
                 book.leave(before)
             await self._clock.sleep(retry.pause_seconds(tried))
+
+    def _is_nothing_happened(self, error: Exception) -> bool:
+        listed = self.call.nothing_happened
+        return listed is not None and listed(error)
 
     @property
     def attempt_number(self) -> int:
