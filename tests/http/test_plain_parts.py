@@ -130,3 +130,13 @@ def test_a_key_from_the_path_alone_takes_any_form():
     made = beside(OTHER, b"1\n--b\n")
     made.parameters = {"id": "5"}
     assert made_key(FieldsKey("{id}", window=FOREVER), made, **TERMS) == natural_key("pay", 5)
+
+
+def test_bytes_of_a_form_that_frameworks_read_differently_make_no_key():
+    """Some take them for UTF-8 and others for Latin-1: one of them would run for another name."""
+    kind = "application/x-www-form-urlencoded"
+    key = FieldsKey("/name:text", window=FOREVER)
+    plain = made_key(key, request(b"name=jos%C3%A9", kind), **TERMS)
+    assert plain == natural_key("pay", "josé")
+    with pytest.raises(KeyInvalid, match="percent-encode"):
+        made_key(key, request("name=josé".encode(), kind), **TERMS)

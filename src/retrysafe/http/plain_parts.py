@@ -15,6 +15,7 @@ from retrysafe.http.bodies import RAW, Content, media_type_parameters
 from retrysafe.http.request import Request
 
 _MULTIPART: Final = b"multipart/"
+_URLENCODED: Final = b"application/x-www-form-urlencoded"
 _HEAD_END: Final = b"\r\n\r\n"
 _DELIMITER: Final = re.compile(rb"--[0-9A-Za-z_.+=/:?\-]++")
 # Unquoted, other signs make another name of it: some parsers take <order> and order] for order.
@@ -31,11 +32,18 @@ _PLAIN_ENCODINGS: Final = frozenset({b"7bit", b"8bit", b"binary"})
 
 
 def require_plain_parts(request: Request, content: Content) -> None:
-    """Raises `KeyInvalid` for a multipart body that frameworks may read differently.
+    """Raises `KeyInvalid` for a form that frameworks may read differently.
 
     Takes time in proportion to the body.
     """
     types = request.header_lines(b"content-type")
+    is_form = any(line.strip(b" \t").lower().startswith(_URLENCODED) for line in types)
+    if is_form and not request.body.isascii():
+        # Some frameworks read such bytes as UTF-8, others as Latin-1.
+        raise KeyInvalid(
+            "the key is made from a field of a form, and frameworks read its bytes in different "
+            "ways: percent-encode what is not ASCII, as browsers do (curl: --data-urlencode)"
+        )
     if not any(line.strip(b" \t").lower().startswith(_MULTIPART) for line in types):
         return
     if content[1] is RAW or not _is_plain(request):
