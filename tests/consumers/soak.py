@@ -62,7 +62,7 @@ class Plan:
     poison: set[str]
 
 
-def planned(  # noqa: PLR0913 — what a seed is made into.
+def planned(
     seed: int,
     broker: str,
     messages: int,
@@ -277,7 +277,7 @@ class Soak:
         return "\n".join(path.read_text()[-2000:] for path in sorted(self.folder.glob("log-*")))
 
 
-def soaked(  # noqa: PLR0913 — what a run is made of.
+def soaked(
     bench,
     *,
     broker: str,
@@ -317,7 +317,7 @@ def handler_name(bench, database: str | None, handler: str) -> str:
     return "PLACE_ASYNC" if bench.handler == "ASYNC" else "PLACE_POSTGRES"
 
 
-def judge(  # noqa: PLR0913 — everything that is known of a run.
+def judge(
     result: Soaked, plan: Plan, found: Counter[str], dead: set[str], left: int, *, is_atomic: bool
 ) -> None:
     """Says what is wrong with what came of it."""

@@ -51,8 +51,7 @@ def results(request):
     seed = random.randrange(1_000_000)
     with ThreadPoolExecutor(len(SCENES)) as threads:
         futures = {}
-        for name in SCENES:
-            fixture, _, store, binary = SCENES[name]
+        for name, (fixture, _, store, binary) in SCENES.items():
             if name not in asked or binary() is None:
                 continue
             server = request.getfixturevalue(fixture)
