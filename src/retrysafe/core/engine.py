@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from retrysafe.core.atomic.run import AtomicRunner, Transacting
-from retrysafe.core.cache import CachedOutcome, ReplayCache
+from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.flights import Flight, Flights, Phase, Requested, is_same_request
