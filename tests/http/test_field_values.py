@@ -121,8 +121,18 @@ def test_a_text_that_can_be_another_spelling_is_refused(text):
 
 
 def test_a_type_that_is_declared_later_may_keep_the_key():
-    """Of an int and of a UUID, which are the same without one."""
-    for kind, text in (("int", "7"), ("uuid", SOME_UUID)):
+    """Of numbers, booleans and a UUID, which are the same without one."""
+    kinds = (
+        *(
+            ("int", "7"),
+            ("decimal", "7"),
+            ("decimal", "7.5"),
+            ("bool", "true"),
+            ("uuid", SOME_UUID),
+        ),
+        ("ip", "2001:db8::1"),
+    )
+    for kind, text in kinds:
         assert part_bytes(declared_part("/a", kind, text)) == part_bytes(plain_part("/a", text))
 
 
