@@ -273,19 +273,6 @@ def test_state_of_the_lifespan_with_the_same_name_protects_nobody():
     assert is_replay(ask(with_state, ("/one",), ("/one",))[1])
 
 
-def test_what_is_remembered_is_bounded_for_all_endpoints_together():
-    """Endpoints share the memory for exact repetitions; each would else have a limit of its own."""
-    retrysafe = protection()
-    routes = [
-        Route(path, idempotent()(Counted().endpoint), methods=["POST"]) for path in ("/one", "/two")
-    ]
-    app = shop(routes, retrysafe)
-    keys = ({"Idempotency-Key": "one"}, {"Idempotency-Key": "two"})
-    for path, key in zip(("/one", "/two"), keys, strict=True):
-        assert is_replay(ask(app, (path, b"", key), (path, b"", key))[1])
-    assert len(retrysafe._pages._recent.entries) == 2
-
-
 def test_keys_from_path_parameters_and_bodies():
     """The route's parameters make natural keys; equal bodies are recognised without any key."""
     orders, mails = Counted(), Counted()
