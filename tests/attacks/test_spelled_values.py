@@ -30,7 +30,6 @@ from retrysafe import FOREVER, GLOBAL, AsyncIdempotency, Idempotency, InvalidInp
 from retrysafe.contrib.fastapi import Retrysafe, idempotent
 from retrysafe.contrib.flask import Retrysafe as FlaskRetrysafe
 from retrysafe.http import FieldsKey, IdempotencyMiddleware, Rule
-from tests.servers.fixtures import migrated
 
 SPELLINGS = (
     "7",
@@ -61,7 +60,7 @@ def order_of(number: int) -> int:
 def store(request, tmp_path):
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'keys.db'}"
-    return migrated(request.getfixturevalue("postgres_url"))
+    return request.getfixturevalue("migrated_url")
 
 
 def ask(app, idem, asked):
