@@ -35,7 +35,6 @@ from retrysafe.contrib.flask import Retrysafe as FlaskRetrysafe
 from retrysafe.contrib.litestar import RetrysafePlugin
 from retrysafe.errors import FingerprintImpossible, KeyReused
 from retrysafe.http import FieldsKey, IdempotencyMiddleware, Rule
-from tests.servers.fixtures import migrated
 
 SPELLINGS = (
     "7",
@@ -66,7 +65,7 @@ def order_of(number: int) -> int:
 def store(request, tmp_path):
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'keys.db'}"
-    return migrated(request.getfixturevalue("postgres_url"))
+    return request.getfixturevalue("migrated_url")
 
 
 def ask(app, idem, asked):

@@ -122,15 +122,14 @@ class Served:
             if root and not is_below(path, root):
                 path = root.rstrip("/") + path
         path = exact_path(scope, path)
-        request = Request(
-            method, path, scope.get("query_string", b""), scope["headers"], b"", scope
-        )
         parameters = scope.get("path_params") or NO_PARAMETERS
         if self._convert is not None:
             parameters = self._convert(self._converted, parameters)
+        query = scope.get("query_string", b"")
+        request = Request(method, path, query, scope["headers"], b"", scope, parameters)
         depth = self.endpoint.depth
         prefix = root.rsplit("/", depth)[0] if depth else root
-        await self._middleware.protect((self.route, parameters), request, prefix, receive, send)
+        await self._middleware.protect(self.route, request, prefix, receive, send)
 
 
 class Endpoints:

@@ -52,18 +52,15 @@ from retrysafe.http.protection import (
     Plan,
     Protection,
 )
-from retrysafe.http.recent import Recent, Repetition, head_of
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
-from retrysafe.http.routes import Match
+from retrysafe.http.routes import Route
 from retrysafe.http.rules import Rule, checked_rules
 from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.http.unprotected import UnprotectedRuns
 from retrysafe.runtime.calls import calls_of
 
 _PAGE_METHODS: Final = ("GET", "HEAD")
-_UNREAD: Final = object()
-_REPEATED: Final = object()
 _logger = logging.getLogger("retrysafe")
 
 
@@ -142,7 +139,6 @@ class IdempotencyMiddleware:
         self._prefix_of = prefix_of
         # The loop itself holds tasks weakly, so a run whose client has gone is held here.
         self._runs: set[AppRun] = set()
-        self._recent: Recent | None = Recent() if protection.is_known_by_headers else None
         seconds = protection.store_timeout_seconds
         self._lookout: ClaimLookout | None = None
         # A store that never waits has answered a claim before anybody can lose patience.
@@ -156,14 +152,6 @@ class IdempotencyMiddleware:
             if scope["type"] != "lifespan" or not await is_refused(receive, send):
                 await self.app(scope, receive, send)
             return
-        body: bytes | object | None = _UNREAD
-        if self._recent is not None and self._recent.entries:
-            # Before anything else is looked at: it is the same request as one that was.
-            repetition = self._recent.find(head_of(scope))
-            if repetition is not None:
-                body = await self._repeat(repetition, receive, send)
-                if body is _REPEATED:
-                    return
         inner, whole = paths_of(scope)
         method: str = scope["method"]
         if not method.isupper():
@@ -178,7 +166,6 @@ class IdempotencyMiddleware:
         if NOTICED_NAME in scope:
             scope[NOTICED_NAME].append(self)
         route, parameters = match
-        # As `request_of` and `prefix_of` do it.
         request = Request(
             method,
             whole,
@@ -188,19 +175,7 @@ class IdempotencyMiddleware:
             scope,
             parameters,
         )
-        prefix = self._prefix_of(scope)
-        # As in `protect`, whose coroutine every request would pay for.
-        plan = self.protection.begin(route, request, prefix)
-        if self._has_async_caller and type(plan) is Plan:
-            plan = await self.protection.identified(plan)
-        if type(plan) is Plan:
-            if body is _UNREAD:
-                body = await read_body(receive, route.rule.request_limit_bytes)
-            if type(body) is bytes:
-                request.body = body
-                await self.answer(plan, scope, receive, send, is_kept=self._recent is not None)
-                return
-        await self._decline(plan, request, prefix, body, receive, send)
+        await self.protect(route, request, self._prefix_of(scope), receive, send)
 
     async def _pass(
         self, method: str, path: str, scope: Scope, receive: Receive, send: Send
@@ -243,40 +218,20 @@ class IdempotencyMiddleware:
         await send_response(send, page)
 
     async def protect(
-        self, match: Match, request: Request, prefix: str, receive: Receive, send: Send
+        self, route: Route, request: Request, prefix: str, receive: Receive, send: Send
     ) -> None:
         """For integrations: answers a request of a route; its `host` is the ASGI scope."""
-        body: bytes | object | None = _UNREAD
-        if self._recent is not None and self._recent.entries:
-            repetition = self._recent.find(head_of(request.host))
-            if repetition is not None:
-                body = await self._repeat(repetition, receive, send)
-                if body is _REPEATED:
-                    return
-        route, request.parameters = match
         plan = self.protection.begin(route, request, prefix)
-        if self._has_async_caller and type(plan) is Plan:
+        if self._has_async_caller and isinstance(plan, Plan):
             plan = await self.protection.identified(plan)
-        if type(plan) is Plan:
-            if body is _UNREAD:
-                body = await read_body(receive, route.rule.request_limit_bytes)
-            if type(body) is bytes:
+        body: bytes | object | None = None
+        if isinstance(plan, Plan):
+            body = await read_body(receive, route.rule.request_limit_bytes)
+            if isinstance(body, bytes):
                 request.body = body
-                is_kept = self._recent is not None
-                await self.answer(plan, request.host, receive, send, is_kept=is_kept)
+                await self.answer(plan, request.host, receive, send)
                 return
         await self._decline(plan, request, prefix, body, receive, send)
-
-    async def _repeat(
-        self, repetition: Repetition, receive: Receive, send: Send
-    ) -> bytes | object | None:
-        """Replays what the same request came to, if it still is the same; else its body."""
-        body = await read_body(receive, repetition.limit_bytes)
-        if body != repetition.body or not self.calls.repeats(repetition.call, repetition.outcome):
-            return body
-        await send(repetition.start())
-        await send({"type": "http.response.body", "body": repetition.response_body})
-        return _REPEATED
 
     async def _decline(
         self,
@@ -302,13 +257,8 @@ class IdempotencyMiddleware:
         scope: Scope,
         receive: Receive,
         send: Send,
-        *,
-        is_kept: bool = False,
     ) -> None:
-        """Answers a planned request whose body has been read; raises what the application does.
-
-        `is_kept` says that its replay may be remembered for the next request with the same scope.
-        """
+        """Answers a planned request whose body has been read; raises what the application does."""
         protection = self.protection
         run: AppRun | None = None
         waiter: asyncio.Future[Answer[Any]] | None = None
@@ -324,8 +274,6 @@ class IdempotencyMiddleware:
             answer = self.calls.recall(call)
             if answer is not None:
                 response = protection.answered(plan, answer, is_news=False)
-                if is_kept:
-                    self._keep(scope, plan, call, response)
             elif protection.unprotected and (known := self._recall_unprotected(plan, call)):
                 response = known
             elif protection.breaker.is_open and (closed := self._closed_off(plan, call)):
@@ -348,15 +296,7 @@ class IdempotencyMiddleware:
         if run is not None and response.is_streamed:
             await run.pass_through()
             return
-        # As in `send_response`, whose coroutine every request would pay for.
-        await send(
-            {
-                "type": "http.response.start",
-                "status": response.status,
-                "headers": response.headers,
-            }
-        )
-        await send({"type": "http.response.body", "body": response.body})
+        await send_response(send, response)
         if run is not None and not run.is_over and not run.is_left:
             run.abandon()
             await run.finish()
@@ -397,14 +337,6 @@ class IdempotencyMiddleware:
         return timedelta(
             seconds=run_times.retry_after(call.operation, 0.0, policy.lease.total_seconds())
         )
-
-    def _keep(self, scope: Scope, plan: Plan, call: Call, response: Response) -> None:
-        """Remembers what this replay looks like, for the next request that is the same."""
-        outcome = self.calls.remembered(call)
-        if self._recent is not None and outcome is not None:
-            limit_bytes = plan.route.rule.request_limit_bytes
-            repetition = Repetition(plan.request.body, limit_bytes, call, outcome, response)
-            self._recent.keep(head_of(scope), repetition)
 
     async def _answer_unprotected(
         self, call: Call, plan: Plan, scope: Scope, receive: Receive, send: Send

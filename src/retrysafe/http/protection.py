@@ -45,7 +45,6 @@ from retrysafe.http.callers import (
     RotatingCaller,
     checked_caller_of,
     is_async,
-    is_known_by_headers,
     shipped,
     vary_of,
 )
@@ -161,7 +160,6 @@ class Protection:
                 "there is no secret, so credentials of callers are stored as plain SHA-256, "
                 "against which short ones can be tried: pass secret=… or set RETRYSAFE_SECRET"
             )
-        self.is_known_by_headers = is_known_by_headers(caller)
         vary = vary_of(caller)
         # What is said to caches of a response that is for its caller alone.
         self._no_store = [NO_STORE] if vary is None else [NO_STORE, (b"vary", vary.encode())]
