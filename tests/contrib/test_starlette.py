@@ -24,7 +24,6 @@ from retrysafe.stores import MemoryStore
 from tests.contrib.conftest import is_replay, problem
 from tests.contrib.serving import served
 from tests.contrib.shops import Till
-from tests.servers.fixtures import migrated
 
 
 class Counted:
@@ -417,9 +416,9 @@ def test_routes_may_be_added_later():
     assert policy_paths(app) == ["/late"]
 
 
-def test_an_async_endpoint_completes_on_its_postgresql_connection(postgres_url, postgres_server):
+def test_an_async_endpoint_completes_on_its_postgresql_connection(migrated_url, postgres_server):
     """The order's row and the response are one transaction of asyncpg's."""
-    url = migrated(postgres_url)
+    url = migrated_url
     runs = []
 
     @idempotent()

@@ -75,7 +75,7 @@ class EndpointPath:
 class Served:
     """An endpoint of an application, ready for requests."""
 
-    __slots__ = ("_converted", "_is_on", "_middleware", "endpoint", "route")
+    __slots__ = ("_convert", "_converted", "_is_on", "_middleware", "endpoint", "route")
 
     def __init__(
         self, middleware: IdempotencyMiddleware, route: Route, endpoint: EndpointPath
@@ -87,7 +87,10 @@ class Served:
         self._is_on = route.rule.protected
         source = route.rule.key
         # The parameters whose converted values are part of the key.
-        self._converted = source.converted_parameters if isinstance(source, FieldsKey) else ()
+        self._converted: tuple[str, ...] = ()
+        self._convert: Convert | None = None
+        if isinstance(source, FieldsKey) and source.parameters:
+            self._converted, self._convert = source.converted_parameters, endpoint.convert
 
     @property
     def is_shown(self) -> bool:
@@ -121,8 +124,8 @@ class Served:
                 path = root.rstrip("/") + path
         path = exact_path(scope, path)
         parameters = scope.get("path_params") or NO_PARAMETERS
-        if self._converted and self.endpoint.convert is not None:
-            parameters = self.endpoint.convert(self._converted, parameters)
+        if self._convert is not None:
+            parameters = self._convert(self._converted, parameters)
         query = scope.get("query_string", b"")
         request = Request(method, path, query, scope["headers"], b"", scope, parameters)
         depth = self.endpoint.depth

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
@@ -216,7 +217,22 @@ def endpoint_path(handler: Any, path: str) -> EndpointPath:
     methods = getattr(handler, "http_methods", None)
     if methods is None:
         return EndpointPath(min(handler.paths).rstrip("/") + "/*" if handler.is_mount else path)
-    return EndpointPath(path, frozenset(str(getattr(item, "value", item)) for item in methods))
+    served = frozenset(str(getattr(item, "value", item)) for item in methods)
+    return EndpointPath(path, served, convert=_plain_paths)
+
+
+def _plain_paths(names: tuple[str, ...], parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The parameters, with those of `{id:path}` as a handler reads them that takes a `Path`.
+
+    Litestar gives the text with a slash in front, which nothing else begins with: `/a/./b` is the
+    path `/a/b`, and `/07` may be order 7.
+    """
+    return {
+        name: str(PurePosixPath(value)).removeprefix("/")
+        if isinstance(value, str) and value.startswith("/")
+        else value
+        for name, value in parameters.items()
+    }
 
 
 def _handlers(route: BaseRoute) -> Iterable[Any]:
