@@ -1,8 +1,8 @@
 """Staging: what an operation wants delivered, kept until its outcome is written.
 
-Owns the entries of one attempt, their keys and their limits. Nothing is written here: they go
-into the transaction that settles the attempt. An attempt that crashes, fails or loses its claim leaves none behind, and the one that
-settles the key writes each of them once.
+Owns the entries of one attempt, their keys and their limits. Nothing is written here: they go into
+the transaction that settles the attempt. An attempt that crashes, fails or loses its claim leaves
+none behind, and the one that settles the key writes each of them once.
 """
 
 from __future__ import annotations
