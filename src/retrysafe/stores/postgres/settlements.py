@@ -9,6 +9,7 @@ key, or somebody else was at the row. The store suite's `table` cases prove that
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from retrysafe.core import transitions
 from retrysafe.core.model import Decision, SettleAnswer, Settlement
@@ -22,6 +23,9 @@ from retrysafe.stores.postgres.contended import (
 )
 from retrysafe.stores.postgres.drivers.port import Locked
 from retrysafe.stores.postgres.reading import NO_RECORD, Reader
+
+# Nobody changes such an answer, so that all rows that were applied can share one.
+_APPLIED: Final = SettleAnswer(Decision.APPLY)
 
 
 class Settlements:
@@ -39,7 +43,7 @@ class Settlements:
             # A write answers the first row of its key; a second one asks for itself.
             is_written = item.key.digest in left
             left.discard(item.key.digest)
-            results.append(SettleAnswer(Decision.APPLY) if is_written else None)
+            results.append(_APPLIED if is_written else None)
         rest = [item for item, result in zip(items, results, strict=True) if result is None]
         answers = iter(await self._settle_all(rest))
         return [next(answers) if result is None else result for result in results]
@@ -77,7 +81,7 @@ class Settlements:
             # Held by this token, and yet not written: somebody else was at the row.
             try:
                 if (await self._contended.write([], [settlement])).ended:
-                    return SettleAnswer(Decision.APPLY)
+                    return _APPLIED
             except StoreRejected as error:
                 return error
             if digest in self._contended.busy_keys:
