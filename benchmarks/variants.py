@@ -2,7 +2,7 @@
 
 Two variants take turns in one process, on one server, so that noise meets both. It prints the
 median time of a whole call, and the median ratios to what the store does, of that time and of this
-process's CPU, which decision records quote. A choice that saves less than 5 % of a call is not worth
+process's CPU, which decision records quote. What saves less than 5 % of a call is not worth
 its lines.
 """
 
