@@ -42,8 +42,14 @@ class Scene:
             }
         )
 
+    def set_in(self, monkeypatch):
+        """Gives this process the environment of the workers, for what it imports."""
+        for name, value in self.environment.items():
+            if os.environ.get(name) != value:
+                monkeypatch.setenv(name, value)
+
     def start(self, *arguments, hangs=False):
-        """Starts a worker with a process group of its own, so that nothing of it outlives a kill."""
+        """Starts a worker in a process group of its own: nothing of it outlives a kill."""
         with (self.folder / f"log-{len(self.processes)}").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", *arguments],

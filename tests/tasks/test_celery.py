@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import uuid
 
 import pytest
@@ -18,19 +17,15 @@ BROKERS = ["redis", "rabbitmq"]
 def scene(request, tmp_path, valkey_server, monkeypatch):
     queue = f"q{uuid.uuid4().hex[:8]}"
     backend = valkey_server.url(BROKERS.index(request.param))
-    if request.param == "redis":
-        broker = backend
-    else:
-        broker = request.getfixturevalue("rabbitmq").url
+    is_redis = request.param == "redis"
+    broker = backend if is_redis else request.getfixturevalue("rabbitmq").url
     environment = {
         "RETRYSAFE_TEST_BROKER": broker,
         "RETRYSAFE_TEST_BACKEND": backend,
         "RETRYSAFE_TEST_QUEUE": queue,
     }
     made = Scene(tmp_path, environment)
-    for name, value in made.environment.items():
-        if os.environ.get(name) != value:
-            monkeypatch.setenv(name, value)
+    made.set_in(monkeypatch)
     from tests.tasks import celery_app, work
 
     importlib.reload(work)

@@ -10,6 +10,7 @@ import sqlite3
 import time
 from contextlib import closing
 from datetime import timedelta
+from pathlib import Path
 
 from retrysafe import FOREVER, Policy
 from tests.consumers.handlers import note, transaction
@@ -45,9 +46,8 @@ def order(connection, name, wish=None):
 def fail_until(name, tries):
     """Raises until it was tried that often."""
     note("try", name)
-    path = os.environ["RETRYSAFE_TEST_EFFECTS"]
-    with open(path) as lines:
-        seen = sum('"try"' in line and f'"{name}"' in line for line in lines)
+    lines = Path(os.environ["RETRYSAFE_TEST_EFFECTS"]).read_text().splitlines()
+    seen = sum('"try"' in line and f'"{name}"' in line for line in lines)
     if seen < tries:
         raise LookupError(f"try {seen} of {name} fails")
     note("effect", name)

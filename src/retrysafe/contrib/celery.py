@@ -9,18 +9,19 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
-from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar, Unpack
 
-from retrysafe.contrib.tasks import ComeBack, TaskGuard, TaskOptions, public_signature
-from retrysafe.core.keys.fingerprint import FingerprintRule
-from retrysafe.core.policy import Policy
-from retrysafe.core.settings import CallerSource
+from retrysafe.contrib.tasks import (
+    ComeBack,
+    OnceOptions,
+    TaskGuard,
+    TaskOptions,
+    public_signature,
+)
 from retrysafe.errors import InvalidInput
 from retrysafe.extras import missing_extra
 from retrysafe.idempotency import Idempotency
-from retrysafe.runtime.describe import KeySource
 
 try:
     from celery import Task, current_task
@@ -35,45 +36,26 @@ T = TypeVar("T")
 
 
 def once(
-    idempotency: Idempotency,
-    *,
-    key: KeySource | None = None,
-    window: timedelta | None = None,
-    caller: CallerSource | None = None,
-    policy: Policy | None = None,
-    fingerprint: FingerprintRule | None = None,
-    ignore: Iterable[str] = (),
-    returns: type | tuple[type, ...] | None = None,
-    transaction: Callable[[], Any] | None = None,
+    idempotency: Idempotency, **options: Unpack[OnceOptions]
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorates the function of a task, below `@app.task`, so that each task id runs it once.
 
     `key` and `window` make a natural key of the arguments instead, as in `Idempotency.once`. With
     `transaction` the function gets `attempt`, whose `connection` is the open transaction.
     """
-    options = TaskOptions(
-        idempotency,
-        key=key,
-        window=window,
-        caller=caller,
-        policy=policy,
-        fingerprint=fingerprint,
-        ignore=ignore,
-        returns=returns,
-        transaction=transaction,
-    )
+    made = TaskOptions(idempotency, **options)
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         if isinstance(function, Task):
             raise InvalidInput("write @once(…) below @app.task, so that it wraps the function")
-        guards = _Guards(function, options)
+        guards = _Guards(function, made)
 
         @functools.wraps(function)
         def run_once(*args: P.args, **kwargs: P.kwargs) -> T:
             value: T = guards.run(current_task, args, kwargs)
             return value
 
-        run_once.__signature__ = public_signature(function, options)  # type: ignore[attr-defined]
+        run_once.__signature__ = public_signature(function, made)  # type: ignore[attr-defined]
         return run_once
 
     return decorate

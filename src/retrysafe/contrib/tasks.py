@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 from retrysafe.consumers.engine import (
     AsyncEngine,
@@ -58,13 +58,27 @@ class ComeBack(Exception):  # It is no error: it tells a framework what to do.
         return max(self.delay.total_seconds(), 0.1)
 
 
+class OnceOptions(TypedDict, total=False):
+    """How a task is run once, whatever the framework: what each `once` takes."""
+
+    # None: the id of the task. Else as in `Idempotency.once`, with a window.
+    key: KeySource | None
+    window: timedelta | None
+    caller: CallerSource | None
+    policy: Policy | None
+    fingerprint: FingerprintRule | None
+    ignore: Iterable[str]
+    returns: type | tuple[type, ...] | None
+    # Opens a transaction of yours; the task gets `attempt`, whose `connection` it is.
+    transaction: Callable[[], Any] | None
+
+
 @dataclass(frozen=True, slots=True)
 class TaskOptions:
-    """How a task is run once, whatever the framework; raises `InvalidInput`."""
+    """The same, with defaults."""
 
     idempotency: Idempotency
     _: KW_ONLY
-    # None: the id of the task. Else as in `Idempotency.once`, with a window.
     key: KeySource | None = None
     window: timedelta | None = None
     caller: CallerSource | None = None
@@ -72,7 +86,6 @@ class TaskOptions:
     fingerprint: FingerprintRule | None = None
     ignore: Iterable[str] = ()
     returns: type | tuple[type, ...] | None = None
-    # Opens a transaction of yours; the task gets `attempt`, whose `connection` it is.
     transaction: Callable[[], Any] | None = None
 
 
