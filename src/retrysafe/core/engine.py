@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from retrysafe.core.atomic.run import AtomicRunner, Transacting
-from retrysafe.core.cache import CachedOutcome, ReplayCache
+from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.flights import Flight, Flights, Phase, Requested, is_same_request
@@ -173,37 +173,17 @@ class Engine:
             return None
         found = cache.replay(digest, self._monotonic(), call.fingerprints[0])
         if found is None:
-            cached = self.remembered(call)
+            # One look-up of a dictionary is atomic, so a miss takes no lock.
+            cached = cache.find(digest, self._monotonic())
             if cached is None:
                 return None
+            if not cached.is_of(call.fingerprints[0]):
+                self._check_same(call, cached, "process")
             found = cached.payload, cached.attempt
         if digest in cache.new:
             with self._lock:
                 cache.move(digest)
         return self._replay(call, *found, "process")
-
-    def remembered(self, call: Call) -> CachedOutcome | None:
-        """What this process remembers of the key's outcome; raises `KeyReused`."""
-        if self._cache is None:
-            return None
-        # One look-up of a dictionary is atomic, so a miss takes no lock.
-        cached = self._cache.find(call.key.digest, self._monotonic())
-        if cached is not None and not cached.is_of(call.fingerprints[0]):
-            self._check_same(call, cached, "process")
-        return cached
-
-    def repeats(self, call: Call, outcome: CachedOutcome) -> bool:
-        """Whether this outcome, remembered for this very call, is still all that is known of it.
-
-        It counts as a replay then.
-        """
-        if self._cache is None:
-            return False
-        cached = self._cache.find(call.key.digest, self._monotonic())
-        if cached is None or cached.kept is not outcome.kept:
-            return False
-        self._report(_REPLAYED, call.key, call.operation, cached.attempt, source="process")
-        return True
 
     def is_in_flight(self, call: Call) -> bool:
         """Whether the key's operation is known to run, so that no store need be asked of it.
