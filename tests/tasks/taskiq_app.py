@@ -6,7 +6,7 @@ import asyncio
 import os
 from contextlib import asynccontextmanager
 
-from taskiq import SmartRetryMiddleware, TaskiqMiddleware
+from taskiq import SimpleRetryMiddleware, TaskiqMiddleware
 from taskiq_aio_pika import AioPikaBroker
 from taskiq_aio_pika.queue import Queue
 from taskiq_redis import RedisStreamBroker
@@ -30,7 +30,7 @@ broker = (
     else AioPikaBroker(URL, task_queues=[Queue(name=QUEUE)])
 ).with_middlewares(
     HangBeforeAck(),
-    SmartRetryMiddleware(default_retry_count=3, default_delay=0.1, use_jitter=False),
+    SimpleRetryMiddleware(default_retry_count=3),
 )
 idem = AsyncIdempotency(work.STORE, caller="shop", policy=work.POLICY)
 
