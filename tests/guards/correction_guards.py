@@ -133,8 +133,8 @@ CORRECTION_GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Runner._remember_ending,
-                "call.nothing_happened is None or not call.nothing_happened(error)",
-                "True",
+                "or not call.nothing_happened(came_to)",
+                "or True",
             ),
         ),
         properties.test_what_was_declined_is_not_replayed_after_its_correction,

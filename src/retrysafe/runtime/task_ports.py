@@ -24,7 +24,6 @@ from retrysafe.core.attempt import Attempt
 from retrysafe.core.events import Reporter
 from retrysafe.core.model import ClaimAnswer, ClaimRequest
 from retrysafe.core.ports import (
-    UNSHARED,
     ExtendsAnywhere,
     Ports,
     Store,
@@ -317,8 +316,8 @@ class LoopPorts:
             store=self.store,
             writer=self._new_writer(),
             clock=clock,
-            # Whoever asks the engine does so in the thread of the loop, see `AsyncCalls`.
-            lock=UNSHARED,
+            # The garbage collector may end a lost call while it is held.
+            lock=threading.RLock(),
             renewals=self.heartbeat,
             background=self.background,
             executor=TaskExecutor(store, self.threaded),

@@ -22,7 +22,7 @@ from enum import IntEnum, StrEnum
 from itertools import islice
 from typing import Any, Final
 
-from retrysafe.core.keys.framing import Part, frame, frame_parts
+from retrysafe.core.keys.canonical import Part, frame, frame_parts
 from retrysafe.core.keys.key import Key, looks_derived
 from retrysafe.core.model import Decision, StagedEntry
 from retrysafe.errors import InvalidInput
