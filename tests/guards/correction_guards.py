@@ -121,7 +121,7 @@ CORRECTION_GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 transitions.is_new_request,
-                "decision is _ADMIT or changed.fingerprint != record.fingerprint",
+                "decision is Decision.ADMIT or changed.fingerprint != record.fingerprint",
                 "decision is _ADMIT",
             ),
         ),

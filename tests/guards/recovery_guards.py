@@ -43,7 +43,7 @@ RECOVERY_GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Settler.is_postponed,
-                "if ending is not _RELEASED or call.recovers is None:",
+                "if ending is not Ending.RELEASED or call.recovers is None:",
                 "if True:",
             ),
         ),

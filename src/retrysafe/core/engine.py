@@ -133,8 +133,10 @@ class Engine:
 
         Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
         """
+        if self._cache is None:
+            return None
         cached = self.remembered(call)
-        if self._cache is None or cached is None:
+        if cached is None:
             return None
         with self._lock:
             self._cache.move(call.key.digest)

@@ -147,7 +147,7 @@ class FingerprintRule:
         Raises `FingerprintImpossible`.
         """
         try:
-            tree = fingerprint_tree(request)
+            tree = to_tree(request, "the request", walk=_REQUEST)
         except (NotStorable, RecursionError) as error:
             raise FingerprintImpossible(
                 f"two requests can only be told apart by values with a stable form: {error}. Leave "

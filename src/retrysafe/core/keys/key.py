@@ -60,8 +60,20 @@ class Key:
                 key=text[:KEY_LIMIT_CHARACTERS],
             )
         self.text = text
-        # The stored form of GLOBAL is the empty text, which no real caller can have.
-        self.caller = "" if isinstance(caller, GlobalCaller) else _checked_caller(caller)
+        if isinstance(caller, GlobalCaller):
+            # As it is stored. No real caller can have the empty text.
+            caller = ""
+        elif not isinstance(caller, str) or not caller:
+            raise CallerMissing(
+                f"a caller must be text of at least one character, got {caller!r}: pass the "
+                "authenticated account or tenant, with str(…) around a number such as the user's "
+                "id, or GLOBAL for one namespace shared by everybody"
+            )
+        elif len(caller) > CALLER_LIMIT_CHARACTERS:
+            raise CallerMissing(
+                f"a caller may have at most {CALLER_LIMIT_CHARACTERS} characters, got {len(caller)}"
+            )
+        self.caller = caller
         try:
             self.digest = digest(frame(self.caller.encode(), text.encode()))
         except UnicodeEncodeError:
@@ -96,20 +108,6 @@ class Key:
     def __repr__(self) -> str:
         caller = "GLOBAL" if self.is_global else repr(self.caller)
         return f"Key({self.text!r}, caller={caller})"
-
-
-def _checked_caller(caller: object) -> str:
-    if not isinstance(caller, str) or not caller:
-        raise CallerMissing(
-            f"a caller must be text of at least one character, got {caller!r}: pass the "
-            "authenticated account or tenant, with str(…) around a number such as the user's id, "
-            "or GLOBAL for one namespace shared by everybody"
-        )
-    if len(caller) > CALLER_LIMIT_CHARACTERS:
-        raise CallerMissing(
-            f"a caller may have at most {CALLER_LIMIT_CHARACTERS} characters, got {len(caller)}"
-        )
-    return caller
 
 
 class DerivedKey(str):
