@@ -122,7 +122,7 @@ CORRECTION_GUARDS: tuple[Guard, ...] = (
             InCode(
                 transitions.is_new_request,
                 "decision is Decision.ADMIT or changed.fingerprint != record.fingerprint",
-                "decision is _ADMIT",
+                "decision is Decision.ADMIT",
             ),
         ),
         properties.test_a_corrected_request_does_not_run_with_the_arguments_before_it,

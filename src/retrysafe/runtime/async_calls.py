@@ -34,7 +34,7 @@ from retrysafe.runtime.checks import checked_limit, operator_outcome, running_lo
 from retrysafe.runtime.closing import Limit, end_aside_within
 from retrysafe.runtime.operations import Operations
 from retrysafe.runtime.task_ports import LoopPorts
-from retrysafe.runtime.threaded_transaction import joined
+from retrysafe.runtime.threaded import joined
 
 T = TypeVar("T")
 C = TypeVar("C")

@@ -42,8 +42,7 @@ from retrysafe.runtime.group_commit.direct import DirectWriter
 from retrysafe.runtime.group_commit.tasks import TaskGroupCommit
 from retrysafe.runtime.heartbeat import TaskHeartbeat, ThreadHeartbeat
 from retrysafe.runtime.identity import mint_token, owner_name
-from retrysafe.runtime.threaded_store import ThreadedStore
-from retrysafe.runtime.threaded_transaction import joined
+from retrysafe.runtime.threaded import ThreadedStore, joined
 
 # How long a loop that is ending waits for the last writes. As long as `close` does by default: a
 # store that is away for longer has failed them by then.
