@@ -438,7 +438,7 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Engine.answer,
-                "mine.phase = _LANDED",
+                "mine.phase = Phase.LANDED",
                 "pass",
             ),
         ),

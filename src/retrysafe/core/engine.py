@@ -47,9 +47,6 @@ POLL_SECONDS: Final = 0.02
 POLL_MAXIMUM_SECONDS: Final = 0.5
 POLL_GROWTH: Final = 1.5
 
-# By a name of its own: on Python 3.11 a function looks members of an enum up, and at the entry of a
-# function a signal may raise.
-_LANDED: Final = Phase.LANDED
 _BUSY: Final = frozenset({Phase.RUNNING, Phase.AWAITING})
 _GRANTED: Final = frozenset({Decision.ADMIT, Decision.TAKE_OVER, Decision.CONFIRM})
 
@@ -117,7 +114,7 @@ class Engine:
             finally:
                 # Here, where no signal comes in between: a flight that nobody lands would refuse
                 # every later caller of the key, or let them wait for ever.
-                mine.phase = _LANDED
+                mine.phase = Phase.LANDED
                 self._flights.land(digest, mine)
             try:
                 answer = await self._follow(flight, call, wait_until, mine)

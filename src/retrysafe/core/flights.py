@@ -13,10 +13,11 @@ from typing import Protocol
 
 from retrysafe.core.lease import Lease
 from retrysafe.core.machine import is_comparable
-from retrysafe.core.model import Fingerprint, Payload
+from retrysafe.core.model import Fingerprint, Payload, plain_members
 from retrysafe.core.ports import Lock, Signal
 
 
+@plain_members
 class Phase(Enum):
     """Where a flight's leader is."""
 

@@ -33,9 +33,11 @@ from retrysafe.core.model import (
     Record,
     SettleKind,
     State,
+    plain_members,
 )
 
 
+@plain_members
 class Trigger(StrEnum):
     """Somebody's wish about a record, with what identifies them already compared."""
 

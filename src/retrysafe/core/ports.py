@@ -31,6 +31,7 @@ from retrysafe.core.model import (
     StoredKey,
     StoredOutcome,
     SweepReport,
+    plain_members,
 )
 from retrysafe.core.run_times import RunTimes
 from retrysafe.errors import StoreError
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from retrysafe.core.attempt import Attempt
 
 
+@plain_members
 class Waits(Enum):
     """How a store's methods behave while they wait for something outside the process."""
 

@@ -34,8 +34,16 @@ DIGEST_BYTES = 16
 _EXPONENT_LIMIT_CHARACTERS: Final = 40
 
 
+# A copy takes less than half the time of a new one with its size; each call makes two.
+_new_hashing: Final = blake2b(digest_size=DIGEST_BYTES).copy
+
+
 def frame(*parts: bytes) -> bytes:
     """Joins byte strings so that different lists never give the same result."""
+    if len(parts) == 2:
+        # The caller and the key, on every call: one format is cheaper than two and a join.
+        first, second = parts
+        return b"%d:%b%d:%b" % (len(first), first, len(second), second)
     return b"".join([b"%d:%b" % (len(part), part) for part in parts])
 
 
@@ -118,7 +126,9 @@ def frame_parts(*parts: Part) -> bytes:
 
 def digest(data: bytes) -> bytes:
     """The 16-byte digest that stores use as a row's identity."""
-    return blake2b(data, digest_size=DIGEST_BYTES).digest()
+    hashing = _new_hashing()
+    hashing.update(data)
+    return hashing.digest()
 
 
 # JSON texts.
