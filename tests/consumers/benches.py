@@ -221,6 +221,16 @@ class RabbitBench:
         self.runner.close()
 
 
+class PikaBench(RabbitBench):
+    """The same, consumed by pika."""
+
+    broker = "retrysafe.consumers.pika:PikaQueue"
+
+    @property
+    def url(self):
+        return f"{super().url}&client=pika"
+
+
 class KafkaBench:
     """A topic of its own on the broker."""
 

@@ -157,7 +157,7 @@ def test_digests_are_frozen(key, digest):
                 datetime(2024, 2, 29, 1, 2, 3, tzinfo=UTC),
                 timedelta(days=1, microseconds=5),
             ),
-            "natural:all:aRjjEnl3Wlxr3Bjpue9uIITE4tc",
+            "natural:all:yWvFdZyTGk4mlXqfb7vapDouTH4",
         ),
         (body_key(SECRET, "pay", b'{"a":1}'), "body:iA7ppxugVqvagcohwU0bWs-xtiOUH2CAtthcB4iNVtE"),
         (body_key(SECRET, "pay", b""), "body:E6uPUCIP6k4ehKyWz6qhz4hfx_MkDyE7Ue7xNxVLr9o"),

@@ -251,7 +251,7 @@ GUARDS: tuple[Guard, ...] = (
         "a cached outcome is shown to a different request",
         (
             InCode(
-                Engine.remembered,
+                Engine.recall,
                 'self._check_same(call, cached, "process")',
                 "pass",
             ),

@@ -11,7 +11,7 @@ import uuid
 import pytest
 
 from retrysafe import FOREVER, AsyncIdempotency, Idempotency, InvalidInput, current_attempt, step
-from retrysafe.errors import CallerMissing, FingerprintImpossible, PolicyInvalid
+from retrysafe.errors import CallerMissing, FingerprintImpossible, KeyReused, PolicyInvalid
 from retrysafe.runtime.checks import require_call
 
 
@@ -391,11 +391,38 @@ def _charging(amount):
     def free():
         return charge("c1", 500)
 
+    class Captured:
+        """It has the amount from around it."""
+
+        def __init__(self):
+            charge("c1", amount)
+
+    class Attribute:
+        def __init__(self):
+            charge("c1", self.amount)
+
+    Attribute.amount = amount
     captured.cached = functools.cache(captured)
-    return captured, by_default, free
+    return captured, by_default, free, Captured, Attribute
 
 
-_CAPTURED, _BY_DEFAULT, _FREE = _charging(900)
+class Bound:
+    """A wrapper with the name of what it wraps."""
+
+    def __init__(self, function, amount):
+        functools.update_wrapper(self, function)
+        self.amount = amount
+
+    def __call__(self):
+        return self.__wrapped__("c1", self.amount)
+
+
+def _named(made):
+    """A partial that Python does not unpack."""
+    return functools.update_wrapper(made, charge)
+
+
+_CAPTURED, _BY_DEFAULT, _FREE, _CLASS, _CLASS_WITH_ATTRIBUTE = _charging(900)
 _HIDDEN = {
     "lambda": (lambda: charge("c1", 900), "run(key, charge, 'c1', 900)"),
     "lambda with keywords": (
@@ -423,6 +450,10 @@ _HIDDEN = {
     "method": (Shop().charge_all, "run(key, service.charge_all, …)"),
     "method of a built-in class": (b"900".decode, "run(key, service.decode, …)"),
     "object": (Shop(), "the operation Shop is an object"),
+    "class of a function": (_CLASS, "_charging.<locals>.Captured is a class that was made in a"),
+    "class with an attribute": (_CLASS_WITH_ATTRIBUTE, "Attribute is a class that was made in a"),
+    "object with the name of a function": (Bound(charge, 900), "is a wrapper that was made in a"),
+    "partial of such an object": (functools.partial(Bound(charge, 900)), "is a wrapper that was"),
 }
 _VISIBLE = {
     "function of a module": (nightly,),
@@ -431,6 +462,7 @@ _VISIBLE = {
     "class": (dict,),
     "nested function that captures nothing": (_FREE,),
     "partial": (functools.partial(charge, "c1", amount=900),),
+    "partial of a partial": (functools.partial(_named(functools.partial(charge, "c1", 900))),),
     "method with arguments": (Shop().charge, "c1", 900),
     "lambda with arguments": (lambda amount: charge("c1", amount), 900),
     "closure with arguments": (_logged(lambda amount: amount), 900),
@@ -455,6 +487,18 @@ def test_visible_values_need_no_request(subject, call):
     shop = subject("memory://", caller="c")
     shop.call("run", "k", *call)
     assert shop.call("answer", "k", *call).replayed
+
+
+def test_what_a_partial_in_a_partial_holds_is_asked_for():
+    """Else another amount gets the outcome of the first."""
+
+    def paying(amount):
+        return functools.partial(_named(functools.partial(charge, amount=amount)), "c1")
+
+    with Idempotency("memory://", caller="c") as idem:
+        assert idem.run("k", paying(500)) == idem.run("k", paying(500))
+        with pytest.raises(KeyReused):
+            idem.run("k", paying(900))
 
 
 def test_a_lambda_is_refused_where_python_keeps_no_positions():

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from retrysafe.core.atomic.run import AtomicRunner, Transacting
-from retrysafe.core.cache import CachedOutcome, ReplayCache
+from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.flights import Flight, Flights, Phase, Requested, is_same_request
@@ -132,35 +132,14 @@ class Engine:
         """
         if self._cache is None:
             return None
-        cached = self.remembered(call)
+        # One look-up of a dictionary is atomic, so a miss takes no lock.
+        cached = self._cache.find(call.key.digest, self._monotonic())
         if cached is None:
             return None
+        self._check_same(call, cached, "process")
         with self._lock:
             self._cache.move(call.key.digest)
         return self._replay(call, cached.payload, cached.attempt, "process")
-
-    def remembered(self, call: Call) -> CachedOutcome | None:
-        """What this process remembers of the key's outcome; raises `KeyReused`."""
-        if self._cache is None:
-            return None
-        # One look-up of a dictionary is atomic, so a miss takes no lock.
-        cached = self._cache.find(call.key.digest, self._monotonic())
-        if cached is not None:
-            self._check_same(call, cached, "process")
-        return cached
-
-    def repeats(self, call: Call, outcome: CachedOutcome) -> bool:
-        """Whether this outcome, remembered for this very call, is still all that is known of it.
-
-        It counts as a replay then.
-        """
-        if self._cache is None:
-            return False
-        cached = self._cache.find(call.key.digest, self._monotonic())
-        if cached is None or cached.kept is not outcome.kept:
-            return False
-        self._report(EventKind.REPLAYED, call.key, call.operation, cached.attempt, source="process")
-        return True
 
     def is_in_flight(self, call: Call) -> bool:
         """Whether the key's operation is known to run, so that no store need be asked of it.

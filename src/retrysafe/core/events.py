@@ -31,7 +31,7 @@ class EventKind(StrEnum):
     SETTLE_FAILED = "settle failed"
     STORE_UNAVAILABLE = "store unavailable"
     UNPROTECTED = "unprotected"
-    UNMATCHED = "unmatched"
+    KEY_IGNORED = "key_ignored"
     ABANDONED = "abandoned"
     POSTPONED = "postponed"
 

@@ -26,7 +26,9 @@ from retrysafe.errors import (
 _ZERO: Final = timedelta(0)
 # After a time-out, or a connection that broke, the other side may have done what it was sent.
 _NO_ANSWER: Final = (TimeoutError, ConnectionError)
-_UNCERTAIN: Final = (RetrysafeError, *_NO_ANSWER)
+# Of a group one member may be listed and another not; and where one task of several failed, the
+# others were cancelled halfway.
+_UNCERTAIN: Final = (RetrysafeError, BaseExceptionGroup, *_NO_ANSWER)
 # Renewal comes three times per lease; below this a busy machine would lose healthy claims.
 LEASE_MINIMUM: Final = timedelta(milliseconds=100)
 # A lease is how long a crash blocks its key; renewal makes longer ones pointless.
@@ -258,6 +260,12 @@ class Policy:
                     )
             object.__setattr__(self, name, types)
         for item in self.nothing_happened:
+            if issubclass(item, BaseExceptionGroup):
+                raise PolicyInvalid(
+                    f"nothing_happened must not list {item.__name__}: in a group of exceptions one "
+                    "may have come after an effect; catch the group in the operation, and raise "
+                    "what says that nothing happened"
+                )
             for kind in _NO_ANSWER:
                 if issubclass(kind, item) or issubclass(item, kind):
                     raise PolicyInvalid(

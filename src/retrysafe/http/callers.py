@@ -163,11 +163,6 @@ def shipped(caller: CallerOf | GlobalCaller) -> Shipped | None:
     return _shipped.get(caller) if inspect.isfunction(caller) else None
 
 
-def is_known_by_headers(caller: CallerOf | GlobalCaller) -> bool:
-    """Whether equal headers mean the same caller; of a function that is not ours nobody knows."""
-    return isinstance(caller, GlobalCaller) or shipped(caller) is not None
-
-
 def vary_of(caller: CallerOf | GlobalCaller) -> str | None:
     """What a response differs by that is for its caller alone, as `Vary` has it.
 

@@ -62,7 +62,7 @@ _OTHER_DATE: Final = re.compile(
 _TIME: Final = re.compile(
     r"[+-]?(?:\d++(?: ++| *+d(?:ays?)?+,? *+))?[+-]?T?\d++(?::\d++){1,2}+(?:[.,]\d*+)?"
     r" ?(?:Z|[+\u2212-]\d\d(?::?\d\d){0,2}+)?"
-    r"|[+-]?\d++(?: *+days?| ++d)",
+    r"|[+-]?\d++ *+d(?:ays?)?",
     re.I,
 )
 # ISO 8601 writes an hour as PT1H, PT60M and P0DT1H.
@@ -194,6 +194,9 @@ def plain_part(name: str, value: Any) -> Part:
         return _of_text(name, value)
     if value is NOT_TAKEN:
         raise KeyInvalid(f"the key is made from {name}, whose value this endpoint does not take")
+    if isinstance(value, PurePath):
+        # It has single slashes and no dots; its names are as they were sent.
+        return _of_text(name, str(value))
     _require_exact(name, value)
     try:
         value = _as_sent(value)
@@ -277,10 +280,8 @@ def _as_sent(value: Any) -> Any:
 
 
 def _of_number(number: Number) -> Part:
-    value = Decimal(number.text)
-    # `Number` writes no zeros at the end, so a negative exponent means a fraction.
-    is_whole = "e-" not in number.text and value.adjusted() < _DIGITS_LIMIT
-    return int(value) if is_whole else value
+    whole = number.whole(_DIGITS_LIMIT)
+    return Decimal(number.text) if whole is None else whole
 
 
 def _of_text(name: str, text: str) -> Part:

@@ -18,7 +18,6 @@ from retrysafe import forks
 from retrysafe.core.atomic.complete_in import stage_in
 from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.cache import CachedOutcome
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Reporter
@@ -199,14 +198,6 @@ class AsyncCalls:
         Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
         """
         return self.bound().engine.recall(call)
-
-    def remembered(self, call: Call) -> CachedOutcome | None:
-        """What this process remembers of the outcome; raises `KeyReused`."""
-        return self.bound().engine.remembered(call)
-
-    def repeats(self, call: Call, outcome: CachedOutcome) -> bool:
-        """Whether that is still what is remembered; counts as a replay then."""
-        return self.bound().engine.repeats(call, outcome)
 
     def is_in_flight(self, call: Call) -> bool:
         """Whether the key's operation is known to run, here or elsewhere."""

@@ -19,7 +19,6 @@ from retrysafe.core.atomic.block import AtomicBlock
 from retrysafe.core.atomic.complete_in import stage_in
 from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.cache import CachedOutcome
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Reporter
@@ -228,15 +227,6 @@ class Calls:
         """
         forks.refresh_if_stale()
         return self._engine.recall(call)
-
-    def remembered(self, call: Call) -> CachedOutcome | None:
-        """What this process remembers of the outcome; raises `KeyReused`."""
-        forks.refresh_if_stale()
-        return self._engine.remembered(call)
-
-    def repeats(self, call: Call, outcome: CachedOutcome) -> bool:
-        """Whether that is still what is remembered; counts as a replay then."""
-        return self._engine.repeats(call, outcome)
 
     def is_in_flight(self, call: Call) -> bool:
         """Whether the key's operation is known to run, here or elsewhere."""

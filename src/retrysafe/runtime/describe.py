@@ -52,17 +52,33 @@ UNSET: Final = Unset()
 KeySource = str | tuple[str, ...] | BodyKey | Callable[..., str | Key | tuple[Part, ...]]
 
 
+def unpacked(
+    operation: Callable[..., Any],
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The function in a `functools.partial`, and what it holds; partials may hold partials.
+
+    Python makes one of two, unless the inner one has attributes, such as a name.
+    """
+    args: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = {}
+    while isinstance(operation, partial):
+        args = (*operation.args, *args)
+        keywords = {**operation.keywords, **keywords}
+        operation = operation.func
+    return operation, args, keywords
+
+
 def asked_for(operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """What a call asks for: its arguments, with those that a `functools.partial` holds."""
     if not isinstance(operation, partial):
         return list(args)
-    return {"args": [*operation.args, *args], "kwargs": operation.keywords}
+    _, held, keywords = unpacked(operation)
+    return {"args": [*held, *args], "kwargs": keywords}
 
 
 def operation_name(operation: Callable[..., Any]) -> str:
     """The name that tells operations apart; nameless ones share the empty name."""
-    if isinstance(operation, partial):
-        operation = operation.func
+    operation = unpacked(operation)[0]
     name: str = getattr(operation, "__qualname__", "")
     if not name or name.endswith("<lambda>"):
         return ""

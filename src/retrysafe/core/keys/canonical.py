@@ -32,6 +32,9 @@ DIGEST_BYTES = 16
 # More digits than the exponent of any number has that means something. Python takes the square of
 # their number in time to read them.
 _EXPONENT_LIMIT_CHARACTERS: Final = 40
+# What Python sets itself, unless a process lifts it: digits of an int take the square of their
+# number in time.
+_DIGITS_LIMIT: Final = 4_300
 
 
 # A copy takes less than half the time of a new one with its size; each call makes two.
@@ -50,11 +53,16 @@ def frame(*parts: bytes) -> bytes:
 def part_bytes(part: Part) -> bytes:
     """The type-tagged bytes of one domain value; raises `FingerprintImpossible` for other types.
 
-    The tag keeps `1`, `"1"`, `True` and `Decimal(1)` apart.
+    The tag keeps `1` and `"1"` apart. What Python counts as equal is one value: a column gives
+    `Decimal(1)` or `True` where other code has `1`, and invoice 1 must not be paid once for each.
     """
-    # bool before int and datetime before date: the first is a subclass of the second.
-    if isinstance(part, bool):
-        return b"B1" if part else b"B0"
+    if isinstance(part, Decimal):
+        number = Number(str(part)) if part.is_finite() else None
+        whole = None if number is None else number.whole(_DIGITS_LIMIT)
+        if whole is None:
+            # By value: an amount is the same amount however many zeros it is written with.
+            return b"d" + (str(part) if number is None else number.text).encode()
+        part = whole
     if isinstance(part, str):
         return b"s" + part.encode("utf-8", "surrogatepass")
     if isinstance(part, int):
@@ -69,11 +77,9 @@ def part_bytes(part: Part) -> bytes:
         return b"b" + part
     if part is None:
         return b"n"
-    if isinstance(part, Decimal):
-        # By value: an amount is the same amount however many zeros it is written with.
-        return b"d" + (Number(str(part)).text if part.is_finite() else str(part)).encode()
     if isinstance(part, UUID):
         return b"u" + part.bytes
+    # Before date, of which it is a subclass.
     if isinstance(part, datetime):
         return b"t" + utc_text(part).encode()
     if isinstance(part, date):
@@ -107,6 +113,14 @@ class Number:
             return
         exponent = int(exponent_text or "0") - len(fraction) + len(digits) - len(stripped)
         self.text = f"{sign}{stripped}e{exponent}"
+
+    def whole(self, digits_limit: int) -> int | None:
+        """The whole number that it is; None for a fraction, and past so many digits."""
+        digits, _, exponent_text = self.text.partition("e")
+        exponent = int(exponent_text or "0")
+        if exponent < 0 or len(digits.lstrip("-")) + exponent > digits_limit:
+            return None
+        return int(digits + "0" * exponent)
 
 
 def utc_text(moment: datetime) -> str:
@@ -189,8 +203,6 @@ def _no_constant(name: str) -> Any:
 _decode = json.JSONDecoder(
     object_pairs_hook=_object, parse_float=Number, parse_constant=_no_constant
 ).raw_decode
-# What Python sets itself: digits of an int take the square of their number in time.
-_DIGITS_LIMIT: Final = 4_300
 # Python reads so many under every limit that a process may set.
 _DIGITS_ALWAYS_READ: Final = 640
 
