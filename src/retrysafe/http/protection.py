@@ -283,11 +283,10 @@ class Protection:
         return found
 
     def note_ignored(self, plan: Plan, report: Report) -> None:
-        """Tells of a key that was sent to a route whose keys are made from fields, if any was."""
-        if plan.ignored:
-            request = plan.request
-            route = plan.route.rule.path or request.path
-            self.ignored_keys.note(report, request.method, route, plan.ignored, has_rule=True)
+        """Tells of a key that was sent to a route whose keys are made from fields."""
+        request = plan.request
+        route = plan.route.rule.path or request.path
+        self.ignored_keys.note(report, request.method, route, plan.ignored, has_rule=True)
 
     # The call.
 

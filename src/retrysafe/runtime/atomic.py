@@ -16,8 +16,7 @@ from retrysafe.core.call import Call
 from retrysafe.core.keys.canonical import Part
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import StagedEntry
-from retrysafe.core.outbox.entries import staged_entry
-from retrysafe.core.outbox.staging import Staging
+from retrysafe.core.outbox.staging import Staging, staged_entry
 from retrysafe.core.ports import Store, Transaction
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.drive import run_sync
