@@ -26,6 +26,7 @@ from retrysafe.stores.sqlite.schema import SQL
 from tests.core import test_interrupted as interrupted
 from tests.guards import test_properties as properties
 from tests.guards.atomic_guards import ATOMIC_GUARDS
+from tests.guards.consumer_guards import CONSUMER_GUARDS
 from tests.guards.correction_guards import CORRECTION_GUARDS
 from tests.guards.failover_guards import FAILOVER_GUARDS
 from tests.guards.guard import Guard
@@ -551,6 +552,7 @@ GUARDS: tuple[Guard, ...] = (
     *KEY_GUARDS,
     *CORRECTION_GUARDS,
     *SECRET_GUARDS,
+    *CONSUMER_GUARDS,
 )
 
 _INTRODUCTION = """\
