@@ -11,7 +11,7 @@ from uuid import UUID
 
 import pytest
 
-from retrysafe.core.keys.framing import Number, part_bytes
+from retrysafe.core.keys.canonical import Number, part_bytes
 from retrysafe.errors import InvalidInput, KeyInvalid
 from retrysafe.http.field_values import (
     NOT_TAKEN,

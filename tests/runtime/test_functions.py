@@ -603,7 +603,6 @@ def test_a_function_that_is_known_can_still_be_declared_resumable():
             return "tester"
 
         assert arguments(None) is None
-        idem._calls.operations._known.clear()
         assert arguments(declaring) is None
         assert arguments(None) is not None
 

@@ -22,10 +22,12 @@ from retrysafe.http.asgi_io import exact_path, is_below, is_protected
 from retrysafe.http.asgi_run import App, Receive, Scope, Send
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
+from retrysafe.http.ignored_keys import NOTICED_NAME, keys_in
 from retrysafe.http.key_sources import FieldsKey
 from retrysafe.http.limits import Limits
+from retrysafe.http.pages import POLICY_PATH, STATUS_PATH
 from retrysafe.http.policy_page import PolicyReaders
-from retrysafe.http.protection import POLICY_PATH, STATUS_PATH, STORE_TIMEOUT, Protection
+from retrysafe.http.protection import STORE_TIMEOUT, Protection
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response, response_of
 from retrysafe.http.routes import (
@@ -35,7 +37,6 @@ from retrysafe.http.routes import (
     require_one_operation,
 )
 from retrysafe.http.rules import Rule
-from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.runtime.calls import calls_of
 
 # Where the attempt is in the request's state, for endpoints.
@@ -43,7 +44,7 @@ STATE_NAME: Final = "idempotency"
 
 
 def attempt_in(state: Mapping[str, Any]) -> Attempt | AtomicAttempt[Any] | None:
-    """The attempt that a request runs as; None when it runs unprotected."""
+    """The attempt that a request runs as; None when it has no claim."""
     found = state.get(STATE_NAME)
     return found if isinstance(found, Attempt | AtomicAttempt) else None
 
@@ -190,7 +191,7 @@ class Endpoints:
             require_name_at_host(located)
         return Served(self._pages.around(app), Route(located, self.calls.settings), endpoint)
 
-    def note_unmatched(self, scope: Scope, route: str) -> None:
+    def note_ignored_key(self, scope: Scope, route: str) -> None:
         """Tells of a key that comes to an endpoint without a rule, which is about to be run."""
         method = scope["method"].upper()
         keys = keys_in(method, scope["headers"])
@@ -200,7 +201,7 @@ class Endpoints:
             PROTECTED_NAME in scope and is_protected(scope)
         )
         if keys and NOTICED_NAME not in scope and not is_run:
-            self.protection.unmatched.note(self.calls.report, method, route, keys)
+            self.protection.ignored_keys.note(self.calls.report, method, route, keys)
 
     async def show_page(self, scope: Scope, send: Send, path: str, prefix: str) -> None:
         """Answers with the policy page or a status page; the path is the application's own."""

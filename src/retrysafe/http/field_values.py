@@ -18,8 +18,7 @@ from typing import Any, Final
 from unicodedata import is_normalized
 from uuid import UUID
 
-from retrysafe.core.keys.canonical import ABSENT
-from retrysafe.core.keys.framing import Number, Part, utc_text
+from retrysafe.core.keys.canonical import ABSENT, Number, Part, utc_text
 from retrysafe.errors import InvalidInput, KeyInvalid
 
 # No name, address or id is longer. Normalizing a text takes the square of its length at worst.

@@ -259,7 +259,9 @@ class RouteTable:
             return self._nowhere
         found = self._exact.get((method, path))
         if found is None:
-            found = self._beside.get((method, plain_path(path)), self._nowhere)
+            found = self._nowhere
+            if self._beside:
+                found = self._beside.get((method, plain_path(path)), found)
         for position, methods, pattern, route in self._patterns:
             if position > found[0]:
                 break

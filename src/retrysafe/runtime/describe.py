@@ -17,8 +17,8 @@ from retrysafe.core.call import Call
 from retrysafe.core.checks import require_function
 from retrysafe.core.events import UNNAMED
 from retrysafe.core.keys.body_key import BodyKey
+from retrysafe.core.keys.canonical import Part, frame, part_bytes
 from retrysafe.core.keys.fingerprint import FingerprintRule
-from retrysafe.core.keys.framing import Part, frame, part_bytes
 from retrysafe.core.keys.key import (
     Key,
     body_key,
@@ -28,7 +28,7 @@ from retrysafe.core.keys.key import (
 from retrysafe.core.model import Fingerprint, Payload
 from retrysafe.core.nested_claims import nested
 from retrysafe.core.policy import Policy
-from retrysafe.core.settings import CallerSource, Settings, fingerprints_of
+from retrysafe.core.settings import CallerSource, Settings
 from retrysafe.core.values.codec import ValueCodec
 from retrysafe.errors import (
     InvalidInput,
@@ -171,7 +171,8 @@ class Once:
         request = {
             name: value for name, value in bound.arguments.items() if name not in self.ignore
         }
-        plain = fingerprints_of(self.fingerprint or self.settings.fingerprint, self.name, request)
+        rule = self.fingerprint or self.settings.fingerprint
+        plain = rule.fingerprints_of_value(self.name, request)
         fingerprints = self.settings.secrets.fingerprints(plain)
         key, is_derived = self._key(bound, args, kwargs, plain[0])
         takes_corrections = is_derived and bool(self.policy.nothing_happened)
