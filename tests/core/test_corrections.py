@@ -10,8 +10,7 @@ from retrysafe.core import transitions
 from retrysafe.core.keys.key import child_key
 from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.model import Decision, Ending, SettleKind, State
-from retrysafe.core.outbox.entries import entry_key
-from retrysafe.core.outbox.staging import Staging
+from retrysafe.core.outbox.staging import Staging, entry_key
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.steps.history import StepRetry
 from retrysafe.errors import (

@@ -6,7 +6,7 @@ import pytest
 
 from retrysafe import Idempotency, InvalidInput, Key, KeyReused, Policy, child_key, current_attempt
 from retrysafe.core.keys.secret import Secret
-from retrysafe.core.outbox.entries import entry_key
+from retrysafe.core.outbox.staging import entry_key
 from retrysafe.core.settings import secrets_of
 from retrysafe.errors import SecretMissing
 from retrysafe.runtime.calls import calls_of

@@ -26,7 +26,7 @@ from retrysafe.errors import (
 )
 from retrysafe.http import problems
 from retrysafe.http.breaker import Breaker
-from retrysafe.http.headers import link_path, retry_after_text
+from retrysafe.http.headers import NO_PREFERENCE, link_path, retry_after_text
 from retrysafe.http.plan import Plan
 from retrysafe.http.problems import Refusals, first_use, problem_of
 from retrysafe.http.responses import Header, Response, response_of, uncached
@@ -79,6 +79,8 @@ class Answers:
             response = sent
         if plan.is_unprotected:
             response.headers = [*response.headers, UNPROTECTED]
+        if plan.preference is NO_PREFERENCE:
+            return response
         return self._preferred(plan, response)
 
     def refused(self, plan: Plan, error: BaseException, *, is_news: bool = True) -> Response | None:

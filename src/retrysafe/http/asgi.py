@@ -250,7 +250,8 @@ class IdempotencyMiddleware:
     ) -> None:
         """Answers a planned request whose body has been read; raises what the application does."""
         protection, run = self.protection, None
-        protection.note_ignored(plan, self.calls.report)
+        if plan.ignored:
+            protection.note_ignored(plan, self.calls.report)
         try:
             call = (
                 protection.call(plan)
@@ -280,11 +281,22 @@ class IdempotencyMiddleware:
     async def _answered(self, run: AppRun, call: Call) -> Response | None:
         """The response of a run; None when it never began, and the plan is to run unprotected.
 
-        Raises what the application raises, and errors of retrysafe that are not for clients.
+        The application runs in tasks of its own, which go on when this one is cancelled. Raises
+        what the application raises, and errors of retrysafe that are not for clients.
         """
-        plan, answers = run.plan, self.protection.answers
+        plan, answers, loop = run.plan, self.protection.answers, run.loop
         is_news = not plan.is_unprotected
-        waiter = self._start(run, call)
+        waiter: asyncio.Future[Answer[Any]] = loop.create_future()
+        # Without a place in the background it is answered when it has ended, within the limits that
+        # the server has for requests.
+        may_go_on = plan.preference.respond_async and is_news
+        if may_go_on and self.protection.background.enter(run):
+            run.started = loop.create_future()
+            run.background = self.protection.background
+        # A transaction of the application's own has the time-outs that its database was given.
+        if self._lookout is not None and is_news and plan.route.rule.transaction is None:
+            self._lookout.watch(run, call, waiter, loop)
+        run.settling = loop.create_task(self._settle(run, call, waiter))
         try:
             if run.started is not None and not await _is_prompt(run, waiter):
                 return answers.accepted(plan, self._hint(call))
@@ -312,23 +324,6 @@ class IdempotencyMiddleware:
         return timedelta(
             seconds=run_times.retry_after(call.operation, 0.0, policy.lease.total_seconds())
         )
-
-    def _start(self, run: AppRun, call: Call) -> asyncio.Future[Answer[Any]]:
-        """Runs the application in tasks of its own; cancelling the future leaves them alone."""
-        plan, loop = run.plan, run.loop
-        waiter: asyncio.Future[Answer[Any]] = loop.create_future()
-        # Without a place in the background it is answered when it has ended, within the limits that
-        # the server has for requests.
-        may_go_on = plan.preference.respond_async and not plan.is_unprotected
-        if may_go_on and self.protection.background.enter(run):
-            run.started = loop.create_future()
-            run.background = self.protection.background
-        # A transaction of the application's own has the time-outs that its database was given.
-        asks_store = plan.route.rule.transaction is None and not plan.is_unprotected
-        if self._lookout is not None and asks_store:
-            self._lookout.watch(run, call, waiter, loop)
-        run.settling = loop.create_task(self._settle(run, call, waiter))
-        return waiter
 
     def _outcome(self, run: AppRun, call: Call) -> Coroutine[Any, Any, Answer[Any]]:
         """Runs the application once: in a transaction, with a claim, or without one."""

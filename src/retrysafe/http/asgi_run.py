@@ -342,7 +342,8 @@ class AppRun:
 
     def _end(self) -> None:
         self._is_ended = True
-        self._wake()
+        if self._news is not None:
+            self._wake()
 
     # A response that is sent as it comes.
 

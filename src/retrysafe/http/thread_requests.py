@@ -53,7 +53,8 @@ def answered(protection: Protection, calls: Calls, plan: Plan, run: Run) -> Resp
     Raises what the application raises, and errors of retrysafe that are not for clients.
     """
     is_news, answers = False, protection.answers
-    protection.note_ignored(plan, calls.report)
+    if plan.ignored:
+        protection.note_ignored(plan, calls.report)
     try:
         call = protection.call(plan)
         known = protection.known(plan, call, calls)
