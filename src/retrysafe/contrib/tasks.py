@@ -28,7 +28,7 @@ from retrysafe.consumers.engine import (
 )
 from retrysafe.consumers.verdict import Action, Outage, rule_of
 from retrysafe.core.settings import CallerSource, checked_caller, checked_policy
-from retrysafe.core.values.annotations import codec_for
+from retrysafe.core.values.codec import codec_for
 from retrysafe.errors import Closed, InvalidInput, OperationInFlight, RetrysafeError
 from retrysafe.runtime.describe import KeySource, Once
 
