@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-from retrysafe.core.keys.framing import DIGEST_BYTES
+from retrysafe.core.keys.canonical import DIGEST_BYTES
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
