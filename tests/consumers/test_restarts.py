@@ -21,6 +21,7 @@ from retrysafe.consumers import Consumer
 from retrysafe.consumers.amqp import RabbitQueue
 from retrysafe.consumers.kafka import KafkaTopic
 from retrysafe.consumers.nats import JetStream
+from retrysafe.consumers.pika import PikaQueue
 from retrysafe.consumers.sqs import AsyncSqsQueue
 from retrysafe.stores import MemoryStore
 from tests.consumers.benches import KafkaBench, NatsBench, RabbitBench, SqsBench, wish
@@ -68,7 +69,7 @@ def nats():
 
 
 @contextmanager
-def rabbitmq(arguments=None):
+def rabbitmq(arguments=None, kind=RabbitQueue):
     binary = rabbitmq_binary()
     if binary is None:
         missing("RabbitMQ (apt-get install rabbitmq-server)")
@@ -77,7 +78,7 @@ def rabbitmq(arguments=None):
         stack.callback(server.remove)
         bench = RabbitBench(server.start(), arguments)
         stack.callback(bench.close)
-        yield Restarted(server, bench, RabbitQueue(server.url, bench.name))
+        yield Restarted(server, bench, kind(server.url, bench.name))
 
 
 @contextmanager
@@ -123,15 +124,14 @@ BROKERS = {
     "nats": nats,
     "rabbitmq, classic": rabbitmq,
     "rabbitmq, quorum": lambda: rabbitmq({"x-queue-type": "quorum"}),
+    "rabbitmq, pika": lambda: rabbitmq(kind=PikaQueue),
     "sqs": sqs,
     "kafka": kafka,
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "nats" else pytest.param(name, marks=pytest.mark.long) for name in BROKERS],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", BROKERS)
 def test_the_broker_restarts_in_the_middle_and_nothing_is_lost_or_repeated(name):
     ran = []
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from retrysafe.core.keys.framing import DIGEST_BYTES, digest, frame, frame_parts, part_bytes
+from retrysafe.core.keys.canonical import DIGEST_BYTES, digest, frame, frame_parts, part_bytes
 from retrysafe.errors import FingerprintImpossible
 
 PARTS = st.one_of(

@@ -65,8 +65,6 @@ GUARDS: tuple[Guard, ...] = (
                 "AND token = ?",
                 "AND ? IS NOT NULL",
                 f"{_SETTLEMENTS}, `insert_outcome`",
-                settlements,
-                "_INSERT_OUTCOME",
             ),
         ),
         properties.test_a_zombie_is_refused_by_sqlite,
@@ -162,8 +160,6 @@ GUARDS: tuple[Guard, ...] = (
                 " AND state = 1",
                 "",
                 f"{_SETTLEMENTS}, `insert_outcome`",
-                settlements,
-                "_INSERT_OUTCOME",
             ),
         ),
         properties.test_a_forced_release_refuses_the_old_owner_in_sqlite,
@@ -342,11 +338,11 @@ GUARDS: tuple[Guard, ...] = (
         "a caller acts on a result that a crash then forgets",
         (
             InCode(
-                Runner.run,
-                "stands = await self._writer.settle(settlement)",
-                "self._settler._background.finish("
-                "self._settler._settle_orphan(call, lease, settlement, number), str); "
-                "stands = type('Stands', (), {'decision': None})()",
+                Settler.settle,
+                "answer = await self._writer.settle(settlement)",
+                "self._background.finish("
+                "self._settle_orphan(call, lease, settlement, attempt), str); "
+                "answer = SettleAnswer(Decision.APPLY)",
             ),
         ),
         properties.test_an_outcome_is_stored_before_it_is_shown,
@@ -370,7 +366,7 @@ GUARDS: tuple[Guard, ...] = (
         "a client that disconnects makes the operation run again",
         (
             InCode(
-                Settler.hand_over,
+                Settler._hand_over,
                 "self._background.finish(orphan, self.abandoning(call, attempt))",
                 "orphan.close()",
             ),
@@ -389,7 +385,7 @@ GUARDS: tuple[Guard, ...] = (
         "duplicates in the same process wait until they look again by themselves",
         (
             InCode(
-                Flights._end,
+                Flights.land,
                 "_wake(flight.waiters)",
                 "pass",
             ),
@@ -438,8 +434,8 @@ GUARDS: tuple[Guard, ...] = (
         "a signal leaves a flight without a leader: its key is refused until the process ends",
         (
             InCode(
-                Engine.ask,
-                "mine.phase = _LANDED",
+                Engine.answer,
+                "mine.phase = Phase.LANDED",
                 "pass",
             ),
         ),

@@ -8,9 +8,10 @@ from enum import StrEnum
 from typing import Final
 
 from retrysafe.core.keys.key import Key
-from retrysafe.core.model import SettleKind
+from retrysafe.core.model import SettleKind, plain_members
 
 
+@plain_members
 class EventKind(StrEnum):
     """Everything that the engine reports."""
 

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Final
 
 from retrysafe.core.machine import exhausted_limit
-from retrysafe.core.model import Ending
+from retrysafe.core.model import Ending, plain_members
 from retrysafe.core.stop_iteration import is_listed, kinds_of
 from retrysafe.errors import (
     AwaitForgotten,
@@ -44,6 +44,7 @@ FOREVER: Final = WINDOW_MAXIMUM
 OUTCOME_LIMIT_MAXIMUM_BYTES: Final = 64 * 1024 * 1024
 
 
+@plain_members
 class InFlight(Enum):
     """What a duplicate of a running operation does."""
 

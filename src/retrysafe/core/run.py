@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from retrysafe.core.atomic.complete_in import JoinedOutcome
 from retrysafe.core.attempt import Attempt
@@ -27,20 +27,13 @@ from retrysafe.core.model import (
     Payload,
     State,
 )
-from retrysafe.core.ports import UNSHARED, Fate, Ports
+from retrysafe.core.ports import Fate, Ports
 from retrysafe.core.settings import Settings
-from retrysafe.core.settle import Settler, settlement_of
+from retrysafe.core.settle import Settler
 from retrysafe.core.steps.compensation import Compensator, Verdict
 from retrysafe.core.steps.run import StepRun
 from retrysafe.core.values import codec
-from retrysafe.errors import ClaimLost, RetrysafeError, StoreError
-
-# Looked up once: members of an enum are dear to look up on every call.
-_ABANDONED: Final = Condition.ABANDONED
-_CLAIMED: Final = EventKind.CLAIMED
-_TAKEN_OVER: Final = EventKind.TAKEN_OVER
-_RELEASED: Final = Ending.RELEASED
-_RUNNING: Final = Phase.RUNNING
+from retrysafe.errors import ClaimLost, StoreError
 
 
 class Runner:
@@ -60,7 +53,6 @@ class Runner:
         "_settings",
         "_settler",
         "_store",
-        "_writer",
     )
 
     def __init__(
@@ -78,7 +70,6 @@ class Runner:
         self._settler = settler
         self._compensator = Compensator(ports, settler)
         self._store = ports.store
-        self._writer = ports.writer
         self._renewals = ports.renewals
         self._lock = ports.lock
         self._report = ports.report
@@ -86,7 +77,7 @@ class Runner:
         self._perform = ports.executor.perform
         self._run_times = ports.run_times
 
-    async def run(  # noqa: PLR0912 — told in one piece, every frame is paid for.
+    async def run(
         self,
         flight: Flight,
         call: Call,
@@ -102,23 +93,11 @@ class Runner:
         Raises what the operation raises, or why its ending does not stand.
         """
         policy, number = call.policy, answer.attempt
-        event_kind = _TAKEN_OVER if answer.condition is _ABANDONED else _CLAIMED
-        if event_kind in self._report.kinds:
-            self._report(event_kind, call.key, call.operation, number)
-        lease = Lease(
-            call.key,
-            request.token,
-            policy.lease_ms,
-            answer.remaining_ms,
-            answer.lease_ends_at_ms,
-            asked,
-            policy.run_limit_seconds,
+        event_kind = (
+            EventKind.TAKEN_OVER if answer.condition is Condition.ABANDONED else EventKind.CLAIMED
         )
-        flight.lease = lease
-        flight.began_monotonic = began = asked
-        # The owner that was in the way is gone: followers must not be told of it any more.
-        flight.conflict_ends_monotonic = None
-        self._flights.enter(flight, _RUNNING)
+        self._report(event_kind, call.key, call.operation, number)
+        lease = self.begin(flight, call, request, answer, asked)
         # Crashes of the levels around count as if they were this one's.
         count = (
             number
@@ -146,7 +125,7 @@ class Runner:
                     raise
                 return told
             ended = self._monotonic()
-            self._run_times.add(call.operation, ended - began)
+            self._run_times.add(call.operation, ended - asked)
             joined = attempt.joined
             if joined and await self._is_settled(flight, call, joined, number, ended, None):
                 return Answer(joined.value, False, number)
@@ -160,29 +139,38 @@ class Runner:
                 call = _with_steps(call, steps)
                 if verdict is not None:
                     return await self._end_by(verdict, flight, call, lease, number, verdict.error)
-            # As in `Settler.settle`, which every operation would pay for.
-            settlement = settlement_of(call, lease, ending, payload, entries, value)
-            try:
-                try:
-                    stands = await self._writer.settle(settlement)
-                except StoreError as error:
-                    stands = await self._settler.insist(call, settlement, number, value, error)
-            except RetrysafeError:
-                raise
-            except BaseException:
-                self._settler.hand_over(call, lease, settlement, number)
-                raise
-            payload = self._settler.settled(call, settlement, stands, number)
-            lease.is_settled = True
-            if ending is _RELEASED:
-                flight.share(payload, number, is_released=True)
-            else:
-                active_ms = 0 if settlement.nothing_happened else policy.active_ms
-                self.remember(call, flight, payload, number, ended, active_ms)
+            payload = await self._settler.settle(
+                call, lease, ending, payload, number, value, entries, came_to=value
+            )
+            self._remember_ending(call, flight, ending, payload, number, ended, value)
         finally:
             lease.is_held = False
             self._renewals.remove(lease)
         return Answer(value, False, number)
+
+    def begin(
+        self,
+        flight: Flight,
+        call: Call,
+        request: ClaimRequest,
+        answer: ClaimAnswer,
+        asked: float,
+    ) -> Lease:
+        """The lease of a granted claim, under which the flight goes on as running."""
+        flight.lease = lease = Lease(
+            key=call.key,
+            token=request.token,
+            lease_ms=call.policy.lease_ms,
+            remaining_ms=answer.remaining_ms,
+            ends_at_ms=answer.lease_ends_at_ms,
+            asked_monotonic=asked,
+            run_limit_seconds=call.policy.run_limit_seconds,
+        )
+        flight.began_monotonic = asked
+        # The owner that was in the way is gone: followers must not be told of it any more.
+        flight.conflict_ends_monotonic = None
+        self._flights.enter(flight, Phase.RUNNING)
+        return lease
 
     async def _failed(
         self, flight: Flight, call: Call, lease: Lease, attempt: Attempt, error: Exception
@@ -293,13 +281,17 @@ class Runner:
         payload: Payload,
         attempt: int,
         asked: float,
-        error: Exception | None,
+        came_to: Any,
     ) -> None:
-        if ending is _RELEASED:
+        if ending is Ending.RELEASED:
             flight.share(payload, attempt, is_released=True)
         else:
             # As `settlement_of` has it, whichever way the ending came here.
-            is_kept = call.nothing_happened is None or not call.nothing_happened(error)
+            is_kept = (
+                ending is Ending.SUCCEEDED
+                or call.nothing_happened is None
+                or not call.nothing_happened(came_to)
+            )
             active_ms = call.policy.active_ms if is_kept else 0
             self.remember(call, flight, payload, attempt, asked, active_ms)
 
@@ -321,11 +313,8 @@ class Runner:
         cache = self._cache
         if cache is None:
             return
-        if self._lock is UNSHARED:
+        with self._lock:
             cache.keep(call.key.digest, call, payload, attempt, asked, remaining_ms)
-        else:
-            with self._lock:
-                cache.keep(call.key.digest, call, payload, attempt, asked, remaining_ms)
 
 
 def _with_steps(call: Call, steps: StepRun) -> Call:

@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from retrysafe.core.keys.framing import frame
+from retrysafe.core.keys.canonical import frame
 from retrysafe.core.keys.key import CALLER_LIMIT_CHARACTERS, GlobalCaller
 from retrysafe.core.keys.secret import PLAIN_TAG, Secrets
 from retrysafe.errors import InvalidInput, PolicyInvalid

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from retrysafe.core.keys import canonical
 from retrysafe.core.keys.body_key import BodyKey
+from retrysafe.core.keys.canonical import Part, frame, part_bytes
 from retrysafe.core.keys.fingerprint import FingerprintRule
-from retrysafe.core.keys.framing import Part, frame, part_bytes
 from retrysafe.core.keys.key import body_key, checked_secret, looks_derived, natural_key
 from retrysafe.core.policy import Policy
 from retrysafe.errors import KeyInvalid, PolicyInvalid

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.keys.body_key import BodyKey
-from retrysafe.core.keys.key import GlobalCaller, Key, scoped_key
+from retrysafe.core.keys.key import GlobalCaller, Key
 from retrysafe.core.keys.secret import PLAIN_TAG
 from retrysafe.core.nested_claims import nested
 from retrysafe.core.permits import Permits
@@ -313,7 +313,7 @@ class Protection:
                 secret=self.settings.secrets.value,
             )
         call = Call(
-            scoped_key(text, plan.caller),
+            Key(text, caller=plan.caller),
             self._fingerprints(request_fingerprints(request, route.fingerprint)),
             plan.policy,
             operation,
@@ -346,9 +346,9 @@ class Protection:
                     rule=route.fingerprint,
                     secret=secret.value,
                 )
-            yield secret.tag, scoped_key(text, by_tag.get(secret.tag, caller))
+            yield secret.tag, Key(text, caller=by_tag.get(secret.tag, caller))
         if PLAIN_TAG in by_tag and not is_of_body:
-            yield PLAIN_TAG, scoped_key(call.key.text, by_tag[PLAIN_TAG])
+            yield PLAIN_TAG, Key(call.key.text, caller=by_tag[PLAIN_TAG])
 
     # What is answered without a store.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from retrysafe.core.checks import shown_in_place
+from retrysafe.core.callables import shown_in_place
 from retrysafe.core.outbox.port import Outbox, outbox_of
 from retrysafe.core.ports import Store, Waits
 from retrysafe.errors import InvalidInput
@@ -18,7 +18,7 @@ from retrysafe.runtime import local_time
 from retrysafe.runtime.background_thread import BackgroundThread
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.identity import mint_token
-from retrysafe.runtime.threaded_store import ThreadedStore
+from retrysafe.runtime.threaded import ThreadedStore
 
 OnReport = Callable[[RelayReport], None]
 

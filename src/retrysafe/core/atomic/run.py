@@ -15,7 +15,7 @@ from retrysafe.core.atomic.block import AtomicBlock
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.flights import Flight, Flights, Phase
-from retrysafe.core.keys.framing import Part
+from retrysafe.core.keys.canonical import Part
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Ending, Payload, SettleKind
 from retrysafe.core.outbox.staging import Staging

@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import count
 from typing import Any, Final
 
-from retrysafe.core.keys.framing import Part, frame, frame_parts
+from retrysafe.core.keys.canonical import Part, frame, frame_parts
 from retrysafe.core.keys.key import Key, looks_derived
 from retrysafe.core.model import StagedEntry
 from retrysafe.errors import InvalidInput
