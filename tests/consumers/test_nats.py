@@ -114,6 +114,7 @@ async def _again(bench):
     await bench.context.add_stream(StreamConfig(name=bench.name, subjects=[f"{bench.name}.>"]))
 
 
+@pytest.mark.long
 def test_the_server_restarts_in_the_middle_and_nothing_is_lost_or_repeated():
     """What ran meanwhile is settled in the store; its redelivery is acked without work."""
     server = NatsServer().start()

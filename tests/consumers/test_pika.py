@@ -83,6 +83,27 @@ def test_a_copy_that_no_queue_takes_is_not_taken_for_safe(queue):
     assert queue.left() == 1
 
 
+def test_a_copy_that_pika_cannot_send_does_not_shift_the_confirms_of_others(queue):
+    """The broker counts what it gets; a confirm must never be taken for another copy's."""
+
+    async def scene():
+        broker = PikaQueue(queue.server.url, queue.name)
+        await broker.open()
+        try:
+            first = await broker._publisher()
+            with pytest.raises(pika.exceptions.UnsupportedAMQPFieldException):
+                await first.publish(b"1", queue.name, pika.BasicProperties(headers={"a": object()}))
+            second = await broker._publisher()
+            assert second is not first
+            async with asyncio.timeout(10):
+                await second.publish(b"2", queue.name, pika.BasicProperties())
+        finally:
+            await broker.close()
+
+    asyncio.run(scene())
+    assert queue.left() == 1
+
+
 def test_what_waits_for_the_broker_ends_with_its_channel(queue):
     """Nobody would ever answer."""
     queue.publish(wish("poison"))

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import boto3
 import pytest
+from botocore.exceptions import ClientError
 
 from retrysafe import InvalidInput
 from retrysafe.consumers.sqs import SqsQueue
@@ -250,3 +251,22 @@ def test_a_topic_that_is_missing_is_tried_again(moto_server):
     with pytest.raises(DeliveryFailed, match="there is no SNS") as raised:
         sent(Sns, arn, moto_server, delivery())
     assert not raised.value.is_final
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "is_final"),
+    [
+        ("InvalidParameter", "Invalid parameter: Message too long", True),
+        ("InvalidParameter", "Invalid parameter: TopicArn", False),
+        ("com.amazonaws.sqs#InvalidMessageContents", "a control character", True),
+        ("AWS.SimpleQueueService.NonExistentQueue", "no such queue", False),
+        ("AccessDenied", "not allowed", False),
+        ("ThrottlingException", "slow down", False),
+        ("ExpiredToken", "expired", False),
+    ],
+)
+def test_only_a_refusal_of_the_message_itself_is_final(code, words, is_final):
+    """A setting, a right or a limit of the service would else make every entry dead."""
+    error = ClientError({"Error": {"Code": code, "Message": words}}, "Publish")
+    judged = Sns(f"arn:aws:sns:{REGION}:123456789012:orders")._judged(error, "entry:1")
+    assert getattr(judged, "is_final", False) is is_final

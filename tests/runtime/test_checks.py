@@ -10,8 +10,22 @@ import uuid
 
 import pytest
 
-from retrysafe import FOREVER, AsyncIdempotency, Idempotency, InvalidInput, current_attempt, step
-from retrysafe.errors import CallerMissing, FingerprintImpossible, KeyReused, PolicyInvalid
+from retrysafe import (
+    FOREVER,
+    AsyncIdempotency,
+    BodyKey,
+    Idempotency,
+    InvalidInput,
+    current_attempt,
+    step,
+)
+from retrysafe.errors import (
+    CallerMissing,
+    FingerprintImpossible,
+    KeyInvalid,
+    KeyReused,
+    PolicyInvalid,
+)
 from retrysafe.runtime.checks import require_call
 
 
@@ -499,6 +513,65 @@ def test_what_a_partial_in_a_partial_holds_is_asked_for():
         assert idem.run("k", paying(500)) == idem.run("k", paying(500))
         with pytest.raises(KeyReused):
             idem.run("k", paying(900))
+
+
+class Till:
+    """An object that can be called, and does what it was made for."""
+
+    def __init__(self, does):
+        self.does = does
+
+    def __call__(self, order):
+        return f"{self.does} {order}"
+
+
+@pytest.mark.parametrize("key", ["order", BodyKey()])
+def test_once_needs_a_name_for_what_has_none(key):
+    """Else all of these are one operation, and a refund gets the outcome of a charge."""
+    window = FOREVER if isinstance(key, str) else None
+    with Idempotency("memory://", caller="c", secret="a secret of these tests") as idem:
+        for nameless in (Till("charge"), lambda order: order, functools.partial(Till("charge"))):
+            with pytest.raises(InvalidInput, match=r"pass name=… to once\(\)"):
+                idem.once(key=key, window=window)(nameless)
+        done = [
+            idem.once(key=key, window=window, name=name)(Till(name))(7)
+            for name in ("charge", "refund")
+        ]
+    assert done == ["charge 7", "refund 7"]
+
+
+@pytest.mark.parametrize(
+    ("key", "call"),
+    [
+        ("order", (None,)),
+        ("order", ("",)),
+        (("order", "shop"), (None, "")),
+        (lambda order: (), (7,)),
+        (lambda order: (None, b""), (7,)),
+    ],
+)
+def test_a_natural_key_that_identifies_nothing_is_refused(key, call):
+    """Two orders that are not saved yet would be one, and the second would be lost."""
+    with Idempotency("memory://", caller="c") as idem:
+
+        @idem.once(key=key, window=FOREVER)
+        def pay(order, shop=None):
+            return order
+
+        with pytest.raises(KeyInvalid, match="are None or empty"):
+            pay(*call)
+
+
+@pytest.mark.parametrize("order", [0, False, "0"])
+def test_a_natural_key_of_one_value_is_taken(order):
+    """A zero is a value, and one value of several is enough."""
+    with Idempotency("memory://", caller="c") as idem:
+
+        @idem.once(key=("order", "shop"), window=FOREVER)
+        def pay(order, shop=None):
+            return order
+
+        assert pay(order) == order
 
 
 def test_a_lambda_is_refused_where_python_keeps_no_positions():

@@ -73,8 +73,12 @@ class _Channel:
     async def call(self, method: str, *given: Any, **options: Any) -> Any:
         """Calls a method of pika and waits for the broker's answer."""
         answer = self._begun()
-        getattr(self.raw, method)(*given, callback=lambda frame: _end(answer, frame), **options)
-        return await answer
+        try:
+            getattr(self.raw, method)(*given, callback=lambda frame: _end(answer, frame), **options)
+            return await answer
+        finally:
+            # Nobody waits for it any more, should pika have raised.
+            answer.cancel()
 
     async def close(self) -> None:
         """Closes it; what it brought and was not settled is delivered again."""
@@ -128,10 +132,21 @@ class _Publisher(_Channel):
         number = self._published
         self._unconfirmed[number] = (told, name)
         try:
-            self.raw.basic_publish("", name, body, properties, mandatory=True)
+            self._send(name, body, properties)
             await told
         finally:
+            told.cancel()
             self._unconfirmed.pop(number, None)
+
+    def _send(self, name: str, body: bytes, properties: Any) -> None:
+        try:
+            self.raw.basic_publish("", name, body, properties, mandatory=True)
+        except Exception:
+            # Perhaps the broker has not counted it, and would confirm all others under numbers
+            # that are not theirs: this channel is of no use any more.
+            if self.raw.is_open:
+                self.raw.close()
+            raise
 
 
 def _end(future: asyncio.Future[Any], value: Any) -> None:
@@ -323,8 +338,9 @@ class PikaQueue(AmqpQueue):
         """Ends the connection; the broker gives what was not settled to others at once."""
         self._cancel_tasks()
         connection, self._connection = self._connection, None
-        if connection is not None and connection.is_open and self._gone is not None:
-            connection.close()
+        if connection is not None and self._gone is not None:
+            if connection.is_open:
+                connection.close()
             with suppress(TimeoutError):
                 async with asyncio.timeout(CONNECT_SECONDS):
                     await self._gone

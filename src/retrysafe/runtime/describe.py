@@ -6,7 +6,7 @@ Owns what both objects have in common before the engine is asked. It does no I/O
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -145,6 +145,13 @@ class Once:
             )
         else:
             self.policy = self.policy.with_window(self.window, of="once()")
+        if not self.name:
+            # All of them would be one operation: the refund of order 7 would get the outcome of
+            # its charge.
+            raise InvalidInput(
+                f"{shown_name(self.function)} has no name of its own, and its name is a part of "
+                "its keys: pass name=… to once()"
+            )
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The value of one parameter in a call."""
@@ -211,6 +218,7 @@ class Once:
             source = (source,)
         if isinstance(source, tuple):
             named = {name: bound.arguments[name] for name in source}
+            self._require_telling(named.values(), ", ".join(source))
             return natural_key(self.name, **named), True
         if isinstance(source, BodyKey):
             # What the rule leaves out does not count here either: a retry that differs in nothing
@@ -219,8 +227,17 @@ class Once:
             return body_key(secret, self.name, _hashed(source, bound, fingerprint)), False
         made = source(*args, **kwargs)
         if isinstance(made, tuple):
+            self._require_telling(made, "the values of its key")
             return natural_key(self.name, *made), True
         return made, False
+
+    def _require_telling(self, values: Iterable[Any], named: str) -> None:
+        """Raises `KeyInvalid` for values that tell nothing, such as the id of what is not saved."""
+        if all(value is None or (isinstance(value, str | bytes) and not value) for value in values):
+            raise KeyInvalid(
+                f"all of {named} are None or empty, so all such calls of {self.name} would be one: "
+                "pass what identifies the operation, or another key"
+            )
 
 
 def _hashed(source: BodyKey, bound: inspect.BoundArguments, fingerprint: Fingerprint) -> bytes:

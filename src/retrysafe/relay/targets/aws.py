@@ -147,7 +147,8 @@ class _Service:
         code = error_code(error)
         if code in _MISSING:
             return DeliveryFailed(f"there is no {self._SERVICE.upper()} {self._name}", key=key)
-        if code in _FINAL:
+        # An address that is refused is the same for all entries: it is a setting to mend.
+        if code in _FINAL and not any(name in str(error) for name in ("TopicArn", "QueueUrl")):
             return DeliveryFailed(
                 f"{self._SERVICE.upper()} refused the message: {error}", key=key, is_final=True
             )
