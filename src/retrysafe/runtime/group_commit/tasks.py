@@ -274,9 +274,9 @@ class TaskGroupCommit:
             self._is_replaying = (
                 isinstance(first, ClaimAnswer) and first.decision is Decision.REPLAY
             )
-            told, rows = (len(claimed), len(settled)), (len(flight.claims), len(flight.settling))
-            if told != rows:
-                raise ValueError(f"the store gave {told} answers to {rows} claims and endings")
+            if len(settled) != len(flight.settling) or len(claimed) != len(flight.claiming):
+                told, rows = len(settled) + len(claimed), flight.rows
+                raise ValueError(f"the store gave {told} answers to {rows} rows")
             flight.claimed = claimed
         except BaseException as error:
             self._fail((*flight.settling, *flight.claiming), error)
