@@ -341,7 +341,7 @@ GUARDS: tuple[Guard, ...] = (
         "a caller acts on a result that a crash then forgets",
         (
             InCode(
-                Runner.run,
+                Runner._returned,
                 "stands = await self._writer.settle(settlement)",
                 "self._settler._background.finish("
                 "self._settler._settle_orphan(call, lease, settlement, number), str); "

@@ -8,6 +8,7 @@ told afterwards is remembered here. Who may run at all is decided before.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -86,7 +87,7 @@ class Runner:
         self._perform = ports.executor.perform
         self._run_times = ports.run_times
 
-    async def run(  # noqa: PLR0912 — told in one piece, every frame is paid for.
+    async def run(
         self,
         flight: Flight,
         call: Call,
@@ -115,7 +116,7 @@ class Runner:
             policy.run_limit_seconds,
         )
         flight.lease = lease
-        flight.began_monotonic = began = asked
+        flight.began_monotonic = asked
         # The owner that was in the way is gone: followers must not be told of it any more.
         flight.conflict_ends_monotonic = None
         self._flights.enter(flight, _RUNNING)
@@ -141,48 +142,91 @@ class Runner:
                     await attempt.hold()
                 value = await self._perform(attempt, operation, args, kwargs)
             except Exception as error:
+                if attempt.made is not None and not attempt.made.is_own(error):
+                    # A signal's handler raised it in here, after the operation had ended.
+                    raise
                 told = await self._failed(flight, call, lease, attempt, error)
                 if told is None:
                     raise
                 return told
-            ended = self._monotonic()
-            self._run_times.add(call.operation, ended - began)
-            joined = attempt.joined
-            if joined and await self._is_settled(flight, call, joined, number, ended, None):
-                return Answer(joined.value, False, number)
-            ending, payload = self._settler.payload_of(call, value, number)
-            entries = attempt.staged()
-            steps = attempt.steps if attempt.is_first else attempt.steps_to_conclude
-            if steps is not None:
-                verdict = await self._compensator.conclude(
-                    steps, lease, ending, payload, value=value, entries=entries
-                )
-                call = _with_steps(call, steps)
-                if verdict is not None:
-                    return await self._end_by(verdict, flight, call, lease, number, verdict.error)
-            # As in `Settler.settle`, which every operation would pay for.
-            settlement = settlement_of(call, lease, ending, payload, entries, value)
-            try:
-                try:
-                    stands = await self._writer.settle(settlement)
-                except StoreError as error:
-                    stands = await self._settler.insist(call, settlement, number, value, error)
-            except RetrysafeError:
-                raise
-            except BaseException:
-                self._settler.hand_over(call, lease, settlement, number)
-                raise
-            payload = self._settler.settled(call, settlement, stands, number)
-            lease.is_settled = True
-            if ending is _RELEASED:
-                flight.share(payload, number, is_released=True)
-            else:
-                active_ms = 0 if settlement.nothing_happened else policy.active_ms
-                self.remember(call, flight, payload, number, ended, active_ms)
+            return await self._returned(flight, call, lease, attempt, value)
+        except RetrysafeError:
+            raise
+        except BaseException:
+            self._keep_returned(call, lease, attempt)
+            raise
         finally:
             lease.is_held = False
             self._renewals.remove(lease)
+
+    async def _returned(
+        self, flight: Flight, call: Call, lease: Lease, attempt: Attempt, value: Any
+    ) -> Answer[Any]:
+        """Settles an operation that returned; raises why its ending does not stand."""
+        policy, number = call.policy, attempt.number
+        ended = self._monotonic()
+        self._run_times.add(call.operation, flight.seconds_run(ended))
+        joined = attempt.joined
+        if joined and await self._is_settled(flight, call, joined, number, ended, None):
+            return Answer(joined.value, False, number)
+        ending, payload = self._settler.payload_of(call, value, number)
+        entries = attempt.staged()
+        steps = attempt.steps if attempt.is_first else attempt.steps_to_conclude
+        if steps is not None:
+            verdict = await self._compensator.conclude(
+                steps, lease, ending, payload, value=value, entries=entries
+            )
+            call = _with_steps(call, steps)
+            if verdict is not None:
+                return await self._end_by(verdict, flight, call, lease, number, verdict.error)
+        # As in `Settler.settle`, which every operation would pay for.
+        settlement = settlement_of(call, lease, ending, payload, entries, value)
+        try:
+            try:
+                stands = await self._writer.settle(settlement)
+            except StoreError as error:
+                stands = await self._settler.insist(call, settlement, number, value, error)
+        except RetrysafeError:
+            raise
+        except BaseException:
+            self._settler.hand_over(call, lease, settlement, number)
+            raise
+        payload = self._settler.settled(call, settlement, stands, number)
+        lease.is_settled = True
+        if ending is _RELEASED:
+            flight.share(payload, number, is_released=True)
+        else:
+            active_ms = 0 if settlement.nothing_happened else policy.active_ms
+            self.remember(call, flight, payload, number, ended, active_ms)
         return Answer(value, False, number)
+
+    def _keep_returned(self, call: Call, lease: Lease, attempt: Attempt) -> None:
+        """Has the outcome stored of an operation that has returned, for a caller who is gone.
+
+        A signal's handler raised in our own frames, or the caller was cancelled where we ask the
+        store: the operation is done, and its outcome must not be lost with the caller.
+        """
+        made = attempt.made
+        if made is None or not made.has_returned or lease.is_settled or lease.is_handed_over:
+            return
+        orphan = self._settle_returned(call, lease, attempt, made.value)
+        self._ports.background.finish(orphan, self._settler.abandoning(call, attempt.number))
+
+    async def _settle_returned(
+        self, call: Call, lease: Lease, attempt: Attempt, value: Any
+    ) -> None:
+        joined, number = attempt.joined, attempt.number
+        if joined is not None:
+            with suppress(StoreError):  # Nobody can tell; an outcome that stands confirms this one.
+                if await joined.fate() is not Fate.UNDONE:
+                    return
+        ending, payload = self._settler.payload_of(call, value, number)
+        entries, steps = attempt.staged(), attempt.steps_to_conclude
+        if steps is None:
+            settlement = settlement_of(call, lease, ending, payload, entries, value)
+            await self._settler.settle_orphans(call, lease, settlement, number)
+        else:
+            await self._compensator.conclude_orphan(steps, lease, ending, payload, None, entries)
 
     async def _failed(
         self, flight: Flight, call: Call, lease: Lease, attempt: Attempt, error: Exception
@@ -335,6 +379,6 @@ def _with_steps(call: Call, steps: StepRun) -> Call:
     store knows of it, so a corrected request would run it once more. So may have one that timed out
     or was cancelled, whatever the operation came to after that.
     """
-    if call.nothing_happened is None or not (steps.writer.has_unrecorded or steps.has_uncertain):
+    if call.nothing_happened is None or not (steps.has_unrecorded or steps.has_uncertain):
         return call
     return replace(call, nothing_happened=None)
