@@ -26,8 +26,8 @@ STEP_GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 StepRun._record,
-                "await self.writer.record(taken.step, taken.value)",
-                "pass",
+                "await self.writer.record(self._encoded(taken), taken.value)",
+                "self._encoded(taken)",
             ),
         ),
         properties.test_a_step_is_recorded_before_the_operation_goes_on,
@@ -38,7 +38,7 @@ STEP_GUARDS: tuple[Guard, ...] = (
         "a zombie goes on to its next effect",
         (
             InCode(
-                StepWriter.record,
+                StepWriter.write,
                 "if decision is Decision.LOST or self._lease.is_revoked:",
                 "if False:",
             ),
@@ -135,8 +135,9 @@ STEP_GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 StepRun._record,
-                "await self.writer.record(taken.step, taken.value)",
-                "self._unstored.pop(taken.name); await self.writer.record(taken.step, taken.value)",
+                "await self.writer.record(self._encoded(taken), taken.value)",
+                "self._unstored.pop(taken.name); "
+                "await self.writer.record(self._encoded(taken), taken.value)",
             ),
         ),
         properties.test_a_step_that_was_not_written_is_written_before_the_key_is_freed,

@@ -220,18 +220,27 @@ class StepRun:
 
     async def _record(self, taken: TakenStep) -> None:
         """Makes a step durable that has run; raises as `StepWriter.record` does."""
+        await self.writer.record(self._encoded(taken), taken.value)
+        self._unstored.pop(taken.name, None)
+
+    async def _write(self, taken: TakenStep) -> None:
+        """The same for a caller who is looked after elsewhere."""
+        await self.writer.write(self._encoded(taken), taken.value)
+        self._unstored.pop(taken.name, None)
+
+    def _encoded(self, taken: TakenStep) -> Step:
+        """What is stored of a step that has run; the running code is behind it from now on."""
         with self._lock:
             self._finish(taken)
         self.book.advance(taken.position)
         if taken.step is None:
             taken.step = Step(taken.name, taken.position, self._payload(taken))
-        await self.writer.record(taken.step, taken.value)
-        self._unstored.pop(taken.name, None)
+        return taken.step
 
     async def _record_left(self, taken: TakenStep) -> None:
         """The same for a caller who is gone."""
         try:
-            await self._record(taken)
+            await self._write(taken)
         except RetrysafeError:
             return  # Insisted on before the key is freed.
 
@@ -247,7 +256,7 @@ class StepRun:
                 raise self._in_doubt(taken)
             if taken.has_returned:
                 # Also one that is written in the background: that does not count it out.
-                await self._record(taken)
+                await self._write(taken)
 
     @property
     def has_unrecorded(self) -> bool:

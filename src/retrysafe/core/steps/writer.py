@@ -108,18 +108,25 @@ class StepWriter:
         return StepWrite(lease.key, lease.token, step, lease.lease_ms)
 
     async def record(self, step: Step, value: Any = None) -> None:
-        """Makes a finished step durable; raises `ClaimLost` or `StepNotStored`."""
-        write = self.write_of(step)
+        """Makes a finished step durable; raises `ClaimLost` or `StepNotStored`.
+
+        It is written as well where its caller is cancelled meanwhile.
+        """
         try:
-            decision = await self._insist(write, value)
+            await self.write(step, value)
         except RetrysafeError:
             raise
         except BaseException:
             # The caller is being cancelled, and the step has run: its result must not be lost
             # with the caller. Writing it twice is harmless, the first result stands.
             self.handed_over.add(step.name)
-            self._background.finish(self._record_orphan(write), partial(self.abandon, step.name))
+            orphan = self._record_orphan(self.write_of(step))
+            self._background.finish(orphan, partial(self.abandon, step.name))
             raise
+
+    async def write(self, step: Step, value: Any) -> None:
+        """The same for a caller who is looked after elsewhere."""
+        decision = await self._insist(self.write_of(step), value)
         # Also when the store has said so before. A copy of the claim that was late may have brought
         # the token back, and what stands now may be a step of the owner in between.
         if decision is Decision.LOST or self._lease.is_revoked:
