@@ -190,12 +190,12 @@ def test_it_is_recorded_before_the_key_is_freed(world, effects):
     assert stored_steps(world) == [("charge", 1)]
 
 
-def test_it_is_not_tried_again(world, effects):
-    process = world.first
-    alarmed_step(process)
+def test_a_step_that_returned_is_not_tried_again():
+    world, effects = World(), Effects()
+    alarmed_step(world.first)
     with pytest.raises(Alarmed):
         run(
-            process,
+            world.first,
             lambda attempt: attempt.step("charge", effects.do, "charge", retry=StepRetry(tries=3)),
         )
     go_on(world)
@@ -288,10 +288,19 @@ def test_a_step_that_the_handler_kept_from_its_name_counts_nobody_in(world, effe
     assert run(process, operation).value == "charge done"
 
 
-@pytest.mark.parametrize("knows", [True, False])
-def test_what_was_taken_back_is_not_taken_back_twice(world, effects, knows):
-    process = world.first
-    alarmed_step(process, knows=knows, after="undo")
+def test_a_refund_is_not_paid_twice():
+    """It was paid when the handler raised."""
+    assert refunds(knows=True) == 1
+
+
+def test_a_refund_in_doubt_is_paid_after_the_lease():
+    """As after a crash at that point."""
+    assert refunds(knows=False) == 2
+
+
+def refunds(*, knows: bool) -> int:
+    world, effects = World(), Effects()
+    alarmed_step(world.first, knows=knows, after="undo")
 
     async def operation(attempt: Attempt) -> None:
         await attempt.step("charge", effects.do, "charge", compensate=effects.undo)
@@ -299,12 +308,12 @@ def test_what_was_taken_back_is_not_taken_back_twice(world, effects, knows):
 
     final = Policy(terminal=Declined)
     with pytest.raises(Alarmed):
-        run(process, operation, policy=final)
+        run(world.first, operation, policy=final)
     assert state(world) is State.PENDING
     world.clock.advance(60)
     with pytest.raises(Declined):
         run(world.process(), operation, policy=final)
-    assert effects.ran.count("undo of charge done") == (1 if knows else 2)
+    return effects.ran.count("undo of charge done")
 
 
 def test_a_step_that_cannot_be_compared_is_another_one(world, effects):
