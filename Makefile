@@ -62,9 +62,10 @@ bench: setup ## Measure against a baseline in the same run
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/bench.txt
 	$(BIN)/python -m benchmarks
 
-soak: setup ## Run the simulation and overlapping batches for much longer than the tests do
+soak: setup ## Run simulation, overlapping batches and dying consumers for much longer than the tests do
 	$(BIN)/python -m tests.processes.overlapping --seconds 60
 	$(BIN)/python -m tests.simulation --seeds 1000000 --minutes 20
+	$(BIN)/python -m tests.consumers.soak --messages 10000 --minutes 6
 
 docs: setup ## Generate the generated parts of the documents
 	$(BIN)/python scripts/generate_docs.py

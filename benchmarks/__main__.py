@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks import (
+    consumers_bench,
     http_bench,
     outbox_bench,
     postgres_bench,
@@ -24,6 +25,7 @@ BENCHMARKS = {
     "drivers": postgres_drivers.run,
     "http": http_bench.run,
     "outbox": outbox_bench.run,
+    "consumers": consumers_bench.run,
 }
 
 

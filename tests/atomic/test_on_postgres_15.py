@@ -8,6 +8,9 @@ from tests.atomic import drivers, test_complete_in, test_drivers
 from tests.atomic.conftest import migrated_on
 from tests.servers.fixtures import again
 
+# The races of the store suite meet this server in every run.
+pytestmark = pytest.mark.long
+
 globals().update(again(test_drivers, test_complete_in))
 
 

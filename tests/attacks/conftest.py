@@ -16,14 +16,14 @@ from retrysafe.stores.postgres.drivers.psycopg import PsycopgConnector
 from retrysafe.stores.postgres.urls import postgres_url
 
 # Processes, the ledger of what they did, and a store that they share.
-from tests.processes.conftest import database, ledger, migrated_url, start
+from tests.processes.conftest import database, ledger, start
 from tests.processes.conftest import url as shared_url
 from tests.servers.fixtures import migrated, missing, schema_on
 from tests.servers.pgbouncer import PgBouncer, pgbouncer_binary
 from tests.servers.postgres import PostgresServer, unprivileged
 from tests.servers.replication import MovingAddress, StandbyServer
 
-__all__ = ["database", "ledger", "migrated_url", "shared_url", "start"]
+__all__ = ["database", "ledger", "shared_url", "start"]
 
 
 @pytest.fixture(scope="package")

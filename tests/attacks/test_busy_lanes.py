@@ -28,7 +28,6 @@ from retrysafe.stores.memory.store import MemoryStore
 from retrysafe.stores.sqlite.store import SqliteStore
 from retrysafe.testing.suite.probe import key_of, request
 from tests.runtime.staged import PATIENCE_SECONDS, Hold, StagedStore, Worker, until
-from tests.servers.fixtures import migrated
 
 SECOND = Policy(lease=timedelta(seconds=1))
 # As many as an hour of attacks from outside has shown to be enough.
@@ -244,7 +243,7 @@ def test_a_slow_renewal_holds_up_none_of_another_length_on_a_loop():
 def shared_url(request, tmp_path):
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'keys.db'}"
-    return migrated(request.getfixturevalue("postgres_url"))
+    return request.getfixturevalue("migrated_url")
 
 
 def test_a_blocked_loop_keeps_its_leases(shared_url):

@@ -21,7 +21,6 @@ from retrysafe.stores.memory.store import MemoryStore
 from retrysafe.stores.sqlite import SqliteStore
 from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import request
-from tests.servers.fixtures import migrated
 
 LEASE = timedelta(seconds=30)
 STEP = timedelta(hours=3)
@@ -79,7 +78,7 @@ class Postgres:
 @pytest.fixture(params=["memory", "sqlite", "postgres"])
 def stores(request, tmp_path):
     if request.param == "postgres":
-        return Postgres(migrated(request.getfixturevalue("postgres_url")))
+        return Postgres(request.getfixturevalue("migrated_url"))
     return Local(tmp_path / "keys.db" if request.param == "sqlite" else None)
 
 

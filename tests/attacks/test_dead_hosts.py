@@ -26,7 +26,7 @@ import pytest
 from retrysafe import Idempotency, InFlight, OperationInFlight, Policy, StoreUnavailable
 from retrysafe.stores.postgres import store as postgres
 from tests.docs.documents import ROOT
-from tests.servers.fixtures import migrated, missing
+from tests.servers.fixtures import missing
 
 LEASE = timedelta(milliseconds=300)
 POLICY = Policy(lease=LEASE)
@@ -102,8 +102,8 @@ def wait_for_the_lease(url: str) -> None:
 
 
 @pytest.fixture
-def url(postgres_url):
-    return migrated(postgres_url)
+def url(migrated_url):
+    return migrated_url
 
 
 def never() -> str:

@@ -24,7 +24,6 @@ import uvloop
 from retrysafe import AsyncIdempotency, Idempotency, current_attempt
 from retrysafe.core.model import State
 from retrysafe.runtime import task_ports
-from tests.servers.fixtures import migrated
 
 # Nobody closes anything here, which is the point: the drivers warn of what they find open. uvloop
 # hangs when such a warning is made an error.
@@ -98,7 +97,7 @@ def held(request, tmp_path):
         with Idempotency(url, caller="shop") as idem:
             idem.sweep()
     else:
-        url = migrated(request.getfixturevalue("postgres_url"))
+        url = request.getfixturevalue("migrated_url")
     store = HeldStore(url)
     yield store
     store.close()

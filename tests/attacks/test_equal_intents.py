@@ -17,7 +17,6 @@ import pytest
 from retrysafe import AsyncIdempotency, BodyKey, FingerprintRule
 from retrysafe.http import HeaderKey, IdempotencyMiddleware, Rule, bearer_token
 from tests.http.driving import ask
-from tests.servers.fixtures import migrated
 
 SECRET = "a secret of these attacks"
 # Each is sent so often at the same time.
@@ -35,7 +34,7 @@ INTENTS = [
 def store(request, tmp_path):
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'keys.db'}"
-    return migrated(request.getfixturevalue("postgres_url"))
+    return request.getfixturevalue("migrated_url")
 
 
 class Held:

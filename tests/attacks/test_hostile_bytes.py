@@ -38,6 +38,7 @@ from retrysafe.http.request import Request
 from retrysafe.http.routes import Route
 from retrysafe.http.wsgi import WSGIIdempotencyMiddleware
 from retrysafe.runtime.calls import calls_of
+from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.memory.store import MemoryStore
 from tests.attacks.growth import FACTOR, LIMIT, growth
 from tests.attacks.hostile_inputs import BODIES, FILLERS, OTHERS, headers, mark
@@ -340,6 +341,10 @@ def test_no_byte_of_a_path_becomes_a_header_line():
     """Where the mount is chosen by the client, links and locations are written percent-encoded."""
     idempotency = AsyncIdempotency(MemoryStore())
     protection = Protection(calls_of(idempotency).settings, caller=bearer_token)
+
+    async def nobody(request):
+        return None
+
     asked = [("k" * 300, "Bearer a"), ('"k"', None), ('"k"', "Bearer a")]
     for key, token in asked:
         headers = [(b"idempotency-key", key.encode())]
@@ -350,7 +355,7 @@ def test_no_byte_of_a_path_becomes_a_header_line():
         if token and key == '"k"':
             plan.key = 'k"\\ ;<>'
             answers = [
-                protection.accepted(plan, timedelta(seconds=1)),
+                protection.answers.accepted(plan, timedelta(seconds=1)),
                 protection.refusals.cut_off(made, HOSTILE_PREFIX),
             ]
         else:
@@ -359,10 +364,12 @@ def test_no_byte_of_a_path_becomes_a_header_line():
             assert _is_clean(answer.headers)
             # Some of it is in there, so the check above has seen it.
             assert any(b"%0D%0AX-Injected" in value for _, value in answer.headers)
-    for path in (protection.policy_path, protection.status_path + "\r\nX-Injected: 1"):
+    for path in (protection.pages.policy_path, protection.pages.status_path + "\r\nX-Injected: 1"):
         made = Request("GET", HOSTILE_PREFIX + path, b"", [(b"accept", b"\r\nX-Injected: 1")])
-        shown = protection.policy_page(path, made, HOSTILE_PREFIX) or protection.status_keys(
-            path, made, HOSTILE_PREFIX, None
+        shown = run_sync(
+            protection.pages.page(
+                path, made, HOSTILE_PREFIX, caller_of=nobody, read=None, run_times=None
+            )
         )
         assert _is_clean(shown.headers)
 

@@ -11,6 +11,9 @@ from tests.attacks import test_long_transactions
 from tests.servers.fixtures import again, missing
 from tests.servers.pgbouncer import PgBouncer, pgbouncer_binary
 
+# The races of the store suite meet this server in every run.
+pytestmark = pytest.mark.long
+
 globals().update(
     again(
         test_long_transactions,

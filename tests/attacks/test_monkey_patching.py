@@ -35,7 +35,6 @@ from tests.attacks.deployments import (
     serving,
     wait_until_it_answers,
 )
-from tests.servers.fixtures import migrated
 
 LEASE_SECONDS = LEASE.total_seconds()
 PAGE = ROOT / "docs" / "deployment.md"
@@ -53,7 +52,7 @@ def store_url(request, tmp_path):
     """A store on each database, ready to be used by many processes."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/shop.db"
-    return migrated(request.getfixturevalue("postgres_url"))
+    return request.getfixturevalue("migrated_url")
 
 
 @pytest.mark.parametrize("deployment", _marked(DEPLOYMENTS))
@@ -225,7 +224,7 @@ Relay(store, print).drain()
     subprocess.run([sys.executable, "-c", made], check=True, timeout=START_SECONDS)
 
 
-def test_a_statement_that_waits_lets_other_greenlets_run(postgres_url):
+def test_a_statement_that_waits_lets_other_greenlets_run(migrated_url):
     """Also when psycopg was imported before the patch: the greenlet that holds what a statement
     waits for must be able to give it back."""
     made = """
@@ -246,8 +245,7 @@ assert not running.ready()
 holder.rollback()
 assert running.get(timeout=5) == {}
 """
-    url = migrated(postgres_url)
-    subprocess.run([sys.executable, "-c", made, url], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", made, migrated_url], check=True, timeout=20)
 
 
 def test_the_page_on_deployment_lists_what_is_tested():

@@ -17,7 +17,6 @@ import pytest
 from retrysafe import BodyKey, Idempotency
 from retrysafe.http import Rule, WSGIIdempotencyMiddleware, bearer_token
 from tests.http.driving import ask_wsgi
-from tests.servers.fixtures import migrated
 
 OLD, NEW = "the old secret, 16 or more", "the new secret, 16 or more"
 RECIPE = [([OLD], [OLD, NEW]), ([OLD, NEW], [NEW, OLD]), ([NEW, OLD], [NEW])]
@@ -71,7 +70,7 @@ class Side:
 def url(request, tmp_path):
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'keys.db'}"
-    return migrated(request.getfixturevalue("postgres_url"))
+    return request.getfixturevalue("migrated_url")
 
 
 def stormed(sides, names):

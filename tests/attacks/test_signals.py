@@ -69,7 +69,6 @@ from tests.interrupting import (
     whole_tree,
 )
 from tests.processes.children import Child
-from tests.servers.fixtures import migrated
 
 # Nothing here takes a tenth of it; reaching it is a hang.
 HANG_SECONDS = 30
@@ -350,7 +349,7 @@ def shop(request, tmp_path: Path, monkeypatch) -> Iterator[Shop]:
         # With one connection, what an interruption keeps is missing at once. A handler needs one
         # beside that of the call that it came into.
         size = 2 if "handler" in request.node.originalname else 1
-        url = f"{migrated(request.getfixturevalue('postgres_url'))}&pool={size}"
+        url = f"{request.getfixturevalue('migrated_url')}&pool={size}"
     policy = Policy(settle_patience=timedelta(0))
     with Idempotency(url, caller="tester", policy=policy, cache=False) as idem:
         made = Shop(idem)

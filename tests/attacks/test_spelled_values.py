@@ -14,6 +14,7 @@ import json
 from datetime import date
 from decimal import Decimal
 from enum import Enum
+from pathlib import Path as FilePath
 from typing import Annotated, Any
 from uuid import UUID
 
@@ -21,6 +22,8 @@ import httpx
 import pytest
 from fastapi import Body, Depends, FastAPI, Path
 from flask import Flask
+from litestar import Litestar, post
+from litestar.params import FromPath
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -29,8 +32,9 @@ from werkzeug.routing import BaseConverter
 from retrysafe import FOREVER, GLOBAL, AsyncIdempotency, Idempotency, InvalidInput
 from retrysafe.contrib.fastapi import Retrysafe, idempotent
 from retrysafe.contrib.flask import Retrysafe as FlaskRetrysafe
+from retrysafe.contrib.litestar import RetrysafePlugin
+from retrysafe.errors import FingerprintImpossible, KeyReused
 from retrysafe.http import FieldsKey, IdempotencyMiddleware, Rule
-from tests.servers.fixtures import migrated
 
 SPELLINGS = (
     "7",
@@ -61,7 +65,7 @@ def order_of(number: int) -> int:
 def store(request, tmp_path):
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'keys.db'}"
-    return migrated(request.getfixturevalue("postgres_url"))
+    return request.getfixturevalue("migrated_url")
 
 
 def ask(app, idem, asked):
@@ -170,6 +174,48 @@ def test_text_in_front_of_a_converter_is_taken_in_its_plainest_form():
     app = IdempotencyMiddleware(app, idem, caller=GLOBAL, rules=[rule])
     statuses = ask(app, idem, [(f"/{text}", {}) for text in SPELLINGS])
     assert (runs, statuses) == ([7], [200, 200, *[400] * 9])
+
+
+def test_a_path_of_litestar_is_one_value(store):
+    """Litestar gives a text that begins with a slash, and a handler has a `Path` of it."""
+    idem, runs = AsyncIdempotency(store), []
+    by_text, by_number = (
+        Rule(key=FieldsKey(field, window=FOREVER)) for field in ("{order}", "{order:int}")
+    )
+
+    @post("/{order:path}", status_code=200, idempotency=by_text)
+    async def cancel(order: FromPath[FilePath]) -> None:
+        runs.append(int(order.name))
+
+    @post("/typed/{order:path}", status_code=200, idempotency=by_number)
+    async def cancel_typed(order: FromPath[FilePath]) -> None:
+        runs.append(int(order.name))
+
+    plugin = RetrysafePlugin(idem, caller=GLOBAL)
+    asked = [(f"/{text}", {}) for text in (*SPELLINGS, "7/", "%2E/7", "7/%2E")]
+    asked += [(f"/typed/{text}", {}) for text in ("7", "07", "+7", "7.0")]
+    statuses = ask(Litestar([cancel, cancel_typed], plugins=[plugin]), idem, asked)
+    assert runs == [7, 7]
+    assert statuses == [200, 200, *[400] * 9, 200, 422, 422, 200, 422, 422, 400]
+
+
+def test_a_number_of_a_function_is_one_value(store):
+    """A column gives Decimals or 1 for true, where other code has an int or True."""
+    runs = []
+    with Idempotency(store, caller="c") as idem:
+
+        @idem.once(key="invoice", window=FOREVER)
+        def pay(invoice):
+            runs.append(invoice)
+
+        for number in (1, Decimal(1), Decimal("1.00")):
+            pay(number)
+        with pytest.raises(KeyReused):
+            pay(True)  # The key is that of 1, and the request another one.
+        with pytest.raises(FingerprintImpossible, match="no floats"):
+            pay(1.0)
+        pay("1")
+    assert runs == [1, "1"]
 
 
 class Loading(BaseConverter):

@@ -18,7 +18,6 @@ import pytest
 from retrysafe import AsyncIdempotency
 from retrysafe.http import IdempotencyMiddleware, api_key, basic_user, bearer_token
 from tests.http.driving import Shop, ask
-from tests.servers.fixtures import migrated
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 # Short, as bad ones are: whoever has a plain digest of it tries all of them.
@@ -39,7 +38,7 @@ def place(request, tmp_path):
         return f"sqlite:///{path}", lambda: b"".join(
             file.read_bytes() for file in sorted(tmp_path.iterdir())
         )
-    url = migrated(request.getfixturevalue("postgres_url"))
+    url = request.getfixturevalue("migrated_url")
     return url, lambda: _rows_of(url)
 
 

@@ -19,7 +19,6 @@ from retrysafe.errors import StepNotStored, StepReused
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores import open_store
 from retrysafe.testing.faults import FaultyStore, Moment
-from tests.servers.fixtures import migrated
 
 IMPATIENT = Policy(settle_patience=timedelta(0))
 
@@ -30,7 +29,7 @@ def store(request, tmp_path: Path) -> Iterator[FaultyStore]:
     if request.param == "sqlite":
         url = f"sqlite:///{tmp_path / 'keys.db'}"
     elif request.param == "postgresql":
-        url = migrated(request.getfixturevalue("postgres_url"))
+        url = request.getfixturevalue("migrated_url")
     made = FaultyStore(open_store(url))
     yield made
     run_sync(made.close())

@@ -14,7 +14,8 @@ import time
 import pytest
 
 from retrysafe import GLOBAL, Key
-from retrysafe.cli.keys import BODY_LIMIT_CHARACTERS, ListedCondition
+from retrysafe.cli.key_output import BODY_LIMIT_CHARACTERS
+from retrysafe.cli.keys import ListedCondition
 from retrysafe.cli.problems import ExitCode
 from retrysafe.core.model import OperatorCommand, Payload, SettleKind
 from retrysafe.core.values.codec import withheld

@@ -14,7 +14,8 @@ import pytest
 from retrysafe import GLOBAL, Idempotency, current_attempt
 from retrysafe.cli.outbox import BODY_LIMIT_CHARACTERS, ListedEntryCondition
 from retrysafe.cli.problems import ExitCode, Problem
-from retrysafe.cli.relay import chosen_target, shown_progress
+from retrysafe.cli.relay import shown_progress
+from retrysafe.cli.targets import chosen_target
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import SettleKind, StagedEntry
 from retrysafe.core.outbox.entries import EntryClaim, EntryCondition, EntryEnding, EntryState
@@ -429,6 +430,13 @@ def test_options_of_other_targets_are_refused(invoke, staged_url, options, words
         ("https://example.com/", "RETRYSAFE_WEBHOOK_SECRET"),
         ("ftp://example.com/", "names no target"),
         ("nonsense", "names no target"),
+        ("kafka:///orders", "is written kafka://HOST:PORT"),
+        ("kafka://localhost?group=g", "have no options, got ?group=g"),
+        ("kafka://localhost/a/b", "a topic has letters"),
+        ("sqs://orders", "is written sqs:///QUEUE"),
+        ("sqs:///orders?visibility=3", "have the options endpoint, region, each once"),
+        ("sqs:///orders.paid", "a queue's name"),
+        ("sns:///orders", "named by its ARN"),
         ("python:json", "python:module:function"),
         ("python::loads", "python:module:function"),
         ("python:no_such_module_anywhere:f", "there is no module"),
@@ -449,6 +457,10 @@ def test_a_target_that_is_none_is_a_usage_error(invoke, staged_url, monkeypatch,
         ("amqp://guest@localhost/", "RabbitMQ"),
         ("amqps://guest@localhost/", "RabbitMQ"),
         ("nats://localhost:4222", "NatsJetStream"),
+        ("kafka://localhost:9092", "AsyncKafka"),
+        ("kafka://localhost:9092,other:9092/orders", "AsyncKafka"),
+        ("sqs:///orders.fifo?region=eu-central-1&endpoint=http://localhost:4566", "AsyncSqs"),
+        ("sns:///arn:aws:sns:eu-central-1:123456789012:orders", "AsyncSns"),
         ("https://example.com/", "AsyncWebhook"),
     ],
 )
@@ -459,7 +471,14 @@ def test_urls_name_their_targets(monkeypatch, url, kind):
 
 
 @pytest.mark.parametrize(
-    ("url", "missing"), [("amqp://h/", "aio_pika"), ("nats://h", "nats"), ("http://h/", "httpx")]
+    ("url", "missing"),
+    [
+        ("amqp://h/", "aio_pika"),
+        ("nats://h", "nats"),
+        ("http://h/", "httpx"),
+        ("kafka://h", "confluent_kafka"),
+        ("sqs:///q", "aiobotocore"),
+    ],
 )
 def test_a_missing_library_says_which_extra_brings_it(monkeypatch, url, missing):
     monkeypatch.setenv("RETRYSAFE_WEBHOOK_SECRET", SECRET)

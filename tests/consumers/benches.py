@@ -63,6 +63,22 @@ class SqsBench:
         )
         return sent["MessageId"]
 
+    def publish_all(self, pairs):
+        """Bodies and keys, ten in a call."""
+        for start in range(0, len(pairs), 10):
+            entries = [
+                {
+                    "Id": str(place),
+                    "MessageBody": body,
+                    "MessageAttributes": {
+                        "Idempotency-Key": {"DataType": "String", "StringValue": key}
+                    },
+                }
+                for place, (body, key) in enumerate(pairs[start : start + 10])
+            ]
+            sent = self.client.send_message_batch(QueueUrl=self.queue_url, Entries=entries)
+            assert not sent.get("Failed"), sent
+
     def dead_letters(self):
         """The bodies of dead letters, with their reasons; what was seen once is remembered."""
         try:
@@ -128,6 +144,10 @@ class NatsBench:
         headers = None if key is None else {"Idempotency-Key": key}
         self.runner.run(self.context.publish(f"{self.name}.orders", body.encode(), headers=headers))
 
+    def publish_all(self, pairs):
+        for body, key in pairs:
+            self.publish(body, key)
+
     def dead_letters(self):
         return self.runner.run(self._dead_letters())
 
@@ -143,7 +163,10 @@ class NatsBench:
         return found
 
     def left(self):
-        info = self.runner.run(self.context.consumer_info(self.name, "billing"))
+        try:
+            info = self.runner.run(self.context.consumer_info(self.name, "billing"))
+        except nats.js.errors.NotFoundError:  # The first to consume makes it.
+            return self.runner.run(self.context.stream_info(self.name)).state.messages
         return info.num_pending + info.num_ack_pending
 
     def close(self):
@@ -189,6 +212,10 @@ class RabbitBench:
         )
         self.runner.run(self.channel.default_exchange.publish(message, self.name))
 
+    def publish_all(self, pairs):
+        for body, key in pairs:
+            self.publish(body, key)
+
     def dead_letters(self):
         return self.runner.run(self._dead_letters())
 
@@ -206,7 +233,7 @@ class RabbitBench:
 
     async def _left(self):
         count = 0
-        for name in (self.name, *(f"{self.name}.retry.{125 * 2**power}" for power in range(5))):
+        for name in (self.name, *(f"{self.name}.retry.{125 * 2**power}" for power in range(7))):
             channel = await self.connection.channel()
             try:
                 queue = await channel.get_queue(name, ensure=True)
@@ -219,6 +246,16 @@ class RabbitBench:
     def close(self):
         self.runner.run(self.connection.close())
         self.runner.close()
+
+
+class PikaBench(RabbitBench):
+    """The same, consumed by pika."""
+
+    broker = "retrysafe.consumers.pika:PikaQueue"
+
+    @property
+    def url(self):
+        return f"{super().url}&client=pika"
 
 
 class KafkaBench:
@@ -251,6 +288,15 @@ class KafkaBench:
         return consumer_name(f"kafka:{self.name}", self.name)
 
     def publish(self, body, key=None, *, partition=None, lane=None):
+        self._produce(body, key, partition=partition, lane=lane)
+        assert self.producer.flush(10) == 0
+
+    def publish_all(self, pairs):
+        for body, key in pairs:
+            self._produce(body, key)
+        assert self.producer.flush(30) == 0
+
+    def _produce(self, body, key, *, partition=None, lane=None):
         headers = [] if key is None else [("Idempotency-Key", key.encode())]
         if partition is None:
             partition = sum(self.sent) % self.partitions
@@ -258,7 +304,6 @@ class KafkaBench:
         self.producer.produce(
             self.name, body.encode(), key=lane, headers=headers, partition=partition
         )
-        assert self.producer.flush(10) == 0
 
     def dead_letters(self):
         consumer = confluent_kafka.Consumer(
@@ -269,10 +314,12 @@ class KafkaBench:
         if name in consumer.list_topics(timeout=10).topics:
             consumer.assign([confluent_kafka.TopicPartition(name, 0, 0)])
             _, end = consumer.get_watermark_offsets(confluent_kafka.TopicPartition(name, 0), 10)
-            while len(found) < end:
+            last = -1
+            while last < end - 1:
                 message = consumer.poll(1)
                 if message is None:
                     continue
+                last = message.offset()
                 found[message.value().decode()] = dict(message.headers())[
                     "retrysafe-reason"
                 ].decode()

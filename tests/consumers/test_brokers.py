@@ -20,6 +20,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import pytest
 
@@ -33,11 +34,13 @@ from tests.consumers.benches import (
     AsyncSqsBench,
     KafkaBench,
     NatsBench,
+    PikaBench,
     RabbitBench,
     SqsBench,
     wish,
 )
 from tests.consumers.handlers import POLICY
+from tests.servers.fixtures import missing
 from tests.servers.kafka import kafka_binary
 from tests.servers.rabbitmq import rabbitmq_binary
 
@@ -263,6 +266,13 @@ def rabbitmq_of(request, is_needed=False):
     return request.getfixturevalue("rabbitmq")
 
 
+def pika_of(request, is_needed=False):
+    """The same broker, for the other library."""
+    if find_spec("pika") is None:
+        return missing("pika (make setup)") if is_needed else None
+    return rabbitmq_of(request, is_needed)
+
+
 def kafka_of(request, is_needed=False):
     """As with RabbitMQ."""
     if not is_needed and kafka_binary() is None:
@@ -277,6 +287,7 @@ BENCHES = {
     "sqs-tasks": (server_of("moto_server"), AsyncSqsBench),
     "nats": (server_of("nats_server"), NatsBench),
     "rabbitmq": (rabbitmq_of, RabbitBench),
+    "rabbitmq-pika": (pika_of, PikaBench),
 }
 
 

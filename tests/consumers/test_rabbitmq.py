@@ -7,7 +7,6 @@ import time
 from datetime import timedelta
 
 import pytest
-from aio_pika.exceptions import ChannelNotFoundEntity
 
 from retrysafe import AsyncIdempotency, InvalidInput
 from retrysafe.consumers import Action, Consumer, Verdict
@@ -17,6 +16,12 @@ from tests.consumers.benches import RabbitBench, wish
 
 DONE = Verdict(Action.ACK, "done")
 POISON = Verdict(Action.DEAD_LETTER, "poison")
+
+
+@pytest.fixture
+def kind():
+    """The class that consumes; `test_pika` gives another one."""
+    return RabbitQueue
 
 
 @pytest.fixture(params=[None, {"x-queue-type": "quorum"}], ids=["classic", "quorum"])
@@ -34,12 +39,19 @@ async def received(broker, count):
     return found
 
 
-def test_a_retry_waits_outside_of_the_queue_and_keeps_its_id(bench):
+async def cut(broker):
+    """Ends the connection behind the consumer's back."""
+    ending = broker._connection.close()
+    if ending is not None:
+        await ending
+
+
+def test_a_retry_waits_outside_of_the_queue_and_keeps_its_id(bench, kind):
     """No hot loop: it comes back after its delay, with its key, and counted."""
     bench.publish(wish("1"), "key-1")
 
     async def scene():
-        broker = RabbitQueue(bench.server.url, bench.name)
+        broker = kind(bench.server.url, bench.name)
         await broker.open()
         try:
             (first,) = await received(broker, 1)
@@ -63,12 +75,12 @@ def test_a_retry_waits_outside_of_the_queue_and_keeps_its_id(bench):
     assert bench.left() == 0
 
 
-def test_a_quorum_queue_counts_what_was_requeued(rabbitmq):
+def test_a_quorum_queue_counts_what_was_requeued(rabbitmq, kind):
     bench = RabbitBench(rabbitmq, {"x-queue-type": "quorum"})
     bench.publish(wish("1"))
 
     async def scene():
-        broker = RabbitQueue(bench.server.url, bench.name)
+        broker = kind(bench.server.url, bench.name)
         await broker.open()
         try:
             counts = []
@@ -84,14 +96,14 @@ def test_a_quorum_queue_counts_what_was_requeued(rabbitmq):
     bench.close()
 
 
-def test_what_came_over_a_closed_channel_is_lost_and_never_settled_on_another(rabbitmq):
+def test_what_came_over_a_closed_channel_is_lost_and_never_settled_on_another(rabbitmq, kind):
     """Delivery tags start again at 1: an ack on the new channel would drop another message."""
     bench = RabbitBench(rabbitmq)
     bench.publish(wish("1"))
     bench.publish(wish("2"))
 
     async def scene():
-        broker = RabbitQueue(bench.server.url, bench.name)
+        broker = kind(bench.server.url, bench.name)
         await broker.open()
         try:
             first, second = await received(broker, 2)
@@ -110,14 +122,14 @@ def test_what_came_over_a_closed_channel_is_lost_and_never_settled_on_another(ra
     bench.close()
 
 
-def test_a_new_channel_brings_as_many_as_the_first(rabbitmq):
+def test_a_new_channel_brings_as_many_as_the_first(rabbitmq, kind):
     """It is opened when there is little room, and the room comes back."""
     bench = RabbitBench(rabbitmq)
     for number in range(5):
         bench.publish(wish(str(number)))
 
     async def scene():
-        broker = RabbitQueue(bench.server.url, bench.name)
+        broker = kind(bench.server.url, bench.name)
         await broker.open()
         try:
             await received(broker, 5)
@@ -131,7 +143,7 @@ def test_a_new_channel_brings_as_many_as_the_first(rabbitmq):
     bench.close()
 
 
-def test_the_connection_breaks_in_the_middle_and_nothing_is_repeated(rabbitmq):
+def test_the_connection_breaks_in_the_middle_and_nothing_is_repeated(rabbitmq, kind):
     """What ran is stored; its next delivery, over a new connection, is acked without work."""
     bench = RabbitBench(rabbitmq)
     bench.publish(wish("slow"))
@@ -145,12 +157,12 @@ def test_the_connection_breaks_in_the_middle_and_nothing_is_repeated(rabbitmq):
             begun.set()
             await ends.wait()
 
-        broker = RabbitQueue(bench.server.url, bench.name)
+        broker = kind(bench.server.url, bench.name)
         async with AsyncIdempotency(MemoryStore(), caller="unused") as idem:
             consumer = Consumer(idem, handle, broker)
             task = asyncio.create_task(consumer.run_async())
             await begun.wait()
-            await broker._connection.close()
+            await cut(broker)
             ends.set()
             async with asyncio.timeout(30):
                 while not consumer.counts.duplicates:  # noqa: ASYNC110 — counts have no event.
@@ -177,14 +189,14 @@ def on_channel(bench, work):
     return bench.runner.run(scene())
 
 
-def test_a_dead_letter_queue_with_arguments_of_its_own_is_used(bench):
+def test_a_dead_letter_queue_with_arguments_of_its_own_is_used(bench, kind):
     name = f"{bench.name}.dead"
     arguments = {"x-message-ttl": 600_000}
     on_channel(bench, lambda it: it.declare_queue(name, durable=True, arguments=arguments))
     bench.publish(wish("poison"))
 
     async def scene():
-        broker = RabbitQueue(bench.server.url, bench.name)
+        broker = kind(bench.server.url, bench.name)
         await broker.open()
         try:
             found = await received(broker, 1)
@@ -202,16 +214,16 @@ async def taken(channel, name):
     return await queue.get(no_ack=True, fail=False)
 
 
-def test_a_dead_letter_that_is_not_taken_waits_and_is_never_requeued(bench, monkeypatch):
+def test_a_dead_letter_that_is_not_taken_waits_and_is_never_requeued(bench, monkeypatch, kind):
     """A requeued one is back at once, and a quorum queue drops it after so many times."""
-    monkeypatch.setattr("retrysafe.consumers.amqp._NOT_TAKEN_SECONDS", 0.5)
+    monkeypatch.setattr("retrysafe.consumers.amqp_queue._NOT_TAKEN_SECONDS", 0.5)
     full = {"x-max-length": 0, "x-overflow": "reject-publish"}
     name = f"{bench.name}.dead"
     on_channel(bench, lambda it: it.declare_queue(name, durable=True, arguments=full))
     bench.publish(wish("poison"))
 
     async def scene():
-        broker = RabbitQueue(bench.server.url, bench.name)
+        broker = kind(bench.server.url, bench.name)
         await broker.open()
         try:
             for number in (1, 2, 3):
@@ -234,16 +246,18 @@ def test_a_dead_letter_that_is_not_taken_waits_and_is_never_requeued(bench, monk
     assert letter.body.decode() == wish("poison")
 
 
-def test_where_nothing_can_be_published_the_message_stays_and_is_tried_again(rabbitmq, monkeypatch):
+def test_where_nothing_can_be_published_the_message_stays_and_is_tried_again(
+    rabbitmq, monkeypatch, kind
+):
     """It is neither requeued nor lost, and the others of its batch are settled."""
-    monkeypatch.setattr("retrysafe.consumers.amqp._NOT_TAKEN_SECONDS", 0.125)
+    monkeypatch.setattr("retrysafe.consumers.amqp_queue._NOT_TAKEN_SECONDS", 0.125)
     bench = RabbitBench(rabbitmq)
     bench.publish(wish("poison"))
     bench.publish(wish("good"))
     tried = []
 
     async def scene():
-        broker = RabbitQueue(bench.server.url, bench.name)
+        broker = kind(bench.server.url, bench.name)
         move = broker._move
 
         async def refused(message, verdict):
@@ -269,12 +283,12 @@ def test_where_nothing_can_be_published_the_message_stays_and_is_tried_again(rab
     bench.close()
 
 
-def test_a_copy_does_not_count_again_what_the_quorum_queue_has_counted(rabbitmq):
+def test_a_copy_does_not_count_again_what_the_quorum_queue_has_counted(rabbitmq, kind):
     bench = RabbitBench(rabbitmq, {"x-queue-type": "quorum"})
     bench.publish(wish("1"))
 
     async def scene():
-        broker = RabbitQueue(bench.server.url, bench.name)
+        broker = kind(bench.server.url, bench.name)
         await broker.open()
         counts = []
         try:
@@ -291,16 +305,16 @@ def test_a_copy_does_not_count_again_what_the_quorum_queue_has_counted(rabbitmq)
     bench.close()
 
 
-def test_a_consumer_that_the_broker_has_cancelled_consumes_again(bench):
+def test_a_consumer_that_the_broker_has_cancelled_consumes_again(bench, kind):
     """As when the queue is deleted and made anew, or its leader moves."""
 
     async def scene():
-        broker = RabbitQueue(bench.server.url, bench.name)
+        broker = kind(bench.server.url, bench.name)
         await broker.open()
         try:
             assert await broker.receive(1) == []
             await asyncio.to_thread(on_channel, bench, lambda it: it.queue_delete(bench.name))
-            with pytest.raises(ChannelNotFoundEntity):
+            with pytest.raises(Exception, match="NOT_FOUND"):
                 await received(broker, 1)
             await asyncio.to_thread(
                 on_channel, bench, lambda it: it.declare_queue(bench.name, durable=True)
@@ -314,7 +328,7 @@ def test_a_consumer_that_the_broker_has_cancelled_consumes_again(bench):
     asyncio.run(scene())
 
 
-def test_a_stop_ends_the_pushing_while_handlers_run(rabbitmq):
+def test_a_stop_ends_the_pushing_while_handlers_run(rabbitmq, kind):
     """What comes meanwhile is there for other consumers, and not kept until the last has ended."""
     bench = RabbitBench(rabbitmq)
     bench.publish(wish("slow"))
@@ -326,7 +340,7 @@ def test_a_stop_ends_the_pushing_while_handlers_run(rabbitmq):
             begun.set()
             await ends.wait()
 
-        broker = RabbitQueue(bench.server.url, bench.name)
+        broker = kind(bench.server.url, bench.name)
         async with AsyncIdempotency(MemoryStore(), caller="unused") as idem:
             consumer = Consumer(idem, handle, broker)
             task = asyncio.create_task(consumer.run_async())
@@ -348,14 +362,14 @@ def test_a_stop_ends_the_pushing_while_handlers_run(rabbitmq):
     bench.close()
 
 
-def test_an_answer_that_never_comes_is_not_waited_for(rabbitmq, monkeypatch):
+def test_an_answer_that_never_comes_is_not_waited_for(rabbitmq, monkeypatch, kind):
     """The broker stands still between the message and its copy."""
-    monkeypatch.setattr("retrysafe.consumers.amqp._SETTLE_SECONDS", 0.2)
+    monkeypatch.setattr("retrysafe.consumers.amqp_queue.SETTLE_SECONDS", 0.2)
     bench = RabbitBench(rabbitmq)
     bench.publish(wish("poison"))
 
     async def scene():
-        broker = RabbitQueue(bench.server.url, bench.name)
+        broker = kind(bench.server.url, bench.name)
         await broker.open()
         try:
             (found,) = await received(broker, 1)
@@ -369,18 +383,18 @@ def test_an_answer_that_never_comes_is_not_waited_for(rabbitmq, monkeypatch):
     bench.close()
 
 
-def test_one_name_in_two_virtual_hosts_is_two_queues():
+def test_one_name_in_two_virtual_hosts_is_two_queues(kind):
     hosts = ["", "/", "/%2F", "/shop", "/shop%2Fa", "/shop%252Fa"]
-    names = [RabbitQueue(f"amqp://u:p@h:1{host}", "pay").queue for host in hosts]
+    names = [kind(f"amqp://u:p@h:1{host}", "pay").queue for host in hosts]
     assert names[:4] == ["amqp:pay", "amqp:pay", "amqp:pay", "amqp@shop:pay"]
     assert len(set(names)) == 4
 
 
-def test_a_queue_that_is_not_there_is_said_so(rabbitmq):
+def test_a_queue_that_is_not_there_is_said_so(rabbitmq, kind):
     async def scene():
         with pytest.raises(InvalidInput, match="no queue nowhere"):
-            await RabbitQueue(rabbitmq.url, "nowhere").open()
+            await kind(rabbitmq.url, "nowhere").open()
 
     asyncio.run(scene())
     with pytest.raises(InvalidInput, match="which queue"):
-        RabbitQueue(rabbitmq.url, "")
+        kind(rabbitmq.url, "")

@@ -32,7 +32,6 @@ from retrysafe.http import ACCEPT, FieldsKey, HeaderKey, StatusRule, Streaming, 
 from retrysafe.stores import MemoryStore
 from tests.contrib.conftest import is_replay, made, problem
 from tests.contrib.shops import Till
-from tests.servers.fixtures import migrated
 
 
 class Charge(BaseModel):
@@ -602,14 +601,14 @@ def orders_table(url):
             connection.execute("DROP TABLE fastapi_orders")
 
 
-def test_endpoints_complete_in_their_sessions(postgres_url, postgres_server):
+def test_endpoints_complete_in_their_sessions(migrated_url, postgres_server):
     """An async SQLAlchemy session in an async endpoint, a psycopg connection in a plain one: row
     and response commit together, and what fails after the commit does not run again."""
     url = postgres_server.url()
     engine = create_async_engine(url.replace("postgresql://", "postgresql+asyncpg://"))
 
     async def whole():
-        idem = AsyncIdempotency(migrated(postgres_url))
+        idem = AsyncIdempotency(migrated_url)
         app = FastAPI()
         Retrysafe(idem, caller=GLOBAL).install(app)
 

@@ -22,7 +22,6 @@ from retrysafe.http import ACCEPT, FieldsKey, Rule, Streaming
 from retrysafe.stores import MemoryStore
 from tests.contrib.conftest import is_replay, made, problem
 from tests.contrib.shops import Till
-from tests.servers.fixtures import migrated
 
 
 def plugin(store: Any = None, **options: Any) -> RetrysafePlugin:
@@ -431,7 +430,7 @@ def test_a_response_that_is_not_rendered_cannot_complete():
 # PostgreSQL.
 
 
-def test_a_handler_completes_on_its_postgresql_connection(postgres_url, postgres_server):
+def test_a_handler_completes_on_its_postgresql_connection(migrated_url, postgres_server):
     """Row and response commit together, and what fails after the commit does not run again."""
 
     @post("/orders", idempotency=Rule(), status_code=202)
@@ -450,7 +449,7 @@ def test_a_handler_completes_on_its_postgresql_connection(postgres_url, postgres
         return content
 
     async def whole():
-        idem = AsyncIdempotency(migrated(postgres_url))
+        idem = AsyncIdempotency(migrated_url)
         app = Litestar([place], plugins=[RetrysafePlugin(idem, caller=GLOBAL)])
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:

@@ -24,7 +24,6 @@ from retrysafe.stores import MemoryStore
 from tests.contrib.conftest import is_replay, problem
 from tests.contrib.serving import served
 from tests.contrib.shops import Till
-from tests.servers.fixtures import migrated
 
 
 class Counted:
@@ -274,19 +273,6 @@ def test_state_of_the_lifespan_with_the_same_name_protects_nobody():
     assert is_replay(ask(with_state, ("/one",), ("/one",))[1])
 
 
-def test_what_is_remembered_is_bounded_for_all_endpoints_together():
-    """Endpoints share the memory for exact repetitions; each would else have a limit of its own."""
-    retrysafe = protection()
-    routes = [
-        Route(path, idempotent()(Counted().endpoint), methods=["POST"]) for path in ("/one", "/two")
-    ]
-    app = shop(routes, retrysafe)
-    keys = ({"Idempotency-Key": "one"}, {"Idempotency-Key": "two"})
-    for path, key in zip(("/one", "/two"), keys, strict=True):
-        assert is_replay(ask(app, (path, b"", key), (path, b"", key))[1])
-    assert len(retrysafe._pages._recent.entries) == 2
-
-
 def test_keys_from_path_parameters_and_bodies():
     """The route's parameters make natural keys; equal bodies are recognised without any key."""
     orders, mails = Counted(), Counted()
@@ -430,9 +416,9 @@ def test_routes_may_be_added_later():
     assert policy_paths(app) == ["/late"]
 
 
-def test_an_async_endpoint_completes_on_its_postgresql_connection(postgres_url, postgres_server):
+def test_an_async_endpoint_completes_on_its_postgresql_connection(migrated_url, postgres_server):
     """The order's row and the response are one transaction of asyncpg's."""
-    url = migrated(postgres_url)
+    url = migrated_url
     runs = []
 
     @idempotent()

@@ -6,6 +6,7 @@ Every wait is a pause that the test ends, so a race is an order of calls and not
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import nullcontext
@@ -32,7 +33,7 @@ from retrysafe.core.model import (
     StoredOutcome,
 )
 from retrysafe.core.one_call import OneCall
-from retrysafe.core.ports import UNSHARED, ExtendResult, Ports, Waits
+from retrysafe.core.ports import ExtendResult, Ports, Waits
 from retrysafe.core.run_times import RunTimes
 from retrysafe.core.settings import Settings
 from retrysafe.errors import InvalidInput, StoreUnavailable
@@ -314,7 +315,7 @@ def ports_over(writer: Any, clock: Any, **changes: Any) -> Ports:
     """Ports of which a test names only what matters to it."""
     fields: dict[str, Any] = {
         "store": None,
-        "lock": UNSHARED,
+        "lock": threading.RLock(),
         "renewals": RecordedRenewals(),
         "background": None,
         "executor": DrivenExecutor(),

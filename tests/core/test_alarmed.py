@@ -68,7 +68,9 @@ def alarmed_step(process: Process, *, knows: bool = True, after: str = "") -> No
     process.ports.executor.perform_step = perform_step
 
 
-def alarmed_operation(process: Process, *, knows: bool = True) -> None:
+def alarmed_operation(
+    process: Process, *, knows: bool = True, error: type[Exception] = Alarmed
+) -> None:
     usual = process.engine._runner._perform
 
     async def perform(attempt: Attempt, *given: Any) -> Any:
@@ -76,7 +78,7 @@ def alarmed_operation(process: Process, *, knows: bool = True) -> None:
         assert attempt.made is not None
         if not knows:
             attempt.made.go_on()
-        raise Alarmed
+        raise error("by a handler")
 
     process.engine._runner._perform = perform
 
@@ -84,10 +86,12 @@ def alarmed_operation(process: Process, *, knows: bool = True) -> None:
 # Operations.
 
 
-def test_what_the_operation_returned_is_stored(world):
+@pytest.mark.parametrize("error", [Alarmed, StoreUnavailable])
+def test_what_the_operation_returned_is_stored(world, error):
+    """Also when the handler has called retrysafe, and let its refusal pass."""
     process = world.first
-    alarmed_operation(process)
-    with pytest.raises(Alarmed):
+    alarmed_operation(process, error=error)
+    with pytest.raises(error):
         process.answer(call())
     go_on(world)
     assert world.process().answer(call()).replayed

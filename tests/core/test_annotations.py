@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from retrysafe.core.values.annotations import codec_for, codec_of, codec_of_step
+from retrysafe.core.values.codec import codec_for, codec_of, codec_of_step
 
 
 def local_class() -> type:

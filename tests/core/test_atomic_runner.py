@@ -137,15 +137,17 @@ def test_a_run_commits_its_outcome_and_a_retry_replays_it(desk):
 
 
 def test_the_operation_sees_its_attempt(desk):
-    """It has the connection to write on, and the keys for calls downstream."""
+    """It has the connection to write on, the outbox, and the keys for calls downstream."""
     seen = []
 
     async def operation(attempt):
         seen.append((attempt.connection, attempt.key, attempt.number, attempt.operation))
         seen.append(attempt.child_key("mail"))
+        attempt.outbox.stage("mail", "sent")
 
     desk.answer(operation)
     assert seen == [("connection", KEY, 1, "shop.pay"), child_key(SECRET, KEY, "mail")]
+    assert [each.topic for each in desk.transactions[0].staged] == ["mail"]
 
 
 def test_a_replay_that_the_process_remembers_opens_no_transaction():

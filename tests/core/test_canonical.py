@@ -18,9 +18,9 @@ from retrysafe.core.keys.canonical import (
     Number,
     TooDeep,
     canonical_bytes,
+    frame,
     parse,
 )
-from retrysafe.core.keys.framing import frame
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

@@ -10,8 +10,7 @@ from retrysafe.core import transitions
 from retrysafe.core.keys.key import child_key
 from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.model import Decision, Ending, SettleKind, State
-from retrysafe.core.outbox.entries import entry_key
-from retrysafe.core.outbox.staging import Staging
+from retrysafe.core.outbox.staging import Staging, entry_key
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.steps.history import StepRetry
 from retrysafe.errors import (
@@ -346,9 +345,16 @@ class CutOff(Declined, ConnectionResetError):
     """The same, when the connection broke."""
 
 
-@pytest.mark.parametrize("kind", [Unanswered, CutOff])
+class DeclinedTogether(ExceptionGroup, Declined):
+    """What a library raises that tries several cards at once."""
+
+    def __new__(cls, message):
+        return super().__new__(cls, message, [Declined("no"), ValueError("something else")])
+
+
+@pytest.mark.parametrize("kind", [Unanswered, CutOff, DeclinedTogether])
 def test_what_is_uncertain_does_not_count_by_another_class(kind):
-    """An exception may be of a listed class and a time-out at once."""
+    """An exception may be of a listed class and a time-out, or a group, at once."""
     assert not KEPT.is_nothing_happened(kind("no answer"))
     world = World()
     with pytest.raises(kind):
@@ -375,3 +381,11 @@ def test_what_leaves_everything_open_cannot_be_listed(kind):
     """Nobody knows what happened after it, and a wide class takes it in."""
     with pytest.raises(PolicyInvalid, match="nobody knows what happened"):
         Policy(nothing_happened=(kind,))
+
+
+@pytest.mark.parametrize("kind", [ExceptionGroup, DeclinedTogether])
+def test_a_group_of_exceptions_cannot_be_listed(kind):
+    """One of them may have come after an effect, and a cancelled task may have had one."""
+    with pytest.raises(PolicyInvalid, match="catch the group in the operation"):
+        Policy(nothing_happened=(kind,))
+    assert not KEPT.is_nothing_happened(ExceptionGroup("both", [Declined("no"), Declined("no")]))

@@ -6,7 +6,6 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe.core.cache import CachedOutcome
 from retrysafe.core.engine import CLAIM_TRIES, POLL_MAXIMUM_SECONDS
 from retrysafe.core.events import EventKind
 from retrysafe.core.keys.key import Key, child_key
@@ -646,28 +645,3 @@ def test_the_answer_of_the_store_is_what_counts():
     process.writer.claim = claim
     with pytest.raises(KeyReused):
         process.answer(call())
-
-
-def test_a_payload_repeats_while_the_process_remembers_it():
-    """An exact repetition is answered without decoding, as long as the outcome is the same one."""
-    world = World(cache=True)
-    engine = world.first.engine
-    world.first.answer(call())
-    remembered = engine.remembered(call())
-    assert remembered is not None
-    assert engine.repeats(call(), remembered)
-    assert world.heard[-1].kind is EventKind.REPLAYED
-    assert world.heard[-1].source == "process"
-    engine.forget(KEY)
-    assert not engine.repeats(call(), remembered)
-    world.first.answer(call())
-    assert not engine.repeats(call(), remembered)  # Read anew, so it may be of another life.
-    assert engine.remembered(call()).payload == remembered.payload
-
-
-def test_nothing_repeats_without_a_cache():
-    """Then every replay is the store's to give."""
-    world = World()
-    world.first.answer(call())
-    assert world.first.engine.remembered(call()) is None
-    assert not world.first.engine.repeats(call(), CachedOutcome(()))

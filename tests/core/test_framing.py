@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from retrysafe.core.keys.framing import DIGEST_BYTES, digest, frame, frame_parts, part_bytes
+from retrysafe.core.keys.canonical import DIGEST_BYTES, digest, frame, frame_parts, part_bytes
 from retrysafe.errors import FingerprintImpossible
 
 PARTS = st.one_of(
@@ -29,10 +29,9 @@ PARTS = st.one_of(
 
 
 def identity(parts: list) -> list:
-    """What makes a list of parts different from another: `1 == True`, but they are not the same."""
+    """What makes a list of parts different from another: numbers count by value alone."""
     return [
-        # Decimals count by value, however many zeros they are written with.
-        (type(part).__name__, part if isinstance(part, Decimal) else repr(part))
+        ("number", part) if isinstance(part, int | Decimal) else (type(part).__name__, repr(part))
         for part in parts
     ]
 
@@ -52,7 +51,7 @@ def test_every_supported_type_has_this_frozen_form():
         timedelta(days=1, microseconds=5),
     )
     assert frame_parts(*parts) == (
-        b"2:sa2:ba2:i12:B11:n6:d15e-1"
+        b"2:sa2:ba2:i12:i11:n6:d15e-1"
         b"17:u\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x07"
         b"11:D2024-02-2926:t2024-02-29T01:02:03+00:006:T1,0,5"
     )
@@ -75,6 +74,12 @@ def test_different_lists_of_bytes_have_different_frames(first, second):
 @example([None], ["n"])
 @example(["a"], [b"a"])
 @example([1], [Decimal(1)])
+@example([1], [Decimal("1.00")])
+@example([-700], [Decimal("-7E+2")])
+@example([True], [Decimal(1)])
+@example([0], [Decimal("0E+5000")])
+@example([1], [Decimal("1.5")])
+@example([10**4299], [Decimal("1E+4299")])
 @example([Decimal("1.0")], [Decimal("1.00")])
 @example([Decimal("-0")], [Decimal("0")])
 @example([date(2024, 1, 1)], [datetime(2024, 1, 1, tzinfo=UTC)])
@@ -82,7 +87,7 @@ def test_different_lists_of_bytes_have_different_frames(first, second):
 @example([timedelta(1)], [timedelta(0, 1)])
 @example([UUID(int=0)], [b"\x00" * 16])
 def test_different_parts_have_different_frames(first, second):
-    """No two lists that differ in a value or in a value's type meet."""
+    """No two lists that differ in a value meet, or in its type; numbers have one type."""
     assert (frame_parts(*first) == frame_parts(*second)) == (identity(first) == identity(second))
 
 

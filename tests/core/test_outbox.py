@@ -12,7 +12,6 @@ from retrysafe import InvalidInput, Key, natural_key
 from retrysafe.core.model import Decision, StagedEntry
 from retrysafe.core.outbox import entries
 from retrysafe.core.outbox.entries import (
-    BODY_LIMIT_BYTES,
     DISCARDED_KEEP_MS,
     BackOff,
     EntryClaim,
@@ -23,12 +22,11 @@ from retrysafe.core.outbox.entries import (
     EntryState,
     Hints,
     OpenTry,
-    entry_key,
     error_text,
-    staged_entry,
     tries_text,
 )
 from retrysafe.core.outbox.port import outbox_of
+from retrysafe.core.outbox.staging import BODY_LIMIT_BYTES, entry_key, staged_entry
 from retrysafe.core.ports import Capabilities, Waits
 from tests.core.building import KEY, NOW, OTHER_TOKEN, TOKEN
 
@@ -368,4 +366,4 @@ def test_tries_are_counted_in_words():
 def test_a_key_that_receivers_refuse_is_not_staged(key):
     """A sender who could choose such a key could take somebody else's in advance."""
     with pytest.raises(InvalidInput, match="write one of your own"):
-        entries.staged_entry(key, "payouts", {}, aggregate=None, deliver_at=None, content_type=None)
+        staged_entry(key, "payouts", {}, aggregate=None, deliver_at=None, content_type=None)

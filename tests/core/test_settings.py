@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from retrysafe.core import settings as settings_module
 from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.keys.key import GLOBAL, Key, natural_key
 from retrysafe.core.policy import Policy
-from retrysafe.core.settings import Settings, environment_secret, fingerprints_of, secrets_of
+from retrysafe.core.settings import Settings, environment_secret, secrets_of
 from retrysafe.errors import (
     CallerMissing,
     FingerprintImpossible,
@@ -148,16 +147,4 @@ def test_a_request_without_a_stable_form_is_refused():
     circle.append(circle)
     for request, told in [(object(), "stable form"), (circle, "stable"), (10**9_999, "canonical")]:
         with pytest.raises(FingerprintImpossible, match=told):
-            fingerprints_of(FingerprintRule(), "pay", request)
-
-
-def test_a_request_of_nothing_is_hashed_once(monkeypatch):
-    """For so many operations; what comes after them is hashed anew, and is the same."""
-    monkeypatch.setattr(settings_module, "_empty", {})
-    monkeypatch.setattr(settings_module, "_EMPTY_LIMIT", 1)
-    rule = FingerprintRule()
-    first, again = (fingerprints_of(rule, "a", []) for _ in range(2))
-    assert first is again
-    other, once_more = (fingerprints_of(rule, "b", []) for _ in range(2))
-    assert other == once_more
-    assert other is not once_more
+            checked().fingerprints(None, "pay", request)

@@ -12,8 +12,8 @@ from retrysafe.core.atomic.complete_in import stage_in
 from retrysafe.core.keys.key import Key
 from retrysafe.core.keys.secret import Secrets
 from retrysafe.core.model import Decision, Ending, StagedEntry
-from retrysafe.core.outbox.entries import ENTRIES_LIMIT, EntryClaim, EntryQuery, entry_key
-from retrysafe.core.outbox.staging import Staging
+from retrysafe.core.outbox.entries import EntryClaim, EntryQuery
+from retrysafe.core.outbox.staging import ENTRIES_LIMIT, Staging, entry_key
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Capabilities, Fate, Waits
 from retrysafe.core.settings import Settings

@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from retrysafe.demo.app import add_effect
-from retrysafe.demo.ledger import open_ledger
-from retrysafe.demo.serving import create_tables
+from retrysafe.demo.ledger import create_tables, open_ledger
 from tests.demo.server import (
     CHECKOUT,
     LEASE_SECONDS,
@@ -193,7 +192,7 @@ def test_an_effect_that_is_asked_for_again_under_its_key_is_one_effect(store_url
         ledger = open_ledger(store_url)
         async with ledger.opened():
             for number, key in ((1, "child:a"), (2, "child:a"), (1, "child:b")):
-                await add_effect(ledger, "charge", "c", key, number, {})
+                await add_effect(ledger, "charge", {"customer": "c"}, key, number)
             return await ledger.entries()
 
     found = asyncio.run(scenario())

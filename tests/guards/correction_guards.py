@@ -121,8 +121,8 @@ CORRECTION_GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 transitions.is_new_request,
-                "decision is _ADMIT or changed.fingerprint != record.fingerprint",
-                "decision is _ADMIT",
+                "decision is Decision.ADMIT or changed.fingerprint != record.fingerprint",
+                "decision is Decision.ADMIT",
             ),
         ),
         properties.test_a_corrected_request_does_not_run_with_the_arguments_before_it,
@@ -133,8 +133,8 @@ CORRECTION_GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Runner._remember_ending,
-                "call.nothing_happened is None or not call.nothing_happened(error)",
-                "True",
+                "or not call.nothing_happened(came_to)",
+                "or True",
             ),
         ),
         properties.test_what_was_declined_is_not_replayed_after_its_correction,

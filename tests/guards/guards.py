@@ -26,6 +26,7 @@ from retrysafe.stores.sqlite.schema import SQL
 from tests.core import test_interrupted as interrupted
 from tests.guards import test_properties as properties
 from tests.guards.atomic_guards import ATOMIC_GUARDS
+from tests.guards.consumer_guards import CONSUMER_GUARDS
 from tests.guards.correction_guards import CORRECTION_GUARDS
 from tests.guards.failover_guards import FAILOVER_GUARDS
 from tests.guards.guard import Guard
@@ -252,7 +253,7 @@ GUARDS: tuple[Guard, ...] = (
         "a cached outcome is shown to a different request",
         (
             InCode(
-                Engine.remembered,
+                Engine.recall,
                 'self._check_same(call, cached, "process")',
                 "pass",
             ),
@@ -342,11 +343,11 @@ GUARDS: tuple[Guard, ...] = (
         "a caller acts on a result that a crash then forgets",
         (
             InCode(
-                Runner._returned,
-                "stands = await self._writer.settle(settlement)",
-                "self._settler._background.finish("
-                "self._settler._settle_orphan(call, lease, settlement, number), str); "
-                "stands = type('Stands', (), {'decision': None})()",
+                Settler.settle,
+                "answer = await self._writer.settle(settlement)",
+                "self._background.finish("
+                "self._settle_orphan(call, lease, settlement, attempt), str); "
+                "answer = SettleAnswer(Decision.APPLY)",
             ),
         ),
         properties.test_an_outcome_is_stored_before_it_is_shown,
@@ -370,7 +371,7 @@ GUARDS: tuple[Guard, ...] = (
         "a client that disconnects makes the operation run again",
         (
             InCode(
-                Settler.hand_over,
+                Settler._hand_over,
                 "self._background.finish(orphan, self.abandoning(call, attempt))",
                 "orphan.close()",
             ),
@@ -389,7 +390,7 @@ GUARDS: tuple[Guard, ...] = (
         "duplicates in the same process wait until they look again by themselves",
         (
             InCode(
-                Flights._end,
+                Flights.land,
                 "_wake(flight.waiters)",
                 "pass",
             ),
@@ -438,8 +439,8 @@ GUARDS: tuple[Guard, ...] = (
         "a signal leaves a flight without a leader: its key is refused until the process ends",
         (
             InCode(
-                Engine.ask,
-                "mine.phase = _LANDED",
+                Engine.answer,
+                "mine.phase = Phase.LANDED",
                 "pass",
             ),
         ),
@@ -553,6 +554,7 @@ GUARDS: tuple[Guard, ...] = (
     *KEY_GUARDS,
     *CORRECTION_GUARDS,
     *SECRET_GUARDS,
+    *CONSUMER_GUARDS,
 )
 
 _INTRODUCTION = """\

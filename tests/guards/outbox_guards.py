@@ -97,7 +97,7 @@ OUTBOX_GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 settlement_of,
-                "if entries and ending is not _RELEASED:",
+                "if entries and ending is not Ending.RELEASED:",
                 "if entries:",
             ),
         ),

@@ -34,7 +34,7 @@ RECOVERY_GUARDS: tuple[Guard, ...] = (
     Guard(
         "a worker admits nothing",
         "an operation that was done and forgotten runs again with its old arguments",
-        (InCode(Engine.ask, "if call.recovers is not None:", "if False:"),),
+        (InCode(Engine._lead, "if call.recovers is not None:", "if False:"),),
         properties.test_a_worker_never_starts_a_new_life,
     ),
     Guard(
@@ -43,7 +43,7 @@ RECOVERY_GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Settler.is_postponed,
-                "if ending is not _RELEASED or call.recovers is None:",
+                "if ending is not Ending.RELEASED or call.recovers is None:",
                 "if True:",
             ),
         ),

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrysafe.core.keys.canonical import ABSENT
-from retrysafe.core.keys.framing import Number
+from retrysafe.core.keys.canonical import ABSENT, Number
 from retrysafe.errors import FingerprintImpossible
 from retrysafe.http.bodies import (
     CONTENT_TYPE_LIMIT_BYTES,

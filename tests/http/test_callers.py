@@ -54,7 +54,6 @@ def test_of_a_caller_that_is_not_ours_nothing_is_known():
     """Whatever kind of callable it is: what it looks at may be anything, so caches must not."""
     for caller in (Slotted(), Slotted().__call__, lambda request: "alice", str.upper):
         assert callers.vary_of(caller) == "*"
-        assert not callers.is_known_by_headers(caller)
     assert callers.vary_of(bearer_token) == "Authorization"
     assert callers.vary_of(GLOBAL) is None
 

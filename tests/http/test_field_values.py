@@ -11,7 +11,7 @@ from uuid import UUID
 
 import pytest
 
-from retrysafe.core.keys.framing import Number, part_bytes
+from retrysafe.core.keys.canonical import Number, part_bytes
 from retrysafe.errors import InvalidInput, KeyInvalid
 from retrysafe.http.field_values import (
     NOT_TAKEN,
@@ -57,6 +57,7 @@ class Size(Enum):
         (time(10, 0), "10:00:00"),
         (TEN.astimezone(timezone(timedelta(hours=1))), "2026-01-31T10:00:00+00:00"),
         (PurePosixPath("a/b"), "a/b"),
+        (PurePosixPath("7"), 7),
         (Size.SMALL, "s"),
         (Size.SEVEN, 7),
         ("1.2.3", "1.2.3"),
@@ -73,13 +74,20 @@ class Size(Enum):
         ("PT", "PT"),
         ("P1", "P1"),
         ("P-1H", "P-1H"),
-        ("5d", "5d"),
+        ("d5", "d5"),
+        ("5dx", "5dx"),
         ("a:1", "a:1"),
         ("ab:cd:12", "ab:cd:12"),
         ("1:2:3:4", "1:2:3:4"),
         ("::1", "::1"),
         ("2001:db8::1", "2001:db8::1"),
         ("x::1", "x::1"),
+        ("10.0.0.0/8", "10.0.0.0/8"),
+        ("2026-01-31001", "2026-01-31001"),
+        ("1/31", "1/31"),
+        ("31 June Street 2026", "31 June Street 2026"),
+        ("May", "May"),
+        ("10-7", "10-7"),
         ("_", "_"),
         ("-", "-"),
         ("e", "e"),
@@ -105,7 +113,12 @@ def test_a_value_without_a_type_is_a_number_or_a_text(value, part):
      "2026-W05-6", "2026W056", "2026w05", "2026-W05-6T10:00", "10:00", "9:00", "T10:00", "10:00:00",
      "10:00:00.000", "10:00:00,5", "10:00Z", "12:00+02:00", "12:00-0200", "12:00\u221202:00",
      "90:00", "-01:00:00", "1 day, 10:00:00", "-1 days, 23:00:00", "1 10:00:00", "1d10:00",
-     "1 day", "2 days", "1 d", "PT1H", "PT60M", "P0DT1H", "-P1D", "P1.5D", "pt0,5h", "P1W",
+     "1 day", "2 days", "1 d", "5d", "05D", "+5d", "PT1H", "PT60M", "P0DT1H", "-P1D",
+     "P1.5D", "pt0,5h", "P1W", "P1DT", "1d,", "1 d,", "1d:00:00", ":00:00", "24D:00:00",
+     "0-7", "00-7", "0+7", "_-7", "_7", "7 .0", "7\t.", "\u0667026-01-31", "2026-0\u0667-31",
+     "01/31/2026", "1/31/26", "1/31/2026 10:00", "Jan 31 2026", "january 31, 2026",
+     "31 Jan 2026", "31 January, 2026", "2026-1-31 10:00", "2026-01-31 0:00", "2026-01-31110:00",
+     "1.2.3.4/32", "10.0.0.0/255.0.0.0", "10.0.0.0/08", "fe80::1%eth0", "fe80::1%1/64",
      "\uff11\uff10:00", "0::1", "0:0:0:0:0:0:0:1", "::0:1", "2001:DB8::1", "2001:db8::0:1",
      "::ffff:1.2.3.4", "::ffff:102:304", "::1/128", "0:0:0:0:0:0:1.2.3.4",
      "x" * (TEXT_LIMIT_CHARACTERS + 1)],
@@ -118,8 +131,18 @@ def test_a_text_that_can_be_another_spelling_is_refused(text):
 
 
 def test_a_type_that_is_declared_later_may_keep_the_key():
-    """Of an int and of a UUID, which are the same without one."""
-    for kind, text in (("int", "7"), ("uuid", SOME_UUID)):
+    """Of numbers, booleans and a UUID, which are the same without one."""
+    kinds = (
+        *(
+            ("int", "7"),
+            ("decimal", "7"),
+            ("decimal", "7.5"),
+            ("bool", "true"),
+            ("uuid", SOME_UUID),
+        ),
+        ("ip", "2001:db8::1"),
+    )
+    for kind, text in kinds:
         assert part_bytes(declared_part("/a", kind, text)) == part_bytes(plain_part("/a", text))
 
 

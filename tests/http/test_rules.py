@@ -89,8 +89,8 @@ def test_the_first_rule_that_matches_counts_whatever_its_kind():
     """Plain paths are looked up and patterns tried, but only the order decides."""
     rules = [
         Rule(path="/a/{id}", methods=("POST",)),
-        Rule(path="/a/b"),
-        Rule(path="/a/b", methods=("DELETE",)),
+        Rule(path="/a/b", methods=("PUT", "DELETE")),
+        Rule(path="/a/b", methods=("DELETE", "PATCH")),
         Rule(path="/a/*"),
         Rule(path="/off", protected=False),
         Rule(),
@@ -98,6 +98,7 @@ def test_the_first_rule_that_matches_counts_whatever_its_kind():
     assert found(rules, "POST", "/a/b") == (0, {"id": "b"})
     assert found(rules, "PUT", "/a/b") == (1, {})
     assert found(rules, "DELETE", "/a/b") == (1, {})
+    assert found(rules, "PATCH", "/a/b") == (2, {})
     assert found(rules, "PUT", "/a/c") == (3, {})
     assert found(rules, "PUT", "/off") is None
     assert found(rules, "PUT", "/x") == (5, {})
@@ -109,11 +110,11 @@ def test_the_first_rule_that_matches_counts_whatever_its_kind():
 def test_records_are_listed_under_the_route_or_the_rules_name():
     """Operators see method and pattern unless the rule has a name."""
     table = RouteTable(
-        [Rule(path="/c/{id}"), Rule(name="charge"), Rule(path="/" + "x" * 300)], SETTINGS
+        [Rule(path="/c/{id}"), Rule(path="/" + "x" * 300), Rule(name="charge")], SETTINGS
     )
     assert table.routes[0].operations["POST"] == "POST /c/{id}"
-    assert table.routes[1].operations == dict.fromkeys(("POST", "PUT", "PATCH", "DELETE"), "charge")
-    assert len(table.routes[2].operations["POST"]) == 255
+    assert len(table.routes[1].operations["POST"]) == 255
+    assert table.routes[2].operations == dict.fromkeys(("POST", "PUT", "PATCH", "DELETE"), "charge")
 
 
 @pytest.mark.parametrize(
@@ -187,6 +188,15 @@ def test_a_rule_that_cannot_work_is_refused(options, message):
         ({"path": "/v2/<int:n>/x"}, r"write \{n\} for"),
         ({"path": "/v2/{a}/:b"}, r"write \{b\} for"),
         ({"path": "/{id}/{id}"}, "twice"),
+        ({"path": "/charges?x=1"}, "match nothing: leave out the query"),
+        ({"path": "/charges#new"}, "match nothing: leave out the query and the fragment"),
+        ({"path": "/charges "}, "match nothing: leave out blanks at its end"),
+        ({"path": "/charges\n"}, "match nothing: leave out blanks at its end"),
+        ({"path": "/my%20charges"}, "match nothing: write the character itself"),
+        ({"path": "/v1\\charges"}, "match nothing: write slashes"),
+        ({"path": "/v1//{id}"}, "match nothing: write single slashes"),
+        ({"path": "/v1/../charges"}, r"match nothing: leave out \. and"),
+        ({"path": "/v1/."}, r"match nothing: leave out \. and"),
         ({"headers": ("Set-Cookie",)}, "set-cookie"),
         ({"headers": "X-A"}, "list of header names"),
     ],
@@ -195,6 +205,69 @@ def test_a_route_that_cannot_work_is_refused(options, message):
     """Together with the rest of the table."""
     with pytest.raises(PolicyInvalid, match=message):
         RouteTable([Rule(**options)], SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later"),
+    [
+        ([{}], {"path": "/charges"}),
+        ([{}], {}),
+        ([{"path": "/*"}], {}),
+        ([{"path": "/v1/*"}], {"path": "/v1/charges", "protected": False}),
+        ([{"path": "/v1/*"}], {"path": "/v1/{kind}/*"}),
+        ([{"path": "/v1/*"}], {"path": "/v1"}),
+        ([{"path": "/charges"}], {"path": "/charges"}),
+        ([{"path": "/charges"}], {"path": "/charges", "exact_path": True}),
+        ([{"path": "/c/{id}"}], {"path": "/c/{order}"}),
+        ([{"path": "/c/{id}"}], {"path": "/c/7"}),
+        ([{"path": "/c/{id}", "protected": False}], {"path": "/c/{id}.json"}),
+        (
+            [{"methods": "POST"}, {"path": "/a", "methods": "PUT"}],
+            {"path": "/a", "methods": ("POST", "PUT")},
+        ),
+        # Only together they take all of it.
+        ([{"path": "/v1"}, {"path": "/v1/{a}/*"}], {"path": "/v1/*"}),
+    ],
+)
+def test_a_rule_that_no_request_can_reach_is_refused(earlier, later):
+    """What it says would be lost in silence; the message names who takes its requests."""
+    rules = [Rule(**options) for options in (*earlier, later)]
+    with pytest.raises(
+        PolicyInvalid, match=rf"^rule {len(rules)} \(.*would never count.*rule 1 \("
+    ):
+        RouteTable(rules, SETTINGS)
+
+
+def test_the_refusal_of_a_rule_says_which_one_comes_before_it():
+    """And what to do."""
+    rules = [Rule(path="/x"), Rule(path="/v1/*"), Rule(path="/v1/{id}", methods="POST")]
+    told = (
+        "rule 3 (POST /v1/{id}) would never count, because the first rule that matches does: rule "
+        "2 (/v1/*) matches all its requests. Put the rule for fewer requests first, or leave it out"
+    )
+    with pytest.raises(PolicyInvalid) as caught:
+        RouteTable(rules, SETTINGS)
+    assert str(caught.value) == told
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later"),
+    [
+        ([{"path": "/charges"}], {}),
+        ([{"path": "/v1/charges"}], {"path": "/v1/*"}),
+        ([{"methods": "POST"}], {"path": "/charges"}),
+        ([{"path": "/c/7"}], {"path": "/c/{id}"}),
+        ([{"path": "/c/{id}.json"}], {"path": "/c/{id}"}),
+        ([{"path": "/charges", "exact_path": True}], {"path": "/charges"}),
+        ([{"path": "/charges/"}], {"path": "/charges"}),
+        ([{"path": "/v1/{a}"}, {"path": "/v1"}, {"path": "/v1/{a}/{b}"}], {"path": "/v1/*"}),
+        ([{"path": "/v1/{a}/*"}], {"path": "/v1/*"}),
+        ([{"path": "/v1/*", "exact_path": True}], {"path": "/v1"}),
+    ],
+)
+def test_a_rule_that_some_request_reaches_is_taken(earlier, later):
+    """However few they are."""
+    RouteTable([Rule(**options) for options in (*earlier, later)], SETTINGS)
 
 
 def test_methods_may_be_one_and_in_any_case():
@@ -282,6 +355,7 @@ def test_an_exact_path_is_one_spelling():
     assert found(rules, "POST", "/c/7") == (1, {"id": "7"})
     for path in ("/charges/", "//charges", "/c/7/", "/c//7"):
         assert found(rules, "POST", path) is None
+    assert found([Rule(path="/v1//{id}", exact_path=True)], "POST", "/v1//7") == (0, {"id": "7"})
     # Not a slash: it is served as the path without it.
     assert found(rules, "POST", "/charges\n") == (0, {})
     assert found(rules, "POST", "/c/7/refunds\n") == (2, {"id": "7"})

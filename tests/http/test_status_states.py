@@ -88,12 +88,8 @@ def test_adapters_recall_without_asking_the_store():
         assert calls_of(blocking).recall(call) is None
         assert calls_of(blocking).answer_call(call, lambda attempt: attempt.number).value == 1
         assert calls_of(blocking).recall(call).value == 1
-        # And whether that is what was seen before, so that an adapter may repeat what it made.
-        seen = calls_of(blocking).remembered(call)
-        assert calls_of(blocking).repeats(call, seen)
         blocking.expire(call.key)
-        assert calls_of(blocking).remembered(call) is None
-        assert not calls_of(blocking).repeats(call, seen)
+        assert calls_of(blocking).recall(call) is None
         blocking.close()
         forgetful = Idempotency(MemoryStore(), cache=False)
         calls_of(forgetful).answer_call(call, lambda attempt: 1)

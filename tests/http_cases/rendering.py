@@ -8,6 +8,7 @@ from typing import Any
 from tests.http_cases import cases
 from tests.http_cases.acts import Act
 from tests.http_cases.cases import BODY, JSON, Ask, Case
+from tests.http_cases.selecting import WHOLE
 from tests.http_cases.serving import KINDS
 from tests.http_cases.table import CASES, GROUPS
 
@@ -25,14 +26,16 @@ def render_page(notice: str) -> str:
     """docs/http-cases.md"""
     sections = "\n".join(_section(group) for group in GROUPS)
     servers = "".join(_row(f"`{kind.name}`", kind.title) for kind in KINDS)
+    whole = " and ".join(f"`{name}`" for name in WHOLE)
     plays = sum(kind.reason_without(case) is None for kind in KINDS for case in CASES)
     return f"""# HTTP cases
 
 {notice}
 What a protected API does, as {len(CASES)} cases. The tests send every request of a case over a
 socket to every server below, and compare each answer to the last header: {plays:,} plays in all,
-with the same results everywhere. A case is left out only where it has no meaning; the
-[last table](#left-out) says where, and why.
+with the same results everywhere (`make test-all`). `make test` plays the whole table on {whole},
+and on the others what a server or a framework can change. A case is left out only where it has no
+meaning; the [last table](#left-out) says where, and why.
 
 Requests are `POST` with the key `"k"`, a bearer token and a small JSON body, unless something else
 is said. *Runs* means that the application ran, and that this is its answer; *replay* that it did

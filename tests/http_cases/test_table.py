@@ -9,7 +9,8 @@ from tests.http_cases import cases
 from tests.http_cases.cases import PROBLEMS, Ask, case, post
 from tests.http_cases.configuration import mount_of
 from tests.http_cases.playing import played_on
-from tests.http_cases.serving import BARE, KINDS
+from tests.http_cases.selecting import WHOLE, depends_on_server, played_in_every_run, traits
+from tests.http_cases.serving import BARE, KINDS, KINDS_BY_NAME
 from tests.http_cases.table import CASES
 
 
@@ -20,10 +21,29 @@ def test_the_table_is_large_and_every_case_has_its_own_name():
     assert sorted(set(names)) == sorted(names)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_case_stays_in_one_mount(case):
+def test_a_case_stays_in_one_mount():
     """Its store is broken and counted for the case alone."""
-    assert len({mount_of(ask.path).prefix for ask in case.asks}) == 1
+    for each in CASES:
+        assert len({mount_of(ask.path).prefix for ask in each.asks}) == 1, each.name
+
+
+def test_every_run_plays_the_whole_table_once_and_all_that_servers_can_change():
+    """What only a long run plays meets nothing that the server's own choice does not meet."""
+    for kind in KINDS:
+        playable = [case for case in CASES if kind.reason_without(case) is None]
+        often = played_in_every_run(kind, CASES)
+        if kind.name in WHOLE:
+            assert often == {case.name for case in playable}
+            continue
+        rarely = [case for case in playable if case.name not in often]
+        assert rarely
+        met = {trait for case in playable if case.name in often for trait in traits(case)}
+        for each in rarely:
+            if not any(isinstance(step, cases.Flood) for step in each.steps):
+                assert not depends_on_server(each), each.name
+                assert set(traits(each)) <= met, each.name
+    protocols = {KINDS_BY_NAME[name].application.partition(":")[0] for name in WHOLE}
+    assert protocols == {cases.ASGI, cases.WSGI}
 
 
 def test_problems_are_those_of_the_middleware():

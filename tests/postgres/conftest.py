@@ -120,8 +120,8 @@ def connection(postgres_server):
 
 
 @pytest.fixture
-def desk(postgres_url, connection):
-    made = Desk(postgres_url, connection)
+def desk(migrated_url, connection):
+    made = Desk(migrated_url, connection)
     yield made
     for store in made.stores:
         run_sync(store.close())

@@ -10,6 +10,9 @@ import pytest
 from tests.postgres import test_postgres_migrations, test_postgres_partitions, test_postgres_view
 from tests.servers.fixtures import again
 
+# The races of the store suite meet this server in every run.
+pytestmark = pytest.mark.long
+
 globals().update(
     again(
         test_postgres_migrations,

@@ -29,7 +29,6 @@ from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import PostgresStore, takeovers
 from retrysafe.stores.postgres.takeovers import Takeover
 from retrysafe.testing.suite.probe import KEY, OTHER, key_of, request, settlement
-from tests.servers.fixtures import migrated
 
 # The shortest lease there is: on the server's clock it is over when the next statement begins.
 INSTANT_MS = 0
@@ -634,9 +633,9 @@ def opened(url: str, guard: Guard | None) -> PostgresStore:
 
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.check.__name__)
 @pytest.mark.parametrize("is_there", [True, False], ids=["with", "without"])
-def test_the_property_needs_its_guard(postgres_url, guard, is_there):
+def test_the_property_needs_its_guard(migrated_url, guard, is_there):
     """The property holds on the statements as they are, and breaks without the guard."""
-    store = opened(migrated(postgres_url), None if is_there else guard)
+    store = opened(migrated_url, None if is_there else guard)
     try:
         if is_there:
             guard.check(store)

@@ -29,7 +29,6 @@ from retrysafe.stores.postgres.batches import BALANCE_LIMIT
 from retrysafe.stores.postgres.drivers.port import Locked
 from retrysafe.stores.postgres.schema import LOCK_WAIT
 from retrysafe.testing.suite.probe import KEY, key_of, request, settlement
-from tests.servers.fixtures import migrated
 
 PATIENCE_SECONDS = 30
 WAITING = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=PATIENCE_SECONDS))
@@ -101,13 +100,13 @@ class Scene:
 
 
 @pytest.fixture
-def scene(request, postgres_url, postgres_server):
+def scene(request, migrated_url, postgres_server):
     face = request.param if hasattr(request, "param") else "blocking"
-    reached = migrated(postgres_url)
+    reached = migrated_url
     if face == "pooled":
         port = request.getfixturevalue("pgbouncer").port
         reached = reached.replace(f":{postgres_server.port}/", f":{port}/")
-    made = Scene(face, postgres_url, reached)
+    made = Scene(face, migrated_url, reached)
     yield made
     made.close()
 

@@ -43,9 +43,9 @@ async def run_async(url):
 
 
 @pytest.mark.parametrize("options", SERVED)
-def test_both_drivers_take_what_libpq_takes(postgres_url, options):
+def test_both_drivers_take_what_libpq_takes(migrated_url, options):
     """One URL in the environment serves the threads and the event loops of a deployment."""
-    url = f"{migrated(postgres_url)}&{options}"
+    url = f"{migrated_url}&{options}"
     with Idempotency(url, caller="s") as idem:
         assert idem.run("k", lambda: 7, request=None) == 7
     assert asyncio.run(run_async(url)) == 7

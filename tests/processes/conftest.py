@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from tests.processes.children import Child
-from tests.servers.fixtures import migrated
 from tests.servers.postgres import PostgresServer
 
 
@@ -29,12 +28,6 @@ def start() -> Iterator[Callable[..., Child]]:
 def database(tmp_path) -> str:
     """A path for a SQLite file."""
     return str(tmp_path / "keys.db")
-
-
-@pytest.fixture
-def migrated_url(postgres_url) -> str:
-    """A PostgreSQL schema that is ready to use."""
-    return migrated(postgres_url)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

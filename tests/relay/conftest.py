@@ -5,7 +5,6 @@ import pytest
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores import MemoryStore, SqliteStore
 from retrysafe.stores.opening import postgres_store
-from tests.servers.fixtures import migrated
 
 
 @pytest.fixture(params=["memory", "sqlite", "postgresql"])
@@ -16,6 +15,6 @@ def store(request, tmp_path):
     elif request.param == "sqlite":
         made = SqliteStore(tmp_path / "relay.db")
     else:
-        made = postgres_store(migrated(request.getfixturevalue("postgres_url")), is_async=False)
+        made = postgres_store(request.getfixturevalue("migrated_url"), is_async=False)
     yield made
     run_sync(made.close())

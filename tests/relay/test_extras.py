@@ -14,7 +14,13 @@ SOURCE = Path(retrysafe.__file__).parents[1]
 
 
 @pytest.mark.parametrize(
-    ("target", "library"), [("webhooks", "httpx"), ("rabbitmq", "aio_pika"), ("nats", "nats")]
+    ("target", "library"),
+    [
+        ("webhooks", "httpx"),
+        ("rabbitmq", "aio_pika"),
+        ("nats", "nats"),
+        ("kafka", "confluent_kafka"),
+    ],
 )
 def test_a_missing_library_says_which_extra_has_it(target, library):
     """In an environment that has retrysafe alone, by the name of the extra."""

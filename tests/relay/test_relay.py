@@ -18,7 +18,6 @@ from retrysafe.runtime.drive import run_sync
 from retrysafe.stores import SqliteStore
 from retrysafe.stores.opening import postgres_store
 from tests.relay.scripted import entry, stage
-from tests.servers.fixtures import migrated
 
 LIMIT_SECONDS = 60
 # Nothing in these tests may depend on a poll: it would come long after the test's limit.
@@ -80,9 +79,9 @@ def test_tasks_drain_the_outbox_in_order(store):
     assert in_order(received)
 
 
-def test_tasks_drain_over_asyncpg(postgres_url):
+def test_tasks_drain_over_asyncpg(migrated_url):
     """The whole way in one event loop: staged by an operation, delivered by a task."""
-    url = migrated(postgres_url)
+    url = migrated_url
     received = []
 
     async def deliver(delivery):

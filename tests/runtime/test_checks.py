@@ -10,8 +10,22 @@ import uuid
 
 import pytest
 
-from retrysafe import FOREVER, AsyncIdempotency, Idempotency, InvalidInput, current_attempt, step
-from retrysafe.errors import CallerMissing, FingerprintImpossible, PolicyInvalid
+from retrysafe import (
+    FOREVER,
+    AsyncIdempotency,
+    BodyKey,
+    Idempotency,
+    InvalidInput,
+    current_attempt,
+    step,
+)
+from retrysafe.errors import (
+    CallerMissing,
+    FingerprintImpossible,
+    KeyInvalid,
+    KeyReused,
+    PolicyInvalid,
+)
 from retrysafe.runtime.checks import require_call
 
 
@@ -391,11 +405,38 @@ def _charging(amount):
     def free():
         return charge("c1", 500)
 
+    class Captured:
+        """It has the amount from around it."""
+
+        def __init__(self):
+            charge("c1", amount)
+
+    class Attribute:
+        def __init__(self):
+            charge("c1", self.amount)
+
+    Attribute.amount = amount
     captured.cached = functools.cache(captured)
-    return captured, by_default, free
+    return captured, by_default, free, Captured, Attribute
 
 
-_CAPTURED, _BY_DEFAULT, _FREE = _charging(900)
+class Bound:
+    """A wrapper with the name of what it wraps."""
+
+    def __init__(self, function, amount):
+        functools.update_wrapper(self, function)
+        self.amount = amount
+
+    def __call__(self):
+        return self.__wrapped__("c1", self.amount)
+
+
+def _named(made):
+    """A partial that Python does not unpack."""
+    return functools.update_wrapper(made, charge)
+
+
+_CAPTURED, _BY_DEFAULT, _FREE, _CLASS, _CLASS_WITH_ATTRIBUTE = _charging(900)
 _HIDDEN = {
     "lambda": (lambda: charge("c1", 900), "run(key, charge, 'c1', 900)"),
     "lambda with keywords": (
@@ -423,6 +464,10 @@ _HIDDEN = {
     "method": (Shop().charge_all, "run(key, service.charge_all, …)"),
     "method of a built-in class": (b"900".decode, "run(key, service.decode, …)"),
     "object": (Shop(), "the operation Shop is an object"),
+    "class of a function": (_CLASS, "_charging.<locals>.Captured is a class that was made in a"),
+    "class with an attribute": (_CLASS_WITH_ATTRIBUTE, "Attribute is a class that was made in a"),
+    "object with the name of a function": (Bound(charge, 900), "is a wrapper that was made in a"),
+    "partial of such an object": (functools.partial(Bound(charge, 900)), "is a wrapper that was"),
 }
 _VISIBLE = {
     "function of a module": (nightly,),
@@ -431,6 +476,7 @@ _VISIBLE = {
     "class": (dict,),
     "nested function that captures nothing": (_FREE,),
     "partial": (functools.partial(charge, "c1", amount=900),),
+    "partial of a partial": (functools.partial(_named(functools.partial(charge, "c1", 900))),),
     "method with arguments": (Shop().charge, "c1", 900),
     "lambda with arguments": (lambda amount: charge("c1", amount), 900),
     "closure with arguments": (_logged(lambda amount: amount), 900),
@@ -455,6 +501,77 @@ def test_visible_values_need_no_request(subject, call):
     shop = subject("memory://", caller="c")
     shop.call("run", "k", *call)
     assert shop.call("answer", "k", *call).replayed
+
+
+def test_what_a_partial_in_a_partial_holds_is_asked_for():
+    """Else another amount gets the outcome of the first."""
+
+    def paying(amount):
+        return functools.partial(_named(functools.partial(charge, amount=amount)), "c1")
+
+    with Idempotency("memory://", caller="c") as idem:
+        assert idem.run("k", paying(500)) == idem.run("k", paying(500))
+        with pytest.raises(KeyReused):
+            idem.run("k", paying(900))
+
+
+class Till:
+    """An object that can be called, and does what it was made for."""
+
+    def __init__(self, does):
+        self.does = does
+
+    def __call__(self, order):
+        return f"{self.does} {order}"
+
+
+@pytest.mark.parametrize("key", ["order", BodyKey()])
+def test_once_needs_a_name_for_what_has_none(key):
+    """Else all of these are one operation, and a refund gets the outcome of a charge."""
+    window = FOREVER if isinstance(key, str) else None
+    with Idempotency("memory://", caller="c", secret="a secret of these tests") as idem:
+        for nameless in (Till("charge"), lambda order: order, functools.partial(Till("charge"))):
+            with pytest.raises(InvalidInput, match=r"pass name=… to once\(\)"):
+                idem.once(key=key, window=window)(nameless)
+        done = [
+            idem.once(key=key, window=window, name=name)(Till(name))(7)
+            for name in ("charge", "refund")
+        ]
+    assert done == ["charge 7", "refund 7"]
+
+
+@pytest.mark.parametrize(
+    ("key", "call"),
+    [
+        ("order", (None,)),
+        ("order", ("",)),
+        (("order", "shop"), (None, "")),
+        (lambda order: (), (7,)),
+        (lambda order: (None, b""), (7,)),
+    ],
+)
+def test_a_natural_key_that_identifies_nothing_is_refused(key, call):
+    """Two orders that are not saved yet would be one, and the second would be lost."""
+    with Idempotency("memory://", caller="c") as idem:
+
+        @idem.once(key=key, window=FOREVER)
+        def pay(order, shop=None):
+            return order
+
+        with pytest.raises(KeyInvalid, match="are None or empty"):
+            pay(*call)
+
+
+@pytest.mark.parametrize("order", [0, False, "0"])
+def test_a_natural_key_of_one_value_is_taken(order):
+    """A zero is a value, and one value of several is enough."""
+    with Idempotency("memory://", caller="c") as idem:
+
+        @idem.once(key=("order", "shop"), window=FOREVER)
+        def pay(order, shop=None):
+            return order
+
+        assert pay(order) == order
 
 
 def test_a_lambda_is_refused_where_python_keeps_no_positions():

@@ -23,7 +23,7 @@ def test_a_short_window_is_refused_by_the_name_that_the_user_gave_it():
     with Idempotency("memory://", caller="c", secret=SECRET) as idem:
         with pytest.raises(PolicyInvalid, match=r"the window of a BodyKey .* the lease"):
             idem.once(key=BodyKey(window=timedelta(seconds=5)))(lambda text: text)
-        idem.once(key=BodyKey(window=idem.policy.lease))(lambda text: text)
+        idem.once(key=BodyKey(window=idem.policy.lease), name="echo")(lambda text: text)
 
 
 @pytest.mark.parametrize("window", [5, None, "5m"])

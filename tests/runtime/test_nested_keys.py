@@ -21,7 +21,6 @@ from retrysafe import (
 from retrysafe.errors import SecretMissing
 from retrysafe.stores import MemoryStore
 from retrysafe.testing import ManualClock
-from tests.servers.fixtures import migrated
 
 OLD, NEW = "the old secret, 16 or more", "the new secret, 16 or more"
 # Two processes of which both run at some time of a rotation, in either direction.
@@ -55,7 +54,7 @@ def place(request, tmp_path):
         return MemoryStore()
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'keys.db'}"
-    return migrated(request.getfixturevalue("postgres_url"))
+    return request.getfixturevalue("migrated_url")
 
 
 class Process:

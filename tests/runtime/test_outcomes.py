@@ -26,7 +26,6 @@ from retrysafe.observe import EventKind
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores import Condition, MemoryStore, SqliteStore
 from tests.runtime.staged import KEY, StagedStore
-from tests.servers.fixtures import migrated
 
 NO_PATIENCE = Policy(settle_patience=timedelta(0))
 
@@ -164,7 +163,7 @@ def test_unreadable_result_is_unavailable_and_never_run_again(subject, url):
 def test_a_moment_comes_back_in_its_zone(subject, url, kind, request):
     """Also in the hour that its clock repeats."""
     if kind == "postgresql":
-        url = migrated(request.getfixturevalue("postgres_url"))
+        url = request.getfixturevalue("migrated_url")
     # On that night the clock shows half past two twice; this is the second time.
     moment = datetime(2024, 10, 27, 2, 30, fold=1, tzinfo=ZoneInfo("Europe/Berlin"))
     first = subject(url, cache=False).run(KEY, Calls(moment), request="r", name="")

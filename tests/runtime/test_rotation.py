@@ -6,12 +6,11 @@ import pytest
 
 from retrysafe import Idempotency, InvalidInput, Key, KeyReused, Policy, child_key, current_attempt
 from retrysafe.core.keys.secret import Secret
-from retrysafe.core.outbox.entries import entry_key
+from retrysafe.core.outbox.staging import entry_key
 from retrysafe.core.settings import secrets_of
 from retrysafe.errors import SecretMissing
 from retrysafe.runtime.calls import calls_of
 from retrysafe.stores import MemoryStore
-from tests.servers.fixtures import migrated
 
 OLD, NEW = "the old secret of 16 or more", "the new secret of 16 or more"
 KEY = Key("k-1", caller="acme")
@@ -26,7 +25,7 @@ def place(request, tmp_path):
         return MemoryStore()
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'keys.db'}"
-    return migrated(request.getfixturevalue("postgres_url"))
+    return request.getfixturevalue("migrated_url")
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from random import Random
 
-from retrysafe.core.keys.framing import digest
+from retrysafe.core.keys.canonical import digest
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Fingerprint
 from retrysafe.core.policy import InFlight, Policy

@@ -11,6 +11,15 @@ from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import Probe
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """A class of the suite may leave some of its cases to the long run."""
+    for item in items:
+        is_in_every_run = getattr(getattr(item, "cls", None), "is_in_every_run", None)
+        if is_in_every_run is not None and not is_in_every_run(item):
+            item.add_marker(pytest.mark.long)
+
+
 @pytest.fixture
 def path(tmp_path):
     """A file that does not exist yet."""

@@ -11,6 +11,9 @@ from tests.servers.fixtures import again, postgres_15_binaries
 from tests.servers.postgres import PostgresServer
 from tests.stores import test_postgres_diagnosis
 
+# The races of the store suite meet this server in every run.
+pytestmark = pytest.mark.long
+
 globals().update(
     again(
         test_postgres_diagnosis,

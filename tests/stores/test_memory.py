@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from retrysafe.runtime.threaded_store import ThreadedStore
+from retrysafe.runtime.threaded import ThreadedStore
 from retrysafe.stores import MemoryStore
 from retrysafe.testing import FaultyStore, StoreSuite
 

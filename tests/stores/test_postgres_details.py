@@ -78,8 +78,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene(postgres_url, face):
-    made = Scene(face, migrated(postgres_url))
+def scene(migrated_url, face):
+    made = Scene(face, migrated_url)
     yield made
     made.close()
 
@@ -141,25 +141,25 @@ def test_refusals_are_errors_of_the_store_everywhere(scene):
 
 
 @FACES
-def test_an_extend_of_one_does_not_wait_either(scene, postgres_url):
+def test_an_extend_of_one_does_not_wait_either(scene, migrated_url):
     """A user's transaction that has recorded a step must not hold up the renewals of others."""
     key, token = key_of("key"), mint_token()
     scene.commit([request(key, token)])
     extension = Extension(key, token, 30_000)
-    with locked(postgres_url, key):
+    with locked(migrated_url, key):
         (answer,) = scene.extend(extension)
     assert isinstance(answer, StoreUnavailable)
     assert scene.extend(extension)[0].decision is Decision.APPLY
 
 
 @FACES
-def test_an_extend_of_many_never_waits_for_a_row(scene, postgres_url):
+def test_an_extend_of_many_never_waits_for_a_row(scene, migrated_url):
     """A row that somebody is writing is answered as busy; the leases beside it are extended."""
     keys = [key_of(f"key-{number}") for number in range(3)]
     claims = [request(key) for key in keys]
     scene.commit(claims)
     extensions = [Extension(item.key, item.token, 30_000) for item in claims]
-    with locked(postgres_url, keys[1]):
+    with locked(migrated_url, keys[1]):
         answers = scene.extend(*extensions)
     assert isinstance(answers[1], StoreUnavailable)
     assert [answers[0].decision, answers[2].decision] == [Decision.APPLY] * 2
@@ -167,11 +167,11 @@ def test_an_extend_of_many_never_waits_for_a_row(scene, postgres_url):
 
 
 @FACES
-def test_a_statement_that_waits_too_long_is_given_up(scene, postgres_url):
+def test_a_statement_that_waits_too_long_is_given_up(scene, migrated_url):
     """The caller is told within the limit, and the store works on over another connection."""
     key, token = key_of("key"), mint_token()
     scene.commit([request(key, token)])
-    with locked(postgres_url, key):
+    with locked(migrated_url, key):
         started = time.monotonic()
         with pytest.raises(StoreUnavailable):
             scene.run(scene.store.record_step(step_of(key, token)))
@@ -183,15 +183,14 @@ def test_a_statement_that_waits_too_long_is_given_up(scene, postgres_url):
 
 
 @FACES
-def test_a_pool_that_is_used_up_says_so_in_time(postgres_url, face):
+def test_a_pool_that_is_used_up_says_so_in_time(migrated_url, face):
     """With all connections busy a call waits for its limit and no longer; then all goes on."""
-    migrated(postgres_url)
     patient = replace(SHORT, statement_timeout=timedelta(seconds=30))
-    scene = Scene(face, postgres_url, patient)
+    scene = Scene(face, migrated_url, patient)
     held = [request(key_of(f"held-{number}")) for number in range(SHORT.size_limit)]
     scene.commit(held)
     steps = [step_of(item.key, item.token) for item in held]
-    plain, _ = split(postgres_url)
+    plain, _ = split(migrated_url)
     waiting = (
         "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE %s"
     )
@@ -209,7 +208,7 @@ def test_a_pool_that_is_used_up_says_so_in_time(postgres_url, face):
     if face == "async":
 
         async def scenario():
-            lock = locked(postgres_url, *(item.key for item in held))
+            lock = locked(migrated_url, *(item.key for item in held))
             with lock:
                 tasks = [asyncio.ensure_future(scene.store.record_step(item)) for item in steps]
                 await asyncio.to_thread(wait_until_blocked)
@@ -222,7 +221,7 @@ def test_a_pool_that_is_used_up_says_so_in_time(postgres_url, face):
         decisions = scene.run(scenario())
     else:
         with ThreadPoolExecutor(SHORT.size_limit) as pool:
-            with locked(postgres_url, *(item.key for item in held)):
+            with locked(migrated_url, *(item.key for item in held)):
                 futures = [
                     pool.submit(lambda item: scene.run(scene.store.record_step(item)), item)
                     for item in steps
@@ -287,9 +286,9 @@ def test_the_server_s_clock_decides(scene, monkeypatch, skew_seconds):
     assert abs(now_ms - honest // 10**6) < 600_000
 
 
-def test_threads_share_the_pool_and_leave_its_connections_fit_for_use(postgres_url):
+def test_threads_share_the_pool_and_leave_its_connections_fit_for_use(migrated_url):
     """Many threads over two connections: every call is answered, and two are kept at most."""
-    scene = Scene("blocking", migrated(postgres_url))
+    scene = Scene("blocking", migrated_url)
     barrier = threading.Barrier(8)
 
     def work(number: int) -> list[ClaimAnswer]:

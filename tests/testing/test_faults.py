@@ -9,7 +9,7 @@ from retrysafe.core.model import Decision, OperatorCommand, RecordQuery, SettleK
 from retrysafe.core.outbox.port import Outbox
 from retrysafe.core.ports import Store, Transaction
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.threaded_store import ThreadedStore
+from retrysafe.runtime.threaded import ThreadedStore
 from retrysafe.stores import MemoryStore
 from retrysafe.testing import FaultyStore, ManualClock, Moment
 from retrysafe.testing.faults import METHODS, FaultyOutbox

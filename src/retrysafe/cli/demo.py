@@ -39,7 +39,7 @@ def demo(
     store, and it goes on where it ended, also after a crash.
     """
     try:
-        from retrysafe.demo.serving import PortTaken, serve  # noqa: PLC0415 — needs the extra.
+        from retrysafe.cli.demo_server import PortTaken, serve  # noqa: PLC0415 — needs the extra.
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _EXTRA:
             raise

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Group
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
 from retrysafe import inspection
-from retrysafe.cli import options, output
+from retrysafe.cli import key_output, options, output
 from retrysafe.cli.problems import ExitCode, Problem, usage
 from retrysafe.core.keys.key import Key
 from retrysafe.core.machine import decide, how_far, operator_trigger
@@ -24,8 +19,6 @@ from retrysafe.core.model import (
     Condition,
     Decision,
     OperatorCommand,
-    Payload,
-    Record,
     RecordQuery,
     StoredKey,
     StoredOutcome,
@@ -35,18 +28,6 @@ from retrysafe.errors import OperatorRefused
 from retrysafe.runtime.checks import operator_outcome
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.audit import Audited
-
-# What fits a screen of scrolling; the whole body is in --json.
-BODY_LIMIT_CHARACTERS: Final = 10_000
-
-_STYLES: Final = {
-    Condition.RUNNING: "cyan",
-    Condition.ABANDONED: "yellow",
-    Condition.SUCCEEDED: "green",
-    Condition.FAILED: "red",
-    Condition.RELEASED: "magenta",
-    Condition.OUTLIVED: "dim",
-}
 
 app = typer.Typer(help="Look at keys, and release or expire one.", rich_markup_mode="rich")
 
@@ -150,7 +131,9 @@ def list_keys(
     # What is searched or copied from comes whole; on a screen the digest of a token only fills it.
     caller_text = inspection.short_caller_text if screen.is_terminal else inspection.caller_text
     output.show_list(
-        screen, _table(shown, caller_text), (_block(item, caller_text) for item in shown)
+        screen,
+        key_output.table(shown, caller_text),
+        (key_output.block(item, caller_text) for item in shown),
     )
     if has_more:
         output.note(f"more than {limit} keys match: raise --limit, or filter")
@@ -163,46 +146,6 @@ def _found(store: Store, query: RecordQuery) -> list[StoredKey]:
         found = run_sync(store.list_abandoned(query.limit))
         return sorted(found, key=lambda item: item.record.claimed_at_ms, reverse=True)
     return run_sync(store.list_records(query))
-
-
-def _table(found: list[StoredKey], caller_text: Callable[[Record], str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("caller", "key", "operation", "condition"):
-        table.add_column(title, no_wrap=True)
-    table.add_column("attempt", justify="right", no_wrap=True)
-    table.add_column("age", justify="right", no_wrap=True)
-    table.add_column("time left", no_wrap=True)
-    for stored in found:
-        record = stored.record
-        table.add_row(
-            output.cell(caller_text(record), "" if record.caller else "italic"),
-            output.cell(record.text),
-            output.cell(inspection.operation_text(record)),
-            output.cell(
-                stored.condition.value,
-                _STYLES[stored.condition],
-            ),
-            str(record.attempt),
-            inspection.duration_text(stored.now_ms - record.first_claimed_at_ms),
-            inspection.time_left_text(stored),
-        )
-    return table
-
-
-def _block(stored: StoredKey, caller_text: Callable[[Record], str]) -> Group:
-    """The same for a narrow screen; the key stands alone, so that it can be copied."""
-    record = stored.record
-    return output.block(
-        output.cell(record.text, "bold"),
-        (
-            output.cell(stored.condition.value, _STYLES[stored.condition]),
-            output.cell(inspection.operation_text(record)),
-            output.cell(caller_text(record), "" if record.caller else "italic"),
-            f"attempt {record.attempt}",
-            f"{inspection.duration_text(stored.now_ms - record.first_claimed_at_ms)} old",
-            inspection.time_left_text(stored),
-        ),
-    )
 
 
 @app.command("show")
@@ -239,15 +182,18 @@ def show_key(
                     break
     if stored is None and not past:
         raise _unknown(wanted)
-    document = (
-        inspection.past_json(wanted, past) if stored is None else inspection.detail_json(stored)
-    )
+    if stored is None:
+        document, outcomes = inspection.past_json(wanted, past), past
+    else:
+        document, outcomes = inspection.detail_json(stored), stored.outcomes
     if options.is_json(context, as_json):
         output.write_json(document)
         return
-    shown = _past(wanted, document) if stored is None else _detail(stored, document)
-    outcomes = past if stored is None else stored.outcomes
-    output.console().print(Group(*shown, *_endings(document, outcomes)))
+    if stored is None:
+        shown = key_output.past(wanted, document)
+    else:
+        shown = key_output.detail(stored, document)
+    output.console().print(Group(*shown, *key_output.endings(document, outcomes)))
 
 
 def _unknown(key: Key) -> Problem:
@@ -277,103 +223,6 @@ def _stored(store: Store, key: Key) -> StoredKey:
     if stored is None:
         raise _unknown(key)
     return stored
-
-
-def _past(key: Key, document: dict[str, Any]) -> list[Any]:
-    """A key whose record is gone."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    grid.add_row("key", output.cell(key.text))
-    grid.add_row("caller", output.cell(key.caller or "GLOBAL"))
-    grid.add_row("condition", "removed by a sweep: the next use is the first of a new life")
-    grid.add_row("digest", document["digest"])
-    return [grid]
-
-
-def _detail(stored: StoredKey, document: dict[str, Any]) -> list[Any]:
-    record = document["record"]
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    grid.add_row("key", output.cell(record["key"]))
-    grid.add_row("caller", output.cell(inspection.caller_text(stored.record)))
-    grid.add_row("operation", output.cell(inspection.operation_text(stored.record)))
-    grid.add_row("condition", output.cell(record["condition"], _STYLES[stored.condition]))
-    grid.add_row("time left", inspection.time_left_text(stored))
-    tries_at_ms = inspection.worker_tries_at_ms(stored)
-    if tries_at_ms is not None:
-        grid.add_row("next try", inspection.next_try_text(stored, tries_at_ms))
-    grid.add_row("attempt", str(record["attempt"]))
-    if record["releases"]:
-        grid.add_row("releases", f"{record['releases']} of the attempts before this one")
-    if record["nothing_happened"]:
-        grid.add_row("nothing happened", "a natural key takes a corrected request")
-    grid.add_row("owner", output.cell(record["owner"] or "-"))
-    for name in (
-        "first_claimed_at",
-        "corrected_at",
-        "claimed_at",
-        "settled_at",
-        "lease_ends_at",
-        "expires_at",
-    ):
-        if record[name] is not None:
-            grid.add_row(name.replace("_", " "), record[name])
-    keyed = "keyed" if record["fingerprint_is_keyed"] else "not keyed"
-    grid.add_row(
-        "fingerprint", f"{record['fingerprint']} (rule {record['fingerprint_rule']}, {keyed})"
-    )
-    grid.add_row("digest", document["digest"])
-    parts: list[Any] = [grid]
-    if stored.arguments is not None:
-        parts += [Text("\narguments", style="bold"), _body(stored.arguments)]
-    for step in stored.steps:
-        title = f"\nstep {step.position}: {output.safe(step.name)}"
-        parts += [Text(title, style="bold"), _body(step.payload)]
-    return parts
-
-
-def _endings(document: dict[str, Any], outcomes: Sequence[StoredOutcome]) -> list[Any]:
-    """The audit, oldest first."""
-    parts: list[Any] = []
-    for outcome, kept in zip(document["outcomes"], outcomes, strict=True):
-        mark = ""
-        if outcome["is_withheld"]:
-            mark = ", withheld"
-            if outcome["is_replayed"]:
-                mark += ": retries get OutcomeUnavailable"
-        elif outcome["is_replayed"]:
-            mark = ", replayed to retries"
-        title = (
-            f"\noutcome of attempt {outcome['attempt']}: {outcome['ending']} at "
-            f"{outcome['settled_at']}, kept until {outcome['audit_ends_at']}{mark}"
-        )
-        parts += [Text(title, style="bold"), _body(kept.payload)]
-    if not document["outcomes"]:
-        parts.append(Text("\nno outcome is stored", style="dim"))
-    return parts
-
-
-def _body(payload: Payload) -> Padding:
-    name, body = inspection.readable_body(payload)
-    text = body if name != "body" else json.dumps(body, indent=2, ensure_ascii=False)
-    if len(text) > BODY_LIMIT_CHARACTERS:
-        left = len(text) - BODY_LIMIT_CHARACTERS
-        text = f"{text[:BODY_LIMIT_CHARACTERS]}\n… {left:,} more characters; --json shows all"
-    what = [payload.form, f"{payload.size_bytes:,} bytes"]
-    response = inspection.response_json(payload)
-    if response is not None:
-        lines = [inspection.status_text(response["status"])]
-        lines += [f"{name}: {value}" for name, value in response["headers"]]
-        text = "\n".join(lines) + (f"\n\n{text}" if payload.body else "")
-    elif payload.head:
-        what.append(payload.head.decode(errors="backslashreplace"))
-    if name == "body_base64":
-        what.append("in base 64")
-    shown = Text(output.safe(", ".join(what)) + "\n", style="dim")
-    shown.append(output.safe_lines(text), style="not dim")
-    return Padding(shown, (0, 0, 0, 2), expand=False)
 
 
 @app.command("release")

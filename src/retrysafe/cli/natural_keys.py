@@ -14,7 +14,7 @@ import typer
 
 from retrysafe.cli import options, output
 from retrysafe.cli.problems import usage
-from retrysafe.core.keys.framing import Part
+from retrysafe.core.keys.canonical import Part
 from retrysafe.core.keys.key import natural_key
 
 _FIELD: Final = re.compile(r"([^\W\d]\w*)=(.*)", re.DOTALL)

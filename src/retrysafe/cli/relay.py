@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
-from importlib import import_module
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from retrysafe.cli import options, output
-from retrysafe.cli.modules import imported
-from retrysafe.cli.problems import usage
+from retrysafe.cli.targets import check_target, chosen_target
 from retrysafe.core.ports import Store
 from retrysafe.relay import AsyncRelay, RelayPolicy, RelayReport, Target
-
-# Not an option: what is on a command line can be seen by everybody on the machine.
-SECRET_VARIABLE: Final = "RETRYSAFE_WEBHOOK_SECRET"
-_HTTP: Final = ("https", "http")
-_AMQP: Final = ("amqp", "amqps")
-_NATS: Final = ("nats", "tls")
-_SCHEMES: Final = (*_HTTP, *_AMQP, *_NATS, "python")
-_EXTRAS: Final = {"webhooks": "webhooks", "rabbitmq": "rabbitmq", "nats": "nats"}
 
 
 @options.examples(
     "retrysafe relay --store sqlite:///app.db --target https://example.com/hooks",
     "retrysafe relay --target amqp://guest@localhost/ --exchange orders",
     "retrysafe relay --target nats://localhost:4222 --prefix shop.",
+    "retrysafe relay --target kafka://localhost:9092 --prefix shop.",
+    "retrysafe relay --target 'sqs:///orders.fifo?region=eu-central-1'",
     "retrysafe relay --target python:shop.messages:deliver --drain --json",
 )
 def relay(
@@ -44,7 +35,8 @@ def relay(
         typer.Option(
             "--target",
             metavar="URL",
-            help="Where to: https://…, amqp://…, nats://…, or python:module:function.",
+            help="Where to: https://…, amqp://…, nats://…, kafka://…, sqs:///…, sns:///…, or "
+            "python:module:function.",
             show_default=False,
         ),
     ],
@@ -53,7 +45,8 @@ def relay(
         str, typer.Option("--exchange", metavar="NAME", help="The exchange of RabbitMQ.")
     ] = "",
     prefix: Annotated[
-        str, typer.Option("--prefix", metavar="TEXT", help="Before every subject of NATS.")
+        str,
+        typer.Option("--prefix", metavar="TEXT", help="Before subjects of NATS, topics of Kafka."),
     ] = "",
     concurrency: Annotated[
         int, typer.Option("--concurrency", min=1, max=1_000, help="Deliveries at a time.")
@@ -164,65 +157,6 @@ async def _relayed(
         close = getattr(target, "close", None)
         if close is not None:
             await close()
-
-
-def check_target(url: str, *, exchange: str = "", prefix: str = "") -> None:
-    """Raises a usage problem for a URL that names no target, and for options of another one."""
-    scheme, mark, _ = url.partition(":")
-    if not mark or scheme not in _SCHEMES:
-        raise usage(
-            f"{scheme!r} names no target: use https://…, amqp://…, nats://… or "
-            "python:module:function"
-        )
-    for option, value, schemes in (("--exchange", exchange, _AMQP), ("--prefix", prefix, _NATS)):
-        if value and scheme not in schemes:
-            raise usage(f"{option} is for {schemes[0]}://… targets, and {scheme}: has none")
-
-
-def chosen_target(url: str, *, exchange: str = "", prefix: str = "") -> Target:
-    """The target that a URL means; raises a usage problem."""
-    check_target(url, exchange=exchange, prefix=prefix)
-    scheme, _, rest = url.partition(":")
-    made: Target
-    if scheme in _HTTP:
-        # One on each line: while receivers change over, all of them sign.
-        secrets = os.environ.get(SECRET_VARIABLE, "").splitlines()
-        secrets = [secret for secret in secrets if secret]
-        if not secrets:
-            raise usage(
-                f"webhooks are signed: set {SECRET_VARIABLE}, for example to the output of: "
-                "openssl rand -hex 32"
-            )
-        made = _module("webhooks").AsyncWebhook(url, secrets)
-    elif scheme in _AMQP:
-        made = _module("rabbitmq").RabbitMQ(url, exchange=exchange)
-    elif scheme in _NATS:
-        made = _module("nats").NatsJetStream(url, prefix=prefix)
-    else:
-        made = _function(rest)
-    return made
-
-
-def _module(name: str) -> Any:
-    try:
-        return import_module(f"retrysafe.relay.targets.{name}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("retrysafe"):
-            raise
-        raise usage(
-            f"this target needs {error.name}: install retrysafe with its extra {_EXTRAS[name]}"
-        ) from error
-
-
-def _function(path: str) -> Any:
-    """A function by its path; raises a usage problem."""
-    module_name, mark, name = path.partition(":")
-    if not (mark and module_name and name):
-        raise usage(f"a function is named python:module:function, got python:{path}")
-    function = getattr(imported(module_name), name, None)
-    if not callable(function):
-        raise usage(f"{module_name} has no function {name}")
-    return function
 
 
 class _Bar:

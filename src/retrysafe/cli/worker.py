@@ -19,7 +19,7 @@ from retrysafe.async_idempotency import AsyncIdempotency
 from retrysafe.cli import options, output
 from retrysafe.cli.modules import imported
 from retrysafe.cli.problems import ExitCode, usage
-from retrysafe.cli.relay import check_target, chosen_target
+from retrysafe.cli.targets import check_target, chosen_target
 from retrysafe.core.keys.key import GLOBAL
 from retrysafe.core.ports import Store
 from retrysafe.idempotency import Idempotency

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from uuid import uuid4
 
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.keys.framing import Part
+from retrysafe.core.keys.canonical import Part
 from retrysafe.core.keys.key import KEY_LIMIT_CHARACTERS
 from retrysafe.errors import InvalidInput, KeyInvalid
 

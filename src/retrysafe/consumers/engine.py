@@ -22,7 +22,7 @@ from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Ending
 from retrysafe.core.nested_claims import nested
 from retrysafe.core.policy import FOREVER, Policy
-from retrysafe.core.values.annotations import codec_for
+from retrysafe.core.values.codec import codec_for
 from retrysafe.errors import InvalidInput
 from retrysafe.idempotency import Idempotency as BlockingIdempotency
 from retrysafe.runtime.calls import calls_of

@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote
 from retrysafe.consumers.engine import FingerprintRule, Policy
 from retrysafe.consumers.message import Message, PayloadInvalid
 from retrysafe.consumers.verdict import Action, BackOff
-from retrysafe.core.keys.framing import Part
+from retrysafe.core.keys.canonical import Part
 from retrysafe.core.keys.key import KEY_LIMIT_CHARACTERS, looks_derived, natural_key
 from retrysafe.errors import InvalidInput, KeyInvalid
 

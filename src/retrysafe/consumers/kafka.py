@@ -24,6 +24,7 @@ from retrysafe.consumers.message import Message
 from retrysafe.consumers.verdict import Action, Verdict
 from retrysafe.errors import InvalidInput
 from retrysafe.extras import missing_extra
+from retrysafe.librdkafka import option_name
 
 try:
     import confluent_kafka
@@ -45,20 +46,11 @@ _WAIT_SECONDS: Final = 0.5
 _KEEP_ALIVE_SECONDS: Final = 5.0
 # How often a rebalance asks for what has failed since, and so waits here again.
 _DRAIN_SECONDS: Final = 0.5
-# Names of librdkafka that have underscores, beside its callbacks.
-_WITH_UNDERSCORES: Final = frozenset({"log_level", "ssl_ca", "ssl_certificate", "ssl_key"})
 # How to reach the cluster, and as whom: what the producer of dead letters needs as well.
 _CONNECTION: Final = (
     *("security.", "sasl.", "ssl.", "ssl_", "enable.ssl.", "enable.sasl.", "oauth_cb", "https."),
     *("client.", "broker.", "socket.", "reconnect.", "api.", "plugin.", "message.max.bytes"),
 )
-
-
-def option_name(name: str) -> str:
-    """What librdkafka calls an option of Python."""
-    if name in _WITH_UNDERSCORES or name.endswith("_cb"):
-        return name
-    return name.replace("_", ".")
 
 
 class Partition:

@@ -16,8 +16,8 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from typing import Any, Final
-from urllib.parse import urlsplit
 
+from retrysafe.aws import ENCODING, client_options, decoded
 from retrysafe.consumers.broker import Buffer, not_buried
 from retrysafe.consumers.deadlines import RENEWALS_PER_DEADLINE
 from retrysafe.consumers.handler import KEY_HEADER
@@ -35,7 +35,6 @@ _DEAD_RETENTION_SECONDS: Final = 14 * 24 * 3600
 _REASON: Final = "Retrysafe-Reason"
 # A poll, a prolonging, a settlement, and one to spare: none of them waits for another.
 _THREADS: Final = 4
-_LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 class SqsQueue:
@@ -89,15 +88,13 @@ class SqsQueue:
         self._threads = ThreadPoolExecutor(_THREADS, "retrysafe-sqs")
 
     def _options(self, *, has_credentials: bool) -> dict[str, Any]:
-        config = import_module("botocore.config").Config(
-            connect_timeout=5, read_timeout=self._wait_seconds + 10, retries={"max_attempts": 2}
+        return client_options(
+            self._endpoint,
+            has_credentials=has_credentials,
+            connect_seconds=5,
+            read_seconds=self._wait_seconds + 10,
+            attempts=3,
         )
-        options: dict[str, Any] = {"endpoint_url": self._endpoint, "config": config}
-        host = urlsplit(self._endpoint or "").hostname
-        if host in _LOOPBACK and not has_credentials:
-            # A service on this machine that imitates SQS asks for credentials and checks none.
-            options |= {"aws_access_key_id": "local", "aws_secret_access_key": "local"}
-        return options
 
     async def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         call = partial(getattr(self._client, method), **arguments)
@@ -180,7 +177,7 @@ class SqsQueue:
             if "StringValue" in value
         }
         return Message(
-            found["Body"].encode(),
+            decoded(found["Body"], headers.get(ENCODING)),
             headers,
             identity=found["MessageId"],
             deliveries=int(system.get("ApproximateReceiveCount", 1)),

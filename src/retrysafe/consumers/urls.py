@@ -21,6 +21,10 @@ SHAPES: Final = (
 )
 
 
+# The libraries that speak to RabbitMQ: their modules here, and their classes.
+_AMQP_CLIENTS: Final = {"aio-pika": ("amqp", "RabbitQueue"), "pika": ("pika", "PikaQueue")}
+
+
 class QueueUrlInvalid(InvalidInput):
     """The URL names no queue that retrysafe can consume from."""
 
@@ -107,13 +111,18 @@ def _nats(url: _Url) -> Broker:
 
 
 def _amqp(url: _Url) -> Broker:
-    options: dict[str, Any] = url.taken("queue", "dead_letter", "group")
+    options: dict[str, Any] = url.taken("queue", "dead_letter", "group", "client")
     queue = url.needed("queue")
     del options["queue"]
-    module = import_module("retrysafe.consumers.amqp")
+    usual = "pika" if find_spec("aio_pika") is None and find_spec("pika") else "aio-pika"
+    client = options.pop("client", usual)
+    if client not in _AMQP_CLIENTS:
+        raise QueueUrlInvalid(f"client is {' or '.join(_AMQP_CLIENTS)}, got {client!r}")
+    module_name, kind = _AMQP_CLIENTS[client]
+    module = import_module(f"retrysafe.consumers.{module_name}")
     # The path is the virtual host, spelled as it was given: "/" alone is the usual one.
     server = f"{url.scheme}://{url.authority}/{quote(url.path, safe='')}"
-    made: Broker = module.RabbitQueue(server, queue, **options)
+    made: Broker = getattr(module, kind)(server, queue, **options)
     return made
 
 

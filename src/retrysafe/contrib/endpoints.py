@@ -22,10 +22,12 @@ from retrysafe.http.asgi_io import exact_path, is_below, is_protected
 from retrysafe.http.asgi_run import App, Receive, Scope, Send
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
+from retrysafe.http.ignored_keys import NOTICED_NAME, keys_in
 from retrysafe.http.key_sources import FieldsKey
 from retrysafe.http.limits import Limits
+from retrysafe.http.pages import POLICY_PATH, STATUS_PATH
 from retrysafe.http.policy_page import PolicyReaders
-from retrysafe.http.protection import POLICY_PATH, STATUS_PATH, STORE_TIMEOUT, Protection
+from retrysafe.http.protection import STORE_TIMEOUT, Protection
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response, response_of
 from retrysafe.http.routes import (
@@ -35,7 +37,6 @@ from retrysafe.http.routes import (
     require_one_operation,
 )
 from retrysafe.http.rules import Rule
-from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.runtime.calls import calls_of
 
 # Where the attempt is in the request's state, for endpoints.
@@ -43,7 +44,7 @@ STATE_NAME: Final = "idempotency"
 
 
 def attempt_in(state: Mapping[str, Any]) -> Attempt | AtomicAttempt[Any] | None:
-    """The attempt that a request runs as; None when it runs unprotected."""
+    """The attempt that a request runs as; None when it has no claim."""
     found = state.get(STATE_NAME)
     return found if isinstance(found, Attempt | AtomicAttempt) else None
 
@@ -74,7 +75,7 @@ class EndpointPath:
 class Served:
     """An endpoint of an application, ready for requests."""
 
-    __slots__ = ("_converted", "_is_on", "_middleware", "endpoint", "route")
+    __slots__ = ("_convert", "_converted", "_is_on", "_middleware", "endpoint", "route")
 
     def __init__(
         self, middleware: IdempotencyMiddleware, route: Route, endpoint: EndpointPath
@@ -86,7 +87,10 @@ class Served:
         self._is_on = route.rule.protected
         source = route.rule.key
         # The parameters whose converted values are part of the key.
-        self._converted = source.converted_parameters if isinstance(source, FieldsKey) else ()
+        self._converted: tuple[str, ...] = ()
+        self._convert: Convert | None = None
+        if isinstance(source, FieldsKey) and source.parameters:
+            self._converted, self._convert = source.converted_parameters, endpoint.convert
 
     @property
     def is_shown(self) -> bool:
@@ -119,15 +123,14 @@ class Served:
             if root and not is_below(path, root):
                 path = root.rstrip("/") + path
         path = exact_path(scope, path)
-        request = Request(
-            method, path, scope.get("query_string", b""), scope["headers"], b"", scope
-        )
         parameters = scope.get("path_params") or NO_PARAMETERS
-        if self._converted and self.endpoint.convert is not None:
-            parameters = self.endpoint.convert(self._converted, parameters)
+        if self._convert is not None:
+            parameters = self._convert(self._converted, parameters)
+        query = scope.get("query_string", b"")
+        request = Request(method, path, query, scope["headers"], b"", scope, parameters)
         depth = self.endpoint.depth
         prefix = root.rsplit("/", depth)[0] if depth else root
-        await self._middleware.protect((self.route, parameters), request, prefix, receive, send)
+        await self._middleware.protect(self.route, request, prefix, receive, send)
 
 
 class Endpoints:
@@ -188,7 +191,7 @@ class Endpoints:
             require_name_at_host(located)
         return Served(self._pages.around(app), Route(located, self.calls.settings), endpoint)
 
-    def note_unmatched(self, scope: Scope, route: str) -> None:
+    def note_ignored_key(self, scope: Scope, route: str) -> None:
         """Tells of a key that comes to an endpoint without a rule, which is about to be run."""
         method = scope["method"].upper()
         keys = keys_in(method, scope["headers"])
@@ -198,7 +201,7 @@ class Endpoints:
             PROTECTED_NAME in scope and is_protected(scope)
         )
         if keys and NOTICED_NAME not in scope and not is_run:
-            self.protection.unmatched.note(self.calls.report, method, route, keys)
+            self.protection.ignored_keys.note(self.calls.report, method, route, keys)
 
     async def show_page(self, scope: Scope, send: Send, path: str, prefix: str) -> None:
         """Answers with the policy page or a status page; the path is the application's own."""

@@ -51,7 +51,7 @@ class _Idempotent(params.Depends):
     """A dependency that has an endpoint run once per key; its value is the attempt.
 
     That is an `Attempt`, an `AtomicAttempt` when the rule has a transaction, and None for a request
-    that runs unprotected: without a key where that is optional. Of several the nearest to the
+    that passes: without a key where that is optional. Of several the nearest to the
     endpoint counts.
     """
 
@@ -102,7 +102,7 @@ class IdempotentRoute(APIRoute):
             if served is not None:
                 await served(scope, receive, send)
                 return
-            retrysafe.note_unmatched(scope, self.path)
+            retrysafe.note_ignored_key(scope, self.path)
         await self.run(scope, receive, send)
 
     async def run(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -11,8 +11,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from io import BytesIO
-from itertools import chain
 from typing import Any, Final, TypeVar, cast
 
 from retrysafe.extras import missing_extra
@@ -24,6 +22,16 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra(__name__, "flask", error) from error
 
+from retrysafe.contrib.flask_io import (
+    body_of,
+    headers_of,
+    is_held,
+    kept_body,
+    native_of,
+    outcome_of,
+    unread_request,
+    with_headers,
+)
 from retrysafe.contrib.views import (
     RULE_NAME,
     ViewRun,
@@ -39,12 +47,14 @@ from retrysafe.errors import InvalidInput
 from retrysafe.http import thread_requests
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf, require_blocking
-from retrysafe.http.held_response import Held, passes_at_once
+from retrysafe.http.held_response import passes_at_once
+from retrysafe.http.ignored_keys import NOTICED_NAME, keys_in
 from retrysafe.http.limits import Limits
+from retrysafe.http.pages import POLICY_PATH, STATUS_PATH
+from retrysafe.http.plan import Plan
 from retrysafe.http.policy_page import PolicyReaders
-from retrysafe.http.protection import POLICY_PATH, STATUS_PATH, Plan, Protection
-from retrysafe.http.request import Request
-from retrysafe.http.responses import Header, Response
+from retrysafe.http.protection import Protection
+from retrysafe.http.responses import Response
 from retrysafe.http.routes import (
     NO_PARAMETERS,
     Match,
@@ -53,17 +63,14 @@ from retrysafe.http.routes import (
     require_parameters,
 )
 from retrysafe.http.rules import Rule
-from retrysafe.http.unmatched import NOTICED_NAME, keys_in
-from retrysafe.http.wsgi import is_run, prefix_of, request_of
+from retrysafe.http.wsgi import is_run, prefix_of
 from retrysafe.http.wsgi_run import ATTEMPT_NAME
 from retrysafe.idempotency import Idempotency
 
 EXTENSION: Final = "retrysafe"
 POLICY_ENDPOINT: Final = "idempotency_policy"
 STATUS_ENDPOINT: Final = "idempotency_status"
-_BODY_NAME: Final = "retrysafe.body"
 _KEY_NAME: Final = "HTTP_IDEMPOTENCY_KEY"
-_READ_BYTES: Final = 64 * 1024
 # Where the function of a protected view notes that a decorator stands above it.
 _BELOW_NAME: Final = "retrysafe_is_below"
 
@@ -131,7 +138,7 @@ class Retrysafe:
             challenge=challenge,
             breaker=breaker,
             limits=limits,
-            outcome_of=_outcome_of,
+            outcome_of=outcome_of,
         )
         app.extensions[EXTENSION] = _Protected(app, calls, protection)
 
@@ -183,12 +190,14 @@ class _Protected:
         self._is_in_order = False
         # Before any other code of the application has read the body.
         request_started.connect(self._keep_body, app)
-        pages = [(protection.policy_path, POLICY_ENDPOINT)] if protection.has_policy_page else []
+        pages = (
+            [(protection.pages.policy_path, POLICY_ENDPOINT)] if protection.pages.has_policy else []
+        )
         for path, endpoint in (
             *pages,
             # Without a key there is nothing to tell, which is better said here than by a view.
-            (protection.status_path, STATUS_ENDPOINT),
-            (f"{protection.status_path}<path:key>", STATUS_ENDPOINT),
+            (protection.pages.status_path, STATUS_ENDPOINT),
+            (f"{protection.pages.status_path}<path:key>", STATUS_ENDPOINT),
         ):
             app.add_url_rule(path, endpoint, self._show_page, methods=["GET"], merge_slashes=False)
         if protection.table.routes:
@@ -199,12 +208,12 @@ class _Protected:
 
     def _show_page(self, key: str | None = None) -> FlaskResponse:
         del key  # The path has it as well.
-        asked = _request()
+        asked = unread_request()
         path = request.path
-        if path == self._protection.policy_path:
-            self._protection.endpoints = tuple(self._view_routes())
+        if path == self._protection.pages.policy_path:
+            self._protection.pages.endpoints = tuple(self._view_routes())
         prefix = prefix_of(request.environ)
-        return _native(thread_requests.page(self._protection, self._calls, path, asked, prefix))
+        return native_of(thread_requests.page(self._protection, self._calls, path, asked, prefix))
 
     def _view_routes(self) -> Iterator[Route]:
         for url_rule in self._app.url_map.iter_rules():
@@ -290,7 +299,7 @@ class _Protected:
         else:
             route = self._route(rule, request.url_rule)
         if route is not None and route.rule.protected:
-            _kept_body(route.rule.request_limit_bytes)
+            kept_body(route.rule.request_limit_bytes)
         elif route is None and rule is None and _KEY_NAME in request.environ:
             self._pass()
 
@@ -301,11 +310,11 @@ class _Protected:
         table = self._protection.table
         if url_rule is None or around or table.is_covered(method, request.path):
             return
-        keys = keys_in(method, _request().raw_headers)
+        keys = keys_in(method, unread_request().raw_headers)
         # A middleware around the application looks after its own requests.
         if keys and NOTICED_NAME not in environ:
-            unmatched = self._protection.unmatched
-            unmatched.note(self._calls.report, method, url_rule.rule, keys)
+            ignored = self._protection.ignored_keys
+            ignored.note(self._calls.report, method, url_rule.rule, keys)
 
     # Answers.
 
@@ -335,28 +344,28 @@ class _Protected:
             return view()
         if NOTICED_NAME in request.environ:
             request.environ[NOTICED_NAME].append(self)
-        asked = _request()
+        asked = unread_request()
         # A rule's pattern may have names of its own; of the view's, Flask has made values.
         asked.parameters = {**taken, **(request.view_args or {})}
         protection, prefix = self._protection, prefix_of(request.environ)
         plan = protection.begin(route, asked, prefix, is_on_loop=False)
         if isinstance(plan, Response):
-            return _native(plan)
+            return native_of(plan)
         if plan is None:
             g.idempotency = None
             return view()
-        body = _kept_body(route.rule.request_limit_bytes)
+        body = kept_body(route.rule.request_limit_bytes)
         if body is None:
-            return _native(protection.refusals.too_large(route, asked, prefix, plan.key))
+            return native_of(protection.refusals.too_large(route, asked, prefix, plan.key))
         asked.body = body
         if protection.is_cut_off(asked):
-            return _native(protection.refusals.cut_off(asked, prefix, plan.key))
+            return native_of(protection.refusals.cut_off(asked, prefix, plan.key))
         return self._answer_plan(plan, view)
 
     def _answer_plan(self, plan: Plan, view: Callable[[], Any]) -> Any:
         run = ViewRun(functools.partial(_run_view, plan, view), FlaskResponse.close)
         response, added = run.answered(self._protection, self._calls, plan)
-        return _native(response) if added is None else _with_headers(run.native, added)
+        return native_of(response) if added is None else with_headers(run.native, added)
 
 
 def _has_rule(view: Any) -> bool:
@@ -386,116 +395,10 @@ def _run_view(
         # Raises again what no handler answers; Flask then goes its usual way to 500.
         native = app.make_response(app.handle_user_exception(error))
     try:
-        headers = _headers_of(native)
-        if passes_at_once(plan, headers) or not _is_held(native, plan):
+        headers = headers_of(native)
+        if passes_at_once(plan, headers) or not is_held(native, plan):
             return native, Response(native.status_code, headers, b"", is_streamed=True)
-        return native, Response(native.status_code, headers, _body_of(native))
+        return native, Response(native.status_code, headers, body_of(native))
     except BaseException:
         native.close()
         raise
-
-
-def _is_held(native: FlaskResponse, plan: Plan) -> bool:
-    """Whether the whole response is in memory; a stream past its limits goes on as it comes."""
-    # Files are sent past Python otherwise, and could not be read here.
-    native.direct_passthrough = False
-    if not native.is_streamed:
-        return True
-    source: Any = native.response
-    held, pieces = Held(plan), native.iter_encoded()
-    is_whole = all(map(held.take, pieces))
-    close = getattr(source, "close", None)
-    if close is not None:
-        # What takes its place has no close of its own.
-        native.call_on_close(close)
-    native.response = [bytes(held.body)] if is_whole else chain([bytes(held.body)], pieces)
-    return is_whole
-
-
-def _outcome_of(value: Any) -> Response:
-    """The response that a view means by what it returns; for completing inside a transaction."""
-    if type(value) is Response:
-        return value
-    native = current_app.make_response(value)
-    return Response(native.status_code, _headers_of(native), _body_of(native))
-
-
-def _headers_of(native: FlaskResponse) -> list[Header]:
-    return [
-        (name.lower().encode("latin-1"), value.encode("latin-1"))
-        for name, value in native.headers.items()
-    ]
-
-
-def _body_of(native: FlaskResponse) -> bytes:
-    native.direct_passthrough = False
-    return native.get_data()
-
-
-def _with_headers(native: FlaskResponse, headers: Iterable[Header]) -> FlaskResponse:
-    for name, value in headers:
-        native.headers.add(name.decode("latin-1"), value.decode("latin-1"))
-    return native
-
-
-def _native(response: Response) -> FlaskResponse:
-    native = current_app.response_class(response.body, response.status)
-    # Flask would call a response without a type HTML.
-    native.headers.clear()
-    return _with_headers(native, response.headers)
-
-
-def _request() -> Request:
-    asked = request_of(request.environ)
-    asked.host = _plain_request()
-    return asked
-
-
-def _plain_request() -> Any:
-    """Flask's request itself, and not the proxy that means another one in every thread."""
-    proxy: Any = request
-    return proxy._get_current_object()  # noqa: SLF001 — the proxy's documented way in.
-
-
-def _kept_body(limit_bytes: int) -> bytes | None:
-    """The whole body, which stays readable in every way that Flask has; None past the limit."""
-    environ = request.environ
-    if _BODY_NAME not in environ:
-        environ[_BODY_NAME] = _read_body(limit_bytes)
-    body: bytes | None = environ[_BODY_NAME]
-    return body
-
-
-def _read_body(limit_bytes: int) -> bytes | None:
-    length = request.content_length
-    if length is not None and length > limit_bytes:
-        return None
-    read: dict[str, Any] = _plain_request().__dict__
-    cached: bytes | None = read.get("_cached_data")
-    if cached:
-        # Somebody has called `get_data`, which keeps what it reads.
-        return cached if len(cached) <= limit_bytes else None
-    if "stream" in read and length != 0:
-        # With an empty body in its place, any two requests would count as the same one.
-        raise InvalidInput(
-            "the body was read before the view was reached, so it cannot be compared: use "
-            "functools.wraps in the decorators above idempotent, and it is kept in time"
-        )
-    chunks: list[bytes] = []
-    left = limit_bytes + 1
-    while left > 0:
-        chunk = request.stream.read(min(left, _READ_BYTES))
-        if not chunk:
-            break
-        chunks.append(chunk)
-        left -= len(chunk)
-    if left <= 0:
-        return None
-    body = b"".join(chunks)
-    request.environ["wsgi.input"] = BytesIO(body)
-    if length is None:
-        # A length that was declared stays: it tells whether all of the body has arrived.
-        request.environ["CONTENT_LENGTH"] = str(len(body))
-    # Made anew, from the input that was just put there.
-    read.pop("stream", None)
-    return body

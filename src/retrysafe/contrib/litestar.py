@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
@@ -121,9 +122,9 @@ class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
                     Components(security_schemes=_security_schemes(*known.scheme)),
                     *(own if isinstance(own, list) else [own]),
                 ]
-        status_path = self.protection.status_path.rstrip("/")
-        if self.protection.has_policy_page:
-            policy_path = self.protection.policy_path
+        status_path = self.protection.pages.status_path.rstrip("/")
+        if self.protection.pages.has_policy:
+            policy_path = self.protection.pages.policy_path
             app_config.route_handlers.append(asgi(policy_path, copy_scope=False)(_page(self)))
         app_config.route_handlers += (
             # A mount, because a key may have slashes.
@@ -151,7 +152,7 @@ class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
                     told = replace(told, security=None)
                 base = getattr(handler.operation_class, _BASE, handler.operation_class)
                 handler.operation_class = _described(base, told)
-        self.protection.endpoints = tuple(self._shown.values())
+        self.protection.pages.endpoints = tuple(self._shown.values())
 
     @asynccontextmanager
     async def lifespan(self, app: Litestar) -> AsyncIterator[None]:
@@ -179,7 +180,7 @@ class _Guard:
             self._get_to_know(scope)
         if self._served is None or scope["type"] != "http":
             if scope["type"] == "http":
-                self._plugin.note_unmatched(scope, scope["path_template"])
+                self._plugin.note_ignored_key(scope, scope["path_template"])
             await self.app(scope, receive, send)
             return
         # Litestar takes the root path and the mount out of the path.
@@ -216,7 +217,22 @@ def endpoint_path(handler: Any, path: str) -> EndpointPath:
     methods = getattr(handler, "http_methods", None)
     if methods is None:
         return EndpointPath(min(handler.paths).rstrip("/") + "/*" if handler.is_mount else path)
-    return EndpointPath(path, frozenset(str(getattr(item, "value", item)) for item in methods))
+    served = frozenset(str(getattr(item, "value", item)) for item in methods)
+    return EndpointPath(path, served, convert=_plain_paths)
+
+
+def _plain_paths(names: tuple[str, ...], parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The parameters, with those of `{id:path}` as a handler reads them that takes a `Path`.
+
+    Litestar gives the text with a slash in front, which nothing else begins with: `/a/./b` is the
+    path `/a/b`, and `/07` may be order 7.
+    """
+    return {
+        name: str(PurePosixPath(value)).removeprefix("/")
+        if isinstance(value, str) and value.startswith("/")
+        else value
+        for name, value in parameters.items()
+    }
 
 
 def _handlers(route: BaseRoute) -> Iterable[Any]:
@@ -256,7 +272,7 @@ def _page(plugin: RetrysafePlugin, mount: str = "") -> Any:
             if raw
             else mount + asked["path"].rstrip("/")
         )
-        if not plugin.protection.has_page(path):
+        if not plugin.protection.pages.serve(path):
             raise NotFoundException  # Litestar takes every path that starts like the mount.
         await plugin.show_page(asked, send, path, prefix)  # type: ignore[arg-type]
 

@@ -105,8 +105,8 @@ def description_of(route: Route, protection: Protection, *, has_callers: bool) -
         "A retry gets the first response again, marked with `Idempotent-Replayed: true`, for "
         f"{retention} after the first one. A duplicate of a request that still runs {duplicate}."
     )
-    if protection.has_policy_page:
-        text += f" See [the idempotency policy]({protection.policy_path})."
+    if protection.pages.has_policy:
+        text += f" See [the idempotency policy]({protection.pages.policy_path})."
     parameters = []
     if has_header:
         quotes = "" if rule.strict else "; also taken without the quotes"

@@ -96,9 +96,9 @@ class Retrysafe(Endpoints):
         setattr(app.state, _STATE_NAME, self)
         self._served: dict[Any, Served] = {}
         page = _Page(self)
-        pages = [self.protection.status_path + "{key:path}"]
-        if self.protection.has_policy_page:
-            pages.insert(0, self.protection.policy_path)
+        pages = [self.protection.pages.status_path + "{key:path}"]
+        if self.protection.pages.has_policy:
+            pages.insert(0, self.protection.pages.policy_path)
         for path in pages:
             # In front: a mount at the root would take them.
             app.router.routes.insert(
@@ -151,7 +151,7 @@ class Retrysafe(Endpoints):
             yield from guards_of(route, endpoint)
 
     def _list(self) -> None:
-        self.protection.endpoints = tuple(
+        self.protection.pages.endpoints = tuple(
             served.route for served in self._served.values() if served.is_shown
         )
 

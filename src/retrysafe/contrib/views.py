@@ -16,7 +16,8 @@ from retrysafe.core.attempt import Attempt
 from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.http import thread_requests
 from retrysafe.http.key_sources import FieldsKey
-from retrysafe.http.protection import Plan, Protection
+from retrysafe.http.plan import Plan
+from retrysafe.http.protection import Protection
 from retrysafe.http.responses import Header, Response
 from retrysafe.http.rules import Rule
 from retrysafe.runtime.calls import Calls

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar, TypeVarTuple, overload
 from retrysafe.core.atomic.complete_in import JoinedOutcome, complete_in
 from retrysafe.core.call import Call
 from retrysafe.core.checks import require_function
-from retrysafe.core.keys.framing import Part
+from retrysafe.core.keys.canonical import Part
 from retrysafe.core.keys.key import Key, checked_secret, child_key
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import ClaimAnswer, Decision, StagedEntry
@@ -34,9 +34,6 @@ Ts = TypeVarTuple("Ts")
 # The first may go over a connection that died while the process stood still, and is then no answer
 # of the store; the second goes over a fresh one. An answer ends the tries.
 HOLD_TRIES: Final = 2
-
-# Looked up once: members of an enum are dear to look up on every call.
-_ADMIT: Final = Decision.ADMIT
 
 
 class Attempt:
@@ -82,7 +79,7 @@ class Attempt:
         # What tells its request from the one that it has corrected; empty for all others.
         self._correction = granted.correction
         # Not the same as number 1: an operator's release starts the numbers over.
-        self.is_first = granted.decision is _ADMIT
+        self.is_first = granted.decision is Decision.ADMIT
         nest = call.nest
         if nest is not None:
             self.held = nest.held

@@ -58,13 +58,6 @@ class CachedOutcome:
         """What is replayed."""
         return Payload(*self.kept[_PAYLOAD])
 
-    def is_of(self, fingerprint: Fingerprint) -> bool:
-        """Whether the request that it is the outcome of has this for its first fingerprint."""
-        kept = self.kept
-        return bool(
-            kept[_FIRST_PAIR + 1] == fingerprint.digest and kept[_FIRST_PAIR] == fingerprint.rule
-        )
-
     @property
     def fingerprints(self) -> tuple[Fingerprint, ...]:
         """What was asked for."""
@@ -80,7 +73,7 @@ class ReplayCache:
     would push what the operations work with out of the processor's own caches, and what is asked
     for again and again out of this one.
 
-    `find` and `replay` need no lock; whoever calls the others holds one.
+    `find` needs no lock; whoever calls the others holds one.
     """
 
     __slots__ = (
@@ -124,25 +117,6 @@ class ReplayCache:
             return None
         # A stale entry stays until it is replaced or pushed out: only the writers hold the lock.
         return CachedOutcome(kept) if monotonic < kept[0] else None
-
-    def replay(
-        self, digest: bytes, monotonic: float, fingerprint: Fingerprint
-    ) -> tuple[Payload, int] | None:
-        """The outcome and its attempt, if it is fresh and its request is told by this fingerprint.
-
-        What `find` tells, without an object for it: most replays need nothing else.
-        """
-        # In this order: what is moved is in the other part before it leaves this one.
-        kept = self.new.get(digest) or self.replayed.get(digest)
-        if (
-            kept is None
-            or monotonic >= kept[0]
-            or len(kept) == _FIRST_PAIR
-            or kept[_FIRST_PAIR + 1] != fingerprint.digest
-            or kept[_FIRST_PAIR] != fingerprint.rule
-        ):
-            return None
-        return Payload(kept[3], kept[4], kept[5]), kept[1]
 
     def keep(
         self,

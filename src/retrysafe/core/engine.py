@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from retrysafe.core.atomic.run import AtomicRunner, Transacting
-from retrysafe.core.cache import CachedOutcome, ReplayCache
+from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.flights import Flight, Flights, Phase, Requested, is_same_request
@@ -47,14 +47,8 @@ POLL_SECONDS: Final = 0.02
 POLL_MAXIMUM_SECONDS: Final = 0.5
 POLL_GROWTH: Final = 1.5
 
-_LANDED: Final = Phase.LANDED
 _BUSY: Final = frozenset({Phase.RUNNING, Phase.AWAITING})
 _GRANTED: Final = frozenset({Decision.ADMIT, Decision.TAKE_OVER, Decision.CONFIRM})
-# Looked up once: members of an enum are dear to look up on every call.
-_ADMIT: Final = Decision.ADMIT
-_REPLAYED: Final = EventKind.REPLAYED
-_WAIT: Final = InFlight.WAIT
-
 
 Claim = Callable[[ClaimRequest], Awaitable[ClaimAnswer]]
 
@@ -77,7 +71,7 @@ class Engine:
         self._flights = flights = Flights(ports.lock)
         settler = Settler(ports)
         self._runner = runner = Runner(ports, settings, flights, cache, settler)
-        self._nested_runner = NestedRunner(ports, flights, runner, self.ask)
+        self._nested_runner = NestedRunner(ports, runner, self.answer)
         self._atomic_runner = AtomicRunner(ports, settings, flights, runner, settler)
 
     async def answer(
@@ -97,23 +91,14 @@ class Engine:
         Raises `KeyReused`, `OperationInFlight`, the stored failure, `OutcomeUnavailable`,
         `ClaimLost`, `OutcomeNotStored` or `StoreUnavailable`, and what the operation raises.
         """
-        remembered = self.recall(call)
-        if remembered is not None:
-            return remembered
-        return await self.ask(call, operation, args, kwargs, transacting)
-
-    async def ask(
-        self,
-        call: Call,
-        operation: Callable[..., Any],
-        args: Any = None,
-        kwargs: Any = None,
-        transacting: Transacting | None = None,
-    ) -> Answer[Any]:
-        """As `answer`, where `recall` has just found nothing."""
+        # A level inside of another is claimed with it, whatever is remembered of its key.
+        if call.nest is None or not call.nest.held:
+            remembered = self.recall(call)
+            if remembered is not None:
+                return remembered
         asked = self._monotonic()
         wait_until: float | None = None
-        if call.policy.in_flight is _WAIT:
+        if call.policy.in_flight is InFlight.WAIT:
             wait_until = asked + call.policy.wait_seconds
         digest = call.key.digest
         while True:
@@ -123,41 +108,19 @@ class Engine:
                 if flight is mine:
                     if transacting is not None:
                         return await self._atomic_runner.lead(flight, call, operation, transacting)
-                    request = ClaimRequest(
-                        call.key,
-                        call.fingerprints,
-                        self._mint_token(),
-                        call.policy.lease_ms,
-                        call.operation,
-                        self._owner,
-                        call.arguments,
-                        call.nothing_happened is not None,
+                    return await self._lead(
+                        flight, call, operation, args, kwargs, asked, wait_until
                     )
-                    claim: Claim = self._writer.claim
-                    if call.recovers is not None:
-                        claim = self._takeover(call.recovers)
-                    try:
-                        told = await claim(request)
-                    except StoreUnavailable as error:
-                        told = await self._claim_again(flight, request, claim, error)
-                    # Nothing starts on a claim whose lease has run out, see `_contend`.
-                    if told.decision is not _ADMIT or self._is_late(told, asked):
-                        granted = await self._contend(
-                            flight, call, request, claim, told, asked, wait_until
-                        )
-                        if isinstance(granted, Answer):
-                            return granted
-                        told, asked = granted
-                    if call.nest is not None:
-                        call.nest.token = request.token
-                    run = self._runner.run if call.inner is None else self._nested_runner.run
-                    return await run(flight, call, operation, args, kwargs, request, told, asked)
             finally:
                 # Here, where no signal comes in between: a flight that nobody lands would refuse
                 # every later caller of the key, or let them wait for ever.
-                mine.phase = _LANDED
+                mine.phase = Phase.LANDED
                 self._flights.land(digest, mine)
-            answer = await self._follow(flight, call, wait_until)
+            try:
+                answer = await self._follow(flight, call, wait_until, mine)
+            finally:
+                if call.waiters is not None:
+                    call.waiters.leave(mine)
             if answer is not None:
                 return answer
             asked = self._monotonic()
@@ -167,43 +130,16 @@ class Engine:
 
         Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
         """
-        cache, digest = self._cache, call.key.digest
-        # Of a new key, all that is looked at.
-        if cache is None or (digest not in cache.new and digest not in cache.replayed):
-            return None
-        found = cache.replay(digest, self._monotonic(), call.fingerprints[0])
-        if found is None:
-            cached = self.remembered(call)
-            if cached is None:
-                return None
-            found = cached.payload, cached.attempt
-        if digest in cache.new:
-            with self._lock:
-                cache.move(digest)
-        return self._replay(call, *found, "process")
-
-    def remembered(self, call: Call) -> CachedOutcome | None:
-        """What this process remembers of the key's outcome; raises `KeyReused`."""
         if self._cache is None:
             return None
         # One look-up of a dictionary is atomic, so a miss takes no lock.
         cached = self._cache.find(call.key.digest, self._monotonic())
-        if cached is not None and not cached.is_of(call.fingerprints[0]):
-            self._check_same(call, cached, "process")
-        return cached
-
-    def repeats(self, call: Call, outcome: CachedOutcome) -> bool:
-        """Whether this outcome, remembered for this very call, is still all that is known of it.
-
-        It counts as a replay then.
-        """
-        if self._cache is None:
-            return False
-        cached = self._cache.find(call.key.digest, self._monotonic())
-        if cached is None or cached.kept is not outcome.kept:
-            return False
-        self._report(_REPLAYED, call.key, call.operation, cached.attempt, source="process")
-        return True
+        if cached is None:
+            return None
+        self._check_same(call, cached, "process")
+        with self._lock:
+            self._cache.move(call.key.digest)
+        return self._replay(call, cached.payload, cached.attempt, "process")
 
     def is_in_flight(self, call: Call) -> bool:
         """Whether the key's operation is known to run, so that no store need be asked of it.
@@ -230,9 +166,49 @@ class Engine:
 
     # Admission: the leader asks the store.
 
-    def _takeover(self, held: bytes) -> Claim:
-        """How a worker claims: from the owner of that token and from nobody else."""
-        return partial(self._store.take_over, held=held)
+    async def _lead(
+        self,
+        flight: Flight,
+        call: Call,
+        operation: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        asked: float,
+        wait_until: float | None,
+    ) -> Answer[Any]:
+        """Claims the key, and runs the operation under the claim; raises as `answer` does."""
+        request = ClaimRequest(
+            key=call.key,
+            fingerprints=call.fingerprints,
+            token=self._mint_token(),
+            lease_ms=call.policy.lease_ms,
+            operation=call.operation,
+            owner=self._owner,
+            arguments=call.arguments,
+            takes_corrections=call.nothing_happened is not None,
+        )
+        claim: Claim = self._writer.claim
+        if call.recovers is not None:
+            # A worker claims from the owner of that token, and from nobody else.
+            claim = partial(self._store.take_over, held=call.recovers)
+        try:
+            told = await claim(request)
+        except StoreUnavailable as error:
+            told = await self._claim_again(flight, request, claim, error)
+        # Nothing starts on a claim whose lease has run out, see `_contend`.
+        if told.decision is not Decision.ADMIT or self._is_late(told, asked):
+            try:
+                granted = await self._contend(flight, call, request, claim, told, asked, wait_until)
+            finally:
+                if call.waiters is not None:
+                    call.waiters.leave(flight)
+            if isinstance(granted, Answer):
+                return granted
+            told, asked = granted
+        if call.nest is not None:
+            call.nest.token = request.token
+        run = self._runner.run if call.inner is None else self._nested_runner.run
+        return await run(flight, call, operation, args, kwargs, request, told, asked)
 
     def _is_late(self, granted: ClaimAnswer, asked: float) -> bool:
         return self._monotonic() >= asked + granted.remaining_ms / 1000
@@ -248,22 +224,6 @@ class Engine:
         wait_until: float | None,
     ) -> Answer[Any] | tuple[ClaimAnswer, float]:
         """Goes on from a first answer that let nothing start: a replay, or a grant in the end."""
-        try:
-            return await self._contended(flight, call, request, claim, answer, asked, wait_until)
-        finally:
-            if call.waiters is not None:
-                call.waiters.leave(flight)
-
-    async def _contended(
-        self,
-        flight: Flight,
-        call: Call,
-        request: ClaimRequest,
-        claim: Claim,
-        answer: ClaimAnswer,
-        asked: float,
-        wait_until: float | None,
-    ) -> Answer[Any] | tuple[ClaimAnswer, float]:
         poll_seconds = POLL_SECONDS
         late_answers = 0
         while True:
@@ -350,19 +310,9 @@ class Engine:
     # Admission: a follower waits for its leader's news.
 
     async def _follow(
-        self, flight: Flight, call: Call, wait_until: float | None
-    ) -> Answer[Any] | None:
-        """What the flight gives this caller; None when it must ask for itself."""
-        waiter = object()
-        try:
-            return await self._followed(flight, call, wait_until, waiter)
-        finally:
-            if call.waiters is not None:
-                call.waiters.leave(waiter)
-
-    async def _followed(
         self, flight: Flight, call: Call, wait_until: float | None, waiter: object
     ) -> Answer[Any] | None:
+        """What the flight gives this caller; None when it must ask for itself."""
         while True:
             phase = flight.phase
             if phase is not Phase.CLAIMING and phase is not Phase.LANDED:
@@ -430,8 +380,7 @@ class Engine:
     # Replays and refusals.
 
     def _replay(self, call: Call, payload: Payload, attempt: int, source: str) -> Answer[Any]:
-        if _REPLAYED in self._report.kinds:
-            self._report(_REPLAYED, call.key, call.operation, attempt, source=source)
+        self._report(EventKind.REPLAYED, call.key, call.operation, attempt, source=source)
         return Answer(replayed_value(call, payload), True, attempt)
 
     def _check_same(self, call: Call, other: Requested, source: str) -> None:

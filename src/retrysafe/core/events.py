@@ -8,9 +8,10 @@ from enum import StrEnum
 from typing import Final
 
 from retrysafe.core.keys.key import Key
-from retrysafe.core.model import SettleKind
+from retrysafe.core.model import SettleKind, plain_members
 
 
+@plain_members
 class EventKind(StrEnum):
     """Everything that the engine reports."""
 
@@ -30,7 +31,7 @@ class EventKind(StrEnum):
     SETTLE_FAILED = "settle failed"
     STORE_UNAVAILABLE = "store unavailable"
     UNPROTECTED = "unprotected"
-    UNMATCHED = "unmatched"
+    KEY_IGNORED = "key_ignored"
     ABANDONED = "abandoned"
     POSTPONED = "postponed"
 

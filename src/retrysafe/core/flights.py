@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from contextlib import suppress
 from enum import Enum
-from typing import Final, Protocol
+from typing import Protocol
 
 from retrysafe.core.lease import Lease
 from retrysafe.core.machine import is_comparable
-from retrysafe.core.model import Fingerprint, Payload
-from retrysafe.core.ports import UNSHARED, Lock, Signal
+from retrysafe.core.model import Fingerprint, Payload, plain_members
+from retrysafe.core.ports import Lock, Signal
 
 
+@plain_members
 class Phase(Enum):
     """Where a flight's leader is."""
 
@@ -24,11 +25,6 @@ class Phase(Enum):
     RUNNING = "running"
     AWAITING = "awaiting"
     LANDED = "landed"
-
-
-# Looked up once: members of an enum are dear to look up on every call.
-_CLAIMING: Final = Phase.CLAIMING
-_LANDED: Final = Phase.LANDED
 
 
 class Flight:
@@ -60,7 +56,7 @@ class Flight:
         self.operation = operation
         # Who leads it, where somebody could come to wait for itself.
         self.leader = leader
-        self.phase = _CLAIMING
+        self.phase = Phase.CLAIMING
         self.lease: Lease | None = None
         # When the run began by the local clock, here or elsewhere, once there is one.
         self.began_monotonic: float | None = None
@@ -162,7 +158,7 @@ class Flights:
         """
         # One operation of a dictionary is atomic, so a leader takes no lock.
         flight = self._by_digest.setdefault(digest, mine)
-        if flight is not mine and flight.phase is _LANDED:
+        if flight is not mine and flight.phase is Phase.LANDED:
             self.land(digest, flight)
             return flight
         if flight is mine or flight.lease is None or not flight.lease.is_given_up(monotonic):
@@ -186,20 +182,14 @@ class Flights:
 
         It is called again when it was interrupted, so every step is harmless to repeat.
         """
-        if self._lock is UNSHARED:
-            self._end(digest, flight)
-        else:
-            with self._lock:
-                self._end(digest, flight)
-
-    def _end(self, digest: bytes, flight: Flight) -> None:
-        if self._by_digest.get(digest) is flight:
-            # Not `del`: where no lock is taken, the garbage collector may end a flight whose leader
-            # was lost at any instruction, also here.
-            self._by_digest.pop(digest, None)
-        flight.phase = _LANDED
-        if flight.waiters:
-            _wake(flight.waiters)
+        with self._lock:
+            if self._by_digest.get(digest) is flight:
+                # Not `del`: the garbage collector may end a flight whose leader was lost at any
+                # instruction of this thread, also here.
+                self._by_digest.pop(digest, None)
+            flight.phase = Phase.LANDED
+            if flight.waiters:
+                _wake(flight.waiters)
 
     def enlist(self, flight: Flight, phase: Phase, signal: Signal) -> bool:
         """Signs up for the next news, unless the flight has left that phase already."""
@@ -228,4 +218,4 @@ class Flights:
             flight.lease.revoke()
 
     def __len__(self) -> int:
-        return sum(flight.phase is not _LANDED for flight in list(self._by_digest.values()))
+        return sum(flight.phase is not Phase.LANDED for flight in list(self._by_digest.values()))

@@ -65,11 +65,7 @@ class Lease:
         self.renew_until_monotonic = (
             None if run_limit_seconds is None else asked_monotonic + run_limit_seconds
         )
-        self.ends_at_ms = ends_at_ms
-        # As in `renewed`, which is not called here because every operation would pay for it.
-        remaining_seconds = (remaining_ms if remaining_ms < lease_ms else lease_ms) / 1000
-        self.ends_monotonic = asked_monotonic + remaining_seconds
-        self.renew_monotonic = asked_monotonic + remaining_seconds / RENEWALS_PER_LEASE
+        self.renewed(remaining_ms, ends_at_ms, asked_monotonic)
 
     def renewed(self, remaining_ms: int, ends_at_ms: int, asked_monotonic: float) -> None:
         """Takes over what the store answered to a claim or an extend asked for at that time."""

@@ -33,9 +33,11 @@ from retrysafe.core.model import (
     Record,
     SettleKind,
     State,
+    plain_members,
 )
 
 
+@plain_members
 class Trigger(StrEnum):
     """Somebody's wish about a record, with what identifies them already compared."""
 
@@ -128,16 +130,11 @@ _SETTLED_CONDITIONS: Final = {
 }
 
 
-# Looked up once: members of an enum are dear to look up on every call.
-_PENDING: Final = State.PENDING
-_CLAIM: Final = Trigger.CLAIM
-
-
 def condition_of(record: Record | None, now_ms: int) -> Condition:
     """What the record amounts to at this instant."""
     if record is None:
         return Condition.ABSENT
-    if record.state is _PENDING:
+    if record.state is State.PENDING:
         # A pending record has no expiry on purpose: only its lease frees it.
         return Condition.RUNNING if now_ms < record.lease_ends_at_ms else Condition.ABANDONED
     if record.expires_at_ms is not None and now_ms >= record.expires_at_ms:
@@ -181,7 +178,7 @@ def claim_trigger(record: Record | None, request: ClaimRequest) -> Trigger:
             return Trigger.CLAIM_MISMATCHED
         if record.token == request.token:
             return Trigger.CLAIM_AGAIN
-    return _CLAIM
+    return Trigger.CLAIM
 
 
 def held_trigger(record: Record | None, trigger: Trigger, token: bytes) -> Trigger:

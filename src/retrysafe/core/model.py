@@ -9,8 +9,8 @@ The enums are texts or numbers because those hash in C, and decisions are looked
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum, StrEnum
-from typing import Final
+from enum import Enum, IntEnum, StrEnum
+from typing import Final, TypeVar
 
 from retrysafe.core.keys.key import Key
 
@@ -22,6 +22,21 @@ TOKEN_BYTES: Final = 16
 TAG_BYTES: Final = 3
 
 
+E = TypeVar("E", bound=type[Enum])
+
+
+def plain_members(kind: E) -> E:
+    """Makes the members of an enum plain attributes of its class, as Python 3.12 does.
+
+    In Python 3.11 a function looks each of them up. With all that a call names that is a tenth of
+    its time under load, and at the entry of a function a signal may raise (decision 31).
+    """
+    for name, member in kind.__members__.items():
+        type.__setattr__(kind, name, member)
+    return kind
+
+
+@plain_members
 class State(IntEnum):
     """What is stored of a record's progress; the numbers are in databases and never change."""
 
@@ -31,6 +46,7 @@ class State(IntEnum):
     RELEASED = 4
 
 
+@plain_members
 class Ending(IntEnum):
     """How an attempt ended, as judged by the policy."""
 
@@ -39,6 +55,7 @@ class Ending(IntEnum):
     RELEASED = State.RELEASED
 
 
+@plain_members
 class Condition(StrEnum):
     """What a record amounts to at one instant: its state, seen through lease and window."""
 
@@ -51,6 +68,7 @@ class Condition(StrEnum):
     OUTLIVED = "outlived"
 
 
+@plain_members
 class Decision(StrEnum):
     """What is to be done about an event; `machine` holds the table."""
 
@@ -190,6 +208,7 @@ class StagedEntry:
     deliver_at_ms: int = 0
 
 
+@plain_members
 class SettleKind(IntEnum):
     """How a claim's owner ends its attempt."""
 

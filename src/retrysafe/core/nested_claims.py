@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from retrysafe.core.call import Answer, Call, Nest
 from retrysafe.core.events import Reporter
-from retrysafe.core.flights import Flight, Flights, Phase
+from retrysafe.core.flights import Flight
 from retrysafe.core.keys.key import Key
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import (
@@ -87,8 +87,8 @@ class NestedRunner:
     __slots__ = (
         "_ask",
         "_background",
+        "_begin",
         "_clock",
-        "_flights",
         "_monotonic",
         "_remember",
         "_renewals",
@@ -97,7 +97,7 @@ class NestedRunner:
         "_writer",
     )
 
-    def __init__(self, ports: Ports, flights: Flights, runner: Runner, ask: Ask) -> None:
+    def __init__(self, ports: Ports, runner: Runner, ask: Ask) -> None:
         self._ask = ask
         self._store = ports.store
         self._writer = ports.writer
@@ -105,7 +105,7 @@ class NestedRunner:
         self._monotonic = ports.clock.monotonic
         self._background = ports.background
         self._renewals = ports.renewals
-        self._flights = flights
+        self._begin = runner.begin
         self._remember = runner.remember
         self._settler = Settler(replace(ports, report=Reporter(None)))
 
@@ -124,20 +124,7 @@ class NestedRunner:
 
         Raises as the next level does, or why this level's ending does not stand.
         """
-        policy = call.policy
-        lease = Lease(
-            call.key,
-            request.token,
-            policy.lease_ms,
-            answer.remaining_ms,
-            answer.lease_ends_at_ms,
-            asked,
-            policy.run_limit_seconds,
-        )
-        flight.lease = lease
-        flight.began_monotonic = asked
-        flight.conflict_ends_monotonic = None
-        self._flights.enter(flight, Phase.RUNNING)
+        lease = self._begin(flight, call, request, answer, asked)
         inner = _inner_of(call, lease, answer)
         try:
             # Inside the try, as in `Runner.run`.
@@ -163,7 +150,7 @@ class NestedRunner:
         except RetrysafeError:
             raise
         except BaseException:
-            # As in `Settler.hand_over`: the next level has ended, its caller is being cancelled.
+            # As in `Settler._hand_over`: the next level has ended, its caller is being cancelled.
             orphan = self._end_orphan(call, lease, attempt, end)
             self._background.finish(orphan, self._settler.abandoning(call, attempt))
             raise

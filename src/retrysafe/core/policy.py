@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Final
 
 from retrysafe.core.machine import exhausted_limit
-from retrysafe.core.model import Ending
+from retrysafe.core.model import Ending, plain_members
 from retrysafe.core.stop_iteration import is_listed, kinds_of
 from retrysafe.errors import (
     AwaitForgotten,
@@ -26,7 +26,9 @@ from retrysafe.errors import (
 _ZERO: Final = timedelta(0)
 # After a time-out, or a connection that broke, the other side may have done what it was sent.
 _NO_ANSWER: Final = (TimeoutError, ConnectionError)
-_UNCERTAIN: Final = (RetrysafeError, *_NO_ANSWER)
+# Of a group one member may be listed and another not; and where one task of several failed, the
+# others were cancelled halfway.
+_UNCERTAIN: Final = (RetrysafeError, BaseExceptionGroup, *_NO_ANSWER)
 # Renewal comes three times per lease; below this a busy machine would lose healthy claims.
 LEASE_MINIMUM: Final = timedelta(milliseconds=100)
 # A lease is how long a crash blocks its key; renewal makes longer ones pointless.
@@ -42,6 +44,7 @@ FOREVER: Final = WINDOW_MAXIMUM
 OUTCOME_LIMIT_MAXIMUM_BYTES: Final = 64 * 1024 * 1024
 
 
+@plain_members
 class InFlight(Enum):
     """What a duplicate of a running operation does."""
 
@@ -257,6 +260,12 @@ class Policy:
                     )
             object.__setattr__(self, name, types)
         for item in self.nothing_happened:
+            if issubclass(item, BaseExceptionGroup):
+                raise PolicyInvalid(
+                    f"nothing_happened must not list {item.__name__}: in a group of exceptions one "
+                    "may have come after an effect; catch the group in the operation, and raise "
+                    "what says that nothing happened"
+                )
             for kind in _NO_ANSWER:
                 if issubclass(kind, item) or issubclass(item, kind):
                     raise PolicyInvalid(

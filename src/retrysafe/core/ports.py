@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from retrysafe.core.events import Reporter
 from retrysafe.core.keys.key import Key
@@ -31,6 +31,7 @@ from retrysafe.core.model import (
     StoredKey,
     StoredOutcome,
     SweepReport,
+    plain_members,
 )
 from retrysafe.core.one_call import OneCall
 from retrysafe.core.run_times import RunTimes
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from retrysafe.core.attempt import Attempt
 
 
+@plain_members
 class Waits(Enum):
     """How a store's methods behave while they wait for something outside the process."""
 
@@ -345,28 +347,6 @@ class Lock(Protocol):
         trace: TracebackType | None,
         /,
     ) -> bool | None: ...
-
-
-class Unshared:
-    """The type of `UNSHARED`: the lock of what one thread alone ever touches."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        """Nobody is to be kept out."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> None:
-        """Nobody waits."""
-
-
-# Where every operation would pay for it, not even this one is entered.
-UNSHARED: Final = Unshared()
 
 
 class Executor(Protocol):

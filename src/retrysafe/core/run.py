@@ -28,20 +28,16 @@ from retrysafe.core.model import (
     Payload,
     State,
 )
-from retrysafe.core.ports import UNSHARED, Fate, Ports
+from retrysafe.core.ports import Fate, Ports
 from retrysafe.core.settings import Settings
 from retrysafe.core.settle import Settler, settlement_of
 from retrysafe.core.steps.compensation import Compensator, Verdict
 from retrysafe.core.steps.run import StepRun
 from retrysafe.core.values import codec
-from retrysafe.errors import ClaimLost, RetrysafeError, StoreError
+from retrysafe.errors import ClaimLost, OperationInFlight, RetrysafeError, StoreError
 
-# Looked up once: members of an enum are dear to look up on every call.
-_ABANDONED: Final = Condition.ABANDONED
-_CLAIMED: Final = EventKind.CLAIMED
-_TAKEN_OVER: Final = EventKind.TAKEN_OVER
-_RELEASED: Final = Ending.RELEASED
-_RUNNING: Final = Phase.RUNNING
+# What a signal's handler that calls retrysafe lets pass; no ending is told so.
+_OF_HANDLERS: Final = (StoreError, OperationInFlight)
 
 
 class Runner:
@@ -61,7 +57,6 @@ class Runner:
         "_settings",
         "_settler",
         "_store",
-        "_writer",
     )
 
     def __init__(
@@ -79,7 +74,6 @@ class Runner:
         self._settler = settler
         self._compensator = Compensator(ports, settler)
         self._store = ports.store
-        self._writer = ports.writer
         self._renewals = ports.renewals
         self._lock = ports.lock
         self._report = ports.report
@@ -103,23 +97,11 @@ class Runner:
         Raises what the operation raises, or why its ending does not stand.
         """
         policy, number = call.policy, answer.attempt
-        event_kind = _TAKEN_OVER if answer.condition is _ABANDONED else _CLAIMED
-        if event_kind in self._report.kinds:
-            self._report(event_kind, call.key, call.operation, number)
-        lease = Lease(
-            call.key,
-            request.token,
-            policy.lease_ms,
-            answer.remaining_ms,
-            answer.lease_ends_at_ms,
-            asked,
-            policy.run_limit_seconds,
+        event_kind = (
+            EventKind.TAKEN_OVER if answer.condition is Condition.ABANDONED else EventKind.CLAIMED
         )
-        flight.lease = lease
-        flight.began_monotonic = asked
-        # The owner that was in the way is gone: followers must not be told of it any more.
-        flight.conflict_ends_monotonic = None
-        self._flights.enter(flight, _RUNNING)
+        self._report(event_kind, call.key, call.operation, number)
+        lease = self.begin(flight, call, request, answer, asked)
         # Crashes of the levels around count as if they were this one's.
         count = (
             number
@@ -149,58 +131,36 @@ class Runner:
                 if told is None:
                     raise
                 return told
-            return await self._returned(flight, call, lease, attempt, value)
-        except RetrysafeError:
-            raise
-        except BaseException:
-            self._keep_returned(call, lease, attempt)
+            ended = self._monotonic()
+            self._run_times.add(call.operation, ended - asked)
+            joined = attempt.joined
+            if joined and await self._is_settled(flight, call, joined, number, ended, None):
+                return Answer(joined.value, False, number)
+            ending, payload = self._settler.payload_of(call, value, number)
+            entries = attempt.staged()
+            steps = attempt.steps if attempt.is_first else attempt.steps_to_conclude
+            if steps is not None:
+                verdict = await self._compensator.conclude(
+                    steps, lease, ending, payload, value=value, entries=entries
+                )
+                call = _with_steps(call, steps)
+                if verdict is not None:
+                    return await self._end_by(verdict, flight, call, lease, number, verdict.error)
+            payload = await self._settler.settle(
+                call, lease, ending, payload, number, value, entries, came_to=value
+            )
+            self._remember_ending(call, flight, ending, payload, number, ended, value)
+        except BaseException as error:
+            self._keep_returned(call, lease, attempt, error)
             raise
         finally:
             lease.is_held = False
             self._renewals.remove(lease)
-
-    async def _returned(
-        self, flight: Flight, call: Call, lease: Lease, attempt: Attempt, value: Any
-    ) -> Answer[Any]:
-        """Settles an operation that returned; raises why its ending does not stand."""
-        policy, number = call.policy, attempt.number
-        ended = self._monotonic()
-        self._run_times.add(call.operation, flight.seconds_run(ended))
-        joined = attempt.joined
-        if joined and await self._is_settled(flight, call, joined, number, ended, None):
-            return Answer(joined.value, False, number)
-        ending, payload = self._settler.payload_of(call, value, number)
-        entries = attempt.staged()
-        steps = attempt.steps if attempt.is_first else attempt.steps_to_conclude
-        if steps is not None:
-            verdict = await self._compensator.conclude(
-                steps, lease, ending, payload, value=value, entries=entries
-            )
-            call = _with_steps(call, steps)
-            if verdict is not None:
-                return await self._end_by(verdict, flight, call, lease, number, verdict.error)
-        # As in `Settler.settle`, which every operation would pay for.
-        settlement = settlement_of(call, lease, ending, payload, entries, value)
-        try:
-            try:
-                stands = await self._writer.settle(settlement)
-            except StoreError as error:
-                stands = await self._settler.insist(call, settlement, number, value, error)
-        except RetrysafeError:
-            raise
-        except BaseException:
-            self._settler.hand_over(call, lease, settlement, number)
-            raise
-        payload = self._settler.settled(call, settlement, stands, number)
-        lease.is_settled = True
-        if ending is _RELEASED:
-            flight.share(payload, number, is_released=True)
-        else:
-            active_ms = 0 if settlement.nothing_happened else policy.active_ms
-            self.remember(call, flight, payload, number, ended, active_ms)
         return Answer(value, False, number)
 
-    def _keep_returned(self, call: Call, lease: Lease, attempt: Attempt) -> None:
+    def _keep_returned(
+        self, call: Call, lease: Lease, attempt: Attempt, error: BaseException
+    ) -> None:
         """Has the outcome stored of an operation that has returned, for a caller who is gone.
 
         A signal's handler raised in our own frames, or the caller was cancelled where we ask the
@@ -209,6 +169,8 @@ class Runner:
         made = attempt.made
         if made is None or not made.has_returned or lease.is_settled or lease.is_handed_over:
             return
+        if isinstance(error, RetrysafeError) and not isinstance(error, _OF_HANDLERS):
+            return  # It says why the ending does not stand.
         orphan = self._settle_returned(call, lease, attempt, made.value)
         self._ports.background.finish(orphan, self._settler.abandoning(call, attempt.number))
 
@@ -227,6 +189,30 @@ class Runner:
             await self._settler.settle_orphans(call, lease, settlement, number)
         else:
             await self._compensator.conclude_orphan(steps, lease, ending, payload, None, entries)
+
+    def begin(
+        self,
+        flight: Flight,
+        call: Call,
+        request: ClaimRequest,
+        answer: ClaimAnswer,
+        asked: float,
+    ) -> Lease:
+        """The lease of a granted claim, under which the flight goes on as running."""
+        flight.lease = lease = Lease(
+            key=call.key,
+            token=request.token,
+            lease_ms=call.policy.lease_ms,
+            remaining_ms=answer.remaining_ms,
+            ends_at_ms=answer.lease_ends_at_ms,
+            asked_monotonic=asked,
+            run_limit_seconds=call.policy.run_limit_seconds,
+        )
+        flight.began_monotonic = asked
+        # The owner that was in the way is gone: followers must not be told of it any more.
+        flight.conflict_ends_monotonic = None
+        self._flights.enter(flight, Phase.RUNNING)
+        return lease
 
     async def _failed(
         self, flight: Flight, call: Call, lease: Lease, attempt: Attempt, error: Exception
@@ -337,13 +323,17 @@ class Runner:
         payload: Payload,
         attempt: int,
         asked: float,
-        error: Exception | None,
+        came_to: Any,
     ) -> None:
-        if ending is _RELEASED:
+        if ending is Ending.RELEASED:
             flight.share(payload, attempt, is_released=True)
         else:
             # As `settlement_of` has it, whichever way the ending came here.
-            is_kept = call.nothing_happened is None or not call.nothing_happened(error)
+            is_kept = (
+                ending is Ending.SUCCEEDED
+                or call.nothing_happened is None
+                or not call.nothing_happened(came_to)
+            )
             active_ms = call.policy.active_ms if is_kept else 0
             self.remember(call, flight, payload, attempt, asked, active_ms)
 
@@ -365,11 +355,8 @@ class Runner:
         cache = self._cache
         if cache is None:
             return
-        if self._lock is UNSHARED:
+        with self._lock:
             cache.keep(call.key.digest, call, payload, attempt, asked, remaining_ms)
-        else:
-            with self._lock:
-                cache.keep(call.key.digest, call, payload, attempt, asked, remaining_ms)
 
 
 def _with_steps(call: Call, steps: StepRun) -> Call:

@@ -29,12 +29,6 @@ MAXIMUM_SECONDS: Final = 60.0
 _Sketch = dict[int, int]
 
 
-def _step_of(seconds: float) -> int:
-    if seconds <= SHORTEST_SECONDS:
-        return 0
-    return min(_LAST_STEP, ceil(log2(seconds / SHORTEST_SECONDS) * _STEPS_PER_DOUBLING))
-
-
 def _seconds_of(step: int) -> float:
     seconds: float = SHORTEST_SECONDS * 2.0 ** (step / _STEPS_PER_DOUBLING)
     return seconds
@@ -60,7 +54,8 @@ class RunTimes:
                 # The oldest. One that is still in use is soon known again.
                 self._sketches.pop(list(self._sketches)[0], None)  # noqa: RUF015 — atomic.
             sketch = self._sketches[operation] = {}
-        step = _step_of(seconds)
+        doublings = log2(max(seconds, SHORTEST_SECONDS) / SHORTEST_SECONDS)
+        step = min(_LAST_STEP, ceil(doublings * _STEPS_PER_DOUBLING))
         count = sketch[step] = sketch.get(step, 0) + 1
         if count > COUNT_LIMIT:
             self._sketches[operation] = {

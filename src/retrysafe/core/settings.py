@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 from typing import Final, Self
 
 from retrysafe.core.checks import shown_in_place
-from retrysafe.core.keys.fingerprint import FingerprintRule, fingerprint_tree
-from retrysafe.core.keys.key import Caller, GlobalCaller, Key, looks_derived, scoped_key
+from retrysafe.core.keys.fingerprint import FingerprintRule
+from retrysafe.core.keys.key import Caller, GlobalCaller, Key, looks_derived
 from retrysafe.core.keys.secret import NO_SECRETS, Secrets
 from retrysafe.core.model import Fingerprint
 from retrysafe.core.policy import Policy
-from retrysafe.core.values.trees import NotStorable
 from retrysafe.errors import (
     CallerMissing,
-    FingerprintImpossible,
     InvalidInput,
     KeyInvalid,
     PolicyInvalid,
@@ -70,9 +68,8 @@ class Settings:
         self, rule: FingerprintRule | None, name: str, request: object
     ) -> tuple[Fingerprint, ...]:
         """What tells this request from others under its key; raises `FingerprintImpossible`."""
-        return self.secrets.fingerprints(
-            fingerprints_of(self.fingerprint if rule is None else rule, name, request)
-        )
+        rule = self.fingerprint if rule is None else rule
+        return self.secrets.fingerprints(rule.fingerprints_of_value(name, request))
 
     def key(self, key: str | Key, caller: CallerSource | None) -> Key:
         """The scoped key; raises `CallerMissing` when nobody said whose it is."""
@@ -86,16 +83,11 @@ class Settings:
                 "whose key is it? Pass caller=… with the authenticated account (a text, or a "
                 "function that returns it), or caller=GLOBAL for one namespace shared by everybody"
             )
-        # Spelled out: the type `str | GlobalCaller` would be made anew for every call.
-        if (
-            type(source) is not str
-            and not isinstance(source, GlobalCaller)
-            and not isinstance(source, str)
-        ):
+        if not isinstance(source, str | GlobalCaller):
             if not callable(source):
                 raise _no_caller(source)
             source = source()
-        return scoped_key(key, source)
+        return Key(key, caller=source)
 
     def call_key(self, key: str | Key, caller: CallerSource | None) -> Key:
         """The same for a key to run under; raises `KeyInvalid` for a copy of a derived key."""
@@ -108,38 +100,6 @@ class Settings:
                 key=scoped.text,
             )
         return scoped
-
-
-# What calls without arguments ask for, by rule and name. A closure brings its arguments along, so
-# these are many calls of few operations.
-_EMPTY_LIMIT: Final = 512
-_empty: dict[tuple[int, str], tuple[FingerprintRule, tuple[Fingerprint, ...]]] = {}
-
-
-def fingerprints_of(rule: FingerprintRule, name: str, request: object) -> tuple[Fingerprint, ...]:
-    """The fingerprints of a request without a secret; raises `FingerprintImpossible`."""
-    if type(request) is list and not request:
-        known = _empty.get((id(rule), name))
-        # The rule is held with it, so that its id is nobody else's.
-        if known is None:
-            known = (rule, rule.fingerprints_of_value(name.encode(), tree=request))
-            if len(_empty) < _EMPTY_LIMIT:
-                _empty[id(rule), name] = known
-        return known[1]
-    try:
-        tree = fingerprint_tree(request)
-    except (NotStorable, RecursionError) as error:
-        raise FingerprintImpossible(
-            f"two requests can only be told apart by values with a stable form: {error}. Leave it "
-            "out with ignore=…, or pass request=… with what identifies the request"
-        ) from None
-    try:
-        return rule.fingerprints_of_value(name.encode(), tree=tree)
-    except ValueError as error:
-        raise FingerprintImpossible(
-            f"the request has no canonical form: {error}. Leave it out with ignore=…, or pass "
-            "request=… with what identifies the request"
-        ) from None
 
 
 # Checks.

@@ -44,11 +44,6 @@ _KINDS: Final = {
     Ending.RELEASED: SettleKind.RELEASE,
 }
 
-# Looked up once: members of an enum are dear to look up on every call.
-_SUCCEEDED: Final = Ending.SUCCEEDED
-_RELEASED: Final = Ending.RELEASED
-_LOST: Final = Decision.LOST
-
 
 def settlement_of(
     call: Call,
@@ -64,13 +59,18 @@ def settlement_of(
     """
     policy = call.policy
     settlement = Settlement(
-        _KINDS[ending], call.key, lease.token, payload, policy.active_ms, policy.audit_ms
+        kind=_KINDS[ending],
+        key=call.key,
+        token=lease.token,
+        payload=payload,
+        active_ms=policy.active_ms,
+        audit_ms=policy.audit_ms,
     )
     if call.nest is not None and call.nest.active_ms is not None:
         settlement.active_ms = call.nest.active_ms
-    if entries and ending is not _RELEASED:
+    if entries and ending is not Ending.RELEASED:
         settlement.entries = entries
-    if call.nothing_happened is not None and ending is not _SUCCEEDED:
+    if call.nothing_happened is not None and ending is not Ending.SUCCEEDED:
         settlement.nothing_happened = call.nothing_happened(came_to)
     return settlement
 
@@ -108,7 +108,7 @@ class Settler:
 
     def payload_of(self, call: Call, value: Any, attempt: int) -> tuple[Ending, Payload]:
         """How the operation ended that returned this value, and what is stored of it."""
-        ending = _SUCCEEDED
+        ending = Ending.SUCCEEDED
         try:
             if call.judge is not None:
                 ending = Ending(call.judge(value))
@@ -159,7 +159,7 @@ class Settler:
             raise lost from error
         # A failure that frees the key is only told to those who waited for it. They get it as it
         # was, also when the store could not hold it: nothing is done for good.
-        return ending, payload if ending is _RELEASED else stored
+        return ending, payload if ending is Ending.RELEASED else stored
 
     def is_postponed(
         self, call: Call, ending: Ending, attempt: int, error: Exception | None
@@ -169,7 +169,7 @@ class Settler:
         Released, the key would wait for a caller who may never come back. Left to its lease it is
         abandoned again, and the next worker tries again, up to the attempt limit.
         """
-        if ending is not _RELEASED or call.recovers is None:
+        if ending is not Ending.RELEASED or call.recovers is None:
             return False
         self._report(EventKind.POSTPONED, call.key, call.operation, attempt, str(error))
         return True
@@ -195,17 +195,20 @@ class Settler:
             try:
                 answer = await self._writer.settle(settlement)
             except StoreError as error:
-                answer = await self.insist(call, settlement, attempt, value, error)
+                answer = await self._insist(call, settlement, attempt, value, error)
         except RetrysafeError:
             raise
         except BaseException:
-            self.hand_over(call, lease, settlement, attempt)
+            self._hand_over(call, lease, settlement, attempt)
             raise
-        stored = self.settled(call, settlement, answer, attempt)
+        if answer.decision is Decision.LOST:
+            raise self._lost(call, attempt)
+        self._report(ENDING_KINDS[settlement.kind], call.key, call.operation, attempt)
         lease.is_settled = True
-        return stored
+        assert settlement.payload is not None  # Every ending has one.
+        return settlement.payload
 
-    def hand_over(self, call: Call, lease: Lease, settlement: Settlement, attempt: int) -> None:
+    def _hand_over(self, call: Call, lease: Lease, settlement: Settlement, attempt: int) -> None:
         """Has an ending written without its caller, who is being cancelled.
 
         The operation is done: its outcome must not be lost with the caller. Writing it twice is
@@ -234,20 +237,7 @@ class Settler:
         """What tells of an ending that nobody can write any more."""
         return partial(self._report, EventKind.SETTLE_FAILED, call.key, call.operation, attempt)
 
-    def settled(
-        self, call: Call, settlement: Settlement, answer: SettleAnswer, attempt: int
-    ) -> Payload:
-        """What is durable of an ending by this answer; raises `ClaimLost`."""
-        if answer.decision is _LOST:
-            raise self._lost(call, attempt)
-        event_kind = ENDING_KINDS[settlement.kind]
-        if event_kind in self._report.kinds:
-            self._report(event_kind, call.key, call.operation, attempt)
-        payload = settlement.payload
-        assert payload is not None  # Every ending has one.
-        return payload
-
-    async def insist(
+    async def _insist(
         self,
         call: Call,
         settlement: Settlement,
@@ -295,13 +285,13 @@ class Settler:
             try:
                 answer = await self._writer.settle(settlement)
             except StoreError as error:
-                answer = await self.insist(call, settlement, attempt, None, error)
+                answer = await self._insist(call, settlement, attempt, None, error)
         except OutcomeNotStored:
             return  # Reported where it was raised.
         finally:
             lease.is_held = False
             self._renewals.remove(lease)
-        if answer.decision is _LOST:
+        if answer.decision is Decision.LOST:
             self._lost(call, attempt)
             return
         lease.is_settled = True

@@ -42,12 +42,6 @@ from retrysafe.errors import DigestCollision
 # for the retries that the release was made for, and lets the sweep remove the row after that.
 OPERATOR_RELEASE_KEPT_MS: Final = 24 * 60 * 60 * 1000
 
-# Looked up once: members of an enum are dear to look up on every call.
-_PENDING: Final = State.PENDING
-_ADMIT: Final = Decision.ADMIT
-_TAKE_OVER: Final = Decision.TAKE_OVER
-_REPLAY: Final = Decision.REPLAY
-_IN_FLIGHT: Final = Decision.IN_FLIGHT
 _STATES: Final = {kind: State(kind) for kind in SettleKind}
 
 
@@ -67,7 +61,7 @@ def claim(
     condition = condition_of(record, now_ms)
     trigger = claim_trigger(record, request)
     decision = decide(trigger, condition)
-    if decision is _ADMIT:
+    if decision is Decision.ADMIT:
         granted = _granted(request, None, condition, now_ms)
         return granted, _grant(decision, condition, granted)
     assert record is not None  # Only an absent record has no row, and absent is always admitted.
@@ -80,7 +74,7 @@ def is_new_request(record: Record, changed: Record, decision: Decision) -> bool:
 
     What is stored beside the record, its steps and its arguments, is of the earlier request then.
     """
-    return decision is _ADMIT or changed.fingerprint != record.fingerprint
+    return decision is Decision.ADMIT or changed.fingerprint != record.fingerprint
 
 
 def take_over(
@@ -112,7 +106,7 @@ def _claimed(
     is_corrected: bool = False,
 ) -> tuple[Record | None, ClaimAnswer]:
     """What a claim does to a record that is there and not outlived."""
-    if decision is _TAKE_OVER:
+    if decision is Decision.TAKE_OVER:
         granted = _granted(request, record, condition, now_ms)
         if is_corrected:
             current = request.fingerprints[0]
@@ -122,9 +116,9 @@ def _claimed(
         told = _grant(decision, condition, granted)
         told.fingerprint = Fingerprint(granted.rule, granted.fingerprint)
         return granted, told
-    ends_at_ms = record.expires_at_ms if decision is _REPLAY else record.lease_ends_at_ms
+    ends_at_ms = record.expires_at_ms if decision is Decision.REPLAY else record.lease_ends_at_ms
     remaining_ms = max(0, (ends_at_ms or now_ms) - now_ms)
-    if decision is not _REPLAY:
+    if decision is not Decision.REPLAY:
         # No lease lasts longer than that. A clock that was set back by hours would have callers
         # come back in hours, and the key may be free as soon as the clock is right again.
         remaining_ms = min(remaining_ms, request.lease_ms)
@@ -137,13 +131,13 @@ def _claimed(
         record.state,
         operation=record.operation if decision is Decision.MISMATCH else "",
         # A clock that was set back may be behind the claim.
-        elapsed_ms=max(0, now_ms - record.claimed_at_ms) if decision is _IN_FLIGHT else 0,
+        elapsed_ms=max(0, now_ms - record.claimed_at_ms) if decision is Decision.IN_FLIGHT else 0,
         releases=record.releases,
         fingerprint=(
             Fingerprint(record.rule, record.fingerprint) if decision is Decision.CONFIRM else None
         ),
         correction=correction_of(record) if decision is Decision.CONFIRM else b"",
-        nothing_happened=record.nothing_happened and decision is _REPLAY,
+        nothing_happened=record.nothing_happened and decision is Decision.REPLAY,
     )
 
 
@@ -168,7 +162,7 @@ def _grant(decision: Decision, condition: Condition, granted: Record) -> ClaimAn
         granted.attempt,
         ends_at_ms - granted.claimed_at_ms,
         ends_at_ms,
-        _PENDING,
+        State.PENDING,
         releases=granted.releases,
         correction=correction_of(granted),
     )
@@ -192,7 +186,6 @@ def _granted(
     ends_at_ms = now_ms + request.lease_ms
     # A pending record has no expiry, also when the settled one before it had one.
     settled_at_ms, expires_at_ms = None, None
-    # By position: keywords would cost every claim of the memory store half as much again.
     if previous is None:
         born, rule, fingerprint = now_ms, current.rule, current.digest
     else:
@@ -202,25 +195,24 @@ def _granted(
             previous.fingerprint,
         )
     return Record(
-        key.digest,
-        key.caller,
-        key.text,
-        request.operation,
-        rule,
-        fingerprint,
-        _PENDING,
-        request.token,
-        attempt,
-        born,
-        now_ms,
-        ends_at_ms,
-        settled_at_ms,
-        expires_at_ms,
-        request.owner,
-        releases,
-        is_uncertain,
-        False,
-        corrected_at_ms,
+        digest=key.digest,
+        caller=key.caller,
+        text=key.text,
+        operation=request.operation,
+        rule=rule,
+        fingerprint=fingerprint,
+        state=State.PENDING,
+        token=request.token,
+        attempt=attempt,
+        first_claimed_at_ms=born,
+        claimed_at_ms=now_ms,
+        lease_ends_at_ms=ends_at_ms,
+        settled_at_ms=settled_at_ms,
+        expires_at_ms=expires_at_ms,
+        owner=request.owner,
+        releases=releases,
+        is_uncertain=is_uncertain,
+        corrected_at_ms=corrected_at_ms,
     )
 
 
@@ -273,28 +265,14 @@ def extend(
 
 
 def _settled(record: Record, settlement: Settlement, now_ms: int) -> Record:
-    """The record after its attempt ended; spelled out, `replace` is three times as slow."""
-    return Record(
-        record.digest,
-        record.caller,
-        record.text,
-        record.operation,
-        record.rule,
-        record.fingerprint,
-        _STATES[settlement.kind],
-        record.token,
-        record.attempt,
-        record.first_claimed_at_ms,
-        record.claimed_at_ms,
-        record.lease_ends_at_ms,
-        now_ms,
-        now_ms + settlement.active_ms,
-        record.owner,
-        record.releases,
-        record.is_uncertain,
+    """The record after its attempt ended."""
+    return replace(
+        record,
+        state=_STATES[settlement.kind],
+        settled_at_ms=now_ms,
+        expires_at_ms=now_ms + settlement.active_ms,
         # Of a life in which anything else happened before, one harmless ending proves nothing.
-        settlement.nothing_happened and not record.is_uncertain,
-        record.corrected_at_ms,
+        nothing_happened=settlement.nothing_happened and not record.is_uncertain,
     )
 
 

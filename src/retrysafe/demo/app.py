@@ -72,7 +72,9 @@ def make_app(url: str, ledger: Ledger) -> FastAPI:
     add_charges(app, ledger)
     add_orders(app, ledger)
     add_checkouts(app, ledger)
-    add_lists(app, ledger)
+    add_lists(app, ledger, "/effects", "")
+    for operation in ("charge", "order", "checkout"):
+        add_lists(app, ledger, f"/{operation}s", operation)
     app.add_api_route("/", front_page, include_in_schema=False)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, refused)
@@ -89,21 +91,19 @@ def add_charges(app: FastAPI, ledger: Ledger) -> None:
     @app.post("/charges", status_code=201, responses=problems(400, 402, 422, 500))
     async def charge(body: Charge, attempt: Annotated[Attempt, idempotent()]) -> Response:
         """Charge a customer once, however often the request is sent."""
-        await simulate(body.delay_ms, body.outcome)
-        # Stands for the payment provider: what it has charged stays charged.
-        async with ledger.transaction() as connection:
-            # The last thing before the effect: an attempt that has lost its lease stops here.
-            attempt.raise_if_lost()
-            entry = await ledger.add(
-                connection,
-                "charge",
-                customer=body.customer,
-                key=attempt.key.text,
-                attempt=attempt.number,
-                outcome=body.outcome,
-                details={"amount": body.amount, "currency": body.currency},
-            )
-        return answer(entry)
+        return answer(await execute_charge(ledger, body, attempt))
+
+
+async def execute_charge(ledger: Ledger, body: Charge, attempt: Attempt) -> Entry:
+    """Stands for the payment provider: what it has charged stays charged."""
+    await simulate(body.delay_ms, body.outcome)
+    async with ledger.transaction() as connection:
+        # The last thing before the effect: an attempt that has lost its lease stops here.
+        attempt.raise_if_lost()
+        made = body.model_dump(exclude={"delay_ms"})
+        return await ledger.add(
+            connection, "charge", made, key=attempt.key.text, attempt=attempt.number
+        )
 
 
 def add_orders(app: FastAPI, ledger: Ledger) -> None:
@@ -116,14 +116,9 @@ def add_orders(app: FastAPI, ledger: Ledger) -> None:
     @app.post("/orders", status_code=201, responses=problems(400, 402, 422, 500))
     async def order(body: Order, attempt: AtomicAttempt[Any] = in_one_transaction) -> Response:
         """Place an order once, in one transaction with the response."""
+        made = body.model_dump(exclude={"delay_ms"})
         entry = await ledger.add(
-            attempt.connection,
-            "order",
-            customer=body.customer,
-            key=attempt.key.text,
-            attempt=attempt.number,
-            outcome=body.outcome,
-            details={"item": body.item, "quantity": body.quantity},
+            attempt.connection, "order", made, key=attempt.key.text, attempt=attempt.number
         )
         # After the write, to show that a crash takes it back.
         await simulate(body.delay_ms, body.outcome)
@@ -143,17 +138,15 @@ def add_checkouts(app: FastAPI, ledger: Ledger) -> None:
     async def checkout(body: Checkout, attempt: Attempt = once) -> Response:
         """Reserve, charge and send a receipt, each once, wherever the process dies."""
         await simulate(body.delay_ms)
-        checkout_key = {"checkout_key": attempt.key.text}
+        whose = {"customer": body.customer, "checkout_key": attempt.key.text}
         price = {"amount": 1000 * len(body.items), "currency": "eur"}
 
         async def send(effect: str, details: dict[str, Any]) -> str:
             key = attempt.child_key("checkout", effect)
-            return await add_effect(
-                ledger, effect, body.customer, key, attempt.number, details | checkout_key
-            )
+            return await add_effect(ledger, effect, whose | details, key, attempt.number)
 
         async def write_receipt(charge: str) -> dict[str, Any]:
-            return {"customer": body.customer} | checkout_key | {"charge": charge} | price
+            return whose | {"charge": charge} | price
 
         def finished(step: str) -> None:
             # Only the first attempt crashes: a retry may carry the same field.
@@ -171,13 +164,9 @@ def add_checkouts(app: FastAPI, ledger: Ledger) -> None:
 
         effects = {"reservation": reservation, "charge": charge, "receipt_key": receipt_key}
         async with ledger.transaction() as connection:
+            made = {"customer": body.customer, "items": body.items} | price | effects
             entry = await ledger.add(
-                connection,
-                "checkout",
-                customer=body.customer,
-                key=attempt.key.text,
-                attempt=attempt.number,
-                details={"items": body.items} | price | effects,
+                connection, "checkout", made, key=attempt.key.text, attempt=attempt.number
             )
             response = answer(entry)
             completed = attempt.complete_in(connection, response)
@@ -187,55 +176,38 @@ def add_checkouts(app: FastAPI, ledger: Ledger) -> None:
 
 
 async def add_effect(
-    ledger: Ledger, effect: str, customer: str, key: str, attempt: int, details: dict[str, Any]
+    ledger: Ledger, effect: str, details: dict[str, Any], key: str, attempt: int
 ) -> str:
     """Stands for a call to another system, which executes a key once; returns what it made."""
+    made = f"{effect}_{key.rpartition(':')[2]}"
     async with ledger.transaction() as connection:
-        entry = await ledger.add(
-            connection,
-            effect,
-            entry_id=f"{effect}_{key.rpartition(':')[2]}",
-            customer=customer,
-            key=key,
-            attempt=attempt,
-            details=details,
-        )
-    return str(entry["id"])
+        await ledger.add(connection, effect, details, key=key, attempt=attempt, entry_id=made)
+    return made
 
 
 def send_receipts(ledger: Ledger) -> Callable[[Delivery], Awaitable[None]]:
     """The relay's target. It stands for a mail server that drops repetitions by their key."""
 
     async def deliver(delivery: Delivery) -> None:
-        receipt = delivery.json()
-        customer = receipt.pop("customer")
-        await add_effect(ledger, "receipt", customer, delivery.key, delivery.attempt, receipt)
+        await add_effect(ledger, "receipt", delivery.json(), delivery.key, delivery.attempt)
 
     return deliver
 
 
-def add_lists(app: FastAPI, ledger: Ledger) -> None:
-    """`GET /effects`, and for each operation its list and its entries."""
+def add_lists(app: FastAPI, ledger: Ledger, path: str, operation: str) -> None:
+    """What was really executed, in order: one entry for every execution."""
 
-    def add_list(path: str, operation: str) -> None:
-        @app.get(path, responses=problems(422))
-        async def executed(customer: Customer = None) -> list[Entry]:
-            """What was really executed, in order: one entry for every execution."""
-            return await ledger.entries(operation=operation, customer=customer or "")
+    @app.get(path, responses=problems(422))
+    async def executed(customer: Customer = None) -> list[Entry]:
+        return await ledger.entries(operation=operation, customer=customer or "")
 
-    def add_one(path: str, operation: str) -> None:
-        @app.get(path, responses=problems(404, 422))
-        async def executed(entry_id: Text) -> Response:
-            """One entry: what `Location` leads to."""
-            found = await ledger.entries(operation=operation, entry_id=entry_id)
-            if not found:
-                return problem(404, f"There is no such {operation}", retryable=False)
-            return JSONResponse(found[0])
-
-    add_list("/effects", "")
-    for operation in ("charge", "order", "checkout"):
-        add_list(f"/{operation}s", operation)
-        add_one(f"/{operation}s/{{entry_id}}", operation)
+    @app.get(f"{path}/{{entry_id}}", responses=problems(404, 422))
+    async def one(entry_id: Text) -> Response:
+        """What `Location` leads to."""
+        found = await ledger.entries(operation=operation, entry_id=entry_id)
+        if not found:
+            return problem(404, "There is no such entry", retryable=False)
+        return JSONResponse(found[0])
 
 
 # Requests.
@@ -251,24 +223,26 @@ DelayMs = Annotated[int, Field(ge=0, le=60_000, description="How long the work t
 Outcome = Literal["ok", "decline", "error", "crash"]
 
 
-class Charge(BaseModel):
+class Simulated(BaseModel):
+    """What every charge and every order takes beside its own fields."""
+
+    customer: Text
+    delay_ms: DelayMs = 0
+    outcome: Outcome = "ok"
+
+
+class Charge(Simulated):
     """The body of `POST /charges`."""
 
     amount: Annotated[int, Field(gt=0, le=1_000_000_000, description="In the smallest unit.")]
     currency: Annotated[str, Field(pattern=r"^[A-Za-z]{3}$")]
-    customer: Text
-    delay_ms: DelayMs = 0
-    outcome: Outcome = "ok"
 
 
-class Order(BaseModel):
+class Order(Simulated):
     """The body of `POST /orders`."""
 
     item: Text
     quantity: Annotated[int, Field(gt=0, le=1_000_000)]
-    customer: Text
-    delay_ms: DelayMs = 0
-    outcome: Outcome = "ok"
 
 
 class Checkout(BaseModel):
@@ -335,32 +309,30 @@ async def invalid(request: Request, error: Any) -> Response:
         {"where": "/".join(map(str, fault["loc"])), "what": fault["msg"]}
         for fault in error.errors()
     ]
-    if request.method != "POST":
-        return problem(422, "The request is invalid", retryable=False, errors=faults)
-    detail = "This answer is kept like any other: send the corrected request with a new key."
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
-        hint = "The body was not read as JSON: send it with Content-Type: application/json."
-        detail = f"{hint} {detail}"
-    return problem(422, "The request is invalid", detail=detail, retryable=False, errors=faults)
+    more: dict[str, Any] = {"errors": faults}
+    if request.method == "POST":
+        more["detail"] = "This answer is kept: send the corrected request with a new key."
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if not media_type.endswith(("/json", "+json")):
+            hint = "The body was not read as JSON: send it with Content-Type: application/json."
+            more["detail"] = f"{hint} {more['detail']}"
+    return problem(422, "The request is invalid", retryable=False, **more)
 
 
 # The front page.
 
 CHARGE: Final = '{"amount":1000,"currency":"eur","customer":"c1"}'
+ORDER: Final = '{"item":"widget","quantity":1,"customer":"c1"}'
+CHECKOUT: Final = '{"customer":"c1","items":["widget","gadget"]}'
 CALLS: Final = (
     ("Charge a customer; optional: delay_ms, outcome", "charges", CHARGE),
     ("Send the same again: a replay", "charges", CHARGE),
     ("Send another charge with the same key: 422", "charges", CHARGE.replace("1000", "9999")),
-    (
-        "Place an order; optional: delay_ms, outcome (ok, decline, error, crash)",
-        "orders",
-        '{"item":"widget","quantity":1,"customer":"c1"}',
-    ),
+    ("Place an order; optional: delay_ms, outcome (ok, decline, error, crash)", "orders", ORDER),
     (
         "Check out; optional: delay_ms, crash_after (reserve, charge, receipt)",
         "checkouts",
-        '{"customer":"c1","items":["widget","gadget"]}',
+        CHECKOUT,
     ),
     ("See what was really executed; also at /charges, /orders and /checkouts", "effects", ""),
     ("Read the policy, which is generated from the rules", "idempotency-policy", ""),

@@ -74,12 +74,10 @@ class Ledger(ABC):
         self,
         connection: Any,
         operation: str,
+        details: dict[str, Any],
         *,
-        customer: str,
         key: str,
         attempt: int,
-        details: dict[str, Any],
-        outcome: str = "ok",
         entry_id: str = "",
     ) -> Entry:
         """Writes an execution in the connection's transaction; returns its entry.
@@ -87,6 +85,8 @@ class Ledger(ABC):
         An entry that has this id stays as it is and counts the repetition: payment providers do the
         same when you send them an idempotency key.
         """
+        details = {"outcome": "ok"} | details
+        customer, outcome = details.pop("customer"), details.pop("outcome")
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         entry_id = entry_id or f"{operation}_{uuid.uuid4().hex}"
         values = (entry_id, operation, customer, key, attempt, outcome, os.getpid(), now, 1)
@@ -222,3 +222,16 @@ def open_ledger(url: str) -> Ledger:
         f"the demo needs a store that survives it, and {url} ends with its process: use "
         "sqlite:///path/to/file.db or postgresql://user@host/database"
     )
+
+
+async def create_tables(url: str) -> None:
+    """Creates or migrates the tables of the store and the ledger; raises `StoreError`."""
+    ledger = open_ledger(url)
+    store = open_store(url, is_async=True)
+    assert isinstance(store, SqliteStore | PostgresStore)  # Others have no ledger.
+    try:
+        await store.migrate()
+    finally:
+        await store.close()
+    async with ledger.opened():
+        pass

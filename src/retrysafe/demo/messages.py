@@ -13,9 +13,8 @@ from pydantic import ValidationError
 
 from retrysafe import FOREVER, Policy, current_attempt
 from retrysafe.consumers import Handler, Message, PayloadInvalid
-from retrysafe.demo.app import LEASE, SIMULATED, Charge, simulate
-from retrysafe.demo.ledger import Entry, Ledger, open_ledger
-from retrysafe.demo.serving import create_tables
+from retrysafe.demo.app import LEASE, SIMULATED, Charge, execute_charge
+from retrysafe.demo.ledger import Entry, Ledger, create_tables, open_ledger
 
 _ledgers: list[Ledger] = []
 
@@ -43,21 +42,7 @@ async def _charge(message: Message) -> Entry:
             for each in error.errors(include_input=False)
         )
         raise PayloadInvalid(f"this is no charge: {faults}") from None
-    attempt = current_attempt()
-    await simulate(body.delay_ms, body.outcome)
-    ledger = _ledgers[-1]
-    # As in `POST /charges`: stands for the payment provider.
-    async with ledger.transaction() as connection:
-        attempt.raise_if_lost()
-        entry = await ledger.add(
-            connection,
-            "charge",
-            customer=body.customer,
-            key=attempt.key.text,
-            attempt=attempt.number,
-            outcome=body.outcome,
-            details={"amount": body.amount, "currency": body.currency},
-        )
+    entry = await execute_charge(_ledgers[-1], body, current_attempt())
     if body.outcome == "error":
         raise RuntimeError("the charge failed, as it was asked to")
     return entry

@@ -13,7 +13,8 @@ from retrysafe.http.callers import (
 )
 from retrysafe.http.key_sources import FieldsKey, HeaderKey
 from retrysafe.http.limits import Limits
-from retrysafe.http.protection import Plan, Protection
+from retrysafe.http.plan import Plan
+from retrysafe.http.protection import Protection
 from retrysafe.http.request import Headers, Request
 from retrysafe.http.responses import Response
 from retrysafe.http.rules import ACCEPT, Rule, StatusRule, Streaming

@@ -12,14 +12,15 @@ import logging
 from collections.abc import Coroutine, Iterable
 from copy import copy
 from datetime import timedelta
-from typing import Any, Final, Self, cast
+from functools import partial
+from typing import Any, Self, cast
 
 from retrysafe.async_idempotency import AsyncIdempotency
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.keys.key import GlobalCaller, Key
+from retrysafe.core.keys.key import GlobalCaller
 from retrysafe.core.ports import Waits
-from retrysafe.errors import InvalidInput, StoreError
+from retrysafe.errors import InvalidInput
 from retrysafe.http.asgi_io import (
     TOO_LARGE,
     app_prefix_of,
@@ -42,28 +43,20 @@ from retrysafe.http.asgi_run import (
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf
 from retrysafe.http.claim_timeout import ClaimLookout
+from retrysafe.http.ignored_keys import NOTICED_NAME, keys_in
 from retrysafe.http.large_bodies import LARGE_BODIES, LARGE_BODY_BYTES
 from retrysafe.http.limits import Limits
+from retrysafe.http.pages import PAGE_METHODS, POLICY_PATH, STATUS_PATH
+from retrysafe.http.plan import Plan
 from retrysafe.http.policy_page import PolicyReaders
-from retrysafe.http.protection import (
-    POLICY_PATH,
-    STATUS_PATH,
-    STORE_TIMEOUT,
-    Plan,
-    Protection,
-)
-from retrysafe.http.recent import Recent, Repetition, head_of
+from retrysafe.http.protection import STORE_TIMEOUT, Protection
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
-from retrysafe.http.routes import Match
+from retrysafe.http.routes import Route
 from retrysafe.http.rules import Rule, checked_rules
-from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.http.unprotected import UnprotectedRuns
 from retrysafe.runtime.calls import calls_of
 
-_PAGE_METHODS: Final = ("GET", "HEAD")
-_UNREAD: Final = object()
-_REPEATED: Final = object()
 _logger = logging.getLogger("retrysafe")
 
 
@@ -142,7 +135,6 @@ class IdempotencyMiddleware:
         self._prefix_of = prefix_of
         # The loop itself holds tasks weakly, so a run whose client has gone is held here.
         self._runs: set[AppRun] = set()
-        self._recent: Recent | None = Recent() if protection.is_known_by_headers else None
         seconds = protection.store_timeout_seconds
         self._lookout: ClaimLookout | None = None
         # A store that never waits has answered a claim before anybody can lose patience.
@@ -156,14 +148,6 @@ class IdempotencyMiddleware:
             if scope["type"] != "lifespan" or not await is_refused(receive, send):
                 await self.app(scope, receive, send)
             return
-        body: bytes | object | None = _UNREAD
-        if self._recent is not None and self._recent.entries:
-            # Before anything else is looked at: it is the same request as one that was.
-            repetition = self._recent.find(head_of(scope))
-            if repetition is not None:
-                body = await self._repeat(repetition, receive, send)
-                if body is _REPEATED:
-                    return
         inner, whole = paths_of(scope)
         method: str = scope["method"]
         if not method.isupper():
@@ -178,7 +162,6 @@ class IdempotencyMiddleware:
         if NOTICED_NAME in scope:
             scope[NOTICED_NAME].append(self)
         route, parameters = match
-        # As `request_of` and `prefix_of` do it.
         request = Request(
             method,
             whole,
@@ -188,25 +171,13 @@ class IdempotencyMiddleware:
             scope,
             parameters,
         )
-        prefix = self._prefix_of(scope)
-        # As in `protect`, whose coroutine every request would pay for.
-        plan = self.protection.begin(route, request, prefix)
-        if self._has_async_caller and type(plan) is Plan:
-            plan = await self.protection.identified(plan)
-        if type(plan) is Plan:
-            if body is _UNREAD:
-                body = await read_body(receive, route.rule.request_limit_bytes)
-            if type(body) is bytes:
-                request.body = body
-                await self.answer(plan, scope, receive, send, is_kept=self._recent is not None)
-                return
-        await self._decline(plan, request, prefix, body, receive, send)
+        await self.protect(route, request, self._prefix_of(scope), receive, send)
 
     async def _pass(
         self, method: str, path: str, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """A page, or a request that no rule protects; a key that comes with it is told of."""
-        if method in _PAGE_METHODS and self.protection.has_page(path):
+        if method in PAGE_METHODS and self.protection.pages.serve(path):
             await self.show_page(path, request_of(scope), self._prefix_of(scope), send)
             return
         keys = keys_in(method, scope["headers"])
@@ -219,64 +190,38 @@ class IdempotencyMiddleware:
             await self.app(scope, receive, send)
         finally:
             if not noticed:
-                self.protection.unmatched.note(self.calls.report, method, path, keys)
+                self.protection.ignored_keys.note(self.calls.report, method, path, keys)
 
     async def show_page(self, path: str, request: Request, prefix: str, send: Send) -> None:
         """Answers with the policy page, or with the status of a key.
 
         `path` is the page's path inside the application, which is mounted at `prefix`.
         """
-        protection = self.protection
-        page: Response | list[Key] | None = protection.policy_page(path, request, prefix)
-        if page is None:
-            caller = await protection.caller_on_loop(request)
-            page = protection.status_keys(path, request, prefix, caller)
-        if isinstance(page, list):
-            key = page[0]
-            try:
-                forms = [await self.calls.read(each, with_audit=False) for each in page]
-                page = protection.status(forms, key, request, prefix, self.calls.run_times)
-            except StoreError as error:
-                page = protection.status_refused(error, key, request, prefix)
-        if request.method == "HEAD":
-            page.body = b""
+        page = await self.protection.pages.page(
+            path,
+            request,
+            prefix,
+            caller_of=self.protection.caller_on_loop,
+            read=partial(self.calls.read, with_audit=False),
+            run_times=self.calls.run_times,
+        )
         await send_response(send, page)
 
     async def protect(
-        self, match: Match, request: Request, prefix: str, receive: Receive, send: Send
+        self, route: Route, request: Request, prefix: str, receive: Receive, send: Send
     ) -> None:
         """For integrations: answers a request of a route; its `host` is the ASGI scope."""
-        body: bytes | object | None = _UNREAD
-        if self._recent is not None and self._recent.entries:
-            repetition = self._recent.find(head_of(request.host))
-            if repetition is not None:
-                body = await self._repeat(repetition, receive, send)
-                if body is _REPEATED:
-                    return
-        route, request.parameters = match
         plan = self.protection.begin(route, request, prefix)
-        if self._has_async_caller and type(plan) is Plan:
+        if self._has_async_caller and isinstance(plan, Plan):
             plan = await self.protection.identified(plan)
-        if type(plan) is Plan:
-            if body is _UNREAD:
-                body = await read_body(receive, route.rule.request_limit_bytes)
-            if type(body) is bytes:
+        body: bytes | object | None = None
+        if isinstance(plan, Plan):
+            body = await read_body(receive, route.rule.request_limit_bytes)
+            if isinstance(body, bytes):
                 request.body = body
-                is_kept = self._recent is not None
-                await self.answer(plan, request.host, receive, send, is_kept=is_kept)
+                await self.answer(plan, request.host, receive, send)
                 return
         await self._decline(plan, request, prefix, body, receive, send)
-
-    async def _repeat(
-        self, repetition: Repetition, receive: Receive, send: Send
-    ) -> bytes | object | None:
-        """Replays what the same request came to, if it still is the same; else its body."""
-        body = await read_body(receive, repetition.limit_bytes)
-        if body != repetition.body or not self.calls.repeats(repetition.call, repetition.outcome):
-            return body
-        await send(repetition.start())
-        await send({"type": "http.response.body", "body": repetition.response_body})
-        return _REPEATED
 
     async def _decline(
         self,
@@ -287,7 +232,7 @@ class IdempotencyMiddleware:
         receive: Receive,
         send: Send,
     ) -> None:
-        """Answers a request that is refused by its head or its body, or runs unprotected."""
+        """Answers a request that is refused by its head or its body, or passes."""
         if isinstance(plan, Response):
             await send_early(send, receive, plan, request)
         elif plan is None:
@@ -302,93 +247,75 @@ class IdempotencyMiddleware:
         scope: Scope,
         receive: Receive,
         send: Send,
-        *,
-        is_kept: bool = False,
     ) -> None:
-        """Answers a planned request whose body has been read; raises what the application does.
-
-        `is_kept` says that its replay may be remembered for the next request with the same scope.
-        """
-        protection = self.protection
-        run: AppRun | None = None
-        waiter: asyncio.Future[Answer[Any]] | None = None
-        # None: the application runs unprotected, as was asked for.
-        response: Response | None
-        protection.note_unread(plan, self.calls.report)
+        """Answers a planned request whose body has been read; raises what the application does."""
+        protection, run = self.protection, None
+        if plan.ignored:
+            protection.note_ignored(plan, self.calls.report)
         try:
             call = (
                 protection.call(plan)
                 if len(plan.request.body) + len(plan.request.query) < LARGE_BODY_BYTES
                 else await LARGE_BODIES.run(protection.call, plan)
             )
-            answer = self.calls.recall(call)
-            if answer is not None:
-                response = protection.answered(plan, answer, is_news=False)
-                if is_kept:
-                    self._keep(scope, plan, call, response)
-            elif protection.unprotected and (known := self._recall_unprotected(plan, call)):
-                response = known
-            elif protection.breaker.is_open and (closed := self._closed_off(plan, call)):
-                response = None if protection.runs_unprotected(plan) else closed
-            else:
-                loop = asyncio.get_running_loop()
-                run = AppRun(self.app, self._runs, plan, scope, receive, send, loop)
-                waiter = self._start(run, call)
-                if run.started is not None and not await _is_prompt(run, waiter):
-                    response = protection.accepted(plan, self._hint(call))
-                else:
-                    response = protection.answered(plan, await waiter, run.response)
-        except asyncio.CancelledError:
-            _leave(run, waiter)
-            raise
+            response = protection.known(plan, call, self.calls)
         except Exception as error:
-            response = self._answer_to(error, run, plan)
+            response = protection.answers.refused(plan, error, is_news=False)
+            if response is None:
+                raise
         if response is None:
-            run, response = await self._answer_unprotected(call, plan, scope, receive, send)
-        if run is not None and response.is_streamed:
-            await run.pass_through()
-            return
-        # As in `send_response`, whose coroutine every request would pay for.
-        await send(
-            {
-                "type": "http.response.start",
-                "status": response.status,
-                "headers": response.headers,
-            }
-        )
-        await send({"type": "http.response.body", "body": response.body})
+            run = AppRun(self.app, self._runs, plan, scope, receive, send)
+            response = await self._answered(run, call)
+            if response is None:
+                run = AppRun(self.app, self._runs, plan, scope, receive, send)
+                response = await self._answered(run, call)
+                assert response is not None  # It fails open once.
+            if response.is_streamed:
+                await run.pass_through()
+                return
+        await send_response(send, response)
         if run is not None and not run.is_over and not run.is_left:
             run.abandon()
             await run.finish()
 
-    def _answer_to(self, error: Exception, run: AppRun | None, plan: Plan) -> Response | None:
-        """The response to an error, or None to run unprotected; raises what is not for clients."""
-        if run is not None and error is run.error:
-            if run.response is None:
-                raise error  # The application's own: the server above us deals with it as ever.
-            return run.response
-        protection = self.protection
-        has_asked = run is not None and not plan.is_unprotected
-        if (
-            has_asked
-            and run is not None
-            and run.task is None
-            and protection.fails_open(plan, error)
-        ):
-            return None
-        refusal = protection.refused(plan, error, is_news=has_asked)
-        if refusal is None:
-            if run is not None:
-                run.abandon()
-            raise error
-        return refusal
+    async def _answered(self, run: AppRun, call: Call) -> Response | None:
+        """The response of a run; None when it never began, and the plan is to run unprotected.
 
-    def _closed_off(self, plan: Plan, call: Call) -> Response | None:
-        """The refusal while the store is left alone.
-
-        What is known to run needs no store, and is never run unprotected beside that.
+        The application runs in tasks of its own, which go on when this one is cancelled. Raises
+        what the application raises, and errors of retrysafe that are not for clients.
         """
-        return None if self.calls.is_in_flight(call) else self.protection.closed_off(plan)
+        plan, answers, loop = run.plan, self.protection.answers, run.loop
+        is_news = not plan.is_unprotected
+        waiter: asyncio.Future[Answer[Any]] = loop.create_future()
+        # Without a place in the background it is answered when it has ended, within the limits that
+        # the server has for requests.
+        may_go_on = plan.preference.respond_async and is_news
+        if may_go_on and self.protection.background.enter(run):
+            run.started = loop.create_future()
+            run.background = self.protection.background
+        # A transaction of the application's own has the time-outs that its database was given.
+        if self._lookout is not None and is_news and plan.route.rule.transaction is None:
+            self._lookout.watch(run, call, waiter, loop)
+        run.settling = loop.create_task(self._settle(run, call, waiter))
+        try:
+            if run.started is not None and not await _is_prompt(run, waiter):
+                return answers.accepted(plan, self._hint(call))
+            return answers.answered(plan, await waiter, run.response, is_news=is_news)
+        except asyncio.CancelledError:
+            _leave(run, waiter)
+            raise
+        except Exception as error:
+            if error is run.error:
+                if run.response is None:
+                    raise  # The application's own: the server above us deals with it as ever.
+                return run.response
+            if run.task is None and self.protection.fails_open(plan, error):
+                return None
+            refusal = answers.refused(plan, error, is_news=is_news)
+            if refusal is None:
+                run.abandon()
+                raise
+            return refusal
 
     def _hint(self, call: Call) -> timedelta:
         """When to look for the outcome of a run that has just begun."""
@@ -398,58 +325,6 @@ class IdempotencyMiddleware:
             seconds=run_times.retry_after(call.operation, 0.0, policy.lease.total_seconds())
         )
 
-    def _keep(self, scope: Scope, plan: Plan, call: Call, response: Response) -> None:
-        """Remembers what this replay looks like, for the next request that is the same."""
-        outcome = self.calls.remembered(call)
-        if self._recent is not None and outcome is not None:
-            limit_bytes = plan.route.rule.request_limit_bytes
-            repetition = Repetition(plan.request.body, limit_bytes, call, outcome, response)
-            self._recent.keep(head_of(scope), repetition)
-
-    async def _answer_unprotected(
-        self, call: Call, plan: Plan, scope: Scope, receive: Receive, send: Send
-    ) -> tuple[AppRun, Response]:
-        """Runs the application although nobody can tell whether it ran before, as was asked for.
-
-        Once at a time in this process, and apart from its connection, as with a claim.
-        """
-        plan.is_unprotected = True
-        loop = asyncio.get_running_loop()
-        run = AppRun(self.app, self._runs, plan, scope, receive, send, loop)
-        waiter: asyncio.Future[Answer[Any]] = loop.create_future()
-        run.settling = loop.create_task(self._settle(run, call, waiter))
-        try:
-            answer = await waiter
-            if not plan.is_unprotected:
-                return run, self.protection.answered(plan, answer, is_news=False)
-            return run, self.protection.answered_unprotected(plan, answer)
-        except asyncio.CancelledError:
-            _leave(run, waiter)
-            raise
-        except Exception as error:
-            response = self._answer_to(error, run, plan)
-            assert response is not None  # It runs unprotected already.
-            return run, response
-
-    def _recall_unprotected(self, plan: Plan, call: Call) -> Response | None:
-        calls = self.calls
-        return self.protection.recall_unprotected(plan, call, calls.report, calls.run_times)
-
-    def _start(self, run: AppRun, call: Call) -> asyncio.Future[Answer[Any]]:
-        """Runs the application in tasks of its own; cancelling the future leaves them alone."""
-        plan, loop = run.plan, run.loop
-        waiter: asyncio.Future[Answer[Any]] = loop.create_future()
-        # Without a place in the background it is answered when it has ended, within the limits that
-        # the server has for requests.
-        if plan.preference.respond_async and self.protection.background.enter(run):
-            run.started = loop.create_future()
-            run.background = self.protection.background
-        # A transaction of the application's own has the time-outs that its database was given.
-        if self._lookout is not None and plan.route.rule.transaction is None:
-            self._lookout.watch(run, call, waiter, loop)
-        run.settling = loop.create_task(self._settle(run, call, waiter))
-        return waiter
-
     def _outcome(self, run: AppRun, call: Call) -> Coroutine[Any, Any, Answer[Any]]:
         """Runs the application once: in a transaction, with a claim, or without one."""
         calls, unprotected = self.calls, self.protection.unprotected
@@ -458,16 +333,9 @@ class IdempotencyMiddleware:
             return calls.answer_atomic(call, transaction, run.invoke)
         if unprotected is None:
             return calls.answer_call(call, run.invoke)
-        if not plan.is_unprotected:
-            return self._outcome_claimed(unprotected, run, call)
-
-        def recall(call: Call) -> Answer[Any] | None:
-            remembered = calls.recall(call)
-            plan.is_unprotected = remembered is None
-            return remembered
-
-        report, run_times = calls.report, calls.run_times
-        return unprotected.answer(call, run.invoke, recall, report, run_times)
+        if plan.is_unprotected:
+            return self.protection.answer_unprotected(plan, call, run.invoke, calls)
+        return self._outcome_claimed(unprotected, run, call)
 
     async def _outcome_claimed(
         self, unprotected: UnprotectedRuns, run: AppRun, call: Call
@@ -527,8 +395,7 @@ async def _is_prompt(run: AppRun, waiter: asyncio.Future[Answer[Any]]) -> bool:
     return True
 
 
-def _leave(run: AppRun | None, waiter: asyncio.Future[Answer[Any]] | None) -> None:
-    """Lets a run go on by itself; without one there is nothing to leave."""
-    if run is not None and waiter is not None:
-        run.leave()
-        waiter.cancel()
+def _leave(run: AppRun, waiter: asyncio.Future[Answer[Any]]) -> None:
+    """Lets a run go on by itself."""
+    run.leave()
+    waiter.cancel()

@@ -17,8 +17,9 @@ from retrysafe.core.attempt import Attempt
 from retrysafe.core.permits import Permits
 from retrysafe.core.stop_iteration import raisable
 from retrysafe.errors import ClaimLost
+from retrysafe.http.answers import UNPROTECTED
 from retrysafe.http.held_response import Held, is_from_stream, passes_at_once
-from retrysafe.http.protection import UNPROTECTED, Plan
+from retrysafe.http.plan import Plan
 from retrysafe.http.request import PROTECTED_NAME
 from retrysafe.http.responses import Response
 from retrysafe.http.router_marks import can_tell, is_unserved
@@ -106,7 +107,6 @@ class AppRun:
         scope: Scope,
         receive: Receive,
         send: Send,
-        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._app = app
         # Where a run is held whose client has gone; the loop itself holds tasks weakly.
@@ -148,7 +148,7 @@ class AppRun:
         self.background: Permits | None = None
         self.settling: asyncio.Task[None] | None = None
         # Where all of this runs. Asking for it is a system call before Python 3.12.
-        self.loop: asyncio.AbstractEventLoop = loop
+        self.loop = asyncio.get_running_loop()
 
     def invoke(self, attempt: Attempt | AtomicAttempt[Any] | None) -> asyncio.Future[Response]:
         """Starts the application; the future has its response as soon as that is complete.
@@ -249,10 +249,11 @@ class AppRun:
             if self._passing is not None:
                 await self._passing  # What was held back comes first.
             if self.is_passing:
-                self._end(is_last)
+                if is_last:
+                    self._end()
                 await self._pass_on(message)
             elif is_last and self._held is None:
-                self._end(is_last)
+                self._end()
                 self._finish_response(bytes(message.get("body", b"")))
             else:
                 await self._hold(message.get("body", b""), is_last)
@@ -275,7 +276,7 @@ class AppRun:
                 self._timer = self.loop.call_later(held.limit_seconds, self._end_silence)
         if is_last:
             held.body += piece
-            self._end(is_last)
+            self._end()
             # An application that has met an error may end its response all the same, and raise
             # right after: a few turns of the loop later at the most, and then it is not done.
             self._wait_for_the_end(_TURNS)
@@ -339,9 +340,9 @@ class AppRun:
                 self.error = error = raisable(error)
                 complete.set_exception(error)
 
-    def _end(self, is_last: bool) -> None:
-        if is_last:
-            self._is_ended = True
+    def _end(self) -> None:
+        self._is_ended = True
+        if self._news is not None:
             self._wake()
 
     # A response that is sent as it comes.

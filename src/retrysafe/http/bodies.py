@@ -15,7 +15,7 @@ from typing import Any, Final
 from urllib.parse import unquote_to_bytes
 
 from retrysafe.core.keys import canonical
-from retrysafe.core.keys.framing import frame
+from retrysafe.core.keys.canonical import frame
 from retrysafe.errors import FingerprintImpossible
 from retrysafe.http.request import Request
 

@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from retrysafe.core.keys.framing import frame
+from retrysafe.core.keys.canonical import frame
 from retrysafe.core.keys.key import CALLER_LIMIT_CHARACTERS, GlobalCaller
 from retrysafe.core.keys.secret import PLAIN_TAG, Secrets
 from retrysafe.errors import InvalidInput, PolicyInvalid
@@ -161,11 +161,6 @@ def shipped(caller: CallerOf | GlobalCaller) -> Shipped | None:
     """What is known of a caller function; None for one that is not ours."""
     # Not every callable can be referred to weakly.
     return _shipped.get(caller) if inspect.isfunction(caller) else None
-
-
-def is_known_by_headers(caller: CallerOf | GlobalCaller) -> bool:
-    """Whether equal headers mean the same caller; of a function that is not ours nobody knows."""
-    return isinstance(caller, GlobalCaller) or shipped(caller) is not None
 
 
 def vary_of(caller: CallerOf | GlobalCaller) -> str | None:

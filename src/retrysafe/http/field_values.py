@@ -18,8 +18,7 @@ from typing import Any, Final
 from unicodedata import is_normalized
 from uuid import UUID
 
-from retrysafe.core.keys.canonical import ABSENT
-from retrysafe.core.keys.framing import Number, Part, utc_text
+from retrysafe.core.keys.canonical import ABSENT, Number, Part, utc_text
 from retrysafe.errors import InvalidInput, KeyInvalid
 
 # No name, address or id is longer. Normalizing a text takes the square of its length at worst.
@@ -35,7 +34,11 @@ _BOOLEANS: Final = {"true": True, "false": False}
 _BOOLEAN_WORDS: Final = frozenset({"true", "false", "yes", "no", "on", "off", "t", "f", "y", "n"})
 
 # What Python, pydantic and most databases read as a number; `\d` has the digits of all scripts.
-_NUMERIC: Final = re.compile(r"[+-]?[\d_]*+(?:\.[\d_]*+)?(?:[eE][+-]?[\d_]++)?")
+# `Decimal` leaves out underscores before it looks, Django's forms `.0` with blanks in front, and
+# pydantic zeros before a sign: 0-7 is -7 to it.
+_NUMERIC: Final = re.compile(
+    r"_*+[+-]?[\d_]*+(?:\s*+\.[\d_]*+)?(?:[eE][+-]?[\d_]++)?|[+-]?[0_]++[+-][\d_]++"
+)
 _DIGIT: Final = re.compile(r"\d")
 # The one way to write a number that is taken as text: shortest, without an exponent.
 _PLAIN_NUMBER: Final = re.compile(r"(?!-0\Z)-?(?:0|[1-9][0-9]*+)(?:\.[0-9]*[1-9])?")
@@ -48,28 +51,41 @@ _UUID_CHARACTERS: Final = 32
 _DATE: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 # Python takes any character between a date and a time. `20260131-01` is no instant to most, and a
 # usual number of an invoice.
-_INSTANT: Final = re.compile(r"\d{4}-?\d\d-?\d\d(?:[^\d-]\d\d|-\d\d:)")
+_INSTANT: Final = re.compile(
+    r"\d{4}-?\d\d-?\d\d(?:[^\d-]\d\d|.\d\d:)|\d{4}-\d\d?-\d\d?[T\s]\s*+\d\d?:\d", re.I
+)
 _INSTANT_LIMIT_CHARACTERS: Final = 40
 # A time of a day without an offset: those with one differ from day to day.
 _CLOCK_TIME: Final = re.compile(r"(?:[01][0-9]|2[0-3]):[0-5][0-9](?::[0-5][0-9](?:\.[0-9]{1,6})?)?")
 # Eight groups of four digits, or one of them an IPv4 address.
 _ADDRESS_LIMIT_CHARACTERS: Final = 45
 # Days of a month without its zeros, and of a week, with a time or without. `2026-001` is no day to
-# any of the parsers that frameworks use, and a usual number of an invoice.
+# any of the parsers that frameworks use, and a usual number of an invoice. Django's forms take
+# 01/31/2026, Jan 31 2026 and 31 January, 2026, and digits of other scripts.
+_MONTH: Final = (
+    r"(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?"
+    r"|sep(?:tember)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)"
+)
 _OTHER_DATE: Final = re.compile(
-    r"\d{4}-(?:\d-\d\d?|\d\d-\d)|\d{4}-?W\d\d(?:-?\d(?:\D\d\d.*+)?)?", re.I
+    r"\d{4}-(?:\d-\d\d?|\d\d-\d)|\d{4}-?W\d\d(?:-?\d(?:\D\d\d.*+)?)?"
+    r"|(?=.*[^\x00-\x7f])\d{4}-\d\d-\d\d"
+    r"|\d\d?/\d\d?/\d\d(?:\d\d)?(?:\s.*+)?"
+    rf"|(?:{_MONTH}\s++\d\d?|\d\d?\s++{_MONTH}),?\s++\d{{4}}",
+    re.I,
 )
 # Times of day and lengths of time: 10:00, 10:00:00.0Z, 1 day, 10:00:00, and 3 days.
 _TIME: Final = re.compile(
-    r"[+-]?(?:\d++(?: ++| *+d(?:ays?)?+,? *+))?[+-]?T?\d++(?::\d++){1,2}+(?:[.,]\d*+)?"
+    r"[+-]?(?:\d++(?: ++| *+d(?:ays?)?+,? *+))?[+-]?T?\d*+(?::\d++){1,2}+(?:[.,]\d*+)?"
     r" ?(?:Z|[+\u2212-]\d\d(?::?\d\d){0,2}+)?"
-    r"|[+-]?\d++(?: *+days?| ++d)",
+    r"|[+-]?\d++ *+d(?:ays?)?,?",
     re.I,
 )
 # ISO 8601 writes an hour as PT1H, PT60M and P0DT1H.
 _DURATION: Final = re.compile(
-    r"[+-]?P(?=[\dT])(?:\d++(?:[.,]\d*+)?[YMWD])*+(?:T(?:\d++(?:[.,]\d*+)?[HMS])++)?", re.I
+    r"[+-]?P(?=T?\d)(?:\d++(?:[.,]\d*+)?[YMWD])*+(?:T(?:\d++(?:[.,]\d*+)?[HMS])*+)?", re.I
 )
+# A network is written with its mask as well, and one of a single host without it.
+_OTHER_NETWORK: Final = re.compile(r"\d++(?:\.\d++){3}/(?:32|0\d++|\d++(?:\.\d++){3})")
 # The fewest that an IPv6 address without `::` has, when it ends as an IPv4 address does.
 _IPV6_COLONS: Final = 6
 # A float has no more digits that count; sign and exponent take the rest.
@@ -195,6 +211,9 @@ def plain_part(name: str, value: Any) -> Part:
         return _of_text(name, value)
     if value is NOT_TAKEN:
         raise KeyInvalid(f"the key is made from {name}, whose value this endpoint does not take")
+    if isinstance(value, PurePath):
+        # It has single slashes and no dots; its names are as they were sent.
+        return _of_text(name, str(value))
     _require_exact(name, value)
     try:
         value = _as_sent(value)
@@ -278,10 +297,8 @@ def _as_sent(value: Any) -> Any:
 
 
 def _of_number(number: Number) -> Part:
-    value = Decimal(number.text)
-    # `Number` writes no zeros at the end, so a negative exponent means a fraction.
-    is_whole = "e-" not in number.text and value.adjusted() < _DIGITS_LIMIT
-    return int(value) if is_whole else value
+    whole = number.whole(_DIGITS_LIMIT)
+    return Decimal(number.text) if whole is None else whole
 
 
 def _of_text(name: str, text: str) -> Part:
@@ -334,16 +351,22 @@ def _has_other_spellings(text: str) -> bool:
 
 
 def _is_long_address(text: str) -> bool:
-    """Whether it is an IPv6 address in another form than the shortest, or with a prefix."""
+    """Whether it is an IPv6 address in another form than the shortest, with a prefix or a zone.
+
+    Of IPv4 only networks have several forms.
+    """
+    if _OTHER_NETWORK.fullmatch(text):
+        return True
     if "::" not in text and text.count(":") < _IPV6_COLONS:
         return False
     plain, slash, _ = text.partition("/")
+    plain, zone, _ = plain.partition("%")
     try:
         address = IPv6Address(plain)
     except ValueError:
         return False
     # Versions of Python differ in how they write the mapped ones.
-    return bool(slash) or address.ipv4_mapped is not None or str(address) != text
+    return bool(slash or zone) or address.ipv4_mapped is not None or str(address) != text
 
 
 def _with_type(name: str) -> str:

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Final
 
-from retrysafe.core.keys.canonical import TooDeep, canonical_bytes
+from retrysafe.core.keys.canonical import DIGEST_BYTES, TooDeep, canonical_bytes, frame
 from retrysafe.core.keys.fingerprint import FingerprintRule
-from retrysafe.core.keys.framing import DIGEST_BYTES, frame
 from retrysafe.core.model import Fingerprint
 from retrysafe.http.bodies import (
     RAW,

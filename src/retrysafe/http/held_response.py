@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from time import monotonic
 from typing import Final
 
-from retrysafe.http.protection import Plan
+from retrysafe.http.plan import Plan
 from retrysafe.http.responses import Header, is_event_stream
 from retrysafe.http.rules import Streaming
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from retrysafe.core.keys import canonical
 from retrysafe.core.keys.body_key import BodyKey
+from retrysafe.core.keys.canonical import Part, frame, part_bytes
 from retrysafe.core.keys.fingerprint import FingerprintRule
-from retrysafe.core.keys.framing import Part, frame, part_bytes
 from retrysafe.core.keys.key import body_key, checked_secret, looks_derived, natural_key
 from retrysafe.core.policy import Policy
 from retrysafe.errors import KeyInvalid, PolicyInvalid
@@ -172,10 +172,13 @@ def _told_intent(source: BodyKey, request: Request) -> list[bytes]:
     if intent is None:
         return []
     if isinstance(intent, bytes):
-        # An empty line says something; several lines of one name are all said.
-        return [line.strip(b" \t") for line in request.header_lines(intent)]
+        lines = request.header_lines(intent)
+        # An empty line says something. Several are one list, as a proxy may write them.
+        return [b", ".join(line.strip(b" \t") for line in lines)] if lines else []
     value = field_of(_content_with_fields(request), intent.tokens)
-    return [] if value is canonical.ABSENT else [part_bytes(intent.part(value))]
+    # Many clients write null where they have nothing to say.
+    has_none = value is canonical.ABSENT or value is None
+    return [] if has_none else [part_bytes(intent.part(value))]
 
 
 def require_intent(source: KeySource | None) -> None:

@@ -7,6 +7,7 @@ segment with two parameters, such as `{name}.{ext}`, and clients choose the path
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Final
 
 from retrysafe.errors import PolicyInvalid
@@ -14,11 +15,64 @@ from retrysafe.errors import PolicyInvalid
 _PARAMETER: Final = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 # The same with what some frameworks write behind the name, as in {id:int}.
 _NAMED: Final = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(?::[^{}]*)?\}")
+# A parameter as others write it, and a star that is not at the end.
+_FOREIGN: Final = re.compile(
+    r"/:(?P<colon>[A-Za-z_]\w*)|<(?:[^<>]*:)?(?P<angle>[A-Za-z_]\w*)>|[<>]|\*(?=.)", re.DOTALL
+)
+# What stands in no path as a rule sees it, and what to write instead.
+_UNMATCHED: Final = (
+    (re.compile(r"[?#]"), "leave out the query and the fragment, which are no part of a path"),
+    (re.compile("%[0-9A-Fa-f]{2}"), "write the character itself, because paths come decoded"),
+    (re.compile(r"\s\Z|[\x00-\x1f\x7f]"), "leave out blanks at its end and control characters"),
+    (re.compile(r"\\"), "write slashes"),
+    (re.compile(r"/\.\.?(?:/|\Z)"), "leave out . and .., which clients take out of a path"),
+)
+# Stands for whatever a parameter takes: nobody writes it in a path.
+_ANYTHING: Final = "\ue000"
 
 
 def names_in(path: str) -> frozenset[str]:
     """The names of the parameters in a path, as rules and frameworks write it."""
     return frozenset(_NAMED.findall(path))
+
+
+def check_path(path: str, *, is_exact: bool) -> None:
+    """Raises `PolicyInvalid` for a rule's path that no request has, and says what to write.
+
+    Its routes would run unprotected.
+    """
+    found = _FOREIGN.search(path)
+    name = None if found is None else found["colon"] or found["angle"]
+    if found is not None and name is None:
+        raise PolicyInvalid(
+            f"the path {path!r} is no pattern: write {{name}} for one segment, and * at the end "
+            "for everything below"
+        )
+    advice = None if name is None else f"write {{{name}}} for that segment"
+    if "//" in path and not is_exact:
+        advice = "write single slashes, as which double ones count"
+    for shape, instead in _UNMATCHED:
+        if advice is None and shape.search(path) is not None:
+            advice = instead
+    if advice is not None:
+        raise PolicyInvalid(
+            f"the path {path!r} would be taken as it stands, and match nothing: {advice}"
+        )
+
+
+def samples_of(path: str | None, depth: int) -> Iterator[str]:
+    """Paths that stand for all that a pattern matches; None is the pattern for all paths.
+
+    Another pattern with at most `depth` segments matches all of these, or there is a path that the
+    first one matches and the other does not: its texts cannot match what a parameter of the first
+    one takes, so its own parameters must.
+    """
+    plain = _PARAMETER.sub(_ANYTHING, path or "/*")
+    if not plain.endswith("*"):
+        yield plain
+        return
+    for count in range(depth + 1):
+        yield plain[:-1] + "/".join([_ANYTHING] * count)
 
 
 class PathPattern:

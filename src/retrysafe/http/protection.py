@@ -1,43 +1,33 @@
-"""One request and its answer, without any I/O: what every server and framework does alike.
+"""The checks of a protected request, in their order, without any I/O: alike for every server.
 
-Owns the whole configuration of the HTTP layer and the order of its checks. The adapters read
-bodies, run the application and send what they are given here; they decide nothing.
+Owns the whole configuration of the HTTP layer. `begin` looks at the head, `call` at the body, and
+`known` says what is answered without a store. The adapters read bodies, run the application and
+send what they are given here; they decide nothing.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Final
-from urllib.parse import quote
 
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.keys.body_key import BodyKey
-from retrysafe.core.keys.key import GlobalCaller, Key, scoped_key
+from retrysafe.core.keys.key import GlobalCaller, Key
 from retrysafe.core.keys.secret import PLAIN_TAG
-from retrysafe.core.machine import how_far
-from retrysafe.core.model import StoredKey
 from retrysafe.core.nested_claims import nested
 from retrysafe.core.permits import Permits
 from retrysafe.core.policy import InFlight, Policy
-from retrysafe.core.run_times import RunTimes
 from retrysafe.core.settings import Settings
 from retrysafe.errors import (
-    CallerMissing,
-    Closed,
     KeyInvalid,
-    KeyReused,
-    OperationInFlight,
-    OutcomeNotStored,
     PolicyInvalid,
-    StoreError,
     StoreUnavailable,
 )
 from retrysafe.http import problems
+from retrysafe.http.answers import Answers
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import (
     CallerOf,
@@ -45,7 +35,6 @@ from retrysafe.http.callers import (
     RotatingCaller,
     checked_caller_of,
     is_async,
-    is_known_by_headers,
     shipped,
     vary_of,
 )
@@ -55,64 +44,33 @@ from retrysafe.http.headers import (
     NO_PREFERENCE,
     Preference,
     length_of,
-    link_path,
     parse_key,
     parse_prefer,
-    retry_after_text,
 )
+from retrysafe.http.ignored_keys import IgnoredKeys, Report
 from retrysafe.http.key_sources import made_key, require_own_key
 from retrysafe.http.limits import Limits
+from retrysafe.http.pages import POLICY_PATH, STATUS_PATH, Pages
+from retrysafe.http.plan import Plan
 from retrysafe.http.policy_page import (
     PolicyReaders,
-    checked_readers,
-    may_read,
-    policy_response,
 )
-from retrysafe.http.problems import Refusals, first_use, problem, problem_of
+from retrysafe.http.problems import Refusals, problem, problem_of
 from retrysafe.http.request import Request
-from retrysafe.http.responses import NO_STORE, Header, Response, response_of, uncached
+from retrysafe.http.responses import NO_STORE, Response, response_of
 from retrysafe.http.routes import Match, Route, RouteTable
 from retrysafe.http.rules import Rule, responds_async
-from retrysafe.http.status_page import status_response
-from retrysafe.http.unmatched import Unmatched
-from retrysafe.http.unprotected import Report, UnprotectedRuns
+from retrysafe.http.unprotected import UnprotectedRuns
+from retrysafe.runtime.async_calls import AsyncCalls
+from retrysafe.runtime.calls import Calls
 
-POLICY_PATH: Final = "/idempotency-policy"
-STATUS_PATH: Final = "/idempotency-status/"
 # Shorter than clients wait by default, and far longer than a store takes that is well.
 STORE_TIMEOUT: Final = timedelta(seconds=5)
-REPLAYED: Final[Header] = (b"idempotent-replayed", b"true")
-# Marks a response that was made while keys could not be looked up, by a service that fails open.
-UNPROTECTED: Final[Header] = (b"idempotency-protected", b"false")
 _KEY_HEADER: Final = b"idempotency-key"
 _PREFER_HEADER: Final = b"prefer"
 _LENGTH_HEADER: Final = b"content-length"
 _NO_LINES: Final[list[bytes]] = []
 _logger = logging.getLogger("retrysafe")
-
-
-@dataclass(slots=True)
-class Plan:
-    """What is known of a protected request before its body is read."""
-
-    route: Route
-    request: Request
-    # The empty text while an async function is to tell it: see `Protection.identified`.
-    caller: str | GlobalCaller
-    # None until the body is read, for keys that are made from it.
-    key: str | None
-    policy: Policy
-    preference: Preference
-    # The path under which the application is mounted.
-    prefix: str
-    # Who waits for another run at the moment.
-    waiters: Permits
-    # Whether it runs without a claim.
-    is_unprotected: bool = False
-    # Whether the key was made here, and not sent by the client.
-    is_made: bool = False
-    # The lines of a key that the route does not look at.
-    unread: list[bytes] = field(default_factory=lambda: _NO_LINES)
 
 
 class Protection:
@@ -144,9 +102,6 @@ class Protection:
             raise PolicyInvalid("pass rules for many routes or rule for one, not both")
         if isinstance(rules, Rule):
             raise PolicyInvalid("rules takes a list: rules=[Rule(…)]")
-        for name, path in (("policy_path", policy_path), ("status_path", status_path)):
-            if not (isinstance(path, str) and path.startswith("/")):
-                raise PolicyInvalid(f"{name} starts with a slash, got {path!r}")
         self._global = caller if isinstance(caller, GlobalCaller) else None
         self._caller_of = None if isinstance(caller, GlobalCaller) else checked_caller_of(caller)
         # Then `begin` leaves the caller to `identified`.
@@ -161,25 +116,17 @@ class Protection:
                 "there is no secret, so credentials of callers are stored as plain SHA-256, "
                 "against which short ones can be tried: pass secret=… or set RETRYSAFE_SECRET"
             )
-        self.is_known_by_headers = is_known_by_headers(caller)
         vary = vary_of(caller)
         # What is said to caches of a response that is for its caller alone.
-        self._no_store = [NO_STORE] if vary is None else [NO_STORE, (b"vary", vary.encode())]
-        self._replayed = [*self._no_store, REPLAYED]
+        private = [NO_STORE] if vary is None else [NO_STORE, (b"vary", vary.encode())]
         self.settings = settings
         self.table = RouteTable((rule or Rule(),) if rules is None else tuple(rules), settings)
         self.find: Callable[[str, str], Match | None] = self.table.find
-        # Routes whose rules stand next to their endpoints; the framework knows which ones.
-        self.endpoints: tuple[Route, ...] = ()
         self.fail_open = fail_open
         # How long a claim may take, on an event loop; None for as long as the store takes.
         self.store_timeout_seconds = _checked_timeout(store_timeout)
-        self.policy_path = policy_path
-        self._policy_readers = checked_readers(policy_page)
-        self.has_policy_page = policy_page is not False
-        self.status_path = status_path.rstrip("/") + "/"
         self.breaker = breaker or Breaker()
-        self.unmatched = Unmatched()
+        self.ignored_keys = IgnoredKeys()
         limits = Limits() if limits is None else limits
         if not isinstance(limits, Limits):
             raise PolicyInvalid(f"limits is Limits(…), got {limits!r}")
@@ -192,85 +139,30 @@ class Protection:
         self.unprotected = UnprotectedRuns(self.breaker, monotonic) if fail_open else None
         if challenge is None:
             challenge = "Bearer" if known is None else known.challenge
-        self.refusals = Refusals(policy_path, challenge, has_policy_page=self.has_policy_page)
+        self.refusals = refusals = Refusals(
+            policy_path, challenge, has_policy_page=policy_page is not False
+        )
+        self.pages = pages = Pages(
+            policy_path,
+            status_path,
+            policy_page,
+            self.table.routes,
+            refusals,
+            private,
+            has_callers=self._global is None,
+        )
+        self.answers = Answers(refusals, self.breaker, pages.status_path, private, monotonic)
         # What a view may complete its attempt with, as a response.
         self._outcome_of = outcome_of
         self._monotonic = monotonic
         self._waits: dict[tuple[int, float], Policy] = {}
-
-    # The pages.
-
-    def has_page(self, path: str) -> bool:
-        """Whether a GET or HEAD of this path is answered here and not by the application."""
-        if path == self.policy_path:
-            return self.has_policy_page
-        return path.startswith(self.status_path)
-
-    def policy_page(self, path: str, request: Request, prefix: str) -> Response | None:
-        """The policy page; None when the path is that of a key's status."""
-        if path != self.policy_path:
-            return None
-        if not may_read(self._policy_readers, request):
-            return Response(404, [(b"content-length", b"0"), NO_STORE], b"")
-        return policy_response(
-            (*self.table.routes, *self.endpoints),
-            request.header(b"accept"),
-            policy_url=f"{link_path(prefix)}{self.policy_path}",
-            status_url=f"{link_path(prefix)}{self.status_path}",
-            has_callers=self._global is None,
-            is_public=self._policy_readers is True,
-        )
-
-    def status_keys(
-        self, path: str, request: Request, prefix: str, caller: str | GlobalCaller | None
-    ) -> Response | list[Key]:
-        """The keys whose records must be read for `status`, or a refusal.
-
-        Several where the caller has a form by every secret: the furthest record counts.
-        """
-        if caller is None:
-            return self.refusals.unknown_caller(request, prefix)
-        callers: Iterable[str | GlobalCaller] = (caller,)
-        if isinstance(caller, RotatingCaller):
-            callers = caller.by_tag.values()
-        try:
-            return [Key(path[len(self.status_path) :], caller=each) for each in callers]
-        except CallerMissing:
-            # Empty or over-long: as for a request with a key, whose it is cannot be told.
-            return self.refusals.unknown_caller(request, prefix)
-        except KeyInvalid:
-            return self.refusals.problem(problems.KEY_UNKNOWN, request, prefix)
-
-    def status(
-        self,
-        forms: Iterable[StoredKey | None],
-        key: Key,
-        request: Request,
-        prefix: str,
-        run_times: RunTimes,
-    ) -> Response:
-        """What a caller is shown of its key, by the records of all its forms."""
-        found = (item for item in forms if item is not None)
-        stored = max(found, key=lambda item: how_far(item.condition), default=None)
-        context = self.refusals.context(request, prefix)
-        response = status_response(stored, context, key.text, run_times)
-        response.headers = uncached(response.headers, self._no_store)
-        return response
-
-    def status_refused(
-        self, error: StoreError, key: Key, request: Request, prefix: str
-    ) -> Response:
-        """The refusal when the record could not be read."""
-        refusal = problem_of(error, self.refusals.context(request, prefix), key=key.text)
-        assert refusal is not None  # Every error of a store has its kind.
-        return refusal
 
     # Before the body is read.
 
     def begin(
         self, route: Route, request: Request, prefix: str = "", *, is_on_loop: bool = True
     ) -> Plan | Response | None:
-        """The plan, or the refusal that needs no body; None when the request runs unprotected.
+        """The plan, or the refusal that needs no body; None when the request passes.
 
         `is_on_loop` says that a wait holds no thread.
         """
@@ -314,7 +206,7 @@ class Protection:
         waiters = self._task_waiters if is_on_loop else self._thread_waiters
         plan = Plan(route, request, caller, key, policy, preference, prefix, waiters)
         if keys and key is None:
-            plan.unread = keys
+            plan.ignored = keys
         return plan
 
     def _sent_key(
@@ -390,13 +282,11 @@ class Protection:
                 self._waits[id(policy), seconds] = found
         return found
 
-    def note_unread(self, plan: Plan, report: Report) -> None:
-        """Tells of a key that was sent to a route whose keys are made from fields, if any was."""
-        if not plan.unread:
-            return
+    def note_ignored(self, plan: Plan, report: Report) -> None:
+        """Tells of a key that was sent to a route whose keys are made from fields."""
         request = plan.request
         route = plan.route.rule.path or request.path
-        self.unmatched.note(report, request.method, route, plan.unread, has_rule=True)
+        self.ignored_keys.note(report, request.method, route, plan.ignored, has_rule=True)
 
     # The call.
 
@@ -423,7 +313,7 @@ class Protection:
                 secret=self.settings.secrets.value,
             )
         call = Call(
-            scoped_key(text, plan.caller),
+            Key(text, caller=plan.caller),
             self._fingerprints(request_fingerprints(request, route.fingerprint)),
             plan.policy,
             operation,
@@ -456,155 +346,77 @@ class Protection:
                     rule=route.fingerprint,
                     secret=secret.value,
                 )
-            yield secret.tag, scoped_key(text, by_tag.get(secret.tag, caller))
+            yield secret.tag, Key(text, caller=by_tag.get(secret.tag, caller))
         if PLAIN_TAG in by_tag and not is_of_body:
-            yield PLAIN_TAG, scoped_key(call.key.text, by_tag[PLAIN_TAG])
+            yield PLAIN_TAG, Key(call.key.text, caller=by_tag[PLAIN_TAG])
 
-    def closed_off(self, plan: Plan) -> Response | None:
-        """The refusal while the store is left alone; None when it may be asked."""
-        seconds = self.breaker.seconds_closed_off(self._monotonic())
-        if not seconds:
-            return None
-        return problem(
-            problems.STORE_UNAVAILABLE,
-            self.refusals.context(plan.request, plan.prefix),
-            key=plan.key,
-            retry_after=timedelta(seconds=seconds),
-        )
+    # What is answered without a store.
 
-    def runs_unprotected(self, plan: Plan) -> bool:
-        """Whether the application runs although the store is out of reach.
+    def known(self, plan: Plan, call: Call, calls: Calls | AsyncCalls) -> Response | None:
+        """The answer that needs no store; None when the application has to be run for it.
 
-        Never in atomic mode: what is out of reach is the application's own database.
+        `plan.is_unprotected` then says that it runs without a claim, because the store is down.
+        Raises `KeyReused`, `OperationInFlight`, the stored failure or `OutcomeUnavailable`.
         """
+        answer = calls.recall(call)
+        if answer is None and self.unprotected is not None:
+            # Also after the store is back, which knows nothing of runs without a claim.
+            answer = self.unprotected.recall(call, calls.report, calls.run_times)
+            plan.is_unprotected = answer is not None
+        if answer is not None:
+            return self.answers.answered(plan, answer, is_news=False)
+        # What is known to run needs no store, and is never run unprotected beside that.
+        if not self.breaker.is_open or calls.is_in_flight(call):
+            return None
+        seconds = self.breaker.seconds_closed_off(self._monotonic())
+        if seconds and self._may_run_unprotected(plan):
+            plan.is_unprotected = True
+        elif seconds:
+            return problem(
+                problems.STORE_UNAVAILABLE,
+                self.refusals.context(plan.request, plan.prefix),
+                key=plan.key,
+                retry_after=timedelta(seconds=seconds),
+            )
+        return None
+
+    def _may_run_unprotected(self, plan: Plan) -> bool:
+        """Never in atomic mode: what is out of reach is the application's own database."""
         return self.fail_open and plan.route.rule.transaction is None
 
-    def recall_unprotected(
-        self, plan: Plan, call: Call, report: Report, run_times: RunTimes
-    ) -> Response | None:
-        """What this process knows of a run without a claim; None when the store is to be asked.
-
-        Also after the store is back, which knows nothing of it. Raises `OperationInFlight` and
-        `KeyReused`.
-        """
-        if self.unprotected is None:
-            return None
-        answer = self.unprotected.recall(call, report, run_times)
-        return None if answer is None else self.answered_unprotected(plan, answer)
-
-    def answered_unprotected(self, plan: Plan, answer: Answer[Any]) -> Response:
-        """The response of a run without a claim, with its mark."""
-        response = self.answered(plan, answer, is_news=False)
-        response.headers = [*response.headers, UNPROTECTED]
-        return response
-
     def fails_open(self, plan: Plan, error: Exception) -> bool:
-        """Whether the application runs because its claim got no answer; tells the breaker.
+        """Whether the application runs unprotected because its claim got no answer.
 
         For errors of a call whose application has not begun. Never for a key that is known to be
-        running somewhere.
+        running somewhere. The plan says so from then on, and the breaker hears of the error.
         """
         if (
-            not isinstance(error, StoreUnavailable)
+            plan.is_unprotected
+            or not isinstance(error, StoreUnavailable)
             or error.is_in_flight
-            or not self.runs_unprotected(plan)
+            or not self._may_run_unprotected(plan)
         ):
             return False
         self.breaker.failed(self._monotonic())
+        plan.is_unprotected = True
         return True
 
-    # Answers.
-
-    def answered(
+    def answer_unprotected(
         self,
         plan: Plan,
-        answer: Answer[Any],
-        sent: Response | None = None,
-        *,
-        is_news: bool = True,
-    ) -> Response:
-        """The response to send; `sent` is what the application answered in this very run.
+        call: Call,
+        invoke: Callable[[None], Awaitable[Any]],
+        calls: Calls | AsyncCalls,
+    ) -> Coroutine[Any, Any, Answer[Any]]:
+        """Runs the application without a claim, unless this process knows of an earlier run."""
+        assert self.unprotected is not None  # Only a service that fails open comes here.
 
-        `is_news` says that the store was asked. A replay from the process says nothing about it.
-        """
-        if is_news and self.breaker.failures:
-            self.breaker.succeeded()
-        response = answer.value
-        if type(response) is not Response:
-            response = response_of(response)
-        if answer.replayed:
-            # Decoded for this caller alone, so it may be changed.
-            response.headers = uncached(response.headers, self._replayed)
-        elif sent is not None and sent is not response and _is_same(sent, response):
-            # Completed in the application's transaction: what middlewares added counts as well.
-            response = sent
-        if plan.preference is NO_PREFERENCE:
-            return response
-        return self.preferred(plan, response)
+        def recall(call: Call) -> Answer[Any] | None:
+            remembered = calls.recall(call)
+            plan.is_unprotected = remembered is None
+            return remembered
 
-    def refused(self, plan: Plan, error: BaseException, *, is_news: bool = True) -> Response | None:
-        """The response to an error of the engine; None for one that is not for clients."""
-        if isinstance(error, StoreUnavailable | OutcomeNotStored):
-            self.breaker.failed(self._monotonic())
-        elif is_news and not _is_known_here(error):
-            self.breaker.succeeded()
-        if isinstance(error, StoreError) and not isinstance(error, StoreUnavailable):
-            _logger.error("a protected request was refused", exc_info=error)
-        # Not to a client who asked to wait instead, and did: it gets what every wait ends with.
-        accepts = plan.preference.respond_async or (
-            plan.route.accepts_duplicates and plan.policy.in_flight is not InFlight.WAIT
-        )
-        if isinstance(error, OperationInFlight) and error.has_record and accepts:
-            return self.accepted(plan, error.retry_after)
-        detail: str | None = None
-        if isinstance(error, KeyReused) and plan.is_made:
-            detail = plan.route.told_of_reuse
-        elif isinstance(error, KeyReused) and not isinstance(plan.caller, GlobalCaller):
-            # In a namespace that all callers share, the first use may be somebody else's.
-            detail = first_use(error)
-        context = self.refusals.context(plan.request, plan.prefix)
-        response = problem_of(error, context, key=plan.key, detail=detail)
-        if response is None:
-            return None
-        if response.status == problems.CALLER_UNKNOWN.status:
-            response.headers += self.refusals.challenge
-        if (
-            isinstance(error, OperationInFlight)
-            and plan.policy.in_flight is InFlight.WAIT
-            and not error.has_waited
-        ):
-            return response  # There was no place to wait in.
-        return self.preferred(plan, response)
-
-    def accepted(self, plan: Plan, retry_after: timedelta) -> Response:
-        """202 with the place where the outcome will be found, and when to look there."""
-        assert plan.key is not None  # Only a call that was made can be running.
-        url = f"{link_path(plan.prefix)}{self.status_path}{quote(plan.key, safe='')}"
-        body = json.dumps({"state": "running", "key": plan.key, "status_url": url}).encode()
-        response = Response(
-            202,
-            [
-                (b"content-type", b"application/json"),
-                (b"content-length", b"%d" % len(body)),
-                (b"location", url.encode()),
-                (b"retry-after", retry_after_text(retry_after)),
-                (b"cache-control", b"no-store"),
-            ],
-            body,
-        )
-        if not plan.preference.respond_async:
-            # The route answers so unasked, also where no wait was asked for in so many words.
-            return self.preferred(plan, response)
-        response.headers.append((b"preference-applied", b"respond-async"))
-        return response
-
-    def preferred(self, plan: Plan, response: Response) -> Response:
-        """The response with the mark of the preference that was followed."""
-        if plan.preference.wait_seconds is not None:
-            policy = plan.policy
-            seconds = policy.wait_seconds if policy.in_flight is InFlight.WAIT else 0
-            response.headers.append((b"preference-applied", b"wait=%d" % seconds))
-        return response
+        return self.unprotected.answer(call, invoke, recall, calls.report, calls.run_times)
 
 
 def _preference(route: Route, lines: list[bytes], *, is_on_loop: bool) -> Preference:
@@ -622,20 +434,6 @@ def _preference(route: Route, lines: list[bytes], *, is_on_loop: bool) -> Prefer
     if wait_seconds is None and not respond_async:
         return NO_PREFERENCE
     return Preference(wait_seconds, respond_async)
-
-
-def _is_known_here(error: BaseException) -> bool:
-    """Whether a call was refused without a word from the store.
-
-    Else the duplicates of one long request would send all others to a store that is down.
-    """
-    if isinstance(error, OperationInFlight | KeyReused):
-        return error.is_known_here
-    return isinstance(error, Closed)
-
-
-def _is_same(first: Response, second: Response) -> bool:
-    return first.status == second.status and first.body == second.body
 
 
 def _checked_timeout(timeout: object) -> float | None:

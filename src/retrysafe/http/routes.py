@@ -6,7 +6,6 @@ not know requests beyond that, nor any framework.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
 from types import MappingProxyType
@@ -18,10 +17,10 @@ from retrysafe.core.policy import InFlight
 from retrysafe.core.settings import Settings
 from retrysafe.errors import PolicyInvalid
 from retrysafe.http.key_sources import FieldsKey, HeaderKey, described
-from retrysafe.http.paths import PathPattern, names_in
+from retrysafe.http.paths import PathPattern, check_path, names_in, samples_of
 from retrysafe.http.request import plain_path, served_path
 from retrysafe.http.responses import Response, ResponseCodec
-from retrysafe.http.rules import ACCEPT, Accept, Rule, require_rules
+from retrysafe.http.rules import ACCEPT, STATE_CHANGING, Accept, Rule, require_rules
 
 # The column of the stores that holds an operation's name.
 _NAME_LIMIT_CHARACTERS: Final = 255
@@ -196,24 +195,53 @@ class RouteTable:
         self._exact: dict[tuple[str, str], _Placed] = {}
         self._beside: dict[tuple[str, str], _Placed] = {}
         self._patterns: list[tuple[int, frozenset[str], PathPattern | None, Route]] = []
-        for position, route in enumerate(self.routes):
-            path = route.rule.path
-            if path is not None:
-                _check_path(path)
-            require_one_operation(route.rule)
-            if path is None or "{" in path or path.endswith("*"):
-                pattern = None if path is None else PathPattern(path)
-                self._patterns.append((position, frozenset(route.rule.methods), pattern, route))
-                continue
-            for method in route.rule.methods:
-                self._exact.setdefault((method, path), (position, _match_of(route)))
-                beside = (position, _match_of(route.beside()))
-                if route.rule.exact_path:
-                    # See `served_path`.
-                    self._exact.setdefault((method, path + "\n"), beside)
-                else:
-                    self._beside.setdefault((method, plain_path(path)), beside)
         self._methods = frozenset(method for route in self.routes for method in route.rule.methods)
+        # One segment more than any rule names.
+        depth = 1 + max(((rule.path or "").count("/") for rule in listed), default=0)
+        for position, route in enumerate(self.routes):
+            if route.rule.path is not None:
+                check_path(route.rule.path, is_exact=route.rule.exact_path)
+            require_one_operation(route.rule)
+            self._add(position, route)
+            self._require_reached(position, route.rule, depth)
+
+    def _add(self, position: int, route: Route) -> None:
+        path = route.rule.path
+        if path is None or "{" in path or path.endswith("*"):
+            pattern = None if path is None else PathPattern(path)
+            self._patterns.append((position, frozenset(route.rule.methods), pattern, route))
+            return
+        for method in route.rule.methods:
+            self._exact.setdefault((method, path), (position, _match_of(route)))
+            beside = (position, _match_of(route.beside()))
+            if route.rule.exact_path:
+                # See `served_path`.
+                self._exact.setdefault((method, path + "\n"), beside)
+            else:
+                self._beside.setdefault((method, plain_path(path)), beside)
+
+    def _require_reached(self, position: int, rule: Rule, depth: int) -> None:
+        """Raises `PolicyInvalid` for a rule that the ones before it leave no request.
+
+        What it says would be lost in silence: that a key is required, or where it comes from.
+        """
+        takers: set[int] = set()
+        for method in rule.methods:
+            for sample in samples_of(rule.path, depth):
+                spelled = (sample,) if rule.exact_path else (sample, *_twins(sample))
+                for path in spelled:
+                    taker = self._look(method, path)[0]
+                    if taker == position:
+                        return
+                    takers.add(taker)
+        earlier = " and ".join(
+            f"rule {index + 1} ({_shown(self.routes[index].rule)})" for index in sorted(takers)
+        )
+        raise PolicyInvalid(
+            f"rule {position + 1} ({_shown(rule)}) would never count, because the first rule that "
+            f"matches does: {earlier} matches all its requests. Put the rule for fewer requests "
+            "first, or leave it out"
+        )
 
     def find(self, method: str, path: str) -> Match | None:
         """The route of a request, with what its pattern took from the path.
@@ -231,7 +259,9 @@ class RouteTable:
             return self._nowhere
         found = self._exact.get((method, path))
         if found is None:
-            found = self._beside.get((method, plain_path(path)), self._nowhere)
+            found = self._nowhere
+            if self._beside:
+                found = self._beside.get((method, plain_path(path)), found)
         for position, methods, pattern, route in self._patterns:
             if position > found[0]:
                 break
@@ -256,6 +286,18 @@ def _match_of(route: Route, parameters: Mapping[str, Any] = NO_PARAMETERS) -> Ma
     return None if not route.rule.protected else (route, parameters)
 
 
+def _twins(path: str) -> tuple[str, str]:
+    """The other spellings of a path, with a slash at its end and without."""
+    plain = plain_path(path)
+    return plain, plain + "/"
+
+
+def _shown(rule: Rule) -> str:
+    """The rule in a message: the methods and the path that it is for."""
+    methods = "" if rule.methods == STATE_CHANGING else f"{', '.join(rule.methods)} "
+    return f"{methods}{rule.path or 'all paths'}"
+
+
 def _as_written(path: str, rule: Rule) -> str:
     """The path in the spelling of a pattern, which may end with a slash or with a star."""
     assert rule.path is not None  # A pattern has one.
@@ -264,26 +306,3 @@ def _as_written(path: str, rule: Rule) -> str:
     plain = plain_path(path)
     # `/charges/*` begins with `/charges/`, which is `/charges` by another spelling.
     return plain + "/" if rule.path.endswith(("/", "*")) and plain != "/" else plain
-
-
-# A parameter as others write it, and a star that is not at the end: they would match nothing.
-_FOREIGN: Final = re.compile(
-    r"/:(?P<colon>[A-Za-z_]\w*)|<(?:[^<>]*:)?(?P<angle>[A-Za-z_]\w*)>|[<>]|\*(?=.)", re.DOTALL
-)
-
-
-def _check_path(path: str) -> None:
-    """Raises `PolicyInvalid` for a path that is written as other libraries write theirs."""
-    found = _FOREIGN.search(path)
-    if found is None:
-        return
-    name = found["colon"] or found["angle"]
-    if name is None:
-        raise PolicyInvalid(
-            f"the path {path!r} is no pattern: write {{name}} for one segment, and * at the end "
-            "for everything below"
-        )
-    raise PolicyInvalid(
-        f"the path {path!r} would be taken as it stands, and match nothing: write {{{name}}} for "
-        "that segment"
-    )

@@ -13,8 +13,10 @@ from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.keys.key import GlobalCaller, Key
-from retrysafe.errors import RetrysafeError, StoreError
-from retrysafe.http.protection import Plan, Protection
+from retrysafe.core.model import StoredKey
+from retrysafe.errors import StoreUnavailable
+from retrysafe.http.plan import Plan
+from retrysafe.http.protection import Protection
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response
 from retrysafe.http.unprotected import UnprotectedRuns
@@ -50,40 +52,46 @@ def answered(protection: Protection, calls: Calls, plan: Plan, run: Run) -> Resp
 
     Raises what the application raises, and errors of retrysafe that are not for clients.
     """
-    has_asked = False
-    protection.note_unread(plan, calls.report)
+    is_news, answers = False, protection.answers
+    if plan.ignored:
+        protection.note_ignored(plan, calls.report)
     try:
         call = protection.call(plan)
-        answer = calls.recall(call)
-        if answer is not None:
-            return protection.answered(plan, answer, is_news=False)
-        if protection.unprotected is not None:
-            known = protection.recall_unprotected(plan, call, calls.report, calls.run_times)
-            if known is not None:
-                return known
-        has_asked = True
-        # What is known to run needs no store, and is never run unprotected beside that.
-        if protection.breaker.is_open and not calls.is_in_flight(call):
-            refusal = protection.closed_off(plan)
-            if refusal is not None and protection.runs_unprotected(plan):
-                return _answered_unprotected(protection, calls, plan, call, run)
-            if refusal is not None:
-                return refusal
-        transaction: Any = plan.route.rule.transaction
-        if transaction is None:
-            answer = _answered_claimed(protection.unprotected, calls, call, run)
-        else:
-            answer = calls.answer_atomic(call, transaction, run.invoke)
-        return protection.answered(plan, answer, run.response)
+        known = protection.known(plan, call, calls)
+        if known is not None:
+            return known
+        is_news = not plan.is_unprotected
+        try:
+            answer = _answered(protection, calls, plan, call, run)
+        except StoreUnavailable as error:
+            if run.has_begun or not protection.fails_open(plan, error):
+                raise
+            is_news = False
+            answer = _answered(protection, calls, plan, call, run)
+        return answers.answered(plan, answer, run.response, is_news=is_news)
     except Exception as error:
         if error is run.error:
             raise  # The application's own: whoever serves it deals with it as ever.
-        if has_asked and not run.has_begun and protection.fails_open(plan, error):
-            return _answered_unprotected(protection, calls, plan, call, run)
-        refusal = protection.refused(plan, error, is_news=has_asked)
+        refusal = answers.refused(plan, error, is_news=is_news)
         if refusal is None or run.is_passing:
             raise
         return refusal
+
+
+def _answered(
+    protection: Protection, calls: Calls, plan: Plan, call: Call, run: Run
+) -> Answer[Any]:
+    """Runs the application once: in a transaction, with a claim, or without one."""
+    transaction: Any = plan.route.rule.transaction
+    if transaction is not None:
+        return calls.answer_atomic(call, transaction, run.invoke)
+    if not plan.is_unprotected:
+        return _answered_claimed(protection.unprotected, calls, call, run)
+
+    async def invoke(attempt: None) -> Response:
+        return run.invoke(attempt)
+
+    return run_sync(protection.answer_unprotected(plan, call, invoke, calls))
 
 
 def _answered_claimed(
@@ -106,34 +114,6 @@ def _answered_claimed(
     return answer
 
 
-def _answered_unprotected(
-    protection: Protection, calls: Calls, plan: Plan, call: Call, run: Run
-) -> Response:
-    """The response of a run whose key nobody could claim; the service has asked for it."""
-    assert protection.unprotected is not None  # Only a service that fails open comes here.
-    plan.is_unprotected = True
-
-    async def invoke(attempt: None) -> Response:
-        return run.invoke(attempt)
-
-    def recall(call: Call) -> Answer[Any] | None:
-        remembered = calls.recall(call)
-        plan.is_unprotected = remembered is None
-        return remembered
-
-    report, run_times = calls.report, calls.run_times
-    try:
-        answer = run_sync(protection.unprotected.answer(call, invoke, recall, report, run_times))
-    except RetrysafeError as error:
-        refusal = None if error is run.error else protection.refused(plan, error, is_news=False)
-        if refusal is None or run.is_passing:
-            raise
-        return refusal
-    if not plan.is_unprotected:
-        return protection.answered(plan, answer, is_news=False)
-    return protection.answered_unprotected(plan, answer)
-
-
 def page(
     protection: Protection,
     calls: Calls,
@@ -146,17 +126,15 @@ def page(
 
     `caller_of` is how an integration asks for the caller, where it can await one.
     """
-    shown: Response | list[Key] | None = protection.policy_page(path, request, prefix)
-    if shown is None:
-        caller = (protection.caller if caller_of is None else caller_of)(request)
-        shown = protection.status_keys(path, request, prefix, caller)
-    if isinstance(shown, list):
-        key = shown[0]
-        try:
-            forms = [calls.read(each, with_audit=False) for each in shown]
-            shown = protection.status(forms, key, request, prefix, calls.run_times)
-        except StoreError as error:
-            shown = protection.status_refused(error, key, request, prefix)
-    if request.method == "HEAD":
-        shown.body = b""
-    return shown
+
+    async def read(key: Key) -> StoredKey | None:
+        return calls.read(key, with_audit=False)
+
+    async def caller(request: Request) -> str | GlobalCaller | None:
+        return (protection.caller if caller_of is None else caller_of)(request)
+
+    return run_sync(
+        protection.pages.page(
+            path, request, prefix, caller_of=caller, read=read, run_times=calls.run_times
+        )
+    )

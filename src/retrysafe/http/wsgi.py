@@ -17,14 +17,16 @@ from retrysafe.http import thread_requests
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf, require_blocking
 from retrysafe.http.headers import length_of
+from retrysafe.http.ignored_keys import NOTICED_NAME, keys_in
 from retrysafe.http.limits import Limits
+from retrysafe.http.pages import PAGE_METHODS, POLICY_PATH, STATUS_PATH
+from retrysafe.http.plan import Plan
 from retrysafe.http.policy_page import PolicyReaders
-from retrysafe.http.protection import POLICY_PATH, STATUS_PATH, Plan, Protection
+from retrysafe.http.protection import Protection
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Header, Response
 from retrysafe.http.routes import Match
 from retrysafe.http.rules import Rule, checked_rules
-from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.http.wsgi_run import (
     App,
     Environ,
@@ -35,7 +37,6 @@ from retrysafe.http.wsgi_run import (
 from retrysafe.idempotency import Idempotency
 from retrysafe.runtime.calls import calls_of
 
-_PAGE_METHODS: Final = ("GET", "HEAD")
 _KEY_NAME: Final = "HTTP_IDEMPOTENCY_KEY"
 _READ_BYTES: Final = 64 * 1024
 
@@ -101,7 +102,7 @@ class WSGIIdempotencyMiddleware:
             if NOTICED_NAME in environ:
                 environ[NOTICED_NAME].append(self)
             return self._protect(match, environ, start_response)
-        if method in _PAGE_METHODS and self.protection.has_page(path):
+        if method in PAGE_METHODS and self.protection.pages.serve(path):
             return self._show_page(path, environ, start_response)
         return self._pass(method, path, environ, start_response)
 
@@ -120,7 +121,7 @@ class WSGIIdempotencyMiddleware:
             return self.app(environ, start_response)
         finally:
             if not noticed:
-                self.protection.unmatched.note(self.calls.report, method, path, keys)
+                self.protection.ignored_keys.note(self.calls.report, method, path, keys)
 
     def _show_page(
         self, path: str, environ: Environ, start_response: StartResponse

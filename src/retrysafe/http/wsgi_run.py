@@ -12,8 +12,9 @@ from typing import Any, Final
 
 from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
+from retrysafe.http.answers import UNPROTECTED
 from retrysafe.http.held_response import Held, passes_at_once
-from retrysafe.http.protection import UNPROTECTED, Plan
+from retrysafe.http.plan import Plan
 from retrysafe.http.request import PROTECTED_NAME
 from retrysafe.http.responses import Header, Response
 from retrysafe.http.router_marks import can_tell, is_unserved

@@ -18,7 +18,7 @@ from retrysafe.runtime import local_time
 from retrysafe.runtime.background_thread import BackgroundThread
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.identity import mint_token
-from retrysafe.runtime.threaded_store import ThreadedStore
+from retrysafe.runtime.threaded import ThreadedStore
 
 OnReport = Callable[[RelayReport], None]
 

@@ -18,7 +18,6 @@ from retrysafe import forks
 from retrysafe.core.atomic.complete_in import stage_in
 from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.cache import CachedOutcome
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Reporter
@@ -34,7 +33,7 @@ from retrysafe.runtime.checks import checked_limit, operator_outcome, running_lo
 from retrysafe.runtime.closing import Limit, end_aside_within
 from retrysafe.runtime.operations import Operations
 from retrysafe.runtime.task_ports import LoopPorts
-from retrysafe.runtime.threaded_transaction import joined
+from retrysafe.runtime.threaded import joined
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -143,23 +142,23 @@ class AsyncCalls:
     # Answers.
 
     async def answer(
-        self, call: Call, operation: Callable[..., Awaitable[Any]], args: Any, kwargs: Any
+        self,
+        call: Call,
+        operation: Callable[..., Awaitable[Any]],
+        args: Any,
+        kwargs: Any,
+        transacting: TaskTransacting | None = None,
     ) -> Answer[Any]:
         """Answers a call by its operation with these arguments, unless it has an outcome.
 
         Raises as `AsyncIdempotency.run` does.
         """
         bound = self.bound()
-        gate, engine = bound.gate, bound.engine
-        gate.enter()
+        bound.gate.enter()
         try:
-            # As in `Engine.answer`, whose coroutine every call would pay for.
-            answer = engine.recall(call)
-            if answer is None:
-                answer = await engine.ask(call, operation, args, kwargs)
-            return answer
+            return await bound.engine.answer(call, operation, args, kwargs, transacting)
         finally:
-            gate.leave()
+            bound.gate.leave()
 
     def resume(
         self,
@@ -177,25 +176,19 @@ class AsyncCalls:
         """Answers a call that an adapter has put together; the operation gets its attempt."""
         return self.answer(call, operation, None, None)
 
-    async def answer_atomic(
+    def answer_atomic(
         self,
         call: Call,
         transaction: Callable[[], AbstractAsyncContextManager[C]],
         operation: Callable[[AtomicAttempt[C]], Awaitable[T]],
-    ) -> Answer[T]:
+    ) -> Coroutine[Any, Any, Answer[T]]:
         """Answers a call in a transaction, with its outcome and what it wrote.
 
         `transaction` opens one and gives its connection; it commits at the end and rolls back on
         any exception. It is asked only when neither this process nor a run in it has the answer.
         Raises as `run` does, and `StoreUnavailable` for a transaction that could not be had.
         """
-        bound = self.bound()
-        bound.gate.enter()
-        try:
-            transacting = TaskTransacting(transaction)
-            return await bound.engine.answer(call, operation, transacting=transacting)
-        finally:
-            bound.gate.leave()
+        return self.answer(call, operation, None, None, TaskTransacting(transaction))
 
     # What is known without asking the store.
 
@@ -205,14 +198,6 @@ class AsyncCalls:
         Raises `KeyReused`, the stored failure or `OutcomeUnavailable`.
         """
         return self.bound().engine.recall(call)
-
-    def remembered(self, call: Call) -> CachedOutcome | None:
-        """What this process remembers of the outcome; raises `KeyReused`."""
-        return self.bound().engine.remembered(call)
-
-    def repeats(self, call: Call, outcome: CachedOutcome) -> bool:
-        """Whether that is still what is remembered; counts as a replay then."""
-        return self.bound().engine.repeats(call, outcome)
 
     def is_in_flight(self, call: Call) -> bool:
         """Whether the key's operation is known to run, here or elsewhere."""

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from retrysafe.core.atomic.block import AtomicBlock
 from retrysafe.core.call import Call
-from retrysafe.core.keys.framing import Part
+from retrysafe.core.keys.canonical import Part
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import StagedEntry
-from retrysafe.core.outbox.entries import staged_entry
-from retrysafe.core.outbox.staging import Staging
+from retrysafe.core.outbox.staging import Staging, staged_entry
 from retrysafe.core.ports import Store, Transaction
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.drive import run_sync
@@ -102,8 +101,7 @@ class AtomicContext(Generic[C]):
             self._gate.enter(self)
             run_sync(self._block.enter())
         except BaseException:
-            # Here, by one call of C: a signal may raise at the entry of a function, and closing
-            # would wait for this block until its time is over.
+            # Here, by one call of C: decision 31.
             self._gate.inside.pop(self, None)
             self._gate.notify()
             raise

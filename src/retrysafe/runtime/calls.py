@@ -19,7 +19,6 @@ from retrysafe.core.atomic.block import AtomicBlock
 from retrysafe.core.atomic.complete_in import stage_in
 from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.cache import CachedOutcome
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Reporter
@@ -79,11 +78,6 @@ class ThreadGate:
         self._closers: dict[threading.Lock, None] = {}
         self.is_closed = False
 
-    def require_open(self) -> None:
-        """Raises `Closed`; for what is over before anybody could wait for it."""
-        if self.is_closed:
-            raise closed()
-
     def enter(self, token: object) -> None:
         """Lets a call in; raises `Closed`. The caller takes its token out in any case."""
         # In this order: `close` sets its mark before it looks, so one of the two sees the other.
@@ -92,11 +86,10 @@ class ThreadGate:
             raise closed()
 
     def notify(self) -> None:
-        """Has those who close it look again, if there are any."""
-        if self.is_closed:
-            for closer in self._closers.copy():
-                with suppress(RuntimeError):  # Told before, and not looked at yet.
-                    closer.release()
+        """Has those who close it look again."""
+        for closer in self._closers.copy():
+            with suppress(RuntimeError):  # Told before, and not looked at yet.
+                closer.release()
 
     def close(self, wait_seconds: float) -> bool:
         """Lets nobody in any more, and waits for those inside; False when the time ran out."""
@@ -164,7 +157,12 @@ class Calls:
     # Answers.
 
     def answer(
-        self, call: Call, operation: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        call: Call,
+        operation: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        transacting: ThreadTransacting | None = None,
     ) -> Answer[Any]:
         """Answers a call by its operation with these arguments, unless it has an outcome.
 
@@ -172,12 +170,8 @@ class Calls:
         """
         forks.refresh_if_stale()
         gate = self._gate
-        gate.require_open()
-        remembered = self._engine.recall(call)
-        if remembered is not None:
-            return remembered
         # Also what the gate knows this call by.
-        flow = self._engine.ask(call, operation, args, kwargs)
+        flow = self._engine.answer(call, operation, args, kwargs, transacting)
         try:
             try:
                 gate.enter(flow)
@@ -187,10 +181,10 @@ class Calls:
                 # Python warns of a flow that was never begun. One that has ended takes no notice.
                 flow.close()
         finally:
-            # Here, by one call of C: a signal may raise at the entry of a function, and closing
-            # would wait for this call until its time is over.
+            # Here, by one call of C: decision 31.
             gate.inside.pop(flow, None)
-            gate.notify()
+            if gate.is_closed:
+                gate.notify()
 
     async def resume(
         self,
@@ -222,19 +216,7 @@ class Calls:
         async def invoke(attempt: AtomicAttempt[C]) -> T:
             return operation(attempt)
 
-        forks.refresh_if_stale()
-        gate = self._gate
-        # As in `answer`.
-        flow = self._engine.answer(call, invoke, transacting=ThreadTransacting(transaction))
-        try:
-            try:
-                gate.enter(flow)
-                return run_sync(flow)
-            finally:
-                flow.close()
-        finally:
-            gate.inside.pop(flow, None)
-            gate.notify()
+        return self.answer(call, invoke, None, None, ThreadTransacting(transaction))
 
     # What is known without asking the store.
 
@@ -245,15 +227,6 @@ class Calls:
         """
         forks.refresh_if_stale()
         return self._engine.recall(call)
-
-    def remembered(self, call: Call) -> CachedOutcome | None:
-        """What this process remembers of the outcome; raises `KeyReused`."""
-        forks.refresh_if_stale()
-        return self._engine.remembered(call)
-
-    def repeats(self, call: Call, outcome: CachedOutcome) -> bool:
-        """Whether that is still what is remembered; counts as a replay then."""
-        return self._engine.repeats(call, outcome)
 
     def is_in_flight(self, call: Call) -> bool:
         """Whether the key's operation is known to run, here or elsewhere."""

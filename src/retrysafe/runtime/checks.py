@@ -26,7 +26,7 @@ from retrysafe.errors import (
     InvalidInput,
     OperatorRefused,
 )
-from retrysafe.runtime.describe import shown_name
+from retrysafe.runtime.describe import shown_name, unpacked
 
 _PASS_THE_FUNCTION: Final = (
     'pass the function and its arguments, run(key, charge, "c1", 500), not its result'
@@ -80,8 +80,8 @@ def require_call(operation: Callable[..., Any], args: tuple[Any, ...]) -> None:
     keywords: Collection[str] = ()
     function, count = operation, len(args)
     if isinstance(operation, partial):
-        keywords = operation.keywords
-        function, count = operation.func, count + len(operation.args)
+        function, held, keywords = unpacked(operation)
+        count += len(held)
     if isinstance(function, MethodType):
         function, count = function.__func__, count + 1
     # What a class or an object with __call__ takes, nobody can say as cheaply.
@@ -132,13 +132,13 @@ def _misfit(operation: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
 def require_visible(operation: Callable[..., Any]) -> None:
     """Raises `FingerprintImpossible` for an operation without arguments that hides its values.
 
-    A lambda, a closure or a bound method may ask for something else each time, and nothing of that
-    is in the request: another amount would get the first one's outcome, in silence.
+    A lambda, a closure, a bound method or a class of a function may ask for something else each
+    time, and nothing of that is in the request: another amount would get the first one's outcome,
+    in silence.
     """
-    if isinstance(operation, partial):
-        if operation.args or operation.keywords:
-            return
-        operation = operation.func
+    operation, held, keywords = unpacked(operation)
+    if held or keywords:
+        return
     name = getattr(operation, "__qualname__", "")  # Objects that can be called have none.
     owner = getattr(operation, "__self__", None)
     if owner is not None and not isinstance(owner, ModuleType):
@@ -148,10 +148,17 @@ def require_visible(operation: Callable[..., Any]) -> None:
         raise _hidden(f"{shown_name(operation)} is an object, which is no part of the request")
     if name.endswith("<lambda>"):
         raise _hidden("a lambda hides its values", _called_by(operation))
-    # A function that its module holds is the same in every call, whatever its decorators hold.
-    if (names := _captured(operation)) and not _is_held_by_module(operation, name):
+    # What its module holds is the same in every call, whatever its decorators hold.
+    if _is_held_by_module(operation, name):
+        return
+    if names := _captured(operation):
         hidden = f"{shown_name(operation)} takes {', '.join(names)} from the code around it"
         raise _hidden(hidden, ", ".join((operation.__name__, *names)))
+    if not isinstance(operation, FunctionType):
+        # A class has methods and attributes; a wrapper may hold anything.
+        kind = "class" if isinstance(operation, type) else "wrapper"
+        hidden = f"{shown_name(operation)} is a {kind} that was made in a function"
+        raise _hidden(f"{hidden}, and what it brings along is no part of the request")
 
 
 def _captured(operation: Callable[..., Any]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Owns what both objects have in common before the engine is asked. It does no I/O
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -17,8 +17,8 @@ from retrysafe.core.call import Call
 from retrysafe.core.checks import require_function
 from retrysafe.core.events import UNNAMED
 from retrysafe.core.keys.body_key import BodyKey
+from retrysafe.core.keys.canonical import Part, frame, part_bytes
 from retrysafe.core.keys.fingerprint import FingerprintRule
-from retrysafe.core.keys.framing import Part, frame, part_bytes
 from retrysafe.core.keys.key import (
     Key,
     body_key,
@@ -28,7 +28,7 @@ from retrysafe.core.keys.key import (
 from retrysafe.core.model import Fingerprint, Payload
 from retrysafe.core.nested_claims import nested
 from retrysafe.core.policy import Policy
-from retrysafe.core.settings import CallerSource, Settings, fingerprints_of
+from retrysafe.core.settings import CallerSource, Settings
 from retrysafe.core.values.codec import ValueCodec
 from retrysafe.errors import (
     InvalidInput,
@@ -52,17 +52,33 @@ UNSET: Final = Unset()
 KeySource = str | tuple[str, ...] | BodyKey | Callable[..., str | Key | tuple[Part, ...]]
 
 
+def unpacked(
+    operation: Callable[..., Any],
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The function in a `functools.partial`, and what it holds; partials may hold partials.
+
+    Python makes one of two, unless the inner one has attributes, such as a name.
+    """
+    args: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = {}
+    while isinstance(operation, partial):
+        args = (*operation.args, *args)
+        keywords = {**operation.keywords, **keywords}
+        operation = operation.func
+    return operation, args, keywords
+
+
 def asked_for(operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """What a call asks for: its arguments, with those that a `functools.partial` holds."""
     if not isinstance(operation, partial):
         return list(args)
-    return {"args": [*operation.args, *args], "kwargs": operation.keywords}
+    _, held, keywords = unpacked(operation)
+    return {"args": [*held, *args], "kwargs": keywords}
 
 
 def operation_name(operation: Callable[..., Any]) -> str:
     """The name that tells operations apart; nameless ones share the empty name."""
-    if isinstance(operation, partial):
-        operation = operation.func
+    operation = unpacked(operation)[0]
     name: str = getattr(operation, "__qualname__", "")
     if not name or name.endswith("<lambda>"):
         return ""
@@ -129,6 +145,13 @@ class Once:
             )
         else:
             self.policy = self.policy.with_window(self.window, of="once()")
+        if not self.name:
+            # All of them would be one operation: the refund of order 7 would get the outcome of
+            # its charge.
+            raise InvalidInput(
+                f"{shown_name(self.function)} has no name of its own, and its name is a part of "
+                "its keys: pass name=… to once()"
+            )
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The value of one parameter in a call."""
@@ -148,7 +171,8 @@ class Once:
         request = {
             name: value for name, value in bound.arguments.items() if name not in self.ignore
         }
-        plain = fingerprints_of(self.fingerprint or self.settings.fingerprint, self.name, request)
+        rule = self.fingerprint or self.settings.fingerprint
+        plain = rule.fingerprints_of_value(self.name, request)
         fingerprints = self.settings.secrets.fingerprints(plain)
         key, is_derived = self._key(bound, args, kwargs, plain[0])
         takes_corrections = is_derived and bool(self.policy.nothing_happened)
@@ -194,6 +218,7 @@ class Once:
             source = (source,)
         if isinstance(source, tuple):
             named = {name: bound.arguments[name] for name in source}
+            self._require_telling(named.values(), ", ".join(source))
             return natural_key(self.name, **named), True
         if isinstance(source, BodyKey):
             # What the rule leaves out does not count here either: a retry that differs in nothing
@@ -202,8 +227,17 @@ class Once:
             return body_key(secret, self.name, _hashed(source, bound, fingerprint)), False
         made = source(*args, **kwargs)
         if isinstance(made, tuple):
+            self._require_telling(made, "the values of its key")
             return natural_key(self.name, *made), True
         return made, False
+
+    def _require_telling(self, values: Iterable[Any], named: str) -> None:
+        """Raises `KeyInvalid` for values that tell nothing, such as the id of what is not saved."""
+        if all(value is None or (isinstance(value, str | bytes) and not value) for value in values):
+            raise KeyInvalid(
+                f"all of {named} are None or empty, so all such calls of {self.name} would be one: "
+                "pass what identifies the operation, or another key"
+            )
 
 
 def _hashed(source: BodyKey, bound: inspect.BoundArguments, fingerprint: Fingerprint) -> bytes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
+from typing import Final
 
 from retrysafe.core.model import TOKEN_BYTES
 
@@ -13,13 +15,10 @@ from retrysafe.core.model import TOKEN_BYTES
 _random_bytes: Callable[[int], bytes] = getattr(os, "getrandom", os.urandom)
 
 
-def mint_token() -> bytes:
-    """A token that no other claim ever had or will have.
-
-    Asked from the system each time. A buffer of random bytes would be copied by a fork, or by a
-    snapshot of a virtual machine, and two owners would hold the same token.
-    """
-    return _random_bytes(TOKEN_BYTES)
+# A token that no other claim ever had or will have. Asked from the system each time: a buffer of
+# random bytes would be copied by a fork, or by a snapshot of a virtual machine, and two owners
+# would hold the same token.
+mint_token: Final[Callable[[], bytes]] = partial(_random_bytes, TOKEN_BYTES)
 
 
 def owner_name() -> str:

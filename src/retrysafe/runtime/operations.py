@@ -1,20 +1,17 @@
 """The operations of one object: how each of their calls becomes a `Call`.
 
-Owns which of them are resumable, and what every call of a function has in common. It does no I/O,
-and is the same for threads and for tasks.
+Owns which of them are resumable. It does no I/O, and is the same for threads and for tasks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from types import FunctionType
-from typing import Any, Final
+from typing import Any
 
 from retrysafe.core.call import Call
 from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.keys.key import Key
-from retrysafe.core.model import Fingerprint
 from retrysafe.core.policy import Policy
 from retrysafe.core.settings import (
     CallerSource,
@@ -23,8 +20,7 @@ from retrysafe.core.settings import (
     checked_fingerprint,
     checked_policy,
 )
-from retrysafe.core.values.annotations import codec_for, codec_of
-from retrysafe.core.values.codec import OutcomeCodec
+from retrysafe.core.values.codec import codec_for, codec_of
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.checks import require_call, require_runnable, require_visible
 from retrysafe.runtime.describe import (
@@ -37,22 +33,15 @@ from retrysafe.runtime.describe import (
 )
 from retrysafe.runtime.resumable import Resumable, Resumables, Run
 
-# The functions of a large service; what comes after them is only put together anew each time.
-KNOWN_LIMIT: Final = 1_000
-# Fingerprints, policy, name and codec, as a call takes them.
-Known = tuple[tuple[Fingerprint, ...], Policy, str, OutcomeCodec]
-
 
 class Operations:
     """What an object knows of the operations that it runs."""
 
-    __slots__ = ("_known", "resumables", "settings")
+    __slots__ = ("resumables", "settings")
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.resumables = Resumables()
-        # What every call of a function has in common that brings nothing but its key.
-        self._known: dict[Callable[..., Any], Known] = {}
 
     def call(
         self,
@@ -68,18 +57,6 @@ class Operations:
     ) -> Call:
         """The call of an operation with these arguments; raises `InvalidInput`."""
         settings = self.settings
-        is_usual = not args and (
-            request is UNSET
-            and name is None
-            and policy is None
-            and fingerprint is None
-            and returns is None
-            and type(operation) is FunctionType
-        )
-        if is_usual:
-            known = self._known.get(operation)
-            if known is not None:
-                return Call(settings.call_key(key, caller), *known)
         require_call(operation, args)
         if request is UNSET:
             if not args:
@@ -94,7 +71,7 @@ class Operations:
             )
         if name is None:
             name = operation_name(operation)
-        call = Call(
+        return Call(
             settings.call_key(key, caller),
             settings.fingerprints(
                 None if fingerprint is None else checked_fingerprint(fingerprint), name, request
@@ -103,19 +80,6 @@ class Operations:
             name,
             codec_for(operation, returns),
         )
-        # What a closure or a default holds must not be kept alive for this.
-        if (
-            is_usual
-            and operation.__closure__ is None
-            and operation.__defaults__ is None
-            and operation.__kwdefaults__ is None
-            and len(self._known) < KNOWN_LIMIT
-        ):
-            self._known[operation] = (call.fingerprints, call.policy, name, call.codec)
-            # Declared by somebody else since it was looked for: who declares looks here after that.
-            if operation in self.resumables.by_function:
-                self._known.pop(operation, None)
-        return call
 
     def _resumable_call(
         self,
@@ -164,7 +128,6 @@ class Operations:
             run,
         )
         self.resumables.register(resumable)
-        self._known.clear()
         return resumable
 
     def atomic_call(

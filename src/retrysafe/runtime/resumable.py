@@ -16,8 +16,7 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.model import Fingerprint, Payload, StoredKey
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.recovery import key_of
-from retrysafe.core.values.annotations import classes_in
-from retrysafe.core.values.codec import OutcomeCodec, ValueCodec, message_of
+from retrysafe.core.values.codec import OutcomeCodec, ValueCodec, classes_in, message_of
 from retrysafe.core.values.trees import NotReadable, NotStorable
 from retrysafe.errors import ArgumentsNotStorable, InvalidInput
 from retrysafe.runtime.describe import shown_name

@@ -25,7 +25,6 @@ from retrysafe.core.events import Reporter
 from retrysafe.core.model import ClaimAnswer, ClaimRequest
 from retrysafe.core.one_call import OneCall
 from retrysafe.core.ports import (
-    UNSHARED,
     ExtendsAnywhere,
     Ports,
     Store,
@@ -44,8 +43,7 @@ from retrysafe.runtime.group_commit.direct import DirectWriter
 from retrysafe.runtime.group_commit.tasks import TaskGroupCommit
 from retrysafe.runtime.heartbeat import TaskHeartbeat, ThreadHeartbeat
 from retrysafe.runtime.identity import mint_token, owner_name
-from retrysafe.runtime.threaded_store import ThreadedStore
-from retrysafe.runtime.threaded_transaction import joined
+from retrysafe.runtime.threaded import ThreadedStore, joined
 
 # How long a loop that is ending waits for the last writes. As long as `close` does by default: a
 # store that is away for longer has failed them by then.
@@ -335,8 +333,8 @@ class LoopPorts:
             store=self.store,
             writer=self._new_writer(),
             clock=clock,
-            # Whoever asks the engine does so in the thread of the loop, see `AsyncCalls`.
-            lock=UNSHARED,
+            # The garbage collector may end a lost call while it is held.
+            lock=threading.RLock(),
             renewals=self.heartbeat,
             background=self.background,
             executor=TaskExecutor(store, self.threaded),

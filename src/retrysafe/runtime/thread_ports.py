@@ -26,7 +26,7 @@ from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit.direct import DirectWriter
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
 from retrysafe.runtime.identity import mint_token, owner_name
-from retrysafe.runtime.threaded_transaction import joined
+from retrysafe.runtime.threaded import joined
 
 
 class ThreadSignal:

@@ -40,7 +40,7 @@ from retrysafe.contrib.views import (
     view_rule,
 )
 from retrysafe.http.paths import names_in
-from retrysafe.http.protection import Plan
+from retrysafe.http.plan import Plan
 from retrysafe.http.routes import Route, require_parameters
 from retrysafe.http.rules import ACCEPT, Rule
 

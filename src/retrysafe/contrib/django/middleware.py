@@ -23,10 +23,10 @@ from retrysafe.contrib.django.views import (
     notice,
     plan_on_loop,
     planned,
-    report_unmatched,
+    report_ignored_key,
 )
 from retrysafe.http.headers import length_of
-from retrysafe.http.protection import Plan
+from retrysafe.http.plan import Plan
 from retrysafe.http.rules import REQUEST_LIMIT_BYTES
 
 
@@ -57,7 +57,7 @@ class RetrysafeMiddleware:
             if _is_page(request):
                 return page(request)
             response = self.get_response(_readable(request))
-            report_unmatched(made.protection, made.calls, request)
+            report_ignored_key(made.protection, made.calls, request)
             return response
         notice(request)
         plan = planned(made.protection, match[0], request, dict(match[1]))
@@ -80,7 +80,7 @@ class RetrysafeMiddleware:
             if _is_page(request):
                 return await sync_to_async(page)(request)
             response = await self.get_response(_readable(request))
-            report_unmatched(made.protection, made.calls, request)
+            report_ignored_key(made.protection, made.calls, request)
             return response
         notice(request)
         plan = await plan_on_loop(made.protection, match[0], request, dict(match[1]))
@@ -91,7 +91,7 @@ class RetrysafeMiddleware:
 
 
 def _is_page(request: Any) -> bool:
-    return request.method in PAGE_METHODS and current().protection.has_page(request.path_info)
+    return request.method in PAGE_METHODS and current().protection.pages.serve(request.path_info)
 
 
 def _readable(request: Any) -> Any:

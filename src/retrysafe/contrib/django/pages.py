@@ -32,8 +32,8 @@ def page(request: Any, key: str | None = None) -> HttpResponseBase:
     made = current()
     protection = made.protection
     path: str = request.path_info
-    if key is None and path == protection.policy_path:
-        protection.endpoints = tuple(map(made.made_route, _located_rules()))
+    if key is None and path == protection.pages.policy_path:
+        protection.pages.endpoints = tuple(map(made.made_route, _located_rules()))
     shown = thread_requests.page(
         protection,
         made.calls,
@@ -50,7 +50,7 @@ def require_status_page() -> None:
     if any(hasattr(import_string(name), SERVING_NAME) for name in settings.MIDDLEWARE):
         return
     try:
-        is_served = resolve(f"{current().protection.status_path}k").func is page
+        is_served = resolve(f"{current().protection.pages.status_path}k").func is page
     except Resolver404:
         is_served = False
     if not is_served:

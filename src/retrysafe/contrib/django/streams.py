@@ -17,7 +17,7 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.http import HttpResponse
 
 from retrysafe.http.held_response import Held, passes_at_once
-from retrysafe.http.protection import Plan
+from retrysafe.http.plan import Plan
 from retrysafe.http.responses import Header, Response
 
 

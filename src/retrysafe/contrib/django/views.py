@@ -34,12 +34,13 @@ from retrysafe.errors import InvalidInput
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.asgi_io import exact_path
 from retrysafe.http.asgi_run import PASSING_NAME, Message, Receive, Scope, Send
-from retrysafe.http.protection import Plan, Protection
+from retrysafe.http.ignored_keys import NOTICED_NAME, keys_in
+from retrysafe.http.plan import Plan
+from retrysafe.http.protection import Protection
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Header, Response, response_of
 from retrysafe.http.router_marks import UNSERVED_NAME
 from retrysafe.http.routes import Route
-from retrysafe.http.unmatched import NOTICED_NAME, keys_in
 from retrysafe.http.wsgi import request_of
 from retrysafe.http.wsgi_run import ATTEMPT_NAME
 from retrysafe.runtime.calls import Calls
@@ -131,7 +132,7 @@ def _around(plain: Any) -> Any:
     return getattr(plain, "scope", None) or plain.META
 
 
-def report_unmatched(protection: Protection, calls: Calls, plain: Any) -> None:
+def report_ignored_key(protection: Protection, calls: Calls, plain: Any) -> None:
     """Tells of a key whose request has passed, and no rule has looked at it."""
     method, path = plain.method, plain.path_info
     if (
@@ -146,13 +147,13 @@ def report_unmatched(protection: Protection, calls: Calls, plain: Any) -> None:
     if keys:
         match = plain.resolver_match
         route = path if match is None else f"/{match.route}"
-        protection.unmatched.note(calls.report, method, route, keys)
+        protection.ignored_keys.note(calls.report, method, route, keys)
 
 
 def planned(
     protection: Protection, route: Route, request: Any, parameters: dict[str, str]
 ) -> Plan | HttpResponse | None:
-    """The plan with its body, or the refusal; None when the request runs unprotected."""
+    """The plan with its body, or the refusal; None when the request passes."""
     plan = _begun(protection, route, request, parameters)
     if protection.has_async_caller and isinstance(plan, Plan):
         plan = async_to_sync(protection.identified)(plan)

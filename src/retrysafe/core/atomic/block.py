@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from retrysafe.core.call import Call
 from retrysafe.core.events import ENDING_KINDS, EventKind
-from retrysafe.core.keys.framing import Part
+from retrysafe.core.keys.canonical import Part
 from retrysafe.core.keys.key import Key, checked_secret, child_key
 from retrysafe.core.model import (
     ClaimAnswer,

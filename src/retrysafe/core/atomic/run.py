@@ -15,9 +15,10 @@ from retrysafe.core.atomic.block import AtomicBlock
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.flights import Flight, Flights, Phase
-from retrysafe.core.keys.framing import Part
+from retrysafe.core.keys.canonical import Part
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Ending, Payload, SettleKind
+from retrysafe.core.outbox.staging import Staging
 from retrysafe.core.ports import Ports
 from retrysafe.core.run import Runner
 from retrysafe.core.settings import Settings
@@ -56,6 +57,11 @@ class AtomicAttempt(Generic[C]):
     def number(self) -> int:
         """Which attempt this is; one that was rolled back does not count."""
         return self._block.attempt
+
+    @property
+    def outbox(self) -> Staging:
+        """Takes entries that are committed with the outcome, and delivered after it."""
+        return self._block.outbox
 
     def child_key(self, *parts: Part) -> str:
         """The key for a call downstream; raises `SecretMissing`."""

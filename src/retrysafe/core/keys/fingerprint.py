@@ -33,11 +33,19 @@ from typing import Any, Final
 from uuid import UUID
 
 from retrysafe.core.keys import canonical
-from retrysafe.core.keys.framing import digest, frame
+from retrysafe.core.keys.canonical import digest, frame
 from retrysafe.core.model import Fingerprint
 from retrysafe.core.values.models import Fields, fields_of, is_msgspec, is_pydantic
-from retrysafe.core.values.trees import Encoder, Walk, never_set, to_tree, type_name, typed
-from retrysafe.errors import PolicyInvalid
+from retrysafe.core.values.trees import (
+    Encoder,
+    NotStorable,
+    Walk,
+    never_set,
+    to_tree,
+    type_name,
+    typed,
+)
+from retrysafe.errors import FingerprintImpossible, PolicyInvalid
 
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 # Headers whose part in a fingerprint is decided elsewhere.
@@ -48,6 +56,10 @@ _COUNTED_APART: Final = frozenset({"content-type", "idempotency-key"})
 def _framed_start(parts: tuple[bytes, ...]) -> bytes:
     """What all fingerprints of one operation start with; a program has few operations."""
     return frame(b"fingerprint 1", frame(*parts))
+
+
+def _framed(parts: tuple[bytes, ...], counting: bytes) -> bytes:
+    return digest(b"%b%d:%b" % (_framed_start(parts), len(counting), counting))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,22 +148,31 @@ class FingerprintRule:
             return (own,)
         return (own, *(rule.fingerprints(*parts, body=body)[0] for rule in self.previous))
 
-    def fingerprints_of_value(self, *parts: bytes, tree: Any) -> tuple[Fingerprint, ...]:
-        """The same for a request that is a tree of Python values; no text is parsed for it.
+    def fingerprints_of_value(self, name: str, request: object) -> tuple[Fingerprint, ...]:
+        """The same for an operation's request of Python values; no text is parsed for it.
 
-        Raises `ValueError` for integers too long to be written out.
+        Raises `FingerprintImpossible`.
         """
-        value = canonical.of_tree(tree)
-        if not self.previous:
-            return (Fingerprint(self.version, self._framed(parts, self.counting_bytes(value))),)
-        return tuple(
-            Fingerprint(rule.version, rule._framed(parts, rule.counting_bytes(value)))  # noqa: SLF001 — rules of one class.
-            for rule in (self, *self.previous)
-        )
-
-    @staticmethod
-    def _framed(parts: tuple[bytes, ...], counting: bytes) -> bytes:
-        return digest(b"%b%d:%b" % (_framed_start(parts), len(counting), counting))
+        try:
+            tree = to_tree(request, "the request", walk=_REQUEST)
+        except (NotStorable, RecursionError) as error:
+            raise FingerprintImpossible(
+                f"two requests can only be told apart by values with a stable form: {error}. Leave "
+                "it out with ignore=…, or pass request=… with what identifies the request"
+            ) from None
+        # A request that is its own tree has nothing in it that counts as something else.
+        value = tree if tree is request else canonical.of_tree(tree)
+        found: list[Fingerprint] = []
+        try:
+            for rule in (self, *self.previous):
+                counting = rule.counting_bytes(value)
+                found.append(Fingerprint(rule.version, _framed((name.encode(),), counting)))
+        except ValueError as error:
+            raise FingerprintImpossible(
+                f"the request has no canonical form: {error}. Leave it out with ignore=…, or pass "
+                "request=… with what identifies the request"
+            ) from None
+        return tuple(found)
 
     def _digest(self, parts: tuple[bytes, ...], body: bytes) -> bytes:
         """The bytes that count; the first one says how they were made, so no two ways meet."""
@@ -159,7 +180,7 @@ class FingerprintRule:
             counting = self.counting_bytes(canonical.parse(body))
         except (canonical.NotCanonical, RecursionError):
             counting = b"r" + body
-        return self._framed(parts, counting)
+        return _framed(parts, counting)
 
     def counting_bytes(self, value: Any) -> bytes:
         """The parts of a parsed value that count; raises `NotCanonical` when it is too deep."""

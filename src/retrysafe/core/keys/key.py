@@ -15,7 +15,7 @@ import hmac
 import re
 from typing import Final
 
-from retrysafe.core.keys.framing import Part, frame, frame_parts, new_hashing
+from retrysafe.core.keys.canonical import Part, digest, frame, frame_parts
 from retrysafe.errors import CallerMissing, KeyInvalid, SecretMissing
 
 # The limit of the HTTP contract; it also bounds the row that a client can make us store.
@@ -51,7 +51,36 @@ class Key:
 
     def __init__(self, text: str, *, caller: Caller) -> None:
         """Raises `KeyInvalid` for an unusable text, `CallerMissing` for an unusable caller."""
-        _scope(self, text, caller)
+        if not isinstance(text, str) or not text:
+            raise KeyInvalid(f"a key must be text of at least one character, got {text!r}")
+        if len(text) > KEY_LIMIT_CHARACTERS:
+            raise KeyInvalid(
+                f"a key may have at most {KEY_LIMIT_CHARACTERS} characters, got {len(text)}: "
+                "hash long values with natural_key()",
+                key=text[:KEY_LIMIT_CHARACTERS],
+            )
+        self.text = text
+        if isinstance(caller, GlobalCaller):
+            # As it is stored. No real caller can have the empty text.
+            caller = ""
+        elif not isinstance(caller, str) or not caller:
+            raise CallerMissing(
+                f"a caller must be text of at least one character, got {caller!r}: pass the "
+                "authenticated account or tenant, with str(…) around a number such as the user's "
+                "id, or GLOBAL for one namespace shared by everybody"
+            )
+        elif len(caller) > CALLER_LIMIT_CHARACTERS:
+            raise CallerMissing(
+                f"a caller may have at most {CALLER_LIMIT_CHARACTERS} characters, got {len(caller)}"
+            )
+        self.caller = caller
+        try:
+            self.digest = digest(frame(self.caller.encode(), text.encode()))
+        except UnicodeEncodeError:
+            raise KeyInvalid(f"the key {text!r} or its caller is not valid Unicode text") from None
+        if "\x00" in text or "\x00" in self.caller:
+            # PostgreSQL cannot store it, and a key must mean the same on every store.
+            raise KeyInvalid("a key and its caller must not contain the NUL character")
 
     @property
     def is_global(self) -> bool:
@@ -79,70 +108,6 @@ class Key:
     def __repr__(self) -> str:
         caller = "GLOBAL" if self.is_global else repr(self.caller)
         return f"Key({self.text!r}, caller={caller})"
-
-
-def scoped_key(text: str, caller: Caller) -> Key:
-    """As `Key`, with the caller by its place: to pass it by name costs every call some time."""
-    key = _new_key(Key)
-    _scope(key, text, caller)
-    return key
-
-
-_new_key: Final = Key.__new__
-# How `frame` begins a part, for all lengths of keys and callers: a character has at most four bytes
-# of UTF-8. Ready to be joined, because formatting numbers is most of what framing costs.
-_LENGTHS: Final = tuple(
-    b"%d:" % size for size in range(4 * max(KEY_LIMIT_CHARACTERS, CALLER_LIMIT_CHARACTERS) + 1)
-)
-# The stored form of GLOBAL is the empty text, which no real caller can have.
-_GLOBAL_LENGTHS: Final = tuple(b"0:" + length for length in _LENGTHS)
-
-
-def _scope(key: Key, text: str, caller: Caller) -> None:
-    if not isinstance(text, str) or not text:
-        raise KeyInvalid(f"a key must be text of at least one character, got {text!r}")
-    if len(text) > KEY_LIMIT_CHARACTERS:
-        raise KeyInvalid(
-            f"a key may have at most {KEY_LIMIT_CHARACTERS} characters, got {len(text)}: "
-            "hash long values with natural_key()",
-            key=text[:KEY_LIMIT_CHARACTERS],
-        )
-    key.text = text
-    try:
-        # As `frame` does it, which every call would pay for.
-        data = text.encode()
-        if caller is GLOBAL:
-            key.caller = ""
-            framed = _GLOBAL_LENGTHS[len(data)] + data
-        else:
-            key.caller = _checked_caller(caller)
-            owner = key.caller.encode()
-            framed = b"".join((_LENGTHS[len(owner)], owner, _LENGTHS[len(data)], data))
-    except UnicodeEncodeError:
-        raise KeyInvalid(f"the key {text!r} or its caller is not valid Unicode text") from None
-    if "\x00" in text or "\x00" in key.caller:
-        # PostgreSQL cannot store it, and a key must mean the same on every store.
-        raise KeyInvalid("a key and its caller must not contain the NUL character")
-    # As `digest` does it, for the same reason.
-    hashing = new_hashing()
-    hashing.update(framed)
-    key.digest = hashing.digest()
-
-
-def _checked_caller(caller: object) -> str:
-    if isinstance(caller, GlobalCaller):
-        return ""
-    if not isinstance(caller, str) or not caller:
-        raise CallerMissing(
-            f"a caller must be text of at least one character, got {caller!r}: pass the "
-            "authenticated account or tenant, with str(…) around a number such as the user's id, "
-            "or GLOBAL for one namespace shared by everybody"
-        )
-    if len(caller) > CALLER_LIMIT_CHARACTERS:
-        raise CallerMissing(
-            f"a caller may have at most {CALLER_LIMIT_CHARACTERS} characters, got {len(caller)}"
-        )
-    return caller
 
 
 class DerivedKey(str):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Final
 
-from retrysafe.core.keys.framing import DIGEST_BYTES
+from retrysafe.core.keys.canonical import DIGEST_BYTES
 from retrysafe.core.keys.key import Key, checked_secret
 from retrysafe.core.model import TAG_BYTES, Fingerprint
 from retrysafe.errors import InvalidInput, SecretMissing

@@ -25,8 +25,7 @@ from retrysafe.core.steps.taken import TakenStep
 from retrysafe.core.steps.writer import StepWriter
 from retrysafe.core.stop_iteration import is_listed
 from retrysafe.core.values import codec
-from retrysafe.core.values.annotations import codec_of_step
-from retrysafe.core.values.codec import OutcomeCodec
+from retrysafe.core.values.codec import OutcomeCodec, codec_of_step
 from retrysafe.core.values.trees import NotReadable
 from retrysafe.errors import (
     AwaitForgotten,

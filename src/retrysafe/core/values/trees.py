@@ -80,13 +80,20 @@ def is_plain(value: Any, depth: int = 0) -> bool:
         return math.isfinite(value)
     if depth >= DEPTH_LIMIT:
         raise NotStorable(f"the value is nested deeper than {DEPTH_LIMIT} levels, or in a circle")
-    if kind is list:
-        return all(is_plain(item, depth + 1) for item in value)
+    items = value
     if kind is dict:
-        return "$" not in value and all(
-            type(name) is str and is_plain(item, depth + 1) for name, item in value.items()
-        )
-    return False
+        if "$" in value:
+            return False
+        for name in value:
+            if type(name) is not str:
+                return False
+        items = value.values()
+    elif kind is not list:
+        return False
+    for item in items:
+        if type(item) not in _PLAIN_SCALARS and not is_plain(item, depth + 1):
+            return False
+    return True
 
 
 def type_name(kind: type) -> str:

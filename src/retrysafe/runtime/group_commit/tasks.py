@@ -30,8 +30,6 @@ REPLAYS_SHARE: Final = 32
 # Those of a batch of at least so many rows, with none beside it, go on in two halves. Fewer than
 # half as many do not leave beside others, for the same reason.
 SPLIT_ROWS: Final = 32
-_ADMIT: Final = Decision.ADMIT
-_REPLAY: Final = Decision.REPLAY
 
 
 class _Batch:
@@ -263,7 +261,9 @@ class TaskGroupCommit:
         try:
             claimed, settled = await self._store.commit(flight.claims, flight.settlements)
             first = None if settled else claimed[0]
-            self._is_replaying = isinstance(first, ClaimAnswer) and first.decision is _REPLAY
+            self._is_replaying = (
+                isinstance(first, ClaimAnswer) and first.decision is Decision.REPLAY
+            )
             _require_as_many(settled, flight.settling)
             _require_as_many(claimed, flight.claiming)
             flight.claimed = claimed
@@ -358,7 +358,7 @@ class TaskGroupCommit:
         for request, answer in zip(flight.claims, flight.claimed, strict=True):
             if (
                 isinstance(answer, ClaimAnswer)
-                and answer.decision is _ADMIT
+                and answer.decision is Decision.ADMIT
                 and any(request.key is key for key in flight.unwanted)
             ):
                 future = self._new_future()

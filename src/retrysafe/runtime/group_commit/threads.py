@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
-from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
+from retrysafe.core.model import ClaimRequest, Settlement
 from retrysafe.core.ports import Store
 from retrysafe.errors import ClaimLost, StoreError, StoreUnavailable
 from retrysafe.reentry import reentered
@@ -43,25 +43,6 @@ class _QueuedRow:
         self.to_wake: list[_QueuedRow] | None = None
 
 
-def _split(
-    batch: Iterable[_QueuedRow],
-) -> tuple[list[ClaimRequest], list[_QueuedRow], list[Settlement], list[_QueuedRow]]:
-    """Claims and settlements as the store takes them, each with those who wait for them."""
-    claims: list[ClaimRequest] = []
-    claiming: list[_QueuedRow] = []
-    settlements: list[Settlement] = []
-    settling: list[_QueuedRow] = []
-    for entry in batch:
-        row = entry.row
-        if isinstance(row, ClaimRequest):
-            claims.append(row)
-            claiming.append(entry)
-        else:
-            settlements.append(row)
-            settling.append(entry)
-    return claims, claiming, settlements, settling
-
-
 class ThreadGroupCommit:
     """Group commit among threads: one of the waiting threads carries the batch for the others."""
 
@@ -85,21 +66,12 @@ class ThreadGroupCommit:
             getattr(store, "refuse_reentry") if has_one else None  # noqa: B009 — few stores have it.
         )
 
-    async def claim(self, request: ClaimRequest) -> ClaimAnswer:
-        """Claims a key in the next batch."""
-        answer: ClaimAnswer = self._submit(request)
-        return answer
-
-    async def settle(self, settlement: Settlement) -> SettleAnswer:
-        """Ends an attempt in the next batch."""
-        answer: SettleAnswer = self._submit(settlement)
-        return answer
-
     def leave_to_parent(self) -> None:
         """Writes nothing more: this process is a fork of the one that runs the operations."""
         self._is_parents = True
 
-    def _submit(self, row: Row) -> Any:
+    async def _submit(self, row: Row) -> Any:
+        """Claims a key or ends an attempt in the next batch; raises the row's `StoreError`."""
         if self._is_parents:
             raise ClaimLost(
                 "this process was forked while the operation ran, which is its parent's to end: "
@@ -133,10 +105,12 @@ class ThreadGroupCommit:
             raise result
         return result
 
+    claim = settle = _submit
+
     def _take_part(self, entry: _QueuedRow) -> None:
         """Returns when the row is answered; by then this thread may have carried a batch."""
         with self._lock:
-            gone = self._relieve()
+            gone = self._relieve() if self._carriers else []
             if self._may_leave(len(self._queue) + 1, self._carriers):
                 self._board(entry)
             else:
@@ -180,7 +154,9 @@ class ThreadGroupCommit:
 
     def _board(self, entry: _QueuedRow) -> None:
         """Has this entry's thread carry what waits, its own row among it."""
-        others = [other for other in self._queue if other is not entry]
+        others = self._queue.copy()
+        if entry in others:
+            others.remove(entry)
         batch = [entry, *others[: self._batch_limit - 1]]
         rest, carriers = others[self._batch_limit - 1 :], {*self._carriers, entry}
         departures = self._departures + 1
@@ -213,10 +189,18 @@ class ThreadGroupCommit:
 
     def _carry(self, batch: list[_QueuedRow]) -> None:
         try:
-            if len(batch) == 1:
-                self._carry_alone(batch[0])
-                return
-            claims, claiming, settlements, settling = _split(batch)
+            claiming: list[_QueuedRow] = []
+            settling: list[_QueuedRow] = []
+            claims: list[ClaimRequest] = []
+            settlements: list[Settlement] = []
+            for entry in batch:
+                row = entry.row
+                if isinstance(row, ClaimRequest):
+                    claims.append(row)
+                    claiming.append(entry)
+                else:
+                    settlements.append(row)
+                    settling.append(entry)
             claimed, settled = run_sync(self._store.commit(claims, settlements))
             for entry, claim_answer in zip(claiming, claimed, strict=True):
                 entry.result = claim_answer
@@ -230,13 +214,6 @@ class ThreadGroupCommit:
             # Also for an interrupt in this thread: the other rows' threads must be told.
             self._fail(batch, error)
             raise
-
-    def _carry_alone(self, entry: _QueuedRow) -> None:
-        row = entry.row
-        if isinstance(row, ClaimRequest):
-            ((entry.result,), _) = run_sync(self._store.commit([row], []))
-        else:
-            (_, (entry.result,)) = run_sync(self._store.commit([], [row]))
 
     @staticmethod
     def _fail(batch: list[_QueuedRow], error: BaseException) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from retrysafe.core import transitions
-from retrysafe.core.keys.framing import DIGEST_BYTES
+from retrysafe.core.keys.canonical import DIGEST_BYTES
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
-from retrysafe.core.keys.framing import DIGEST_BYTES
+from retrysafe.core.keys.canonical import DIGEST_BYTES
 from retrysafe.core.model import ClaimRequest, Payload, Settlement
 from retrysafe.stores.postgres.busy_keys import Fetch
 from retrysafe.stores.postgres.rows import claim_row

@@ -1,4 +1,4 @@
-"""Keys that no rule looks at: a client believes that it is protected, and it is not.
+"""Keys that no rule reads: a client believes that it is protected, and it is not.
 
 Owns which requests are told of, and how often they are logged. Each is reported, because a count
 must be right; each path is logged once, because a log must stay readable.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from retrysafe.core.events import EventKind
@@ -25,11 +25,11 @@ LOGGED_LIMIT: Final = 100
 # Where a scope or environ holds a list; a protection further in, whose rule fits, adds to it.
 NOTICED_NAME: Final = "retrysafe.noticed"
 _KEY_HEADER: Final = b"idempotency-key"
-_UNPROTECTED: Final = (
+_NO_RULE: Final = (
     "%s %r brings an Idempotency-Key and no rule protects it: add a Rule for its path, or one with "
     "protected=False"
 )
-_UNREAD: Final = (
+_NOT_READ: Final = (
     "%s %r brings an Idempotency-Key, which does not count there: FieldsKey makes the key, and "
     "two requests with the same fields are one"
 )
@@ -45,8 +45,8 @@ def keys_in(method: str, headers: Iterable[Header]) -> list[bytes]:
     return [value for name, value in headers if name == _KEY_HEADER]
 
 
-class Unmatched:
-    """The requests of one application whose keys no rule looks at."""
+class IgnoredKeys:
+    """The requests of one application whose keys no rule reads."""
 
     __slots__ = ("_lock", "_logged")
 
@@ -60,19 +60,19 @@ class Unmatched:
         report: Report,
         method: str,
         route: str,
-        lines: list[bytes],
+        lines: Sequence[bytes],
         *,
         has_rule: bool = False,
     ) -> None:
-        """Nobody looks at the key of a request; `route` is its route, or else its path.
+        """No rule reads the key of a request; `route` is its route, or else its path.
 
-        It passes unprotected, or, where it has a rule, under a key that is made from its fields.
+        It passes by, or, where it has a rule, runs under a key that is made from its fields.
         """
         try:
             text = parse_key(lines, strict=False)
         except KeyInvalid:
             text = "(unreadable)"
-        report(EventKind.UNMATCHED, Key(text, caller=GLOBAL), OPERATION)
+        report(EventKind.KEY_IGNORED, Key(text, caller=GLOBAL), OPERATION)
         with self._lock:
             if (method, route) in self._logged or len(self._logged) > LOGGED_LIMIT:
                 return
@@ -85,4 +85,4 @@ class Unmatched:
                 LOGGED_LIMIT,
             )
         else:
-            _logger.warning(_UNREAD if has_rule else _UNPROTECTED, method, route[:200])
+            _logger.warning(_NOT_READ if has_rule else _NO_RULE, method, route[:200])

@@ -16,9 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from retrysafe.demo.app import make_app
-from retrysafe.demo.ledger import open_ledger
-from retrysafe.stores import SqliteStore, open_store
-from retrysafe.stores.postgres import PostgresStore
+from retrysafe.demo.ledger import create_tables, open_ledger
 
 # Enough for hundreds of clients that come at the same moment.
 _BACKLOG: Final = 2048
@@ -50,19 +48,6 @@ def serve(
         with _stopped_by_signals(server):
             ready(f"http://127.0.0.1:{listener.getsockname()[1]}")
             server.run(sockets=[listener])
-
-
-async def create_tables(url: str) -> None:
-    """Creates or migrates the tables of the store and the ledger; raises `StoreError`."""
-    ledger = open_ledger(url)
-    store = open_store(url, is_async=True)
-    assert isinstance(store, SqliteStore | PostgresStore)  # Others have no ledger.
-    try:
-        await store.migrate()
-    finally:
-        await store.close()
-    async with ledger.opened():
-        pass
 
 
 @contextmanager
