@@ -9,7 +9,7 @@ PORT ?= 8000
 STORE ?= sqlite:///var/demo.db
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup run test test-all lint format bench soak docs pins clean tested-aside tested-rest
+.PHONY: help setup run test test-all lint format bench soak docs pins clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -27,25 +27,33 @@ $(STAMP): requirements/dev.txt pyproject.toml
 run: setup ## Serve the demo on SQLite (PORT=8000, STORE=sqlite:///var/demo.db)
 	@$(BIN)/retrysafe demo --port $(PORT) --store $(STORE)
 
-test: setup lint ## Run the whole test suite
-	$(BIN)/python -m coverage run -m pytest tests/core
-	$(BIN)/python -m coverage report
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=line tested-aside tested-rest
+# Pieces of the suite, those that take longest first. Most of them wait for leases to end and for
+# processes to start and to die, so that two cores have work for three at a time. Each is also a
+# target of its own: `make tested-stores`, with ALL=1 for what takes long as well.
+FOLDERS := attacks stores processes http_cases postgres consumers cli atomic runtime contrib relay \
+	docs demo client http guards
+PIECES := $(FOLDERS:%=tested-%) tested-core tested-rest
+JOBS ?= 3
+PYTEST := $(BIN)/python -m pytest $(if $(ALL),-m "long or not long")
+.PHONY: $(PIECES)
+
+test: setup ## Run the whole test suite, JOBS=3 pieces at a time
+	@echo "Testing in $(words $(PIECES)) pieces, $(JOBS) at a time; each shows its output when it is done."
+	@$(MAKE) --no-print-directory --jobs=$(JOBS) --output-sync=target lint $(PIECES)
 
 test-all: ## Run the whole test suite and what takes long: leases of default length, every server
-	$(MAKE) --no-print-directory test PYTEST_ADDOPTS="-m 'long or not long'"
+	@$(MAKE) --no-print-directory test ALL=1
 
-# Beside the rest, about half of the time: most of them wait, for leases to end and for processes to
-# start and to die.
-ASIDE := tests/attacks tests/demo tests/processes tests/docs tests/client tests/atomic
+$(FOLDERS:%=tested-%): tested-%: setup
+	$(PYTEST) tests/$*
 
-tested-aside:
-	$(BIN)/python -m pytest $(ASIDE)
+tested-core: setup
+	$(BIN)/python -m coverage run -m pytest $(if $(ALL),-m "long or not long") tests/core
+	$(BIN)/python -m coverage report
 
-tested-rest:
-	# By themselves: they assert that not a single thread of the library is left.
-	$(BIN)/python -m pytest tests/runtime
-	$(BIN)/python -m pytest tests $(patsubst %,--ignore=%,tests/core tests/runtime $(ASIDE))
+# Whatever the other pieces do not name.
+tested-rest: setup
+	$(PYTEST) tests $(patsubst %,--ignore=tests/%,core $(FOLDERS))
 
 lint: setup ## Check style, types, import direction and generated documents
 	$(BIN)/ruff format --check .

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import asyncpg
@@ -14,55 +13,36 @@ import psycopg
 
 from benchmarks.measuring import Report, Row, in_turn, median_ratio, progress
 from benchmarks.postgres_filling import fill, migrate, tidy
-from retrysafe.stores.postgres import schema
+from retrysafe.core.model import Payload, SettleKind, Settlement
+from retrysafe.runtime.identity import mint_token
+from retrysafe.stores.postgres import rows, schema
 from retrysafe.stores.postgres.drivers.arrays import BytesArray, BytesArrayDumper, encoded
 from retrysafe.stores.postgres.drivers.port import PLANNER_SETTINGS
+from retrysafe.stores.postgres.statements import Fetch
+from retrysafe.testing.suite.probe import key_of, request, settlement
 from tests.servers.postgres import PostgresServer
 
 # A busy store has two full batches in flight, an idle one sends single rows.
 BUSY = (64, 2)
 IDLE = (1, 1)
 Shape = tuple[int, int]
-BODY = b"x" * 500
-SQL = schema.statements("retrysafe")["commit"]
+BODY = Payload("json.1", b"", b"x" * 500)
+TEXTS = schema.statements("retrysafe")
 OPTIONS = " ".join(f"-c {name}={value}" for name, value in PLANNER_SETTINGS.items())
-Fetch = Callable[[list[Any]], Awaitable[Any]]
-Pairs = list[tuple[bytes, bytes]]
-
-
-def _params(claims: Pairs, endings: Pairs) -> list[Any]:
-    count, ended = len(claims), len(endings)
-    return [
-        [digest for digest, _ in claims],
-        [""] * count,
-        [f"key-{number}" for number in range(count)],
-        ["benchmarks.operation"] * count,
-        [1] * count,
-        [digest for digest, _ in claims],
-        [token for _, token in claims],
-        [30_000] * count,
-        ["host:1"] * count,
-        [digest for digest, _ in endings],
-        [token for _, token in endings],
-        [2] * ended,
-        [86_400_000] * ended,
-        [2_592_000_000] * ended,
-        ["json.1"] * ended,
-        [b""] * ended,
-        [BODY] * ended,
-    ]
 
 
 async def _lane(fetch: Fetch, batch: int, until: float) -> int:
     """Claims a batch and completes the one before, again and again."""
     count = 0
-    endings: Pairs = []
+    endings: list[Settlement] = []
     while time.perf_counter() < until:
-        claims = sorted((os.urandom(16), os.urandom(16)) for _ in range(batch))
-        rows = await fetch(_params(claims, endings))
-        assert len(rows) == len(claims) + len(endings)
+        claims = [request(key_of(mint_token().hex())) for _ in range(batch)]
+        written = await rows.write(fetch, claims, endings)
+        assert len(written.admissions) + len(written.ended) == len(claims) + len(endings)
         count += len(endings)
-        endings = claims
+        endings = [
+            settlement(SettleKind.COMPLETE, item.key, item.token, payload=BODY) for item in claims
+        ]
     return count
 
 
@@ -81,7 +61,7 @@ async def _asyncpg(url: str, shape: Shape, seconds: float, costs: list[float]) -
     ]
 
     def lane(connection: Any) -> Fetch:
-        return lambda params: connection.fetch(SQL, *params)
+        return lambda name, *params: connection.fetch(TEXTS[name], *params)
 
     try:
         return await _rate([lane(connection) for connection in connections], batch, seconds, costs)
@@ -106,8 +86,8 @@ async def _psycopg(url: str, shape: Shape, seconds: float, costs: list[float]) -
     def lane(connection: Any) -> Fetch:
         connection.adapters.register_dumper(BytesArray, BytesArrayDumper)
 
-        async def fetch(params: list[Any]) -> Any:
-            cursor = await connection.execute(SQL.encode(), encoded(params))
+        async def fetch(name: str, *params: Any) -> Any:
+            cursor = await connection.execute(TEXTS[name].encode(), encoded(params))
             return await cursor.fetchall()
 
         return fetch

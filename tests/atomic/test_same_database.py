@@ -103,7 +103,7 @@ def test_every_connection_is_asked_once(driver, shop, asked):
     assert len(set(asked)) == 1
     del connection
     gc.collect()
-    assert len(calls_of(driver.idem).store._same_database._known) <= 1
+    assert len(calls_of(driver.idem).store._statements.same_database._known) <= 1
 
 
 def test_a_connection_out_of_a_pool_is_asked_once(shop, asked):
@@ -162,7 +162,7 @@ def test_a_thread_of_an_event_loop_compares_with_what_the_store_was(shop, elsewh
                 await idem.run("order-1", lambda: asyncio.to_thread(astray), request=1)
             assert await idem.run("order-2", lambda: asyncio.to_thread(right), request=2) == 2
             # As if the store's address led to another server by now: the next use finds it out.
-            calls_of(idem).store._same_database._identity = ("before", 1)
+            calls_of(idem).store._statements.same_database._identity = ("before", 1)
             with pytest.raises(InvalidInput, match=REFUSED):
                 await idem.run("order-3", lambda: asyncio.to_thread(right), request=3)
             assert await idem.run("order-3", lambda: asyncio.to_thread(right), request=3) == 2
@@ -176,7 +176,7 @@ def test_a_store_whose_server_was_replaced_is_asked_again(shop, idem):
         with idem.atomic(connection, "order-1") as run:
             run.complete(1)
         connection.commit()
-        calls_of(idem).store._same_database._identity = ("postgres", 1)
+        calls_of(idem).store._statements.same_database._identity = ("postgres", 1)
     with psycopg.connect(shop.server_url) as connection, idem.atomic(connection, "order-2") as run:
         run.complete(2)
     assert run.value == 2
@@ -187,7 +187,7 @@ def test_a_store_that_cannot_be_asked_again_is_out_of_reach(shop, idem, error):
     """A standby cancels a statement as in a conflict; callers are told what they can act on."""
     with psycopg.connect(shop.server_url) as connection:
         enter_block(idem, connection)
-    same = calls_of(idem).store._same_database
+    same = calls_of(idem).store._statements.same_database
     same._identity = ("postgres", 1)
 
     async def refuse(seconds, sql):
@@ -235,7 +235,7 @@ def enter_block(idem, connection):
 
 def test_a_thread_that_compared_with_the_old_server_makes_nothing_known(shop, idem):
     """It was right when it looked; the connection is asked again all the same."""
-    same = calls_of(idem).store._same_database
+    same = calls_of(idem).store._statements.same_database
     with psycopg.connect(shop.server_url) as connection:
         with idem.atomic(connection, "order-1") as run:
             run.complete(1)
@@ -252,7 +252,7 @@ def test_a_store_that_did_not_answer_is_asked_again_after_a_pause(shop, elsewher
     own_port = f":{shop.connection.info.port}/"
     now = [1000.0]
     with Idempotency(shop.store_url, caller="shop") as idem:
-        calls_of(idem).store._same_database._monotonic = lambda: now[0]
+        calls_of(idem).store._statements.same_database._monotonic = lambda: now[0]
         connector = calls_of(idem).store._connector
         right = connector._servers
         nowhere = shop.server_url.replace(own_port, f":{free_port()}/")
@@ -294,7 +294,7 @@ def test_a_block_behind_a_full_pooler_does_not_wait_for_itself(shop, full_pooler
             enter_block(idem, connection)
         assert time.monotonic() - began_at < SOON_SECONDS
         assert idem.read("order-1") is None
-        calls_of(idem).store._same_database._identity = ("before", 1)
+        calls_of(idem).store._statements.same_database._identity = ("before", 1)
         began_at = time.monotonic()
         with (
             psycopg.connect(full_pooler, prepare_threshold=None) as connection,
@@ -307,7 +307,7 @@ def test_a_block_behind_a_full_pooler_does_not_wait_for_itself(shop, full_pooler
         with psycopg.connect(full_pooler, prepare_threshold=None) as connection:
             with idem.atomic(connection, "order-3") as run:
                 run.complete(3)
-            assert connection in calls_of(idem).store._same_database._known
+            assert connection in calls_of(idem).store._statements.same_database._known
         connector = calls_of(idem).store._connector
         assert {made.statement_seconds for made in connector._pool._idle} == {5}
 
@@ -330,7 +330,7 @@ def test_a_task_behind_a_full_pooler_does_not_wait_for_itself(shop, full_pooler,
             async with asyncio.timeout(SOON_SECONDS):
                 await block(idem, "order-1")
             assert await idem.read("order-2") is None
-            calls_of(idem).store._same_database._identity = ("before", 1)
+            calls_of(idem).store._statements.same_database._identity = ("before", 1)
             async with asyncio.timeout(SOON_SECONDS):
                 with pytest.raises(StoreUnavailable):
                     await block(idem, "order-2")

@@ -287,7 +287,8 @@ def test_a_renewal_beats_a_takeover_that_has_only_looked(scene, taken):
     """What was read is compared in both places, whatever the snapshot of the write shows."""
     scene.claim(scene.token, lease_ms=0)
     if taken is Scene.run_atomically:
-        scene.store._sql = Watched(scene.store._sql, "replace_record", scene.extend)
+        texts = scene.store._statements.texts
+        scene.store._statements.texts = Watched(texts, "replace_record", scene.extend)
     else:
         acts = dict.fromkeys(("replace_record", "replace_records"), scene.extend)
         Spied(scene.store).before = acts
@@ -328,7 +329,7 @@ def test_nobody_takes_over_while_a_renewal_is_being_written(scene):
     """Its statement has the key's row until it commits; whoever looks meanwhile is told so."""
     scene.claim(scene.token, lease_ms=0)
     with psycopg.connect(scene.url) as connection:
-        sql = scene.store._sql["extend_beside"]
+        sql = scene.store._statements.texts["extend_beside"]
         for number, place in ((3, "%s"), (2, "%s"), (1, "%s")):
             sql = sql.replace(f"${number}", place)
         connection.execute(sql, ([scene.key.digest], [scene.token], [LONG_MS]))

@@ -14,7 +14,7 @@ import pytest
 from retrysafe import GLOBAL, Idempotency, current_attempt
 from retrysafe.cli.outbox import BODY_LIMIT_CHARACTERS, ListedEntryCondition
 from retrysafe.cli.problems import ExitCode, Problem
-from retrysafe.cli.relay import shown_progress
+from retrysafe.cli.progress import shown_progress
 from retrysafe.cli.targets import chosen_target
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import SettleKind, StagedEntry
@@ -405,7 +405,7 @@ def test_several_secrets_sign_together(invoke, staged_url, receiver, monkeypatch
 )
 def test_a_service_says_that_it_is_at_work(capsys, is_quiet, is_draining, told):
     """In a log there is no bar that moves."""
-    with shown_progress(is_quiet, is_draining):
+    with shown_progress("relaying", {}, is_quiet=is_quiet, is_service=not is_draining):
         assert capsys.readouterr().err == told
 
 

@@ -8,7 +8,6 @@ from retrysafe.core.engine import Engine
 from retrysafe.core.policy import Policy
 from retrysafe.core.run import Runner
 from retrysafe.stores.memory.store import MemoryStore
-from retrysafe.stores.sqlite import rows, settlements
 from retrysafe.stores.sqlite.schema import SQL
 from tests.guards import test_correction_properties as properties
 from tests.guards.guard import Guard
@@ -52,11 +51,7 @@ CORRECTION_GUARDS: tuple[Guard, ...] = (
     Guard(
         "a stored step has happened, in SQLite's statement",
         "the same, where the statement that reads the record looks for steps",
-        (
-            InStatement(
-                SQL, "select_key", _NO_STEP, "1", f"{_RECORDS}, `select_key`", rows, "_SELECT_KEY"
-            ),
-        ),
+        (InStatement(SQL, "select_key", _NO_STEP, "1", f"{_RECORDS}, `select_key`"),),
         properties.test_a_stored_step_keeps_the_key_in_sqlite,
     ),
     Guard(
@@ -81,8 +76,6 @@ CORRECTION_GUARDS: tuple[Guard, ...] = (
                 "AND NOT is_uncertain",
                 "",
                 f"{_SETTLEMENTS}, `settle_key`",
-                settlements,
-                "_SETTLE_KEY",
             ),
         ),
         properties.test_a_crash_in_its_life_keeps_the_key_in_sqlite,
@@ -109,8 +102,6 @@ CORRECTION_GUARDS: tuple[Guard, ...] = (
                 "k.nothing_happened_token = k.token",
                 "k.nothing_happened_token IS NOT NULL",
                 f"{_RECORDS}, `select_key`",
-                rows,
-                "_SELECT_KEY",
             ),
         ),
         properties.test_a_mark_counts_for_the_claim_that_made_it,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from retrysafe.contrib import fastapi
+from retrysafe.core.keys import canonical
 from retrysafe.core.settings import Settings
 from retrysafe.http import field_values, key_sources
 from retrysafe.http.protection import Protection
+from retrysafe.runtime.describe import Once
 from retrysafe.runtime.operations import Operations
 from tests.guards import test_key_properties as properties
 from tests.guards.guard import Guard
@@ -67,5 +69,23 @@ KEY_GUARDS: tuple[Guard, ...] = (
         "a closure over another amount gets the outcome of the first, and nobody is told",
         (InCode(Operations.call, "if not args:", "if False:"),),
         properties.test_no_hidden_amount_gets_the_outcome_of_another,
+    ),
+    Guard(
+        "an operation under `once` has a name",
+        "the refund of an order gets the outcome of its charge, and nobody is told",
+        (InCode(Once.__post_init__, "if not self.name:", "if False:"),),
+        properties.test_no_refund_gets_the_outcome_of_a_charge,
+    ),
+    Guard(
+        "whole Decimals are the numbers that they equal",
+        "an invoice is paid twice whose number comes once from a column and once from a request",
+        (
+            InCode(
+                canonical.part_bytes,
+                "whole = None if number is None else number.whole(_DIGITS_LIMIT)",
+                "whole = None",
+            ),
+        ),
+        properties.test_no_type_of_a_number_runs_twice,
     ),
 )

@@ -12,7 +12,6 @@ import textwrap
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Protocol
 
 
@@ -101,27 +100,20 @@ class InEntry:
 
 @dataclass(frozen=True)
 class InStatement:
-    """Another text in one SQL statement, which a module may also hold under a name of its own."""
+    """Another text in one SQL statement."""
 
     statements: MutableMapping[str, str]
     name: str
     old: str
     new: str
     where: str
-    module: ModuleType | None = None
-    attribute: str = ""
 
     @contextmanager
     def removed(self) -> Iterator[None]:
-        """Swaps the statement in both places."""
+        """Swaps the statement."""
         original = self.statements[self.name]
-        changed = _replaced(original, self.old, self.new, self.where)
-        self.statements[self.name] = changed
-        if self.module is not None:
-            setattr(self.module, self.attribute, changed)
+        self.statements[self.name] = _replaced(original, self.old, self.new, self.where)
         try:
             yield
         finally:
             self.statements[self.name] = original
-            if self.module is not None:
-                setattr(self.module, self.attribute, original)

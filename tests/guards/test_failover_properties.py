@@ -8,9 +8,9 @@ from retrysafe.core import transitions
 from retrysafe.core.model import Decision, SettleKind
 from retrysafe.errors import StoreNotWritable
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.postgres import takeovers
+from retrysafe.stores.postgres import claims
 from retrysafe.stores.postgres.drivers.servers import require_writable
-from retrysafe.stores.postgres.unsettled import UnsettledEndings
+from retrysafe.stores.postgres.settlements import Settlements
 from retrysafe.testing.suite.probe import KEY, request, settlement
 
 NOW_MS = 1_700_000_000_000
@@ -27,14 +27,14 @@ def claimed_record():
 def test_a_claim_that_is_found_made_is_written_before_it_is_believed():
     """The commit that made it may have given up waiting for its standby."""
     record = claimed_record()
-    judged = takeovers.judged(WISH, (record, None, NOW_MS + 1), 0)
-    assert isinstance(judged, takeovers.Takeover)
+    judged = claims.judged(WISH, (record, None, NOW_MS + 1), 0)
+    assert isinstance(judged, claims.Takeover)
     assert judged.old == judged.new == record
     assert judged.answer.decision is Decision.CONFIRM
 
 
 class OneRecord:
-    """A reader that finds a record, changed by a rival before the first confirmation."""
+    """What is read and written of a record that a rival changes before the first confirmation."""
 
     def __init__(self, record):
         self._record = record
@@ -52,11 +52,10 @@ def test_an_outcome_that_is_found_stored_is_written_before_it_is_believed():
     """The same for the ending, until the write of the very record that was read stands."""
     ending = settlement(SettleKind.COMPLETE, KEY, TOKEN)
     settled, _ = transitions.settle(claimed_record(), ending, NOW_MS + 1)
-    reader = OneRecord(settled)
-    unsettled = UnsettledEndings(reader, None, None, reader.confirm)
-    (answer,) = run_sync(unsettled.answered([ending], [None]))
+    one = OneRecord(settled)
+    (answer,) = run_sync(Settlements(one, one).answered([ending], set()))
     assert answer.decision is Decision.CONFIRM
-    assert reader.confirmed == [settled, settled]
+    assert one.confirmed == [settled, settled]
 
 
 def test_a_server_without_writes_is_refused_when_it_is_opened():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from decimal import Decimal
 
 from fastapi import FastAPI
 
@@ -136,3 +137,29 @@ def _charged(idem, amount):
 def test_no_hidden_amount_gets_the_outcome_of_another():
     with Idempotency(MemoryStore(), caller=GLOBAL) as idem:
         assert [_charged(idem, amount) for amount in (500, 900)] != [500, 500]
+
+
+def test_no_refund_gets_the_outcome_of_a_charge():
+    """Lambdas have one name, which is none: under `once` they are refused, or are two."""
+    runs = []
+    with Idempotency(MemoryStore(), caller="c") as idem, contextlib.suppress(InvalidInput):
+        once = idem.once(key="order", window=FOREVER)
+        charge = once(lambda order: runs.append("charge"))
+        refund = once(lambda order: runs.append("refund"))
+        charge(7)
+        refund(7)
+    assert runs != ["charge"]
+
+
+def test_no_type_of_a_number_runs_twice():
+    """A column gives Decimals, and a request gave an int."""
+    runs = []
+    with Idempotency(MemoryStore(), caller="c") as idem:
+
+        @idem.once(key="invoice", window=FOREVER)
+        def pay(invoice):
+            runs.append(invoice)
+
+        for invoice in (42, Decimal(42), Decimal("42.00")):
+            pay(invoice)
+    assert runs == [42]

@@ -19,10 +19,13 @@ from retrysafe.testing.suite.probe import Probe, key_of
 class TurnedStore(PostgresStore):
     """The store with a test's clock where its statements ask for the server's."""
 
-    clock: ManualClock
+    def __init__(self, connector, clock, **names):
+        super().__init__(connector, **names)
+        self._clock = clock
+        self._statements.text = self._text_at_the_clock
 
-    def _statement(self, name):
-        return schema.statements(self.schema_name, f"{self.clock()}::bigint")[name]
+    def _text_at_the_clock(self, name):
+        return schema.statements(self.schema_name, f"{self._clock()}::bigint")[name]
 
 
 class Desk(Probe):
@@ -46,8 +49,8 @@ class Desk(Probe):
     def another(self):
         """One more store object on the schema, as another process would have."""
         made = postgres_store(self.url, is_async=False)
-        store = TurnedStore(made._connector, location=made.location, schema_name=self.schema)
-        store.clock = self.clock
+        names = {"location": made.location, "schema_name": self.schema}
+        store = TurnedStore(made._connector, self.clock, **names)
         self.stores.append(store)
         return store
 
@@ -88,7 +91,7 @@ class Desk(Probe):
     def tend(self):
         """What tending did."""
         store = self.store
-        return run_sync(Partitions(store._connector, self.schema, store._statement).tend())
+        return run_sync(Partitions(store._connector, self.schema, store._statements.text).tend())
 
 
 class Spied:
@@ -97,16 +100,16 @@ class Spied:
     def __init__(self, store):
         self.names = []
         self.before = {}
-        statement = store._statement
+        text = store._statements.text
 
         def told(name):
             self.names.append(name)
             act = self.before.pop(name, None)
             if act is not None:
                 act()
-            return statement(name)
+            return text(name)
 
-        store._statement = told
+        store._statements.text = told
 
     def taken(self):
         names, self.names = self.names, []

@@ -38,7 +38,7 @@ class Conflicting:
 def made_store(*first: Exception) -> PostgresStore:
     connector: Any = Conflicting(*first)
     store = PostgresStore(connector, location="here")
-    store._is_current = True
+    store._statements._is_current = True
     return store
 
 
@@ -49,13 +49,21 @@ async def nothing(_: Any) -> Any:
 @pytest.mark.parametrize(
     ("flow", "first", "message"),
     [
-        (lambda store: store._fetch("now_ms"), (), "after 10 serialization conflicts: could"),
         (
-            lambda store: store._fetch("now_ms"),
+            lambda store: store._statements.fetch("now_ms"),
+            (),
+            "after 10 serialization conflicts: could",
+        ),
+        (
+            lambda store: store._statements.fetch("now_ms"),
             (StoreNotWritable("demoted"),),
             "after 9 serialization conflicts: could",
         ),
-        (lambda store: store._transact(nothing), (), "after 10 serialization conflicts: could"),
+        (
+            lambda store: store._statements.transact(nothing),
+            (),
+            "after 10 serialization conflicts: could",
+        ),
         (
             lambda store: store.extend([Extension(KEY, b"t" * 16, 1000)], 5.0),
             (),

@@ -26,8 +26,8 @@ from retrysafe.idempotency import Idempotency
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.identity import mint_token
 from retrysafe.stores.opening import postgres_store
-from retrysafe.stores.postgres import PostgresStore, takeovers
-from retrysafe.stores.postgres.takeovers import Takeover
+from retrysafe.stores.postgres import PostgresStore
+from retrysafe.stores.postgres.claims import Takeover, write_takeovers
 from retrysafe.testing.suite.probe import KEY, OTHER, key_of, request, settlement
 
 # The shortest lease there is: on the server's clock it is over when the next statement begins.
@@ -98,7 +98,7 @@ def only_one_takes_over(store: PostgresStore) -> None:
     record = run_sync(store.read(KEY)).record
     now_ms = record.lease_ends_at_ms
     rivals = [transitions.claim(record, request(KEY, mint_token()), now_ms)[0] for _ in range(2)]
-    won = [run_sync(store._batches.replace(record, rival)) for rival in rivals]
+    won = [run_sync(store._contended.replace(record, rival)) for rival in rivals]
     assert won == [True, False]
 
 
@@ -127,7 +127,7 @@ def renewal_beats_a_takeover(store: PostgresStore) -> None:
     record = run_sync(store.read(KEY)).record
     rival, _ = transitions.claim(record, request(KEY), record.lease_ends_at_ms)
     assert renewed_beside(store, token) is Decision.APPLY
-    assert not run_sync(store._batches.replace(record, rival))
+    assert not run_sync(store._contended.replace(record, rival))
 
 
 def renewal_beats_takeovers_together(store: PostgresStore) -> None:
@@ -135,7 +135,7 @@ def renewal_beats_takeovers_together(store: PostgresStore) -> None:
     run_sync(store.commit([request(key, token, lease_ms=INSTANT_MS) for key in PAIR], []))
     together = judged(store, *PAIR)
     assert renewed_beside(store, token) is Decision.APPLY
-    taken, _ = run_sync(takeovers.write(store._fetch, together))
+    taken, _ = run_sync(write_takeovers(store._statements.fetch, together))
     assert taken == {PAIR[1].digest}
 
 
@@ -234,7 +234,7 @@ def claim_does_not_wait_for_an_atomic_run(store: PostgresStore) -> None:
 
 def claim_of_a_busy_key_keeps_atomic_runs_off(store: PostgresStore) -> None:
     # Skipping comes between an atomic run's lock and its row: only the lock can tell.
-    store._batches._busy_keys.note([KEY.digest])
+    store._contended.busy_keys.note([KEY.digest])
     with closing(psycopg.connect(store.url)) as user:
         user.execute("SELECT 1")
         transaction = store.join(user)
@@ -285,7 +285,7 @@ def judged(store: PostgresStore, *keys: Key) -> list[Takeover]:
 def only_one_of_a_batch_takes_over(store: PostgresStore) -> None:
     run_sync(store.commit([request(key, lease_ms=INSTANT_MS) for key in PAIR], []))
     rivals = [judged(store, *PAIR) for _ in range(2)]
-    won = [run_sync(takeovers.write(store._fetch, rival))[0] for rival in rivals]
+    won = [run_sync(write_takeovers(store._statements.fetch, rival))[0] for rival in rivals]
     assert won == [{key.digest for key in PAIR}, set()]
 
 
@@ -300,7 +300,7 @@ def takeovers_do_not_wait_for_the_owner(store: PostgresStore) -> None:
         ending = settlement(SettleKind.COMPLETE, PAIR[0], tokens[0])
         assert run_sync(store.join(user).settle(ending)) is Decision.APPLY
         try:
-            taken, _ = run_sync(takeovers.write(store._fetch, together))
+            taken, _ = run_sync(write_takeovers(store._statements.fetch, together))
         except StoreUnavailable as error:
             pytest.fail(str(error))
     assert taken == {PAIR[1].digest}
@@ -338,7 +338,7 @@ def arguments_go_with_their_key(store: PostgresStore) -> None:
     wish = settlement(SettleKind.RELEASE, KEY, token, active_ms=INSTANT_MS)
     run_sync(store.commit([], [wish]))
     # The sweep's own clearing of needless arguments comes after; it must find nothing to do.
-    ((removed, *_),) = run_sync(store._fetch("sweep_pages", "(0,0)", "(100,0)", 10))
+    ((removed, *_),) = run_sync(store._statements.fetch("sweep_pages", "(0,0)", "(100,0)", 10))
     assert (removed, rows_of_arguments(store)) == (1, 0)
 
 
@@ -435,11 +435,11 @@ def corrections(store: PostgresStore) -> list[Takeover]:
 
 def correction_looks_for_steps(store: PostgresStore) -> None:
     first, _ = corrections(store)
-    assert not run_sync(store._batches.replace(first.old, first.new, is_new_request=True))
+    assert not run_sync(store._contended.replace(first.old, first.new, is_new_request=True))
 
 
 def corrections_look_for_steps(store: PostgresStore) -> None:
-    taken, _ = run_sync(takeovers.write(store._fetch, corrections(store)))
+    taken, _ = run_sync(write_takeovers(store._statements.fetch, corrections(store)))
     assert taken == set()
 
 
@@ -623,11 +623,11 @@ def opened(url: str, guard: Guard | None) -> PostgresStore:
     store = postgres_store(url, is_async=False)
     store.url = url.partition("?")[0]
     if guard is not None:
-        text = store._sql[guard.statement]
+        text = store._statements.texts[guard.statement]
         part = guard.guard.replace("{schema}", store.schema_name)
         assert text.count(part) == 1
         changed = {guard.statement: text.replace(part, guard.without)}
-        store._sql = {**store._sql, **changed}
+        store._statements.texts = {**store._statements.texts, **changed}
     return store
 
 

@@ -24,8 +24,8 @@ from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.identity import mint_token
 from retrysafe.stores.opening import postgres_store
-from retrysafe.stores.postgres import busy_keys, rows
-from retrysafe.stores.postgres.batches import BALANCE_LIMIT
+from retrysafe.stores.postgres import contended, rows
+from retrysafe.stores.postgres.claims import BALANCE_LIMIT
 from retrysafe.stores.postgres.drivers.port import Locked
 from retrysafe.stores.postgres.schema import LOCK_WAIT
 from retrysafe.testing.suite.probe import KEY, key_of, request, settlement
@@ -181,7 +181,7 @@ def test_a_batch_goes_on_before_the_server_looks_for_deadlocks(scene):
     ((timeout,),) = scene.user.execute(
         "SELECT setting::integer FROM pg_settings WHERE name = 'deadlock_timeout'"
     ).fetchall()
-    sql = scene.store._sql["commit"]
+    sql = scene.store._statements.texts["commit"]
     limit_ms = int(sql.partition("'lock_timeout', '")[2].partition("ms'")[0])
     assert 0 < limit_ms <= timeout / 10
 
@@ -232,13 +232,13 @@ def test_a_batch_that_is_read_first_waits_no_longer(scene, has_row):
         scene.commit([], [settlement(SettleKind.RELEASE, KEY, token)])
     scene.start_atomic_run()
     for neighbours, locked in ((others(), 1), ([], 2 if has_row else 1)):
-        scene.store._batches._balance = BALANCE_LIMIT
+        scene.store._claims.balance = BALANCE_LIMIT
         (busy, *free), _ = scene.commit([request(KEY), *neighbours])
         assert busy.decision is Decision.IN_FLIGHT
         assert [answer.decision for answer in free] == [Decision.ADMIT] * len(neighbours)
         assert scene.locked == locked
     scene.user.commit()
-    scene.store._batches._balance = BALANCE_LIMIT
+    scene.store._claims.balance = BALANCE_LIMIT
     assert scene.claim() is Decision.REPLAY
 
 
@@ -459,15 +459,15 @@ def test_busy_keys_are_forgotten(scene, monkeypatch):
     """After some seconds, and the oldest ones when there are too many: a key that is free again is
     not looked at apart for ever."""
     now = 100.0
-    monkeypatch.setattr(busy_keys.time, "monotonic", lambda: now)
-    busy = scene.store._batches._busy_keys
+    monkeypatch.setattr(contended.time, "monotonic", lambda: now)
+    busy = scene.store._contended.busy_keys
     busy.note([b"first"])
-    busy.note(bytes([number // 256, number % 256]) for number in range(busy_keys.BUSY_LIMIT))
-    assert not busy.is_busy(b"first")
-    assert busy.is_busy(b"\x00\x00")
+    busy.note(bytes([number // 256, number % 256]) for number in range(contended.BUSY_LIMIT))
+    assert b"first" not in busy
+    assert b"\x00\x00" in busy
     busy.note([b"late"])
-    assert not busy.is_busy(b"\x00\x00")
-    now += busy_keys.BUSY_SECONDS
+    assert b"\x00\x00" not in busy
+    now += contended.BUSY_SECONDS
     claims = others()
     assert busy.parted(claims, []) == [(False, claims, [])]
     assert not busy.knows_any({b"late"})
@@ -528,21 +528,14 @@ def shop(scene):
 def test_a_leased_call_waits_by_its_policy(scene, shop, ending):
     """It goes on asking while others are served, and replays the outcome, or runs itself."""
     has_asked = threading.Event()
-    busy = scene.store._batches._busy_keys
-    original = busy.write
+    original = scene.store._contended._write_unlocked
 
-    class Told:
-        """The store's own busy, telling when it was asked."""
+    async def told(*args: Any) -> Any:
+        written = await original(*args)
+        has_asked.set()
+        return written
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(busy, name)
-
-        async def write(self, *args: Any) -> Any:
-            written = await original(*args)
-            has_asked.set()
-            return written
-
-    scene.store._batches._busy_keys = Told()
+    scene.store._contended._write_unlocked = told
     idem = shop.face()
     answers = []
     shop.run_atomic(idem, scene.user, "order-1", WAITING)
@@ -577,7 +570,7 @@ def test_both_modes_race_for_one_key(scene, shop, is_known):
 
     def compete_leased() -> None:
         idem = shop.face()
-        busy = scene.store._batches._busy_keys
+        busy = scene.store._contended.busy_keys
         for number in range(rounds):
             if is_known:
                 busy.note([Key(key_in(number), caller="shop").digest])
@@ -623,7 +616,7 @@ def test_busy_keys_with_old_outcomes_hold_a_batch_up_once(scene):
     fetch = scene.store._connector.fetch
 
     async def noting(sql: str, params: Any = ()) -> Any:
-        if sql == scene.store._sql["replace_record"]:
+        if sql == scene.store._statements.texts["replace_record"]:
             waits.append(params[-1])
         return await fetch(sql, params)
 

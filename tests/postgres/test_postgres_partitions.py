@@ -100,7 +100,7 @@ def test_an_outcome_that_arrives_while_its_day_is_made_wins(desk, monkeypatch):
     """The day is then left out; nothing is lost and nothing fails."""
     desk.days(HORIZON_DAYS + 5)
     (key,) = desk.done(audit_ms=ACTIVE_MS)
-    plain = desk.store._statement
+    plain = desk.store._statements.text
 
     def looked_too_early(name):
         # The look at the default partition, as it was before the outcome arrived.
@@ -108,7 +108,7 @@ def test_an_outcome_that_arrives_while_its_day_is_made_wins(desk, monkeypatch):
             return "SELECT 1 WHERE $1::bigint[] IS NULL"
         return plain(name)
 
-    monkeypatch.setattr(desk.store, "_statement", looked_too_early)
+    monkeypatch.setattr(desk.store._statements, "text", looked_too_early)
     tended = desk.tend()
     assert (len(tended.made), tended.is_complete) == (HORIZON_DAYS, True)
     assert replays(desk, key)

@@ -15,7 +15,7 @@ from retrysafe.core.model import (
     SettleKind,
 )
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.postgres.batches import BALANCE_LIMIT
+from retrysafe.stores.postgres.claims import BALANCE_LIMIT
 from retrysafe.stores.postgres.partitions import DAY_MS
 from retrysafe.testing.suite.probe import KEY, OTHER, RESULT, key_of, request, settlement
 
@@ -31,7 +31,7 @@ def expect_rows(desk):
     for _ in range(2):
         answers, _ = desk.commit([request(key) for key in keys])
     assert {answer.decision for answer in answers} == {Decision.REPLAY}
-    assert desk.store._batches._balance == BALANCE_LIMIT
+    assert desk.store._claims.balance == BALANCE_LIMIT
     return keys
 
 

@@ -12,8 +12,7 @@ import pytest
 from retrysafe.core.model import Condition, Decision, SettleKind
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.opening import postgres_store
-from retrysafe.stores.postgres import schema
-from retrysafe.stores.postgres import store as store_module
+from retrysafe.stores.postgres import reading, schema
 from retrysafe.testing.suite.probe import ACTIVE_MS, LEASE_MS, RESULT, key_of
 
 LIMIT_SECONDS = 30
@@ -124,16 +123,16 @@ def test_abandoned_keys_are_found_longest_ended_first(desk):
 
 def test_the_search_for_abandoned_keys_stops_at_its_limit(desk, monkeypatch):
     """With enough found, the rest of the table is not read."""
-    monkeypatch.setattr(store_module, "_LOOK_PAGES", 2)
+    monkeypatch.setattr(reading, "_LOOK_PAGES", 2)
     desk.fill(2000, state=1, lease_ends_at_ms=desk.clock())
     asked = []
-    fetch = desk.store._fetch
+    fetch = desk.store._statements.fetch
 
     async def counting(name, *params):
         asked.append(name)
         return await fetch(name, *params)
 
-    monkeypatch.setattr(desk.store, "_fetch", counting)
+    monkeypatch.setattr(desk.store._statements, "fetch", counting)
     assert len(run_sync(desk.store.list_abandoned(5))) == 5
     assert asked == ["table_pages", "abandoned_in_pages"]
     assert len(run_sync(desk.store.list_abandoned(5000))) == 2000

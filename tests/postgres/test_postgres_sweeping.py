@@ -187,11 +187,11 @@ def test_a_limit_that_is_reached_with_a_key_written_meanwhile_leaves_nothing_beh
     live_pages = table_pages(desk)
     desk.fill(20, first=2001)
     store, walk = desk.store, desk.store._sweeping._keys
-    statement, fetch = store._statement, walk._fetch
+    text, fetch = store._statements.text, walk._fetch
     # The clock is asked for by the first row that is looked at: the snapshot was taken by then.
     clock = f"(SELECT {desk.clock()}::bigint FROM pg_advisory_xact_lock_shared({RACE_LOCK}))"
     waiting = schema.statements(desk.schema, clock)["sweep_pages"]
-    store._statement = lambda name: waiting if name == "sweep_pages" else statement(name)
+    store._statements.text = lambda name: waiting if name == "sweep_pages" else text(name)
 
     async def held(name, start, end, limit):
         if int(end[1:].partition(",")[0]) > live_pages:

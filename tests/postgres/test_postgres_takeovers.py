@@ -12,9 +12,7 @@ from retrysafe.core import transitions
 from retrysafe.core.model import Condition, Decision, Payload, SettleKind
 from retrysafe.errors import StoreRejected
 from retrysafe.runtime.drive import run_sync
-from retrysafe.stores.postgres import takeovers
-from retrysafe.stores.postgres.batches import BALANCE_LIMIT
-from retrysafe.stores.postgres.takeovers import Takeover
+from retrysafe.stores.postgres.claims import BALANCE_LIMIT, Takeover, write_takeovers
 from retrysafe.testing.suite.probe import key_of, request, settlement
 from tests.postgres.counting import Counted
 
@@ -57,7 +55,7 @@ def test_takeovers_share_a_statement(desk, condition, reads_first):
     """However many keys are taken over, the batch is three statements at most, and one more for
     leases that have ended: they may have been renewed beside their rows."""
     keys = bring(desk, [condition] * COUNT)
-    desk.store._batches._balance = BALANCE_LIMIT if reads_first else -BALANCE_LIMIT
+    desk.store._claims.balance = BALANCE_LIMIT if reads_first else -BALANCE_LIMIT
     counted = Counted(desk.store)
     wishes = [request(key, operation="refund", owner="owner-2", lease_ms=5000) for key in keys]
     wishes.append(request(key_of("new")))
@@ -176,7 +174,7 @@ def test_a_key_that_was_swept_in_between_is_a_new_one(desk, spied):
 def test_a_row_that_cannot_be_stored_is_refused_alone(desk):
     """The others are taken over, although they shared its statement."""
     keys = bring(desk, [Condition.RELEASED] * 5)
-    desk.store._batches._balance = BALANCE_LIMIT
+    desk.store._claims.balance = BALANCE_LIMIT
     wishes = [request(key) for key in keys]
     wishes[2] = request(keys[2], operation="\x00")
     # Written before, and not asked for again.
@@ -239,10 +237,10 @@ def test_rows_are_locked_in_the_order_of_their_digests(desk, user):
     taken = []
 
     async def fetch(_, *columns):
-        return await desk.store._fetch("replace_records_patiently", *columns)
+        return await desk.store._statements.fetch("replace_records_patiently", *columns)
 
     writer = threading.Thread(
-        target=lambda: taken.append(run_sync(takeovers.write(fetch, wishes))), daemon=True
+        target=lambda: taken.append(run_sync(write_takeovers(fetch, wishes))), daemon=True
     )
     writer.start()
     pause = threading.Event()

@@ -107,6 +107,15 @@ class MortalPostgresStore(PostgresStore):
         super().__init__(made._connector, location=made.location, schema_name=made.schema_name)
         self._boundaries = boundaries
         self._kind = ""
+        fetch = self._statements.fetch
+
+        async def crossing(name, *params):
+            self._boundaries.cross(f"{self._kind}:{name}:before")
+            rows = await fetch(name, *params)
+            self._boundaries.cross(f"{self._kind}:{name}:after")
+            return rows
+
+        self._statements.fetch = crossing
 
     async def commit(self, claims, settlements):
         self._kind = "claim" if claims else f"settle-{settlements[0].kind.name.lower()}"
@@ -128,11 +137,3 @@ class MortalPostgresStore(PostgresStore):
         answer = await super().take_over(request, held)
         self._boundaries.cross("take-over:after")
         return answer
-
-    async def _fetch(self, name, *params):
-        if name == "extend":
-            return await super()._fetch(name, *params)
-        self._boundaries.cross(f"{self._kind}:{name}:before")
-        rows = await super()._fetch(name, *params)
-        self._boundaries.cross(f"{self._kind}:{name}:after")
-        return rows

@@ -13,7 +13,12 @@ from typing import Any
 # Children are forked from a clean server process: it has no threads and no retrysafe objects, and
 # it has paid for the imports already.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pytest", "retrysafe", "tests.processes.children"])
+CONTEXT.set_forkserver_preload(
+    [
+        *("pytest", "retrysafe", "psycopg", "asyncpg"),
+        *("tests.processes.boundaries", "tests.processes.children"),
+    ]
+)
 
 # Far beyond what any child needs on a busy machine; reaching it is a hang.
 PATIENCE_SECONDS = 60

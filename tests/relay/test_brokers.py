@@ -230,6 +230,7 @@ def test_a_subject_that_no_stream_takes_is_not_delivered(nats_server, name):
     assert "no stream takes" in last_error(store)
 
 
+@pytest.mark.long
 def test_a_server_that_was_restarted_is_found_again(name):
     """A try while it is away fails at once; the next one makes a new connection."""
     server = NatsServer().start()

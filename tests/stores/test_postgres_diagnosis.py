@@ -136,7 +136,7 @@ def test_a_missing_schema_is_found(sound_server):
 def test_missing_partitions_are_found(sound_url):
     """Nobody has swept for a month: the days ahead are missing."""
     store = postgres_store(sound_url, is_async=False)
-    names = [row[0] for row in run_sync(store._fetch("list_partitions"))]
+    names = [row[0] for row in run_sync(store._statements.fetch("list_partitions"))]
     run_sync(store.close())
     for name in names[-20:]:
         execute(sound_url, f"DROP TABLE doctor.{name}")

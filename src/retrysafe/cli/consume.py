@@ -7,19 +7,19 @@ import inspect
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from retrysafe.async_idempotency import AsyncIdempotency
 from retrysafe.cli import options, output
 from retrysafe.cli.modules import imported
 from retrysafe.cli.problems import ExitCode, Problem, usage
+from retrysafe.cli.progress import shown_progress
 from retrysafe.consumers import Consumer, Counts, Handler
 from retrysafe.consumers.broker import Broker
 from retrysafe.consumers.urls import broker_of
@@ -91,10 +91,17 @@ def consume(
         chosen = replace(chosen, tries=tries)
     is_async = inspect.iscoroutinefunction(chosen.function)
     broker = broker_of(source, is_async=is_async)
-    with _shown_progress(is_json) as bar:
+    counted = {
+        "handled": "handled",
+        "duplicates": "duplicates",
+        "retried": "retried",
+        "dead_lettered": "dead letters",
+    }
+    with shown_progress("consuming", counted, is_quiet=is_json, is_service=True) as show:
         consuming = _Consuming(chosen, broker, url, is_async=is_async)
         try:
-            ended_well = asyncio.run(consuming.run(concurrency, timedelta(seconds=stop_limit), bar))
+            limit = timedelta(seconds=stop_limit)
+            ended_well = asyncio.run(consuming.run(concurrency, limit, show))
         except (ConnectionError, OSError) as error:
             raise Problem("BrokerUnavailable", str(error), ExitCode.REFUSED, True) from error
     _show(consuming.counts, is_json=is_json)
@@ -127,7 +134,9 @@ class _Consuming:
         self._is_async = is_async
         self.counts = Counts()
 
-    async def run(self, concurrency: int, stop_limit: timedelta, bar: _Bar) -> bool:
+    async def run(
+        self, concurrency: int, stop_limit: timedelta, show: Callable[[Counts], None]
+    ) -> bool:
         """Consumes until a signal comes."""
         async with AsyncExitStack() as stack:
             idempotency = self._idempotency(stack)
@@ -139,7 +148,7 @@ class _Consuming:
                 self._broker,
                 concurrency=concurrency,
                 stop_limit=stop_limit,
-                on_change=bar.update,
+                on_change=show,
             )
             with _stopped_by_signals(consumer):
                 try:
@@ -190,37 +199,3 @@ def _show(counts: Counts, *, is_json: bool) -> None:
         f"{name.replace('_', '-')} {count:,}" for name, count in asdict(counts).items()
     )
     sys.stdout.write(told + "\n")
-
-
-class _Bar:
-    """Shows that the consumer moves; how much there is to consume, only the broker knows."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=None, **asdict(Counts()))
-
-    def update(self, counts: Counts) -> None:
-        """Shows the sum so far."""
-        self._progress.update(self._task, **asdict(counts))
-
-
-@contextmanager
-def _shown_progress(is_quiet: bool) -> Iterator[_Bar]:
-    """Shows what a consumer does while it runs, as far as there is somebody to look."""
-    screen = output.console(stderr=True)
-    if not (is_quiet or screen.is_terminal):
-        output.note("consuming; stop with Ctrl-C or SIGTERM")
-    progress = Progress(
-        TextColumn("consuming"),
-        BarColumn(),
-        TextColumn(
-            "{task.fields[handled]} handled, {task.fields[duplicates]} duplicates, "
-            "{task.fields[retried]} retried, {task.fields[dead_lettered]} dead letters"
-        ),
-        TimeElapsedColumn(),
-        console=screen,
-        transient=True,
-        disable=is_quiet or not screen.is_terminal,
-    )
-    with progress:
-        yield _Bar(progress)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from retrysafe.cli import options, output
+from retrysafe.cli.progress import shown_progress
 from retrysafe.cli.targets import check_target, chosen_target
 from retrysafe.core.ports import Store
 from retrysafe.relay import AsyncRelay, RelayPolicy, RelayReport, Target
@@ -101,14 +100,18 @@ def relay(
         dead_blocks=not dead_frees,
         poll=timedelta(seconds=poll),
     )
-    with options.opened_store(store, busy_timeout) as opened, shown_progress(is_json, drain) as bar:
+    counted = {"delivered": "delivered", "failed": "failed", "dead": "dead"}
+    with (
+        options.opened_store(store, busy_timeout) as opened,
+        shown_progress("relaying", counted, is_quiet=is_json, is_service=not drain) as show,
+    ):
         report = asyncio.run(
             _relayed(
                 opened,
                 lambda: chosen_target(target, exchange=exchange, prefix=prefix),
                 policy,
                 concurrency,
-                bar,
+                show,
                 is_draining=drain,
             )
         )
@@ -126,13 +129,13 @@ async def _relayed(
     make_target: Any,
     policy: RelayPolicy,
     concurrency: int,
-    bar: _Bar,
+    show: Callable[[RelayReport], None],
     *,
     is_draining: bool,
 ) -> RelayReport:
     # Made inside the loop that it belongs to.
     target: Target = make_target()
-    relay = AsyncRelay(store, target, policy=policy, concurrency=concurrency, on_report=bar.update)
+    relay = AsyncRelay(store, target, policy=policy, concurrency=concurrency, on_report=show)
     loop = asyncio.get_running_loop()
     work = asyncio.ensure_future(relay.drain() if is_draining else relay.run())
     is_told = False
@@ -157,40 +160,3 @@ async def _relayed(
         close = getattr(target, "close", None)
         if close is not None:
             await close()
-
-
-class _Bar:
-    """Shows that the relay moves; how much there is to deliver would need a scan."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=None, delivered=0, failed=0, dead=0)
-
-    def update(self, report: RelayReport) -> None:
-        """Shows the sum so far."""
-        self._progress.update(
-            self._task, delivered=report.delivered, failed=report.failed, dead=report.dead
-        )
-
-
-@contextmanager
-def shown_progress(is_quiet: bool, is_draining: bool) -> Iterator[_Bar]:
-    """Shows what a relay does while it runs, as far as there is somebody to look."""
-    screen = output.console(stderr=True)
-    if not (is_quiet or is_draining or screen.is_terminal):
-        # Where no bar can move, a service says at least that it is at work.
-        output.note("relaying; stop with Ctrl-C or SIGTERM")
-    progress = Progress(
-        TextColumn("relaying"),
-        BarColumn(),
-        TextColumn(
-            "{task.fields[delivered]} delivered, {task.fields[failed]} failed, "
-            "{task.fields[dead]} dead"
-        ),
-        TimeElapsedColumn(),
-        console=screen,
-        transient=True,
-        disable=is_quiet or not screen.is_terminal,
-    )
-    with progress:
-        yield _Bar(progress)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from retrysafe.cli import options, output
+from retrysafe.cli.progress import shown_progress
 from retrysafe.core.model import SweepReport
 from retrysafe.core.pace import rest_within_walk
 from retrysafe.core.ports import Store
@@ -98,14 +98,14 @@ def _swept(
     """Sweeps until nothing is left or the rounds are used up; the sum, and how many it took."""
     total = SweepReport()
     rounds_done = 0
-    with _progress(total, is_quiet=is_quiet) as show:
+    with _shown(is_quiet) as show:
         while True:
             started_at = time.monotonic()
             report = run_sync(store.sweep(limit))
             took_seconds = time.monotonic() - started_at
             rounds_done += 1
             _add(total, report)
-            show.update()
+            show(total)
             if not report.has_more or rounds_done == rounds:
                 return total, rounds_done
             # A fixed pause is short just when the store is busy and rounds take long.
@@ -117,13 +117,13 @@ def _swept_forever(store: Store, *, is_quiet: bool) -> tuple[SweepReport, int]:
     total = SweepReport()
     rounds_done = 0
     stopping = ThreadSignal()
-    with _progress(total, is_quiet=is_quiet) as show, _stopped_by_signals(stopping):
+    with _shown(is_quiet) as show, _stopped_by_signals(stopping):
 
         def count(report: SweepReport) -> None:
             nonlocal rounds_done
             rounds_done += 1
             _add(total, report)
-            show.update()
+            show(total)
 
         def report_outage(error: StoreUnavailable) -> None:
             output.note(f"{error}; trying again")
@@ -145,33 +145,9 @@ def _stopped_by_signals(stopping: ThreadSignal) -> Iterator[None]:
             signal.signal(number, action)
 
 
-class _Bar:
-    """Shows that the sweep moves; how much there is to sweep would need a scan."""
-
-    def __init__(self, progress: Progress, total: SweepReport) -> None:
-        self._progress = progress
-        self._total = total
-        self._task = progress.add_task("", total=None, keys=0, outcomes=0)
-
-    def update(self) -> None:
-        """Shows the sum so far."""
-        self._progress.update(self._task, keys=self._total.keys, outcomes=self._total.outcomes)
-
-
-@contextmanager
-def _progress(total: SweepReport, *, is_quiet: bool) -> Iterator[_Bar]:
-    screen = output.console(stderr=True)
-    progress = Progress(
-        TextColumn("sweeping"),
-        BarColumn(),
-        TextColumn("{task.fields[keys]} keys, {task.fields[outcomes]} outcomes"),
-        TimeElapsedColumn(),
-        console=screen,
-        transient=True,
-        disable=is_quiet or not screen.is_terminal,
-    )
-    with progress:
-        yield _Bar(progress, total)
+def _shown(is_quiet: bool) -> AbstractContextManager[Callable[[SweepReport], None]]:
+    counted = {"keys": "keys", "outcomes": "outcomes"}
+    return shown_progress("sweeping", counted, is_quiet=is_quiet)
 
 
 def _add(total: SweepReport, report: SweepReport) -> None:

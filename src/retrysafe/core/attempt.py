@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar, TypeVarTuple, overload
 
 from retrysafe.core.atomic.complete_in import JoinedOutcome, complete_in
 from retrysafe.core.call import Call
-from retrysafe.core.checks import require_function
+from retrysafe.core.callables import require_function
 from retrysafe.core.keys.canonical import Part
 from retrysafe.core.keys.key import Key, checked_secret, child_key
 from retrysafe.core.lease import Lease

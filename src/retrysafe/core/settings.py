@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Self
 
-from retrysafe.core.checks import shown_in_place
+from retrysafe.core.callables import shown_in_place
 from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.keys.key import Caller, GlobalCaller, Key, looks_derived
 from retrysafe.core.keys.secret import NO_SECRETS, Secrets

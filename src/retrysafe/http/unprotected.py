@@ -145,12 +145,12 @@ class UnprotectedRuns:
                 self._claimed[digest] = call, run
                 return
         if known.ended_monotonic is None:
-            conflict = self._conflict(known, call, run_times)
+            refusal = self._in_flight(known, call, run_times)
         else:
             message = f"{call.key.text!r} has just ended in this process, without a claim"
-            conflict = in_flight(call, message, MINIMUM_SECONDS)
-        conflict.has_record = False
-        raise conflict
+            refusal = in_flight(call, message, MINIMUM_SECONDS)
+        refusal.has_record = False
+        raise refusal
 
     def end_claimed(self, call: Call, error: BaseException | None) -> None:
         """Forgets a run with a claim, unless no store took what it came to; once it was answered.
@@ -204,14 +204,14 @@ class UnprotectedRuns:
             raise mismatch
         if run.payload is None:
             report(EventKind.IN_FLIGHT, call.key, call.operation)
-            conflict = self._conflict(run, call, run_times)
-            conflict.is_known_here = True
-            conflict.has_record = False
-            raise conflict
+            refusal = self._in_flight(run, call, run_times)
+            refusal.is_known_here = True
+            refusal.has_record = False
+            raise refusal
         report(EventKind.REPLAYED, call.key, call.operation)
         return Answer(replayed_value(call, run.payload), True, 1)
 
-    def _conflict(self, run: _Run, call: Call, run_times: RunTimes) -> OperationInFlight:
+    def _in_flight(self, run: _Run, call: Call, run_times: RunTimes) -> OperationInFlight:
         elapsed = self._monotonic() - run.began_monotonic
         how = "with" if run.has_claim else "without"
         return in_flight(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from retrysafe.core.checks import shown_in_place
+from retrysafe.core.callables import shown_in_place
 from retrysafe.core.outbox.port import Outbox, outbox_of
 from retrysafe.core.ports import Store, Waits
 from retrysafe.errors import InvalidInput

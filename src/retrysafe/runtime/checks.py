@@ -17,7 +17,7 @@ from functools import partial
 from types import CoroutineType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
-from retrysafe.core.checks import require_function
+from retrysafe.core.callables import require_function
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Condition, Decision, OperatorCommand, StoredKey
 from retrysafe.errors import (

@@ -14,7 +14,7 @@ from types import FunctionType
 from typing import Any, Final
 
 from retrysafe.core.call import Call
-from retrysafe.core.checks import require_function
+from retrysafe.core.callables import require_function
 from retrysafe.core.events import UNNAMED
 from retrysafe.core.keys.body_key import BodyKey
 from retrysafe.core.keys.canonical import Part, frame, part_bytes

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
-from retrysafe.core.checks import require_function
+from retrysafe.core.callables import require_function
 from retrysafe.core.model import Payload, Step
 from retrysafe.core.stop_iteration import is_listed
 from retrysafe.errors import InvalidInput, OperationUndone, PolicyInvalid, StepReused, StepsChanged

@@ -18,7 +18,7 @@ from retrysafe.relay.signing import Secret, secret_bytes, signed_headers, webhoo
 try:
     import httpx
 
-    from retrysafe.relay.deadlines import deadline, limited
+    from retrysafe.relay.request_limit import deadline, limited
 except ModuleNotFoundError as error:
     raise missing_extra(__name__, "webhooks", error) from error
 

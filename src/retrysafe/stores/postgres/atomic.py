@@ -42,7 +42,7 @@ from retrysafe.stores.postgres.drivers.port import (
     RowRefused,
 )
 from retrysafe.stores.postgres.outbox import stage_parameters
-from retrysafe.stores.postgres.renewals import look_before_takeovers
+from retrysafe.stores.postgres.reading import look_before_takeovers
 from retrysafe.stores.postgres.same_database import SameDatabase
 from retrysafe.stores.postgres.user_connections import UserConnection
 from retrysafe.transactions import sqlstate_of

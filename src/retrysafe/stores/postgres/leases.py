@@ -13,10 +13,10 @@ from retrysafe.core import transitions
 from retrysafe.core.model import Decision, ExtendAnswer, Extension
 from retrysafe.core.ports import ExtendResult
 from retrysafe.errors import StoreRejected
-from retrysafe.stores.postgres.busy_keys import Fetch
+from retrysafe.stores.postgres.contended import being_written
 from retrysafe.stores.postgres.drivers.port import RowRefused
-from retrysafe.stores.postgres.reading import Reader
-from retrysafe.stores.postgres.unsettled import NO_RECORD, being_written
+from retrysafe.stores.postgres.reading import NO_RECORD, read_records
+from retrysafe.stores.postgres.statements import Fetch
 
 _Answers = dict[tuple[bytes, bytes], ExtendAnswer]
 
@@ -42,7 +42,7 @@ async def _extend(fetch: Fetch, extensions: Sequence[Extension]) -> list[ExtendR
     rest = [item for item in extensions if _name(item) not in written]
     decided: _Answers = {}
     if rest:
-        read = await Reader(fetch).read_all([item.key.digest for item in rest])
+        read = await read_records(fetch, [item.key.digest for item in rest])
         busy: list[Extension] = []
         for item in rest:
             record, now_ms = read.get(item.key.digest, NO_RECORD)

@@ -1,10 +1,16 @@
-"""Rows of the key table as records, and the parameters that replace one record by the next."""
+"""Rows of the key table as records, and claims and endings as the parameters of statements.
+
+Owns the statements that write a batch in one go: new keys, and endings whose tokens hold theirs.
+What they skip is told by `Written`, and answered in `claims` and `settlements`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
+from retrysafe.core.keys.canonical import DIGEST_BYTES
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
@@ -12,9 +18,11 @@ from retrysafe.core.model import (
     Decision,
     Payload,
     Record,
+    Settlement,
     State,
     StoredOutcome,
 )
+from retrysafe.stores.postgres.statements import Fetch
 
 # Between which instants an audit must end for its payload to be read: any, and none.
 EVERY_DAY: Final = (0, 2**62)
@@ -26,21 +34,25 @@ RECORD_COLUMNS: Final = len(Record.__slots__)
 # Nobody knows when a user's transaction ends. Most are shorter than this.
 RETRY_AFTER_MS: Final = 1000
 
-# Looked up once: members of an enum are dear to look up per row.
-_ADMIT: Final = Decision.ADMIT
-_ABSENT: Final = Condition.ABSENT
-_PENDING: Final = State.PENDING
-_STATES: Final = {state.value: state for state in State}
+_digest_of: Final = attrgetter("key.digest")
+
+
+class Written(NamedTuple):
+    """What became of a batch: the first row of each key that a statement wrote."""
+
+    # When keys were admitted, by digest.
+    admissions: dict[bytes, int]
+    # The digests whose attempts were ended.
+    ended: set[bytes]
 
 
 def record_of(row: Sequence[Any]) -> Record:
     """The record of a row."""
     made = Record(*row)
-    made.state = _STATES[made.state]
-    if type(made.token) is not bytes:
-        # A user's driver may give memory views; digests and tokens are compared and looked up.
-        made.digest, made.token = bytes(made.digest), bytes(made.token)
-        made.fingerprint = bytes(made.fingerprint)
+    made.state = State(made.state)
+    # A user's driver may give memory views; digests and tokens are compared and looked up.
+    made.digest, made.token = bytes(made.digest), bytes(made.token)
+    made.fingerprint = bytes(made.fingerprint)
     return made
 
 
@@ -54,7 +66,7 @@ def outcome_of(row: Sequence[Any]) -> StoredOutcome:
     """One ending of the audit."""
     token, attempt, state, form, head, body, at_ms, ends_at_ms = row
     payload = Payload(form, bytes(head), bytes(body))
-    return StoredOutcome(bytes(token), attempt, _STATES[state], payload, at_ms, ends_at_ms)
+    return StoredOutcome(bytes(token), attempt, State(state), payload, at_ms, ends_at_ms)
 
 
 def claim_row(request: ClaimRequest) -> tuple[Any, ...]:
@@ -129,8 +141,14 @@ def replacement(
 
 def admitted(request: ClaimRequest, now_ms: int) -> ClaimAnswer:
     """The answer to the claim of a key that had no row."""
-    lease_ms = request.lease_ms
-    return ClaimAnswer(_ADMIT, _ABSENT, 1, lease_ms, now_ms + lease_ms, _PENDING)
+    return ClaimAnswer(
+        Decision.ADMIT,
+        Condition.ABSENT,
+        attempt=1,
+        remaining_ms=request.lease_ms,
+        lease_ends_at_ms=now_ms + request.lease_ms,
+        state=State.PENDING,
+    )
 
 
 def in_flight() -> ClaimAnswer:
@@ -138,8 +156,111 @@ def in_flight() -> ClaimAnswer:
     return ClaimAnswer(
         Decision.IN_FLIGHT,
         Condition.RUNNING,
-        1,
-        RETRY_AFTER_MS,
+        attempt=1,
+        remaining_ms=RETRY_AFTER_MS,
         state=State.PENDING,
         is_locked=True,
+    )
+
+
+# A batch.
+
+
+def split(digests: bytes) -> set[bytes]:
+    """The digests that the server strung together."""
+    return {digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)}
+
+
+def columns_of(rows: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
+    """Rows as the arrays that a statement takes."""
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+async def write(
+    fetch: Fetch, claims: Collection[ClaimRequest], endings: Collection[Settlement]
+) -> Written:
+    """Inserts new keys and ends attempts, by one statement; no key may be in it twice."""
+    if len(claims) + len(endings) == 1:
+        # What most batches are while there is little to do.
+        for request in claims:
+            rows = await fetch("claim_one", *claim_row(request))
+            return Written({request.key.digest: rows[0][0]} if rows else {}, set())
+        for item in endings:
+            if item.payload is not None:
+                rows = await fetch("settle_one", *_ending_row(item, item.payload))
+                return Written({}, {item.key.digest} if rows else set())
+    ((now_ms, claimed, ended),) = await fetch("commit", *_packed(claims, endings))
+    return Written(dict.fromkeys(split(bytes(claimed)), int(now_ms)), split(bytes(ended)))
+
+
+async def write_resumable(fetch: Fetch, claims: Iterable[ClaimRequest]) -> Written:
+    """Inserts new keys with their arguments."""
+    rows = []
+    for request in sorted(claims, key=_digest_of):
+        arguments = request.arguments
+        assert arguments is not None  # Chosen for having some.
+        rows.append((*claim_row(request), arguments.form, arguments.head, arguments.body))
+    ((now_ms, claimed),) = await fetch("claim_resumable", *columns_of(rows))
+    return Written(dict.fromkeys(split(bytes(claimed)), int(now_ms)), set())
+
+
+def _ending_row(item: Settlement, payload: Payload) -> Sequence[Any]:
+    return (
+        item.key.digest,
+        item.token,
+        int(item.kind),
+        item.active_ms,
+        item.audit_ms,
+        payload.form,
+        payload.head,
+        payload.body,
+        item.nothing_happened,
+    )
+
+
+def _packed(claims: Iterable[ClaimRequest], endings: Iterable[Settlement]) -> Sequence[Any]:
+    """The arrays of a batch, in the order of the digests: so two batches cannot deadlock.
+
+    The identities of a row travel as one value, and what many rows have in common travels once
+    as their manner or way: for the client a batch costs by the number of its values. A batch has at
+    most 128 rows, so the number of a row's manner fits into one byte.
+    """
+    claimed: list[tuple[bytes, str, str]] = []
+    manners: dict[tuple[str, int, int, str], int] = {}
+    for request in sorted(claims, key=_digest_of):
+        key, fingerprint = request.key, request.fingerprints[0]
+        manner = (request.operation, fingerprint.rule, request.lease_ms, request.owner)
+        mark = bytes((manners.setdefault(manner, len(manners)),))
+        ids = key.digest + fingerprint.digest + request.token + mark
+        claimed.append((ids, key.caller, key.text))
+    ended: list[tuple[bytes, bytes | None, bytes | None]] = []
+    ways: dict[tuple[int, int, int, str | None, bool], int] = {}
+    for item in sorted(endings, key=_digest_of):
+        payload = item.payload
+        form = head = body = None
+        if payload is not None:
+            form, head, body = payload.form, payload.head, payload.body
+        way = (int(item.kind), item.active_ms, item.audit_ms, form, item.nothing_happened)
+        mark = bytes((ways.setdefault(way, len(ways)),))
+        ended.append((item.key.digest + item.token + mark, head, body))
+    identities, callers, keys = columns_of(claimed) or [[]] * 3
+    operations, rules, leases, owners = columns_of(manners) or [[]] * 4
+    endings_ids, heads, bodies = columns_of(ended) or [[]] * 3
+    kinds, actives, audits, forms, marks = columns_of(ways) or [[]] * 5
+    return (
+        identities,
+        callers,
+        keys,
+        operations,
+        rules,
+        leases,
+        owners,
+        endings_ids,
+        heads,
+        bodies,
+        kinds,
+        actives,
+        audits,
+        forms,
+        marks,
     )

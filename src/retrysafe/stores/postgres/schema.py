@@ -12,13 +12,28 @@ from retrysafe.stores.postgres.naming import checked_schema_name
 from retrysafe.stores.postgres.partitions import HORIZON_DAYS
 from retrysafe.stores.sql import load_blocks
 
+# One file for each subject, by the name of the module that runs its statements; reading them is
+# `records.sql`, as in SQLite.
+_FILES: Final = (
+    "claims.sql",
+    "settlements.sql",
+    "contended.sql",
+    "leases.sql",
+    "records.sql",
+    "steps.sql",
+    "atomic.sql",
+    "outbox.sql",
+    "recovery.sql",
+    "sweep.sql",
+    "partitions.sql",
+    "diagnosis.sql",
+    "schema.sql",
+    "migrating.sql",
+)
 BLOCKS: Final = {
-    **load_blocks("retrysafe.stores.postgres.sql", "queries.sql"),
-    **load_blocks("retrysafe.stores.postgres.sql", "atomic.sql"),
-    **load_blocks("retrysafe.stores.postgres.sql", "outbox.sql"),
-    **load_blocks("retrysafe.stores.postgres.sql", "recovery.sql"),
-    **load_blocks("retrysafe.stores.postgres.sql", "busy_keys.sql"),
-    **load_blocks("retrysafe.stores.postgres.sql", "migrating.sql"),
+    name: block
+    for file_name in _FILES
+    for name, block in load_blocks("retrysafe.stores.postgres.sql", file_name).items()
 }
 MIGRATIONS: Final = load_migrations("retrysafe.stores.postgres.migrations")
 NOW_MS: Final = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"

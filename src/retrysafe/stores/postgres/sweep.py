@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from retrysafe.core.model import SweepReport
-from retrysafe.stores.postgres.busy_keys import Fetch
 from retrysafe.stores.postgres.outbox import PostgresOutbox
+from retrysafe.stores.postgres.statements import Fetch
 
 # Pages of keys that one call writes at most: a quarter of a megabyte of page images, which a flush
 # takes along without being noticed. It is also the width of a step where most pages hold something.

@@ -27,11 +27,10 @@ from retrysafe.errors import StoreError
 from retrysafe.stores.sqlite import recovery, rows
 from retrysafe.stores.sqlite.grace import Grace
 from retrysafe.stores.sqlite.schema import SQL
-from retrysafe.stores.sqlite.statements import BatchStatement, blob
+from retrysafe.stores.sqlite.statements import BatchStatement
 
 _SELECT_EXISTING: Final = BatchStatement("select_existing", 1)
 _INSERT_KEYS: Final = BatchStatement("insert_keys", 11)
-_INSERT_KEY: Final = SQL["insert_key"]
 
 
 def claim(
@@ -43,7 +42,7 @@ def claim(
     """Claims keys, as if one after the other; some owners are given a grace."""
     if len(requests) == 1:
         return [_claim_one(connection, requests[0], now_ms, grace)]
-    digests: list[Any] = [blob(request.key.digest) for request in requests]
+    digests: list[Any] = [request.key.digest for request in requests]
     existing: set[bytes] = {row[0] for row in _SELECT_EXISTING.run(connection, digests).fetchall()}
     fresh: list[Any] = []
     others: list[int] = []
@@ -71,13 +70,13 @@ def claim(
 def _key_row(request: ClaimRequest, now_ms: int) -> tuple[Any, ...]:
     key, fingerprint = request.key, request.fingerprints[0]
     return (
-        blob(key.digest),
+        key.digest,
         key.caller,
         key.text,
         request.operation,
         fingerprint.rule,
-        blob(fingerprint.digest),
-        blob(request.token),
+        fingerprint.digest,
+        request.token,
         now_ms,
         now_ms,
         now_ms + request.lease_ms,
@@ -89,17 +88,17 @@ def _admitted(request: ClaimRequest, now_ms: int) -> ClaimAnswer:
     return ClaimAnswer(
         Decision.ADMIT,
         Condition.ABSENT,
-        1,
-        request.lease_ms,
-        now_ms + request.lease_ms,
-        State.PENDING,
+        attempt=1,
+        remaining_ms=request.lease_ms,
+        lease_ends_at_ms=now_ms + request.lease_ms,
+        state=State.PENDING,
     )
 
 
 def _claim_one(
     connection: sqlite3.Connection, request: ClaimRequest, now_ms: int, grace: Grace | None
 ) -> ClaimResult:
-    inserted = connection.execute(_INSERT_KEY, _key_row(request, now_ms))
+    inserted = connection.execute(SQL["insert_key"], _key_row(request, now_ms))
     if inserted.rowcount == 1:
         if request.arguments is not None:
             recovery.keep(connection, request.key.digest, now_ms, request.arguments)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
-from typing import Any, Final
+from typing import Any
 
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Payload, Record, State, StoredOutcome
 from retrysafe.stores.sqlite.schema import SQL
-
-_SELECT_KEY: Final = SQL["select_key"]
-_UPDATE_KEY: Final = SQL["update_key"]
 
 
 def record(row: tuple[Any, ...]) -> Record:
@@ -37,7 +34,7 @@ def outcomes(connection: sqlite3.Connection, block: str, key: Key) -> list[Store
 
 def select(connection: sqlite3.Connection, digest: bytes) -> Record | None:
     """The record under a digest, whosever it is."""
-    row = connection.execute(_SELECT_KEY, (digest,)).fetchone()
+    row = connection.execute(SQL["select_key"], (digest,)).fetchone()
     return None if row is None else record(row)
 
 
@@ -52,7 +49,7 @@ def select_of(connection: sqlite3.Connection, key: Key) -> Record | None:
 def update(connection: sqlite3.Connection, changed: Record) -> None:
     """Writes a decided transition."""
     connection.execute(
-        _UPDATE_KEY,
+        SQL["update_key"],
         (
             changed.operation,
             changed.rule,

@@ -16,13 +16,11 @@ from retrysafe.core.model import Decision, SettleAnswer, Settlement
 from retrysafe.core.ports import SettleResult
 from retrysafe.stores.sqlite import outbox, rows
 from retrysafe.stores.sqlite.schema import SQL
-from retrysafe.stores.sqlite.statements import BatchStatement, blob
+from retrysafe.stores.sqlite.statements import BatchStatement
 
 _COUNT_HELD: Final = BatchStatement("count_held", 2)
 _SETTLE_KEYS: Final = BatchStatement("settle_keys", 6)
 _INSERT_OUTCOMES: Final = BatchStatement("insert_outcomes", 8)
-_SETTLE_KEY: Final = SQL["settle_key"]
-_INSERT_OUTCOME: Final = SQL["insert_outcome"]
 _APPLIED: Final = SettleAnswer(Decision.APPLY)
 
 
@@ -52,7 +50,7 @@ def _settle_all(
         return False  # Two endings of one key: the order matters, so one after the other.
     claims: list[Any] = []
     for item in settlements:
-        claims += (blob(item.key.digest), blob(item.token))
+        claims += (item.key.digest, item.token)
     digests = claims[::2]
     held, outcome_id = _COUNT_HELD.run(connection, claims).fetchone()
     if held != len(settlements):
@@ -77,16 +75,16 @@ def _settle_one(
 ) -> SettleAnswer:
     kind, payload, digest = settlement.kind, settlement.payload, settlement.key.digest
     if payload is not None:
-        digest_blob = blob(digest)
         audit_ends_at_ms = now_ms + settlement.audit_ms
         number = int(kind)
         ending = (number, payload.form, payload.head, payload.body, now_ms, audit_ends_at_ms)
-        stored = connection.execute(_INSERT_OUTCOME, (*ending, digest_blob, blob(settlement.token)))
+        sought = (digest, settlement.token)
+        stored = connection.execute(SQL["insert_outcome"], (*ending, *sought))
         if stored.rowcount == 1:
             expires_at_ms = now_ms + settlement.active_ms
             mark = int(settlement.nothing_happened)
-            ended = (number, now_ms, expires_at_ms, stored.lastrowid, mark, digest_blob)
-            connection.execute(_SETTLE_KEY, ended)
+            ended = (number, now_ms, expires_at_ms, stored.lastrowid, mark, digest)
+            connection.execute(SQL["settle_key"], ended)
             return SettleAnswer(Decision.APPLY)
     record = rows.select(connection, digest)
     changed, answer = transitions.settle(record, settlement, now_ms)

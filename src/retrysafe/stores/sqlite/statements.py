@@ -16,9 +16,6 @@ from retrysafe.stores.sqlite.schema import SQL
 # A statement is prepared per number of rows, and filled up with rows of zeros to the next of these
 # sizes: no digest is a number. So few keep all of them in the connection's statement cache.
 _SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128)
-# What the binding takes as it is. For every other type, bytes and None too, it first looks for an
-# adapter, and finding none takes longer than binding the value.
-blob: Final = bytearray
 
 
 class BatchStatement:

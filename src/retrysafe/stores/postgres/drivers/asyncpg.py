@@ -122,29 +122,9 @@ class AsyncpgConnector:
 
     async def fetch(self, sql: str, params: Sequence[Any] = ()) -> Rows:
         """Runs one statement in a transaction of its own."""
-        # `_connection` spelled out: its generator costs every batch as much as packing it.
-        pool = self._pool
-        if pool is None or self._loop is not asyncio.get_running_loop():
-            pool = await self._opened()
-        try:
-            connection = await self._taken(pool)
-            is_fine = False
-            try:
-                rows: Rows = await connection.fetch(sql, *params)
-                is_fine = True
-                return rows
-            except _ANSWERED:
-                raise
-            except BaseException:
-                drop(connection)
-                raise
-            finally:
-                await self._give_back(pool, connection, is_fine=is_fine)
-        except Exception as error:
-            translation = await self._after_failure(pool, error)
-            if translation is None:
-                raise
-            raise translation from error
+        async with self._connection() as connection:
+            rows: Rows = await connection.fetch(sql, *params)
+            return rows
 
     async def transact(self, work: Callable[[Session], Coroutine[Any, Any, T]]) -> T:
         """Runs the work in a transaction that commits at the end."""

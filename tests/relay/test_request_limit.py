@@ -12,7 +12,7 @@ import httpcore
 import httpx
 import pytest
 
-from retrysafe.relay import deadlines
+from retrysafe.relay import request_limit
 from tests.attacks.test_hostile_servers import Dripping
 from tests.relay.test_webhooks import send
 
@@ -21,11 +21,11 @@ WAIT = 30
 
 @contextmanager
 def within(seconds: float, now: float = 0.0):
-    token = deadlines.deadline.set(now + seconds)
+    token = request_limit.deadline.set(now + seconds)
     try:
         yield
     finally:
-        deadlines.deadline.reset(token)
+        request_limit.deadline.reset(token)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def resolver(monkeypatch):
             return ended.wait_for(lambda: made.asked >= times, WAIT) and made.asked == times
 
     made.was_asked = was_asked
-    monkeypatch.setattr(deadlines.socket, "getaddrinfo", silent)
+    monkeypatch.setattr(request_limit.socket, "getaddrinfo", silent)
     yield made
     made.may_answer.set()
     with ended:
@@ -72,8 +72,8 @@ def test_a_resolver_that_is_silent_does_not_hold_a_delivery(resolver):
 
 def test_the_threads_of_a_silent_resolver_are_bounded(resolver, monkeypatch):
     """Deliveries that find no place end in time as well, and ask nobody."""
-    monkeypatch.setattr(deadlines, "_LOOKUPS_LIMIT", 2)
-    lookups = deadlines._Lookups()
+    monkeypatch.setattr(request_limit, "_LOOKUPS_LIMIT", 2)
+    lookups = request_limit._Lookups()
     for _ in range(4):
         with pytest.raises(httpcore.ConnectTimeout):
             lookups.find("receiver.test", 80, 0.05)
@@ -87,8 +87,8 @@ def test_the_threads_of_a_silent_resolver_are_bounded(resolver, monkeypatch):
 
 def test_an_unknown_host_is_told_and_gives_its_place_back(resolver, monkeypatch):
     """As an error of the connection, which is what it was without a limit."""
-    monkeypatch.setattr(deadlines, "_LOOKUPS_LIMIT", 1)
-    lookups = deadlines._Lookups()
+    monkeypatch.setattr(request_limit, "_LOOKUPS_LIMIT", 1)
+    lookups = request_limit._Lookups()
     resolver.may_answer.set()
     for _ in range(3):
         with pytest.raises(httpcore.ConnectError, match="nobody is there"):
@@ -115,11 +115,11 @@ class Silent(httpcore.NetworkBackend):
 def test_all_addresses_of_a_host_share_one_limit(monkeypatch, answering):
     """Each has its share of the time that is left, so that the last one has a chance as well."""
     silent = Silent(answering)
-    monkeypatch.setattr(deadlines, "time", SimpleNamespace(monotonic=lambda: silent.now))
+    monkeypatch.setattr(request_limit, "time", SimpleNamespace(monotonic=lambda: silent.now))
     monkeypatch.setattr(
-        deadlines, "_addresses", lambda *_: ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.3"]
+        request_limit, "_addresses", lambda *_: ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.3"]
     )
-    backend = deadlines._Backend()
+    backend = request_limit._Backend()
     backend._backend = silent
     with within(8):
         if answering:
@@ -133,9 +133,9 @@ def test_all_addresses_of_a_host_share_one_limit(monkeypatch, answering):
 
 def test_addresses_are_listed_once_and_found_by_name():
     """`localhost` is a name, and its port is of no matter."""
-    assert set(deadlines._addresses("localhost", 80, WAIT)) <= {"127.0.0.1", "::1"}
-    assert deadlines._addresses("127.0.0.1", 80, WAIT) == ["127.0.0.1"]
-    assert deadlines._addresses("receiver.test", 80, None) == ["receiver.test"]
+    assert set(request_limit._addresses("localhost", 80, WAIT)) <= {"127.0.0.1", "::1"}
+    assert request_limit._addresses("127.0.0.1", 80, WAIT) == ["127.0.0.1"]
+    assert request_limit._addresses("receiver.test", 80, None) == ["receiver.test"]
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from retrysafe.core.attempt import Attempt
-from retrysafe.core.checks import require_function
+from retrysafe.core.callables import require_function
 from retrysafe.errors import InvalidInput
 from tests.core.driving import World
 from tests.core.stepped import Effects, run, stored_steps
