@@ -132,6 +132,11 @@ class NatsBench:
             StreamConfig(name=self.name, subjects=[f"{self.name}.>"], max_age=3600)
         )
 
+    def reopen(self):
+        """Connects again, to a server that has restarted."""
+        self.runner.run(self.connection.close())
+        self.runner.run(self._open())
+
     @property
     def url(self):
         return f"{self.server.url}/{self.name}?durable=billing&ack_wait=3"
@@ -188,12 +193,17 @@ class RabbitBench:
         self.count = 0
         self.dead = {}
         self.runner = asyncio.Runner()
+        self.arguments = arguments
         self.runner.run(self._open(arguments))
 
     async def _open(self, arguments):
         self.connection = await aio_pika.connect(self.server.url)
         self.channel = await self.connection.channel()
         await self.channel.declare_queue(self.name, durable=True, arguments=arguments)
+
+    def reopen(self):
+        """Connects again, to a broker that has restarted."""
+        self.runner.run(self._open(self.arguments))
 
     @property
     def url(self):
@@ -208,6 +218,7 @@ class RabbitBench:
         message = aio_pika.Message(
             body.encode(),
             message_id=f"{self.name}-{self.count}",
+            delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
             headers={} if key is None else {"Idempotency-Key": key},
         )
         self.runner.run(self.channel.default_exchange.publish(message, self.name))

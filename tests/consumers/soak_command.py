@@ -71,6 +71,7 @@ def command(stack: ExitStack) -> int:
                     show=show,
                 )
             rows.append(result.row())
+            print(rows[-1], flush=True)
             for wrong in result.wrong:
                 is_wrong = True
                 print(f"WRONG: {broker}, {handler}: {wrong}", flush=True)

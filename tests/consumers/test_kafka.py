@@ -152,6 +152,26 @@ def test_what_a_keep_alive_took_goes_with_its_assignment():
     assert broker._poll(9) == []
 
 
+def test_what_a_keep_alive_paused_is_resumed_also_when_it_was_taken_away_meanwhile():
+    """The client remembers a pause: a partition that comes back would stand still for ever."""
+    broker = topic_with()
+    client, paused = broker._consumer, set()
+    client.assignment = lambda: [] if broker._partitions == {} else [TopicPartition("t", 0)]
+    client.pause = lambda partitions: paused.update(each.partition for each in partitions)
+    client.resume = lambda partitions: paused.difference_update(
+        each.partition for each in partitions
+    )
+
+    def lose():
+        assert paused == {0}
+        broker._lost(None, [TopicPartition("t", 0)])
+
+    client.found = [lose]
+    broker._keep_alive()
+    assert not broker._partitions
+    assert paused == set()
+
+
 def test_every_client_of_the_cluster_gets_how_to_reach_it(monkeypatch):
     """Dead letters and the topic's settings need the same security as the messages."""
     configs = []

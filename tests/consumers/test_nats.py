@@ -1,4 +1,4 @@
-"""What is JetStream's own: streams made anew, the server that goes away, the relay's entries."""
+"""What is JetStream's own: streams made anew, what the server refuses, the relay's entries."""
 
 from __future__ import annotations
 
@@ -112,39 +112,6 @@ def test_a_stream_that_is_made_anew_counts_from_one_and_its_messages_are_new(ben
 async def _again(bench):
     await bench.context.delete_stream(bench.name)
     await bench.context.add_stream(StreamConfig(name=bench.name, subjects=[f"{bench.name}.>"]))
-
-
-@pytest.mark.long
-def test_the_server_restarts_in_the_middle_and_nothing_is_lost_or_repeated():
-    """What ran meanwhile is settled in the store; its redelivery is acked without work."""
-    server = NatsServer().start()
-    bench = NatsBench(server)
-    ran = []
-    try:
-        bench.publish(wish("slow"))
-
-        async def scene():
-            begun, ends = asyncio.Event(), asyncio.Event()
-
-            async def handle(message):
-                ran.append(message.json()["name"])
-                begun.set()
-                await ends.wait()
-
-            broker = JetStream(server.url, bench.name, "billing", ack_wait=timedelta(seconds=1))
-            async with Consuming(broker, handle) as consuming:
-                await begun.wait()
-                await asyncio.to_thread(server.stop)
-                ends.set()
-                await consuming.until(lambda counts: counts.unsettled or counts.lost)
-                await asyncio.to_thread(server.start)
-                await consuming.until(lambda counts: counts.duplicates)
-
-        asyncio.run(scene())
-        assert ran == ["slow"]
-    finally:
-        bench.close()
-        server.remove()
 
 
 def test_an_entry_of_the_relay_is_recognised_by_its_key(bench):

@@ -41,9 +41,11 @@ async def received(broker, count):
 
 async def cut(broker):
     """Ends the connection behind the consumer's back."""
-    ending = broker._connection.close()
-    if ending is not None:
-        await ending
+    if isinstance(broker, RabbitQueue):
+        # Below the library's object: what the broker ends, that one does not count as closed.
+        await broker._connection.transport.close(ConnectionError("the broker is gone"))
+    else:
+        broker._connection.close()
 
 
 def test_a_retry_waits_outside_of_the_queue_and_keeps_its_id(bench, kind):

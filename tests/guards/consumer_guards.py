@@ -11,6 +11,7 @@ from retrysafe.consumers.kafka import KafkaTopic, Partition
 from retrysafe.consumers.loop import ConsumerLoop
 from retrysafe.consumers.nats import JetStream
 from retrysafe.consumers.sqs import SqsQueue
+from tests.consumers import test_kafka as kafka
 from tests.guards import test_consumer_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode
@@ -251,6 +252,18 @@ CONSUMER_GUARDS: tuple[Guard, ...] = (
             ),
         ),
         properties.test_what_was_fetched_for_an_assignment_goes_with_it,
+    ),
+    Guard(
+        "a keep-alive resumes what it paused, wherever that is by now",
+        "a partition that leaves during a keep-alive and comes back is never read again",
+        (
+            InCode(
+                KafkaTopic._keep_alive,
+                "self._consumer.resume(paused)",
+                "self._consumer.resume(self._consumer.assignment())",
+            ),
+        ),
+        kafka.test_what_a_keep_alive_paused_is_resumed_also_when_it_was_taken_away_meanwhile,
     ),
     Guard(
         "SQS: a dead letter is safe before its message is deleted",

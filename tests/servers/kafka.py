@@ -1,7 +1,8 @@
-"""A real broker that speaks Kafka's protocol, from the package that ships it; in memory."""
+"""A real broker that speaks Kafka's protocol, from the package that ships it."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -26,10 +27,12 @@ def kafka_binary() -> Path | None:
 
 
 class KafkaServer:
-    """One broker on a free port; its topics end with it."""
+    """One broker on a free port; its topics end with it, unless a service of S3 keeps them."""
 
-    def __init__(self, binary: Path) -> None:
+    def __init__(self, binary: Path, bucket_at: str | None = None) -> None:
+        """`bucket_at` is the endpoint of a service of S3 with a bucket `tansu`."""
         self.binary = binary
+        self.bucket_at = bucket_at
         self.folder = Path(tempfile.mkdtemp(prefix="retrysafe-kafka-"))
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
@@ -39,14 +42,25 @@ class KafkaServer:
         return f"127.0.0.1:{self.port}"
 
     def start(self) -> KafkaServer:
+        storage, environment = "memory://tansu/", dict(os.environ)
+        if self.bucket_at is not None:
+            storage = "s3://tansu/"
+            environment |= {
+                "AWS_ENDPOINT": self.bucket_at,
+                "AWS_ALLOW_HTTP": "true",
+                "AWS_ACCESS_KEY_ID": "local",
+                "AWS_SECRET_ACCESS_KEY": "local",
+                "AWS_DEFAULT_REGION": "eu-central-1",
+            }
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *(self.binary, "broker", "--storage-engine", "memory://tansu/"),
+                    *(self.binary, "broker", "--storage-engine", storage),
                     *("--listener-url", f"tcp://{self.address}"),
                     *("--advertised-listener-url", f"tcp://{self.address}"),
                 ],
                 cwd=self.folder,
+                env=environment,
                 stdout=log,
                 stderr=log,
             )
@@ -65,10 +79,13 @@ class KafkaServer:
         except OSError:
             return False
 
-    def remove(self) -> None:
-        """Stops it by its own process id."""
+    def stop(self) -> None:
+        """Kills it by its own process id."""
         if self.process is not None:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait(30)
             self.process = None
+
+    def remove(self) -> None:
+        self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -94,7 +94,8 @@ class RabbitQueue(AmqpQueue):
 
     async def _consume(self, limit: int) -> None:
         # Not the kind that mends itself: a message must be settled on the channel that brought it.
-        if self._connection is None or self._connection.is_closed:
+        # `is_closed` says only that this end has closed it.
+        if self._connection is None or not self._connection.connected.is_set():
             self._connection = await aio_pika.connect(self._server_url, timeout=CONNECT_SECONDS)
             self._publishing = None
         if self._channel is None or self._channel.is_closed:

@@ -334,13 +334,14 @@ class KafkaTopic:
     def _keep_alive(self) -> None:
         """Polls without taking anything."""
         self._store_offsets()
-        assignment = self._consumer.assignment()
-        self._consumer.pause(assignment)
+        paused = self._consumer.assignment()
+        self._consumer.pause(paused)
         found = self._consumer.poll(0)
         if found is not None:
             self._stash.append(found)
-        # Of what is left: the poll may have taken partitions away.
-        self._consumer.resume(self._consumer.assignment())
+        # Also what the poll has taken away: the client remembers a pause, and a partition that
+        # comes back would stand still for ever.
+        self._consumer.resume(paused)
 
     async def settle(self, settled: Sequence[tuple[Message, Verdict]]) -> Collection[Message]:
         """Notes what is settled; the next poll moves the offsets as far as they may go."""

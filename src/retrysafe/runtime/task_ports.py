@@ -23,6 +23,7 @@ from typing import Any, Final
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.events import Reporter
 from retrysafe.core.model import ClaimAnswer, ClaimRequest
+from retrysafe.core.one_call import OneCall
 from retrysafe.core.ports import (
     ExtendsAnywhere,
     Ports,
@@ -32,7 +33,7 @@ from retrysafe.core.ports import (
     Writer,
 )
 from retrysafe.core.run_times import RunTimes
-from retrysafe.errors import StoreError
+from retrysafe.errors import AwaitForgotten, StoreError
 from retrysafe.runtime import local_time
 from retrysafe.runtime.checks import not_awaited, require_runnable
 from retrysafe.runtime.closing import Limit, end_aside_within
@@ -199,9 +200,10 @@ class TaskExecutor:
                 pass  # Asked again where it is needed, and raised there.
             # That took its time, and nothing starts on a lease that may be over.
             await attempt.hold()
+        made = attempt.made = OneCall(operation, (attempt,) if args is None else args, kwargs)
         token = current.set(attempt)
         try:
-            value: Any = operation(attempt) if args is None else operation(*args, **kwargs)
+            value = made.make()
             # A plain function has done its work by now, so what it returned is the outcome.
             # Futures are told by their class: asking an abstract class takes ten times as long.
             if (
@@ -209,9 +211,15 @@ class TaskExecutor:
                 or isinstance(value, asyncio.Future)
                 or inspect.isawaitable(value)
             ):
-                value = await value
+                made.go_on()
+                try:
+                    value = await value
+                except BaseException as error:
+                    made.fail(error)
+                    raise
+                made.end(value)
                 if type(value) is CoroutineType:
-                    raise not_awaited("the operation", value)
+                    raise made.fail(not_awaited("the operation", value))
         except Exception as error:
             if not _is_reset(token):
                 # Not the operation's ending: a task that nobody held is being ended by the garbage
@@ -226,21 +234,31 @@ class TaskExecutor:
         _is_reset(token)
         steps = attempt.steps
         if steps is not None:
-            steps.require_begun()
+            try:
+                steps.require_begun()
+            except AwaitForgotten as error:
+                made.fail(error)
+                raise
         return value
 
     @staticmethod
-    async def perform_step(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    async def perform_step(call: Callable[..., Any], made: OneCall) -> Any:
         """Makes the call of a step: awaited when there is something to await.
 
         Raises `AwaitForgotten` for one that returns a coroutine.
         """
         require_runnable(call)
-        value = call(*args)
+        value = made.make()
         if type(value) is CoroutineType or inspect.isawaitable(value):
-            value = await value
+            made.go_on()
+            try:
+                value = await value
+            except BaseException as error:
+                made.fail(error)
+                raise
+            made.end(value)
             if type(value) is CoroutineType:
-                raise not_awaited("the step", value)
+                raise made.fail(not_awaited("the step", value))
         return value
 
     def drive(self, flow: Coroutine[Any, Any, Any], waits: Waits | None = None) -> Any:

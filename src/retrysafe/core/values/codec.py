@@ -270,6 +270,20 @@ def _slots_of(kind: type) -> list[str]:
     ]
 
 
+def require_again(error: Exception, encode: Callable[[], object]) -> None:
+    """Raises the error of an encoding that succeeds when it is asked again.
+
+    Then nothing is wrong with the value: a signal's handler raised, and its exception is not to be
+    swallowed as if it were about the value.
+    """
+    try:
+        encode()
+    except Exception:
+        return
+    # Here only what is wrong with a value is wrapped.
+    raise error.__cause__ if isinstance(error, NotStorable) and error.__cause__ else error
+
+
 def message_of(error: BaseException) -> str:
     """The text of an exception, bounded; never raises, whatever the exception's class does."""
     try:
