@@ -57,7 +57,7 @@ def fastapi_app(lifespan: Any) -> Any:
 
 def made(framework: str, layer: str, store: str) -> Any:
     factory = {"starlette": starlette_app, "fastapi": fastapi_app}[framework]
-    if layer == "none":
+    if layer == "bare":
         return factory(None)
     if layer == "retrysafe":
         from retrysafe import AsyncIdempotency

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import sys
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -104,8 +106,14 @@ async def _burst(
     return found, time.perf_counter() - started
 
 
+def _cpu_seconds(pid: int) -> float:
+    """What a process has used of the processors so far; Linux tells."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 async def measure(task: dict[str, Any]) -> dict[str, float]:
-    """Requests per second; with `keys`, that many keys again and again."""
+    """Requests per second and the server's CPU for one; with `keys`, these again and again."""
     port, connections = task["port"], task["connections"]
     fresh = map(request, map(str, iter(uuid.uuid4, None)))
     await _burst(port, connections, 0.5, fresh)
@@ -116,9 +124,12 @@ async def measure(task: dict[str, Any]) -> dict[str, float]:
         requests: Iterator[bytes] = itertools.cycle(seen)
     else:
         requests = fresh
+    cpu = _cpu_seconds(task["pid"])
     found, elapsed = await _burst(port, connections, task["seconds"], requests)
+    cpu = _cpu_seconds(task["pid"]) - cpu
     return {
         "per_second": found.answered / elapsed,
+        "cpu_us": cpu / found.answered * 1e6,
         "refused": found.refused,
         "replayed": found.replayed / found.answered,
     }

@@ -136,7 +136,9 @@ def discards_at_once(folder: Path, mounts: str) -> bool:
     return is_found_discarding
 
 
-def compared(found: dict[str, list[float]], name: str, ours: str, base: str, target: float) -> Row:
+def compared(
+    found: dict[str, list[float]], name: str, ours: str, base: str, target: float | None
+) -> Row:
     """One way against another of the same rounds: the targets that no other noise decides."""
     note = (
         f"{statistics.median(found[ours]):,.0f}/s against {statistics.median(found[base]):,.0f}/s"
