@@ -225,7 +225,7 @@ def replays(server: Server, *, rounds: int, seconds: float, keys: int) -> list[R
     }
     found = in_turn(ways, rounds)
     many, one, stored, cached = found
-    ratios = {many: (many, None), one: (one, None), stored: (many, 0.8), cached: (one, 20.0)}
+    ratios = {many: (many, None), one: (one, None), stored: (many, 0.8), cached: (one, None)}
     return [
         Row(
             name,
