@@ -42,6 +42,10 @@ class Struck(int):
         return f"{int(self)}: {self.where}"
 
 
+class Alarmed(Exception):
+    """What the handler of a time limit raises: an exception that code may take for its own."""
+
+
 Handler = Callable[[], object]
 
 
@@ -55,7 +59,7 @@ class _Crowd:
     Python runs the handler of the first one; what that raises leaves the others for the next looks.
     """
 
-    def __init__(self, count: int, kind: type[Interrupted]) -> None:
+    def __init__(self, count: int, kind: type[BaseException]) -> None:
         self._kind = kind
         self._numbers = range(signal.SIGRTMIN, signal.SIGRTMIN + count)
         self._before = [signal.signal(number, self._raise) for number in self._numbers]
@@ -88,7 +92,7 @@ def at_every_place_at_once(
     count: int,
     act: Callable[[], object],
     *modules: ModuleType,
-    kind: type[Interrupted] = Interrupted,
+    kind: type[BaseException] = Interrupted,
 ) -> Iterator[Struck]:
     """As `at_every_place`, with so many signals at each of them."""
     crowd = _Crowd(count, kind)
@@ -167,7 +171,7 @@ def at_every_place(
         sys.setprofile(strike.profile)
         try:
             act()
-        except Interrupted as error:
+        except (Interrupted, Alarmed) as error:
             caught.append(error)
         except Exception as error:
             error.add_note(f"struck at {strike.struck}")

@@ -61,6 +61,7 @@ from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import key_of, request
 from tests.core.building import MARK
 from tests.interrupting import (
+    Alarmed,
     Interrupted,
     Overflowed,
     at_every_place,
@@ -321,13 +322,13 @@ class Shop:
         self.number += 1
         return self.pay(f"key-{self.number}")
 
-    def pay(self, key: str) -> int:
+    def pay(self, key: str, *, has_step: bool = True) -> int:
         def charge() -> int:
             self.runs[key] += 1
             return 7
 
         def operation() -> int:
-            return current_attempt().step("charge", charge)
+            return current_attempt().step("charge", charge) if has_step else charge()
 
         return self.idem.run(key, operation, name="pay", request="r")
 
@@ -387,6 +388,36 @@ def test_a_call_leaves_nothing_behind(shop: Shop, count: int, kind: type[Interru
         shop.require_empty(place)
     assert place > 100
     assert max(shop.runs.values()) == 1
+
+
+@never_begun
+@pytest.mark.parametrize("has_step", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_exception_of_a_handler_is_no_failure_of_the_operation(
+    shop: Shop, count: int, has_step: bool
+):
+    """What has run does not run again, wherever the handler raised; after one signal the outcome is
+    stored, and the retry is told it."""
+
+    def call() -> None:
+        shop.number += 1
+        with suppress(RetrysafeError):  # What a signal inside of the store may be told as.
+            shop.pay(f"key-{shop.number}", has_step=has_step)
+
+    place = 0
+    blocked = 0
+    for place in at_every_place_at_once(count, call, *whole_tree(), kind=Alarmed):
+        key = f"key-{shop.number}"
+        has_run = bool(shop.runs[key])
+        try:
+            assert shop.pay(key, has_step=has_step) == 7, place
+        except OperationInFlight:
+            blocked += has_run
+            assert count > 1 or not has_run, place
+        assert shop.runs[key] <= 1, place
+        shop.require_empty(place)
+    assert place > 100
+    assert blocked < place
 
 
 @never_begun
