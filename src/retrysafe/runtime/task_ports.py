@@ -22,7 +22,6 @@ from typing import Any, Final
 
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.events import Reporter
-from retrysafe.core.model import ClaimAnswer, ClaimRequest
 from retrysafe.core.one_call import OneCall
 from retrysafe.core.ports import (
     ExtendsAnywhere,
@@ -30,7 +29,6 @@ from retrysafe.core.ports import (
     Store,
     Transaction,
     Waits,
-    Writer,
 )
 from retrysafe.core.run_times import RunTimes
 from retrysafe.errors import AwaitForgotten, StoreError
@@ -284,25 +282,6 @@ class TaskExecutor:
         """Nobody: a loop runs the handlers of signals by themselves, between two callbacks."""
 
 
-class OutsideWriter:
-    """Group commit on a store with one writer: refuses claims of a task that holds its lock.
-
-    They are told here, because the batch that a claim leaves in is committed by another task.
-    """
-
-    __slots__ = ("_claim", "_require_outside", "settle")
-
-    def __init__(self, group_commit: TaskGroupCommit, require_outside: Callable[[], None]) -> None:
-        self._claim = group_commit.claim
-        self._require_outside = require_outside
-        self.settle = group_commit.settle
-
-    def claim(self, request: ClaimRequest) -> asyncio.Future[ClaimAnswer]:
-        """Claims a key in the next batch; raises `StoreUnavailable` inside of an atomic block."""
-        self._require_outside()
-        return self._claim(request)
-
-
 def _heartbeat(
     loop: asyncio.AbstractEventLoop, store: Store, report: Reporter, clock: TaskClock
 ) -> ThreadHeartbeat | TaskHeartbeat:
@@ -327,11 +306,14 @@ class LoopPorts:
         self.store: Store = store if self.threaded is None else self.threaded
         self.group_commit: TaskGroupCommit | None = None
         if store.capabilities.waits is not Waits.NEVER:
-            self.group_commit = TaskGroupCommit(self.store, loop)
+            require_outside = None
+            if self.threaded is not None and store.capabilities.has_one_writer:
+                require_outside = self.threaded.require_outside
+            self.group_commit = TaskGroupCommit(self.store, loop, require_outside)
         self.background = TaskBackground(loop)
         self.ports = Ports(
             store=self.store,
-            writer=self._new_writer(),
+            writer=self.group_commit or DirectWriter(self.store),
             clock=clock,
             # The garbage collector may end a lost call while it is held.
             lock=threading.RLock(),
@@ -348,13 +330,6 @@ class LoopPorts:
         with suppress(StopIteration):
             self._end_of_loop.__anext__().send(None)
         _alive.add(self)
-
-    def _new_writer(self) -> Writer:
-        if self.group_commit is None:
-            return DirectWriter(self.store)
-        if self.threaded is not None and self.store.capabilities.has_one_writer:
-            return OutsideWriter(self.group_commit, self.threaded.require_outside)
-        return self.group_commit
 
     async def end_renewals(self, limit: Limit) -> None:
         """Renews nothing more, and waits for what is under way within the limit."""

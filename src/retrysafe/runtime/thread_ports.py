@@ -30,11 +30,7 @@ from retrysafe.runtime.threaded import joined
 
 
 class ThreadSignal:
-    """Wakes one waiting thread.
-
-    A plain lock, not an event: an event's own lock is taken in Python code, and a waiter that a
-    signal interrupts in there would leave it taken for whoever wants to wake it.
-    """
+    """Wakes one waiting thread. A plain lock, not an event: decision 31."""
 
     __slots__ = ("_lock",)
 
