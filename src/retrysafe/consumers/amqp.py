@@ -13,6 +13,7 @@ from retrysafe.consumers.amqp_queue import (
     WAIT_SECONDS,
     AmqpQueue,
 )
+from retrysafe.consumers.broker import readable
 from retrysafe.consumers.message import Message
 from retrysafe.extras import missing_extra
 
@@ -73,17 +74,21 @@ class RabbitQueue(AmqpQueue):
         async with asyncio.timeout(CONNECT_SECONDS):
             if not await self._is_consuming():
                 await self._consume(limit)
+        # Together: a message is settled on the channel that brought it.
+        channel, arrived = self._channel, self._arrived
         found: list[AbstractIncomingMessage] = []
         try:
-            found.append(await asyncio.wait_for(self._arrived.get(), WAIT_SECONDS))
+            found.append(await asyncio.wait_for(arrived.get(), WAIT_SECONDS))
         except TimeoutError:
             return []
-        while len(found) < limit and not self._arrived.empty():
-            found.append(self._arrived.get_nowait())
-        return [
-            self._message_of(each.body, each.headers or {}, each.message_id, (each, self._channel))
-            for each in found
-        ]
+        while len(found) < limit and not arrived.empty():
+            found.append(arrived.get_nowait())
+        return readable(
+            found,
+            lambda each: self._message_of(
+                each.body, each.headers or {}, each.message_id, (each, channel)
+            ),
+        )
 
     async def _is_consuming(self) -> bool:
         """False also when the broker has ended it, as when the queue is deleted or moves."""

@@ -18,6 +18,7 @@ from retrysafe.consumers.amqp_queue import (
     WAIT_SECONDS,
     AmqpQueue,
 )
+from retrysafe.consumers.broker import readable
 from retrysafe.consumers.message import Message
 from retrysafe.errors import InvalidInput
 from retrysafe.extras import missing_extra
@@ -235,19 +236,21 @@ class PikaQueue(AmqpQueue):
         async with asyncio.timeout(CONNECT_SECONDS):
             if not self._is_consuming():
                 await self._consume(limit)
+        # Together: a message is settled on the channel that brought it, and another call may find
+        # the connection gone meanwhile.
+        channel, arrived = self._channel, self._arrived
         try:
-            found = [await asyncio.wait_for(self._arrived.get(), WAIT_SECONDS)]
+            found = [await asyncio.wait_for(arrived.get(), WAIT_SECONDS)]
         except TimeoutError:
             return []
-        while len(found) < limit and not self._arrived.empty():
-            found.append(self._arrived.get_nowait())
-        return [
-            self._message_of(
-                body, properties.headers or {}, properties.message_id, (each, self._channel)
-            )
-            for each in found
-            for _, properties, body in [each]
-        ]
+        while len(found) < limit and not arrived.empty():
+            found.append(arrived.get_nowait())
+        return readable(
+            found,
+            lambda each: self._message_of(
+                each[2], each[1].headers or {}, each[1].message_id, (each, channel)
+            ),
+        )
 
     def _is_consuming(self) -> bool:
         """False also when the broker has ended it, as when the queue is deleted or moves."""

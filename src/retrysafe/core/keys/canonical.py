@@ -58,7 +58,11 @@ def part_bytes(part: Part) -> bytes:
     """
     if isinstance(part, Decimal):
         number = Number(str(part)) if part.is_finite() else None
-        whole = None if number is None else number.whole(_DIGITS_LIMIT)
+        try:
+            whole = None if number is None else number.whole(_DIGITS_LIMIT)
+        except ValueError:
+            # The process reads fewer digits; as another kind of value it would be a second key.
+            raise _too_long() from None
         if whole is None:
             # By value: an amount is the same amount however many zeros it is written with.
             return b"d" + (str(part) if number is None else number.text).encode()
@@ -69,10 +73,7 @@ def part_bytes(part: Part) -> bytes:
         try:
             return b"i%d" % part
         except ValueError:
-            raise FingerprintImpossible(
-                "an integer with thousands of digits cannot be part of a key: pass its bytes, or a "
-                "hash of them"
-            ) from None
+            raise _too_long() from None
     if isinstance(part, bytes):
         return b"b" + part
     if part is None:
@@ -89,6 +90,12 @@ def part_bytes(part: Part) -> bytes:
     raise FingerprintImpossible(
         f"{type(part).__name__} cannot be part of a key: pass text, bytes, numbers (no floats), "
         "None, Decimal, UUID, dates or times"
+    )
+
+
+def _too_long() -> FingerprintImpossible:
+    return FingerprintImpossible(
+        "an integer with so many digits cannot be part of a key: pass its bytes, or a hash of them"
     )
 
 
