@@ -23,13 +23,18 @@ NAME = os.environ.get("RETRYSAFE_TEST_QUEUE", "test")
 WORK = ["work", "before", "after", "ack"] if KIND == "kafka" else ["work"]
 
 
+def call(*args, **options):
+    """How a subscriber is declared in a router."""
+    return lambda router: router.subscriber(*args, **options)
+
+
 def rabbitmq():
     from faststream.rabbit import RabbitBroker, RabbitQueue, RabbitRouter
 
     dead = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": f"{NAME}-dead"}
 
     def source(name):
-        return [{"queue": RabbitQueue(f"{NAME}-{name}", durable=True, arguments=dead)}]
+        return [call(RabbitQueue(f"{NAME}-{name}", durable=True, arguments=dead))]
 
     return RabbitBroker, RabbitRouter, source, lambda name: {"queue": f"{NAME}-{name}"}
 
@@ -43,7 +48,7 @@ def nats():
 
     def source(name):
         options = {"stream": stream, "durable": name, "config": config, "max_workers": 10}
-        return [{"subject": f"{NAME}.{name}", "pull_sub": PullSub(), **options}]
+        return [call(f"{NAME}.{name}", pull_sub=PullSub(), **options)]
 
     return NatsBroker, NatsRouter, source, lambda name: {"subject": f"{NAME}.{name}"}
 
@@ -55,7 +60,7 @@ def redis():
         who = {"group": "shop", "consumer": f"worker-{os.getpid()}"}
         fresh = StreamSub(f"{NAME}-{name}", **who)
         abandoned = StreamSub(f"{NAME}-{name}", **who, min_idle_time=1_500)
-        return [{"stream": each, "max_workers": 10} for each in (fresh, abandoned)]
+        return [call(stream=each, max_workers=10) for each in (fresh, abandoned)]
 
     return RedisBroker, RedisRouter, source, lambda name: {"stream": f"{NAME}-{name}"}
 
@@ -65,15 +70,16 @@ def kafka():
 
     def source(name):
         return [
-            {
-                "topic": f"{NAME}-{name}",
-                "group_id": f"{NAME}-{name}",
-                "ack_policy": AckPolicy.NACK_ON_ERROR,
-                "auto_offset_reset": "earliest",
-                "session_timeout_ms": 6_000,
+            call(
+                f"{NAME}-{name}",
+                group_id=f"{NAME}-{name}",
+                ack_policy=AckPolicy.NACK_ON_ERROR,
+                auto_offset_reset="earliest",
+                session_timeout_ms=2_000,
+                heartbeat_interval_ms=500,
                 # So that a message which fails soon goes back to the topic.
-                "max_poll_interval_ms": 6_000,
-            }
+                max_poll_interval_ms=5_000,
+            )
         ]
 
     return KafkaBroker, KafkaRouter, source, lambda name: {"topic": f"{NAME}-{name}"}
@@ -94,11 +100,14 @@ Broker, Router, source, target = {
 idem = AsyncIdempotency(work.STORE, caller="shop", policy=work.POLICY)
 
 
+def has_hung(name):
+    lines = Path(os.environ["RETRYSAFE_TEST_EFFECTS"]).read_text().splitlines()
+    return any(each["name"] == name for each in map(json.loads, lines) if each["what"] == "hangs")
+
+
 async def hang(where, name, wish):
     """Stops for ever where the wish says, once for each name."""
-    lines = Path(os.environ["RETRYSAFE_TEST_EFFECTS"]).read_text().splitlines()
-    has_hung = any((each["what"], each["name"]) == ("hangs", name) for each in map(json.loads, lines))
-    if work.HANGS and wish == where and not has_hung:
+    if work.HANGS and wish == where and not has_hung(name):
         note("hangs", name)
         await asyncio.sleep(1_000)
 
@@ -147,7 +156,7 @@ async def charge(order: dict[str, Any]):
 
 handler = charging.publisher(**target("done"))(charge)
 for each in (each for name in WORK for each in source(name)):
-    handler = charging.subscriber(**each)(handler)
+    handler = each(charging)(handler)
 
 
 async def done(result: dict[str, Any]):
@@ -160,9 +169,9 @@ async def place(order: dict[str, Any], attempt: Annotated[Any, Context()]):
 
 
 for each in source("done"):
-    done = charging.subscriber(**each)(done)
+    done = each(charging)(done)
 for each in source("place"):
-    place = ordering.subscriber(**each)(place)
+    place = each(ordering)(place)
 broker.include_routers(charging, ordering)
 charges.check(broker)
 orders.check(broker)

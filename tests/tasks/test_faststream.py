@@ -29,7 +29,8 @@ def make_topics(address, name):
     from confluent_kafka.admin import AdminClient, NewTopic
 
     counts = {"work": 2} | dict.fromkeys(("before", "after", "ack", "done", "place"), 1)
-    made = AdminClient({"bootstrap.servers": address}).create_topics(
+    admin = AdminClient({"bootstrap.servers": address})
+    made = admin.create_topics(
         [NewTopic(f"{name}-{each}", count, 1) for each, count in counts.items()]
     )
     for each in made.values():

@@ -54,8 +54,8 @@ DeadLetter = Callable[[Any, str], Awaitable[object]]
 
 # What handlers with a transaction find their attempt under: `attempt: … = Context()`.
 ATTEMPT: Final = "attempt"
-# After a result that could not be published: the broker itself is the likely cause.
-_PUBLISH_PAUSE: Final = timedelta(seconds=1)
+# After what would else come again at once, such as a result that could not be published.
+_PAUSE: Final = timedelta(seconds=1)
 # How soon a message that waits sees that its subscriber stops.
 _LOOK_SECONDS: Final = 0.1
 # What marks a stored `Response`, whose options are stored with its body.
@@ -220,6 +220,8 @@ class _Delivery(BaseMiddleware[Any, Any]):
     async def run(self, attempt: Any) -> Any:
         """Calls the handler; returns what is stored of its result."""
         self._raised = None
+        # All that may fail comes before the handler: what fails after it would run it again.
+        serializer, is_published = self._publishing()
         scope = nullcontext() if attempt is None else self.context.scope(ATTEMPT, attempt)
         try:
             with scope:
@@ -231,7 +233,7 @@ class _Delivery(BaseMiddleware[Any, Any]):
         except Exception as error:
             self._raised = error
             raise
-        return self._stored(self._returned)
+        return _stored(self._returned, serializer) if is_published else None
 
     async def _handled(self, judge: Judge, message: Message) -> Verdict:
         """The verdict on a message, which may wait here and be handled again."""
@@ -276,7 +278,7 @@ class _Delivery(BaseMiddleware[Any, Any]):
             await dead_letter(self._message, verdict.reason)
         except Exception:
             _logger.exception("the dead letter was not taken; the message comes again")
-            await self._wait_and_nack(_PUBLISH_PAUSE)
+            await self._wait_and_nack(_PAUSE)
             raise NackMessage from None
         await self._ack()
 
@@ -294,13 +296,18 @@ class _Delivery(BaseMiddleware[Any, Any]):
         self, exc_type: Any = None, exc_val: Any = None, exc_tb: Any = None
     ) -> bool:
         """Settles the message when its results are published, before FastStream looks at it."""
-        if self._message is None or self._is_settled:
+        if self._message is None:
+            if isinstance(exc_val, Exception) and self.context.get_local("handler_") is not None:
+                # No parser reads it, or no filter takes it. FastStream sends it back at once.
+                await asyncio.sleep(_PAUSE.total_seconds())
+            return False
+        if self._is_settled:
             return False
         if exc_type is None or isinstance(exc_val, AckMessage):
             await self._ack()
         elif not isinstance(exc_val, asyncio.CancelledError):
             # The outcome is stored, and its result was not published.
-            await self._wait_and_nack(_PUBLISH_PAUSE)
+            await self._wait_and_nack(_PAUSE)
         return False
 
     async def _ack(self) -> None:
@@ -345,21 +352,23 @@ class _Delivery(BaseMiddleware[Any, Any]):
             exc_info=self._raised,
         )
 
-    def _stored(self, value: Any) -> Any:
-        """What is kept of a result: as much as publishing it again needs."""
-        calls = self._subscriber.calls
-        is_published = any(each.handler._publishers for each in calls) or (
-            self._message.reply_to and not self._subscriber._no_reply
-        )
-        if not is_published:
-            return None
-        serializer = self._subscriber._outer_config.fd_config._serializer
-        if not isinstance(value, Response):
-            return _plain(value, serializer)
-        kept = {name: each for name, each in vars(value).items() if not isinstance(each, type)}
-        kind = type(value)
-        kept["body"] = _plain(value.body, serializer)
-        return {_RESPONSE: [kind.__module__, kind.__qualname__], "attributes": kept}
+    def _publishing(self) -> tuple[Any, bool]:
+        """What results are written with, and whether the result of this message is published."""
+        subscriber = self._subscriber
+        is_asked = bool(self._message.reply_to) and not subscriber._no_reply
+        is_sent = any(each.handler._publishers for each in subscriber.calls)
+        return subscriber._outer_config.fd_config._serializer, is_asked or is_sent
+
+
+def _stored(value: Any, serializer: Any) -> Any:
+    """What is kept of a result: as much as publishing it again needs."""
+    if not isinstance(value, Response):
+        return _plain(value, serializer)
+    # A class of the user's may not be made again; its publishing options are FastStream's.
+    kind = next(each for each in type(value).__mro__ if each.__module__.startswith("faststream."))
+    kept = {name: each for name, each in vars(value).items() if not isinstance(each, type)}
+    kept["body"] = _plain(value.body, serializer)
+    return {_RESPONSE: [kind.__module__, kind.__name__], "attributes": kept}
 
 
 def _plain(value: Any, serializer: Any) -> Any:
@@ -380,10 +389,7 @@ def _restored(stored: Any) -> Any:
     if stored[_RESPONSE] is None:
         return _SILENT
     module, name = stored[_RESPONSE]
-    kind = getattr(sys.modules.get(module), name, Response)
-    if not (isinstance(kind, type) and issubclass(kind, Response)):
-        kind = Response
-    made = kind(None)
+    made = getattr(sys.modules.get(module), name, Response)(None)
     vars(made).update(stored["attributes"])
     return made
 

@@ -28,7 +28,6 @@ _logger = logging.getLogger("retrysafe.consumers")
 _KAFKA_SHARE: Final = 0.2
 # RabbitMQ closes a channel that keeps a message for 30 minutes; handlers need their share.
 _RABBIT_HOLD_SECONDS: Final = 600.0
-_SETTLES_AFTER: Final = (AckPolicy.NACK_ON_ERROR, AckPolicy.REJECT_ON_ERROR)
 _NO_BATCH: Final = (
     "it takes batches, and a batch has no key: take one message at a time, without batch=True"
 )
@@ -41,6 +40,8 @@ class Broker:
     keeps_rejected = True
     # Whether a message that is not sent back is passed over by the next one.
     is_ordered = False
+    # What FastStream may do with a message that never reached its handler.
+    ack_policies: tuple[AckPolicy, ...] = (AckPolicy.NACK_ON_ERROR, AckPolicy.REJECT_ON_ERROR)
 
     def refusal(self, subscriber: Any) -> str | None:
         """Why a subscriber cannot be protected, and what to do; None when it can."""
@@ -84,6 +85,7 @@ class Kafka(Broker):
     # FastStream's reject commits: the message would be passed over.
     keeps_rejected = False
     is_ordered = True
+    ack_policies = (AckPolicy.NACK_ON_ERROR,)
 
     def refusal(self, subscriber: Any) -> str | None:
         from faststream.confluent.subscriber.usecase import (
@@ -100,10 +102,17 @@ class Kafka(Broker):
             )
         if not subscriber.group_id:
             return "it has no group to commit for: set group_id='…'"
+        # What the broker's `config` says wins; it is known once the subscriber has started.
+        config = getattr(subscriber.consumer, "config", {})
+        is_late = subscriber.ack_policy is not AckPolicy.ACK_FIRST
+        if is_late and str(config.get("enable.auto.commit", False)).lower() == "true":
+            return "its client commits by itself: leave enable.auto.commit out of the config"
         return None
 
     def source(self, subscriber: Any, message: Any) -> tuple[str, str]:
-        return f"kafka:{message.raw_message.topic()}", subscriber.group_id
+        config = getattr(message.consumer, "config", {})
+        group = config.get("group.id", subscriber.group_id)
+        return f"kafka:{message.raw_message.topic()}", group
 
     def identity(self, message: Any) -> str | None:
         raw = message.raw_message
@@ -170,9 +179,11 @@ class RabbitMQ(Broker):
         )
 
     def source(self, subscriber: Any, message: Any) -> tuple[str, str]:
-        # A name is one queue in each virtual host.
-        connection = getattr(getattr(message.raw_message, "channel", None), "connection", None)
-        host = getattr(connection, "vhost", "/")
+        # A name is one queue in each virtual host. Without a channel it is not known, and nothing
+        # may run under another name: that raises, and the message comes again.
+        raw = message.raw_message
+        is_test = type(raw).__module__ == "faststream.rabbit.testing"
+        host = "/" if is_test else raw.channel.connection.vhost
         scheme = "amqp" if host == "/" else f"amqp@{quote(host, safe='')}"
         return f"{scheme}:{subscriber._outer_config.prefix}{subscriber.queue.name}", ""
 
@@ -308,10 +319,11 @@ def refusal_of(subscriber: Any, *, has_dead_letter: bool) -> str | None:
     found = broker.refusal(subscriber)
     if found is not None:
         return found
-    if subscriber.ack_policy not in _SETTLES_AFTER:
+    if subscriber.ack_policy not in broker.ack_policies:
         return (
             f"ack_policy=AckPolicy.{subscriber.ack_policy.name} forgets a message before it is "
-            "done, or whatever becomes of it: set ack_policy=AckPolicy.NACK_ON_ERROR"
+            "done, or whatever becomes of it, or leaves that to you: set "
+            "ack_policy=AckPolicy.NACK_ON_ERROR"
         )
     if not broker.keeps_rejected and not has_dead_letter:
         return (
