@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType, ModuleType
 
 
@@ -33,6 +34,29 @@ def whole_tree() -> tuple[ModuleType, ...]:
     )
 
 
+# Nothing here takes a tenth of it; reaching it is a hang.
+HANG_SECONDS = 30
+
+
+class Hung(BaseException):
+    """Something waits for ever."""
+
+
+@contextmanager
+def no_hang() -> Iterator[None]:
+    """A lock that stays taken would hang the whole run; this ends the wait for it."""
+
+    def bark(*_: object) -> None:
+        raise Hung
+
+    before = signal.signal(signal.SIGALRM, bark)
+    # Again and again: what ends a wait may wait once more.
+    signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS, 1.0)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
 class Struck(int):
     """The number of a place, and where it is."""
 
@@ -40,6 +64,10 @@ class Struck(int):
 
     def __str__(self) -> str:
         return f"{int(self)}: {self.where}"
+
+
+class Alarmed(Exception):
+    """What the handler of a time limit raises: an exception that code may take for its own."""
 
 
 Handler = Callable[[], object]
@@ -55,7 +83,7 @@ class _Crowd:
     Python runs the handler of the first one; what that raises leaves the others for the next looks.
     """
 
-    def __init__(self, count: int, kind: type[Interrupted]) -> None:
+    def __init__(self, count: int, kind: type[BaseException]) -> None:
         self._kind = kind
         self._numbers = range(signal.SIGRTMIN, signal.SIGRTMIN + count)
         self._before = [signal.signal(number, self._raise) for number in self._numbers]
@@ -88,7 +116,7 @@ def at_every_place_at_once(
     count: int,
     act: Callable[[], object],
     *modules: ModuleType,
-    kind: type[Interrupted] = Interrupted,
+    kind: type[BaseException] = Interrupted,
 ) -> Iterator[Struck]:
     """As `at_every_place`, with so many signals at each of them."""
     crowd = _Crowd(count, kind)
@@ -167,7 +195,7 @@ def at_every_place(
         sys.setprofile(strike.profile)
         try:
             act()
-        except Interrupted as error:
+        except (Interrupted, Alarmed) as error:
             caught.append(error)
         except Exception as error:
             error.add_note(f"struck at {strike.struck}")

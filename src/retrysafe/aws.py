@@ -74,4 +74,5 @@ def decoded(text: str, encoding: str | None) -> bytes:
             return base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError):
             pass  # Somebody else's message: the handler sees what was sent.
-    return text.encode()
+    # A half of a surrogate pair, which JSON can carry, is the handler's to refuse.
+    return text.encode(errors="surrogatepass")

@@ -5,8 +5,11 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
+import typer.main
+import typer.testing
 from typer.testing import CliRunner
 
 from retrysafe import GLOBAL, Idempotency, Key, Policy
@@ -50,6 +53,14 @@ class Outcome:
 def _no_store_from_outside(monkeypatch):
     monkeypatch.delenv("RETRYSAFE_STORE", raising=False)
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_command_line():
+    """Typer's runner makes the whole command line anew for every command: 23 ms of processor."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture

@@ -213,13 +213,13 @@ class RabbitBench:
     def caller(self):
         return consumer_name(f"amqp:{self.name}")
 
-    def publish(self, body, key=None):
+    def publish(self, body, key=None, headers=None):
         self.count += 1
         message = aio_pika.Message(
             body.encode(),
             message_id=f"{self.name}-{self.count}",
             delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
-            headers={} if key is None else {"Idempotency-Key": key},
+            headers=(headers or {}) | ({} if key is None else {"Idempotency-Key": key}),
         )
         self.runner.run(self.channel.default_exchange.publish(message, self.name))
 

@@ -172,6 +172,36 @@ def test_what_a_keep_alive_paused_is_resumed_also_when_it_was_taken_away_meanwhi
     assert paused == set()
 
 
+def test_what_a_keep_alive_paused_is_resumed_also_when_its_poll_fails():
+    """Nobody else would: the consumer would stay in the group, and read nothing."""
+    broker = topic_with()
+    client, paused = broker._consumer, []
+    client.assignment = lambda: [0]
+    client.pause = paused.extend
+    client.resume = lambda partitions: paused.clear()
+
+    def fail():
+        raise KafkaException(KafkaError(KafkaError._FATAL))
+
+    client.found = [fail]
+    with pytest.raises(KafkaException):
+        broker._keep_alive()
+    assert paused == []
+
+
+def test_a_message_that_cannot_be_read_holds_back_those_behind_it_alone():
+    """Those before it are handled; passed over, it would be lost with the next commit."""
+    broker = topic_with(Found(5), Found(6), Found(7))
+    bad = broker._consumer.found[1]
+    bad.values["headers"] = [("name", "no bytes")]
+    assert [each.receipt[1].offset() for each in broker._poll(9)] == [5]
+    for _ in range(2):
+        with pytest.raises(AttributeError):
+            broker._poll(9)
+    bad.values["headers"] = None
+    assert [each.receipt[1].offset() for each in broker._poll(9)] == [6, 7]
+
+
 def test_every_client_of_the_cluster_gets_how_to_reach_it(monkeypatch):
     """Dead letters and the topic's settings need the same security as the messages."""
     configs = []

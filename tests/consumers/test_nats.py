@@ -225,6 +225,26 @@ def test_a_dead_letter_is_taken_whatever_its_message_told_its_own_stream(bench):
     assert bench.left() == 0
 
 
+def test_what_cannot_be_read_takes_no_message_along(bench, caplog):
+    """Whoever can publish to the inbox may send there what no stream has sent."""
+    bench.publish(wish("1"))
+
+    async def scene():
+        broker = JetStream(bench.server.url, bench.name, "billing")
+        await broker.open()
+        try:
+            await broker._connection.publish(broker._inbox_name, b"x", reply="elsewhere")
+            found = await broker.receive(2)
+            await broker.settle([(each, Verdict(Action.ACK, "done")) for each in found])
+            return found
+        finally:
+            await broker.close()
+
+    (message,) = asyncio.run(scene())
+    assert message.text == wish("1")
+    assert "a message cannot be read" in caplog.text
+
+
 def test_a_limit_of_deliveries_is_known(bench):
     async def scene(name):
         broker = JetStream(bench.server.url, bench.name, name)

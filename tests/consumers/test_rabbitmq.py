@@ -77,6 +77,49 @@ def test_a_retry_waits_outside_of_the_queue_and_keeps_its_id(bench, kind):
     assert bench.left() == 0
 
 
+def test_a_count_that_is_none_does_not_take_messages_along(rabbitmq, kind):
+    """Anybody may write the header; what came with it is handled, retried and acked."""
+    bench = RabbitBench(rabbitmq)
+    counts = ["9" * 5_000, "9" * 19, 2**63 - 1, "²", "-1", "many", True]
+    for count in counts:
+        bench.publish(wish("1"), headers={"retrysafe-deliveries": count})
+
+    async def scene():
+        broker = kind(bench.server.url, bench.name)
+        await broker.open()
+        try:
+            found = await received(broker, len(counts))
+            assert {each.deliveries for each in found} == {1}
+            soon = Verdict(Action.RETRY, "again", timedelta(milliseconds=1))
+            assert list(await broker.settle([(each, soon) for each in found])) == []
+            again = await received(broker, len(counts))
+            assert {each.deliveries for each in again} == {2}
+            await broker.settle([(each, DONE) for each in again])
+        finally:
+            await broker.close()
+
+    asyncio.run(scene())
+    assert bench.left() == 0
+    bench.close()
+
+
+def test_one_consumer_runs_in_one_loop_after_another(rabbitmq, kind):
+    """A lock that somebody waited for belongs to its loop for ever."""
+    bench = RabbitBench(rabbitmq)
+    broker = kind(bench.server.url, bench.name)
+
+    async def scene():
+        await broker.open()
+        try:
+            await asyncio.gather(*(broker._dead_letter_queue() for _ in range(3)))
+        finally:
+            await broker.close()
+
+    for _ in range(2):
+        asyncio.run(scene())
+    bench.close()
+
+
 def test_a_quorum_queue_counts_what_was_requeued(rabbitmq, kind):
     bench = RabbitBench(rabbitmq, {"x-queue-type": "quorum"})
     bench.publish(wish("1"))

@@ -10,6 +10,7 @@ import pytest
 
 from retrysafe import AsyncIdempotency, InvalidInput, Policy
 from retrysafe.consumers import Action, BackOff, Consumer, Handler, Verdict
+from retrysafe.consumers.message import PayloadInvalid
 from retrysafe.consumers.sqs import AsyncSqsQueue, SqsQueue
 from retrysafe.errors import PolicyInvalid
 from retrysafe.stores import MemoryStore
@@ -211,6 +212,16 @@ def test_a_dead_letter_queue_of_the_usual_name_is_used_as_it_is_and_the_key_fits
         QueueUrl=url, MessageAttributeNames=["All"], WaitTimeSeconds=1
     )
     assert {"idempotency-key", "Retrysafe-Reason"} < set(answer["Messages"][0]["MessageAttributes"])
+
+
+def test_what_a_server_says_of_a_message_never_ends_a_batch():
+    """Half a surrogate pair in a body, and a count without an end, are that message's matter."""
+    found = {"Body": "\ud800", "MessageId": "m", "Attributes": {}}
+    found["Attributes"]["ApproximateReceiveCount"] = "9" * 5_000
+    message = SqsQueue("orders")._message(found)
+    assert message.deliveries == 1
+    with pytest.raises(PayloadInvalid, match="not UTF-8"):
+        message.json()
 
 
 @pytest.mark.parametrize("kind", KINDS)

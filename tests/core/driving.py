@@ -32,6 +32,7 @@ from retrysafe.core.model import (
     StoredKey,
     StoredOutcome,
 )
+from retrysafe.core.one_call import OneCall
 from retrysafe.core.ports import ExtendResult, Ports, Waits
 from retrysafe.core.run_times import RunTimes
 from retrysafe.core.settings import Settings
@@ -272,12 +273,29 @@ class DrivenExecutor:
     async def perform(
         self, attempt: Attempt, operation: Invoke, _args: object, _kwargs: object
     ) -> Any:
-        return await operation(attempt)
+        made = attempt.made = OneCall(operation, (attempt,))
+        try:
+            flow = made.make()
+            made.go_on()
+            value = await flow
+        except BaseException as error:
+            made.fail(error)
+            raise
+        made.end(value)
+        return value
 
-    async def perform_step(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    async def perform_step(self, call: Callable[..., Any], made: OneCall) -> Any:
         """Makes the call of a step; what can be awaited is awaited."""
-        value = call(*args)
-        return await value if hasattr(value, "__await__") else value
+        value = made.make()
+        if hasattr(value, "__await__"):
+            made.go_on()
+            try:
+                value = await value
+            except BaseException as error:
+                made.fail(error)
+                raise
+            made.end(value)
+        return value
 
     def drive(self, flow: Coroutine[Any, Any, Any], waits: Waits | None = None) -> Any:
         return flow if waits is None else drive(flow)

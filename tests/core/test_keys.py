@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from uuid import UUID
@@ -295,3 +296,15 @@ def test_a_key_is_told_in_plain_words():
 def test_every_global_caller_is_the_same_namespace():
     """A GLOBAL that was pickled or imported twice names the namespace that all share."""
     assert Key("k", caller=GlobalCaller()) == Key("k", caller=GLOBAL)
+
+
+@pytest.mark.parametrize("number", [10**1_000, Decimal(10) ** 1_000], ids=["int", "Decimal"])
+def test_a_number_longer_than_the_process_reads_is_refused_by_name(number):
+    """As another kind of value it would be a second key, where the limit is another one."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(640)
+    try:
+        with pytest.raises(FingerprintImpossible, match="so many digits"):
+            natural_key("op", number)
+    finally:
+        sys.set_int_max_str_digits(before)

@@ -385,7 +385,6 @@ def test_instants_keep_their_offset():
 @example("ä€😀")
 @example("\ud800")
 def test_a_text_is_written_as_the_encoder_writes_it(text):
-    """The short way for texts without escapes gives the same bytes as the long one."""
     written = json_bytes(text)
     assert json_bytes([text]) == b"[%b]" % written
     assert json.loads(written) == text

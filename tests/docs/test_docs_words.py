@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from dataclasses import fields
 from datetime import timedelta
 from functools import cache
 
 import pytest
+from typer.testing import CliRunner
 
 from retrysafe import Ending, InFlight, Policy
+from retrysafe.cli.app import app
 from retrysafe.client import RetryPolicy
 from retrysafe.stores import Condition
 from tests.docs.documents import (
@@ -96,16 +95,9 @@ def _make_targets():
 @cache
 def _help(*commands):
     """The help of a subcommand, or None when there is no such subcommand."""
-    code = "import sys; from retrysafe.cli import main; sys.argv[0] = 'retrysafe'; sys.exit(main())"
-    ended = subprocess.run(
-        [sys.executable, "-c", code, *commands, "--help"],
-        env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return ended.stdout if ended.returncode == 0 else None
+    plain = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    ended = CliRunner().invoke(app, [*commands, "--help"], env=plain)
+    return ended.stdout if ended.exit_code == 0 else None
 
 
 def test_make_commands_in_the_documents_exist():

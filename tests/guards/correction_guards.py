@@ -133,7 +133,7 @@ CORRECTION_GUARDS: tuple[Guard, ...] = (
     Guard(
         "a step that ran and could not be stored has happened",
         "what the first request has reserved is reserved once more for the corrected one",
-        (InCode(run._with_steps, "steps.writer.has_unrecorded or ", ""),),
+        (InCode(run._with_steps, "steps.has_unrecorded or ", ""),),
         properties.test_an_unstored_step_keeps_the_key,
     ),
     Guard(

@@ -37,6 +37,7 @@ from tests.guards.mutation import InCode, InEntry, InStatement
 from tests.guards.outbox_guards import OUTBOX_GUARDS
 from tests.guards.recovery_guards import RECOVERY_GUARDS
 from tests.guards.secret_guards import SECRET_GUARDS
+from tests.guards.signal_guards import SIGNAL_GUARDS
 from tests.guards.step_guards import STEP_GUARDS
 from tests.simulation.invariants import Invariant
 
@@ -540,6 +541,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     *ATOMIC_GUARDS,
     *STEP_GUARDS,
+    *SIGNAL_GUARDS,
     *OUTBOX_GUARDS,
     *RECOVERY_GUARDS,
     *FAILOVER_GUARDS,

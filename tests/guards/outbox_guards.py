@@ -239,7 +239,7 @@ OUTBOX_GUARDS: tuple[Guard, ...] = (
     Guard(
         "the entries of a cancelled caller go with its outcome",
         "the operation counts as done, and its messages are lost",
-        (InCode(Compensator._conclude_orphan, "entries=entries", "entries=()"),),
+        (InCode(Compensator.conclude_orphan, "entries=entries", "entries=()"),),
         outbox_properties.test_a_cancelled_caller_with_steps_keeps_its_entries,
     ),
 )

@@ -1,4 +1,4 @@
-"""Natural keys from multipart forms: only forms that every framework reads alike give one."""
+"""Natural keys from forms: only forms that every framework reads alike give one."""
 
 from __future__ import annotations
 
@@ -132,11 +132,49 @@ def test_a_key_from_the_path_alone_takes_any_form():
     assert made_key(FieldsKey("{id}", window=FOREVER), made, **TERMS) == natural_key("pay", 5)
 
 
-def test_bytes_of_a_form_that_frameworks_read_differently_make_no_key():
-    """Some take them for UTF-8 and others for Latin-1: one of them would run for another name."""
-    kind = "application/x-www-form-urlencoded"
-    key = FieldsKey("/name:text", window=FOREVER)
-    plain = made_key(key, request(b"name=jos%C3%A9", kind), **TERMS)
-    assert plain == natural_key("pay", "josé")
+FORM = "application/x-www-form-urlencoded"
+ODD_ENCODED = {
+    "UTF-8 or Latin-1": "order=5&name=josé",
+    "JSON object": '{"order":7,"x":"&order=5&y="}',
+    "JSON behind blanks": '\r\n {"order":7,"x":"&order=5&y="}',
+    "JSON behind a byte order mark": '\ufeff{"order":7,"x":"&order=5&y="}',
+    "JSON list": "[7&order=5]",
+    "XML": "<a x='&order=5&'><order>7</order></a>",
+    "YAML": "order: 7\nx: y&order=5",
+    "semicolon": "order=5;order=7",
+    "line feed": "order=5\norder=7",
+    "broken escape": "order=5&x=%u0037",
+}
+
+
+@pytest.mark.parametrize("body", ODD_ENCODED.values(), ids=ODD_ENCODED)
+def test_encoded_forms_that_can_be_read_as_something_else_make_no_key(body):
+    """Views read JSON whatever the type of the body says: order 7 would run for every order 5."""
+    for source in (FieldsKey("/order", window=FOREVER), BodyKey(intent="/order")):
+        with pytest.raises(KeyInvalid, match="percent-encode"):
+            made_key(source, request(body.encode(), FORM), **TERMS)
+    assert made_key(BodyKey(), request(body.encode(), FORM), **TERMS)
+
+
+def test_an_encoded_form_in_another_charset_makes_no_key():
+    """Django reads it in that one, where all names that are not ASCII are one."""
     with pytest.raises(KeyInvalid, match="percent-encode"):
-        made_key(key, request("name=josé".encode(), kind), **TERMS)
+        made_key(
+            FieldsKey("/name", window=FOREVER),
+            request(b"name=jos%C3%A9", FORM + "; charset=us-ascii"),
+            **TERMS,
+        )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "order=5&name=jos%C3%A9+%22x%22",
+        "order=5&a[b]=%7B&mail=a@b.c&at=10:00&x=~!*'()",
+        "order=%35",
+    ],
+)
+@pytest.mark.parametrize("kind", [FORM, FORM.title() + "; charset=UTF-8"])
+def test_encoded_forms_as_browsers_and_libraries_send_them_give_the_key(body, kind):
+    key = FieldsKey("/order", window=FOREVER)
+    assert made_key(key, request(body.encode(), kind), **TERMS) == natural_key("pay", 5)

@@ -13,6 +13,7 @@ from retrysafe.consumers.amqp_queue import (
     WAIT_SECONDS,
     AmqpQueue,
 )
+from retrysafe.consumers.broker import readable
 from retrysafe.consumers.message import Message
 from retrysafe.extras import missing_extra
 
@@ -36,20 +37,21 @@ class RabbitQueue(AmqpQueue):
     `QUEUE.retry.MILLISECONDS`. All of them are made when they are first needed.
     """
 
+    _channel: AbstractChannel | None
+    _publishing: AbstractChannel | None
+
     def __init__(
         self, url: str, queue: str, *, dead_letter: str | None = None, group: str = ""
     ) -> None:
         super().__init__(url, queue, dead_letter=dead_letter, group=group)
         self._connection: AbstractConnection | None = None
-        self._channel: AbstractChannel | None = None
-        self._publishing: AbstractChannel | None = None
         self._arrived: asyncio.Queue[AbstractIncomingMessage] = asyncio.Queue()
         self._consumed: AbstractQueue | None = None
         self._consumer_tag = ""
-        self._making = asyncio.Lock()
 
     async def open(self) -> None:
         """Connects; raises `InvalidInput` for a queue that is not there."""
+        self._start()
         try:
             self._connection = await aio_pika.connect(self._server_url, timeout=CONNECT_SECONDS)
             await self._require_queue()
@@ -73,17 +75,21 @@ class RabbitQueue(AmqpQueue):
         async with asyncio.timeout(CONNECT_SECONDS):
             if not await self._is_consuming():
                 await self._consume(limit)
+        # Together: a message is settled on the channel that brought it.
+        channel, arrived = self._channel, self._arrived
         found: list[AbstractIncomingMessage] = []
         try:
-            found.append(await asyncio.wait_for(self._arrived.get(), WAIT_SECONDS))
+            found.append(await asyncio.wait_for(arrived.get(), WAIT_SECONDS))
         except TimeoutError:
             return []
-        while len(found) < limit and not self._arrived.empty():
-            found.append(self._arrived.get_nowait())
-        return [
-            self._message_of(each.body, each.headers or {}, each.message_id, (each, self._channel))
-            for each in found
-        ]
+        while len(found) < limit and not arrived.empty():
+            found.append(arrived.get_nowait())
+        return readable(
+            found,
+            lambda each: self._message_of(
+                each.body, each.headers or {}, each.message_id, (each, channel)
+            ),
+        )
 
     async def _is_consuming(self) -> bool:
         """False also when the broker has ended it, as when the queue is deleted or moves."""

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
-from retrysafe.consumers.broker import Buffer, not_buried
+from retrysafe.consumers.broker import Buffer, count_of, not_buried
 from retrysafe.consumers.message import Message
 from retrysafe.consumers.verdict import Action, Verdict
 from retrysafe.errors import InvalidInput
@@ -61,10 +61,16 @@ class AmqpQueue:
         host = unquote(urlsplit(url).path[1:]) or "/"
         scheme = "amqp" if host == "/" else f"amqp@{quote(host, safe='')}"
         self.queue, self.group = f"{scheme}:{queue}", group
-        self._opening = asyncio.Lock()
+        self._start()
         self._has_dead_letter_queue = False
         self._prefetch = 0
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def _start(self) -> None:
+        """Locks for the loop that runs now: those of a run before belong to another one."""
+        self._opening, self._making = asyncio.Lock(), asyncio.Lock()
+        self._channel: Any = None
+        self._publishing: Any = None
 
     # What a library does.
 
@@ -116,8 +122,7 @@ class AmqpQueue:
     ) -> Message:
         headers = {name: _text(value) for name, value in given.items()}
         # Ours counts retries, the broker's what was requeued, by quorum queues only.
-        counted = (headers.get(name, "0") for name in (_DELIVERIES, _REQUEUED))
-        before = sum(int(each) for each in counted if each.isdecimal())
+        before = sum(count_of(headers.get(name, "0")) for name in (_DELIVERIES, _REQUEUED))
         return Message(body, headers, identity=message_id, deliveries=before + 1, receipt=receipt)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:

@@ -5,12 +5,33 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from retrysafe.consumers.message import Message
 from retrysafe.consumers.verdict import Verdict
 
 _logger = logging.getLogger("retrysafe.consumers")
+
+# Anybody may write a header. Python refuses to read thousands of digits, and brokers to carry
+# numbers of more than 64 bits; no message is delivered a billion times.
+_COUNT_LIMIT_DIGITS: Final = 9
+_Found = TypeVar("_Found")
+
+
+def count_of(text: str) -> int:
+    """The number in a header that counts deliveries; 0 for what is no such number."""
+    return int(text) if text.isdecimal() and len(text) <= _COUNT_LIMIT_DIGITS else 0
+
+
+def readable(found: Sequence[_Found], read: Callable[[_Found], Message]) -> list[Message]:
+    """Reads them one by one: one that cannot be read stays at the broker, and takes none along."""
+    messages = []
+    for each in found:
+        try:
+            messages.append(read(each))
+        except Exception:
+            _logger.exception("a message cannot be read, and stays at the broker")
+    return messages
 
 
 def not_buried(message: Message, error: Exception) -> None:

@@ -306,8 +306,16 @@ class KafkaTopic:
                 break
             partition = self._partitions.get(found.partition())
             if partition is not None:
+                try:
+                    message = self._message(found, partition)
+                except Exception:
+                    # A log has an order: none may be passed over, and those before it are whole.
+                    self._stash.insert(0, found)
+                    if messages:
+                        break
+                    raise
                 partition.receive(found.offset())
-                messages.append(self._message(found, partition))
+                messages.append(message)
         return messages
 
     def _message(self, found: Any, partition: Partition) -> Message:
@@ -336,12 +344,14 @@ class KafkaTopic:
         self._store_offsets()
         paused = self._consumer.assignment()
         self._consumer.pause(paused)
-        found = self._consumer.poll(0)
+        try:
+            found = self._consumer.poll(0)
+        finally:
+            # Also what the poll has taken away: the client remembers a pause, and a partition that
+            # comes back would stand still for ever.
+            self._consumer.resume(paused)
         if found is not None:
             self._stash.append(found)
-        # Also what the poll has taken away: the client remembers a pause, and a partition that
-        # comes back would stand still for ever.
-        self._consumer.resume(paused)
 
     async def settle(self, settled: Sequence[tuple[Message, Verdict]]) -> Collection[Message]:
         """Notes what is settled; the next poll moves the offsets as far as they may go."""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
-from retrysafe.consumers.broker import Buffer, not_buried
+from retrysafe.consumers.broker import Buffer, not_buried, readable
 from retrysafe.consumers.deadlines import RENEWALS_PER_DEADLINE
 from retrysafe.consumers.message import Message
 from retrysafe.consumers.verdict import Action, Verdict
@@ -147,7 +147,7 @@ class JetStream:
             found = await self._pulled(wait, 1, _WAIT_SECONDS + _LATE_SECONDS)
         if not found:
             self._raise_refusal()
-        return [self._message(each) for each in found]
+        return readable(found, self._message)
 
     async def _pulled(self, request: dict[str, Any], limit: int, seconds: float) -> list[Msg]:
         """Asks for messages, and takes them until the server says that these are all."""

@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from retrysafe.aws import ENCODING, client_options, decoded
-from retrysafe.consumers.broker import Buffer, not_buried
+from retrysafe.consumers.broker import Buffer, count_of, not_buried, readable
 from retrysafe.consumers.deadlines import RENEWALS_PER_DEADLINE
 from retrysafe.consumers.handler import KEY_HEADER
 from retrysafe.consumers.message import Message
@@ -167,7 +167,7 @@ class SqsQueue:
             AttributeNames=["All"],
             MessageAttributeNames=["All"],
         )
-        return [self._message(each) for each in answer.get("Messages", [])]
+        return readable(answer.get("Messages", []), self._message)
 
     def _message(self, found: dict[str, Any]) -> Message:
         system = found.get("Attributes", {})
@@ -180,7 +180,7 @@ class SqsQueue:
             decoded(found["Body"], headers.get(ENCODING)),
             headers,
             identity=found["MessageId"],
-            deliveries=int(system.get("ApproximateReceiveCount", 1)),
+            deliveries=max(1, count_of(system.get("ApproximateReceiveCount", "1"))),
             lane=system.get("MessageGroupId") if self._is_fifo else None,
             receipt=found,
         )

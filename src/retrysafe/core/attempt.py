@@ -13,6 +13,7 @@ from retrysafe.core.keys.canonical import Part
 from retrysafe.core.keys.key import Key, checked_secret, child_key
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import ClaimAnswer, Decision, StagedEntry
+from retrysafe.core.one_call import OneCall
 from retrysafe.core.outbox.staging import Staging
 from retrysafe.core.ports import Ports
 from retrysafe.core.renewal import confirm
@@ -54,6 +55,7 @@ class Attempt:
         "is_first",
         "joined",
         "key",
+        "made",
         "number",
         "operation",
         "steps",
@@ -85,6 +87,8 @@ class Attempt:
             self._correction = granted.correction or nest.correction
             self.is_first = self.is_first and not nest.is_later
             self.key = self._secrets.key_by(nest.keys, self._fingerprint, call.key)
+        # The call of the operation; None until the executor is about to make it.
+        self.made: OneCall | None = None
         # The outcome that `complete_in` wrote last; the engine asks what became of it.
         self.joined: JoinedOutcome | None = None
         # Made with the first step: most operations have none, and pay nothing for them.

@@ -112,8 +112,8 @@ class Engine:
                         flight, call, operation, args, kwargs, asked, wait_until
                     )
             finally:
-                # Here, where no signal comes in between: a flight that nobody lands would refuse
-                # every later caller of the key, or let them wait for ever.
+                # By itself, as decision 31 has it: a flight that nobody lands would refuse every
+                # later caller of the key, or let them wait for ever.
                 mine.phase = Phase.LANDED
                 self._flights.land(digest, mine)
             try:

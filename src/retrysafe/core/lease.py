@@ -23,6 +23,7 @@ class Lease:
     __slots__ = (
         "ends_at_ms",
         "ends_monotonic",
+        "is_handed_over",
         "is_held",
         "is_joined",
         "is_revoked",
@@ -51,8 +52,10 @@ class Lease:
         self.is_revoked = False
         # Whether the ending of its attempt is stored.
         self.is_settled = False
-        # Whether somebody works under it. Set by itself, not by a function, which a signal may keep
-        # from its first line: a lease that is renewed for ever blocks its key.
+        # Whether it is stored in the background, for a caller who is gone.
+        self.is_handed_over = False
+        # Whether somebody works under it. An attribute that is set by itself, see decision 31: a
+        # lease that is renewed for ever blocks its key.
         self.is_held = True
         # Whether its operation is about to write in a transaction of the user's, or has tried in
         # vain: renewals stay off the record.

@@ -33,6 +33,7 @@ from retrysafe.core.model import (
     SweepReport,
     plain_members,
 )
+from retrysafe.core.one_call import OneCall
 from retrysafe.core.run_times import RunTimes
 from retrysafe.errors import StoreError
 
@@ -362,10 +363,13 @@ class Executor(Protocol):
     def perform(
         self, attempt: Attempt, operation: Callable[..., Any], args: Any, kwargs: Any
     ) -> Awaitable[Any]:
-        """Calls an operation as the current attempt; without arguments it gets the attempt."""
+        """Calls an operation as the current attempt; without arguments it gets the attempt.
 
-    def perform_step(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Awaitable[Any]:
-        """Makes the call of a step."""
+        The attempt is told of the call before it is made, and of how it ended.
+        """
+
+    def perform_step(self, call: Callable[..., Any], made: OneCall) -> Awaitable[Any]:
+        """Makes the call of a step; what can be awaited is awaited."""
 
     def drive(self, flow: Coroutine[Any, Any, Any], waits: Waits | None = None) -> Any:
         """Runs a flow to its end, or gives it back to be awaited where flows suspend.

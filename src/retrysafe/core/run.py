@@ -8,8 +8,9 @@ told afterwards is remembered here. Who may run at all is decided before.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from retrysafe.core.atomic.complete_in import JoinedOutcome
 from retrysafe.core.attempt import Attempt
@@ -29,11 +30,14 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import Fate, Ports
 from retrysafe.core.settings import Settings
-from retrysafe.core.settle import Settler
+from retrysafe.core.settle import Settler, settlement_of
 from retrysafe.core.steps.compensation import Compensator, Verdict
 from retrysafe.core.steps.run import StepRun
 from retrysafe.core.values import codec
-from retrysafe.errors import ClaimLost, StoreError
+from retrysafe.errors import ClaimLost, OperationInFlight, RetrysafeError, StoreError
+
+# What a signal's handler that calls retrysafe lets pass; no ending is told so.
+_OF_HANDLERS: Final = (StoreError, OperationInFlight)
 
 
 class Runner:
@@ -120,6 +124,9 @@ class Runner:
                     await attempt.hold()
                 value = await self._perform(attempt, operation, args, kwargs)
             except Exception as error:
+                if attempt.made is not None and not attempt.made.is_own(error):
+                    # A signal's handler raised it in here, after the operation had ended.
+                    raise
                 told = await self._failed(flight, call, lease, attempt, error)
                 if told is None:
                     raise
@@ -143,10 +150,45 @@ class Runner:
                 call, lease, ending, payload, number, value, entries, came_to=value
             )
             self._remember_ending(call, flight, ending, payload, number, ended, value)
+        except BaseException as error:
+            self._keep_returned(call, lease, attempt, error)
+            raise
         finally:
             lease.is_held = False
             self._renewals.remove(lease)
         return Answer(value, False, number)
+
+    def _keep_returned(
+        self, call: Call, lease: Lease, attempt: Attempt, error: BaseException
+    ) -> None:
+        """Has the outcome stored of an operation that has returned, for a caller who is gone.
+
+        A signal's handler raised in our own frames, or the caller was cancelled where we ask the
+        store: the operation is done, and its outcome must not be lost with the caller.
+        """
+        made = attempt.made
+        if made is None or not made.has_returned or lease.is_settled or lease.is_handed_over:
+            return
+        if isinstance(error, RetrysafeError) and not isinstance(error, _OF_HANDLERS):
+            return  # It says why the ending does not stand.
+        orphan = self._settle_returned(call, lease, attempt, made.value)
+        self._ports.background.finish(orphan, self._settler.abandoning(call, attempt.number))
+
+    async def _settle_returned(
+        self, call: Call, lease: Lease, attempt: Attempt, value: Any
+    ) -> None:
+        joined, number = attempt.joined, attempt.number
+        if joined is not None:
+            with suppress(StoreError):  # Nobody can tell; an outcome that stands confirms this one.
+                if await joined.fate() is not Fate.UNDONE:
+                    return
+        ending, payload = self._settler.payload_of(call, value, number)
+        entries, steps = attempt.staged(), attempt.steps_to_conclude
+        if steps is None:
+            settlement = settlement_of(call, lease, ending, payload, entries, value)
+            await self._settler.settle_orphans(call, lease, settlement, number)
+        else:
+            await self._compensator.conclude_orphan(steps, lease, ending, payload, None, entries)
 
     def begin(
         self,
@@ -324,6 +366,6 @@ def _with_steps(call: Call, steps: StepRun) -> Call:
     store knows of it, so a corrected request would run it once more. So may have one that timed out
     or was cancelled, whatever the operation came to after that.
     """
-    if call.nothing_happened is None or not (steps.writer.has_unrecorded or steps.has_uncertain):
+    if call.nothing_happened is None or not (steps.has_unrecorded or steps.has_uncertain):
         return call
     return replace(call, nothing_happened=None)

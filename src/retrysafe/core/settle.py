@@ -75,6 +75,13 @@ def settlement_of(
     return settlement
 
 
+def _encode(call: Call, value: Any) -> None:
+    """Raises what is wrong with a value."""
+    if call.judge is not None:
+        Ending(call.judge(value))
+    call.codec.encode(value)
+
+
 def _around(call: Call, settlement: Settlement) -> list[tuple[Lease, Settlement]]:
     """The same ending of the claims around, which a nested call settles after its own.
 
@@ -109,6 +116,7 @@ class Settler:
             if len(payload.head) + len(payload.body) > call.policy.outcome_limit_bytes:
                 payload = codec.bounded(payload, call.policy.outcome_limit_bytes)
         except Exception as error:
+            codec.require_again(error, partial(_encode, call, value))
             # Whatever is wrong with the value, the operation has run: it must not run again.
             payload = codec.withheld(codec.message_of(error))
         if payload.form == codec.WITHHELD:
@@ -206,9 +214,17 @@ class Settler:
         The operation is done: its outcome must not be lost with the caller. Writing it twice is
         harmless, the token confirms the second.
         """
+        lease.is_handed_over = True
         for held, ending in [(lease, settlement), *_around(call, settlement)]:
             orphan = self._settle_orphan(call, held, ending, attempt)
             self._background.finish(orphan, self.abandoning(call, attempt))
+
+    async def settle_orphans(
+        self, call: Call, lease: Lease, settlement: Settlement, attempt: int
+    ) -> None:
+        """The same in one flow."""
+        for held, ending in [(lease, settlement), *_around(call, settlement)]:
+            await self._settle_orphan(call, held, ending, attempt)
 
     async def settle_around(
         self, call: Call, lease: Lease, ending: Ending, payload: Payload, attempt: int
@@ -246,7 +262,7 @@ class Settler:
                 self._report(
                     EventKind.STORE_UNAVAILABLE, call.key, call.operation, attempt, str(error)
                 )
-                if self._monotonic() + pause > give_up:
+                if error.is_reentry or self._monotonic() + pause > give_up:
                     raise self._not_stored(call, attempt, value, error) from error
                 await self._clock.sleep(pause)
                 pause = min(pause * 2, RETRY_PAUSE_MAXIMUM_SECONDS)

@@ -1,8 +1,9 @@
-"""Multipart forms that every framework reads alike, which natural keys are made from alone.
+"""Forms that every framework reads alike, which natural keys are made from alone.
 
 Owns what a plain form is. Frameworks disagree about all others: some end a part at a bare line
-feed, some find a boundary inside a value, some decode a part or its name. The key would be of one
-order, and the view would run another. So this lists what is taken, not what is refused.
+feed, some find a boundary inside a value, some decode a part or its name, and many views read JSON
+whatever the type of the body says. The key would be of one order, and the view would run another.
+So this lists what is taken, not what is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from retrysafe.http.request import Request
 
 _MULTIPART: Final = b"multipart/"
 _URLENCODED: Final = b"application/x-www-form-urlencoded"
+# What clients write as it is, whatever they percent-encode. No bracket or quote can begin a body of
+# these, and none has a blank, a brace or a line's end: it is no JSON with fields, YAML or XML.
+_PLAIN_FORM: Final = re.compile(
+    rb"(?!\[)(?:[A-Za-z0-9*\-._~!'()+&=\[\]:/@,$?]++|%[0-9A-Fa-f]{2})*+"
+)
 _HEAD_END: Final = b"\r\n\r\n"
 _DELIMITER: Final = re.compile(rb"--[0-9A-Za-z_.+=/:?\-]++")
 # Unquoted, other signs make another name of it: some parsers take <order> and order] for order.
@@ -38,11 +44,12 @@ def require_plain_parts(request: Request, content: Content) -> None:
     """
     types = request.header_lines(b"content-type")
     is_form = any(line.strip(b" \t").lower().startswith(_URLENCODED) for line in types)
-    if is_form and not request.body.isascii():
-        # Some frameworks read such bytes as UTF-8, others as Latin-1.
+    if is_form and not (_has_plain_type(request) and _PLAIN_FORM.fullmatch(request.body)):
         raise KeyInvalid(
-            "the key is made from a field of a form, and frameworks read its bytes in different "
-            "ways: percent-encode what is not ASCII, as browsers do (curl: --data-urlencode)"
+            "the key is made from a field of a form, and this body can be read in different ways: "
+            "percent-encode all but letters, digits and -._~, as browsers do (curl: "
+            "--data-urlencode), with no charset but utf-8; a body that is JSON says so with "
+            "Content-Type: application/json"
         )
     if not any(line.strip(b" \t").lower().startswith(_MULTIPART) for line in types):
         return
@@ -56,9 +63,13 @@ def require_plain_parts(request: Request, content: Content) -> None:
         )
 
 
-def _is_plain(request: Request) -> bool:
+def _has_plain_type(request: Request) -> bool:
     parameters = [text.lower() for text in media_type_parameters(request)]
-    if parameters not in ([], [b"charset", b"utf-8"]):
+    return parameters in ([], [b"charset", b"utf-8"])
+
+
+def _is_plain(request: Request) -> bool:
+    if not _has_plain_type(request):
         return False
     body = request.body
     # The body has been read, so it begins with its delimiter.

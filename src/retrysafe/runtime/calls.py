@@ -66,15 +66,13 @@ _LOOK_SECONDS: Final = 0.25
 class ThreadGate:
     """Counts threads.
 
-    A call is a token in a dictionary, because one dictionary operation cannot be interrupted: a
-    signal that raises between any two lines leaves neither a lock taken nor a count too high. So
-    whoever leaves takes its token out of `inside` by itself, and then calls `notify`.
+    A call is a token in a dictionary, which no signal can leave half-way (decision 31). Whoever
+    leaves takes its token out of `inside` by itself, and then calls `notify`.
     """
 
     def __init__(self) -> None:
         self.inside: dict[object, None] = {}
-        # Where those wait who close it: plain locks, because an event's own lock is taken in Python
-        # code, and a thread that a signal interrupts in there would leave it taken.
+        # Where those wait who close it: plain locks, not events, see decision 31.
         self._closers: dict[threading.Lock, None] = {}
         self.is_closed = False
 

@@ -130,8 +130,7 @@ class ThreadHeartbeat(_Heartbeat["_ThreadBeat"]):
 class _ThreadBeat:
     """One daemon thread.
 
-    No condition variable on the callers' side: its lock is taken in Python code, and a signal that
-    raises in there would leave it taken. A plain lock and a simple queue cannot be left half-way.
+    No condition variable on the callers' side, but a plain lock and a simple queue: decision 31.
     """
 
     def __init__(

@@ -22,17 +22,16 @@ from typing import Any, Final
 
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.events import Reporter
-from retrysafe.core.model import ClaimAnswer, ClaimRequest
+from retrysafe.core.one_call import OneCall
 from retrysafe.core.ports import (
     ExtendsAnywhere,
     Ports,
     Store,
     Transaction,
     Waits,
-    Writer,
 )
 from retrysafe.core.run_times import RunTimes
-from retrysafe.errors import StoreError
+from retrysafe.errors import AwaitForgotten, StoreError
 from retrysafe.runtime import local_time
 from retrysafe.runtime.checks import not_awaited, require_runnable
 from retrysafe.runtime.closing import Limit, end_aside_within
@@ -199,9 +198,10 @@ class TaskExecutor:
                 pass  # Asked again where it is needed, and raised there.
             # That took its time, and nothing starts on a lease that may be over.
             await attempt.hold()
+        made = attempt.made = OneCall(operation, (attempt,) if args is None else args, kwargs)
         token = current.set(attempt)
         try:
-            value: Any = operation(attempt) if args is None else operation(*args, **kwargs)
+            value = made.make()
             # A plain function has done its work by now, so what it returned is the outcome.
             # Futures are told by their class: asking an abstract class takes ten times as long.
             if (
@@ -209,9 +209,15 @@ class TaskExecutor:
                 or isinstance(value, asyncio.Future)
                 or inspect.isawaitable(value)
             ):
-                value = await value
+                made.go_on()
+                try:
+                    value = await value
+                except BaseException as error:
+                    made.fail(error)
+                    raise
+                made.end(value)
                 if type(value) is CoroutineType:
-                    raise not_awaited("the operation", value)
+                    raise made.fail(not_awaited("the operation", value))
         except Exception as error:
             if not _is_reset(token):
                 # Not the operation's ending: a task that nobody held is being ended by the garbage
@@ -226,21 +232,31 @@ class TaskExecutor:
         _is_reset(token)
         steps = attempt.steps
         if steps is not None:
-            steps.require_begun()
+            try:
+                steps.require_begun()
+            except AwaitForgotten as error:
+                made.fail(error)
+                raise
         return value
 
     @staticmethod
-    async def perform_step(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    async def perform_step(call: Callable[..., Any], made: OneCall) -> Any:
         """Makes the call of a step: awaited when there is something to await.
 
         Raises `AwaitForgotten` for one that returns a coroutine.
         """
         require_runnable(call)
-        value = call(*args)
+        value = made.make()
         if type(value) is CoroutineType or inspect.isawaitable(value):
-            value = await value
+            made.go_on()
+            try:
+                value = await value
+            except BaseException as error:
+                made.fail(error)
+                raise
+            made.end(value)
             if type(value) is CoroutineType:
-                raise not_awaited("the step", value)
+                raise made.fail(not_awaited("the step", value))
         return value
 
     def drive(self, flow: Coroutine[Any, Any, Any], waits: Waits | None = None) -> Any:
@@ -264,25 +280,6 @@ class TaskExecutor:
     @staticmethod
     def who() -> None:
         """Nobody: a loop runs the handlers of signals by themselves, between two callbacks."""
-
-
-class OutsideWriter:
-    """Group commit on a store with one writer: refuses claims of a task that holds its lock.
-
-    They are told here, because the batch that a claim leaves in is committed by another task.
-    """
-
-    __slots__ = ("_claim", "_require_outside", "settle")
-
-    def __init__(self, group_commit: TaskGroupCommit, require_outside: Callable[[], None]) -> None:
-        self._claim = group_commit.claim
-        self._require_outside = require_outside
-        self.settle = group_commit.settle
-
-    def claim(self, request: ClaimRequest) -> asyncio.Future[ClaimAnswer]:
-        """Claims a key in the next batch; raises `StoreUnavailable` inside of an atomic block."""
-        self._require_outside()
-        return self._claim(request)
 
 
 def _heartbeat(
@@ -309,11 +306,14 @@ class LoopPorts:
         self.store: Store = store if self.threaded is None else self.threaded
         self.group_commit: TaskGroupCommit | None = None
         if store.capabilities.waits is not Waits.NEVER:
-            self.group_commit = TaskGroupCommit(self.store, loop)
+            require_outside = None
+            if self.threaded is not None and store.capabilities.has_one_writer:
+                require_outside = self.threaded.require_outside
+            self.group_commit = TaskGroupCommit(self.store, loop, require_outside)
         self.background = TaskBackground(loop)
         self.ports = Ports(
             store=self.store,
-            writer=self._new_writer(),
+            writer=self.group_commit or DirectWriter(self.store),
             clock=clock,
             # The garbage collector may end a lost call while it is held.
             lock=threading.RLock(),
@@ -330,13 +330,6 @@ class LoopPorts:
         with suppress(StopIteration):
             self._end_of_loop.__anext__().send(None)
         _alive.add(self)
-
-    def _new_writer(self) -> Writer:
-        if self.group_commit is None:
-            return DirectWriter(self.store)
-        if self.threaded is not None and self.store.capabilities.has_one_writer:
-            return OutsideWriter(self.group_commit, self.threaded.require_outside)
-        return self.group_commit
 
     async def end_renewals(self, limit: Limit) -> None:
         """Renews nothing more, and waits for what is under way within the limit."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.events import Reporter
+from retrysafe.core.one_call import OneCall
 from retrysafe.core.ports import Lock, Ports, Renewals, Store, Transaction, Waits, Writer
 from retrysafe.core.run_times import RunTimes
 from retrysafe.runtime import local_time
@@ -29,11 +30,7 @@ from retrysafe.runtime.threaded import joined
 
 
 class ThreadSignal:
-    """Wakes one waiting thread.
-
-    A plain lock, not an event: an event's own lock is taken in Python code, and a waiter that a
-    signal interrupts in there would leave it taken for whoever wants to wake it.
-    """
+    """Wakes one waiting thread. A plain lock, not an event: decision 31."""
 
     __slots__ = ("_lock",)
 
@@ -98,24 +95,25 @@ class ThreadExecutor:
         attempt: Attempt, operation: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Calls the operation as the current attempt; with None for arguments it gets that."""
+        made = attempt.made = OneCall(operation, (attempt,) if args is None else args, kwargs)
         before = current.get()
         try:
             # Inside the try, and undone by one call of C: a signal must not leave it here.
             current.set(attempt)
-            value = operation(attempt) if args is None else operation(*args, **kwargs)
+            value = made.make()
         finally:
             current.set(before)
         if type(value) is CoroutineType:
-            raise async_here("the operation", operation, value)
+            raise made.fail(async_here("the operation", operation, value))
         return value
 
     @staticmethod
-    async def perform_step(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    async def perform_step(call: Callable[..., Any], made: OneCall) -> Any:
         """Makes the call of a step; refuses one that would have to be awaited."""
         require_runnable(call)
-        value = call(*args)
+        value = made.make()
         if type(value) is CoroutineType:
-            raise async_here("the step", call, value)
+            raise made.fail(async_here("the step", call, value))
         return value
 
     def drive(self, flow: Coroutine[Any, Any, Any], waits: Waits | None = None) -> Any:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from retrysafe.core.keys.key import Key
-from retrysafe.core.model import Settlement, StepWrite
+from retrysafe.core.model import Decision, OperatorCommand, Settlement, StepWrite, SweepReport
 from retrysafe.core.outbox.port import Outbox, outbox_of
 from retrysafe.core.ports import Capabilities, Fate, Store, Transaction, Waits
 from retrysafe.errors import InvalidInput
@@ -67,14 +67,24 @@ class ThreadedStore(Threaded):
         """The store's entries; raises `InvalidInput` when it has none."""
         return cast("Outbox", Threaded(outbox_of(self._blocking), self._pool))
 
-    def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
-        return partial(self._write, found) if name in _OWN_WRITES else found
+    # What a task writes by itself, and not in a batch that another task carries: it raises inside
+    # of an atomic block of the task.
 
-    async def _write(self, hop: Method[T], *args: Any) -> T:
-        """Raises inside of an atomic block of the task."""
+    async def record_step(self, write: StepWrite) -> Decision:
+        """Stores a step's result."""
+        return await self._write(self._blocking.record_step, write)
+
+    async def operate(self, key: Key, command: OperatorCommand) -> Decision:
+        """Applies an operator's command."""
+        return await self._write(self._blocking.operate, key, command)
+
+    async def sweep(self, limit: int) -> SweepReport:
+        """Removes what is past its windows."""
+        return await self._write(self._blocking.sweep, limit)
+
+    async def _write(self, method: Method[T], *args: Any) -> T:
         self.require_outside()
-        return await hop(*args)
+        return await self._hop(method, *args)
 
     def require_outside(self) -> None:
         """Raises `StoreUnavailable` where this task would wait for an atomic block of its own."""
@@ -106,10 +116,6 @@ class ThreadedStore(Threaded):
             pool.close()
 
         return end
-
-
-# What a task writes by itself, and not in a batch that another task carries.
-_OWN_WRITES: Final = frozenset({"record_step", "operate", "sweep"})
 
 
 def _workers() -> ThreadPool:

@@ -58,7 +58,11 @@ def part_bytes(part: Part) -> bytes:
     """
     if isinstance(part, Decimal):
         number = Number(str(part)) if part.is_finite() else None
-        whole = None if number is None else number.whole(_DIGITS_LIMIT)
+        try:
+            whole = None if number is None else number.whole(_DIGITS_LIMIT)
+        except ValueError:
+            # The process reads fewer digits; as another kind of value it would be a second key.
+            raise _too_long() from None
         if whole is None:
             # By value: an amount is the same amount however many zeros it is written with.
             return b"d" + (str(part) if number is None else number.text).encode()
@@ -69,10 +73,7 @@ def part_bytes(part: Part) -> bytes:
         try:
             return b"i%d" % part
         except ValueError:
-            raise FingerprintImpossible(
-                "an integer with thousands of digits cannot be part of a key: pass its bytes, or a "
-                "hash of them"
-            ) from None
+            raise _too_long() from None
     if isinstance(part, bytes):
         return b"b" + part
     if part is None:
@@ -89,6 +90,12 @@ def part_bytes(part: Part) -> bytes:
     raise FingerprintImpossible(
         f"{type(part).__name__} cannot be part of a key: pass text, bytes, numbers (no floats), "
         "None, Decimal, UUID, dates or times"
+    )
+
+
+def _too_long() -> FingerprintImpossible:
+    return FingerprintImpossible(
+        "an integer with so many digits cannot be part of a key: pass its bytes, or a hash of them"
     )
 
 
@@ -276,82 +283,32 @@ def canonical_bytes(value: Any) -> bytes:
 def _write(value: Any, pieces: list[str], depth: int) -> int:
     """Adds the bytes as text with one character for each byte; returns how many.
 
-    The frames are those of `frame`, written out: this is most of what a fingerprint costs. All
-    pieces go into one list, and the size of a container takes its place when that is known: joined
-    level by level, a long text that is nested deep would be copied once for every level.
+    All pieces go into one list: joined level by level, a long text that is nested deep would be
+    copied once for every level.
     """
     kind = type(value)
-    if kind not in _CONTAINERS:
+    if kind is not list and kind is not dict:
         text = _plain(value, kind)
         pieces.append(text)
         return len(text)
     if depth >= DEPTH_LIMIT:
         raise TooDeep(f"the text is nested deeper than {DEPTH_LIMIT} levels")
-    total = 1
-    if kind is list:
-        pieces.append("[")
-        for item in value:
-            kind = type(item)
-            if kind in _CONTAINERS:
-                place = len(pieces)
-                pieces.append("")
-                size = _write(item, pieces, depth + 1)
-                pieces[place] = mark = _SIZES[size] if size < _SIZES_READY else f"{size}:"
-            else:
-                text = _plain(item, kind)
-                size = len(text)
-                mark = _SIZES[size] if size < _SIZES_READY else f"{size}:"
-                pieces += (mark, text)
-            total += len(mark) + size
-        return total
-    pieces.append("{")
-    for name in sorted(value):
-        item, label = value[name], _LABELS[name]
-        kind = type(item)
-        if kind is str:
-            # Text is what most fields hold; a call less for each of them counts.
-            text = item if item.isascii() else _byte_text(item)
-            size = len(text) + 1
-            mark = _SIZES[size] if size < _SIZES_READY else f"{size}:"
-            pieces += (label, mark, "s", text)
-        elif kind in _CONTAINERS:
-            pieces += (label, "")
-            place = len(pieces) - 1
-            size = _write(item, pieces, depth + 1)
-            pieces[place] = mark = _SIZES[size] if size < _SIZES_READY else f"{size}:"
-        else:
-            text = _plain(item, kind)
-            size = len(text)
-            mark = _SIZES[size] if size < _SIZES_READY else f"{size}:"
-            pieces += (label, mark, text)
-        total += len(label) + len(mark) + size
-    return total
-
-
-# How a part begins, ready for the sizes that nearly all have: formatting a number costs more than
-# all else that is done for a field.
-_SIZES_READY: Final = 1_000
-_SIZES: Final = tuple(f"{size}:" for size in range(_SIZES_READY))
-
-
-class _Labels(dict[str, str]):
-    """The frames of names: the same few in all requests to a service.
-
-    Clients choose the names, so what is kept of them is bounded; the others are only made anew.
-    """
-
-    def __missing__(self, name: str) -> str:
-        text = name if name.isascii() else _byte_text(name)
-        label = "".join((str(len(text)), ":", text))
-        if len(self) < _LABELS_LIMIT and len(label) < _LABEL_LIMIT_CHARACTERS:
-            self[name] = label
-        return label
-
-
-_LABELS_LIMIT: Final = 1_000
-_LABEL_LIMIT_CHARACTERS: Final = 64
-_LABELS: Final = _Labels()
-_CONTAINERS: Final = frozenset({dict, list})
+    pieces.append("[" if kind is list else "{")
+    size = 1
+    for part in value if kind is list else sorted(value):
+        item = part
+        if kind is dict:
+            item, label = value[part], part if part.isascii() else _byte_text(part)
+            mark = f"{len(label)}:"
+            pieces += (mark, label)
+            size += len(mark) + len(label)
+        # Its size stands before it, as `frame` has it, and is known after it.
+        place = len(pieces)
+        pieces.append("")
+        item_size = _write(item, pieces, depth + 1)
+        pieces[place] = mark = f"{item_size}:"
+        size += len(mark) + item_size
+    return size
 
 
 def _byte_text(text: str) -> str:

@@ -19,6 +19,7 @@ from retrysafe.core.replay import replayed_value
 from retrysafe.core.settle import Settler
 from retrysafe.core.steps.history import FAILURE_NAME, UNDO_PREFIX
 from retrysafe.core.steps.run import StepRun
+from retrysafe.core.steps.taken import undoing
 from retrysafe.core.values import codec
 from retrysafe.errors import (
     ClaimLost,
@@ -87,12 +88,13 @@ class Compensator:
         except BaseException:
             # The caller is being cancelled, and the operation is done: its outcome must not be
             # lost with the caller.
-            orphan = self._conclude_orphan(run, lease, ending, payload, error, entries)
+            lease.is_handed_over = True
+            orphan = self.conclude_orphan(run, lease, ending, payload, error, entries)
             told = self._settler.abandoning(run.call, run.attempt_number)
             self._background.finish(orphan, told)
             raise
 
-    async def _conclude_orphan(
+    async def conclude_orphan(
         self,
         run: StepRun,
         lease: Lease,
@@ -169,7 +171,7 @@ async def _conclude(
     if error is not None and run.is_terminal(error):
         ending = Ending.FAILED
     if ending is Ending.RELEASED and book.failure is None:
-        await run.writer.record_the_rest()
+        await run.record_the_rest()
         return None
     await run.load()
     missing = book.missing()
@@ -180,13 +182,13 @@ async def _conclude(
     if ending is Ending.SUCCEEDED:
         if not missing:
             return None
-        await run.writer.record_the_rest()
+        await run.record_the_rest()
         error = book.changed(missing)
         ending = run.call.policy.judge(error)
         payload = codec.encode_failure(error, run.call.policy.outcome_limit_bytes)
     if ending is Ending.FAILED and book.undos:
         # A crash while undoing leaves it to an attempt that knows the recorded steps only.
-        await run.writer.record_the_rest()
+        await run.record_the_rest()
         await run.writer.record(Step(FAILURE_NAME, book.next_position(), payload))
         if is_orphan:
             raise _LeftToLease
@@ -218,18 +220,25 @@ async def _undo_all(run: StepRun, error: Exception | None) -> CompensationFailed
     """Takes the finished steps back, the last one first; what stops it, if something does."""
     book = run.book
     position = book.next_position()
-    for undo in reversed(book.undos):
+    for undo in reversed(book.undos.values()):
         position += 1
         name = f"{UNDO_PREFIX}{undo.name}"
         if book.is_recorded(name):
             continue
+        taken = undoing(name, undo.call, undo.value, undo.retry)
         try:
             if undo.error is not None:
                 raise undo.error
-            await run.undo(undo)
+            await run.perform(taken)
         except ClaimLost:
             raise
         except Exception as problem:
+            if taken.has_returned:
+                # A signal's handler raised after it: it is done, and must not be done again.
+                await run.writer.record(Step(name, position, _DONE))
+                raise
+            if taken.is_doubtful:
+                raise
             text = run.call.key.text
             failed = CompensationFailed(
                 f"{text!r} failed for good, and step {undo.name!r} could not be undone: "

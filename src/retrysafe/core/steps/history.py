@@ -162,7 +162,6 @@ class StepHistory:
         "_finished",
         "_former_positions",
         "_key_text",
-        "_running",
         "committed",
         "is_over",
         "stored",
@@ -175,16 +174,16 @@ class StepHistory:
         # What earlier attempts recorded; None until it was read. A first attempt has nothing.
         self.stored: dict[str, Step] | None = {} if is_first else None
         self._asked: set[str] = set()
-        self._running: set[str] = set()
         self._finished: dict[str, int] = {}
         # Where steps were whose transaction was rolled back: they may come again at that place.
         self._former_positions: dict[str, int] = {}
         # The steps of this attempt whose transaction is known to have committed.
         self.committed: set[str] = set()
-        self.undos: list[Undo] = []
+        self.undos: dict[str, Undo] = {}
         self.is_over = False
-        # How many steps were begun and are neither recorded nor given up yet.
-        self.under_way = 0
+        # The steps that were begun and are neither recorded nor given up yet, with their names. By
+        # tokens and not a number: one dictionary operation cannot be interrupted.
+        self.under_way: dict[object, str] = {}
 
     def is_read(self) -> bool:
         """Whether it is known what earlier attempts recorded."""
@@ -210,15 +209,13 @@ class StepHistory:
         """Whether the running code is inside a step of this attempt."""
         return self.place(is_known=False) == _INSIDE
 
-    def enter(self) -> tuple[tuple[weakref.ref[StepHistory], int], ...]:
-        """Marks the running code as being inside a step; gives what `leave` puts back."""
-        before = _trail.get()
-        self._move(_INSIDE)
-        return before
+    # Where the running code is on all its ways, and what puts it back there.
+    trail = staticmethod(_trail.get)
+    leave = staticmethod(_trail.set)
 
-    def leave(self, before: tuple[tuple[weakref.ref[StepHistory], int], ...]) -> None:
-        """Puts the running code back to where it was before the step."""
-        _trail.set(before)
+    def enter(self) -> None:
+        """Marks the running code as being inside a step."""
+        self._move(_INSIDE)
 
     def advance(self, position: int) -> None:
         """Puts the running code behind the step with this position."""
@@ -232,11 +229,11 @@ class StepHistory:
 
     # The steps.
 
-    def begin(self, name: str, place: int | None) -> tuple[int, Step | None]:
+    def begin(self, name: str, place: int | None, token: object) -> tuple[int, Step | None]:
         """The step's position, and its record if an earlier attempt finished it.
 
-        It is under way from now on, until it is counted out. Raises `StepReused`, `StepsChanged`,
-        `OperationUndone` or `InvalidInput`.
+        It is under way from now on, until its token is taken out. Raises `StepReused`,
+        `StepsChanged`, `OperationUndone` or `InvalidInput`.
         """
         text = self._key_text
         self.require_open(name, place)
@@ -248,7 +245,7 @@ class StepHistory:
                 "a name of its own",
                 key=text,
             )
-        if name in self._running or name in self._finished:
+        if name in self.under_way.values() or name in self._finished:
             raise StepReused(
                 f"the operation of {text!r} has two steps named {name!r}: give each step a name of "
                 "its own, such as one with the item's number",
@@ -267,12 +264,11 @@ class StepHistory:
                     key=text,
                 )
             self._finished[name] = position
-            self.under_way += 1
+            self.under_way[token] = name
             return position, stored
         if self.failure is not None:
             raise self.undone(f"step {name!r}")
-        self._running.add(name)
-        self.under_way += 1
+        self.under_way[token] = name
         return position, None
 
     def require_open(self, name: str, place: int | None) -> None:
@@ -289,17 +285,12 @@ class StepHistory:
 
     def finish(self, name: str, position: int) -> None:
         """Takes note that the step has run."""
-        self._running.discard(name)
         self._finished[name] = position
-
-    def abandon(self, name: str) -> None:
-        """Takes note that the step has failed; it may be asked for again."""
-        self._running.discard(name)
 
     def take_back(self, name: str) -> None:
         """Takes note that the transaction in which the step was recorded was rolled back."""
         self._former_positions[name] = self._finished.pop(name)
-        self.undos = [undo for undo in self.undos if undo.name != name]
+        self.undos.pop(name, None)
 
     def missing(self) -> list[str]:
         """The recorded steps that this attempt has not asked for, in their order."""

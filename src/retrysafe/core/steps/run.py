@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from retrysafe.core.atomic.block import storable_payload
 from retrysafe.core.atomic.complete_in import undo_quietly
@@ -17,9 +17,11 @@ from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Decision, Payload, Step, StepWrite
+from retrysafe.core.one_call import OneCall
 from retrysafe.core.ports import Fate, Ports, Signal, Transaction
-from retrysafe.core.steps.history import StepHistory, StepOptions, StepRetry, Undo, checked_name
+from retrysafe.core.steps.history import StepHistory, StepOptions, Undo, checked_name
 from retrysafe.core.steps.pending import PendingStep
+from retrysafe.core.steps.taken import TakenStep
 from retrysafe.core.steps.writer import StepWriter
 from retrysafe.core.stop_iteration import is_listed
 from retrysafe.core.values import codec
@@ -29,12 +31,16 @@ from retrysafe.errors import (
     AwaitForgotten,
     ClaimLost,
     InvalidInput,
+    RetrysafeError,
     StepNotStored,
     StepUnavailable,
 )
 
 if TYPE_CHECKING:
     from retrysafe.core.attempt import Attempt
+
+# How often the ending of an operation looks by itself whether a step is under way.
+LOOK_SECONDS: Final = 0.25
 
 
 class _JoinedStep:
@@ -53,6 +59,7 @@ class StepRun:
 
     __slots__ = (
         "_attempt",
+        "_background",
         "_clock",
         "_executor",
         "_joined",
@@ -62,7 +69,7 @@ class StepRun:
         "_not_begun",
         "_quiet",
         "_terminal_errors",
-        "_unstored_calls",
+        "_unstored",
         "book",
         "call",
         "has_uncertain",
@@ -71,6 +78,7 @@ class StepRun:
 
     def __init__(self, ports: Ports, attempt: Attempt, call: Call, lease: Lease) -> None:
         self._clock = ports.clock
+        self._background = ports.background
         self._executor = ports.executor
         self._lock = ports.executor.step_lock
         self._attempt = attempt
@@ -85,8 +93,8 @@ class StepRun:
         self._joined: list[_JoinedStep] = []
         # Whether a try of a step ended in a way after which nobody knows what it did.
         self.has_uncertain = False
-        # What was called of steps that ran and may not be stored.
-        self._unstored_calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+        # The steps that were called and are not known to be stored.
+        self._unstored: dict[str, TakenStep] = {}
         self._terminal_errors: list[Exception] = []
         # The steps that were asked for and that nobody has awaited yet, in order.
         self._not_begun: dict[PendingStep, None] = {}
@@ -106,37 +114,60 @@ class StepRun:
         await self._require_unsettled(name)
         book = self.book
         place = book.place(is_known=self._executor.current() is self._attempt)
-        with self._lock:
-            # It ran in this attempt, whose operation was told that nobody knows whether it is
-            # stored, and asks again: it is our own write that is made again, not another step.
-            doubtful = self.writer.doubtful.get(name)
-            if doubtful is None or not _is_equal(self._unstored_calls.get(name), (call, args)):
-                doubtful = None
-                position, stored = book.begin(name, place)
-            else:
-                book.require_open(name, place)
-                del self.writer.doubtful[name]
-                book.under_way += 1
+        taken = TakenStep(name, call, args, options)
         try:
-            if doubtful is not None:
-                await self.writer.record(*doubtful)
-                book.advance(doubtful[0].position)
-                return doubtful[1]
-            outcome_codec = codec_of_step(call, options.returns)
+            # Inside the try: it is under way from its place in the book on, and a signal's handler
+            # may raise right after that.
+            with self._lock:
+                # It ran in this attempt, whose operation was told that nobody knows whether it is
+                # stored, and asks again: it is our own write that is made again, not another step.
+                left = self._left(name)
+                if left is not None and left.is_of(call, args):
+                    taken = left
+                    book.require_open(name, place)
+                    book.under_way[taken] = name
+                else:
+                    left = None
+                    taken.position, stored = book.begin(name, place, taken)
+            if left is not None:
+                await self._record(left)
+                return left.value
+            taken.outcome_codec = codec_of_step(call, options.returns)
             if stored is None:
-                return await self._run_new(name, position, call, args, options, outcome_codec)
-            value = self._stored_value(stored, outcome_codec, options)
-            book.advance(position)
+                return await self._run_new(taken)
+            value = self._stored_value(stored, taken.outcome_codec, options)
+            book.advance(taken.position)
             return value
-        except StepNotStored:
-            self._unstored_calls[name] = (call, args)
-            raise
         finally:
             with self._lock:
-                book.under_way -= 1
+                book.under_way.pop(taken, None)
                 quiet = None if book.under_way else self._quiet
             if quiet is not None:
                 quiet.set()
+
+    def _left(self, name: str) -> TakenStep | None:
+        """The step with this name that has returned and that nobody is storing; under the lock.
+
+        Raises `StepNotStored` for one of which nobody knows whether it ran.
+        """
+        left = self._unstored.get(name)
+        if left is None or left in self.book.under_way:
+            return None
+        if left.is_doubtful:
+            raise self._in_doubt(left)
+        if not left.has_returned:
+            return None
+        self._finish(left)
+        return left
+
+    def _in_doubt(self, taken: TakenStep) -> StepNotStored:
+        text = self.call.key.text
+        return StepNotStored(
+            f"step {taken.name!r} of {text!r} was interrupted by a signal's handler, and nobody "
+            "knows whether it ran. A later attempt runs it again",
+            key=text,
+            value=None,
+        )
 
     async def _require_unsettled(self, name: str) -> None:
         """Raises `InvalidInput` once `complete_in` has ended the attempt with the user's commit.
@@ -152,38 +183,84 @@ class StepRun:
                 key=text,
             )
 
-    async def _run_new(
-        self,
-        name: str,
-        position: int,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        options: StepOptions,
-        outcome_codec: OutcomeCodec,
-    ) -> Any:
+    async def _run_new(self, taken: TakenStep) -> Any:
         """Runs a step that no earlier attempt has finished, and records it."""
-        book = self.book
-        is_joined = options.connection is not None
-        try:
-            if is_joined:
-                value = await self._run_joined(name, position, call, args, options, outcome_codec)
-            else:
-                value = await self.perform(
-                    lambda: self._executor.perform_step(call, args), options.retry, options.terminal
-                )
-        except BaseException:
+        name, options = taken.name, taken.options
+        if options.connection is not None:
+            value = await self._run_joined(taken)
             with self._lock:
-                book.abandon(name)
+                self._finish(taken)
+            self.book.advance(taken.position)
+            return value
+        try:
+            # Before the call, which can then not return unseen.
+            self._unstored[name] = taken
+            value = await self.perform(taken, options.terminal)
+            await self._record(taken)
+            return value
+        except BaseException as error:
+            if not (taken.has_returned or taken.is_doubtful):
+                self._unstored.pop(name, None)
+            elif taken.has_returned and not (
+                name in self.writer.handed_over or isinstance(error, RetrysafeError)
+            ):
+                # A signal's handler raised before it was as far as that.
+                abandon = partial(self.writer.abandon, name)
+                self._background.finish(self._record_left(taken), abandon)
             raise
+
+    def _finish(self, taken: TakenStep) -> None:
+        """Takes note that a step has run; as often as it is asked for."""
+        name, options = taken.name, taken.options
+        self.book.finish(name, taken.position)
+        if options.compensate is not None:
+            undo = Undo(name, options.compensate, options.retry, taken.value)
+            self.book.undos.setdefault(name, undo)
+
+    async def _record(self, taken: TakenStep) -> None:
+        """Makes a step durable that has run; raises as `StepWriter.record` does."""
+        await self.writer.record(self._encoded(taken), taken.value)
+        self._unstored.pop(taken.name, None)
+
+    async def _write(self, taken: TakenStep) -> None:
+        """The same for a caller who is looked after elsewhere."""
+        await self.writer.write(self._encoded(taken), taken.value)
+        self._unstored.pop(taken.name, None)
+
+    def _encoded(self, taken: TakenStep) -> Step:
+        """What is stored of a step that has run; the running code is behind it from now on."""
         with self._lock:
-            book.finish(name, position)
-            if options.compensate is not None:
-                book.undos.append(Undo(name, options.compensate, options.retry, value))
-        book.advance(position)
-        if not is_joined:
-            payload = self._payload(outcome_codec, value)
-            await self.writer.record(Step(name, position, payload), value)
-        return value
+            self._finish(taken)
+        self.book.advance(taken.position)
+        if taken.step is None:
+            taken.step = Step(taken.name, taken.position, self._payload(taken))
+        return taken.step
+
+    async def _record_left(self, taken: TakenStep) -> None:
+        """The same for a caller who is gone."""
+        try:
+            await self._write(taken)
+        except RetrysafeError:
+            return  # Insisted on before the key is freed.
+
+    async def record_the_rest(self) -> None:
+        """Insists once more on what could not be written, before the key is freed for a retry.
+
+        A freed key runs again at once, and what is not recorded runs with it. Raises `ClaimLost`
+        when there is another owner, and `StepNotStored` when the store still cannot be told, or for
+        a step of which nobody knows whether it ran: only the lease may free the key then.
+        """
+        for taken in list(self._unstored.values()):
+            if taken.is_doubtful:
+                raise self._in_doubt(taken)
+            if taken.has_returned:
+                # Also one that is written in the background: that does not count it out.
+                await self._write(taken)
+
+    @property
+    def has_unrecorded(self) -> bool:
+        """Whether a step ran of which nobody knows that it is stored."""
+        return bool(self._unstored)
 
     async def end(self) -> None:
         """Takes no more steps, and waits until none is under way: each is recorded or given up.
@@ -195,13 +272,16 @@ class StepRun:
         book, attempt = self.book, self._attempt
         with self._lock:
             book.is_over = True
-            if not book.under_way:
-                return
-            quiet = self._quiet = self._clock.signal()
-        while book.under_way:
+            quiet = self._quiet = self._clock.signal() if book.under_way else None
+        while quiet is not None and book.under_way:
             attempt.raise_if_lost()
             # The lease is renewed meanwhile; when it is not, nobody waits for longer than it lasts.
-            await quiet.wait(attempt.time_left.total_seconds())
+            # Looked at now and then: a signal's handler may have kept the last step from telling.
+            await quiet.wait(min(LOOK_SECONDS, attempt.time_left.total_seconds()))
+        for taken in list(self._unstored.values()):
+            if taken.has_returned:
+                # Also where a signal's handler has kept its caller from it.
+                self._finish(taken)
 
     def _stored_value(self, step: Step, outcome_codec: OutcomeCodec, options: StepOptions) -> Any:
         """What an earlier attempt's step returned; raises `StepUnavailable`."""
@@ -219,17 +299,20 @@ class StepRun:
         if options.compensate is not None:
             undo = Undo(step.name, options.compensate, options.retry, value, error)
             with self._lock:
-                self.book.undos.append(undo)
+                self.book.undos[step.name] = undo
         if error is not None:
             raise error
         return value
 
-    def _payload(self, outcome_codec: OutcomeCodec, value: Any) -> Payload:
+    def _payload(self, taken: TakenStep) -> Payload:
         """What is stored of a result; whatever is wrong with it, the step must not run again."""
+        outcome_codec, value = taken.outcome_codec, taken.value
+        assert outcome_codec is not None  # It is known before the call is made.
+        limit_bytes = self.call.policy.outcome_limit_bytes
         try:
-            limit_bytes = self.call.policy.outcome_limit_bytes
             payload = codec.bounded(outcome_codec.encode(value), limit_bytes)
         except Exception as error:
+            codec.require_again(error, partial(outcome_codec.encode, value))
             payload = codec.withheld(codec.message_of(error))
         if payload.form == codec.WITHHELD:
             self.writer.tell(EventKind.WITHHELD, codec.withheld_reason(payload))
@@ -287,24 +370,34 @@ class StepRun:
 
     async def perform(
         self,
-        run_once: Callable[[], Awaitable[Any]],
-        retry: StepRetry,
+        taken: TakenStep,
         terminal: tuple[type[Exception], ...] = (),
+        run_once: Callable[[OneCall], Awaitable[Any]] | None = None,
     ) -> Any:
-        """Makes a call as often as the retry policy allows."""
-        book = self.book
+        """Makes a call as often as its retry policy allows; `run_once` makes it in a transaction.
+
+        What a signal's handler raised after the call had ended is not tried again for.
+        """
+        book, retry = self.book, taken.options.retry
         tried = 0
         while True:
             # A zombie must not start an effect that its successor may have had already.
             if self._attempt.is_lost:
                 await self._attempt.hold()
-            before = book.enter()
+            made = taken.made = OneCall(taken.call, taken.args)
+            before = book.trail()
             is_certain = False
             try:
-                value = await run_once()
+                book.enter()
+                if run_once is None:
+                    value = await self._executor.perform_step(taken.call, made)
+                else:
+                    value = await run_once(made)
                 is_certain = True
                 return value
             except Exception as error:
+                if run_once is None and not made.is_own(error):
+                    raise
                 is_certain = self._is_nothing_happened(error)
                 tried += 1
                 if is_listed(error, terminal):
@@ -315,6 +408,7 @@ class StepRun:
             finally:
                 if not is_certain:
                     self.has_uncertain = True
+                # By one call of C: a signal must not leave the mark of being inside.
                 book.leave(before)
             await self._clock.sleep(retry.pause_seconds(tried))
 
@@ -331,39 +425,27 @@ class StepRun:
         """Whether this very exception came from a step for which it is terminal."""
         return any(error is item for item in self._terminal_errors)
 
-    async def undo(self, undo: Undo) -> None:
-        """Takes a finished step back."""
-        await self.perform(
-            lambda: self._executor.perform_step(undo.call, (undo.value,)), undo.retry
-        )
-
     # In the user's transaction.
 
-    async def _run_joined(
-        self,
-        name: str,
-        position: int,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        options: StepOptions,
-        outcome_codec: OutcomeCodec,
-    ) -> Any:
+    async def _run_joined(self, taken: TakenStep) -> Any:
         """Runs the step in the user's transaction and records it there.
 
         Each try has a savepoint of its own, so that nothing of a failed one stays behind.
         """
-        transaction = self._executor.join_step(options.connection)
+        connection, outcome_codec = taken.options.connection, taken.outcome_codec
+        assert outcome_codec is not None  # It is known before the call is made.
+        transaction = self._executor.join_step(connection)
         # Before the record is written: the next renewal comes at any moment.
         leases = (self._lease, *self._attempt.held)
         for lease in leases:
             lease.is_joined = True
 
-        async def run_once() -> Any:
+        async def run_once(made: OneCall) -> Any:
             await transaction.begin()
             try:
-                value = await self._executor.perform_step(call, args)
+                value = await self._executor.perform_step(taken.call, made)
                 payload = storable_payload(self.call, outcome_codec, value)
-                write = self.writer.write_of(Step(name, position, payload))
+                write = self.writer.write_of(Step(taken.name, taken.position, payload))
                 for each in (*self.writer.writes_around(write.step), write):
                     if await transaction.record_step(each) is Decision.LOST:
                         raise self.writer.lost()
@@ -371,7 +453,7 @@ class StepRun:
                 await undo_quietly(transaction)
                 raise
             await transaction.keep()
-            self._joined.append(_JoinedStep(options.connection, transaction, write))
+            self._joined.append(_JoinedStep(connection, transaction, write))
             # From now on the transaction itself keeps renewals off the record, for as long as it is
             # open; then they go there again, where the previous release looks. Not after a failed
             # try: the next one would meet a record that was renewed since its snapshot.
@@ -379,7 +461,7 @@ class StepRun:
                 lease.is_joined = lease.may_be_settled
             return value
 
-        return await self.perform(run_once, options.retry, options.terminal)
+        return await self.perform(taken, taken.options.terminal, run_once)
 
     async def look_after_transactions(self, connection: object = None) -> None:
         """Finds out what became of the steps that were recorded in users' transactions.
@@ -405,11 +487,3 @@ class StepRun:
                     self.book.take_back(step.name)
                 else:
                     self.book.committed.add(step.name)
-
-
-def _is_equal(one: object, other: object) -> bool:
-    """Whether two calls of a step are one; what cannot be compared is not."""
-    try:
-        return bool(one == other)
-    except Exception:
-        return False

@@ -42,8 +42,7 @@ class StepWriter:
         "_lease",
         "_report",
         "_store",
-        "_unrecorded",
-        "doubtful",
+        "handed_over",
     )
 
     def __init__(self, ports: Ports, call: Call, lease: Lease, attempt: int) -> None:
@@ -54,9 +53,8 @@ class StepWriter:
         self._call = call
         self._lease = lease
         self._attempt = attempt
-        self._unrecorded: dict[str, StepWrite] = {}
-        # Those of them whose caller was told so, with what they returned.
-        self.doubtful: dict[str, tuple[Step, Any]] = {}
+        # The steps that are written in the background, for callers who are gone.
+        self.handed_over: set[str] = set()
         # The claims on other keys of the request: each of them has all steps, because a process
         # that knows another secret finds only one of the keys.
         self._held = () if call.nest is None else call.nest.held
@@ -110,20 +108,25 @@ class StepWriter:
         return StepWrite(lease.key, lease.token, step, lease.lease_ms)
 
     async def record(self, step: Step, value: Any = None) -> None:
-        """Makes a finished step durable; raises `ClaimLost` or `StepNotStored`."""
-        write = self.write_of(step)
-        self._unrecorded[step.name] = write
+        """Makes a finished step durable; raises `ClaimLost` or `StepNotStored`.
+
+        It is written as well where its caller is cancelled meanwhile.
+        """
         try:
-            decision = await self._insist(write, value)
+            await self.write(step, value)
         except RetrysafeError:
-            self.doubtful[step.name] = (step, value)
             raise
         except BaseException:
             # The caller is being cancelled, and the step has run: its result must not be lost
             # with the caller. Writing it twice is harmless, the first result stands.
-            self._background.finish(self._record_orphan(write), partial(self._abandon, step.name))
+            self.handed_over.add(step.name)
+            orphan = self._record_orphan(self.write_of(step))
+            self._background.finish(orphan, partial(self.abandon, step.name))
             raise
-        del self._unrecorded[step.name]
+
+    async def write(self, step: Step, value: Any) -> None:
+        """The same for a caller who is looked after elsewhere."""
+        decision = await self._insist(self.write_of(step), value)
         # Also when the store has said so before. A copy of the claim that was late may have brought
         # the token back, and what stands now may be a step of the owner in between.
         if decision is Decision.LOST or self._lease.is_revoked:
@@ -153,7 +156,7 @@ class StepWriter:
                 continue
             except StoreUnavailable as error:
                 self.tell(EventKind.STORE_UNAVAILABLE, str(error))
-                if self._clock.monotonic() + pause > give_up:
+                if error.is_reentry or self._clock.monotonic() + pause > give_up:
                     raise self._not_stored(step, value, error) from error
             except StoreError as error:
                 # Waiting does not bring a lost database back.
@@ -168,27 +171,9 @@ class StepWriter:
         except StepNotStored:
             return  # The step runs again, as after a crash at this point.
 
-    def _abandon(self, name: str, reason: str) -> None:
+    def abandon(self, name: str, reason: str) -> None:
+        """Tells of a step that ran, and that nobody can store any more."""
         self.tell(EventKind.SETTLE_FAILED, f"the result of step {name!r}: {reason}")
-
-    @property
-    def has_unrecorded(self) -> bool:
-        """Whether a step ran of which nobody knows that it is stored."""
-        return bool(self._unrecorded)
-
-    async def record_the_rest(self) -> None:
-        """Insists once more on what could not be written, before the key is freed for a retry.
-
-        A freed key runs again at once, and what is not recorded runs with it. Raises `ClaimLost`
-        when there is another owner, and `StepNotStored` when the store still cannot be told: only
-        the lease may free the key then.
-        """
-        for name, write in list(self._unrecorded.items()):
-            decision = await self._insist(write, None)
-            # The orphan of a cancelled writer writes the same, and does not count it out.
-            del self._unrecorded[name]
-            if decision is Decision.LOST:
-                raise self.lost()
 
     # Words.
 

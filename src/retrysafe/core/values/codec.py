@@ -154,31 +154,9 @@ def _require_same(value: Any, back: Any) -> None:
         )
 
 
-_DECODER: Final = json.JSONDecoder()
-
-
-def _read_json(payload: Payload, _types: Types) -> Any:
-    """The value of JSON bytes that are our own: UTF-8, and without a blank around the value.
-
-    Looking for other encodings and for blanks would take longer than reading them.
-    """
-    body = payload.body
-    if body[:1] == b'"' and body[-1:] == b'"' and len(body) > 1:
-        inner = body[1:-1]
-        if inner.translate(trees.MARKED) is inner:
-            return inner.decode()  # A text without escapes, and without what should have been one.
-    text = body.decode()
-    try:
-        value, end = _DECODER.raw_decode(text)
-    except json.JSONDecodeError:
-        end = -1
-    # What is not as it was written is read, or told, as the library does it.
-    return value if end == len(text) else _DECODER.decode(text)
-
-
 _READERS: Final[dict[str, Callable[[Payload, Types], Any]]] = {
     BYTES: lambda payload, types: payload.body,
-    JSON: _read_json,
+    JSON: lambda payload, types: json.loads(payload.body),
     TAGGED: lambda payload, types: trees.from_tree(json.loads(payload.body), types),
     DATACLASS: lambda payload, types: trees.read_dataclass(
         types.find(payload.head.decode()), json.loads(payload.body), types
@@ -268,6 +246,20 @@ def _slots_of(kind: type) -> list[str]:
         for name in ((slots,) if isinstance(slots, str) else slots)
         if name not in ("__dict__", "__weakref__")
     ]
+
+
+def require_again(error: Exception, encode: Callable[[], object]) -> None:
+    """Raises the error of an encoding that succeeds when it is asked again.
+
+    Then nothing is wrong with the value: a signal's handler raised, and its exception is not to be
+    swallowed as if it were about the value.
+    """
+    try:
+        encode()
+    except Exception:
+        return
+    # Here only what is wrong with a value is wrapped.
+    raise error.__cause__ if isinstance(error, NotStorable) and error.__cause__ else error
 
 
 def message_of(error: BaseException) -> str:

@@ -85,10 +85,6 @@ def _first(
     model: type | None,
 ) -> Difference | None:
     for name, item, other in zip(names, items, others, strict=True):
-        kind = type(item)
-        # Most parts are plain; a call less for each of them counts.
-        if kind in _PLAIN and type(other) is kind and item == other:
-            continue
         found = difference(item, other, model)
         if found is not None:
             return label.format(name) + found[0], found[1]

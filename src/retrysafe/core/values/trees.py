@@ -47,19 +47,9 @@ _sorted_text = json.JSONEncoder(
 ).encode
 
 
-# Changes exactly the bytes that JSON escapes within a text. `translate` gives the very same bytes
-# back when it has changed none.
-MARKED: Final = bytes(byte ^ 0x80 if byte < 0x20 or byte in b'"\\' else byte for byte in range(256))
-
-
 def json_bytes(tree: Any) -> bytes:
     """The compact UTF-8 JSON of a tree."""
     try:
-        if type(tree) is str:
-            # A text that needs no escapes. The encoder takes longer to find that out.
-            text = tree.encode()
-            if text.translate(MARKED) is text:
-                return b'"%b"' % text
         return _compact_text(tree).encode()
     except UnicodeEncodeError:
         # Lone surrogates exist in Python text and not in UTF-8; escaped they survive.

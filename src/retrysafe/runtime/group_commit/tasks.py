@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from retrysafe.core.keys.key import Key
@@ -69,8 +69,16 @@ class _Batch:
 class TaskGroupCommit:
     """Group commit among the tasks of one event loop."""
 
-    def __init__(self, store: Store, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        store: Store,
+        loop: asyncio.AbstractEventLoop,
+        require_outside: Callable[[], None] | None = None,
+    ) -> None:
         self._store = store
+        # Raises in a task whose own transaction is the store's one writer. Asked here, because the
+        # batch that a claim leaves in is committed by another task.
+        self._require_outside = require_outside
         self._loop = loop
         self._new_future: Callable[[], asyncio.Future[Any]] = loop.create_future
         capabilities = store.capabilities
@@ -94,7 +102,9 @@ class TaskGroupCommit:
         self._lookout: asyncio.TimerHandle | None = None
 
     def claim(self, request: ClaimRequest) -> asyncio.Future[ClaimAnswer]:
-        """Claims a key in the next batch."""
+        """Claims a key in the next batch; raises `StoreUnavailable` inside of an atomic block."""
+        if self._require_outside is not None:
+            self._require_outside()
         future = self._new_future()
         try:
             self._claims.append((request, future))
@@ -264,8 +274,9 @@ class TaskGroupCommit:
             self._is_replaying = (
                 isinstance(first, ClaimAnswer) and first.decision is Decision.REPLAY
             )
-            _require_as_many(settled, flight.settling)
-            _require_as_many(claimed, flight.claiming)
+            if len(settled) != len(flight.settling) or len(claimed) != len(flight.claiming):
+                told, rows = len(settled) + len(claimed), flight.rows
+                raise ValueError(f"the store gave {told} answers to {rows} rows")
             flight.claimed = claimed
         except BaseException as error:
             self._fail((*flight.settling, *flight.claiming), error)
@@ -375,11 +386,6 @@ class TaskGroupCommit:
                 await asyncio.wait(set(self._flights))
             else:
                 await asyncio.sleep(0)
-
-
-def _require_as_many(answers: Sized, waiting: Sized) -> None:
-    if len(answers) != len(waiting):
-        raise ValueError(f"the store gave {len(answers)} answers to {len(waiting)} rows")
 
 
 def _answer(waiting: Sequence[asyncio.Future[Any]], answers: Sequence[Any]) -> None:

@@ -34,8 +34,8 @@ class _QueuedRow:
         # Set when this entry's thread is to carry a batch, its own row included.
         self.batch: list[_QueuedRow] | None = None
         self.gate: threading.Lock | None = None
-        # Held by its thread's `with` for as long as that takes part. However many signals raise in
-        # a row, and however little stack is left, C gives it back: everybody sees who is gone.
+        # Held by its thread's `with` for as long as that takes part: everybody sees who is gone, by
+        # a signal or at the end of the stack (decision 31).
         self.here = threading.Lock()
         # Set when somebody has waited in vain for the batch of this entry's thread.
         self.is_held_up = False
@@ -94,8 +94,8 @@ class ThreadGroupCommit:
                     self._inside[thread] = entry
                     self._take_part(entry)
                 except BaseException:
-                    # A signal may raise in the main thread at any line. What this thread owes to
-                    # the others by then is done before it goes, or by them when this fails, too.
+                    # What this thread owes to the others by now is done before it goes, or by them
+                    # when this fails, too: decision 31.
                     self._leave(entry)
                     raise
         finally:

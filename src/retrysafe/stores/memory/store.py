@@ -95,12 +95,12 @@ class MemoryStore:
         except StoreError as error:
             return error
         if changed is not None:
-            self._records[digest] = changed
             if record is None or transitions.is_new_request(record, changed, answer.decision):
                 # A new life of the key must not resume from the steps of an earlier one, nor with
                 # its arguments; neither must a corrected request.
                 self._steps.pop(digest, None)
                 self._arguments.pop(digest, None)
+            self._records[digest] = changed
             if request.arguments is not None:
                 self._arguments.setdefault(digest, request.arguments)
         elif answer.decision is Decision.REPLAY:
@@ -114,11 +114,14 @@ class MemoryStore:
         if changed is not None:
             # With a step stored, something has happened. None can come after the ending.
             changed.nothing_happened = changed.nothing_happened and not self._steps.get(digest)
-            self._records[digest] = changed
             if settlement.payload is not None:
+                # Before the record, and as often as it is asked for: a signal's handler may raise
+                # in between.
                 ending = ending_of(settlement, settlement.payload, changed, now_ms)
-                self._outcomes[digest] = (*self._outcomes.get(digest, ()), ending)
+                others = [item for item in self._outcomes.get(digest, ()) if item[0] != ending[0]]
+                self._outcomes[digest] = (*others, ending)
                 self.outbox.insert(settlement.entries, settlement.key, now_ms)
+            self._records[digest] = changed
         return answer
 
     async def extend(

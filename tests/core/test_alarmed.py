@@ -1,0 +1,363 @@
+"""A signal's handler that raises an `Exception` in our frames, around a call of the user's.
+
+What the call came to is known or in doubt; the exception is never taken for the call's own failure,
+for which the key would be freed and the work run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from retrysafe.core.attempt import Attempt
+from retrysafe.core.model import Decision, Ending, Payload, State
+from retrysafe.core.one_call import OneCall
+from retrysafe.core.policy import Policy
+from retrysafe.core.ports import Fate
+from retrysafe.core.steps.history import StepRetry
+from retrysafe.errors import (
+    InvalidInput,
+    OutcomeNotStored,
+    StepNotStored,
+    StepReused,
+    StoreUnavailable,
+)
+from tests.core.building import KEY, call
+from tests.core.driving import Fault, Process, World, drive
+from tests.core.sample_types import Declined
+from tests.core.stepped import Effects, run, stored_steps
+from tests.core.transacting import FakeTransaction
+from tests.interrupting import Alarmed
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def effects() -> Effects:
+    return Effects()
+
+
+def state(world: World) -> State:
+    return drive(world.store.read(KEY)).record.state
+
+
+def go_on(world: World) -> None:
+    while world.background:
+        drive(world.background.pop())
+
+
+def alarmed_step(process: Process, *, knows: bool = True, after: str = "") -> None:
+    """The handler raises after the next call of a step, once; before it is noted how that ended."""
+    usual = process.ports.executor.perform_step
+    armed = [True]
+
+    async def perform_step(called: Callable[..., Any], made: OneCall) -> Any:
+        value = await usual(called, made)
+        if armed and (not after or called.__name__ == after):
+            armed.clear()
+            if not knows:
+                made.go_on()
+            raise Alarmed
+        return value
+
+    process.ports.executor.perform_step = perform_step
+
+
+def alarmed_operation(
+    process: Process, *, knows: bool = True, error: type[Exception] = Alarmed
+) -> None:
+    usual = process.engine._runner._perform
+
+    async def perform(attempt: Attempt, *given: Any) -> Any:
+        await usual(attempt, *given)
+        assert attempt.made is not None
+        if not knows:
+            attempt.made.go_on()
+        raise error("by a handler")
+
+    process.engine._runner._perform = perform
+
+
+# Operations.
+
+
+@pytest.mark.parametrize("error", [Alarmed, StoreUnavailable])
+def test_what_the_operation_returned_is_stored(world, error):
+    """Also when the handler has called retrysafe, and let its refusal pass."""
+    process = world.first
+    alarmed_operation(process, error=error)
+    with pytest.raises(error):
+        process.answer(call())
+    go_on(world)
+    assert world.process().answer(call()).replayed
+    assert world.ran == [1]
+
+
+def test_with_its_steps_and_entries(world, effects):
+    process = world.first
+    alarmed_operation(process)
+
+    async def operation(attempt: Attempt) -> str:
+        attempt.outbox.stage("mail", {"to": "c1"}, name="receipt")
+        return await attempt.step("charge", effects.do, "charge")
+
+    with pytest.raises(Alarmed):
+        run(process, operation)
+    go_on(world)
+    assert state(world) is State.SUCCEEDED
+    assert len(world.store.outbox._entries) == 1
+
+
+def test_an_operation_in_doubt_is_left_to_its_lease(world):
+    process = world.first
+    alarmed_operation(process, knows=False)
+    with pytest.raises(Alarmed):
+        process.answer(call())
+    assert not world.background
+    assert state(world) is State.PENDING
+
+
+@pytest.mark.parametrize(
+    ("fate", "is_settled"),
+    [(Fate.STANDS, False), (Fate.UNDONE, True), (StoreUnavailable("down"), True)],
+)
+def test_a_caller_who_is_gone_while_the_users_transaction_is_asked_for(fate, is_settled):
+    """It is asked once more; what was rolled back is settled with what the operation returned."""
+    transaction = FakeTransaction(settles=Decision.APPLY, fate_is=fate)
+    world = World(join=lambda connection: transaction)
+    process = world.first
+    alarmed_operation(process)
+
+    async def operation(attempt: Attempt) -> str:
+        attempt.complete_in("connection", "paid")
+        return "returned"
+
+    with pytest.raises(Alarmed):
+        run(process, operation)
+    go_on(world)
+    assert len(process.writer.settlements) == is_settled
+
+
+@pytest.mark.parametrize("judge", [None, lambda _: Ending.SUCCEEDED])
+def test_while_the_outcome_is_encoded(world, judge):
+    """Nothing is wrong with the value, so it is not withheld; and the handler is not unheard."""
+    encode, armed = call().codec.encode, [True]
+
+    class Codec:
+        def encode(self, value: object) -> Payload:
+            if armed:
+                armed.clear()
+                raise Alarmed
+            return encode(value)
+
+    with pytest.raises(Alarmed):
+        world.first.answer(call(codec=Codec(), judge=judge))
+    go_on(world)
+    assert world.process().answer(call()).value == 7
+    assert "withheld" not in world.kinds
+
+
+# Steps.
+
+
+def test_a_step_that_returned_is_recorded(world, effects):
+    """Also before the operation, which takes the exception for the step's, has ended."""
+    process = world.first
+    alarmed_step(process)
+
+    async def operation(attempt: Attempt) -> str:
+        with pytest.raises(Alarmed):
+            await attempt.step("charge", effects.do, "charge")
+        go_on(world)
+        assert stored_steps(world) == [("charge", 1)]
+        raise OSError("later")
+
+    with pytest.raises(OSError, match="later"):
+        run(process, operation)
+    run(world.process(), lambda attempt: attempt.step("charge", effects.do, "charge"))
+    assert effects.ran == ["charge"]
+
+
+def test_it_is_recorded_before_the_key_is_freed(world, effects):
+    """Where signals in a row have kept everybody else from it."""
+    process = world.first
+    alarmed_step(process)
+    with pytest.raises(Alarmed):
+        run(process, lambda attempt: attempt.step("charge", effects.do, "charge"))
+    world.background.pop().close()
+    assert state(world) is State.RELEASED
+    assert stored_steps(world) == [("charge", 1)]
+
+
+def test_a_step_that_returned_is_not_tried_again():
+    world, effects = World(), Effects()
+    alarmed_step(world.first)
+    with pytest.raises(Alarmed):
+        run(
+            world.first,
+            lambda attempt: attempt.step("charge", effects.do, "charge", retry=StepRetry(tries=3)),
+        )
+    go_on(world)
+    assert effects.ran == ["charge"]
+
+
+def test_who_asks_again_gets_its_result(world, effects):
+    process = world.first
+    alarmed_step(process)
+
+    async def operation(attempt: Attempt) -> str:
+        with pytest.raises(Alarmed):
+            await attempt.step("charge", effects.do, "charge")
+        with pytest.raises(StepReused):
+            await attempt.step("charge", effects.do, "another")
+        return await attempt.step("charge", effects.do, "charge")
+
+    assert run(process, operation).value == "charge done"
+    world.background.pop().close()
+    assert effects.ran == ["charge"]
+    assert stored_steps(world) == [("charge", 1)]
+
+
+def test_an_unstored_step_of_a_caller_who_is_gone_is_insisted_on(world, effects):
+    process = world.first
+    alarmed_step(process)
+    process.store.write_faults.append(Fault(StoreUnavailable("down")))
+
+    async def operation(attempt: Attempt) -> str:
+        with pytest.raises(Alarmed):
+            await attempt.step("charge", effects.do, "charge")
+        go_on(world)
+        assert stored_steps(world) == []
+        raise OSError("later")
+
+    with pytest.raises(OSError, match="later"):
+        run(process, operation, policy=Policy(settle_patience=Policy().lease * 0))
+    assert stored_steps(world) == [("charge", 1)]
+
+
+def test_a_step_in_doubt_leaves_the_key_to_its_lease(world, effects):
+    process = world.first
+    alarmed_step(process, knows=False)
+
+    async def operation(attempt: Attempt) -> None:
+        with pytest.raises(Alarmed):
+            await attempt.step("charge", effects.do, "charge")
+        await attempt.step("charge", effects.do, "charge")
+
+    with pytest.raises((OutcomeNotStored, StepNotStored), match="nobody knows whether it ran"):
+        run(process, operation)
+    assert effects.ran == ["charge"]
+    assert state(world) is State.PENDING
+
+
+def test_a_step_that_raised_may_be_asked_for_again(world, effects):
+    process = world.first
+
+    def declined() -> None:
+        effects.ran.append("declined")
+        raise Declined("no")
+
+    async def operation(attempt: Attempt) -> None:
+        for _ in range(2):
+            with pytest.raises(Declined):
+                await attempt.step("charge", declined)
+
+    run(process, operation)
+    assert effects.ran == ["declined", "declined"]
+
+
+def test_a_step_that_the_handler_kept_from_its_name_counts_nobody_in(world, effects):
+    """Else the operation would wait for it for ever."""
+    process = world.first
+
+    async def operation(attempt: Attempt) -> str:
+        steps = attempt._opened_steps()
+        begin = steps.book.__class__.begin
+
+        def alarmed(*given: Any) -> Any:
+            begin(*given)
+            raise Alarmed
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(steps.book.__class__, "begin", alarmed)
+            with pytest.raises(Alarmed):
+                await attempt.step("charge", effects.do, "charge")
+        return await attempt.step("charge", effects.do, "charge")
+
+    assert run(process, operation).value == "charge done"
+
+
+def test_a_refund_is_not_paid_twice():
+    """It was paid when the handler raised."""
+    assert refunds(knows=True) == 1
+
+
+def test_a_refund_in_doubt_is_paid_after_the_lease():
+    """As after a crash at that point."""
+    assert refunds(knows=False) == 2
+
+
+def refunds(*, knows: bool) -> int:
+    world, effects = World(), Effects()
+    alarmed_step(world.first, knows=knows, after="undo")
+
+    async def operation(attempt: Attempt) -> None:
+        await attempt.step("charge", effects.do, "charge", compensate=effects.undo)
+        raise Declined("no")
+
+    final = Policy(terminal=Declined)
+    with pytest.raises(Alarmed):
+        run(world.first, operation, policy=final)
+    assert state(world) is State.PENDING
+    world.clock.advance(60)
+    with pytest.raises(Declined):
+        run(world.process(), operation, policy=final)
+    return effects.ran.count("undo of charge done")
+
+
+def test_a_step_that_cannot_be_compared_is_another_one(world, effects):
+    process = world.first
+    alarmed_step(process)
+
+    class Odd:
+        def __eq__(self, other: object) -> bool:
+            raise InvalidInput("no")
+
+        __hash__ = None
+
+    async def operation(attempt: Attempt) -> None:
+        with pytest.raises(Alarmed):
+            await attempt.step("charge", lambda _: 1, Odd())
+        with pytest.raises(StepReused):
+            await attempt.step("charge", lambda _: 1, Odd())
+
+    run(process, operation)
+    world.background.pop().close()
+
+
+def test_a_note_that_could_not_be_taken_back_stands_in_nobodys_way(world, effects):
+    """The step has raised by itself: it may be asked for again, and the key may be freed."""
+    process = world.first
+
+    class AlarmedNotes(dict):
+        def pop(self, *given: Any) -> Any:
+            raise Alarmed
+
+    def declined() -> None:
+        raise Declined("no")
+
+    async def operation(attempt: Attempt) -> None:
+        attempt._opened_steps()._unstored = AlarmedNotes()
+        for _ in range(2):
+            with pytest.raises(Alarmed):
+                await attempt.step("charge", declined)
+        raise OSError("later")
+
+    with pytest.raises(OSError, match="later"):
+        run(process, operation)
+    assert state(world) is State.RELEASED
