@@ -66,9 +66,9 @@ format: setup ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup ## Measure against a baseline in the same run
+bench: setup ## Measure against bare programs in the same run; QUICK=1 only shows that everything runs
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/bench.txt
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)
 
 soak: setup ## Run simulation, overlapping batches and dying consumers for much longer than the tests do
 	$(BIN)/python -m tests.processes.overlapping --seconds 60

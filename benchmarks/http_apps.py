@@ -57,7 +57,7 @@ def fastapi_app(lifespan: Any) -> Any:
 
 def made(framework: str, layer: str, store: str) -> Any:
     factory = {"starlette": starlette_app, "fastapi": fastapi_app}[framework]
-    if layer == "none":
+    if layer == "bare":
         return factory(None)
     if layer == "retrysafe":
         from retrysafe import AsyncIdempotency
@@ -72,9 +72,9 @@ def made(framework: str, layer: str, store: str) -> Any:
 
         return IdempotencyMiddleware(factory(lifespan), idempotency, caller=bearer_token)
     if layer == "by hand":
-        from benchmarks.http_by_hand import ByHand, Memory, Postgres
+        from benchmarks.http_by_hand import ByHand, Postgres
 
-        return ByHand(factory(None), Memory() if store == "memory://" else Postgres(store))
+        return ByHand(factory(None), Postgres(store))
     if layer == "idemkit":
         from idemkit import IdempotencyMiddleware as Idemkit
         from idemkit import InMemoryBackend

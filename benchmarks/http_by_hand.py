@@ -20,19 +20,6 @@ from benchmarks.postgres_statements import CLAIMS, COMPLETES
 SCHEMA = "retrysafe"
 
 
-class Memory:
-    """Claims nothing durable."""
-
-    async def open(self) -> None:
-        pass
-
-    async def claim(self, digest: bytes) -> bytes:
-        return digest
-
-    async def complete(self, digest: bytes, token: bytes, body: bytes) -> None:
-        pass
-
-
 class Postgres:
     """Claims and completes on retrysafe's tables, in batches."""
 
@@ -58,7 +45,7 @@ class Postgres:
 class ByHand:
     """Answers the first request by the application and stores the response."""
 
-    def __init__(self, app: Any, store: Memory | Postgres) -> None:
+    def __init__(self, app: Any, store: Postgres) -> None:
         self._app = app
         self._store = store
         self._kept: dict[bytes, tuple[bytes, list[Any]]] = {}

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from benchmarks.plotting import bar_chart
 
 RESULTS = Path("var/bench")
 
@@ -55,30 +53,43 @@ class Report:
     title: str
     baseline: str
     rows: list[Row] = field(default_factory=list)
+    # Short rounds on small tables show that everything runs. They judge no target.
+    is_quick: bool = False
+
+    @property
+    def is_met(self) -> bool:
+        return self.is_quick or all(row.is_met for row in self.rows)
 
     def show(self) -> None:
-        print(f"\n{self.title}  (ratios to: {self.baseline})")
+        print(f"\n{self.title}  (ratios to: {self.baseline}, unless the name says otherwise)")
+        if self.is_quick:
+            print("  QUICK: short rounds on small tables. Verdicts in brackets judge nothing.")
         print(f"  {'way':<72}{'op/s':>10}{'ratio':>8}{'target':>9}")
         for row in self.rows:
             bound = "≤ " if row.is_ceiling else "≥ "
             target = "" if row.target is None else f"{bound}{row.target:.2f}"
+            verdict = f"({row.verdict})" if self.is_quick and row.verdict else row.verdict
             print(
                 f"  {row.name:<72}{row.per_second:>10,.0f}{row.ratio:>8.2f}{target:>9}"
-                f"  {row.verdict}".rstrip()
+                f"  {verdict}".rstrip()
             )
             if row.note:
                 print(f"    {row.note}")
 
     def save(self, name: str) -> None:
+        """As JSON; a quick run does not replace the results of a whole one."""
         RESULTS.mkdir(parents=True, exist_ok=True)
-        rows = [vars(row) | {"is_met": row.is_met} for row in self.rows]
-        document: dict[str, Any] = {"title": self.title, "baseline": self.baseline, "rows": rows}
-        (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
-        (RESULTS / f"{name}.svg").write_text(bar_chart(self.title, document["rows"]))
+        rows = [vars(row) | {"verdict": row.verdict} for row in self.rows]
+        document = vars(self) | {"rows": rows}
+        path = RESULTS / (f"{name}-quick.json" if self.is_quick else f"{name}.json")
+        path.write_text(json.dumps(document, indent=2) + "\n")
 
 
 def in_turn(ways: dict[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
     """Operations per second of each way, measured in turn so that noise hits all alike.
+
+    Every second round goes backwards, so that a machine that slows down is not held against the
+    ways that come last.
 
     A way gets the round's number and returns its operations per second.
     """
@@ -87,8 +98,8 @@ def in_turn(ways: dict[str, Callable[[int], float]], rounds: int) -> dict[str, l
     done = 0
     started = time.monotonic()
     for number in range(rounds):
-        for name, way in ways.items():
-            found[name].append(way(number))
+        for name in list(ways)[:: -1 if number % 2 else 1]:
+            found[name].append(ways[name](number))
             done += 1
             elapsed = time.monotonic() - started
             print(
@@ -99,6 +110,11 @@ def in_turn(ways: dict[str, Callable[[int], float]], rounds: int) -> dict[str, l
             )
     print("\r" + " " * 90 + "\r", end="", file=sys.stderr)
     return found
+
+
+def machine() -> str:
+    """What the figures were measured on, and what else it had to do."""
+    return f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before"
 
 
 def progress(text: str) -> None:
@@ -118,6 +134,17 @@ def discards_at_once(folder: Path, mounts: str) -> bool:
         if folder.is_relative_to(place) and Path(place).is_relative_to(found):
             found, is_found_discarding = Path(place), "discard" in options.split(",")
     return is_found_discarding
+
+
+def compared(
+    found: dict[str, list[float]], name: str, ours: str, base: str, target: float | None
+) -> Row:
+    """One way against another of the same rounds: the targets that no other noise decides."""
+    note = (
+        f"{statistics.median(found[ours]):,.0f}/s against {statistics.median(found[base]):,.0f}/s"
+    )
+    rate, ratio = statistics.median(found[ours]), median_ratio(found[ours], found[base])
+    return Row(name, rate, ratio, target, note)
 
 
 def median_ratio(ways: list[float], baseline: list[float]) -> float:

@@ -7,67 +7,45 @@ each. It keeps the order because it is alone: a second one would deliver everyth
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import sqlite3
-import sys
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import psycopg
 
-from benchmarks.measuring import Report, Row, progress
+from benchmarks.measuring import Report, Row, in_turn, machine, median_ratio
+from benchmarks.postgres_filling import migrate
 from retrysafe import GLOBAL, Idempotency, current_attempt
-from retrysafe.relay import AsyncRelay, Delivery, Relay, RelayReport
+from retrysafe.relay import AsyncRelay, Delivery, Relay
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores import open_store
 from tests.servers.postgres import PostgresServer
 
-ENTRIES = 100_000
+ENTRIES = 20_000
 QUICK_ENTRIES = 4_000
+ROUNDS = 5
 # The loop is slow; this many entries tell its rate.
 LOOP_ENTRIES = 4_000
 AGGREGATES = 1_000
 # Entries of one operation while staging.
 PER_OPERATION = 500
 BODY = '{"order": 1, "note": "' + "x" * 200 + '"}'
-BAR_WIDTH = 40
 
 
-def fill(url: str, count: int) -> float:
-    """Stages that many entries by operations; entries per second."""
+def fill(url: str, count: int) -> None:
+    """Stages that many entries by operations."""
 
     def operation(first: int) -> None:
         outbox = current_attempt().outbox
         for number in range(first, min(first + PER_OPERATION, count)):
             outbox.stage("orders.paid", BODY, aggregate=f"order-{number % AGGREGATES}")
 
-    started = time.perf_counter()
     with Idempotency(url, caller=GLOBAL) as idem:
         for first in range(0, count, PER_OPERATION):
             idem.run(f"fill-{first}", operation, first)
-            progress(f"staging {first:,} of {count:,}")
-    return count / (time.perf_counter() - started)
-
-
-class Bar:
-    """A progress bar on stderr, redrawn a few times a second."""
-
-    def __init__(self, title: str, total: int) -> None:
-        self._title, self._total = title, total
-        self._drawn_at = 0.0
-
-    def __call__(self, report: RelayReport) -> None:
-        now = time.monotonic()
-        if now - self._drawn_at < 0.2 and report.delivered < self._total:
-            return
-        self._drawn_at = now
-        filled = BAR_WIDTH * report.delivered // self._total
-        bar = "#" * filled + "." * (BAR_WIDTH - filled)
-        text = f"\r  {self._title:<24} [{bar}] {report.delivered:>8,}/{self._total:,}"
-        print(text, end="", file=sys.stderr, flush=True)
 
 
 class Counted:
@@ -83,7 +61,7 @@ class Counted:
 def drained_by_threads(url: str, count: int) -> float:
     store, target = open_store(url), Counted()
     started = time.perf_counter()
-    Relay(store, target, concurrency=8, on_report=Bar("Relay, 8 threads", count)).drain()
+    Relay(store, target, concurrency=8).drain()
     elapsed = time.perf_counter() - started
     run_sync(store.close())
     assert target.count == count, target.count
@@ -99,7 +77,7 @@ def drained_by_tasks(url: str, count: int) -> float:
 
     async def main() -> float:
         store = open_store(url, is_async=True)
-        relay = AsyncRelay(store, deliver, on_report=Bar("AsyncRelay, 64 tasks", count))
+        relay = AsyncRelay(store, deliver)
         started = time.perf_counter()
         await relay.drain()
         elapsed = time.perf_counter() - started
@@ -114,8 +92,8 @@ def drained_by_tasks(url: str, count: int) -> float:
     return count / elapsed
 
 
-def sqlite_loop(folder: Path) -> float:
-    connection = sqlite3.connect(folder / "loop.db", isolation_level=None)
+def sqlite_loop(url: str) -> float:
+    connection = sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute(
@@ -146,6 +124,7 @@ def sqlite_loop(folder: Path) -> float:
 def postgres_loop(url: str) -> float:
     target = Counted()
     with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("DROP TABLE IF EXISTS loop_outbox")
         connection.execute(
             "CREATE TABLE loop_outbox (id bigserial PRIMARY KEY, aggregate text, body bytea, "
             "done boolean NOT NULL DEFAULT false)"
@@ -168,61 +147,55 @@ def postgres_loop(url: str) -> float:
         return LOOP_ENTRIES / (time.perf_counter() - started)
 
 
-@contextlib.contextmanager
-def sqlite_urls() -> Iterator[Callable[[], str]]:
-    with tempfile.TemporaryDirectory() as folder:
-        numbers = iter(range(100))
-        yield lambda: f"sqlite:///{folder}/{next(numbers)}.db"
-
-
-@contextlib.contextmanager
-def postgres_urls() -> Iterator[tuple[str, Callable[[], str]]]:
-    server = PostgresServer().start()
-    try:
-        numbers = iter(range(100))
-
-        def fresh() -> str:
-            url = f"{server.url()}?schema=bench_{next(numbers)}"
-            store: Any = open_store(url)
-            run_sync(store.migrate())
-            run_sync(store.close())
-            return url
-
-        yield server.url(), fresh
-    finally:
-        server.remove()
-
-
 def measured(
     report: Report,
     name: str,
+    loop: Callable[[], float],
     fresh: Callable[[], str],
-    count: int,
-    base: float,
     target: float,
 ) -> None:
-    ways = {
-        f"{name}, Relay, 8 threads": drained_by_threads,
-        f"{name}, AsyncRelay, 64 tasks": drained_by_tasks,
-    }
-    for title, way in ways.items():
-        url = fresh()
-        staged = fill(url, count)
-        rate = way(url, count)
-        note = f"{count:,} entries of {AGGREGATES:,} aggregates; staged at {staged:,.0f}/s"
-        report.rows.append(Row(title, rate, rate / base, target, note))
+    """The loop and the relays in turn; `fresh` gives a store without entries."""
+    count, rounds = (QUICK_ENTRIES, 2) if report.is_quick else (ENTRIES, ROUNDS)
+
+    def way(drained: Callable[[str, int], float]) -> Callable[[int], float]:
+        def run_one(_round: int) -> float:
+            url = fresh()
+            fill(url, count)
+            return drained(url, count)
+
+        return run_one
+
+    base = f"{name}, plain loop"
+    found = in_turn(
+        {
+            base: lambda _: loop(),
+            f"{name}, Relay, 8 threads": way(drained_by_threads),
+            f"{name}, AsyncRelay, 64 tasks": way(drained_by_tasks),
+        },
+        rounds,
+    )
+    for title, rates in found.items():
+        ratio = median_ratio(rates, found[base])
+        goal = None if title == base else target
+        report.rows.append(Row(title, statistics.median(rates), ratio, goal))
 
 
 def run(is_quick: bool = False) -> Report:
-    count = QUICK_ENTRIES if is_quick else ENTRIES
-    report = Report("Outbox, entries delivered to a target that only counts", "the plain loop")
-    with tempfile.TemporaryDirectory() as folder, sqlite_urls() as fresh:
-        base = sqlite_loop(Path(folder))
-        report.rows.append(Row("SQLite, plain loop", base, 1.0))
-        measured(report, "SQLite", fresh, count, base, 1.0)
-    with postgres_urls() as (url, fresh):
-        base = postgres_loop(url)
-        report.rows.append(Row("PostgreSQL, plain loop", base, 1.0))
-        measured(report, "PostgreSQL", fresh, count, base, 3.0)
-    print("\r" + " " * 90 + "\r", end="", file=sys.stderr)
+    title = f"Outbox, entries delivered to a target that only counts, {machine()}"
+    report = Report(title, "the plain loop", is_quick=is_quick)
+    numbers = itertools.count()
+    with tempfile.TemporaryDirectory() as folder:
+
+        def file_url() -> str:
+            return f"sqlite:///{folder}/{next(numbers)}.db"
+
+        measured(report, "SQLite", lambda: sqlite_loop(file_url()), file_url, 1.0)
+    with PostgresServer() as server:
+
+        def schema_url() -> str:
+            url = f"{server.url()}?schema=bench_{next(numbers)}"
+            migrate(url)
+            return url
+
+        measured(report, "PostgreSQL", lambda: postgres_loop(server.url()), schema_url, 3.0)
     return report

@@ -1,7 +1,7 @@
 """The two statements without retrysafe: what a program written for this one purpose reaches.
 
-Merged by hand, for tasks and for threads; and one row a transaction, for threads. No lease is kept,
-no request is compared and no outcome is remembered, so these are bounds and not something to use.
+Merged by hand, for tasks and for threads. No lease is kept, no request is compared and no outcome
+is remembered, so these are bounds and not something to use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import asyncpg
 import psycopg
 
-from benchmarks.postgres_statements import BODY, CLAIM, CLAIMS, COMPLETE, COMPLETES
+from benchmarks.postgres_statements import BODY, CLAIMS, COMPLETES
 
 BATCH = 64
 CONNECTIONS = 4
@@ -130,29 +130,6 @@ def in_threads(
     for worker in workers:
         worker.join()
     return _found(sum(counts), started, cpu)
-
-
-def plain_threads(task: dict[str, Any], start: Callable[[], None]) -> dict[str, float]:
-    """What people write by hand: every thread has a connection, one row a transaction."""
-    claim, complete = (sql.format(schema=task["schema"]) for sql in (CLAIM, COMPLETE))
-    body = BODY.encode()
-    connections = iter(
-        [psycopg.connect(task["url"], autocommit=True) for _ in range(task["in_flight"])]
-    )
-
-    def caller(goes_on: Callable[[], bool]) -> int:
-        count = 0
-        with next(connections) as connection, psycopg.RawCursor(connection) as cursor:
-            while goes_on():
-                digest, token = os.urandom(16), os.urandom(16)
-                cursor.execute(claim, (digest, "key", token), prepare=True)
-                cursor.fetchall()
-                cursor.execute(complete, (digest, token, body), prepare=True)
-                cursor.fetchall()
-                count += 1
-        return count
-
-    return in_threads(task, start, caller)
 
 
 def threads(task: dict[str, Any], start: Callable[[], None]) -> dict[str, float]:

@@ -341,7 +341,7 @@ def _measured(url: str, rate: float, *, is_quick: bool) -> list[Row]:
         ),
         # Where they differ by more, no effect can be told unless quiet times are seldom as slow.
         Row(
-            "the drop: how often quiet times are as slow by chance",
+            "the drop against quiet times, p (0.05 or more: not significant)",
             rate,
             _chance(dropped.busy, quiet),
             0.05,
@@ -354,10 +354,5 @@ def _measured(url: str, rate: float, *, is_quick: bool) -> list[Row]:
             rate,
             freed.ratio,
             note=disk + freed.note,
-        ),
-        Row(
-            "the file: how often quiet times are as slow by chance",
-            rate,
-            _chance(freed.busy, quiet),
         ),
     ]

@@ -270,7 +270,6 @@ async def replays(task: Task) -> Found:
 KINDS: dict[str, Callable[[Task], Any]] = {
     "bare tasks": lambda task: postgres_bare.tasks(task, _start),
     "bare threads": lambda task: postgres_bare.threads(task, _start),
-    "plain threads": lambda task: postgres_bare.plain_threads(task, _start),
     "tasks": tasks,
     "threads": threads,
     "paced": paced,

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType, ModuleType
 
 
@@ -31,6 +32,29 @@ def whole_tree() -> tuple[ModuleType, ...]:
         for name, module in sorted(sys.modules.items())
         if name.partition(".")[0] in ("retrysafe", "contextlib") and module.__file__
     )
+
+
+# Nothing here takes a tenth of it; reaching it is a hang.
+HANG_SECONDS = 30
+
+
+class Hung(BaseException):
+    """Something waits for ever."""
+
+
+@contextmanager
+def no_hang() -> Iterator[None]:
+    """A lock that stays taken would hang the whole run; this ends the wait for it."""
+
+    def bark(*_: object) -> None:
+        raise Hung
+
+    before = signal.signal(signal.SIGALRM, bark)
+    # Again and again: what ends a wait may wait once more.
+    signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS, 1.0)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
 class Struck(int):

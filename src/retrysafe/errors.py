@@ -280,6 +280,8 @@ class StoreUnavailable(StoreError):
     retryable = True
     # Whether the key had been found in flight before the store fell silent.
     is_in_flight = False
+    # Whether its own thread is at work in the store, which a signal's handler waits for in vain.
+    is_reentry = False
 
 
 class StoreNotWritable(StoreUnavailable):

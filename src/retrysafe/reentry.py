@@ -39,10 +39,12 @@ def reentered(location: str) -> StoreUnavailable:
 
     No other kind of error: the batch that is refused may hold rows of others, who try again.
     """
-    return StoreUnavailable(
+    error = StoreUnavailable(
         f"this thread is at work in {location} already and would wait for itself: a signal's "
         "handler must not call retrysafe. Set a flag there, and act on it outside"
     )
+    error.is_reentry = True
+    return error
 
 
 class OpenBlock:

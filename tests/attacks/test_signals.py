@@ -2,37 +2,22 @@
 
 What must hold: no lock and no open transaction survives it. The next call of the same thread works,
 also in the handler of the exception, while everything that it went through is still alive; and so
-does a write by another, real process. A handler that calls retrysafe itself is refused or served,
-and never waits for its own thread.
+does a write by another, real process. Whole calls, and handlers that call, are in
+`test_signal_handlers.py`.
 """
 
 from __future__ import annotations
 
-import gc
 import inspect
-import signal
 import sqlite3
-import threading
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import suppress
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from retrysafe import (
-    Idempotency,
-    Key,
-    OperationInFlight,
-    Policy,
-    RetrysafeError,
-    StoreUnavailable,
-    current_attempt,
-)
-from retrysafe.core.keys.canonical import TooDeep
+from retrysafe import Key
 from retrysafe.core.model import (
     ClaimRequest,
     Decision,
@@ -53,46 +38,20 @@ from retrysafe.core.outbox.entries import (
     EntryQuery,
     EntryState,
 )
-from retrysafe.runtime.current import current
 from retrysafe.runtime.drive import run_sync
-from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
 from retrysafe.stores import SqliteStore
-from retrysafe.testing import ManualClock
-from retrysafe.testing.suite.probe import key_of, request
 from tests.core.building import MARK
-from tests.interrupting import (
-    Alarmed,
-    Interrupted,
-    Overflowed,
-    at_every_place,
-    at_every_place_at_once,
-    whole_tree,
-)
+from tests.interrupting import at_every_place, no_hang, whole_tree
 from tests.processes.children import Child
 
-# Nothing here takes a tenth of it; reaching it is a hang.
-HANG_SECONDS = 30
 TOKEN = b"T" * 16
 PAYLOAD = Payload("json.1", b"", b"1")
 
 
-class Hung(BaseException):
-    """Something waits for ever."""
-
-
 @pytest.fixture(autouse=True)
 def _watchdog() -> Iterator[None]:
-    """A lock that stays taken would hang the whole run; this ends the wait for it."""
-
-    def bark(*_: object) -> None:
-        raise Hung
-
-    before = signal.signal(signal.SIGALRM, bark)
-    # Again and again: what ends a wait may wait once more.
-    signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS, 1.0)
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+    with no_hang():
+        yield
 
 
 def _write_when_told(pipe: Connection, path: str) -> None:
@@ -305,174 +264,3 @@ def test_nothing_stays_locked_or_open(scene: Scene, rival: Rival, name: str):
         assert limit_ms == (7_000,), place
         scene.fresh()
     assert place > 5
-
-
-# The whole way of a call, and handlers that call themselves.
-
-
-class Shop:
-    """Calls with a step, each under a key of its own, and how often each was carried out."""
-
-    def __init__(self, idem: Idempotency) -> None:
-        self.idem = idem
-        self.number = 0
-        self.runs: Counter[str] = Counter()
-
-    def call(self) -> int:
-        self.number += 1
-        return self.pay(f"key-{self.number}")
-
-    def pay(self, key: str, *, has_step: bool = True) -> int:
-        def charge() -> int:
-            self.runs[key] += 1
-            return 7
-
-        def operation() -> int:
-            return current_attempt().step("charge", charge) if has_step else charge()
-
-        return self.idem.run(key, operation, name="pay", request="r")
-
-    def require_empty(self, place: object) -> None:
-        assert current.get() is None, f"an attempt is left after a signal at {place}"
-        calls = self.idem._calls
-        assert not calls._gate.inside, f"somebody is inside after a signal at {place}"
-        assert not calls._engine.flights_count, f"a flight is left after a signal at {place}"
-
-
-@pytest.fixture(params=["sqlite", "memory", "postgresql"])
-def shop(request, tmp_path: Path, monkeypatch) -> Iterator[Shop]:
-    monkeypatch.setattr("retrysafe.core.engine.CLAIM_TRIES", 1)
-    url = f"{request.param}://"
-    if request.param == "sqlite":
-        url = f"sqlite:///{tmp_path / 'keys.db'}"
-    elif request.param == "postgresql":
-        # With one connection, what an interruption keeps is missing at once. A handler needs one
-        # beside that of the call that it came into.
-        size = 2 if "handler" in request.node.originalname else 1
-        url = f"{request.getfixturevalue('migrated_url')}&pool={size}"
-    policy = Policy(settle_patience=timedelta(0))
-    with Idempotency(url, caller="tester", policy=policy, cache=False) as idem:
-        made = Shop(idem)
-        made.pay("warm-up")
-        if request.param == "sqlite":
-            idem._calls.store._connections.writer.execute("PRAGMA synchronous = OFF")
-        yield made
-    # What was interrupted while a connection was being made is thrown away here, and not during a
-    # later test, which would be blamed for a connection that was not closed.
-    del made
-    gc.collect()
-
-
-# Of a flow that a signal kept from being begun; Python says so when it is thrown away.
-never_begun = pytest.mark.filterwarnings(
-    "ignore:coroutine .* was never awaited", "ignore::pytest.PytestUnraisableExceptionWarning"
-)
-
-
-@never_begun
-@pytest.mark.parametrize("kind", [Interrupted, Overflowed])
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_call_leaves_nothing_behind(shop: Shop, count: int, kind: type[Interrupted]):
-    """Wherever it is interrupted, the next one works, and nobody is waited for.
-
-    Also when several signals come at once, each of which raises; and where the stack ends.
-    """
-
-    def call() -> None:
-        with suppress(RetrysafeError, TooDeep):  # What an overflow may be told as.
-            shop.call()
-
-    place = 0
-    for place in at_every_place_at_once(count, call, *whole_tree(), kind=kind):
-        assert shop.pay(f"next-{shop.number}") == 7, place
-        shop.require_empty(place)
-    assert place > 100
-    assert max(shop.runs.values()) == 1
-
-
-@never_begun
-@pytest.mark.parametrize("has_step", [False, True])
-@pytest.mark.parametrize("count", [1, 3])
-def test_an_exception_of_a_handler_is_no_failure_of_the_operation(
-    shop: Shop, count: int, has_step: bool
-):
-    """What has run does not run again, wherever the handler raised; after one signal the outcome is
-    stored, and the retry is told it."""
-
-    def call() -> None:
-        shop.number += 1
-        with suppress(RetrysafeError):  # What a signal inside of the store may be told as.
-            shop.pay(f"key-{shop.number}", has_step=has_step)
-
-    place = 0
-    blocked = 0
-    for place in at_every_place_at_once(count, call, *whole_tree(), kind=Alarmed):
-        key = f"key-{shop.number}"
-        has_run = bool(shop.runs[key])
-        try:
-            assert shop.pay(key, has_step=has_step) == 7, place
-        except OperationInFlight:
-            blocked += has_run
-            assert count > 1 or not has_run, place
-        assert shop.runs[key] <= 1, place
-        shop.require_empty(place)
-    assert place > 100
-    assert blocked < place
-
-
-@never_begun
-@pytest.mark.parametrize("is_same_key", [False, True])
-def test_a_handler_may_call(shop: Shop, is_same_key: bool):
-    """It is served or refused at once; the call that it came into goes on; nothing runs twice."""
-    heard: Counter[str] = Counter()
-
-    def handler() -> None:
-        try:
-            shop.pay(f"key-{shop.number}" if is_same_key else f"handler-{shop.number}")
-        except (StoreUnavailable, OperationInFlight) as error:
-            heard[type(error).__name__] += 1
-        else:
-            heard["served"] += 1
-
-    place = 0
-    for place in at_every_place(shop.call, *whole_tree(), handler=handler):
-        assert shop.runs[f"key-{shop.number}"] == 1, place
-        shop.require_empty(place)
-    assert place > 100
-    assert max(shop.runs.values()) == 1
-    assert heard["served"]
-    assert len(heard) > 1
-
-
-@pytest.mark.timeout(60)
-def test_a_handler_in_the_middle_of_a_steps_write_does_not_wait_for_its_own_thread(tmp_path):
-    """Another thread carries its claim, and waits for the lock that this one holds."""
-    answers = []
-
-    def handler() -> None:
-        carrier.start()
-        while not writer._carriers:
-            pass  # Until the other thread has the batch; it cannot end before this one goes on.
-        with pytest.raises(StoreUnavailable, match="signal's handler"):
-            run_sync(writer.claim(request(key_of("handler"))))
-
-    def now_ms() -> int:
-        if handlers:
-            handlers.pop()()
-        return clock()
-
-    handlers: list[Callable[[], None]] = []
-    clock = ManualClock()
-    store = SqliteStore(tmp_path / "keys.db", now_ms=now_ms)
-    writer = ThreadGroupCommit(store)
-    carrier = threading.Thread(
-        target=lambda: answers.append(run_sync(writer.claim(request(key_of("other")))))
-    )
-    held = request(key_of("k"))
-    run_sync(writer.claim(held))
-    handlers.append(handler)
-    step = Step("charge", 0, Payload("json.1", b"", b"1"))
-    assert run_sync(store.record_step(StepWrite(held.key, held.token, step))) is Decision.APPLY
-    carrier.join(30)
-    assert [answer.decision for answer in answers] == [Decision.ADMIT]
-    run_sync(store.close())

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks import measuring
-from benchmarks.measuring import Report, Row, chance, discards_at_once, median_ratio
+from benchmarks.measuring import (
+    Report,
+    Row,
+    chance,
+    compared,
+    discards_at_once,
+    in_turn,
+    median_ratio,
+)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +67,38 @@ def test_the_report_tells_every_verdict(capsys, monkeypatch, tmp_path):
     ends = [line.split()[-1] for line in lines if "100" in line or "300" in line]
     assert ends == ["met", "MISSED", "SHOWN", "1.00"]
     assert "    it rained" in lines
+    assert not report.is_met
     report.save("throughput")
     rows = json.loads((tmp_path / "throughput.json").read_text())["rows"]
-    assert [row["is_met"] for row in rows] == [True, False, False, True]
-    assert (tmp_path / "throughput.svg").read_text().startswith("<svg")
+    assert [row["verdict"] for row in rows] == ["met", "MISSED", "NOT SHOWN", ""]
+
+
+def test_a_quick_run_judges_nothing_and_says_so(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(measuring, "RESULTS", tmp_path)
+    report = Report("throughput", "R", [Row("slow", 100.0, 1.0, 2.0)], is_quick=True)
+    report.show()
+    shown = capsys.readouterr().out
+    assert "QUICK" in shown
+    assert "(MISSED)" in shown
+    assert report.is_met
+    report.save("throughput")
+    assert [path.name for path in tmp_path.iterdir()] == ["throughput-quick.json"]
+
+
+def test_the_ways_take_turns_and_then_in_reverse():
+    order = []
+
+    def way(name):
+        return lambda number: order.append((number, name)) or 1.0
+
+    in_turn({name: way(name) for name in "abc"}, 2)
+    assert order == [(0, "a"), (0, "b"), (0, "c"), (1, "c"), (1, "b"), (1, "a")]
+
+
+def test_a_target_is_judged_within_the_rounds():
+    found = {"ours": [10.0, 20.0, 90.0], "by hand": [20.0, 20.0, 100.0]}
+    row = compared(found, "ours to by hand", "ours", "by hand", 0.9)
+    assert (row.ratio, row.per_second, row.verdict) == (0.9, 20.0, "met")
 
 
 def test_the_ratio_is_the_median_of_the_rounds_own():

@@ -30,6 +30,13 @@ def test_a_store_that_is_down_is_asked_so_many_times():
     assert [retries.pause_after(DOWN) for _ in range(3)] == [0.05, 0.1, None]
 
 
+def test_a_handler_inside_of_the_store_is_not_asked_to_wait_for_itself():
+    """Its own thread is what is in the way."""
+    error = StoreUnavailable("inside")
+    error.is_reentry = True
+    assert Retries(3, Clock()).pause_after(error) is None
+
+
 def test_a_server_without_writes_is_asked_for_a_while():
     """The limit is on the time, and the pauses grow up to a limit of their own."""
     clock = Clock()

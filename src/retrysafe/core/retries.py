@@ -33,6 +33,8 @@ class Retries:
     def pause_after(self, error: StoreUnavailable) -> float | None:
         """The pause after a try that failed like this; None after the last one."""
         pause = self._pause
+        if error.is_reentry:
+            return None
         if isinstance(error, StoreNotWritable):
             if self._monotonic() + pause > self._give_up:
                 return None

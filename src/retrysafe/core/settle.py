@@ -262,7 +262,7 @@ class Settler:
                 self._report(
                     EventKind.STORE_UNAVAILABLE, call.key, call.operation, attempt, str(error)
                 )
-                if self._monotonic() + pause > give_up:
+                if error.is_reentry or self._monotonic() + pause > give_up:
                     raise self._not_stored(call, attempt, value, error) from error
                 await self._clock.sleep(pause)
                 pause = min(pause * 2, RETRY_PAUSE_MAXIMUM_SECONDS)

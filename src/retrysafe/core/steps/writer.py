@@ -156,7 +156,7 @@ class StepWriter:
                 continue
             except StoreUnavailable as error:
                 self.tell(EventKind.STORE_UNAVAILABLE, str(error))
-                if self._clock.monotonic() + pause > give_up:
+                if error.is_reentry or self._clock.monotonic() + pause > give_up:
                     raise self._not_stored(step, value, error) from error
             except StoreError as error:
                 # Waiting does not bring a lost database back.

@@ -40,6 +40,8 @@ def as_store_error(error: BaseException) -> StoreError:
         copied = StoreUnavailable(str(error), key=error.key)
     copied = copied.with_traceback(error.__traceback__)
     copied.__cause__ = error.__cause__
+    if isinstance(copied, StoreUnavailable):
+        copied.is_reentry = False  # Who carried the row is in its own way, and nobody else's.
     return copied
 
 

@@ -299,6 +299,10 @@ class PostgresStore:
         existing = {row[0] for row in await fetch("list_partitions")}
         return found + diagnosis.partition_findings(existing, now_ms)
 
+    def refuse_reentry(self) -> None:
+        """Raises `StoreUnavailable` where a signal's handler would wait for its own thread."""
+        self._connector.refuse_reentry()
+
     async def close(self) -> None:
         """Closes the connections; the next use opens new ones."""
         await self._connector.close()

@@ -132,6 +132,9 @@ class AsyncpgConnector:
         async with self._connection() as connection, connection.transaction():
             return await work(_Session(connection, patient_seconds))
 
+    def refuse_reentry(self) -> None:
+        """Nobody waits here: whoever asks suspends."""
+
     async def has_forgetful_pooler(self) -> bool:
         """Whether prepared statements would meet a server connection that does not know them."""
         if not self._options.has_prepared_statements:

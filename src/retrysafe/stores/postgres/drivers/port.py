@@ -131,6 +131,9 @@ class Connector(Protocol):
         Its statements are within the time of a commit, unless they are patient.
         """
 
+    def refuse_reentry(self) -> None:
+        """Raises `StoreUnavailable` where a signal's handler would wait for its own thread."""
+
     async def has_forgetful_pooler(self) -> bool:
         """Whether prepared statements are on and the server is not the one that was dialled.
 

@@ -19,6 +19,7 @@ from psycopg.pq import TransactionStatus
 from retrysafe import forks
 from retrysafe.core.ports import Waits
 from retrysafe.errors import StoreNotWritable, StoreUnavailable
+from retrysafe.reentry import reentered
 from retrysafe.stores.postgres.drivers.arrays import BytesArray, BytesArrayDumper, encoded
 from retrysafe.stores.postgres.drivers.port import (
     NotOpened,
@@ -80,12 +81,14 @@ def _limited(gen: Generator[Any, Any, T], seconds: float) -> Generator[Any, Any,
 class _Place:
     """One caller's place in the pool, from its coming to its going."""
 
-    __slots__ = ("connection", "gate", "taken")
+    __slots__ = ("connection", "gate", "here", "taken")
 
     def __init__(self) -> None:
         # Held by the caller's `with` for as long as it is there. No signal, however many raise in a
         # row, keeps C from giving it back, so everybody can see who is gone.
         self.taken = threading.Lock()
+        # The same until it has tidied up as well.
+        self.here = threading.Lock()
         # Closed until it is this one's turn.
         self.gate = threading.Lock()
         self.gate.acquire()
@@ -104,8 +107,9 @@ class _Pool:
         self._connect = connect
         self._wait_seconds = options.connect_timeout.total_seconds()
         self._size_limit = options.size_limit
-        # One that a signal's handler, which asks for a place as well, may take again.
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        # Who is in here, by thread: a signal's handler may call from inside.
+        self._inside: dict[int, _Place] = {}
         # In the order in which they came; those behind the limit wait at their gates.
         self._places: dict[_Place, None] = {}
         self._idle: list[_Connection] = []
@@ -119,7 +123,15 @@ class _Pool:
         a context manager: a signal that raises before its body would keep connection and slot, and
         a transaction open, while the handlers of that exception ask for them (decision 31).
         """
-        place = _Place()
+        place, thread = _Place(), threading.get_ident()
+        try:
+            with place.here:
+                self._inside[thread] = place
+                return self._use(place, work, limit_seconds)
+        finally:
+            self._inside.pop(thread, None)
+
+    def _use(self, place: _Place, work: Callable[[_Connection], T], limit_seconds: float) -> T:
         try:
             with place.taken:
                 self._enter(place, min(limit_seconds, self._wait_seconds))
@@ -143,6 +155,11 @@ class _Pool:
                 # does it, and a transaction that was left open waits for that.
                 self.tidy()
                 raise
+
+    def is_inside(self) -> bool:
+        """Whether the running thread is at work in here: then a signal's handler asks."""
+        place = self._inside.get(threading.get_ident())
+        return place is not None and place.here.locked()
 
     def _enter(self, place: _Place, wait_seconds: float) -> None:
         """Waits for a turn; raises `OperationalError` when the time ran out."""
@@ -170,7 +187,7 @@ class _Pool:
                 self._give_back(place)
                 self._places.pop(place, None)
             for place in list(islice(self._places, self._size_limit)):
-                with suppress(RuntimeError):  # Open already; a signal's handler may have done it.
+                with suppress(RuntimeError):  # Open already.
                     place.gate.release()
 
     def discard(self, connection: _Connection) -> None:
@@ -220,7 +237,7 @@ class _Pool:
             or connection.generation is not self._generation
         ):
             connection.close()
-        elif place.connection is not None:  # Else a signal's handler has done it meanwhile.
+        else:
             # Taken out first: one that was given back twice would be used by two threads at a time.
             place.connection = None
             self._idle.append(connection)
@@ -362,7 +379,16 @@ class PsycopgConnector:
         self._pool = _Pool(self._connect, self._options)
         self._renewals = RenewalConnections(self._connect, _fetch)
 
+    def refuse_reentry(self) -> None:
+        """Raises `StoreUnavailable` in a thread that is inside the pool: a signal's handler, then.
+
+        It would wait for a place that its own thread holds, or for a lock that it has taken.
+        """
+        if self._pool.is_inside():
+            raise reentered(self._location)
+
     def _use(self, work: Callable[[_Connection], T], limit_seconds: float = math.inf) -> T:
+        self.refuse_reentry()
         pool = self._pool
         try:
             return pool.use(work, limit_seconds)
