@@ -11,7 +11,8 @@ import pytest
 
 from retrysafe import Idempotency, InvalidInput
 from retrysafe.consumers import Action, Consumer, Verdict
-from retrysafe.consumers.pika import PikaQueue
+from retrysafe.consumers import pika as module
+from retrysafe.consumers.pika import PikaQueue, _Channel
 from retrysafe.consumers.urls import QueueUrlInvalid, broker_of
 from retrysafe.stores import MemoryStore
 from tests.consumers import test_rabbitmq
@@ -127,6 +128,86 @@ def test_what_waits_for_the_broker_ends_with_its_channel(queue):
             await broker.close()
 
     asyncio.run(scene())
+
+
+def test_all_that_find_the_connection_gone_make_one_together(queue, monkeypatch):
+    """A second one would stay open unknown, and take messages that nobody handles."""
+    made, kind = [], module.AsyncioConnection
+
+    def connection(*given, **options):
+        made.append(kind(*given, **options))
+        return made[-1]
+
+    monkeypatch.setattr(module, "AsyncioConnection", connection)
+    queue.publish(wish("1"))
+
+    async def scene():
+        broker = PikaQueue(queue.server.url, queue.name)
+        try:
+            found, *_ = await asyncio.gather(
+                test_rabbitmq.received(broker, 1),
+                broker._publisher(),
+                broker._is_there(queue.name),
+                broker._dead_letter_queue(),
+            )
+            await broker.settle([(found[0], Verdict(Action.ACK, "done"))])
+            assert len(made) == 1
+            # A close ends one also that is only about to be made.
+            await test_rabbitmq.cut(broker)
+            await broker._gone
+            making = asyncio.create_task(broker._connect())
+            await asyncio.sleep(0)
+        finally:
+            await broker.close()
+        await making
+
+    asyncio.run(scene())
+    assert [each.is_closed for each in made] == [True, True]
+    assert queue.left() == 0
+
+
+def test_a_channel_nobody_waits_for_any_more_is_closed(queue, monkeypatch):
+    """Each settle is limited in time; a connection has only so many channels."""
+
+    called = []
+    call = _Channel.call
+
+    async def noted(channel, method, *given, **options):
+        called.append(method)
+        return await call(channel, method, *given, **options)
+
+    async def cut_off(_):
+        raise TimeoutError
+
+    async def scene():
+        broker = PikaQueue(queue.server.url, queue.name)
+        await broker.open()
+        try:
+            connection = broker._connection
+            opening = asyncio.create_task(_Channel.opened(connection))
+            await asyncio.sleep(0)
+            opening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+            called.clear()
+            probing = asyncio.create_task(broker._is_there(queue.name))
+            while "queue_declare" not in called:  # noqa: ASYNC110 — pika tells nobody.
+                await asyncio.sleep(0)
+            probing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await probing
+            with monkeypatch.context() as patch:
+                patch.setattr(module._Publisher, "confirm", cut_off)
+                with pytest.raises(TimeoutError):
+                    await broker._publisher()
+            # The broker answers in order: by now it has answered all of the above.
+            assert await broker._is_there(queue.name)
+            return list(connection._channels)
+        finally:
+            await broker.close()
+
+    monkeypatch.setattr(_Channel, "call", noted)
+    assert asyncio.run(scene()) == []
 
 
 def test_no_broker_there_is_said_so():

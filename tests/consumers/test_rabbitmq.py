@@ -103,6 +103,23 @@ def test_a_count_that_is_none_does_not_take_messages_along(rabbitmq, kind):
     bench.close()
 
 
+def test_one_consumer_runs_in_one_loop_after_another(rabbitmq, kind):
+    """A lock that somebody waited for belongs to its loop for ever."""
+    bench = RabbitBench(rabbitmq)
+    broker = kind(bench.server.url, bench.name)
+
+    async def scene():
+        await broker.open()
+        try:
+            await asyncio.gather(*(broker._dead_letter_queue() for _ in range(3)))
+        finally:
+            await broker.close()
+
+    for _ in range(2):
+        asyncio.run(scene())
+    bench.close()
+
+
 def test_a_quorum_queue_counts_what_was_requeued(rabbitmq, kind):
     bench = RabbitBench(rabbitmq, {"x-queue-type": "quorum"})
     bench.publish(wish("1"))

@@ -118,9 +118,12 @@ def test_a_group_of_a_standard_queue_keeps_no_order(consumer, shop):
 
 def test_nothing_starts_without_time_and_an_attempt_is_bounded_by_it(consumer, shop, idem):
     """What would be killed in the middle goes back; the lease never outlives the invocation."""
-    late = Context(1_900)
-    assert failures(consumer.sqs({"Records": [record("a")]}, late)) == ["id-a"]
-    assert shop.done == []
+    late = Context(2_100)
+    shop.on_run = lambda: setattr(late, "left_ms", 1_900)
+    assert failures(consumer.sqs({"Records": [record("b"), record("a")]}, late)) == ["id-a"]
+    with pytest.raises(EventNotHandled, match="time-out"):
+        consumer.sqs({"Records": [record("a")]}, late)
+    assert shop.done == ["b"]
     running = []
     shop.on_run = lambda: running.append(idem.read("message:id-a", caller="sqs:payments").record)
     assert failures(consumer.sqs({"Records": [record("a")]}, Context(2_100))) == []

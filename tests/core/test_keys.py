@@ -298,7 +298,7 @@ def test_every_global_caller_is_the_same_namespace():
     assert Key("k", caller=GlobalCaller()) == Key("k", caller=GLOBAL)
 
 
-@pytest.mark.parametrize("number", [10**1_000, Decimal(10) ** 1_000])
+@pytest.mark.parametrize("number", [10**1_000, Decimal(10) ** 1_000], ids=["int", "Decimal"])
 def test_a_number_longer_than_the_process_reads_is_refused_by_name(number):
     """As another kind of value it would be a second key, where the limit is another one."""
     before = sys.get_int_max_str_digits()

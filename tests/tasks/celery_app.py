@@ -17,7 +17,12 @@ app = Celery(
 )
 app.conf.update(
     task_default_queue=os.environ.get("RETRYSAFE_TEST_QUEUE", "celery"),
-    broker_transport_options={"visibility_timeout": 2, "polling_interval": 0.1},
+    broker_transport_options={
+        "visibility_timeout": 2,
+        "polling_interval": 0.1,
+        # A worker that is killed while it looks for lost messages keeps all others from it so long.
+        "unacked_mutex_expire": 2,
+    },
     broker_connection_retry_on_startup=True,
     worker_prefetch_multiplier=1,
     redis_backend_health_check_interval=0,
@@ -29,10 +34,12 @@ class Once(OnceTask):
     idempotency = idem
 
 
-LATE = {"acks_late": True, "reject_on_worker_lost": True}
+# Not shared: other applications of a test run would get them too.
+OWN = {"shared": False}
+LATE = {**OWN, "acks_late": True, "reject_on_worker_lost": True}
 
 
-@app.task(base=Once)
+@app.task(base=Once, **OWN)
 def charge(name, seconds=0.0, wish=None):
     return work.do(name, seconds, wish)
 
@@ -56,7 +63,7 @@ def flaky(name, tries):
     work.fail_until(name, tries)
 
 
-@app.task(bind=True, base=Once, max_retries=2)
+@app.task(bind=True, base=Once, max_retries=2, **OWN)
 def retries_itself(self, name, tries):
     try:
         work.fail_until(name, tries)
@@ -70,7 +77,21 @@ def place(name, wish=None, *, attempt=None):
     work.order(attempt.connection, name, wish)
 
 
-@app.task
+@app.task(**LATE)
+@once(idem)
+def calls_another(name):
+    bound.run(name + " by bound")
+    work.do(name)
+
+
+@app.task(base=Once, **OWN)
+def calls_itself(name, times):
+    work.do(f"{name} {times}")
+    if times:
+        calls_itself(name, times - 1)
+
+
+@app.task(**OWN)
 def total(results):
     work.note("total", ",".join(sorted(each["name"] for each in results)))
 

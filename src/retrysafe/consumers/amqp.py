@@ -37,20 +37,21 @@ class RabbitQueue(AmqpQueue):
     `QUEUE.retry.MILLISECONDS`. All of them are made when they are first needed.
     """
 
+    _channel: AbstractChannel | None
+    _publishing: AbstractChannel | None
+
     def __init__(
         self, url: str, queue: str, *, dead_letter: str | None = None, group: str = ""
     ) -> None:
         super().__init__(url, queue, dead_letter=dead_letter, group=group)
         self._connection: AbstractConnection | None = None
-        self._channel: AbstractChannel | None = None
-        self._publishing: AbstractChannel | None = None
         self._arrived: asyncio.Queue[AbstractIncomingMessage] = asyncio.Queue()
         self._consumed: AbstractQueue | None = None
         self._consumer_tag = ""
-        self._making = asyncio.Lock()
 
     async def open(self) -> None:
         """Connects; raises `InvalidInput` for a queue that is not there."""
+        self._start()
         try:
             self._connection = await aio_pika.connect(self._server_url, timeout=CONNECT_SECONDS)
             await self._require_queue()

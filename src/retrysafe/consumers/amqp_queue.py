@@ -61,10 +61,16 @@ class AmqpQueue:
         host = unquote(urlsplit(url).path[1:]) or "/"
         scheme = "amqp" if host == "/" else f"amqp@{quote(host, safe='')}"
         self.queue, self.group = f"{scheme}:{queue}", group
-        self._opening = asyncio.Lock()
+        self._start()
         self._has_dead_letter_queue = False
         self._prefetch = 0
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def _start(self) -> None:
+        """Locks for the loop that runs now: those of a run before belong to another one."""
+        self._opening, self._making = asyncio.Lock(), asyncio.Lock()
+        self._channel: Any = None
+        self._publishing: Any = None
 
     # What a library does.
 

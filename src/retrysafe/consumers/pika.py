@@ -51,7 +51,11 @@ class _Channel:
         opening = made._begun()
         made.raw = connection.channel(on_open_callback=lambda raw: _end(opening, raw))
         made.raw.add_on_close_callback(made._closed)
-        await opening
+        try:
+            await opening
+        except BaseException:
+            made.drop()
+            raise
         return made
 
     @property
@@ -80,6 +84,11 @@ class _Channel:
         finally:
             # Nobody waits for it any more, should pika have raised.
             answer.cancel()
+
+    def drop(self) -> None:
+        """Closes it without waiting, also one that is not open yet: nobody else would."""
+        with suppress(AMQPError):
+            self.raw.close()
 
     async def close(self) -> None:
         """Closes it; what it brought and was not settled is delivered again."""
@@ -163,6 +172,9 @@ def _fail(future: asyncio.Future[Any], error: Exception) -> None:
 class PikaQueue(AmqpQueue):
     """One queue, which must be there; as `RabbitQueue`, for those who have pika."""
 
+    _channel: _Channel | None
+    _publishing: _Publisher | None
+
     def __init__(
         self, url: str, queue: str, *, dead_letter: str | None = None, group: str = ""
     ) -> None:
@@ -173,16 +185,18 @@ class PikaQueue(AmqpQueue):
             raise InvalidInput(f"the URL of the broker cannot be read: {error}") from None
         self._connection: AsyncioConnection | None = None
         self._gone: asyncio.Future[None] | None = None
-        self._channel: _Channel | None = None
-        self._publishing: _Publisher | None = None
-        self._making = asyncio.Lock()
         self._arrived: asyncio.Queue[tuple[Any, Any, bytes]] = asyncio.Queue()
         self._consumer_tag = ""
 
     # The connection.
 
+    def _start(self) -> None:
+        super()._start()
+        self._connecting = asyncio.Lock()
+
     async def open(self) -> None:
         """Connects; raises `InvalidInput` for a queue that is not there."""
+        self._start()
         try:
             await self._connect()
             await self._require_queue()
@@ -191,12 +205,18 @@ class PikaQueue(AmqpQueue):
             raise
 
     async def _connect(self) -> AsyncioConnection:
-        if self._connection is not None and self._connection.is_open:
+        # One at a time: of two connections the first would stay open, and nobody would know it.
+        async with self._connecting:
+            if self._connection is None or not self._connection.is_open:
+                self._connection, self._gone = await self._connected()
             return self._connection
+
+    async def _connected(self) -> tuple[AsyncioConnection, asyncio.Future[None]]:
+        """A new connection, and what ends with it."""
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[None] = loop.create_future()
         gone: asyncio.Future[None] = loop.create_future()
-        connection = self._connection = AsyncioConnection(
+        connection = AsyncioConnection(
             self._parameters,
             on_open_callback=lambda _: _end(opened, None),
             on_open_error_callback=lambda _, error: _fail(
@@ -205,17 +225,14 @@ class PikaQueue(AmqpQueue):
             on_close_callback=lambda *_: _end(gone, None),
             custom_ioloop=loop,
         )
-        self._publishing = self._channel = None
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await opened
         except BaseException:
-            self._connection = None
             with suppress(AMQPError):
                 connection.close()
             raise
-        self._gone = gone
-        return connection
+        return connection, gone
 
     async def _is_there(self, name: str) -> bool:
         # On a channel of its own: the broker closes it if there is none.
@@ -225,6 +242,9 @@ class PikaQueue(AmqpQueue):
         except ChannelClosedByBroker as error:
             if error.reply_code == _NOT_FOUND:
                 return False
+            raise
+        except BaseException:
+            probe.drop()
             raise
         await probe.close()
         return True
@@ -236,8 +256,7 @@ class PikaQueue(AmqpQueue):
         async with asyncio.timeout(CONNECT_SECONDS):
             if not self._is_consuming():
                 await self._consume(limit)
-        # Together: a message is settled on the channel that brought it, and another call may find
-        # the connection gone meanwhile.
+        # Together: a message is settled on the channel that brought it.
         channel, arrived = self._channel, self._arrived
         try:
             found = [await asyncio.wait_for(arrived.get(), WAIT_SECONDS)]
@@ -265,18 +284,18 @@ class PikaQueue(AmqpQueue):
         connection = await self._connect()
         if self._channel is None or self._channel.is_closed:
             # What came over the old channel is delivered again.
-            self._arrived = asyncio.Queue()
-            self._channel = await _Channel.opened(connection)
+            self._channel, self._arrived = await _Channel.opened(connection), asyncio.Queue()
+        channel = self._channel
         # As many as there can be room for, by the first call, when all of it is free: none waits
         # here that another consumer could handle.
         self._prefetch = max(self._prefetch, limit)
-        await self._channel.call("basic_qos", prefetch_count=self._prefetch)
+        await channel.call("basic_qos", prefetch_count=self._prefetch)
         arrived = self._arrived
 
         def put(_: Any, method: Any, properties: Any, body: bytes) -> None:
             arrived.put_nowait((method, properties, body))
 
-        answer = await self._channel.call("basic_consume", self._name, put)
+        answer = await channel.call("basic_consume", self._name, put)
         self._consumer_tag = answer.method.consumer_tag
 
     def stop(self) -> None:
@@ -284,13 +303,14 @@ class PikaQueue(AmqpQueue):
         self._begin(self._stop())
 
     async def _stop(self) -> None:
-        if self._channel is None or not self._is_consuming():
+        channel, arrived = self._channel, self._arrived
+        if channel is None or not self._is_consuming():
             return
         async with asyncio.timeout(SETTLE_SECONDS):
-            await self._channel.call("basic_cancel", self._consumer_tag)
-        while not self._arrived.empty():
-            method, _, _ = self._arrived.get_nowait()
-            self._channel.raw.basic_nack(method.delivery_tag, requeue=True)
+            await channel.call("basic_cancel", self._consumer_tag)
+        while not arrived.empty():
+            method, _, _ = arrived.get_nowait()
+            channel.raw.basic_nack(method.delivery_tag, requeue=True)
 
     # Verdicts.
 
@@ -332,7 +352,11 @@ class PikaQueue(AmqpQueue):
             if self._publishing is None or self._publishing.is_closed:
                 made = await _Publisher.opened(await self._connect())
                 assert isinstance(made, _Publisher)  # By the class that opened it.
-                await made.confirm()
+                try:
+                    await made.confirm()
+                except BaseException:
+                    made.drop()
+                    raise
                 self._publishing = made
                 self._has_dead_letter_queue = False
             return self._publishing
@@ -340,7 +364,9 @@ class PikaQueue(AmqpQueue):
     async def close(self) -> None:
         """Ends the connection; the broker gives what was not settled to others at once."""
         self._cancel_tasks()
-        connection, self._connection = self._connection, None
+        # After one who connects just now: nobody else would close that connection.
+        async with self._connecting:
+            connection, self._connection = self._connection, None
         if connection is not None and self._gone is not None:
             if connection.is_open:
                 connection.close()

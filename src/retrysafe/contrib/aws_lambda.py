@@ -65,6 +65,7 @@ class LambdaConsumer:
         Turn `ReportBatchItemFailures` on in the event source mapping: without it, Lambda deletes
         them. A message of a FIFO queue that fails holds back its own group alone.
         """
+        _require_time(context)
         failed: list[dict[str, str]] = []
         held: set[str] = set()
         for record in _records(event, "eventSource", "aws:sqs"):
@@ -108,6 +109,7 @@ class LambdaConsumer:
         self._require(message, f"eventbridge:{event['source']}", context)
 
     def _require(self, message: Message, source: str, context: Any) -> None:
+        _require_time(context)
         if not self._handles(message, source, context):
             raise EventNotHandled(
                 f"message {message.identity} of {source} was not handled; the log says why"
@@ -153,6 +155,16 @@ def _left(context: Any) -> timedelta | None:
     """What is left of the invocation but for the margin; None where nobody says."""
     tell = getattr(context, "get_remaining_time_in_millis", None)
     return None if tell is None else timedelta(milliseconds=tell()) - MARGIN
+
+
+def _require_time(context: Any) -> None:
+    """Raises `EventNotHandled` in an invocation that begins without the time for one message."""
+    left = _left(context)
+    if left is not None and left < LEAST:
+        raise EventNotHandled(
+            f"the invocation has {left + MARGIN} left, and a message needs {LEAST + MARGIN} or "
+            "more: raise the function's time-out, to 5 seconds at least"
+        )
 
 
 def _records(event: Any, field: str, source: str) -> list[Mapping[str, Any]]:

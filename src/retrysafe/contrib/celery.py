@@ -17,6 +17,7 @@ from retrysafe.contrib.tasks import (
     OnceOptions,
     TaskGuard,
     TaskOptions,
+    innermost,
     public_signature,
 )
 from retrysafe.errors import InvalidInput
@@ -78,6 +79,9 @@ class OnceTask(Task):  # type: ignore[misc]  # Celery has no types.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the task once for the message that it came with."""
+        if self.request.called_directly or self._guards.is_running(self):
+            # As Celery does it: the call gets a request of its own, without a message.
+            return super().__call__(*args, **kwargs)
         return self._guards.run(self, args, kwargs)
 
     @functools.cached_property
@@ -118,24 +122,44 @@ class _Guards:
         """The outcome of the task that runs here; its message comes back, or the task raises."""
         # Celery's `current_task` is a proxy, which is false without a task.
         request = task.request if task else None
-        task_id = "" if request is None or request.called_directly else request.id
-        if not task_id and self._options.key is None:
-            # No message, so nothing that could come twice: a plain call of a function.
-            return self._function(*args, **kwargs)
-        name = task.name if task else ""
-        is_new = name not in self._made
-        guard = self._guard(name, _bound_parameter(self._function, task, args))
-        if is_new and task_id:
+        has_message = request is not None and not request.called_directly
+        if request is None or not has_message or not self._is_of(task):
+            return self._guard("", None).run_directly(args, kwargs)
+        is_new = task.name not in self._made
+        guard = self._guard(task.name, _bound_parameter(self._function, args))
+        if guard.is_running(request.id):
+            return guard.run_directly(args, kwargs)
+        if is_new:
             _check(task)
         try:
-            return guard.run(task_id, args, kwargs)
+            return guard.run(request.id, args, kwargs)
         except ComeBack as ending:
-            if request is None or not task_id or request.is_eager:
+            if request.is_eager:
                 raise ending.cause from None
             _send_back(task, ending)
 
+    def is_running(self, task: Any) -> bool:
+        """Whether the message of the task is being handled here already."""
+        made = self._made.get(task.name)
+        return made is not None and made.is_running(task.request.id)
 
-def _bound_parameter(function: Callable[..., Any], task: Any, args: tuple[Any, ...]) -> str | None:
+    def _is_of(self, task: Any) -> bool:
+        """Whether the function is the task's, and not one that the task calls directly.
+
+        Raises `InvalidInput` when nobody can tell: it must not run unprotected by mistake.
+        """
+        own = innermost(self._function)
+        if innermost(task.run) is own:
+            return True
+        if any(innermost(other.run) is own for other in task.app.tasks.values()):
+            return False
+        raise InvalidInput(
+            f"{task.name} hides the function that once() protects: use functools.wraps in the "
+            "decorators between @app.task and @once"
+        )
+
+
+def _bound_parameter(function: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
     """The name of the parameter that holds the task, for a function with `bind=True`."""
     parameters = list(inspect.signature(function).parameters)
     is_bound = bool(parameters) and bool(args) and isinstance(args[0], Task)

@@ -20,6 +20,7 @@ from retrysafe.contrib.tasks import (
     OnceOptions,
     TaskGuard,
     TaskOptions,
+    innermost,
     public_signature,
 )
 from retrysafe.errors import InvalidInput, RetrysafeError
@@ -29,7 +30,7 @@ from retrysafe.idempotency import Idempotency
 try:
     import dramatiq
     from dramatiq.errors import Retry
-    from dramatiq.middleware import CurrentMessage
+    from dramatiq.middleware import CurrentMessage, Retries
 except ModuleNotFoundError as error:
     raise missing_extra(__name__, "dramatiq", error) from None
 
@@ -70,13 +71,17 @@ def once(
         @functools.wraps(function)
         def run_once(*args: P.args, **kwargs: P.kwargs) -> T:
             message = CurrentMessage.get_current_message()
-            if message is None or not _is_for(message, run_once):
-                return _called(guard_of(""), function, args, kwargs)
+            actor = _actor_of(message, function)
+            guard = guard_of("" if actor is None else actor.actor_name)
+            value: T
+            if message is None or actor is None or guard.is_running(message.message_id):
+                value = guard.run_directly(args, kwargs)
+                return value
             try:
-                value: T = guard_of(message.actor_name).run(message.message_id, args, kwargs)
+                value = guard.run(message.message_id, args, kwargs)
                 return value
             except ComeBack as ending:
-                raise _sent_back(message, ending) from ending.cause
+                raise _sent_back(message, actor, ending) from ending.cause
             except RetrysafeError as error:
                 if rule_of(error).action is Action.DEAD_LETTER:
                     # No retry mends it: Dramatiq dead-letters what has none left.
@@ -89,37 +94,53 @@ def once(
     return decorate
 
 
-def _called(guard: TaskGuard, function: Callable[P, T], args: Any, kwargs: Any) -> T:
-    """A call without a message: by its key where it has one, else as the plain call that it is."""
-    if guard.options.key is None:
-        if CurrentMessage.get_current_message() is None:
-            _require_messages()
-        return function(*args, **kwargs)
-    try:
-        value: T = guard.run("", args, kwargs)
-        return value
-    except ComeBack as ending:
-        raise ending.cause from None
+def _actor_of(message: Any, function: Callable[..., Any]) -> Any | None:
+    """The actor that the message is for, if the function is its; None for a direct call.
 
-
-def _is_for(message: Any, function: Callable[..., Any]) -> bool:
-    """Whether the message is the actor's own, and not one whose actor calls this one directly."""
-    actor = dramatiq.get_broker().actors.get(message.actor_name)
-    return actor is None or actor.fn is function
-
-
-def _require_messages() -> None:
-    """Raises `InvalidInput` in a worker whose broker does not tell the current message."""
-    if type(threading.current_thread()).__module__ == "dramatiq.worker":
+    Raises `InvalidInput` when nobody can tell: an actor must not run unprotected by mistake.
+    """
+    # A worker's thread knows its broker, which need not be the global one.
+    broker = getattr(threading.current_thread(), "broker", None)
+    if broker is None:
+        return None
+    if message is None:
         raise InvalidInput(
             "the broker has no CurrentMessage, so a message has no id here: write "
             "broker.add_middleware(dramatiq.middleware.CurrentMessage())"
         )
+    own = [each for each in broker.actors.values() if innermost(each.fn) is innermost(function)]
+    if not own:
+        raise InvalidInput(
+            f"{message.actor_name} hides the function that once() protects: use functools.wraps in "
+            "the decorators between @dramatiq.actor and @once"
+        )
+    return next((each for each in own if each.actor_name == message.actor_name), None)
 
 
-def _sent_back(message: Any, ending: ComeBack) -> Retry:
+class _ComeBackRetry(Retry):
+    """A retry that is none of the actor's own."""
+
+
+def _sent_back(message: Any, actor: Any, ending: ComeBack) -> Retry:
     """Has Dramatiq enqueue the message again after a pause, without using up one of its retries."""
     _logger.info("%s of message %s comes back: %s", message.actor_name, message.message_id, ending)
     # Dramatiq adds one, and compares before it does.
     message.options["retries"] = message.options.get("retries", 0) - 1
-    return Retry(str(ending), delay=int(ending.delay_seconds * 1_000))
+    _let_come_back(actor)
+    return _ComeBackRetry(str(ending), delay=int(ending.delay_seconds * 1_000))
+
+
+def _let_come_back(actor: Any) -> None:
+    """Has an actor's `retry_when` judge its own failures alone: it might give the message up."""
+    judge = actor.options.get("retry_when")
+    if judge is None:
+        found = (each for each in actor.broker.middleware if isinstance(each, Retries))
+        judge = next((each.retry_when for each in found), None)
+    if judge is None or getattr(judge, "lets_come_back", False):
+        return
+
+    def retry_when(retries: int, error: BaseException) -> bool:
+        return isinstance(error, _ComeBackRetry) or bool(judge(retries, error))
+
+    retry_when.lets_come_back = True  # type: ignore[attr-defined]
+    actor.options["retry_when"] = retry_when

@@ -78,7 +78,8 @@ def once(
             context: Context | None = kwargs.pop(_CONTEXT, None)
             # Called directly, Taskiq does not fill it in.
             if not isinstance(context, Context):
-                return await _called(guard_of(""), function, args, kwargs)
+                called: T = await guard_of("").run_directly_async(args, kwargs)
+                return called
             message = context.message
             try:
                 value: T = await guard_of(message.task_name).run_async(
@@ -112,23 +113,19 @@ def _with_context(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=parameters)
 
 
-async def _called(
-    guard: TaskGuard, function: Callable[..., Awaitable[T]], args: Any, kwargs: Any
-) -> T:
-    """A call without a message: by its key where it has one, else as the plain call that it is."""
-    if guard.options.key is None:
-        return await function(*args, **kwargs)
-    try:
-        value: T = await guard.run_async("", args, kwargs)
-        return value
-    except ComeBack as ending:
-        raise ending.cause from None
-
-
 async def _send_back(context: Context, ending: ComeBack) -> NoReturn:
     """Publishes the message again after a pause: no result is set, and no retry is used up."""
     message = context.message
     _logger.info("%s of task %s comes back: %s", message.task_name, message.task_id, ending)
     await asyncio.sleep(min(ending.delay_seconds, LONGEST_WAIT_SECONDS))
-    await context.requeue()
-    raise NoResultError  # What `requeue` raises by itself; for type checkers.
+    pause = 0.1
+    while True:
+        try:
+            await context.requeue()
+        except NoResultError:
+            raise
+        except Exception as problem:
+            # Taskiq acks what ends, however it ends: until it is sent, the message must stay here.
+            _logger.warning("task %s cannot be sent back yet: %r", message.task_id, problem)
+        await asyncio.sleep(pause)
+        pause = min(pause * 2, LONGEST_WAIT_SECONDS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from typing import Any, Final, TypedDict
@@ -36,11 +37,19 @@ _logger = logging.getLogger("retrysafe.tasks")
 
 # The parameter that gets the attempt of a task with a transaction.
 ATTEMPT: Final = "attempt"
-# No broker that these frameworks use keeps a message longer: SQS ends after 14 days.
-LONGEST_REDELIVERY: Final = timedelta(days=14)
+# How long the key of a done task is kept unless a window is stated. SQS keeps no message longer.
+# Other brokers keep one until it is acked: it runs again when its worker died between the outcome
+# and the ack, and no other one took messages for so long.
+ID_WINDOW: Final = timedelta(days=14)
 # How long a message stays away when the store is: it costs nothing to ask again.
 OUTAGE_DELAY: Final = timedelta(seconds=10)
 CLOSED_DELAY: Final = timedelta(seconds=1)
+
+# The messages whose tasks run here. A task that calls a guarded function directly has its message
+# in sight, which is not that function's: by its id the call would wait for itself.
+_running: ContextVar[frozenset[tuple[str, str]]] = ContextVar(
+    "retrysafe_tasks", default=frozenset()
+)
 
 
 class ComeBack(Exception):  # It is no error: it tells a framework what to do.
@@ -64,6 +73,8 @@ class OnceOptions(TypedDict, total=False):
     # None: the id of the task. Else as in `Idempotency.once`, with a window.
     key: KeySource | None
     window: timedelta | None
+    # Of a natural key: the function's own name unless given; it must stay the same.
+    name: str | None
     caller: CallerSource | None
     policy: Policy | None
     fingerprint: FingerprintRule | None
@@ -81,6 +92,7 @@ class TaskOptions:
     _: KW_ONLY
     key: KeySource | None = None
     window: timedelta | None = None
+    name: str | None = None
     caller: CallerSource | None = None
     policy: Policy | None = None
     fingerprint: FingerprintRule | None = None
@@ -113,7 +125,9 @@ class TaskGuard:
         options = self.options
         self._engine = engine_of(options.idempotency, self.function)
         self._signature = inspect.signature(self.function)
-        self.name = self.name or operation_name(self.function)
+        if options.key is not None or not self.name:
+            # Not the task's: a call without a message must find the same natural key.
+            self.name = options.name or operation_name(self.function)
         if isinstance(options.ignore, str):
             raise InvalidInput(
                 f"ignore takes a list of parameter names, write [{options.ignore!r}]"
@@ -145,7 +159,7 @@ class TaskGuard:
             )
             self._policy = self._once.policy
         elif options.window is None:
-            self._policy = covering(policy, LONGEST_REDELIVERY)
+            self._policy = covering(policy, ID_WINDOW)
         else:
             self._policy = policy.with_window(options.window, of=f"the task {self.name}")
 
@@ -158,6 +172,7 @@ class TaskGuard:
     ) -> Any:
         """As `run`, for tasks of an event loop."""
         raised: list[Exception] = []
+        mark = _running.set(_running.get() | {(self.scope, task_id)})
 
         async def invoke(attempt: Any) -> Any:
             given = kwargs if self.options.transaction is None else {**kwargs, ATTEMPT: attempt}
@@ -178,6 +193,31 @@ class TaskGuard:
             if error in raised:
                 raise
             return self._ended(task_id, error)
+        finally:
+            _running.reset(mark)
+
+    def is_running(self, task_id: str) -> bool:
+        """Whether the task of this message runs here: a second call of it is a plain one."""
+        return (self.scope, task_id) in _running.get()
+
+    def run_directly(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A call without a message: by its key where it has one, else a plain call."""
+        return run_sync(self.run_directly_async(args, kwargs))
+
+    async def run_directly_async(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """As `run_directly`, for tasks of an event loop."""
+        if self._once is None:
+            if self.options.transaction is not None:
+                raise InvalidInput(
+                    f"{self.name} was called directly, without a message whose id it could run "
+                    "under in a transaction: send it, or declare its key=(…)"
+                )
+            value = self.function(*args, **kwargs)
+            return await value if inspect.isawaitable(value) else value
+        try:
+            return await self.run_async("", args, kwargs)
+        except ComeBack as ending:
+            raise ending.cause from None
 
     def _call(self, task_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         if self._once is not None:
@@ -223,6 +263,13 @@ class TaskGuard:
             return CLOSED_DELAY
         # Until the lease ends, nobody can do anything for it.
         return self._policy.lease
+
+
+def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function below all decorators: what tells whether two wrappers are of one function."""
+    found = inspect.unwrap(function)
+    inner: Callable[..., Any] = getattr(found, "__func__", found)
+    return inner
 
 
 def public_signature(function: Callable[..., Any], options: TaskOptions) -> inspect.Signature:
