@@ -33,6 +33,7 @@ from retrysafe import FOREVER, GLOBAL, AsyncIdempotency, Idempotency, InvalidInp
 from retrysafe.contrib.fastapi import Retrysafe, idempotent
 from retrysafe.contrib.flask import Retrysafe as FlaskRetrysafe
 from retrysafe.contrib.litestar import RetrysafePlugin
+from retrysafe.contrib.litestar import idempotent as litestar_idempotent
 from retrysafe.errors import FingerprintImpossible, KeyReused
 from retrysafe.http import FieldsKey, IdempotencyMiddleware, Rule
 
@@ -180,14 +181,15 @@ def test_a_path_of_litestar_is_one_value(store):
     """Litestar gives a text that begins with a slash, and a handler has a `Path` of it."""
     idem, runs = AsyncIdempotency(store), []
     by_text, by_number = (
-        Rule(key=FieldsKey(field, window=FOREVER)) for field in ("{order}", "{order:int}")
+        litestar_idempotent(key=FieldsKey(field, window=FOREVER))
+        for field in ("{order}", "{order:int}")
     )
 
-    @post("/{order:path}", status_code=200, idempotency=by_text)
+    @post("/{order:path}", status_code=200, guards=[by_text])
     async def cancel(order: FromPath[FilePath]) -> None:
         runs.append(int(order.name))
 
-    @post("/typed/{order:path}", status_code=200, idempotency=by_number)
+    @post("/typed/{order:path}", status_code=200, guards=[by_number])
     async def cancel_typed(order: FromPath[FilePath]) -> None:
         runs.append(int(order.name))
 

@@ -203,11 +203,11 @@ class Soak:
             self._mend(now)
             if now - looked >= _LOOK_SECONDS:
                 looked, left = now, self.bench.left()
-                self._publish(done, left)
                 is_over = left == 0 and self.published == len(self.plan.deliveries)
                 empty = empty + 1 if is_over and not self.frozen else 0
                 if empty >= self.bench.looks:
                     return
+                self._publish(done, left)
             if now > ends:
                 raise TimeoutError(
                     f"not within {limit_seconds:.0f} s: {done} effects, {left} in the queue, "

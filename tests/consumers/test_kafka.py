@@ -172,11 +172,40 @@ def test_what_a_keep_alive_paused_is_resumed_also_when_it_was_taken_away_meanwhi
     assert paused == set()
 
 
+def test_a_partition_is_read_only_so_far_ahead_of_a_message_that_fails(monkeypatch):
+    """What is remembered, and read again after a crash, has a limit; then it waits alone."""
+    monkeypatch.setattr("retrysafe.consumers.kafka.AHEAD_LIMIT", 2)
+    broker = topic_with(Found(0), Found(1))
+    client, paused = broker._consumer, set()
+    client.assignment = lambda: [TopicPartition("t", 0), TopicPartition("t", 1)]
+    client.pause = lambda partitions: paused.update(each.partition for each in partitions)
+    client.resume = lambda partitions: paused.difference_update(
+        each.partition for each in partitions
+    )
+    broker._assigned(client, [TopicPartition("t", 1)])
+    first, second = broker._poll(9)
+    second.receipt[0].settle(1, is_done=True)
+    broker._poll(9)
+    broker._keep_alive()
+    assert paused == {0}
+    first.receipt[0].settle(0, is_done=True)
+    broker._poll(9)
+    assert paused == set()
+    # One that leaves while it waits must not stand still when it comes back.
+    client.found = [Found(2), Found(3)]
+    broker._poll(9)
+    broker._poll(9)
+    assert paused == {0}
+    broker._lost(None, [TopicPartition("t", 0)])
+    broker._poll(9)
+    assert paused == set()
+
+
 def test_what_a_keep_alive_paused_is_resumed_also_when_its_poll_fails():
     """Nobody else would: the consumer would stay in the group, and read nothing."""
     broker = topic_with()
     client, paused = broker._consumer, []
-    client.assignment = lambda: [0]
+    client.assignment = lambda: [TopicPartition("t", 0)]
     client.pause = paused.extend
     client.resume = lambda partitions: paused.clear()
 

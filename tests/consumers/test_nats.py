@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 
+import nats
 import pytest
 from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
 
@@ -111,7 +112,15 @@ def test_a_stream_that_is_made_anew_counts_from_one_and_its_messages_are_new(ben
 
 async def _again(bench):
     await bench.context.delete_stream(bench.name)
-    await bench.context.add_stream(StreamConfig(name=bench.name, subjects=[f"{bench.name}.>"]))
+    await _made(bench)
+
+
+async def _made(bench, **options):
+    config = StreamConfig(name=bench.name, subjects=[f"{bench.name}.>"], **options)
+    try:
+        await bench.context.add_stream(config)
+    except nats.js.errors.BadRequestError:  # It is there, and otherwise.
+        await bench.context.update_stream(config)
 
 
 def test_an_entry_of_the_relay_is_recognised_by_its_key(bench):
@@ -139,6 +148,8 @@ def test_an_entry_of_the_relay_is_recognised_by_its_key(bench):
 
 @pytest.mark.parametrize("what", ["stream", "consumer"])
 def test_a_stream_or_a_durable_that_is_deleted_is_told_and_no_hot_loop(bench, what):
+    """The durable is made again by the next call, as at the start; a stream is its owner's."""
+
     async def scene():
         broker = JetStream(bench.server.url, bench.name, "billing")
         await broker.open()
@@ -147,13 +158,31 @@ def test_a_stream_or_a_durable_that_is_deleted_is_told_and_no_hot_loop(bench, wh
             names = {"stream": (bench.name,), "consumer": (bench.name, "billing")}[what]
             delete = getattr(broker._context, f"delete_{what}")
             assert await delete(*names)
-            for _ in range(2):
-                with pytest.raises(ConnectionError, match=r"billing of .* is not there: 503"):
+            with pytest.raises(ConnectionError, match=r"billing of .* is not there: 503"):
+                await broker.receive(1)
+            if what == "stream":
+                with pytest.raises(ConnectionError, match=r"stream .* is not there"):
                     await broker.receive(1)
+                # What it keeps for longer would come again when its keys are forgotten.
+                await asyncio.to_thread(bench.runner.run, _made(bench))
+                for _ in range(2):
+                    with pytest.raises(ConnectionError, match="for ever, and kept them for 1:00"):
+                        await broker.receive(1)
+                await asyncio.to_thread(bench.runner.run, _made(bench, max_age=60))
+            await asyncio.to_thread(bench.publish, wish("after"))
+            (found,) = await received(broker, 1)
+            assert found.json()["name"] == "after"
+            await broker.settle([(found, Verdict(Action.ACK, "done"))])
+            again = await broker._context.consumer_info(bench.name, "billing")
+            assert (again.config.ack_wait, broker.deadline_seconds) == (7, 7)
         finally:
             await broker.close()
 
+    # As it was, and not as this consumer would have made it.
+    config = ConsumerConfig(durable_name="billing", ack_policy=AckPolicy.EXPLICIT, ack_wait=7)
+    bench.runner.run(bench.context.add_consumer(bench.name, config))
     asyncio.run(scene())
+    assert bench.left() == 0
 
 
 DENIED = """

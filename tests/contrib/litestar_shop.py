@@ -8,8 +8,7 @@ from litestar.params import FromPath, JSONBody
 from litestar.response import ServerSentEvent, Stream
 from litestar.response.base import ASGIResponse
 
-from retrysafe.contrib.litestar import RetrysafePlugin, rendered
-from retrysafe.http import Rule
+from retrysafe.contrib.litestar import RetrysafePlugin, idempotent, rendered
 from tests.contrib.shops import REFUNDS, Declined, Till
 
 
@@ -18,7 +17,7 @@ def declined(request: Request, error: Exception) -> Response:
 
 
 def make_app(retrysafe: RetrysafePlugin, till: Till, **options: Any) -> Litestar:
-    @post("/charges", idempotency=Rule())
+    @post("/charges", guards=[idempotent()])
     async def charge(request: Request, data: JSONBody[dict[str, Any]]) -> Response[dict[str, Any]]:
         """Charges a card."""
         await till.hold()
@@ -30,23 +29,23 @@ def make_app(retrysafe: RetrysafePlugin, till: Till, **options: Any) -> Litestar
             background=BackgroundTask(till.noted),
         )
 
-    @post("/sync-charges", idempotency=Rule(), sync_to_thread=True)
+    @post("/sync-charges", guards=[idempotent()], sync_to_thread=True)
     def sync_charge(request: Request) -> dict[str, Any]:
         return till.charge(request.state.idempotency, {"amount": 7})[1]
 
-    @post("/notes", idempotency=Rule(required=False))
+    @post("/notes", guards=[idempotent(required=False)])
     async def note() -> dict[str, int]:
         till.runs.append("note")
         return {"run": len(till.runs)}
 
-    @post("/open", idempotency=Rule(protected=False))
+    @post("/open", guards=[idempotent(protected=False)])
     async def open_to_all() -> dict[str, int]:
         till.runs.append("open")
         return {"run": len(till.runs)}
 
     class Refunds(Controller):
         path = "/refunds"
-        opt: ClassVar = {"idempotency": Rule(policy=REFUNDS)}
+        guards: ClassVar = [idempotent(policy=REFUNDS)]
 
         @get("/{number:int}")
         async def refund(self, number: FromPath[int]) -> dict[str, int]:
@@ -57,7 +56,7 @@ def make_app(retrysafe: RetrysafePlugin, till: Till, **options: Any) -> Litestar
             till.runs.append("refund")
             return {"run": len(till.runs)}
 
-    @post("/stream", idempotency=Rule())
+    @post("/stream", guards=[idempotent()])
     async def stream() -> Stream:
         till.runs.append("stream")
 
@@ -67,23 +66,23 @@ def make_app(retrysafe: RetrysafePlugin, till: Till, **options: Any) -> Litestar
 
         return Stream(chunks(), media_type="text/plain", status_code=201)
 
-    @post("/events", idempotency=Rule())
+    @post("/events", guards=[idempotent()])
     async def events() -> ServerSentEvent:
         till.runs.append("events")
         return ServerSentEvent(iter(["1"]))
 
-    @post("/orders", idempotency=Rule())
+    @post("/orders", guards=[idempotent()])
     async def order(request: Request) -> ASGIResponse:
         response = Response({"order": "pen"}, headers={"Location": "/orders/1"})
         return till.order(request.state.idempotency, rendered(request, response))
 
-    @post("/sync-orders", idempotency=Rule(), sync_to_thread=True)
+    @post("/sync-orders", guards=[idempotent()], sync_to_thread=True)
     def sync_order(request: Request) -> dict[str, str]:
         content = {"order": "pen"}
         till.order(request.state.idempotency, rendered(request, content))
         return content
 
-    @post("/atomic-orders", idempotency=Rule(transaction=till.transaction))
+    @post("/atomic-orders", guards=[idempotent(transaction=till.transaction)])
     async def atomic_order(request: Request) -> dict[str, int]:
         return till.place(request.state.idempotency)
 
@@ -97,7 +96,7 @@ def make_app(retrysafe: RetrysafePlugin, till: Till, **options: Any) -> Litestar
             charge,
             sync_charge,
             note,
-            Router("/", route_handlers=[open_to_all], opt={"idempotency": Rule()}),
+            Router("/", route_handlers=[open_to_all], guards=[idempotent()]),
             Router("/v1", route_handlers=[Refunds]),
             stream,
             events,

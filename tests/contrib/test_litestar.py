@@ -16,8 +16,8 @@ from litestar.params import FromPath, HeaderParameter, JSONBody
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from retrysafe import FOREVER, GLOBAL, AsyncIdempotency, BodyKey, Ending, Policy
-from retrysafe.contrib.litestar import RetrysafePlugin, rendered
-from retrysafe.errors import PolicyInvalid, SecretMissing
+from retrysafe.contrib.litestar import RetrysafePlugin, idempotent, rendered
+from retrysafe.errors import InvalidInput, PolicyInvalid, SecretMissing
 from retrysafe.http import ACCEPT, FieldsKey, Rule, Streaming
 from retrysafe.stores import MemoryStore
 from tests.contrib.conftest import is_replay, made, problem
@@ -70,20 +70,20 @@ def counting(path: Any = "/one", **options: Any):
 
 
 def test_options_come_from_the_nearest_layer():
-    """Application, router and handler: the innermost rule counts; None takes a handler out."""
-    inner, _ = counting("/inner", idempotency=Rule(required=False))
+    """Application, router and handler: the innermost rule counts; one may take a handler out."""
+    inner, _ = counting("/inner", guards=[idempotent(required=False)])
     of_router, _ = counting("/of-router")
     of_app, _ = counting("/of-app")
-    out, _ = counting("/out", idempotency=None)
-    router = Router("/r", route_handlers=[inner, of_router], opt={"idempotency": Rule(strict=True)})
-    app = shop(router, of_app, out, opt={"idempotency": Rule()})
+    out, _ = counting("/out", guards=[idempotent(protected=False)])
+    router = Router("/r", route_handlers=[inner, of_router], guards=[idempotent(strict=True)])
+    app = shop(router, of_app, out, guards=[idempotent()])
     shown = policy_paths(app)
-    assert {path: shown[path] for path in ("/r/inner", "/r/of-router", "/of-app")} == {
+    assert {path: shown[path] for path in ("/r/inner", "/r/of-router", "/of-app", "/out")} == {
         "/r/inner": "optional",
         "/r/of-router": "required",
         "/of-app": "required",
+        "/out": "off",
     }
-    assert "/out" not in shown
     (strict,) = ask(app, "/r/of-router")
     assert problem(strict) == "key-invalid"
     assert [reply.json() for reply in ask(app, "/out", "/out")] == [1, 2]
@@ -91,7 +91,7 @@ def test_options_come_from_the_nearest_layer():
 
 def test_a_handler_with_two_paths_has_two_places():
     """The same key on the other path is another request."""
-    handler, runs = counting(["/a", "/b"], idempotency=Rule())
+    handler, runs = counting(["/a", "/b"], guards=[idempotent()])
     app = shop(handler)
     first, again, other = ask(app, "/a", "/a", "/b")
     assert (first.json(), is_replay(again), problem(other)) == (1, True, "key-reused")
@@ -102,7 +102,7 @@ def test_a_handler_with_two_paths_has_two_places():
 def test_the_root_path_is_a_part_of_the_request():
     """Litestar takes it out of the path, and the fingerprint and the links have it all the same.
     A path that looks like the root is not taken for it."""
-    handler, _ = counting(["/one", "/shop/one"], idempotency=Rule())
+    handler, _ = counting(["/one", "/shop/one"], guards=[idempotent()])
     app = shop(handler)
     (reply,) = ask(app, "/shop/one", root_path="/shop", **{"Idempotency-Key": '""'})
     assert reply.json()["type"] == "/shop/idempotency-policy#key-invalid"
@@ -117,14 +117,14 @@ def test_a_mounted_asgi_application_is_protected_as_a_whole():
     """The mount's path is a part of the request; other handlers do not share its keys."""
     runs = []
 
-    @asgi("/mounted", is_mount=True, copy_scope=True, idempotency=Rule())
+    @asgi("/mounted", is_mount=True, copy_scope=True, guards=[idempotent()])
     async def mounted(scope: Scope, receive: Receive, send: Send) -> None:
         runs.append(scope["path"])
         await Response("done", media_type=MediaType.TEXT, status_code=201).to_asgi_response(
             None, Request(scope)
         )(scope, receive, send)
 
-    @asgi("/plain", copy_scope=True, idempotency=Rule())
+    @asgi("/plain", copy_scope=True, guards=[idempotent()])
     async def plain(scope: Scope, receive: Receive, send: Send) -> None:
         raise AssertionError
 
@@ -151,7 +151,7 @@ def test_middlewares_of_the_application_are_outside_and_those_of_a_handler_insid
             seen.append(self.name)
             await next_app(scope, receive, send)
 
-    handler, _ = counting(idempotency=Rule(), middleware=[Noting("handler")])
+    handler, _ = counting(guards=[idempotent()], middleware=[Noting("handler")])
     app = shop(handler, middleware=[Noting("application")])
     assert is_replay(ask(app, "/one", "/one")[1])
     assert seen == ["application", "handler", "application"]
@@ -165,7 +165,7 @@ def test_a_guard_that_refuses_is_an_outcome():
         asked.append(1)
         raise NotAuthorizedException("no")
 
-    handler, runs = counting(idempotency=Rule(), guards=[refuse])
+    handler, runs = counting(guards=[idempotent(), refuse])
     first, second = ask(shop(handler), "/one", "/one")
     assert (first.status_code, second.status_code) == (401, 401)
     assert is_replay(second)
@@ -176,7 +176,7 @@ def failing(error: Exception, **options: Any):
     """A handler that raises, and how often it did."""
     runs = []
 
-    @post("/one", idempotency=Rule(**options))
+    @post("/one", guards=[idempotent(**options)])
     async def fail() -> None:
         runs.append(1)
         raise error
@@ -236,7 +236,7 @@ def test_steps_are_compensated_when_a_terminal_one_fails():
     def declined() -> None:
         raise LookupError("no credit")
 
-    @post("/one", idempotency=Rule())
+    @post("/one", guards=[idempotent()])
     async def checkout(request: Request) -> None:
         attempt = request.state.idempotency
         await attempt.step(
@@ -253,7 +253,7 @@ def test_a_request_that_does_not_fit_is_an_outcome():
     """Litestar's own 400 is told apart from a missing key by its content type."""
     runs = []
 
-    @post("/one", idempotency=Rule())
+    @post("/one", guards=[idempotent()])
     async def typed(data: JSONBody[dict[str, int]]) -> None:
         runs.append(data)
 
@@ -266,7 +266,7 @@ def test_a_request_that_does_not_fit_is_an_outcome():
 def test_keys_from_path_parameters():
     runs = []
 
-    @post("/orders/{order:int}", idempotency=Rule(key=FieldsKey("{order}", window=FOREVER)))
+    @post("/orders/{order:int}", guards=[idempotent(key=FieldsKey("{order}", window=FOREVER))])
     async def place(order: FromPath[int]) -> int:
         runs.append(order)
         return order
@@ -281,16 +281,34 @@ async def never_run(scope: Scope, receive: Receive, send: Send) -> None:
 
 def test_rules_are_checked_when_the_application_is_made():
     """A rule that is none, that has a path, or that needs what is missing."""
-    for wrong in (True, Rule(path="/one")):
-        with pytest.raises(PolicyInvalid, match="without a path"):
-            shop(counting(idempotency=wrong)[0])
+    with pytest.raises(PolicyInvalid, match="takes no path"):
+        idempotent(path="/one")
+    with pytest.raises(PolicyInvalid, match=r"guards=\[idempotent"):
+        shop(counting(idempotency=Rule())[0])
+    with pytest.raises(InvalidInput, match="with the brackets"):
+        idempotent(counting()[0])
     with pytest.raises(SecretMissing):
-        shop(counting(idempotency=Rule(key=BodyKey()))[0])
+        shop(counting(guards=[idempotent(key=BodyKey())])[0])
     with pytest.raises(PolicyInvalid, match="no such parameter"):
-        shop(counting(idempotency=Rule(key=FieldsKey("{id}", window=FOREVER)))[0])
+        shop(counting(guards=[idempotent(key=FieldsKey("{id}", window=FOREVER))])[0])
     with pytest.raises(PolicyInvalid, match="covers everything in /v1/"):
-        rule = Rule(key=FieldsKey("/order", window=FOREVER))
-        shop(asgi("/v1", is_mount=True, copy_scope=True, idempotency=rule)(never_run))
+        guard = idempotent(key=FieldsKey("/order", window=FOREVER))
+        shop(asgi("/v1", is_mount=True, copy_scope=True, guards=[guard])(never_run))
+
+
+@pytest.mark.parametrize("is_mounted", [False, True])
+def test_without_the_plugin_nothing_runs(is_mounted):
+    """Else a forgotten plugin runs every retry again, in silence; another application's is none."""
+    handler, runs = counting(guards=[idempotent()])
+    router, routed = counting("/two")
+    app = Litestar([handler, Router("/r", route_handlers=[router], guards=[idempotent()])])
+    prefix = ""
+    if is_mounted:
+        prefix = "/v1"
+        app = shop(asgi(prefix, is_mount=True, copy_scope=True)(app))
+    for reply in ask(app, prefix + "/one", prefix + "/r/two", raises=False):
+        assert reply.status_code == 500
+    assert (runs, routed) == ([], [])
 
 
 def test_a_closed_plugin_serves_no_other_application():
@@ -356,15 +374,15 @@ def test_the_document_shows_the_refusals(document):
 def test_the_document_shows_what_clients_may_prefer():
     """202 only where it can be the answer; what a handler says of a header itself stays."""
 
-    @post("/orders", idempotency=Rule())
+    @post("/orders", guards=[idempotent()])
     async def order(
         mine: Annotated[str | None, HeaderParameter(name="prefer", description="Mine.")] = None,
     ) -> None: ...
 
-    @post("/jobs", idempotency=Rule(), status_code=202)
+    @post("/jobs", guards=[idempotent()], status_code=202)
     async def job() -> None: ...
 
-    @post("/streams", idempotency=Rule(streaming=Streaming.PASS))
+    @post("/streams", guards=[idempotent(streaming=Streaming.PASS)])
     async def stream() -> None: ...
 
     paths = shop(order, job, stream).openapi_schema.to_schema()["paths"]
@@ -385,7 +403,7 @@ def test_the_document_shows_what_clients_may_prefer():
 def test_the_document_tells_of_a_handler_that_accepts_duplicates():
     """202 for what is still running, and 409 for those who waited in vain."""
 
-    @post("/jobs", idempotency=Rule(in_flight=ACCEPT))
+    @post("/jobs", guards=[idempotent(in_flight=ACCEPT)])
     async def job() -> None: ...
 
     jobs = shop(job).openapi_schema.to_schema()["paths"]["/jobs"]["post"]
@@ -401,7 +419,7 @@ def test_an_operation_class_of_the_users_own_is_kept():
         def __post_init__(self) -> None:
             self.tags = ["own"]
 
-    @post("/one", idempotency=Rule(), operation_class=Own)
+    @post("/one", guards=[idempotent()], operation_class=Own)
     async def one() -> None: ...
 
     @get("/one")
@@ -416,7 +434,7 @@ def test_a_response_that_is_not_rendered_cannot_complete():
     """Litestar's response has no bytes yet, or not the ones that are sent."""
     refused = []
 
-    @post("/one", idempotency=Rule())
+    @post("/one", guards=[idempotent()])
     async def one(request: Request) -> None:
         try:
             request.state.idempotency.complete_in(object(), Response(b"bytes"))
@@ -433,7 +451,7 @@ def test_a_response_that_is_not_rendered_cannot_complete():
 def test_a_handler_completes_on_its_postgresql_connection(migrated_url, postgres_server):
     """Row and response commit together, and what fails after the commit does not run again."""
 
-    @post("/orders", idempotency=Rule(), status_code=202)
+    @post("/orders", guards=[idempotent()], status_code=202)
     async def place(request: Request) -> dict[str, int]:
         content = {"order": 1}
         connection = await asyncpg.connect(postgres_server.url())

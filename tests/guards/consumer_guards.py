@@ -259,8 +259,8 @@ CONSUMER_GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 KafkaTopic._keep_alive,
-                "self._consumer.resume(paused)",
-                "self._consumer.resume(self._consumer.assignment())",
+                "for each in paused if",
+                "for each in self._consumer.assignment() if",
             ),
         ),
         kafka.test_what_a_keep_alive_paused_is_resumed_also_when_it_was_taken_away_meanwhile,

@@ -26,10 +26,13 @@ class MotoServer:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> MotoServer:
-        binary = Path(sys.executable).parent / "moto_server"
         with tempfile.TemporaryFile() as log:
             self.process = subprocess.Popen(
-                [binary, "-H", "127.0.0.1", "-p", str(self.port)],
+                [
+                    # Without the script's folder on the path, where this module has moto's name.
+                    *(sys.executable, "-P", Path(__file__).with_name("moto_locked.py")),
+                    *("-H", "127.0.0.1", "-p", str(self.port)),
+                ],
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"PYTHONWARNINGS": "ignore"},

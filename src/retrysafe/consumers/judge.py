@@ -110,7 +110,7 @@ class Judge:
             return self._verdict(message, error, run, tries)
         self._forget(run)
         reason = "it was done before" if answer.replayed else "it is done"
-        return Verdict(Action.ACK, reason, has_run=run.has_begun)
+        return Verdict(Action.ACK, reason, has_run=run.has_begun, answer=answer)
 
     async def _answer(
         self, call: Call, message: Message, deadline: Deadline | None, run: _Run

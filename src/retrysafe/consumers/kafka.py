@@ -46,6 +46,9 @@ _WAIT_SECONDS: Final = 0.5
 _KEEP_ALIVE_SECONDS: Final = 5.0
 # How often a rebalance asks for what has failed since, and so waits here again.
 _DRAIN_SECONDS: Final = 0.5
+# Messages of a partition past the first that is not settled: what a consumer remembers, and what is
+# read again after a crash. Far more than wait while others are slow; reached where one fails.
+AHEAD_LIMIT: Final = 10_000
 # How to reach the cluster, and as whom: what the producer of dead letters needs as well.
 _CONNECTION: Final = (
     *("security.", "sasl.", "ssl.", "ssl_", "enable.ssl.", "enable.sasl.", "oauth_cb", "https."),
@@ -77,6 +80,11 @@ class Partition:
         self.next_offset: int | None = None
         # What the client was told of that.
         self.stored_offset: int | None = None
+
+    @property
+    def ahead(self) -> int:
+        """How many messages are here that cannot be committed past yet."""
+        return len(self._received)
 
     def receive(self, offset: int) -> None:
         """Notes a message that has come."""
@@ -164,6 +172,8 @@ class KafkaTopic:
         self._deliveries: ThreadPoolExecutor | None = None
         self._is_polling = False
         self._partitions: dict[int, Partition] = {}
+        # Numbers of partitions that are read no further until their first message is settled.
+        self._full: set[int] = set()
         self._stash: list[Any] = []
         self._buffer: Buffer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -289,8 +299,19 @@ class KafkaTopic:
             self._is_polling = False
         return found
 
+    def _hold_full(self) -> None:
+        """Reads only so far ahead of a message that is not settled."""
+        full = {each.number for each in self._partitions.values() if each.ahead >= AHEAD_LIMIT}
+        for number in full - self._full:
+            _logger.warning("partition %d waits: a message of it is not settled", number)
+        self._consumer.pause([TopicPartition(self._topic, each) for each in full - self._full])
+        # Also those that have left meanwhile: the client remembers a pause.
+        self._consumer.resume([TopicPartition(self._topic, each) for each in self._full - full])
+        self._full = full
+
     def _poll(self, limit: int) -> list[Message]:
         self._store_offsets()
+        self._hold_full()
         messages: list[Message] = []
         while len(messages) < limit:
             # One by one: a batch may begin before a rebalance and end after it, and what was
@@ -349,7 +370,7 @@ class KafkaTopic:
         finally:
             # Also what the poll has taken away: the client remembers a pause, and a partition that
             # comes back would stand still for ever.
-            self._consumer.resume(paused)
+            self._consumer.resume([each for each in paused if each.partition not in self._full])
         if found is not None:
             self._stash.append(found)
 

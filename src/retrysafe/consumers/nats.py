@@ -72,6 +72,16 @@ class JetStream:
         self._context: Any = None
         self._inbox: Any = None
         self._inbox_name = ""
+        # How the durable consumer is made; once there is one, how it was.
+        self._config = ConsumerConfig(
+            durable_name=durable,
+            ack_policy=AckPolicy.EXPLICIT,
+            ack_wait=self._ack_wait_seconds,
+            # Every delivery has a verdict here; a limit of the server's would drop messages.
+            max_deliver=-1,
+        )
+        # Whether the durable consumer may have been deleted.
+        self._is_unbound = False
         self._window: timedelta | None = None
         self._refusal: Exception | None = None
         # How often the server delivers a message before it drops it.
@@ -116,22 +126,17 @@ class JetStream:
         try:
             made = await self._context.consumer_info(self._stream, self._durable)
         except NotFoundError:
-            config = ConsumerConfig(
-                durable_name=self._durable,
-                ack_policy=AckPolicy.EXPLICIT,
-                ack_wait=self._ack_wait_seconds,
-                # Every delivery has a verdict here; a limit of the server's would drop messages.
-                max_deliver=-1,
-            )
-            made = await self._context.add_consumer(self._stream, config)
+            made = await self._context.add_consumer(self._stream, self._config)
+        self._config = made.config
         if made.config.ack_policy != AckPolicy.EXPLICIT:
             raise InvalidInput(f"{self._durable} acks by itself: it needs ack policy explicit")
         # With a back-off list of the server's, its first pause is the deadline.
         self.deadline_seconds = min([made.config.ack_wait, *(made.config.backoff or ())])
         if made.config.max_deliver and made.config.max_deliver > 0:
             self.delivery_limit = made.config.max_deliver
-        self._inbox_name = self._connection.new_inbox()
-        self._inbox = await self._connection.subscribe(self._inbox_name)
+        if self._inbox is None:
+            self._inbox_name = self._connection.new_inbox()
+            self._inbox = await self._connection.subscribe(self._inbox_name)
 
     async def redelivery_window(self) -> timedelta | None:
         """How long the stream keeps messages; None for a stream without a limit of age."""
@@ -141,6 +146,8 @@ class JetStream:
         """What is there now; else waits for one message."""
         if not self._connection.is_connected:
             raise ConnectionError("the NATS server is away")
+        if self._is_unbound:
+            await self._bind_again()
         found = await self._pulled({"batch": limit, "no_wait": True}, limit, _LATE_SECONDS)
         if not found:
             wait = {"batch": 1, "expires": int(_WAIT_SECONDS * 1e9)}
@@ -164,6 +171,7 @@ class JetStream:
                 status = message.headers or {}
                 if not found and status.get("Status") not in _NOTHING_MORE:
                     # As when the stream or its durable consumer was deleted.
+                    self._is_unbound = True
                     raise ConnectionError(
                         f"{self._durable} of {self._stream} gives no messages, or is not there: "
                         f"{status.get('Status')} {_one_line(status.get('Description', ''))}"
@@ -171,6 +179,22 @@ class JetStream:
                 break
             found.append(message)
         return found
+
+    async def _bind_again(self) -> None:
+        """Makes a durable consumer that was deleted; what is done already is acked without work."""
+        window = self._window
+        try:
+            await self._bind()
+        except NotFoundError as error:
+            raise ConnectionError(f"the stream {self._stream} is not there") from error
+        if window is not None and (self._window is None or self._window > window):
+            # Keys are remembered for as long as was needed at the start.
+            self._window, longer = window, self._window
+            raise ConnectionError(
+                f"the stream {self._stream} keeps messages for {longer or 'ever'}, and kept them "
+                f"for {window} when this consumer started: start it again"
+            )
+        self._is_unbound = False
 
     def _message(self, message: Msg) -> Message:
         metadata = message.metadata

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from retrysafe import errors
+from retrysafe.consumers.engine import Answer
 from retrysafe.consumers.message import PayloadInvalid
 
 
@@ -136,6 +137,8 @@ class Verdict:
     outage: Outage = Outage.NONE
     # For the counts: whether the handler ran for this delivery.
     has_run: bool = False
+    # What the handler returned, now or in an earlier delivery; None where it cannot be shown.
+    answer: Answer[Any] | None = None
 
     @property
     def is_final(self) -> bool:

@@ -1,7 +1,7 @@
 """Litestar: route handlers with their own rules, which its OpenAPI document shows.
 
-`RetrysafePlugin` belongs to an application; `idempotency=Rule(…)` on a route handler, or in the
-`opt` of a controller, a router or the application, says what is protected and how.
+`RetrysafePlugin` belongs to an application; `idempotent(…)` among the `guards` of a route handler,
+a controller, a router or the application says what is protected and how.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from retrysafe.contrib.openapi import (
     Description,
     description_of,
 )
+from retrysafe.contrib.views import view_rule
 from retrysafe.core.keys.key import GlobalCaller
 from retrysafe.core.values.trees import NotStorable
-from retrysafe.errors import PolicyInvalid
+from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.extras import missing_extra
 from retrysafe.http.asgi_run import ERROR_NAME, App
 from retrysafe.http.callers import CallerOf
@@ -39,11 +40,13 @@ from retrysafe.runtime.checks import running_loop
 try:
     from litestar import Litestar, Request, Response, asgi
     from litestar.config.app import AppConfig
+    from litestar.connection import ASGIConnection
     from litestar.exceptions import (
         HTTPException,
         MethodNotAllowedException,
         NotFoundException,
     )
+    from litestar.handlers import BaseRouteHandler
     from litestar.middleware import DefineMiddleware
     from litestar.openapi.spec import (
         Components,
@@ -63,12 +66,47 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra(__name__, "litestar", error) from error
 
-__all__ = ["RetrysafePlugin", "rendered"]
+__all__ = ["RetrysafePlugin", "idempotent", "rendered"]
 
-# The name of the option on handlers, controllers, routers and applications.
-_OPTION: Final = "idempotency"
+# Where the middleware says in a request's scope which handler it protects.
+_GUARDED: Final = "retrysafe.guarded"
 # Where a described operation class keeps the one that it describes.
 _BASE: Final = "__retrysafe_base__"
+
+
+class Idempotent:
+    """What `idempotent` returns: the rule, and a guard that lets nothing by without the plugin.
+
+    Litestar ignores options that nobody reads, so a mere option would run unprotected where the
+    plugin was forgotten.
+    """
+
+    __slots__ = ("rule",)
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+
+    async def __call__(
+        self, connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler
+    ) -> None:
+        scope: Any = connection.scope
+        # By the handler: an application that this one is mounted in may have a plugin, too.
+        if scope["type"] == "http" and scope.get(_GUARDED) is not scope["route_handler"]:
+            raise InvalidInput(
+                f"{handler} is protected by idempotent(), and its application has no "
+                "RetrysafePlugin: write Litestar(…, plugins=[RetrysafePlugin(…)]). Nothing was run"
+            )
+
+
+def idempotent(*misplaced: Any, **options: Any) -> Idempotent:
+    """Protects handlers: `guards=[idempotent()]` of a handler, a controller, a router or all.
+
+    Takes the options of `Rule`, except its path; the innermost one counts. Raises `PolicyInvalid`
+    for options that cannot be.
+    """
+    if misplaced:
+        raise InvalidInput("idempotent is a guard: write guards=[idempotent()], with the brackets")
+    return Idempotent(view_rule(options))
 
 
 def rendered(request: Request[Any, Any, Any], value: Any) -> ASGIResponse:
@@ -178,6 +216,7 @@ class _Guard:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if not self._is_known:
             self._get_to_know(scope)
+        scope[_GUARDED] = scope["route_handler"]
         if self._served is None or scope["type"] != "http":
             if scope["type"] == "http":
                 self._plugin.note_ignored_key(scope, scope["path_template"])
@@ -201,15 +240,15 @@ class _Guard:
 
 def rule_of(handler: Any) -> Rule | None:
     """The rule of a handler, from itself or from a layer above it; raises `PolicyInvalid`."""
-    rule = handler.opt.get(_OPTION)
-    if rule is None:
-        return None
-    if not isinstance(rule, Rule) or rule.path is not None:
+    if isinstance(handler.opt.get("idempotency"), Rule):
+        # Litestar takes any option, so nobody else would say that it protects nothing.
         raise PolicyInvalid(
-            f"the option idempotency of {handler} is a Rule without a path, such as Rule(); "
-            f"got {rule!r}"
+            f"the option idempotency of {handler} protects nothing: write "
+            "guards=[idempotent(…)] instead, with what the Rule has"
         )
-    return rule
+    # The outermost layer comes first.
+    rules = [guard.rule for guard in handler.resolve_guards() if isinstance(guard, Idempotent)]
+    return rules[-1] if rules else None
 
 
 def endpoint_path(handler: Any, path: str) -> EndpointPath:

@@ -9,8 +9,7 @@ from litestar.response.base import ASGIResponse
 from litestar.response.streaming import ASGIStreamingResponse
 
 from retrysafe import AsyncIdempotency
-from retrysafe.contrib.litestar import RetrysafePlugin
-from retrysafe.http import Rule
+from retrysafe.contrib.litestar import RetrysafePlugin, idempotent
 from tests.http_cases.acts import ACT_HEADER, PLAY_HEADER
 from tests.http_cases.apps.performing import AsyncPerformance
 from tests.http_cases.configuration import METHODS, NUMBERED_PATH, RULES, Mount, options_of
@@ -54,7 +53,7 @@ def _handler(path: str, **options: Any) -> Any:
 def make(mount: Mount) -> Any:
     """The application as one mount has it."""
     handlers = [
-        _handler(_path_of(rule.path), idempotency=Rule(**options_of(rule)))
+        _handler(_path_of(rule.path), guards=[idempotent(**options_of(rule))])
         for rule in RULES
         if rule.path is not None
     ]
