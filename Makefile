@@ -30,9 +30,9 @@ run: setup ## Serve the demo on SQLite (PORT=8000, STORE=sqlite:///var/demo.db)
 # Pieces of the suite, those that take longest first. Most of them wait for leases to end and for
 # processes to start and to die, so that two cores have work for three at a time. Each is also a
 # target of its own: `make tested-stores`, with ALL=1 for what takes long as well.
-FOLDERS := attacks stores processes http_cases postgres consumers cli atomic runtime contrib relay \
-	docs demo client http guards
-PIECES := $(FOLDERS:%=tested-%) tested-core tested-rest
+FOLDERS := attacks stores processes consumers demo http_cases postgres cli atomic runtime docs relay \
+	contrib client http guards
+PIECES := $(FOLDERS:%=tested-%) tested-rest tested-core
 JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest $(if $(ALL),-m "long or not long")
 .PHONY: $(PIECES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from datetime import timedelta
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,7 @@ from retrysafe.core.model import (
     Step,
     StepWrite,
 )
+from retrysafe.core.policy import FOREVER
 from retrysafe.core.transitions import OPERATOR_RELEASE_KEPT_MS
 from retrysafe.errors import DigestCollision
 from tests.core.building import (
@@ -272,7 +274,6 @@ def test_an_operators_release_gives_all_attempts_back(command, old):
     assert decision is Decision.APPLY
     assert (made.state, made.attempt, made.releases) == (State.RELEASED, 0, 0)
     assert made.settled_at_ms == LATER
-    assert made.expires_at_ms == LATER + OPERATOR_RELEASE_KEPT_MS
     _, answer = transitions.claim(made, request(OTHER_TOKEN), LATER)
     assert (answer.decision, answer.attempt, answer.releases) == (Decision.TAKE_OVER, 1, 0)
 
@@ -297,11 +298,31 @@ def test_a_takeover_counts_how_the_attempt_before_it_ended(old, token, counted):
     assert (made.attempt, made.releases) == counted
 
 
-def test_an_operators_release_never_shortens_a_longer_window():
-    expires_at_ms = NOW + 10 * OPERATOR_RELEASE_KEPT_MS
-    made, _ = transitions.operate(
-        record(State.FAILED, expires_at_ms=expires_at_ms), OperatorCommand.RELEASE, NOW
-    )
+DAY_MS = OPERATOR_RELEASE_KEPT_MS
+
+
+@pytest.mark.parametrize(
+    ("old", "now_ms", "expires_at_ms"),
+    [
+        # Its window is not known, and may be for ever.
+        (record(), LATER, LATER + FOREVER // timedelta(milliseconds=1)),
+        (record(State.FAILED, settled_at_ms=NOW, expires_at_ms=NOW + 9), NOW + 5, NOW + 5 + DAY_MS),
+        (
+            record(State.FAILED, settled_at_ms=NOW, expires_at_ms=NOW + 9 * DAY_MS),
+            LATER,
+            LATER + 9 * DAY_MS,
+        ),
+        # The clock was set back.
+        (
+            record(State.FAILED, settled_at_ms=NOW, expires_at_ms=NOW + 9 * DAY_MS),
+            NOW - 5,
+            NOW + 9 * DAY_MS,
+        ),
+    ],
+)
+def test_an_operators_release_is_kept_for_the_keys_window(old, now_ms, expires_at_ms):
+    """Forgotten earlier, the steps of a crashed attempt run again; a day is the least."""
+    made, _ = transitions.operate(old, OperatorCommand.FORCE_RELEASE, now_ms)
     assert made.expires_at_ms == expires_at_ms
 
 

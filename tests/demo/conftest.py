@@ -9,6 +9,10 @@ from tests.demo.server import DemoServer
 from tests.servers.fixtures import schema_on
 
 STORES = ["sqlite", "postgresql"]
+# For tests that wait for the demo's lease of ten seconds: on one store in every run.
+MOSTLY_SQLITE = pytest.mark.parametrize(
+    "store_url", ["sqlite", pytest.param("postgresql", marks=pytest.mark.long)], indirect=True
+)
 
 
 def _store_url(kind, request, tmp_path_factory):

@@ -10,6 +10,7 @@ import pytest
 
 from retrysafe.demo.app import add_effect
 from retrysafe.demo.ledger import create_tables, open_ledger
+from tests.demo.conftest import MOSTLY_SQLITE
 from tests.demo.server import (
     CHECKOUT,
     LEASE_SECONDS,
@@ -139,6 +140,7 @@ def test_of_many_identical_checkouts_one_is_executed(demo, body, key):
 # Crashes.
 
 
+@MOSTLY_SQLITE
 def test_a_crash_after_any_step_repeats_no_effect(start_demo, store_url):
     """What was recorded is there at once; the retry does the rest, and does not crash again."""
     bodies = {step: CHECKOUT | {"customer": step, "crash_after": step} for step in STEPS}

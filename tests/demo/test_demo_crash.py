@@ -8,6 +8,7 @@ import time
 import httpx
 import pytest
 
+from tests.demo.conftest import MOSTLY_SQLITE
 from tests.demo.server import (
     BODIES,
     CHARGE,
@@ -68,6 +69,7 @@ def taken_over(demo, key):
     return reply
 
 
+@MOSTLY_SQLITE
 def test_a_charge_that_was_cut_off_is_taken_over_when_its_lease_ends(start_demo, store_url):
     """The key is held for the lease at most; then a retry runs, and one charge shows."""
     ended = {}

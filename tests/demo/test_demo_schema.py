@@ -16,7 +16,7 @@ from schemathesis.checks import (
 
 from tests.demo.server import PATIENCE_SECONDS, headers_of, new_text
 
-EXAMPLES = 60
+EXAMPLES = (20, pytest.param(60, marks=pytest.mark.long))
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -55,8 +55,9 @@ def is_bearable(case):
     return is_calm and is_patient
 
 
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-def test_no_request_brings_the_server_out_of_order(demo, operations, mode):
+def test_no_request_brings_the_server_out_of_order(demo, operations, mode, examples):
     """No 500, and every answer is one that the description names; its schema holds."""
     answered = set()
     # The key is part of what is made up only where wrong ones are wanted.
@@ -65,7 +66,7 @@ def test_no_request_brings_the_server_out_of_order(demo, operations, mode):
         for operation in operations:
 
             @settings(
-                max_examples=EXAMPLES,
+                max_examples=examples,
                 deadline=None,
                 database=None,
                 derandomize=True,

@@ -18,6 +18,7 @@ from retrysafe.relay import Relay
 from retrysafe.relay.targets.aws import AsyncSns, AsyncSqs, Sns, Sqs
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores import MemoryStore
+from tests.forking import exit_code, fork
 from tests.relay.scripted import entry, stage
 from tests.relay.test_webhooks import delivery
 from tests.servers.postgres import free_port
@@ -214,6 +215,65 @@ def test_names_that_no_queue_can_have_are_refused(name):
         Sqs(name)
     with pytest.raises(InvalidInput, match="named by its ARN"):
         Sns(name)
+
+
+def test_a_child_makes_a_client_of_its_own(moto_server, queue):
+    """On one connection, parent and child would read each other's answers."""
+    target = target_of(Sqs, queue.name, moto_server)
+    try:
+        run_sync(target.deliver(delivery(key="entry:1")))
+        parents = target._client
+
+        def in_child():
+            run_sync(target.deliver(delivery(key="entry:2")))
+            assert target._client is not parents
+
+        # As if a thread of the parent were just about to make it.
+        with target._making:
+            child = fork(in_child)
+        assert exit_code(child) == 0
+    finally:
+        run_sync(target.close())
+    assert len(queue.messages()) == 2
+
+
+def test_a_target_delivers_in_one_loop_after_another(moto_server, queue):
+    """A lock that somebody waited for belongs to its loop for ever."""
+    target = target_of(AsyncSqs, queue.name, moto_server)
+
+    async def main():
+        await asyncio.gather(*(target.deliver(delivery()) for _ in range(3)))
+        await target.close()
+
+    for _ in range(2):
+        asyncio.run(main())
+    assert len(queue.messages()) == 6
+
+
+def test_a_delivery_that_fails_takes_the_address_from_no_other():
+    """It may fail in another thread between this one's look and its send."""
+    sent_to = []
+
+    class Client:
+        def send_message(self, **options):
+            sent_to.append(options["QueueUrl"])
+
+    class Forgetful(Sqs):
+        """Another thread forgets the address whenever it has been looked at."""
+
+        @property
+        def _url(self):
+            found, self.known = self.known, ""
+            return found
+
+        @_url.setter
+        def _url(self, value):
+            self.known = value
+
+    target = Forgetful("orders", client=Client())
+    target.known = "http://queue"
+    run_sync(target.deliver(delivery()))
+    assert sent_to == ["http://queue"]
 
 
 # SNS.

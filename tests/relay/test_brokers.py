@@ -14,9 +14,11 @@ from retrysafe.core.outbox.entries import EntryQuery
 from retrysafe.errors import DeliveryFailed
 from retrysafe.relay import AsyncRelay
 from retrysafe.relay.targets.nats import NatsJetStream
+from retrysafe.relay.targets.of_loop import OfLoop
 from retrysafe.relay.targets.rabbitmq import RabbitMQ
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores import MemoryStore
+from tests.forking import answer_of_child
 from tests.relay.scripted import entry, stage
 from tests.relay.test_webhooks import delivery
 from tests.servers.nats import NatsServer
@@ -34,6 +36,39 @@ def name():
 def last_error(store):
     (found,) = run_sync(store.outbox.list_entries(EntryQuery()))
     return found.entry.last_error
+
+
+def deliver_in_loops(target, topic):
+    """Two loops of three deliveries each."""
+
+    async def main(number):
+        keys = [f"entry:{number}-{each}" for each in range(3)]
+        await asyncio.gather(*(target.deliver(delivery(topic=topic, key=each)) for each in keys))
+        await target.close()
+
+    for number in range(2):
+        asyncio.run(main(number))
+
+
+def test_what_a_loop_left_open_is_neither_used_nor_closed_in_the_next_one():
+    """Nor in a child: its parent's loop waits for that very connection."""
+    opened = OfLoop()
+
+    async def main(held):
+        async with opened.opening():
+            found, opened.held = opened.held, held
+        return found
+
+    async def taken():
+        return opened.taken()
+
+    assert asyncio.run(main("first")) is None
+    assert asyncio.run(main("second")) is None
+    assert asyncio.run(taken()) is None
+    with asyncio.Runner() as runner:
+        runner.run(main("third"))
+        assert answer_of_child(lambda: str(runner.run(taken()))) == "None"
+        assert runner.run(taken()) == "third"
 
 
 # RabbitMQ.
@@ -136,7 +171,7 @@ def test_a_broker_that_is_away_is_a_failure_and_is_found_again(rabbitmq, name):
             target = RabbitMQ(rabbitmq.url)
             try:
                 await target.deliver(delivery(topic=name))
-                await target._connection.close()
+                await target._open.held.connection.close()
                 await target.deliver(delivery(topic=name, key="entry:again"))
             finally:
                 await target.close()
@@ -146,6 +181,17 @@ def test_a_broker_that_is_away_is_a_failure_and_is_found_again(rabbitmq, name):
     nobody = f"amqp://guest:guest@127.0.0.1:{free_port()}/"
     with pytest.raises(aio_pika.exceptions.AMQPConnectionError):
         asyncio.run(published(nobody, delivery()))
+
+
+def test_rabbitmq_is_reached_from_one_loop_after_another(rabbitmq, name):
+    """A lock that somebody waited for belongs to its loop for ever."""
+
+    async def main():
+        async with Queue(rabbitmq.url, name) as queue:
+            await asyncio.to_thread(deliver_in_loops, RabbitMQ(rabbitmq.url), name)
+            return len(await queue.messages(6))
+
+    assert asyncio.run(main()) == 6
 
 
 def test_a_missing_exchange_is_a_failure(rabbitmq, name):
@@ -193,6 +239,20 @@ def test_nats_gets_a_message_with_the_key_as_its_id(nats_server, name):
     assert (message.subject, message.data) == (f"{name}.orders.paid", delivery().body)
     assert message.headers["Nats-Msg-Id"] == "entry:1"
     assert message.headers["Content-Type"] == "application/json"
+
+
+def test_nats_is_reached_from_one_loop_after_another(nats_server, name):
+    """A lock that somebody waited for belongs to its loop for ever."""
+
+    async def main():
+        connection, stream = await stream_of(nats_server.url, name)
+        try:
+            await asyncio.to_thread(deliver_in_loops, NatsJetStream(nats_server.url), f"{name}.x")
+            return (await stream.stream_info(name)).state.messages
+        finally:
+            await connection.close()
+
+    assert asyncio.run(main()) == 6
 
 
 def test_a_relay_keeps_the_order_in_a_stream(nats_server, name):

@@ -17,6 +17,7 @@ from retrysafe.relay import AsyncRelay, Relay
 from retrysafe.relay.targets.kafka import AsyncKafka, Kafka, _judged
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores import MemoryStore
+from tests.forking import exit_code, fork
 from tests.relay.scripted import entry, stage
 from tests.relay.test_webhooks import delivery
 from tests.servers.postgres import free_port
@@ -175,6 +176,27 @@ def test_a_delivery_that_is_cancelled_leaves_the_target_usable(topic):
     asyncio.run(main())
     keys = [dict(each.headers())["Idempotency-Key"] for each in topic.records(2)]
     assert keys == [b"entry:1", b"entry:2"]
+
+
+def test_a_child_makes_a_producer_of_its_own(topic):
+    """Its parent's has no threads there: every delivery would wait in vain, for ever."""
+    target = Kafka(topic.address, topic=topic.name)
+    try:
+        run_sync(target.deliver(delivery(key="entry:1")))
+
+        def in_child():
+            run_sync(target.deliver(delivery(key="entry:2")))
+            run_sync(target.close())
+
+        # As if a thread of the parent were just about to open it.
+        with target._lock:
+            child = fork(in_child)
+        assert exit_code(child) == 0
+        run_sync(target.deliver(delivery(key="entry:3")))
+    finally:
+        run_sync(target.close())
+    keys = {dict(each.headers())["Idempotency-Key"] for each in topic.records(3)}
+    assert keys == {b"entry:1", b"entry:2", b"entry:3"}
 
 
 def test_a_producer_that_is_broken_is_made_anew(topic):

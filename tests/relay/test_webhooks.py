@@ -19,6 +19,7 @@ from retrysafe.relay.signing import secret_bytes, signed_headers, verify_webhook
 from retrysafe.relay.targets.webhooks import AsyncWebhook, Webhook, _retry_after
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores import MemoryStore
+from tests.forking import exit_code, fork
 from tests.relay.scripted import entry, stage
 from tests.servers.postgres import free_port
 
@@ -32,6 +33,8 @@ class Receiver:
 
     def __init__(self):
         self.requests = []
+        # From where each of them came.
+        self.addresses = []
         self.answers = []
         receiver = self
 
@@ -39,6 +42,7 @@ class Receiver:
             def do_POST(self):
                 body = self.rfile.read(int(self.headers["content-length"]))
                 receiver.requests.append((dict(self.headers), body))
+                receiver.addresses.append(self.client_address)
                 status, headers = receiver.answers.pop(0) if receiver.answers else (204, {})
                 self.send_response(status)
                 for name, value in headers.items():
@@ -53,6 +57,9 @@ class Receiver:
         self.url = f"http://127.0.0.1:{self._server.server_port}/hooks"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
+
+    def keep_connections(self):
+        self._server.RequestHandlerClass.protocol_version = "HTTP/1.1"
 
     @staticmethod
     def pause(seconds):
@@ -182,6 +189,40 @@ def test_a_client_of_yours_stays_open(receiver, kind):
 
         asyncio.run(main())
     assert len(receiver.requests) == 1
+
+
+def test_a_target_posts_in_one_loop_after_another(receiver):
+    """A connection that was kept for the next request is the last loop's."""
+    receiver.keep_connections()
+    target = AsyncWebhook(receiver.url, SECRET)
+
+    async def main():
+        await target.deliver(delivery())
+        await target.close()
+
+    for _ in range(2):
+        asyncio.run(main())
+    assert len(receiver.requests) == 2
+
+
+def test_a_child_posts_by_a_client_of_its_own(receiver):
+    """On one connection, parent and child would read each other's answers."""
+    receiver.keep_connections()
+    target = Webhook(receiver.url, SECRET)
+    try:
+        run_sync(target.deliver(delivery()))
+        parents = target._client
+
+        def in_child():
+            run_sync(target.deliver(delivery()))
+            assert target._client is not parents
+
+        assert exit_code(fork(in_child)) == 0
+        run_sync(target.deliver(delivery()))
+    finally:
+        run_sync(target.close())
+    first, second, third = receiver.addresses
+    assert first == third != second
 
 
 @both

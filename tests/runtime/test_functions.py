@@ -565,6 +565,34 @@ class Mark:
     """Something that an operation holds."""
 
 
+def pay(account, invoice, *, currency="EUR"):
+    return f"paid {invoice} {currency} from {account}"
+
+
+HELD = {
+    "by place": (partial(pay, "A"), partial(pay, "B")),
+    "by name": (partial(pay, account="A"), partial(pay, account="B")),
+    "in a partial": (partial(partial(pay, "A"), currency="A"), partial(partial(pay, "A"))),
+}
+
+
+@pytest.mark.parametrize("held", HELD.values(), ids=HELD)
+def test_what_a_decorated_partial_holds_is_part_of_the_request(held):
+    """Else the second account gets the outcome of the first one."""
+    with Idempotency(MemoryStore(), caller="c", secret="at least sixteen bytes") as idem:
+        once = idem.once(key="invoice", window=FOREVER)
+        first, second = map(once, held)
+        assert first(invoice=1) == first(invoice=1) == held[0](invoice=1)
+        with pytest.raises(KeyReused):
+            second(invoice=1)
+        everything = idem.once(key=("account", "invoice", "currency"), window=FOREVER)
+        hashed = idem.once(key=BodyKey())
+        for decorate in (everything, hashed):
+            assert [decorate(item)(invoice=2) for item in held] == [
+                item(invoice=2) for item in held
+            ]
+
+
 def test_what_a_call_brings_counts_for_a_function_that_is_known():
     """Each option of a call makes its request, its name or its outcome another one than usual."""
     with Idempotency(MemoryStore(), caller="tester") as idem:

@@ -102,10 +102,9 @@ class Kafka(Broker):
             )
         if not subscriber.group_id:
             return "it has no group to commit for: set group_id='…'"
-        # What the broker's `config` says wins; it is known once the subscriber has started.
-        config = getattr(subscriber.consumer, "config", {})
-        is_late = subscriber.ack_policy is not AckPolicy.ACK_FIRST
-        if is_late and str(config.get("enable.auto.commit", False)).lower() == "true":
+        # What the broker's `config` says wins over FastStream's own settings.
+        config = subscriber._outer_config.builder.config.consumer_config
+        if config.get("enable.auto.commit"):
             return "its client commits by itself: leave enable.auto.commit out of the config"
         return None
 
@@ -119,8 +118,9 @@ class Kafka(Broker):
         return f"{raw.partition()}:{raw.offset()}@{raw.timestamp()[1]}"
 
     def hold_seconds(self, message: Any) -> float:
+        # FastStream's test broker has none: nothing comes again there, so nothing waits.
         config = getattr(message.consumer, "config", {})
-        return float(config.get("max.poll.interval.ms", 300_000)) / 1000 * _KAFKA_SHARE
+        return float(config.get("max.poll.interval.ms", 0)) / 1000 * _KAFKA_SHARE
 
     async def ack(self, message: Any) -> None:
         """Commits this message alone.
@@ -181,9 +181,8 @@ class RabbitMQ(Broker):
     def source(self, subscriber: Any, message: Any) -> tuple[str, str]:
         # A name is one queue in each virtual host. Without a channel it is not known, and nothing
         # may run under another name: that raises, and the message comes again.
-        raw = message.raw_message
-        is_test = type(raw).__module__ == "faststream.rabbit.testing"
-        host = "/" if is_test else raw.channel.connection.vhost
+        is_test = self._is_test(message)
+        host = "/" if is_test else message.raw_message.channel.connection.vhost
         scheme = "amqp" if host == "/" else f"amqp@{quote(host, safe='')}"
         return f"{scheme}:{subscriber._outer_config.prefix}{subscriber.queue.name}", ""
 
@@ -197,7 +196,12 @@ class RabbitMQ(Broker):
         return 1 + (counted if isinstance(counted, int) else 0)
 
     def hold_seconds(self, message: Any) -> float:
-        return _RABBIT_HOLD_SECONDS
+        return 0.0 if self._is_test(message) else _RABBIT_HOLD_SECONDS
+
+    @staticmethod
+    def _is_test(message: Any) -> bool:
+        """Whether it comes from FastStream's test broker, where nothing comes again."""
+        return type(message.raw_message).__module__ == "faststream.rabbit.testing"
 
 
 class JetStream(Broker):

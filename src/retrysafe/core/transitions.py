@@ -7,6 +7,7 @@ stores that hold a write lock while they decide apply these functions as they ar
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import Final
 
 from retrysafe.core.machine import (
@@ -36,11 +37,13 @@ from retrysafe.core.model import (
     State,
     StepWrite,
 )
+from retrysafe.core.policy import FOREVER
 from retrysafe.errors import DigestCollision
 
-# An operator's release does not know the operation's policy. A day keeps the fingerprint check
-# for the retries that the release was made for, and lets the sweep remove the row after that.
+# An operator's release keeps at least a day: the fingerprint and the steps are for the retries that
+# the release was made for.
 OPERATOR_RELEASE_KEPT_MS: Final = 24 * 60 * 60 * 1000
+_FOREVER_MS: Final = FOREVER // timedelta(milliseconds=1)
 
 _STATES: Final = {kind: State(kind) for kind in SettleKind}
 
@@ -304,7 +307,9 @@ def operate(
         return replace(record, expires_at_ms=now_ms), decision
     # The attempts start over, else an exhausted record would be exhausted again at once. The
     # state is no longer pending, which is what refuses every later write of the old owner.
-    expires_at_ms = max(record.expires_at_ms or 0, now_ms + OPERATOR_RELEASE_KEPT_MS)
+    window_ms = max(_window_ms(record), OPERATOR_RELEASE_KEPT_MS)
+    # Not before the end that it has, also when the clock was set back since.
+    expires_at_ms = max(record.expires_at_ms or 0, now_ms + window_ms)
     released = replace(
         record,
         state=State.RELEASED,
@@ -314,3 +319,14 @@ def operate(
         expires_at_ms=expires_at_ms,
     )
     return released, decision
+
+
+def _window_ms(record: Record) -> int:
+    """How long the last attempt's ending is remembered; for ever where that is not known.
+
+    A pending record does not say it. Of a key that is meant for ever, a shorter time would forget
+    the steps of a crashed attempt, and the next claim would run them again.
+    """
+    if record.expires_at_ms is None or record.settled_at_ms is None:
+        return _FOREVER_MS
+    return record.expires_at_ms - record.settled_at_ms

@@ -111,9 +111,13 @@ class Once:
     # Turns the arguments of a resumable operation into what is stored of them.
     keep: Callable[[tuple[Any, ...], Mapping[str, Any], int], Payload] | None = None
     signature: inspect.Signature = field(init=False)
+    # What a `functools.partial` brings along, which is asked for as the arguments of a call are.
+    held: tuple[tuple[Any, ...], dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.signature = inspect.signature(self.function)
+        function, args, keywords = unpacked(self.function)
+        self.signature = inspect.signature(function)
+        self.held = args, keywords
         names = list(self.signature.parameters)
         if names and names[0] in ("self", "cls"):
             # The object is where the method lives, not part of what is asked for.
@@ -155,19 +159,23 @@ class Once:
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The value of one parameter in a call."""
-        bound = self.signature.bind(*args, **kwargs)
+        return self._bound(args, kwargs).arguments[name]
+
+    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+        """All parameters of the function with their values; raises TypeError as it would itself."""
+        held, keywords = self.held
+        bound = self.signature.bind(*held, *args, **{**keywords, **kwargs})
         bound.apply_defaults()
-        return bound.arguments[name]
+        return bound
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """The call for these arguments; raises TypeError as the function itself would."""
         try:
-            bound = self.signature.bind(*args, **kwargs)
+            bound = self._bound(args, kwargs)
         except TypeError as error:
             # The signature does not know whose it is; and a partial has no name.
             name = getattr(self.function, "__qualname__", self.name or UNNAMED)
             raise TypeError(f"{name}() {error}") from None
-        bound.apply_defaults()
         request = {
             name: value for name, value in bound.arguments.items() if name not in self.ignore
         }

@@ -15,11 +15,13 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any, ClassVar, Final
 
+from retrysafe import forks
 from retrysafe.aws import ENCODING, client_options, encoded, error_code
 from retrysafe.core.ports import Waits
 from retrysafe.errors import DeliveryFailed, InvalidInput
 from retrysafe.extras import missing_extra
 from retrysafe.relay.ports import Delivery
+from retrysafe.relay.targets.of_loop import OfLoop
 
 # With all attributes: their names, their types and their values.
 SQS_LIMIT_BYTES: Final = 1_048_576
@@ -62,7 +64,10 @@ class _Service:
         self._timeout_seconds = timeout.total_seconds()
         self._owns_client = client is None
         self._client = client
-        self._opening: Any = None
+        self._making = threading.Lock()
+        # The client of an event loop, and what closes it.
+        self._opened: OfLoop[tuple[Any, AsyncExitStack]] = OfLoop()
+        forks.register(self)
         if client is None:
             # Here already: a library that is missing is no reason to try entries again.
             self._library()
@@ -86,10 +91,18 @@ class _Service:
             attempts=1,
         )
 
-    # Class-wide: a client is made once, and making one is rare.
-    _making: ClassVar = threading.Lock()
+    def after_fork_in_child(self) -> None:
+        """Makes a client of its own: on a connection of both, each would read the other's answers.
+
+        One that you gave stays.
+        """
+        self._making = threading.Lock()
+        if self._owns_client and self._client is not None:
+            forks.park(self._client)
+            self._client = None
 
     async def _open(self) -> Any:
+        forks.refresh_if_stale()
         with self._making:
             if self._client is None:
                 session = self._library().Session(region_name=self._region)
@@ -186,13 +199,13 @@ class Sqs(_Service):
         self._url = ""
 
     async def _send(self, text: str, options: dict[str, Any]) -> None:
-        if not self._url:
+        # Read once: another delivery that fails forgets it.
+        url = self._url
+        if not url:
             found = await self._call("get_queue_url", {"QueueName": self._name})
-            self._url = found["QueueUrl"]
+            url = self._url = found["QueueUrl"]
         try:
-            await self._call(
-                "send_message", {"QueueUrl": self._url, "MessageBody": text, **options}
-            )
+            await self._call("send_message", {"QueueUrl": url, "MessageBody": text, **options})
         except Exception:
             # The queue may be another one by the next try.
             self._url = ""
@@ -235,7 +248,6 @@ class _OnLoop(_Service):
     """The client of an event loop."""
 
     waits = Waits.SUSPENDING
-    _stack: AsyncExitStack | None = None
 
     def _library(self) -> Any:
         try:
@@ -244,22 +256,22 @@ class _OnLoop(_Service):
             raise missing_extra(__name__, "aiosqs", error) from error
 
     async def _open(self) -> Any:
-        if self._opening is None:
-            self._opening = asyncio.Lock()
-        async with self._opening:
-            if self._client is None:
+        if not self._owns_client:
+            return self._client
+        async with self._opened.opening():
+            if self._opened.held is None:
                 session = self._library().get_session()
                 has_credentials = await session.get_credentials() is not None
                 stack = AsyncExitStack()
-                self._client = await stack.enter_async_context(
+                client = await stack.enter_async_context(
                     session.create_client(
                         self._SERVICE,
                         region_name=self._region,
                         **self._options(has_credentials=has_credentials),
                     )
                 )
-                self._stack = stack
-            return self._client
+                self._opened.held = (client, stack)
+            return self._opened.held[0]
 
     async def _call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         async with asyncio.timeout(self._timeout_seconds):
@@ -269,10 +281,9 @@ class _OnLoop(_Service):
 
     async def close(self) -> None:
         """Closes the client, unless it is yours; the next delivery makes a new one."""
-        stack, self._stack = self._stack, None
-        if stack is not None:
-            self._client = None
-            await stack.aclose()
+        opened = self._opened.taken()
+        if opened is not None:
+            await opened[1].aclose()
 
 
 class AsyncSqs(_OnLoop, Sqs):

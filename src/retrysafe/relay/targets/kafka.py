@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Final
 
+from retrysafe import forks
 from retrysafe.core.ports import Waits
 from retrysafe.errors import DeliveryFailed, InvalidInput
 from retrysafe.extras import missing_extra
@@ -83,8 +84,9 @@ class _KafkaTarget:
         """Records go to `topic`, else to the entry's own topic behind `prefix`.
 
         Further options go to librdkafka, with underscores for dots. `timeout` limits a delivery:
-        what is not in its replicas by then is given up, so no copy of it comes later. Raises
-        `InvalidInput` for a name that no topic can have.
+        what is not in its replicas by then is given up, and sent no more. One that was on its way
+        then may still arrive, next to the copy of the next try. Raises `InvalidInput` for a name
+        that no topic can have.
         """
         if not servers:
             raise InvalidInput("which brokers? Name them, such as Kafka('127.0.0.1:9092')")
@@ -106,8 +108,17 @@ class _KafkaTarget:
         }
         self._lock = threading.Lock()
         self._reports: _Reports | None = None
+        forks.register(self)
+
+    def after_fork_in_child(self) -> None:
+        """Makes a producer of its own: its parent's has no threads here, and sends nothing."""
+        self._lock = threading.Lock()
+        if self._reports is not None:
+            forks.park(self._reports)
+            self._reports = None
 
     def _opened(self) -> _Reports:
+        forks.refresh_if_stale()
         with self._lock:
             if self._reports is not None and self._reports.is_broken:
                 self._reports.end()

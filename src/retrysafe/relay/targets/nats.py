@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import timedelta
 from typing import Any, Final
 
@@ -10,6 +9,7 @@ from retrysafe.core.ports import Waits
 from retrysafe.errors import DeliveryFailed
 from retrysafe.extras import missing_extra
 from retrysafe.relay.ports import Delivery
+from retrysafe.relay.targets.of_loop import OfLoop
 
 try:
     import nats
@@ -43,9 +43,8 @@ class NatsJetStream:
         self._prefix = prefix
         self._timeout_seconds = timeout.total_seconds()
         self._options = options
-        self._connection: Any = None
-        self._stream: Any = None
-        self._opening: asyncio.Lock | None = None
+        # The connection, and its context of JetStream.
+        self._open: OfLoop[tuple[Any, Any]] = OfLoop()
 
     async def deliver(self, delivery: Delivery) -> None:
         """Publishes one entry and waits for the stream's word; raises what nats-py raises."""
@@ -66,27 +65,23 @@ class NatsJetStream:
 
     async def _opened(self) -> Any:
         """A context on a connection that is open; deliveries that find none open one together."""
-        if self._opening is None:
-            self._opening = asyncio.Lock()
-        async with self._opening:
-            if self._connection is not None and self._connection.is_closed:
-                self._connection = None
-            if self._connection is None:
+        async with self._open.opening():
+            if self._open.held is None or self._open.held[0].is_closed:
                 options = {
                     "connect_timeout": _CONNECT_SECONDS,
                     # The relay tries again; a client that waits for a server would only hang.
                     "allow_reconnect": False,
                     "error_cb": _ignore,
                 } | self._options
-                self._connection = await nats.connect(self._servers, **options)
-                self._stream = self._connection.jetstream()
-            return self._stream
+                connection = await nats.connect(self._servers, **options)
+                self._open.held = (connection, connection.jetstream())
+            return self._open.held[1]
 
     async def close(self) -> None:
         """Closes the connection; the next delivery opens a new one."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.close()
+        opened = self._open.taken()
+        if opened is not None:
+            await opened[0].close()
 
 
 async def _ignore(error: Exception) -> None:

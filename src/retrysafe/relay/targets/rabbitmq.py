@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from retrysafe.core.ports import Waits
 from retrysafe.errors import DeliveryFailed
 from retrysafe.extras import missing_extra
 from retrysafe.relay.ports import Delivery
+from retrysafe.relay.targets.of_loop import OfLoop
 
 try:
     import aio_pika
@@ -19,6 +19,12 @@ except ModuleNotFoundError as error:
     raise missing_extra(__name__, "rabbitmq", error) from error
 
 _CONNECT_SECONDS: Final = 10.0
+
+
+class _Opened(NamedTuple):
+    connection: AbstractConnection
+    channel: AbstractChannel
+    exchange: AbstractExchange
 
 
 class RabbitMQ:
@@ -41,10 +47,7 @@ class RabbitMQ:
         self._url = url
         self._exchange_name = exchange
         self._timeout_seconds = timeout.total_seconds()
-        self._connection: AbstractConnection | None = None
-        self._channel: AbstractChannel | None = None
-        self._exchange: AbstractExchange | None = None
-        self._opening: asyncio.Lock | None = None
+        self._open: OfLoop[_Opened] = OfLoop()
 
     async def deliver(self, delivery: Delivery) -> None:
         """Publishes one entry and waits for the broker's confirm; raises what aio-pika raises."""
@@ -77,28 +80,27 @@ class RabbitMQ:
 
     async def _opened(self) -> AbstractExchange:
         """The exchange on a channel that is open; deliveries that find none open one together."""
-        if self._opening is None:
-            self._opening = asyncio.Lock()
-        async with self._opening:
-            if self._exchange is not None and self._channel is not None:
-                if not self._channel.is_closed:
-                    return self._exchange
+        async with self._open.opening():
+            if self._open.held is not None:
+                if not self._open.held.channel.is_closed:
+                    return self._open.held.exchange
                 await self.close()
             # Not the kind that mends itself: it would hold publishes back while the broker is
             # away, and the relay knows better when to try again.
-            self._connection = await aio_pika.connect(self._url, timeout=_CONNECT_SECONDS)
-            self._channel = await self._connection.channel(
-                publisher_confirms=True, on_return_raises=True
-            )
-            if self._exchange_name:
-                self._exchange = await self._channel.get_exchange(self._exchange_name)
-            else:
-                self._exchange = self._channel.default_exchange
-            return self._exchange
+            connection = await aio_pika.connect(self._url, timeout=_CONNECT_SECONDS)
+            try:
+                channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
+                exchange: AbstractExchange = channel.default_exchange
+                if self._exchange_name:
+                    exchange = await channel.get_exchange(self._exchange_name)
+            except BaseException:
+                await connection.close()
+                raise
+            self._open.held = _Opened(connection, channel, exchange)
+            return exchange
 
     async def close(self) -> None:
         """Closes the connection; the next delivery opens a new one."""
-        connection, self._connection = self._connection, None
-        self._channel = self._exchange = None
-        if connection is not None:
-            await connection.close()
+        opened = self._open.taken()
+        if opened is not None:
+            await opened.connection.close()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Final
 
+from retrysafe import forks
 from retrysafe.core.ports import Waits
 from retrysafe.errors import DeliveryFailed, InvalidInput
 from retrysafe.extras import missing_extra
 from retrysafe.relay.ports import Delivery
 from retrysafe.relay.signing import Secret, secret_bytes, signed_headers, webhook_id
+from retrysafe.relay.targets.of_loop import OfLoop
 
 try:
     import httpx
@@ -125,7 +128,26 @@ class Webhook:
         self._request = _Request(url, secret, now_seconds)
         self._timeout_seconds = timeout.total_seconds()
         self._owns_client = client is None
-        self._client = client or limited(httpx.Client(timeout=self._timeout_seconds))
+        self._client = client
+        self._making = threading.Lock()
+        forks.register(self)
+
+    def _opened(self) -> httpx.Client:
+        forks.refresh_if_stale()
+        with self._making:
+            if self._client is None:
+                self._client = limited(httpx.Client(timeout=self._timeout_seconds))
+            return self._client
+
+    def after_fork_in_child(self) -> None:
+        """Makes a client of its own: on a connection of both, each would read the other's answers.
+
+        One that you gave stays.
+        """
+        self._making = threading.Lock()
+        if self._owns_client and self._client is not None:
+            forks.park(self._client)
+            self._client = None
 
     async def deliver(self, delivery: Delivery) -> None:
         """Posts one entry; raises `DeliveryFailed`, and what httpx raises."""
@@ -133,7 +155,7 @@ class Webhook:
         token = deadline.set(ends_at)
         try:
             # Redirects are not followed: whoever answers must not choose where signed data goes.
-            response = self._client.send(
+            response = self._opened().send(
                 self._request.build(delivery), stream=True, follow_redirects=False
             )
             try:
@@ -145,9 +167,11 @@ class Webhook:
         self._request.judge(response, delivery.key)
 
     async def close(self) -> None:
-        """Closes the client, unless it is yours."""
-        if self._owns_client:
-            self._client.close()
+        """Closes the client, unless it is yours; the next delivery makes a new one."""
+        client = self._client
+        if self._owns_client and client is not None:
+            self._client = None
+            client.close()
 
 
 class AsyncWebhook:
@@ -167,14 +191,15 @@ class AsyncWebhook:
         """Takes what `Webhook` takes."""
         self._request = _Request(url, secret, now_seconds)
         self._timeout_seconds = timeout.total_seconds()
-        self._owns_client = client is None
-        self._client = client or httpx.AsyncClient(timeout=self._timeout_seconds)
+        self._client = client
+        self._own: OfLoop[httpx.AsyncClient] = OfLoop()
 
     async def deliver(self, delivery: Delivery) -> None:
         """Posts one entry; raises `DeliveryFailed`, `TimeoutError`, and what httpx raises."""
         request = self._request.build(delivery)
         async with asyncio.timeout(self._timeout_seconds) as limit:
-            response = await self._client.send(request, stream=True, follow_redirects=False)
+            client = self._client or await self._opened()
+            response = await client.send(request, stream=True, follow_redirects=False)
         try:
             with suppress(httpx.TransportError, TimeoutError):
                 async with asyncio.timeout_at(limit.when()):
@@ -183,7 +208,14 @@ class AsyncWebhook:
             await response.aclose()
         self._request.judge(response, delivery.key)
 
+    async def _opened(self) -> httpx.AsyncClient:
+        async with self._own.opening():
+            if self._own.held is None:
+                self._own.held = httpx.AsyncClient(timeout=self._timeout_seconds)
+            return self._own.held
+
     async def close(self) -> None:
-        """Closes the client, unless it is yours."""
-        if self._owns_client:
-            await self._client.aclose()
+        """Closes the client, unless it is yours; the next delivery makes a new one."""
+        client = self._own.taken()
+        if client is not None:
+            await client.aclose()

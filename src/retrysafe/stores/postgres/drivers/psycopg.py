@@ -107,7 +107,8 @@ class _Pool:
         self._connect = connect
         self._wait_seconds = options.connect_timeout.total_seconds()
         self._size_limit = options.size_limit
-        self._lock = threading.Lock()
+        # One that its own thread may take again: nobody waits for itself in here.
+        self._lock = threading.RLock()
         # Who is in here, by thread: a signal's handler may call from inside.
         self._inside: dict[int, _Place] = {}
         # In the order in which they came; those behind the limit wait at their gates.
@@ -187,7 +188,7 @@ class _Pool:
                 self._give_back(place)
                 self._places.pop(place, None)
             for place in list(islice(self._places, self._size_limit)):
-                with suppress(RuntimeError):  # Open already.
+                with suppress(RuntimeError):  # Open already; a signal's handler may have done it.
                     place.gate.release()
 
     def discard(self, connection: _Connection) -> None:
@@ -237,7 +238,7 @@ class _Pool:
             or connection.generation is not self._generation
         ):
             connection.close()
-        else:
+        elif place.connection is not None:  # Else a signal's handler has done it meanwhile.
             # Taken out first: one that was given back twice would be used by two threads at a time.
             place.connection = None
             self._idle.append(connection)
