@@ -20,9 +20,17 @@ class ScriptedBroker:
 
     queue, group = "orders", "billing"
 
-    def __init__(self, *messages, gives_back=True, deadline_seconds=30.0, window=timedelta(days=4)):
+    def __init__(
+        self,
+        *messages,
+        gives_back=True,
+        deadline_seconds=30.0,
+        renew_seconds=None,
+        window=timedelta(days=4),
+    ):
         self.gives_back = gives_back
         self.deadline_seconds = deadline_seconds
+        self.renew_seconds = renew_seconds or deadline_seconds / 3
         self.window = window
         self.inbox = asyncio.Queue()
         for message in messages:
@@ -34,10 +42,6 @@ class ScriptedBroker:
         self.is_away = False
         self.news = asyncio.Condition()
         self.is_open = False
-
-    @property
-    def renew_seconds(self):
-        return self.deadline_seconds / 3
 
     def bind(self, buffer):
         self.buffer = buffer

@@ -248,11 +248,11 @@ def test_a_verdict_that_the_broker_does_not_take_is_counted_and_the_next_deliver
 
 
 def test_deadlines_are_prolonged_for_what_runs_and_for_what_waits_in_the_buffer():
-    """One place, three messages: the last one waits for longer than its deadline."""
+    """One place, three messages: the last one waits for several renewals."""
 
     async def scene():
         handle, begun, ends = started_by(["1", "2", "3"])
-        broker = ScriptedBroker(*(message(name) for name in ("1", "2", "3")), deadline_seconds=0.12)
+        broker = ScriptedBroker(*(message(name) for name in ("1", "2", "3")), renew_seconds=0.04)
         async with Consuming(broker, handle, concurrency=1) as consuming:
             await begun["1"].wait()
             await until(lambda: sum("2" in each for each in broker.extended) >= 6)
@@ -270,7 +270,7 @@ def test_what_was_lost_in_the_buffer_is_not_started():
 
     async def scene():
         handle, begun, ends = started_by(["1", "2"])
-        broker = ScriptedBroker(message("1"), message("2"), deadline_seconds=0.12)
+        broker = ScriptedBroker(message("1"), message("2"), renew_seconds=0.04)
         broker.lost = {"2"}
         async with Consuming(broker, handle, concurrency=1) as consuming:
             await begun["1"].wait()
@@ -288,7 +288,7 @@ def test_what_was_lost_while_it_ran_is_not_acked():
 
     async def scene():
         handle, begun, ends = started_by(["1"])
-        broker = ScriptedBroker(message("1"), deadline_seconds=0.12)
+        broker = ScriptedBroker(message("1"), renew_seconds=0.04)
         broker.lost = {"1"}
         async with Consuming(broker, handle) as consuming:
             await begun["1"].wait()

@@ -106,7 +106,7 @@ def test_what_a_log_lost_takes_nothing_with_it():
 
     async def scene():
         handle, begun, ends = started_by(["old", "new"])
-        broker = ScriptedBroker(message("old", lane="a"), gives_back=False, deadline_seconds=0.2)
+        broker = ScriptedBroker(message("old", lane="a"), gives_back=False, renew_seconds=0.06)
         broker.lost = {"old"}
         async with Consuming(broker, handle) as consuming:
             await begun["old"].wait()
@@ -177,7 +177,7 @@ def test_a_held_message_keeps_its_consumer_in_the_group():
     """Its attempt has ended, and is lost by that: the message is this consumer's all the same."""
 
     async def scene():
-        broker = ScriptedBroker(message("1"), gives_back=False, deadline_seconds=0.1)
+        broker = ScriptedBroker(message("1"), gives_back=False, renew_seconds=0.03)
 
         async def fail(message):
             raise LookupError("not yet")

@@ -142,12 +142,6 @@ def consumed(broker, function, until, *, store=None, **settings):
     return asyncio.run(scene())
 
 
-class Prolonged(ScriptedBroker):
-    """Asked often, with deadlines that no busy machine misses."""
-
-    renew_seconds = 0.02
-
-
 async def extended(broker, times=1):
     async with asyncio.timeout(10):
         while len(broker.extended) < times:  # noqa: ASYNC110 — the script has no event.
@@ -155,7 +149,7 @@ async def extended(broker, times=1):
 
 
 def test_what_waits_in_the_buffer_has_its_deadline_prolonged():
-    broker = Prolonged(message("1"), message("2"))
+    broker = ScriptedBroker(message("1"), message("2"), renew_seconds=0.02)
 
     async def handle(item):
         if item.identity == "1":
@@ -166,7 +160,7 @@ def test_what_waits_in_the_buffer_has_its_deadline_prolonged():
 
 
 def test_what_was_lost_in_the_buffer_does_not_begin():
-    broker = Prolonged(message("1"), message("2"))
+    broker = ScriptedBroker(message("1"), message("2"), renew_seconds=0.02)
     broker.lost = {"2"}
     begun = []
 
@@ -179,7 +173,7 @@ def test_what_was_lost_in_the_buffer_does_not_begin():
 
 
 def test_what_was_lost_while_it_ran_is_not_settled():
-    broker = Prolonged(message("1"))
+    broker = ScriptedBroker(message("1"), renew_seconds=0.02)
     broker.lost = {"1"}
 
     async def handle(item):
