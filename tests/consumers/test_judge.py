@@ -27,7 +27,7 @@ from retrysafe.consumers.handler import unquoted
 from retrysafe.errors import KeyInvalid, PolicyInvalid
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores import MemoryStore, SqliteStore
-from retrysafe.testing import FaultyStore, Moment
+from retrysafe.testing import FaultyStore, ManualClock, Moment
 from tests.consumers.scripted import LEASE, Tasks, Threads, message, policy
 
 WAYS = [Threads, Tasks]
@@ -71,6 +71,26 @@ def test_a_failed_message_that_comes_again_is_no_duplicate_of_itself(way):
     judge = way.judge(fail_first)
     assert actions(way, judge, message(), message(deliveries=2)) == ["retry", "ack"]
     assert len(runs) == 2
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_the_window_counts_from_the_last_try_and_not_from_the_first_delivery(kind):
+    """A message that was retried for long is remembered for as long as any other."""
+    clock, runs = ManualClock(), []
+    way = kind(MemoryStore(now_ms=clock), caller="unused", cache=False)
+
+    def fail_first(message):
+        runs.append(message)
+        if len(runs) == 1:
+            raise LookupError("not yet")
+
+    judge = way.judge(fail_first, policy=policy(active_window=timedelta(hours=1)))
+    assert actions(way, judge, message()) == ["retry"]
+    for _ in range(2):
+        clock.advance(timedelta(minutes=50))
+        assert actions(way, judge, message()) == ["ack"]
+    assert len(runs) == 2
+    way.close()
 
 
 def test_a_message_that_keeps_failing_is_dead_lettered_with_its_reason(way):

@@ -63,6 +63,15 @@ def test_every_document_can_be_reached_from_the_index():
     }
 
 
+def test_the_tests_of_consumers_that_a_document_names_are_there():
+    """A renamed test leaves no promise behind that nobody keeps."""
+    text = (ROOT / "docs" / "consumers" / "proof.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", text)
+    assert len(named) > 10
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / "tests" / "consumers" / file).read_text(encoding="utf-8")
+
+
 def _commands():
     """Every command line in the shell snippets, with its document."""
     for path in DOCUMENTS:

@@ -186,12 +186,18 @@ def test_a_name_that_no_header_has_is_refused_when_it_is_configured(name):
     "name",
     ["Authorization", "Proxy-Authorization", "X-API-Key", "x-api-key", "Api-Key", "apikey",
      "Cookie", "X-Auth-Token", "X-Access-Token", "X-Forwarded-Access-Token", "Private-Token",
-     "X-Password", "X-Client-Secret", "Cf-Access-Jwt-Assertion"],
+     "X-Password", "X-Client-Secret", "Cf-Access-Jwt-Assertion", "X-Auth", "X-Session",
+     "X-Session-Id", "X-Bearer", "X-Auth-Key", "X-Shop-Key", "X-SID"],
 )  # fmt: skip
 def test_a_header_that_holds_a_credential_is_no_gateways(name):
     """It would be stored in clear."""
     with pytest.raises(PolicyInvalid, match="api_key"):
         gateway_header(name)
+
+
+@pytest.mark.parametrize("name", ["X-Auth-Request-User", "X-Authenticated-User", "X-Tenant"])
+def test_a_header_with_a_name_in_it_is_a_gateways(name):
+    assert gateway_header(name)(sent(b"acme", name=name.lower().encode())) == "acme"
 
 
 @pytest.mark.parametrize(

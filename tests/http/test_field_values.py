@@ -264,3 +264,17 @@ def test_the_time_for_a_value_grows_in_proportion_to_it(filler, kind):
         plain_part("/a", text) if kind is None else declared_part("/a", kind, text)
 
     assert growth(lambda n: (filler * n)[:n] + "x", work, 8_000) < LIMIT
+
+
+@pytest.mark.parametrize("text", ["inf", "Infinity", "INF", "+inf", "-Infinity", "nan", "NaN"])
+def test_words_that_are_numbers_are_refused_without_a_type(text):
+    """`float` takes many spellings of each, and every one of them would be another key."""
+    with pytest.raises(KeyInvalid, match="several ways"):
+        plain_part("/x", text)
+
+
+@pytest.mark.parametrize("offset", [UTC, timezone(timedelta(hours=2))])
+def test_a_time_that_a_framework_has_read_with_an_offset_is_refused(offset):
+    """10:00Z and 12:00+02:00 are equal, and would be two keys."""
+    with pytest.raises(KeyInvalid, match="no one way"):
+        plain_part("{at}", time(10, tzinfo=offset))

@@ -118,7 +118,9 @@ def _untrue(ledger: Ledger, key: str, request: int, caller: object, error: objec
         return None if has_rivals else "the key was never admitted for another request"
     if isinstance(error, ClaimLost):
         has_left = any(run.close is Close.CUT for run in mine)
-        return None if ledger.lost_tokens or has_left else "no write was refused"
+        was_told = any(run.token in ledger.lost_renewals for run in mine)
+        is_true = ledger.lost_tokens or was_told or has_left
+        return None if is_true else "no write and no renewal was refused"
     if isinstance(error, OutcomeNotStored):
         if error.value is not None and all(run.text != text_of(error.value) for run in mine):
             return "the value is not from this caller's run"

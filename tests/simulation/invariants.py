@@ -213,6 +213,8 @@ class Ledger:
         self.stored: dict[bytes, Stored] = {}
         self.answered_tokens: set[bytes] = set()
         self.lost_tokens: set[bytes] = set()
+        # Of renewals that were refused: an owner that knows of it begins no further step.
+        self.lost_renewals: set[bytes] = set()
         self.spent_tokens: set[bytes] = set()
         self.given_up: set[tuple[str, int]] = set()
         self.refused_by_store: set[bytes] = set()
@@ -434,6 +436,8 @@ class Ledger:
         truth = self.truths.get(row.key.text)
         is_held = truth is not None and truth.token == row.token and truth.status is Status.PENDING
         expected = Decision.APPLY if is_held else Decision.LOST
+        if answer.decision is Decision.LOST:
+            self.lost_renewals.add(row.token)
         if answer.decision is not expected:
             self.violated(
                 Invariant.OUTCOME_STANDS if is_held else Invariant.ZOMBIE,
@@ -566,7 +570,8 @@ class Ledger:
             if run.close is None or run.close is Close.CUT or run.process.is_dead:
                 continue
             is_given_up = (run.key, run.number) in self.given_up
-            if run.token not in self.answered_tokens and not is_given_up:
+            knows_end = run.token in self.answered_tokens or run.token in self.lost_renewals
+            if not knows_end and not is_given_up:
                 self.violated(Invariant.NOT_LOST, f"{run.key}: {run.text} was never written")
 
 

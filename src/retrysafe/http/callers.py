@@ -296,7 +296,8 @@ def gateway_header(name: str) -> CallerOf:
 
 # What headers of such names hold lets anybody in who reads it.
 _CREDENTIAL_NAME: Final = re.compile(
-    rb"authorization|cookie|token|secret|password|passwd|jwt|credential|(?:api|access)[-_.]?key"
+    rb"authorization|cookie|token|secret|password|passwd|jwt|credential|bearer|key$|auth$"
+    rb"|(?:api|access)[-_.]?key|session(?:[-_.]?id)?$|\bsid$"
 )
 
 

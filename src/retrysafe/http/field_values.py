@@ -30,6 +30,8 @@ _INT_LIMIT: Final = 10**_DIGITS_LIMIT
 # Stands for a value that its endpoint refuses, as an endpoint for whole numbers refuses `x`.
 NOT_TAKEN: Final = object()
 _BOOLEANS: Final = {"true": True, "false": False}
+# `float` and `Decimal` take these for a number, with a sign and in any letter case.
+_NUMBER_WORDS: Final = re.compile(r"[+-]?(?:inf(?:inity)?|s?nan\d*+)", re.IGNORECASE)
 # What pydantic and many forms take for one of these, in any letter case.
 _BOOLEAN_WORDS: Final = frozenset({"true", "false", "yes", "no", "on", "off", "t", "f", "y", "n"})
 
@@ -220,7 +222,10 @@ def plain_part(name: str, value: Any) -> Part:
         if isinstance(value, Number):
             return _of_number(value)
     except (ValueError, InvalidOperation):
-        raise KeyInvalid(f"the key is made from {name}, whose number is out of range") from None
+        raise KeyInvalid(
+            f"the key is made from {name}, whose value is out of range or has no one way to be "
+            "written"
+        ) from None
     # What a converter made of a text is written in one way.
     if isinstance(value, str) and value:
         return value
@@ -289,6 +294,9 @@ def _as_sent(value: Any) -> Any:
         return Number(str(exact))
     if isinstance(value, datetime):
         return utc_text(value)
+    if isinstance(value, time) and value.tzinfo is not None:
+        # Equal to what is the same time in another offset, and no text says both.
+        raise ValueError
     if isinstance(value, date | time):
         return value.isoformat()
     if isinstance(value, IPv4Address | IPv6Address):
@@ -332,7 +340,7 @@ def _has_other_spellings(text: str) -> bool:
         return True
     if _DIGIT.search(text) is not None and _NUMERIC.fullmatch(text):
         return True
-    if text.lower() in _BOOLEAN_WORDS:
+    if text.lower() in _BOOLEAN_WORDS or _NUMBER_WORDS.fullmatch(text):
         return True
     if _INSTANT.match(text):
         return True  # Z and +00:00 are one offset, and every second has many fractions.

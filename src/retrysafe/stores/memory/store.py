@@ -56,6 +56,8 @@ class MemoryStore:
         self._lock = new_lock()
         self._records = Records()
         self._outcomes: dict[bytes, tuple[PackedOutcome, ...]] = {}
+        # Endings whose record a signal's handler may have kept from being written.
+        self._half_written: dict[bytes, PackedOutcome] = {}
         self._steps: dict[bytes, dict[str, Step]] = {}
         self._arguments: dict[bytes, Payload] = {}
         self.outbox = MemoryOutbox(self._locked, now_ms)
@@ -100,6 +102,7 @@ class MemoryStore:
                 # its arguments; neither must a corrected request.
                 self._steps.pop(digest, None)
                 self._arguments.pop(digest, None)
+            self._half_written.pop(digest, None)
             self._records[digest] = changed
             if request.arguments is not None:
                 self._arguments.setdefault(digest, request.arguments)
@@ -118,10 +121,13 @@ class MemoryStore:
                 # Before the record, and as often as it is asked for: a signal's handler may raise
                 # in between.
                 ending = ending_of(settlement, settlement.payload, changed, now_ms)
-                others = [item for item in self._outcomes.get(digest, ()) if item[0] != ending[0]]
+                half = self._half_written.get(digest)
+                others = [item for item in self._outcomes.get(digest, ()) if item is not half]
+                self._half_written[digest] = ending
                 self._outcomes[digest] = (*others, ending)
                 self.outbox.insert(settlement.entries, settlement.key, now_ms)
             self._records[digest] = changed
+            self._half_written.pop(digest, None)
         return answer
 
     async def extend(
