@@ -29,6 +29,8 @@ from retrysafe import (
 from retrysafe.core.keys.canonical import TooDeep
 from retrysafe.core.model import Decision, Payload, Step, StepWrite
 from retrysafe.errors import StepNotStored
+from retrysafe.http.rules import Rule
+from retrysafe.http.wsgi import WSGIIdempotencyMiddleware
 from retrysafe.runtime.current import current
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
@@ -36,6 +38,7 @@ from retrysafe.stores import SqliteStore, open_store
 from retrysafe.stores.postgres.drivers.psycopg import _Pool
 from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import key_of, request
+from tests.http.driving import ask_wsgi
 from tests.interrupting import (
     Alarmed,
     Interrupted,
@@ -161,6 +164,39 @@ def test_an_exception_of_a_handler_is_no_failure_of_the_operation(
         shop.require_empty(place)
     assert place > 100
     assert blocked < place
+
+
+@never_begun
+def test_an_exception_of_a_handler_is_no_failure_of_a_request():
+    """The middleware has work of its own after the application's, in which the handler raises."""
+    number, runs, has_ended = 0, 0, True
+
+    def app(environ: dict[str, Any], start_response: Any) -> list[bytes]:
+        nonlocal runs, has_ended
+        runs, has_ended = runs + 1, False
+        # What is raised in there is raised inside of the application.
+        start_response("201 Created", [("Content-Type", "text/plain")])
+        has_ended = True
+        return [b"paid"]
+
+    def ask() -> int:
+        return ask_wsgi(protected, key=f'"k-{number}"').status
+
+    def act() -> None:
+        nonlocal number, runs, has_ended
+        number, runs, has_ended = number + 1, 0, True
+        with suppress(RetrysafeError):
+            ask()
+
+    with Idempotency("memory://", cache=False) as idem:
+        protected = WSGIIdempotencyMiddleware(app, idem, caller=lambda _: "c", rules=[Rule()])
+        act()
+        place = 0
+        for place in at_every_place_at_once(1, act, *whole_tree(), kind=Alarmed):
+            is_own = not has_ended
+            assert ask() in (201, 409), place
+            assert runs <= 1 + is_own, str(place)
+    assert place > 100
 
 
 @never_begun

@@ -6,11 +6,13 @@ for which the key would be freed and the work run again.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from retrysafe.core import one_call
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.model import Decision, Ending, Payload, State
 from retrysafe.core.one_call import OneCall
@@ -361,3 +363,57 @@ def test_a_note_that_could_not_be_taken_back_stands_in_nobodys_way(world, effect
     with pytest.raises(OSError, match="later"):
         run(process, operation)
     assert state(world) is State.RELEASED
+
+
+# Whose exception it is.
+
+
+def _handler(number: int, frame: object) -> None:
+    raise Alarmed
+
+
+def _any_handler(*given: object) -> None:
+    raise Alarmed
+
+
+@pytest.mark.parametrize("handler", [_handler, _any_handler])
+def test_what_a_handler_raises_in_the_function_is_the_functions(handler):
+    """The function was at work: nobody but it could have caught it there."""
+
+    def function() -> None:
+        handler(1, sys._getframe())
+
+    made = OneCall(function, ())
+    with pytest.raises(Alarmed) as caught:
+        made.make()
+    assert made.is_own(caught.value)
+
+
+def test_what_a_handler_raises_in_the_function_of_an_adapter_is_not():
+    """Only our own frames were at work; the application's work may be done."""
+
+    def adapter(handler: Callable[..., None]) -> None:
+        ask(handler)
+
+    def ask(handler: Callable[..., None]) -> None:
+        handler(1, sys._getframe())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_call, "_OWN_FILES", __file__)
+        for handler in (_handler, _any_handler):
+            made = OneCall(adapter, (handler,))
+            with pytest.raises(Alarmed) as caught:
+                made.make()
+            assert not made.is_own(caught.value)
+
+
+def test_an_adapters_own_exception_is_its_own(monkeypatch):
+    monkeypatch.setattr(one_call, "_OWN_FILES", __file__)
+
+    def adapter(*given: object) -> None:
+        raise Declined("no")
+
+    made = OneCall(adapter, ((1, 2),))
+    with pytest.raises(Declined) as caught:
+        made.make()
+    assert made.is_own(caught.value)

@@ -25,6 +25,12 @@ SIGNAL_GUARDS: tuple[Guard, ...] = (
         properties.test_no_signal_is_looked_for_right_after_the_operation,
     ),
     Guard(
+        "nor what it raises in the function of an adapter, after the application's",
+        "the key is freed at once, and the retry runs the request again",
+        (InCode(OneCall.is_own, "return not _is_of_handler(own)", "return True"),),
+        alarmed.test_what_a_handler_raises_in_the_function_of_an_adapter_is_not,
+    ),
+    Guard(
         "a step is noted before it is called",
         "a signal's handler raises after the step, and the retry runs it again",
         (InCode(StepRun._run_new, "self._unstored[name] = taken", "pass"),),

@@ -18,7 +18,7 @@ from tests.processes.ledger import note, noted
 
 # Long enough for a live owner on a busy machine (it is renewed), short enough to wait for.
 POLICY = Policy(
-    lease=timedelta(milliseconds=300), in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=30)
+    lease=timedelta(seconds=1), in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=30)
 )
 # The owner has about fifteen boundaries; a count far beyond that is an endless loop.
 BOUNDARIES_LIMIT = 60

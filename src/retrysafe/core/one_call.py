@@ -7,10 +7,12 @@ no failure of the function, and a key that were freed for it would run the funct
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
+from pathlib import Path
+from types import FrameType, MappingProxyType
 from typing import Any, Final, TypeVar
 
 from retrysafe.core.stop_iteration import own_error
@@ -81,5 +83,43 @@ class OneCall:
         return self._ended.get(_RETURNED)
 
     def is_own(self, error: BaseException) -> bool:
-        """Whether the function raised this, or nothing of it has run."""
-        return not self.has_begun or self._raised in (id(error), id(own_error(error)))
+        """Whether the function raised this, or nothing of it has run.
+
+        What a handler raised inside of the function counts as the function's: nobody else could
+        have caught it there.
+        """
+        own = own_error(error)
+        if self.has_begun and self._raised not in (id(error), id(own)):
+            return False
+        return not _is_of_handler(own)
+
+
+def _is_of_handler(error: BaseException) -> bool:
+    """Whether a signal's handler raised it while nothing but our own frames was at work.
+
+    The function of an adapter is our own as well: it calls the user's, and has work of its own
+    after that. A handler is told by the frame that it came into, which it is given.
+    """
+    place = error.__traceback__
+    while place is not None and place.tb_frame.f_code is not _MAKE:
+        place = place.tb_next
+    while place is not None and place.tb_next is not None:
+        interrupted, place = place.tb_frame, place.tb_next
+        if _is_given(place.tb_frame, interrupted):
+            return True
+        if not place.tb_frame.f_code.co_filename.startswith(_OWN_FILES):
+            return False
+    return False
+
+
+def _is_given(frame: FrameType, interrupted: FrameType) -> bool:
+    for value in frame.f_locals.values():
+        if value is interrupted:
+            return True
+        if type(value) is tuple and any(item is interrupted for item in value):
+            return True
+    return False
+
+
+_MAKE: Final = OneCall.make.__code__
+_OWN_FILES: Final = str(Path(__file__).parents[1]) + os.sep
