@@ -20,7 +20,7 @@ from retrysafe import (
     current_attempt,
     natural_key,
 )
-from retrysafe.consumers import Action, Handler, consumer_name
+from retrysafe.consumers import Action, Handler, PayloadInvalid, consumer_name
 from retrysafe.consumers.consumer import checked_policy
 from retrysafe.consumers.deadlines import Deadline
 from retrysafe.consumers.handler import unquoted
@@ -493,3 +493,14 @@ def test_the_window_covers_what_the_broker_may_deliver_again():
 def test_a_handler_that_makes_no_sense_is_refused_when_it_is_made(wrong):
     with pytest.raises(InvalidInput):
         wrong()
+
+
+def test_a_reason_can_be_written_by_every_broker(way):
+    """Errors quote payloads, and half a character would keep the dead letter from being sent."""
+
+    def refuse(_):
+        raise PayloadInvalid("unknown currency \ud800")
+
+    verdict = way.run(way.judge(refuse).handle(message()))
+    assert verdict.action is Action.DEAD_LETTER
+    assert "unknown currency" in verdict.reason.encode().decode()

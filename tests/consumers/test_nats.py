@@ -10,7 +10,7 @@ import pytest
 from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
 
 from retrysafe import AsyncIdempotency, InvalidInput
-from retrysafe.consumers import Action, Consumer, Verdict
+from retrysafe.consumers import Action, Consumer, PayloadInvalid, Verdict
 from retrysafe.consumers.nats import JetStream
 from retrysafe.core.model import StagedEntry
 from retrysafe.relay import AsyncRelay
@@ -299,3 +299,26 @@ def test_a_stream_or_a_consumer_that_cannot_be_used_is_said_so(bench):
         )
     )
     asyncio.run(scene())
+
+
+def test_a_dead_letter_that_is_too_large_does_not_end_the_connection(bench):
+    """The server closes it for such a copy; the other messages go on, and the large one stays."""
+
+    async def scene():
+        limit = bench.connection.max_payload
+        done = []
+
+        async def handle(message):
+            done.append(len(message.body))
+            if len(message.body) > 100:
+                raise PayloadInvalid("poison")
+
+        broker = JetStream(bench.server.url, bench.name, "billing")
+        async with Consuming(broker, handle) as consuming:
+            await bench.context.publish(f"{bench.name}.a", b"x" * (limit - 8))
+            await consuming.until(lambda counts: counts.unsettled >= 1)
+            await bench.context.publish(f"{bench.name}.a", b"y")
+            await consuming.until(lambda counts: counts.handled == 1)
+        assert done == [limit - 8, 1]
+
+    bench.runner.run(scene())

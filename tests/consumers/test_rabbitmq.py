@@ -6,11 +6,13 @@ import asyncio
 import time
 from datetime import timedelta
 
+import pamqp.decode
+import pamqp.encode
 import pytest
 
 from retrysafe import AsyncIdempotency, InvalidInput
 from retrysafe.consumers import Action, Consumer, Verdict
-from retrysafe.consumers.amqp import RabbitQueue
+from retrysafe.consumers.amqp import RabbitQueue, _encodable
 from retrysafe.stores import MemoryStore
 from tests.consumers.benches import RabbitBench, wish
 
@@ -443,3 +445,13 @@ def test_a_queue_that_is_not_there_is_said_so(rabbitmq, kind):
     asyncio.run(scene())
     with pytest.raises(InvalidInput, match="which queue"):
         kind(rabbitmq.url, "")
+
+
+def test_a_header_that_is_no_text_can_be_sent_again():
+    """The library reads it as bytes and cannot write bytes: its message could not be retried."""
+    read = {"customer": b"M\xfcller", "more": [{"deep": b"\xff"}]}
+    with pytest.raises(TypeError):
+        pamqp.encode.field_table(read)
+    again = {name: _encodable(value) for name, value in read.items()}
+    _, found = pamqp.decode.field_table(pamqp.encode.field_table(again))
+    assert found == read

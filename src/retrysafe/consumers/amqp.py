@@ -144,7 +144,7 @@ class RabbitQueue(AmqpQueue):
         found: AbstractIncomingMessage = message.receipt[0]
         copy = aio_pika.Message(
             found.body,
-            headers=headers,
+            headers={name: _encodable(value) for name, value in headers.items()},
             message_id=found.message_id,
             content_type=found.content_type,
             content_encoding=found.content_encoding,
@@ -176,3 +176,18 @@ class RabbitQueue(AmqpQueue):
             with suppress(TimeoutError):
                 async with asyncio.timeout(CONNECT_SECONDS):
                     await connection.close()
+
+
+def _encodable(value: Any) -> Any:
+    """A header's value as the library can send it again.
+
+    It reads a text that is not UTF-8 as bytes, which it does not write: a good message with such a
+    header could neither be retried nor dead-lettered.
+    """
+    if isinstance(value, bytes):
+        return bytearray(value)
+    if isinstance(value, dict):
+        return {name: _encodable(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]
+    return value

@@ -139,7 +139,7 @@ class Judge:
             rule = self._own_rule(error, rule)
         if rule.action is Action.RETRY and rule.outage is Outage.NONE and self._is_away(error):
             rule = _AWAY
-        reason = f"{rule.because}: {type(error).__name__}: {error}"[:REASON_LIMIT_CHARACTERS]
+        reason = _writable(f"{rule.because}: {type(error).__name__}: {error}")
         # For the pause; before a claim, only the broker counts.
         action, count = rule.action, max(run.attempt or message.deliveries, tries + 1)
         if isinstance(error, OperationInFlight) and not is_own:
@@ -200,3 +200,8 @@ class Judge:
             return error.retry_after
         # Until the lease ends, nobody can do anything for it.
         return self._policy.lease
+
+
+def _writable(reason: str) -> str:
+    """The reason as every broker takes it: errors quote payloads, which may be no text."""
+    return reason[:REASON_LIMIT_CHARACTERS].encode(errors="backslashreplace").decode()

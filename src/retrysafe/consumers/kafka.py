@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from retrysafe.consumers.broker import Buffer, not_buried
+from retrysafe.consumers.handler import KEY_HEADER
 from retrysafe.consumers.kafka_dead import DeadLetters
 from retrysafe.consumers.message import Message
 from retrysafe.consumers.verdict import Action, Verdict
@@ -340,9 +341,13 @@ class KafkaTopic:
         return messages
 
     def _message(self, found: Any, partition: Partition) -> Message:
-        headers = {
-            name: (value or b"").decode(errors="replace") for name, value in found.headers() or ()
-        }
+        try:
+            # Once: after a name that is not UTF-8 the client library dies of a second call.
+            sent = tuple(found.headers() or ())
+        except Exception:
+            # Which key it brings, nobody can say: an empty one is refused, and a dead letter.
+            sent = ((KEY_HEADER, b""),)
+        headers = {name: (value or b"").decode(errors="replace") for name, value in sent}
         key = found.key()
         return Message(
             found.value() or b"",
@@ -351,7 +356,7 @@ class KafkaTopic:
             identity=f"{found.partition()}:{found.offset()}@{found.timestamp()[1]}",
             # By assignment: what an earlier one left here has no say in this one.
             lane=None if key is None else f"{partition.serial}:{key.hex()}",
-            receipt=(partition, found),
+            receipt=(partition, found, sent),
         )
 
     async def extend(self, messages: Sequence[Message]) -> Collection[Message]:
@@ -387,7 +392,7 @@ class KafkaTopic:
         for message, verdict in settled:
             # Where its dead letter was not taken, it is as if nothing had been said: told again.
             if message not in unsettled:
-                partition, found = message.receipt
+                partition, found, _ = message.receipt
                 partition.settle(found.offset(), is_done=verdict.is_final)
         return unsettled
 

@@ -29,6 +29,7 @@ _OPEN_SECONDS: Final = 10.0
 # Below what the loop gives to one batch of verdicts.
 _DELIVER_SECONDS: Final = 20.0
 _REASON: Final = "retrysafe-reason"
+_LARGEST_BYTES: Final = 100 * 1024 * 1024
 
 
 class DeadLetters:
@@ -65,8 +66,8 @@ class DeadLetters:
             else:
                 lacking[message] = KafkaException(error)
 
-        found = message.receipt[1]
-        headers = [*(found.headers() or ()), (_REASON, reason.encode())]
+        _, found, sent = message.receipt
+        headers = [*sent, (_REASON, reason.encode())]
         producer.produce(self._topic, found.value(), found.key(), headers=headers, on_delivery=told)
 
     def _opened(self) -> Any:
@@ -75,6 +76,8 @@ class DeadLetters:
             config = {
                 **self._cluster,
                 "enable.idempotence": True,
+                # The broker decides what is too large: it had no fault with the message itself.
+                "message.max.bytes": _LARGEST_BYTES,
                 # Within the flush: what is not there by then is sent again with its verdict.
                 "message.timeout.ms": int(_DELIVER_SECONDS * 900),
             }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -259,14 +259,24 @@ class JetStream:
     async def _bury(self, message: Message, reason: str) -> None:
         """Publishes a dead letter, with its reason; a repeated one is dropped by its stream."""
         given = message.headers.items()
-        headers = {
-            name: value for name, value in given if not name.lower().startswith(_SERVER_HEADERS)
-        } | {
+        own = {
             _REASON: _one_line(reason),
             "Retrysafe-Stream": self._stream,
             "Retrysafe-Message": str(message.identity),
             _MESSAGE_ID: f"{self._stream}/{self._durable}/{message.identity}",
         }
+        headers = {
+            name: value for name, value in given if not name.lower().startswith(_SERVER_HEADERS)
+        } | own
+        limit = self._connection.max_payload
+        if _size(message.body, headers) > limit:
+            headers = own
+        if _size(message.body, headers) > limit:
+            # Sent all the same, it would end the connection, and with it every other message.
+            raise InvalidInput(
+                f"the message and its reason are larger than the server's max_payload of {limit:,} "
+                "bytes: raise it, or settle the message by hand"
+            )
         publish = self._context.publish
         try:
             await publish(self._dead_letter, message.body, headers=headers)
@@ -280,6 +290,12 @@ class JetStream:
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
+
+
+def _size(body: bytes, headers: Mapping[str, str]) -> int:
+    """What a message counts for with the server, which counts its headers too."""
+    lines = sum(len(f"{name}: {value}\r\n".encode()) for name, value in headers.items())
+    return len(b"NATS/1.0\r\n\r\n") + lines + len(body)
 
 
 def _one_line(text: str) -> str:
