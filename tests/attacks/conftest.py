@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -87,6 +88,14 @@ class Driven:
         self(self.store.close())
         if self._runner is not None:
             self._runner.close()
+
+
+async def beside(connector, flow):
+    """What the flow gives beside a connection in use; a blocking pool lets a thread in once."""
+    if isinstance(connector, AsyncpgConnector):
+        return await flow
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(run_sync, flow).result()
 
 
 @pytest.fixture

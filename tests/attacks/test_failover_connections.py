@@ -26,6 +26,7 @@ from retrysafe.stores import open_store
 from retrysafe.stores.postgres.drivers import psycopg as psycopg_connector
 from retrysafe.stores.postgres.urls import postgres_url
 from retrysafe.testing.suite.probe import KEY, RESULT, request
+from tests.attacks.conftest import beside
 from tests.attacks.failover_load import CALLER
 from tests.servers.replication import MovingAddress
 
@@ -56,7 +57,8 @@ def test_connections_that_became_read_only_are_discarded_together(
         async def opened(session, *others):
             if len(others) == 2:
                 return [await work(item) for item in (session, *others)]
-            return await connector.transact(lambda following: opened(following, session, *others))
+            more = connector.transact(lambda following: opened(following, session, *others))
+            return await beside(connector, more)
 
         return await connector.transact(opened)
 

@@ -39,6 +39,7 @@ from retrysafe.stores.postgres.drivers.port import Keepalive, PoolOptions
 from retrysafe.stores.postgres.drivers.psycopg import PsycopgConnector
 from retrysafe.stores.postgres.store import PostgresStore
 from retrysafe.stores.postgres.urls import postgres_url
+from tests.attacks.conftest import beside
 from tests.servers.fixtures import migrated, schema_on
 from tests.servers.silence import Cut, Silence, SilencingProxy
 
@@ -331,7 +332,7 @@ def test_one_silent_connection_is_enough_for_all_idle_ones(swallowing, face):
 
     async def use_three(connector: Any, count: int = 3) -> None:
         async def work(_: Any) -> None:
-            await use_three(connector, count - 1)
+            await beside(connector, use_three(connector, count - 1))
 
         if count:
             await connector.transact(work)
