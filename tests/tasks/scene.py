@@ -79,14 +79,15 @@ class Scene:
             return Counter(name for (name,) in connection.execute("SELECT name FROM orders"))
 
     def logs(self):
-        return "\n".join(p.read_text()[-6000:] for p in sorted(self.folder.glob("log-*")))
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("log-*")))
 
     def until(self, is_so, what):
         end = time.monotonic() + LIMIT_SECONDS
         while not is_so():
             if time.monotonic() > end or any(each.poll() for each in self.processes[-1:]):
+                logs = self.logs()[-12_000:]
                 raise AssertionError(
-                    f"not in {LIMIT_SECONDS} s: {what}; {self.lines('effect')}\n{self.logs()}"
+                    f"not in {LIMIT_SECONDS} s: {what}; {self.lines('effect')}\n{logs}"
                 )
             time.sleep(0.05)
 

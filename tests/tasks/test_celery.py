@@ -30,7 +30,10 @@ def scene(request, tmp_path, valkey_server, monkeypatch):
 
     importlib.reload(work)
     made.tasks = importlib.reload(celery_app)
-    yield made
+    made.is_redis = is_redis
+    with made.tasks.app.connection_for_read() as connection:
+        made.channel = connection.default_channel
+        yield made
     made.tasks.app.close()
     made.tasks.idem.close()
     made.close()
@@ -87,7 +90,12 @@ def test_killed_and_restarted_workers_do_each_task_once(scene):
     assert slow.get(timeout=60) == {"name": "slow"}
     once = {"before", "ack", "twice", "named", "bound", "flaky", "itself", "slow", "one", "two"}
     once |= {"caller", "caller by bound", "itself again 0", "itself again 1"}
-    scene.until(lambda: once <= set(scene.lines("effect")) and scene.orders(), "all done")
+
+    def is_done():
+        give_back(scene)
+        return once <= set(scene.lines("effect")) and scene.orders()
+
+    scene.until(is_done, "all done")
     scene.stop(second)
     # The price of effects outside the database: repeated when the process dies after the effect.
     assert scene.lines("effect") == {**dict.fromkeys(once, 1), "after": 2}
@@ -95,3 +103,9 @@ def test_killed_and_restarted_workers_do_each_task_once(scene):
     assert scene.lines("try") == {"flaky": 3, "itself": 3, "hopeless": 3}
     assert scene.lines("id")["bound-id"] == 1
     assert scene.lines("total") == {"one,two": 1}
+
+
+def give_back(scene):
+    """Has Redis give back what the killed worker held; workers look for it every 100 seconds."""
+    if scene.is_redis:
+        scene.channel.qos.restore_visible(num=100, interval=20)
