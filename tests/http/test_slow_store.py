@@ -244,7 +244,7 @@ WAITING = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=30))
 
 
 def watched(lookout, clock, policy=None, key="k"):
-    call = SimpleNamespace(policy=policy or Policy(), key=SimpleNamespace(text=key))
+    call = SimpleNamespace(policy=policy or Policy(), key=SimpleNamespace(text=key), progress=None)
     run, waiter = Run(), Waiter()
     lookout.watch(run, call, waiter, clock)
     return run, waiter
