@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe.core.events import Event, EventKind, Progress, Reporter, Result
+from retrysafe.core.events import UNFOLLOWED, Event, EventKind, Progress, Reporter, Result
 from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.core.model import ClaimAnswer, Condition, Decision, Ending
 from retrysafe.core.policy import InFlight, Policy
@@ -178,9 +178,12 @@ def test_a_key_that_no_rule_reads_is_a_call_of_its_own():
 def test_where_nobody_listens_nothing_is_noted():
     made = call()
     assert not Reporter(None).begins(made, float)
-    assert made.progress is None
+    assert made.progress is UNFOLLOWED
     Reporter(None).tell_begin(made)
+    made.progress.begin_wait()
+    made.progress.end_claim(1.0)
     Reporter(None).end(made)
+    assert (UNFOLLOWED.wait_began_monotonic, UNFOLLOWED.claim_seconds) == (None, None)
     # One who hears of the first event only, and one who hears of the last only.
     for kind in (EventKind.CALLED, EventKind.ANSWERED):
         heard: list[Event] = []

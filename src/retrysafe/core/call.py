@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from retrysafe.core.events import Progress
+from retrysafe.core.events import UNFOLLOWED, Progress
 from retrysafe.core.keys.key import Key
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Ending, Fingerprint, Payload
@@ -73,8 +73,8 @@ class Call:
     nest: Nest | None = None
     # Whether it may run without a claim when the store is down: then that is its result.
     fails_open: bool = False
-    # What observers will be told of it; None where nobody listens. Shared by all of its levels.
-    progress: Progress | None = None
+    # What observers will be told of it. Shared by all of its levels.
+    progress: Progress = UNFOLLOWED
 
 
 T = TypeVar("T")

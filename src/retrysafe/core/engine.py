@@ -228,8 +228,7 @@ class Engine:
             told = await claim(request)
         except StoreUnavailable as error:
             told = await self._claim_again(flight, call, request, claim, error)
-        if call.progress is not None:
-            call.progress.claim_seconds = self._monotonic() - asked
+        call.progress.end_claim(asked)
         # Nothing starts on a claim whose lease has run out, see `_contend`.
         if told.decision is not Decision.ADMIT or self._is_late(told, asked):
             try:
@@ -295,8 +294,7 @@ class Engine:
                 if call.waiters is not None and not call.waiters.enter(flight):
                     raise self._in_flight(call, flight, "store")
                 self._flights.enter(flight, Phase.AWAITING)
-                if call.progress is not None:
-                    call.progress.begin_wait()
+                call.progress.begin_wait()
                 # The lease may end before the next poll is due; asking just after it is soonest.
                 lease_seconds = answer.remaining_ms / 1000 + 0.001
                 await self._clock.sleep(min(poll_seconds, lease_seconds, wait_until - now))
@@ -375,7 +373,7 @@ class Engine:
             signal = self._clock.signal()
             if not self._flights.enlist(flight, phase, signal):
                 continue
-            if call.progress is not None and phase is not Phase.CLAIMING:
+            if phase is not Phase.CLAIMING:
                 call.progress.begin_wait()
             # Looked at now and then: signals may have kept the leader from telling, and past the
             # lease it may be taken away.

@@ -114,6 +114,7 @@ class Progress:
 
     __slots__ = (
         "_reason",
+        "_settle_began_monotonic",
         "attempt",
         "began_monotonic",
         "claim_seconds",
@@ -155,6 +156,7 @@ class Progress:
         # When the operation began that is now running, and when the call began to wait.
         self.operation_began_monotonic: float | None = None
         self.wait_began_monotonic: float | None = None
+        self._settle_began_monotonic = 0.0
         # What observers remember of the call until it ends, such as its span.
         self.notes: dict[object, Any] | None = None
 
@@ -162,11 +164,10 @@ class Progress:
         """Takes note of what happened."""
         result = _RESULTS.get(kind)
         if result is None:
-            # Granted: from here on the operation runs.
-            if kind is EventKind.CLAIMED or kind is EventKind.TAKEN_OVER:
-                self.end_wait()
-                self.result = None  # Whatever it took to get here.
-                self.operation_began_monotonic = self.monotonic()
+            # Claimed or taken over: from here on the operation runs, whatever it took to get here.
+            self.end_wait()
+            self.result = None
+            self.operation_began_monotonic = self.monotonic()
             return
         ending = _ENDINGS.get(kind)
         if ending is not None:
@@ -175,6 +176,18 @@ class Progress:
         elif result in _REASONS:
             self._reason = result
         self.result = result
+
+    def end_claim(self, asked_monotonic: float) -> None:
+        """The store has answered a claim."""
+        self.claim_seconds = self.monotonic() - asked_monotonic
+
+    def begin_settle(self) -> None:
+        """The ending is on its way to the store."""
+        self._settle_began_monotonic = self.monotonic()
+
+    def end_settle(self) -> None:
+        """The ending stands."""
+        self.settle_seconds = self.monotonic() - self._settle_began_monotonic
 
     def begin_wait(self) -> None:
         """The call waits for another run."""
@@ -214,6 +227,37 @@ class Progress:
         return Result.RELEASED
 
 
+class _Unfollowed(Progress):
+    """Of a call that nobody hears of: nothing is noted, and no clock is read."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(_no_time)
+        self.is_ended = self.has_told_begin = True
+
+    def note(self, kind: EventKind) -> None:
+        pass
+
+    def end_claim(self, asked_monotonic: float) -> None:
+        pass
+
+    def begin_settle(self) -> None:
+        pass
+
+    def end_settle(self) -> None:
+        pass
+
+    def begin_wait(self) -> None:
+        pass
+
+    def end_operation(self) -> None:
+        pass
+
+
+UNFOLLOWED: Final[Progress] = _Unfollowed()
+
+
 @dataclass(slots=True)
 class Event:
     """One thing that happened to one key."""
@@ -225,8 +269,8 @@ class Event:
     detail: str = ""
     # Where the answer came from: "store", or "process" when no store call was needed.
     source: str = "store"
-    # Of the call that it belongs to; None where no observer hears of calls, and beside any call.
-    call: Progress | None = None
+    # The call that it belongs to, if it does.
+    call: Progress = UNFOLLOWED
 
     @property
     def caller(self) -> str:
@@ -236,7 +280,7 @@ class Event:
     @property
     def result(self) -> Result | None:
         """What came of the call; None before it was answered."""
-        return self.call.result if self.call is not None and self.call.is_ended else None
+        return self.call.result if self.call.is_ended else None
 
 
 def caller_digest(caller: str) -> str:
@@ -273,7 +317,7 @@ class Reporter:
     ) -> None:
         """Reports what became of a call."""
         progress = call.progress
-        if progress is not None and self._emit is not None:
+        if progress is not UNFOLLOWED and self._emit is not None:
             progress.note(kind)
             progress.source = source
             if attempt:
@@ -288,7 +332,7 @@ class Reporter:
         operation: str = "",
         attempt: int = 0,
         detail: str = "",
-        call: Progress | None = None,
+        call: Progress = UNFOLLOWED,
     ) -> None:
         """Reports what says nothing of how a call ends: a renewal, a step, an abandoned claim."""
         if kind in self.kinds and self._emit is not None:
@@ -309,7 +353,7 @@ class Reporter:
 
         Whoever hears True ends it.
         """
-        if not self.hears_calls or (call.progress is not None and not call.progress.is_ended):
+        if not self.hears_calls or not call.progress.is_ended:
             return False
         call.progress = Progress(monotonic)
         return True
@@ -317,7 +361,7 @@ class Reporter:
     def tell_begin(self, call: Call) -> None:
         """The first event of a call; told once."""
         progress = call.progress
-        if progress is None or progress.has_told_begin:
+        if progress.has_told_begin:
             return
         progress.has_told_begin = True
         if EventKind.CALLED in self.kinds and self._emit is not None:
@@ -325,19 +369,14 @@ class Reporter:
 
     def leave(self, call: Call, error: BaseException | None = None) -> None:
         """As `end`, but a call whose store is down stays open if it may run unprotected."""
-        progress = call.progress
-        if (
-            call.fails_open
-            and progress is not None
-            and progress.result_with(error) is Result.STORE_UNAVAILABLE
-        ):
-            return
-        self.end(call, error)
+        result = call.progress.result_with(error)
+        if not call.fails_open or result is not Result.STORE_UNAVAILABLE:
+            self.end(call, error)
 
     def end(self, call: Call, error: BaseException | None = None) -> None:
         """The last event of a call; told once, and never for a call that nobody follows."""
         progress = call.progress
-        if progress is None or progress.is_ended:
+        if progress.is_ended:
             return
         self.tell_begin(call)
         progress.end(error)

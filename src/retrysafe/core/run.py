@@ -133,8 +133,7 @@ class Runner:
                 return told
             ended = self._monotonic()
             self._run_times.add(call.operation, ended - asked)
-            if call.progress is not None:
-                call.progress.end_operation()
+            call.progress.end_operation()
             joined = attempt.joined
             if joined and await self._is_settled(flight, call, joined, number, ended, None):
                 return Answer(joined.value, False, number)
@@ -173,9 +172,8 @@ class Runner:
             return
         if isinstance(error, RetrysafeError) and not isinstance(error, _OF_HANDLERS):
             return  # It says why the ending does not stand.
-        if call.progress is not None:
-            # As far as its caller will ever know.
-            call.progress.note(EventKind.COMPLETED)
+        # As far as its caller will ever know.
+        call.progress.note(EventKind.COMPLETED)
         orphan = self._settle_returned(call, lease, attempt, made.value)
         self._ports.background.finish(orphan, self._settler.abandoning(call, attempt.number))
 
@@ -229,8 +227,7 @@ class Runner:
             return None
         asked, number = self._monotonic(), attempt.number
         self._run_times.add(call.operation, flight.seconds_run(asked))
-        if call.progress is not None:
-            call.progress.end_operation()
+        call.progress.end_operation()
         joined = attempt.joined
         if joined and await self._is_settled(flight, call, joined, number, asked, error):
             return None
@@ -273,9 +270,8 @@ class Runner:
         error: Exception | None,
     ) -> bool:
         """Whether the user's transaction settles the attempt, so that nothing is left to write."""
-        if call.progress is not None:
-            # Nobody may ever hear whether it stands.
-            call.progress.note(ENDING_KINDS[joined.kind])
+        # Nobody may ever hear whether it stands.
+        call.progress.note(ENDING_KINDS[joined.kind])
         try:
             fate = await joined.fate()
         except StoreError:

@@ -191,7 +191,7 @@ class Settler:
         not be told within the policy's patience.
         """
         settlement = settlement_of(call, lease, ending, payload, entries, came_to)
-        asked = 0.0 if call.progress is None else self._monotonic()
+        call.progress.begin_settle()
         try:
             try:
                 answer = await self._writer.settle(settlement)
@@ -204,8 +204,7 @@ class Settler:
             raise
         if answer.decision is Decision.LOST:
             raise self._lost(call, attempt)
-        if call.progress is not None:
-            call.progress.settle_seconds = self._monotonic() - asked
+        call.progress.end_settle()
         self._report(ENDING_KINDS[settlement.kind], call, attempt)
         lease.is_settled = True
         assert settlement.payload is not None  # Every ending has one.
@@ -218,9 +217,8 @@ class Settler:
         harmless, the token confirms the second.
         """
         lease.is_handed_over = True
-        if call.progress is not None:
-            # As far as its caller will ever know.
-            call.progress.note(ENDING_KINDS[settlement.kind])
+        # As far as its caller will ever know.
+        call.progress.note(ENDING_KINDS[settlement.kind])
         for held, ending in [(lease, settlement), *_around(call, settlement)]:
             orphan = self._settle_orphan(call, held, ending, attempt)
             self._background.finish(orphan, self.abandoning(call, attempt))

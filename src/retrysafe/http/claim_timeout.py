@@ -103,9 +103,8 @@ class ClaimLookout:
         error.is_in_flight = not self._is_claiming(call)
         if not waiter.done():
             waiter.set_exception(error)
-        if call.progress is not None:
-            # Not that it was cut off, as it is next.
-            call.progress.note(EventKind.STORE_UNAVAILABLE)
+        # Not that it was cut off, as it is next.
+        call.progress.note(EventKind.STORE_UNAVAILABLE)
         if self._let_go is not None:
             self._let_go(call)
         settling = run.settling

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.events import EventKind, Reporter
+from retrysafe.core.events import UNFOLLOWED, EventKind, Reporter
 from retrysafe.core.keys.body_key import BodyKey
 from retrysafe.core.keys.key import GlobalCaller, Key
 from retrysafe.core.keys.secret import PLAIN_TAG
@@ -369,7 +369,7 @@ class Protection:
             report.end(call, error)
             raise
         if response is None:
-            call.progress = None  # It begins when it is run.
+            call.progress = UNFOLLOWED  # It begins when it is run.
         else:
             report.end(call)
         return response
@@ -390,8 +390,7 @@ class Protection:
             plan.is_unprotected = True
         elif seconds:
             # Not told: each request of an outage would be.
-            if call.progress is not None:
-                call.progress.note(EventKind.STORE_UNAVAILABLE)
+            call.progress.note(EventKind.STORE_UNAVAILABLE)
             return problem(
                 problems.STORE_UNAVAILABLE,
                 self.refusals.context(plan.request, plan.prefix),

@@ -212,8 +212,7 @@ class AtomicBlock:
                 return await self._without_lock(request)
             # Nothing is read before the wait: on SQLite a transaction that has read before the
             # rival commits cannot become the writer after it.
-            if self.call.progress is not None:
-                self.call.progress.begin_wait()
+            self.call.progress.begin_wait()
             seconds_left = max(0.0, wait_until - self._clock.monotonic())
             if not await transaction.lock(call.key, seconds_left):
                 raise self._in_flight(None, has_waited=True)
@@ -238,8 +237,7 @@ class AtomicBlock:
         while True:
             asked = self._clock.monotonic()
             answer = await self._transaction.claim(request)
-            if self.call.progress is not None:
-                self.call.progress.claim_seconds = self._clock.monotonic() - asked
+            self.call.progress.end_claim(asked)
             if answer.decision is Decision.MISMATCH:
                 raise self._reused(answer)
             if answer.decision is not Decision.IN_FLIGHT:
@@ -254,8 +252,7 @@ class AtomicBlock:
                 raise self._in_flight(answer, has_waited=False)
             if now >= wait_until:
                 raise self._in_flight(answer, has_waited=True)
-            if self.call.progress is not None:
-                self.call.progress.begin_wait()
+            self.call.progress.begin_wait()
             await self._clock.sleep(min(poll_seconds, lease_seconds, wait_until - now))
             poll_seconds = min(poll_seconds * POLL_GROWTH, POLL_MAXIMUM_SECONDS)
 
@@ -320,7 +317,7 @@ class AtomicBlock:
 
     async def _settle(self, kind: SettleKind, payload: Payload, came_to: Any) -> None:
         entries = () if self._outbox is None else self._outbox.entries()
-        asked = self._clock.monotonic()
+        self.call.progress.begin_settle()
         for level in self._levels:
             is_innermost = level is self._levels[-1]
             settlement = settlement_of(
@@ -337,8 +334,7 @@ class AtomicBlock:
                     key=self.call.key.text,
                 )
         self._stage = Stage.SETTLED
-        if self.call.progress is not None:
-            self.call.progress.settle_seconds = self._clock.monotonic() - asked
+        self.call.progress.end_settle()
 
     # Leaving.
 
@@ -361,8 +357,7 @@ class AtomicBlock:
         if stage in (Stage.SETTLED, Stage.CLAIMED):
             seconds = self._clock.monotonic() - self._began_monotonic
             self._run_times.add(self.call.operation, seconds)
-            if self.call.progress is not None:
-                self.call.progress.end_operation()
+            self.call.progress.end_operation()
         if stage is Stage.SETTLED and error is None:
             await self._transaction.keep()
             self._stage = Stage.SETTLED
