@@ -369,7 +369,7 @@ class AsyncIdempotency:
         """
         policy = policy or WorkerPolicy()
         flows = duties_of(
-            store=self._calls.bound().parts.store,
+            store=self._calls.bound().loop_ports.store,
             clock=TaskClock(),
             pool=TaskWorkerPool(policy.concurrency),
             lock=threading.Lock(),
