@@ -376,7 +376,7 @@ class AsyncIdempotency:
         if app is not None:
             self._calls.operations.app = app
         flows = duties_of(
-            store=self._calls.bound().parts.store,
+            store=self._calls.bound().loop_ports.store,
             clock=TaskClock(),
             pool=TaskWorkerPool(policy.concurrency),
             lock=threading.Lock(),
