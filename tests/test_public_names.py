@@ -71,6 +71,7 @@ PUBLIC_NAMES = {
         "OutcomeNotStored",
         "OutcomeUnavailable",
         "PolicyInvalid",
+        "ResumedRequestRefused",
         "RetrysafeError",
         "SchemaChanged",
         "SchemaMissing",
@@ -201,6 +202,7 @@ def test_exactly_these_errors_promise_that_a_retry_may_help():
         "CompensationFailed",
         "DeliveryFailed",
         "OperationInFlight",
+        "ResumedRequestRefused",
         "StoreNotWritable",
         "StoreUnavailable",
     }

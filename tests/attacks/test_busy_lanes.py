@@ -332,7 +332,7 @@ def test_a_heartbeat_ends_with_the_loop_that_it_renews_for(tmp_path, monkeypatch
         return [item.name for item in threading.enumerate() if "heartbeat" in item.name]
 
     until(lambda: beats() == [])
-    idem._calls._bound.parts.leave()
+    idem._calls._bound.loop_ports.leave()
 
 
 def test_renewals_that_fail_are_told_in_the_loops_own_thread():

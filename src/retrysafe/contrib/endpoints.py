@@ -17,6 +17,7 @@ from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys.key import GlobalCaller
 from retrysafe.errors import InvalidInput
+from retrysafe.http import resumers
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.asgi_io import exact_path, is_below, is_protected
 from retrysafe.http.asgi_run import App, Receive, Scope, Send
@@ -178,6 +179,10 @@ class Endpoints:
         self.has_global_caller = isinstance(caller, GlobalCaller)
         self._pages = IdempotencyMiddleware.sharing(_nothing, idempotency, self.protection)
         self._is_closed = False
+        resumers.protections.add(self)
+
+    def refresh(self) -> None:
+        """Looks for endpoints that are new since the last time; raises what is wrong with them."""
 
     def serving(self, app: App, rule: Rule, endpoint: EndpointPath) -> Served:
         """An endpoint of the application, protected by its rule; raises as rules do."""
@@ -189,7 +194,9 @@ class Endpoints:
         require_one_operation(located, endpoint.names)
         if endpoint.has_host:
             require_name_at_host(located)
-        return Served(self._pages.around(app), Route(located, self.calls.settings), endpoint)
+        route = Route(located, self.calls.settings)
+        self._pages.register((route,))
+        return Served(self._pages.around(app), route, endpoint)
 
     def note_ignored_key(self, scope: Scope, route: str) -> None:
         """Tells of a key that comes to an endpoint without a rule, which is about to be run."""

@@ -58,6 +58,7 @@ from retrysafe.http.policy_page import (
 from retrysafe.http.problems import Refusals, problem, problem_of
 from retrysafe.http.request import Request
 from retrysafe.http.responses import NO_STORE, Response, response_of
+from retrysafe.http.resumption import arguments_of
 from retrysafe.http.routes import Match, Route, RouteTable
 from retrysafe.http.rules import Rule, responds_async
 from retrysafe.http.unprotected import UnprotectedRuns
@@ -153,7 +154,7 @@ class Protection:
         )
         self.answers = Answers(refusals, self.breaker, pages.status_path, private, monotonic)
         # What a view may complete its attempt with, as a response.
-        self._outcome_of = outcome_of
+        self.outcome_of = outcome_of
         self._monotonic = monotonic
         self._waits: dict[tuple[int, float], Policy] = {}
 
@@ -293,7 +294,8 @@ class Protection:
     def call(self, plan: Plan) -> Call:
         """The call that the engine answers.
 
-        Raises `KeyInvalid`, `CallerMissing`, and `FingerprintImpossible` past a limit.
+        Raises `KeyInvalid`, `CallerMissing`, and past a limit `FingerprintImpossible` or
+        `ArgumentsNotStorable`.
         """
         route, request = plan.route, plan.request
         operation = route.operations[request.method]
@@ -319,8 +321,8 @@ class Protection:
             operation,
             route.codec,
             route.judge,
-            self._outcome_of,
-            None,
+            self.outcome_of,
+            arguments_of(plan),
             None,
             # Failures are not rebuilt: the server would answer the exception itself with a 500
             # that says nothing. By its place, because a name costs every request some time.
