@@ -90,6 +90,7 @@ PUBLIC_NAMES = {
         "TransactionMissing",
     ],
     "retrysafe.stores": ["Condition", "MemoryStore", "PostgresStore", "SqliteStore", "open_store"],
+    "retrysafe.dashboard": ["Dashboard"],
     "retrysafe.observe": ["Event", "EventKind", "Progress", "Result"],
     "retrysafe.workers": ["AsyncWorker", "Worker", "WorkerPolicy"],
     "retrysafe.transactions": ["is_conflict", "retry_serialization"],

@@ -25,6 +25,7 @@ from starlette.exceptions import HTTPException
 
 from retrysafe import AsyncIdempotency, Attempt, FingerprintRule, Policy, __version__
 from retrysafe.contrib.fastapi import Retrysafe, idempotent
+from retrysafe.dashboard import Dashboard
 from retrysafe.demo.ledger import Entry, Ledger
 from retrysafe.http import AtomicAttempt, bearer_token
 from retrysafe.relay import AsyncRelay, Delivery, RelayPolicy
@@ -40,12 +41,14 @@ SIMULATED: Final = FingerprintRule(exclude=("/delay_ms", "/outcome"))
 SIMULATED_CHECKOUT: Final = FingerprintRule(exclude=("/delay_ms", "/crash_after"))
 
 
-def make_app(url: str, ledger: Ledger) -> FastAPI:
+def make_app(url: str, ledger: Ledger, dashboard_token: str | None = None) -> FastAPI:
     """The API on the store at this URL; the ledger is in the same database."""
     store = open_store(url, is_async=True)
     policy = Policy(lease=LEASE, wait_limit=timedelta(seconds=60))
     idempotency = AsyncIdempotency(store, policy=policy, fingerprint=SIMULATED, secret=SECRET)
     every = RelayPolicy(lease=LEASE, timeout=LEASE, poll=timedelta(milliseconds=200))
+    # Everybody may look, because the demo listens on the loopback interface alone.
+    dashboard = Dashboard(url, token=dashboard_token, show_bodies=True, is_open_on_loopback=True)
     relay = AsyncRelay(store, send_receipts(ledger), policy=every)
 
     @asynccontextmanager
@@ -59,6 +62,7 @@ def make_app(url: str, ledger: Ledger) -> FastAPI:
                 relay.stop()
                 await delivering
                 await store.close()
+                await asyncio.to_thread(dashboard.close)
 
     app = FastAPI(
         title="retrysafe demo",
@@ -75,6 +79,7 @@ def make_app(url: str, ledger: Ledger) -> FastAPI:
     add_lists(app, ledger, "/effects", "")
     for operation in ("charge", "order", "checkout"):
         add_lists(app, ledger, f"/{operation}s", operation)
+    app.mount("/retrysafe", dashboard.asgi)
     app.add_api_route("/", front_page, include_in_schema=False)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, refused)
@@ -337,6 +342,7 @@ CALLS: Final = (
     ("See what was really executed; also at /charges, /orders and /checkouts", "effects", ""),
     ("Read the policy, which is generated from the rules", "idempotency-policy", ""),
     ("Read the OpenAPI document", "openapi.json", ""),
+    ("Look at the dashboard, in a browser", "retrysafe/", ""),
 )
 
 
