@@ -24,6 +24,7 @@ from retrysafe.core.engine import Engine
 from retrysafe.core.events import Reporter
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Decision, OperatorCommand, StagedEntry, StoredKey, SweepReport
+from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Waits
 from retrysafe.core.run_times import RunTimes
 from retrysafe.core.settings import Settings
@@ -34,6 +35,7 @@ from retrysafe.runtime.closing import Limit, end_within
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
+from retrysafe.runtime.measuring import Tell, measure_in_thread
 from retrysafe.runtime.operations import Operations
 from retrysafe.runtime.thread_ports import ThreadClock, thread_ports, thread_writer
 
@@ -256,6 +258,11 @@ class Calls:
 
     # Looking after the store.
 
+    @property
+    def policy(self) -> Policy:
+        """The policy of calls that bring none of their own."""
+        return self.settings.policy
+
     def read(self, key: Key, *, with_audit: bool) -> StoredKey | None:
         """The stored record of a key."""
         forks.refresh_if_stale()
@@ -274,6 +281,11 @@ class Calls:
         limit = checked_limit(limit)
         forks.refresh_if_stale()
         return run_sync(self.store.sweep(limit))
+
+    def measure(self, tell: Tell) -> None:
+        """Has the size of the store told to a function, later and from another thread."""
+        forks.refresh_if_stale()
+        measure_in_thread(self.store, tell)
 
     def close(self, wait: timedelta) -> bool:
         """Starts nothing new and waits for running operations; False when some still run."""

@@ -26,6 +26,7 @@ _FILES: Final = (
     "outbox.sql",
     "recovery.sql",
     "sweep.sql",
+    "size.sql",
     "schema.sql",
 )
 _BLOCKS: Final = {
