@@ -280,3 +280,14 @@ def new_postgres_url(postgres_server: PostgresServer) -> Iterator[Callable[[], s
     yield make
     for context in made:
         context.__exit__(None, None, None)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request, tmp_path: Path) -> str:
+    """A store that processes share: each kind in its turn.
+
+    Ask for it before what uses it, so that a schema is given back when nobody does any more.
+    """
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'keys.db'}"
+    return request.getfixturevalue("migrated_url")
