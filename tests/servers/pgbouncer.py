@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
+from tests.servers.debian import from_debian
 from tests.servers.postgres import PostgresServer, takes_connections
-from tests.servers.process import ServerProcess, debian_program
+from tests.servers.process import ServerProcess
 
 # Debian puts it where only the PATH of root looks.
 _FOLDERS = ("/usr/sbin", "/usr/bin", "/usr/local/bin")
@@ -14,7 +16,13 @@ _FOLDERS = ("/usr/sbin", "/usr/bin", "/usr/local/bin")
 
 def pgbouncer_binary() -> Path | None:
     """PgBouncer, installed from Debian's packages when this process may do that."""
-    return debian_program("pgbouncer", "pgbouncer", (os.environ.get("PATH", ""), *_FOLDERS))
+    return from_debian("pgbouncer", _installed)
+
+
+def _installed() -> Path | None:
+    path = os.pathsep.join((os.environ.get("PATH", ""), *_FOLDERS))
+    found = shutil.which("pgbouncer", path=path)
+    return None if found is None else Path(found)
 
 
 class PgBouncer(ServerProcess):

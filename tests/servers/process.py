@@ -28,22 +28,6 @@ def unprivileged() -> str | None:
     return "nobody" if os.geteuid() == 0 else None
 
 
-def debian_program(name: str, package: str, folders: Iterable[str]) -> Path | None:
-    """A program in one of the folders, installed from Debian's package if this process may."""
-
-    def installed() -> Path | None:
-        found = shutil.which(name, path=os.pathsep.join(folders))
-        return None if found is None else Path(found)
-
-    if installed() is None and os.geteuid() == 0 and shutil.which("apt-get"):
-        environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        install = ["apt-get", "install", "-y", "--no-install-recommends", package]
-        if subprocess.run(install, env=environment, capture_output=True, check=False).returncode:
-            subprocess.run(["apt-get", "update"], env=environment, capture_output=True, check=False)
-            subprocess.run(install, env=environment, capture_output=True, check=False)
-    return installed()
-
-
 class ServerProcess:
     """One server; `start` may be called again after `stop`, on the same port and folder."""
 

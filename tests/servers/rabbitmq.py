@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
 
-from tests.servers.process import ServerProcess, debian_program, free_port, unprivileged
+from tests.servers.debian import from_debian
+from tests.servers.process import ServerProcess, free_port, unprivileged
 
 # The package's own scripts insist on the system's user; the broker itself does not.
 _FOLDERS = ("/usr/lib/rabbitmq/bin", "/usr/sbin", "/usr/local/sbin")
@@ -15,7 +17,12 @@ _FOLDERS = ("/usr/lib/rabbitmq/bin", "/usr/sbin", "/usr/local/sbin")
 
 def rabbitmq_binary() -> Path | None:
     """RabbitMQ, installed from Debian's packages when this process may do that."""
-    return debian_program("rabbitmq-server", "rabbitmq-server", _FOLDERS)
+    return from_debian("rabbitmq-server", _installed)
+
+
+def _installed() -> Path | None:
+    found = shutil.which("rabbitmq-server", path=os.pathsep.join(_FOLDERS))
+    return None if found is None else Path(found)
 
 
 class RabbitMQServer(ServerProcess):
