@@ -90,7 +90,8 @@ PUBLIC_NAMES = {
         "TransactionMissing",
     ],
     "retrysafe.stores": ["Condition", "MemoryStore", "PostgresStore", "SqliteStore", "open_store"],
-    "retrysafe.observe": ["Event", "EventKind"],
+    "retrysafe.dashboard": ["Dashboard"],
+    "retrysafe.observe": ["Event", "EventKind", "Progress", "Result"],
     "retrysafe.workers": ["AsyncWorker", "Worker", "WorkerPolicy"],
     "retrysafe.transactions": ["is_conflict", "retry_serialization"],
 }

@@ -17,7 +17,7 @@ from typing import Any
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
-from retrysafe.core.events import Event, Reporter
+from retrysafe.core.events import Event, EventKind, Reporter, Result
 from retrysafe.core.keys.key import Key
 from retrysafe.core.keys.secret import NO_SECRETS, Secrets
 from retrysafe.core.lease import Lease
@@ -327,6 +327,24 @@ def ports_over(writer: Any, clock: Any, **changes: Any) -> Ports:
     return Ports(writer=writer, clock=clock, **{**fields, **changes})
 
 
+class Heard(list[Event]):
+    """What was reported; the first and the last event of each call are kept apart."""
+
+    def __init__(self) -> None:
+        self.results: list[Result] = []
+        self._followed: list[Any] = []
+
+    def hear(self, event: Event) -> None:
+        if event.kind is EventKind.CALLED:
+            self._followed.append(event.call)
+        elif event.kind is EventKind.ANSWERED:
+            # Each call has exactly one result.
+            self._followed.remove(event.call)
+            self.results.append(event.result)
+        else:
+            self.append(event)
+
+
 class World:
     """An engine over a memory store, with everything around it in the test's hands."""
 
@@ -336,7 +354,7 @@ class World:
         self.join = join
         self.clock = Clock()
         self.store = MemoryStore(now_ms=self.clock.now_ms)
-        self.heard: list[Event] = []
+        self.heard = Heard()
         self.background: list[Coroutine[Any, Any, None]] = []
         # For each of them, what is called when nobody runs it to its end.
         self.abandon: list[Callable[[str], None]] = []
@@ -384,7 +402,7 @@ class Process:
             renewals=self.renewals,
             background=world,
             executor=DrivenExecutor(world.join),
-            report=Reporter(world.heard.append),
+            report=Reporter(world.heard.hear),
             mint_token=world.mint_token,
         )
         self.settings = Settings(secrets=secrets, has_cache=world._cache)

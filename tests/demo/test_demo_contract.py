@@ -327,7 +327,7 @@ def test_the_front_page_has_a_line_to_paste_for_every_call(demo):
         ).stdout
         for line in lines
     ]
-    assert statuses == ["201", "201", "422", "201", "201", "200", "200", "200"]
+    assert statuses == ["201", "201", "422", "201", "201", "200", "200", "200", "200"]
     assert not re.search("<(script|link|img|style)|src=", page)
     assert set(re.findall("https?://[^/ ]*", page)) == {demo.url}
     assert demo.client.get("/docs").status_code == 404

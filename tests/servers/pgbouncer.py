@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.servers.debian import from_debian
 from tests.servers.postgres import START_SECONDS, PostgresServer, free_port
 
 # Debian puts it where only the PATH of root looks.
@@ -19,15 +20,7 @@ _PLACES = ("/usr/sbin", "/usr/bin", "/usr/local/bin")
 
 def pgbouncer_binary() -> Path | None:
     """PgBouncer, installed from Debian's packages when this process may do that."""
-    found = _installed()
-    if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
-        environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        install = ["apt-get", "install", "-y", "--no-install-recommends", "pgbouncer"]
-        if subprocess.run(install, env=environment, capture_output=True, check=False).returncode:
-            subprocess.run(["apt-get", "update"], env=environment, capture_output=True, check=False)
-            subprocess.run(install, env=environment, capture_output=True, check=False)
-        found = _installed()
-    return found
+    return from_debian("pgbouncer", _installed)
 
 
 def _installed() -> Path | None:

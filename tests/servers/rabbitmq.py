@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.servers.debian import from_debian
 from tests.servers.postgres import START_SECONDS, free_port
 
 # The package's own scripts insist on the system's user; the broker itself does not.
@@ -20,15 +21,7 @@ _PLACES = ("/usr/lib/rabbitmq/bin", "/usr/sbin", "/usr/local/sbin")
 
 def rabbitmq_binary() -> Path | None:
     """RabbitMQ, installed from Debian's packages when this process may do that."""
-    found = _installed()
-    if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
-        environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        install = ["apt-get", "install", "-y", "--no-install-recommends", "rabbitmq-server"]
-        if subprocess.run(install, env=environment, capture_output=True, check=False).returncode:
-            subprocess.run(["apt-get", "update"], env=environment, capture_output=True, check=False)
-            subprocess.run(install, env=environment, capture_output=True, check=False)
-        found = _installed()
-    return found
+    return from_debian("rabbitmq-server", _installed)
 
 
 def _installed() -> Path | None:

@@ -141,6 +141,9 @@ class Endpoints:
     customers must never meet. Raises as `IdempotencyMiddleware` does.
     """
 
+    # The response that the framework makes of what an endpoint returns; for `complete_in`.
+    outcome_of: Callable[[Any], Response] = staticmethod(response_of)
+
     def __init__(
         self,
         idempotency: AsyncIdempotency,
@@ -154,7 +157,6 @@ class Endpoints:
         challenge: str | None = None,
         breaker: Breaker | None = None,
         limits: Limits | None = None,
-        outcome_of: Callable[[Any], Response] = response_of,
     ) -> None:
         if not isinstance(idempotency, AsyncIdempotency):
             raise InvalidInput(
@@ -174,7 +176,7 @@ class Endpoints:
             challenge=challenge,
             breaker=breaker,
             limits=limits,
-            outcome_of=outcome_of,
+            outcome_of=self.outcome_of,
         )
         self.has_global_caller = isinstance(caller, GlobalCaller)
         self._pages = IdempotencyMiddleware.sharing(_nothing, idempotency, self.protection)

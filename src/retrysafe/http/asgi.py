@@ -329,11 +329,13 @@ class IdempotencyMiddleware:
             raise
         except Exception as error:
             if error is run.error:
+                self.calls.report.end(call, error)
                 if run.response is None:
                     raise  # The application's own: the server above us deals with it as ever.
                 return run.response
             if run.task is None and self.protection.fails_open(plan, error):
                 return None
+            self.calls.report.end(call, error)
             refusal = answers.refused(plan, error, is_news=is_news)
             if refusal is None:
                 run.abandon()
@@ -378,8 +380,11 @@ class IdempotencyMiddleware:
             if not waiter.done():
                 waiter.set_exception(error)
             else:
+                self.calls.report.end(call, error)
                 _logger.exception("a protected request failed after its client had gone")
-        except BaseException:
+        except BaseException as error:
+            if waiter.cancelled():
+                self.calls.report.end(call, error)
             waiter.cancel()
             raise
         else:

@@ -74,6 +74,7 @@ def answered(protection: Protection, calls: Calls, plan: Plan, run: Run) -> Resp
     is_news, answers = False, protection.answers
     if plan.ignored:
         protection.note_ignored(plan, calls.report)
+    call: Call | None = None
     try:
         call = protection.call(plan)
         known = protection.known(plan, call, calls)
@@ -89,6 +90,8 @@ def answered(protection: Protection, calls: Calls, plan: Plan, run: Run) -> Resp
             answer = _answered(protection, calls, plan, call, run)
         return answers.answered(plan, answer, run.response, is_news=is_news)
     except Exception as error:
+        if call is not None:
+            calls.report.end(call, error)
         if error is run.error:
             raise  # The application's own: whoever serves it deals with it as ever.
         refusal = answers.refused(plan, error, is_news=is_news)
