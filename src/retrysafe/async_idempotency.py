@@ -367,17 +367,24 @@ class AsyncIdempotency:
         return await self._calls.sweep(limit)
 
     def worker(
-        self, policy: WorkerPolicy | None = None, *, also: Mapping[str, AsyncDuty] | None = None
+        self,
+        policy: WorkerPolicy | None = None,
+        *,
+        app: Any = None,
+        also: Mapping[str, AsyncDuty] | None = None,
     ) -> AsyncWorker:
         """What finishes abandoned operations, reports others and sweeps; see `AsyncWorker.run`.
 
-        It resumes the operations that are declared with this object. `also` takes more duties by
+        It resumes the operations that are declared with this object, and sends requests of
+        resumable routes through `app`, your whole ASGI application. `also` takes more duties by
         their names, a relay for one. Stop the worker before you close this object. Call it in the
         event loop that the worker is to run in.
         """
         policy = policy or WorkerPolicy()
+        if app is not None:
+            self._calls.operations.app = app
         flows = duties_of(
-            store=self._calls.bound().parts.store,
+            store=self._calls.bound().loop_ports.store,
             clock=TaskClock(),
             pool=TaskWorkerPool(policy.concurrency),
             lock=threading.Lock(),

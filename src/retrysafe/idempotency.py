@@ -377,14 +377,21 @@ class Idempotency:
         return self._calls.sweep(limit)
 
     def worker(
-        self, policy: WorkerPolicy | None = None, *, also: Mapping[str, Duty] | None = None
+        self,
+        policy: WorkerPolicy | None = None,
+        *,
+        app: Any = None,
+        also: Mapping[str, Duty] | None = None,
     ) -> Worker:
         """What finishes abandoned operations, reports others and sweeps; see `Worker.run`.
 
-        It resumes the operations that are declared with this object. `also` takes more duties by
+        It resumes the operations that are declared with this object, and sends requests of
+        resumable routes through `app`, your whole WSGI application. `also` takes more duties by
         their names, a relay for one. Stop the worker before you close this object.
         """
         policy = policy or WorkerPolicy()
+        if app is not None:
+            self._calls.operations.app = app
         flows = duties_of(
             store=self._calls.store,
             clock=ThreadClock(),

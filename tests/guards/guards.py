@@ -435,7 +435,7 @@ GUARDS: tuple[Guard, ...] = (
         "a signal leaves a flight without a leader: its key is refused until the process ends",
         (
             InCode(
-                Engine.answer,
+                Engine._answer,
                 "mine.phase = Phase.LANDED",
                 "pass",
             ),
@@ -531,12 +531,12 @@ GUARDS: tuple[Guard, ...] = (
                 "pass",
             ),
         ),
-        properties.test_an_interrupted_flight_tells_every_task,
+        properties.test_an_interrupted_batch_tells_every_task,
     ),
     Guard(
         "a loop that ends waits for the last writes",
         "`asyncio.run` that ends without `close` loses outcomes, and their operations run again",
-        (InCode(LoopPorts._write_before_the_loop_ends, "await self.settle()", "pass"),),
+        (InCode(LoopPorts._write_before_the_loop_ends, "await self.drain()", "pass"),),
         properties.test_what_is_queued_is_stored_before_its_loop_ends,
     ),
     *ATOMIC_GUARDS,

@@ -113,7 +113,7 @@ def test_cancelled_while_the_operation_runs(waits):
             with pytest.raises(OperationInFlight):
                 await scene.answer("second")
             # Nothing renews the lease of an operation that no longer runs.
-            assert scene.idem._calls._bound.parts.heartbeat.leases == []
+            assert scene.idem._calls._bound.loop_ports.heartbeat.leases == []
             scene.clock.advance(30)
             answer = await scene.answer("third")
             assert (answer.value, answer.attempt) == ("third", 2)
@@ -135,9 +135,11 @@ def test_cancelled_while_the_outcome_is_being_stored():
             await _cancel(task)
             assert await scene.condition() is Condition.RUNNING
             hold.open()
-            await scene.idem._calls._bound.parts.background.settle()
+            await scene.idem._calls._bound.loop_ports.background.drain()
             assert await scene.condition() is Condition.SUCCEEDED
-            assert [event.kind for event in scene.heard] == ["claimed", "completed"]
+            story = ["called", "claimed", "answered", "completed"]
+            assert [event.kind for event in scene.heard] == story
+            assert scene.heard[0].result == "executed"  # As far as its caller will ever know.
             answer = await scene.answer("second")
             assert (answer.value, answer.replayed) == ("first", True)
             assert scene.ran == ["first"]
@@ -157,7 +159,7 @@ def test_cancelled_while_a_blocking_store_writes_the_outcome():
             await asyncio.to_thread(hold.reached)
             await _cancel(task)
             hold.open()
-            await scene.idem._calls._bound.parts.background.settle()
+            await scene.idem._calls._bound.loop_ports.background.drain()
             assert await scene.condition() is Condition.SUCCEEDED
             assert (await scene.answer("second")).value == "first"
 

@@ -190,13 +190,13 @@ def test_claim_that_outlives_close_starts_no_renewal():
         closer = asyncio.create_task(idem.close(BRIEFLY))
         for _ in range(30_000):
             # close() gave up waiting for the call when it stops the renewals.
-            if idem._calls._bound.parts.heartbeat.is_stopped:
+            if idem._calls._bound.loop_ports.heartbeat.is_stopped:
                 break
             await asyncio.sleep(0.001)
         hold.open()
         assert await closer is False
         assert await runner == 1
-        beats = idem._calls._bound.parts.heartbeat._beats.values()
+        beats = idem._calls._bound.loop_ports.heartbeat._beats.values()
         assert [beat._timer for beat in beats] == [None]
 
     drive(main())

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from retrysafe import __version__
 from retrysafe.cli import (
     consume,
+    dashboard,
     demo,
     doctor,
     key_actions,
@@ -102,6 +103,7 @@ app.command("worker")(worker.worker)
 app.command("relay")(relay.relay)
 app.command("consume")(consume.consume)
 app.command("sweep")(sweep.sweep)
+app.command("dashboard")(dashboard.dashboard)
 app.command("demo")(demo.demo)
 
 

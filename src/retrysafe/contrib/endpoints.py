@@ -17,6 +17,7 @@ from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys.key import GlobalCaller
 from retrysafe.errors import InvalidInput
+from retrysafe.http import resumers
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.asgi_io import exact_path, is_below, is_protected
 from retrysafe.http.asgi_run import App, Receive, Scope, Send
@@ -140,6 +141,9 @@ class Endpoints:
     customers must never meet. Raises as `IdempotencyMiddleware` does.
     """
 
+    # The response that the framework makes of what an endpoint returns; for `complete_in`.
+    outcome_of: Callable[[Any], Response] = staticmethod(response_of)
+
     def __init__(
         self,
         idempotency: AsyncIdempotency,
@@ -153,7 +157,6 @@ class Endpoints:
         challenge: str | None = None,
         breaker: Breaker | None = None,
         limits: Limits | None = None,
-        outcome_of: Callable[[Any], Response] = response_of,
     ) -> None:
         if not isinstance(idempotency, AsyncIdempotency):
             raise InvalidInput(
@@ -173,11 +176,15 @@ class Endpoints:
             challenge=challenge,
             breaker=breaker,
             limits=limits,
-            outcome_of=outcome_of,
+            outcome_of=self.outcome_of,
         )
         self.has_global_caller = isinstance(caller, GlobalCaller)
         self._pages = IdempotencyMiddleware.sharing(_nothing, idempotency, self.protection)
         self._is_closed = False
+        resumers.protections.add(self)
+
+    def refresh(self) -> None:
+        """Looks for endpoints that are new since the last time; raises what is wrong with them."""
 
     def serving(self, app: App, rule: Rule, endpoint: EndpointPath) -> Served:
         """An endpoint of the application, protected by its rule; raises as rules do."""
@@ -189,7 +196,9 @@ class Endpoints:
         require_one_operation(located, endpoint.names)
         if endpoint.has_host:
             require_name_at_host(located)
-        return Served(self._pages.around(app), Route(located, self.calls.settings), endpoint)
+        route = Route(located, self.calls.settings)
+        self._pages.register((route,))
+        return Served(self._pages.around(app), route, endpoint)
 
     def note_ignored_key(self, scope: Scope, route: str) -> None:
         """Tells of a key that comes to an endpoint without a rule, which is about to be run."""

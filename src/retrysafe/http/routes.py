@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from retrysafe.http.paths import PathPattern, check_path, names_in, samples_of
 from retrysafe.http.request import plain_path, served_path
 from retrysafe.http.responses import Response, ResponseCodec
 from retrysafe.http.rules import ACCEPT, STATE_CHANGING, Accept, Rule, require_rules
+from retrysafe.http.stored_request import Resumable
 
 # The column of the stores that holds an operation's name.
 _NAME_LIMIT_CHARACTERS: Final = 255
@@ -51,6 +53,7 @@ class Route:
     __slots__ = (
         "_beside",
         "accepts_duplicates",
+        "accepts_first",
         "codec",
         "fingerprint",
         "has_header_key",
@@ -62,16 +65,26 @@ class Route:
         "nothing_happened",
         "operations",
         "policy",
+        "resumable",
         "rule",
         "short_digits",
         "told_of_reuse",
     )
 
     def __init__(self, rule: Rule, settings: Settings) -> None:
-        self.rule = rule
-        # Whether a duplicate of a running request is told 202; the engine just has it fail.
-        self.accepts_duplicates = rule.in_flight is ACCEPT
         policy = rule.policy or settings.policy
+        # What is stored of a request for a worker; None where nothing is.
+        self.resumable: Resumable | None = None
+        if rule.resumable:
+            self.resumable = Resumable() if rule.resumable is True else rule.resumable
+            # What cannot be stored is refused, and by its head where that says so.
+            limit_bytes = min(rule.request_limit_bytes, policy.arguments_limit_bytes)
+            rule = replace(rule, request_limit_bytes=limit_bytes)
+        self.rule = rule
+        # Whether every first request is told 202 as soon as it runs.
+        self.accepts_first = self.resumable is not None and self.resumable.accepts
+        # Whether a duplicate of a running request is told 202; the engine just has it fail.
+        self.accepts_duplicates = rule.in_flight is ACCEPT or self.accepts_first
         if rule.in_flight is not None:
             in_flight = InFlight.FAIL if isinstance(rule.in_flight, Accept) else rule.in_flight
             policy = policy.with_changes(in_flight=in_flight)

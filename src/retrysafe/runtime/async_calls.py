@@ -84,14 +84,14 @@ class TaskGate:
 class BoundLoop:
     """The gate and the engine of one event loop, over its ports."""
 
-    __slots__ = ("engine", "gate", "parts", "ports", "settings")
+    __slots__ = ("engine", "gate", "loop_ports", "ports", "settings")
 
-    def __init__(self, parts: LoopPorts, settings: Settings) -> None:
-        self.parts = parts
-        self.ports = parts.ports
+    def __init__(self, loop_ports: LoopPorts, settings: Settings) -> None:
+        self.loop_ports = loop_ports
+        self.ports = loop_ports.ports
         self.settings = settings
         self.gate = TaskGate()
-        self.engine = Engine(parts.ports, settings)
+        self.engine = Engine(loop_ports.ports, settings)
 
 
 class AsyncCalls:
@@ -116,7 +116,7 @@ class AsyncCalls:
         """Starts afresh in the child's own loop."""
         if self._bound is not None:
             # The worker threads are the parent's; joining them here would wait for ever.
-            self._bound.parts.forget()
+            self._bound.loop_ports.forget()
             forks.park(self._bound)
             self._bound = None
 
@@ -127,23 +127,23 @@ class AsyncCalls:
         # at work in this very thread is the one.
         if (
             bound is not None
-            and bound.parts.thread_id == get_ident()
-            and current_task(bound.parts.loop) is not None
+            and bound.loop_ports.thread_id == get_ident()
+            and current_task(bound.loop_ports.loop) is not None
         ):
             return bound
         loop = running_loop()
         if bound is not None:
-            if bound.parts.loop is loop:
-                bound.parts.thread_id = get_ident()  # It may have gone on in another thread.
+            if bound.loop_ports.loop is loop:
+                bound.loop_ports.thread_id = get_ident()  # It may have gone on in another thread.
                 return bound
-            if not bound.parts.loop.is_closed():
+            if not bound.loop_ports.loop.is_closed():
                 raise InvalidInput(
                     "this object is in use by another event loop: make one per loop, or close it "
                     "there"
                 )
-            bound.parts.leave()
-        parts = LoopPorts(loop, self.store, self.report, self.run_times)
-        self._bound = bound = BoundLoop(parts, self.settings)
+            bound.loop_ports.leave()
+        loop_ports = LoopPorts(loop, self.store, self.report, self.run_times)
+        self._bound = bound = BoundLoop(loop_ports, self.settings)
         bound.gate.is_closed = self._is_closed
         return bound
 
@@ -222,7 +222,7 @@ class AsyncCalls:
         key turns out to be new, it is given back at once. The claim is told by the call's `Key`
         object: make one for each call, or the claim of another call with it is given back as well.
         """
-        group_commit = self.bound().parts.group_commit
+        group_commit = self.bound().loop_ports.group_commit
         # A store that never waits has answered every claim before anybody can lose patience.
         if group_commit is not None:
             level: Call | None = call
@@ -245,12 +245,12 @@ class AsyncCalls:
 
     async def read(self, key: Key, *, with_audit: bool) -> StoredKey | None:
         """The stored record of a key."""
-        return await self.bound().parts.store.read(key, with_audit=with_audit)
+        return await self.bound().loop_ports.store.read(key, with_audit=with_audit)
 
     async def operate(self, key: Key, command: OperatorCommand, reason: str) -> None:
         """Applies an operator's command; raises `OperatorRefused`."""
         bound = self.bound()
-        store = bound.parts.store
+        store = bound.loop_ports.store
         decision = await store.operate(key, command, OperatorNote(owner_name(), reason))
         if decision is Decision.APPLY:
             bound.engine.forget(key)
@@ -258,26 +258,26 @@ class AsyncCalls:
 
     async def sweep(self, limit: int) -> SweepReport:
         """Removes what is past its windows; raises `InvalidInput` for a limit below 1."""
-        return await self.bound().parts.store.sweep(checked_limit(limit))
+        return await self.bound().loop_ports.store.sweep(checked_limit(limit))
 
     async def close(self, wait: timedelta) -> bool:
         """Starts nothing new and waits for running operations; False when some still run."""
         limit = Limit(wait)
         self._is_closed = True
         bound = self.bound()
-        parts = bound.parts
+        loop_ports = bound.loop_ports
         has_ended = await bound.gate.close(limit.seconds)
         limit.spare_the_ending()
-        await parts.end_renewals(limit)
+        await loop_ports.end_renewals(limit)
         try:
             async with asyncio.timeout(limit.left_seconds):
-                await parts.settle()
+                await loop_ports.drain()
         except TimeoutError:
             has_ended = False
-        if parts.threaded is not None:
-            await end_aside_within(parts.threaded.ending(with_store=self._owns_store), limit)
+        if loop_ports.threaded is not None:
+            await end_aside_within(loop_ports.threaded.ending(with_store=self._owns_store), limit)
         elif self._owns_store:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit.left_seconds):
-                    await parts.store.close()
+                    await loop_ports.store.close()
         return has_ended

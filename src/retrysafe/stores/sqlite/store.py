@@ -38,7 +38,7 @@ from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
 from retrysafe.stores.sqlite import audit, diagnosis, operators, recovery, rows, schema, steps
-from retrysafe.stores.sqlite.atomic import SqliteTransaction, plain_connection
+from retrysafe.stores.sqlite.atomic import SqliteTransaction
 from retrysafe.stores.sqlite.claims import claim, extend
 from retrysafe.stores.sqlite.connections import SQLITE_ERRORS, Connections
 from retrysafe.stores.sqlite.outbox import SqliteOutbox
@@ -168,7 +168,8 @@ class SqliteStore:
     def join(self, connection: object) -> SqliteTransaction:
         """The open transaction of a user's connection to this file; raises `InvalidInput`."""
         return SqliteTransaction(
-            plain_connection(connection),
+            connection,
+            store=self,
             path=self.path,
             require_unmoved=self._connections.file.require_unmoved,
             now_ms=self._now_ms,
