@@ -139,7 +139,8 @@ class Retrysafe(Endpoints):
     def refresh(self) -> None:
         """Looks for endpoints that are new since the last time; raises what is wrong with them."""
         app = self._app
-        assert app is not None  # Installed, or nobody could ask.
+        if app is None:
+            return  # It has no application yet, and so no endpoints.
         for protected, inner, rule, endpoint in self._found(app):
             if protected not in self._served:
                 self._served[protected] = self.serving(inner, rule, endpoint)
