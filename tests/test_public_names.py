@@ -91,7 +91,7 @@ PUBLIC_NAMES = {
     ],
     "retrysafe.stores": ["Condition", "MemoryStore", "PostgresStore", "SqliteStore", "open_store"],
     "retrysafe.dashboard": ["Dashboard"],
-    "retrysafe.observe": ["Event", "EventKind"],
+    "retrysafe.observe": ["Event", "EventKind", "Progress", "Result"],
     "retrysafe.workers": ["AsyncWorker", "Worker", "WorkerPolicy"],
     "retrysafe.transactions": ["is_conflict", "retry_serialization"],
 }

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from retrysafe import AsyncIdempotency, InFlight, Policy
+from retrysafe.core.events import UNFOLLOWED
 from retrysafe.core.model import RecordQuery
 from retrysafe.core.ports import Waits
 from retrysafe.errors import PolicyInvalid, StoreUnavailable
@@ -244,7 +245,9 @@ WAITING = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=30))
 
 
 def watched(lookout, clock, policy=None, key="k"):
-    call = SimpleNamespace(policy=policy or Policy(), key=SimpleNamespace(text=key))
+    call = SimpleNamespace(
+        policy=policy or Policy(), key=SimpleNamespace(text=key), progress=UNFOLLOWED
+    )
     run, waiter = Run(), Waiter()
     lookout.watch(run, call, waiter, clock)
     return run, waiter

@@ -20,6 +20,7 @@ from retrysafe.http.plan import Plan
 from retrysafe.http.protection import Protection
 from retrysafe.http.responses import Header, Response
 from retrysafe.http.rules import Rule
+from retrysafe.http.stored_request import Resumable
 from retrysafe.runtime.calls import Calls
 
 # Where a view holds its rule. Decorators that use `functools.wraps` carry it along.
@@ -65,6 +66,7 @@ def located(
     None when no method leads there that the rule protects. What cannot be written as a path, such
     as a regular expression or no route at all, goes by the name.
     """
+    require_no_acceptance(rule)
     kept = tuple(method for method in rule.methods if methods is None or method in methods)
     if not kept:
         return None
@@ -77,8 +79,25 @@ def located(
                 f"and {', '.join(kept)} would share them: write methods=… with the one that it is "
                 "for, or name=… if all of them have one effect"
             )
+        if rule.resumable and not rule.name:
+            raise PolicyInvalid(
+                f"the route of {name} is no plain path, and a worker finds it by its name: give "
+                "its rule one that stays the same in every release, name=…"
+            )
         return replace(rule, methods=kept, name=rule.name or name)
     return replace(rule, methods=kept, path=path)
+
+
+def require_no_acceptance(rule: Rule) -> None:
+    """Raises `PolicyInvalid` for a view whose first request is to be answered before it has run.
+
+    A view is what its framework calls in the thread that answers.
+    """
+    if isinstance(rule.resumable, Resumable) and rule.resumable.accepts:
+        raise PolicyInvalid(
+            "accepts=True answers before the view has run, and only a middleware around the "
+            "application can: use WSGIIdempotencyMiddleware, or leave accepts out"
+        )
 
 
 class ViewRun:

@@ -22,6 +22,7 @@ from retrysafe.core.keys.key import GlobalCaller
 from retrysafe.core.ports import Waits
 from retrysafe.errors import InvalidInput
 from retrysafe.http import asgi_resume, resumers
+from retrysafe.http.answers import first_look
 from retrysafe.http.asgi_io import (
     TOO_LARGE,
     app_prefix_of,
@@ -319,31 +320,27 @@ class IdempotencyMiddleware:
         run.settling = loop.create_task(self._settle(run, call, waiter))
         try:
             if run.started is not None and not await _is_prompt(run, waiter):
-                return answers.accepted(plan, self._hint(call))
+                return answers.accepted(
+                    plan, first_look(call.operation, call.policy, self.calls.run_times)
+                )
             return answers.answered(plan, await waiter, run.response, is_news=is_news)
         except asyncio.CancelledError:
             _leave(run, waiter)
             raise
         except Exception as error:
             if error is run.error:
+                self.calls.report.end(call, error)
                 if run.response is None:
                     raise  # The application's own: the server above us deals with it as ever.
                 return run.response
             if run.task is None and self.protection.fails_open(plan, error):
                 return None
+            self.calls.report.end(call, error)
             refusal = answers.refused(plan, error, is_news=is_news)
             if refusal is None:
                 run.abandon()
                 raise
             return refusal
-
-    def _hint(self, call: Call) -> timedelta:
-        """When to look for the outcome of a run that has just begun."""
-        policy = call.policy
-        run_times = self.calls.run_times
-        return timedelta(
-            seconds=run_times.retry_after(call.operation, 0.0, policy.lease.total_seconds())
-        )
 
     def _outcome(self, run: AppRun, call: Call) -> Coroutine[Any, Any, Answer[Any]]:
         """Runs the application once: in a transaction, with a claim, or without one."""
@@ -383,8 +380,11 @@ class IdempotencyMiddleware:
             if not waiter.done():
                 waiter.set_exception(error)
             else:
+                self.calls.report.end(call, error)
                 _logger.exception("a protected request failed after its client had gone")
-        except BaseException:
+        except BaseException as error:
+            if waiter.cancelled():
+                self.calls.report.end(call, error)
             waiter.cancel()
             raise
         else:
