@@ -13,6 +13,7 @@ from retrysafe.core.outbox.entries import EntryCondition, EntryQuery
 from retrysafe.core.outbox.port import outbox_of
 from retrysafe.core.ports import Store
 from retrysafe.dashboard import views
+from retrysafe.dashboard.samples import Samples
 from retrysafe.dashboard.web import BadRequest, Request
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.drive import run_sync
@@ -33,8 +34,9 @@ LISTED: Final = tuple(item.value for item in Condition if item is not Condition.
 class Pages:
     """What can be looked at."""
 
-    def __init__(self, store: Store, shown: views.Shown) -> None:
+    def __init__(self, store: Store, shown: views.Shown, samples: Samples) -> None:
         self._store = store
+        self._samples = samples
         self._shown = shown
         self._pages: dict[str, Page] = {
             "/": self.overview,
@@ -63,6 +65,7 @@ class Pages:
             ],
             "is_failed_part": len(failed) == GROUPED,
             "outbox": self._outbox_glance(),
+            "plot": self._samples.plot(),
         }
 
     def _some(self, condition: Condition, limit: int) -> list[StoredKey]:
@@ -121,6 +124,7 @@ class Pages:
             "commands": [] if stored is None else views.commands_for(stored),
             "owner": "" if stored is None else stored.record.owner,
             "digest": key.digest.hex(),
+            "replays": self._samples.replays_of(key),
             "timeline": views.timeline(stored, outcomes),
             "steps": []
             if stored is None
