@@ -18,11 +18,11 @@ def main(url: str, name: str, calls: int) -> None:
         idem.run(f"{name}-0", int, name="pay")
 
         def hold() -> None:
+            print("# READY", flush=True)
             for line in iter(sys.stdin.readline, "go on\n"):
                 if line == "scrape\n":
                     print(generate_latest(metrics.registry).decode(), "# END", flush=True)
 
-        print("# READY", flush=True)
         idem.run(f"{name}-held", hold, name="hold", request="r")
 
 
