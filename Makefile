@@ -31,7 +31,7 @@ run: setup ## Serve the demo on SQLite (PORT=8000, STORE=sqlite:///var/demo.db)
 # processes to start and to die, so that two cores have work for three at a time. Each is also a
 # target of its own: `make tested-stores`, with ALL=1 for what takes long as well.
 FOLDERS := attacks stores processes consumers demo http_cases postgres cli atomic runtime docs relay \
-	contrib client http guards
+	contrib client http dashboard guards
 PIECES := $(FOLDERS:%=tested-%) tested-rest tested-core
 JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest $(if $(ALL),-m "long or not long")

@@ -71,6 +71,7 @@ PUBLIC_NAMES = {
         "OutcomeNotStored",
         "OutcomeUnavailable",
         "PolicyInvalid",
+        "ResumedRequestRefused",
         "RetrysafeError",
         "SchemaChanged",
         "SchemaMissing",
@@ -89,7 +90,8 @@ PUBLIC_NAMES = {
         "TransactionMissing",
     ],
     "retrysafe.stores": ["Condition", "MemoryStore", "PostgresStore", "SqliteStore", "open_store"],
-    "retrysafe.observe": ["Event", "EventKind"],
+    "retrysafe.dashboard": ["Dashboard"],
+    "retrysafe.observe": ["Event", "EventKind", "Progress", "Result"],
     "retrysafe.workers": ["AsyncWorker", "Worker", "WorkerPolicy"],
     "retrysafe.transactions": ["is_conflict", "retry_serialization"],
 }
@@ -200,6 +202,7 @@ def test_exactly_these_errors_promise_that_a_retry_may_help():
         "CompensationFailed",
         "DeliveryFailed",
         "OperationInFlight",
+        "ResumedRequestRefused",
         "StoreNotWritable",
         "StoreUnavailable",
     }

@@ -1,15 +1,16 @@
 """What is FastAPI's own: dependencies, validation, included routers, the OpenAPI document."""
 
 import asyncio
-from contextlib import contextmanager
-from datetime import timedelta
+import sqlite3
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
 import httpx
 import psycopg
 import pytest
 from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Security
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel
@@ -599,6 +600,64 @@ def orders_table(url):
             yield lambda: connection.execute("SELECT count(*) FROM fastapi_orders").fetchone()[0]
         finally:
             connection.execute("DROP TABLE fastapi_orders")
+
+
+class Receipt(BaseModel):
+    number: int
+    paid_at: datetime = datetime(2026, 1, 2, tzinfo=UTC)
+    note: str | None = None
+    secret: str = "not for clients"
+
+
+@pytest.mark.parametrize(
+    ("value", "options"),
+    [
+        (Receipt(number=7), {}),
+        (Receipt(number=7), {"status_code": 201, "response_model_exclude": {"secret"}}),
+        ({"number": 7}, {"response_model": Receipt, "response_model_exclude_unset": True}),
+        ([{"at": datetime(2026, 1, 2, tzinfo=UTC)}], {"status_code": 202}),
+        ("hat", {"response_class": PlainTextResponse}),
+        (None, {"status_code": 204, "response_model": None}),
+        (JSONResponse({"own": 1}, 203, {"Location": "/1"}), {"status_code": 201}),
+    ],
+    ids=["model", "status and fields", "dict as model", "list", "class", "no body", "response"],
+)
+def test_an_endpoint_completes_with_what_it_returns(tmp_path, value, options):
+    """The stored response is the one that FastAPI makes of the value, byte for byte."""
+    path = tmp_path / "shop.db"
+
+    async def whole():
+        idem = AsyncIdempotency(f"sqlite:///{path}")
+        app = FastAPI()
+        Retrysafe(idem, caller=GLOBAL).install(app)
+        router = APIRouter(route_class=IdempotentRoute)
+
+        @router.post("/completed", **options)
+        def completed(attempt: Annotated[Attempt, idempotent()]) -> Any:
+            with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+                connection.execute("BEGIN IMMEDIATE")
+                attempt.complete_in(connection, value)
+                connection.execute("COMMIT")
+            return value
+
+        @router.post("/plain", **options)
+        async def plain() -> Any:
+            return value
+
+        app.include_router(router, prefix="/v1")
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
+            headers = {"Idempotency-Key": "k"}
+            first, again = [await client.post("/v1/completed", headers=headers) for _ in range(2)]
+            wanted = await client.post("/v1/plain")
+        await idem.close()
+        return first, again, wanted
+
+    first, again, wanted = asyncio.run(whole())
+    for reply in (first, again):
+        assert (reply.status_code, reply.content) == (wanted.status_code, wanted.content)
+        assert wanted.headers.items() <= reply.headers.items()
+    assert is_replay(again)
 
 
 def test_endpoints_complete_in_their_sessions(migrated_url, postgres_server):

@@ -16,7 +16,7 @@ from litestar.params import FromPath, HeaderParameter, JSONBody
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from retrysafe import FOREVER, GLOBAL, AsyncIdempotency, BodyKey, Ending, Policy
-from retrysafe.contrib.litestar import RetrysafePlugin, idempotent, rendered
+from retrysafe.contrib.litestar import RetrysafePlugin, idempotent
 from retrysafe.errors import InvalidInput, PolicyInvalid, SecretMissing
 from retrysafe.http import ACCEPT, FieldsKey, Rule, Streaming
 from retrysafe.stores import MemoryStore
@@ -430,21 +430,6 @@ def test_an_operation_class_of_the_users_own_is_kept():
     assert parameter_of(operation)["required"] is True
 
 
-def test_a_response_that_is_not_rendered_cannot_complete():
-    """Litestar's response has no bytes yet, or not the ones that are sent."""
-    refused = []
-
-    @post("/one", guards=[idempotent()])
-    async def one(request: Request) -> None:
-        try:
-            request.state.idempotency.complete_in(object(), Response(b"bytes"))
-        except ValueError as error:
-            refused.append(str(error))
-
-    ask(shop(one), "/one")
-    assert "pass rendered(request, response)" in refused[0]
-
-
 # PostgreSQL.
 
 
@@ -459,7 +444,7 @@ def test_a_handler_completes_on_its_postgresql_connection(migrated_url, postgres
             async with connection.transaction():
                 await connection.execute("CREATE TEMP TABLE t (x int)")
                 attempt = request.state.idempotency
-                await attempt.complete_in(connection, rendered(request, content))
+                await attempt.complete_in(connection, content)
         finally:
             await connection.close()
         if "fails" in request.headers:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from retrysafe.core.atomic.block import AtomicBlock
-from retrysafe.core.events import Event, Reporter
+from retrysafe.core.events import Reporter
 from retrysafe.core.keys.key import child_key
 from retrysafe.core.keys.secret import NO_SECRETS, Secrets
 from retrysafe.core.model import State
@@ -28,7 +28,7 @@ from retrysafe.errors import (
 )
 from retrysafe.stores.memory.store import MemoryStore
 from tests.core.building import KEY, LEASE_MS, OTHER_MARK, TOKEN, call, record
-from tests.core.driving import ManualClock, drive, ports_over
+from tests.core.driving import Heard, ManualClock, drive, ports_over
 from tests.core.sample_types import Declined
 from tests.core.transacting import FakeTransaction
 
@@ -42,13 +42,13 @@ class Made:
     def __init__(self, transaction=None, made_call=None, secrets=NO_SECRETS):
         self.transaction = transaction or FakeTransaction()
         self.clock = ManualClock(self.transaction.database.clock)
-        self.heard: list[Event] = []
+        self.heard = Heard()
         ports = ports_over(
             None,
             self.clock,
             store=MemoryStore(),
             mint_token=lambda: TOKEN,
-            report=Reporter(self.heard.append),
+            report=Reporter(self.heard.hear),
         )
         settings = Settings(secrets=secrets)
         self.block = AtomicBlock(made_call or call(), self.transaction, ports, settings)

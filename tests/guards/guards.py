@@ -435,7 +435,7 @@ GUARDS: tuple[Guard, ...] = (
         "a signal leaves a flight without a leader: its key is refused until the process ends",
         (
             InCode(
-                Engine.answer,
+                Engine._answer,
                 "mine.phase = Phase.LANDED",
                 "pass",
             ),

@@ -137,7 +137,9 @@ def test_cancelled_while_the_outcome_is_being_stored():
             hold.open()
             await scene.idem._calls._bound.loop_ports.background.drain()
             assert await scene.condition() is Condition.SUCCEEDED
-            assert [event.kind for event in scene.heard] == ["claimed", "completed"]
+            story = ["called", "claimed", "answered", "completed"]
+            assert [event.kind for event in scene.heard] == story
+            assert scene.heard[0].result == "executed"  # As far as its caller will ever know.
             answer = await scene.answer("second")
             assert (answer.value, answer.replayed) == ("first", True)
             assert scene.ran == ["first"]

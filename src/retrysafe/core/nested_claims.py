@@ -297,6 +297,7 @@ def _inner_of(call: Call, lease: Lease, answer: ClaimAnswer) -> Call:
     assert call.inner is not None  # Only outer levels come here.
     return replace(
         call.inner,
+        progress=call.progress,
         fingerprints=_begun_first(call.fingerprints, fingerprint),
         nest=Nest(
             around.keys,

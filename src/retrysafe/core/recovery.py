@@ -220,7 +220,7 @@ class Recovery:
             if len(self._reported) > REPORTED_LIMIT:
                 del self._reported[next(iter(self._reported))]
             self._abandoned.reported += 1
-        self._report(
+        self._report.beside(
             EventKind.ABANDONED,
             key_of(record),
             record.operation,

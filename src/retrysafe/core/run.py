@@ -100,7 +100,7 @@ class Runner:
         event_kind = (
             EventKind.TAKEN_OVER if answer.condition is Condition.ABANDONED else EventKind.CLAIMED
         )
-        self._report(event_kind, call.key, call.operation, number)
+        self._report(event_kind, call, number)
         lease = self.begin(flight, call, request, answer, asked)
         # Crashes of the levels around count as if they were this one's.
         count = (
@@ -133,6 +133,7 @@ class Runner:
                 return told
             ended = self._monotonic()
             self._run_times.add(call.operation, ended - asked)
+            call.progress.end_operation()
             joined = attempt.joined
             if joined and await self._is_settled(flight, call, joined, number, ended, None):
                 return Answer(joined.value, False, number)
@@ -171,6 +172,8 @@ class Runner:
             return
         if isinstance(error, RetrysafeError) and not isinstance(error, _OF_HANDLERS):
             return  # It says why the ending does not stand.
+        # As far as its caller will ever know.
+        call.progress.note(EventKind.COMPLETED)
         orphan = self._settle_returned(call, lease, attempt, made.value)
         self._ports.background.finish(orphan, self._settler.abandoning(call, attempt.number))
 
@@ -224,6 +227,7 @@ class Runner:
             return None
         asked, number = self._monotonic(), attempt.number
         self._run_times.add(call.operation, flight.seconds_run(asked))
+        call.progress.end_operation()
         joined = attempt.joined
         if joined and await self._is_settled(flight, call, joined, number, asked, error):
             return None
@@ -266,6 +270,8 @@ class Runner:
         error: Exception | None,
     ) -> bool:
         """Whether the user's transaction settles the attempt, so that nothing is left to write."""
+        # Nobody may ever hear whether it stands.
+        call.progress.note(ENDING_KINDS[joined.kind])
         try:
             fate = await joined.fate()
         except StoreError:
@@ -275,7 +281,7 @@ class Runner:
         if fate is Fate.STANDS:
             assert flight.lease is not None  # It is the flight of a run.
             flight.lease.is_settled = True
-            self._report(ENDING_KINDS[joined.kind], call.key, call.operation, attempt)
+            self._report(ENDING_KINDS[joined.kind], call, attempt)
             self.remember(call, flight, joined.payload, attempt, asked, call.policy.active_ms)
         # While it is open, the record is locked by it and only its commit or its rollback decides;
         # writing here would wait for a caller who waits for us.
@@ -288,7 +294,7 @@ class Runner:
         asked = self._monotonic()
         ending = await self._last_failure(call.key)
         # Before the write, which a cancelled caller does not see the end of.
-        self._report(EventKind.EXHAUSTED, call.key, call.operation, attempt, ending)
+        self._report(EventKind.EXHAUSTED, call, attempt, ending)
         payload = await self._settler.settle(
             call,
             lease,

@@ -171,7 +171,7 @@ class Settler:
         """
         if ending is not Ending.RELEASED or call.recovers is None:
             return False
-        self._report(EventKind.POSTPONED, call.key, call.operation, attempt, str(error))
+        self._report(EventKind.POSTPONED, call, attempt, str(error))
         return True
 
     async def settle(
@@ -191,6 +191,7 @@ class Settler:
         not be told within the policy's patience.
         """
         settlement = settlement_of(call, lease, ending, payload, entries, came_to)
+        call.progress.begin_settle()
         try:
             try:
                 answer = await self._writer.settle(settlement)
@@ -203,7 +204,8 @@ class Settler:
             raise
         if answer.decision is Decision.LOST:
             raise self._lost(call, attempt)
-        self._report(ENDING_KINDS[settlement.kind], call.key, call.operation, attempt)
+        call.progress.end_settle()
+        self._report(ENDING_KINDS[settlement.kind], call, attempt)
         lease.is_settled = True
         assert settlement.payload is not None  # Every ending has one.
         return settlement.payload
@@ -215,6 +217,8 @@ class Settler:
         harmless, the token confirms the second.
         """
         lease.is_handed_over = True
+        # As far as its caller will ever know.
+        call.progress.note(ENDING_KINDS[settlement.kind])
         for held, ending in [(lease, settlement), *_around(call, settlement)]:
             orphan = self._settle_orphan(call, held, ending, attempt)
             self._background.finish(orphan, self.abandoning(call, attempt))
@@ -235,7 +239,7 @@ class Settler:
 
     def abandoning(self, call: Call, attempt: int) -> Callable[[str], None]:
         """What tells of an ending that nobody can write any more."""
-        return partial(self._report, EventKind.SETTLE_FAILED, call.key, call.operation, attempt)
+        return partial(self._report, EventKind.SETTLE_FAILED, call, attempt)
 
     async def _insist(
         self,
@@ -259,9 +263,7 @@ class Settler:
                 # Waiting does not bring a lost database back; the caller must hear that it ran.
                 raise self._not_stored(call, attempt, value, error) from error
             else:
-                self._report(
-                    EventKind.STORE_UNAVAILABLE, call.key, call.operation, attempt, str(error)
-                )
+                self._report(EventKind.STORE_UNAVAILABLE, call, attempt, str(error))
                 if error.is_reentry or self._monotonic() + pause > give_up:
                     raise self._not_stored(call, attempt, value, error) from error
                 await self._clock.sleep(pause)
@@ -297,10 +299,10 @@ class Settler:
         lease.is_settled = True
         if settlement.key == call.key:
             # Not for the claims around: observers hear of a call once, from where it ended.
-            self._report(ENDING_KINDS[settlement.kind], call.key, call.operation, attempt)
+            self._report(ENDING_KINDS[settlement.kind], call, attempt)
 
     def _lost(self, call: Call, attempt: int) -> ClaimLost:
-        self._report(EventKind.LOST, call.key, call.operation, attempt)
+        self._report(EventKind.LOST, call, attempt)
         return ClaimLost(
             f"the claim on {call.key.text!r} was taken over, or released by an operator; this "
             "outcome was not stored",
@@ -308,12 +310,12 @@ class Settler:
         )
 
     def _withheld(self, call: Call, attempt: int, detail: str) -> None:
-        self._report(EventKind.WITHHELD, call.key, call.operation, attempt, detail)
+        self._report(EventKind.WITHHELD, call, attempt, detail)
 
     def _not_stored(
         self, call: Call, attempt: int, value: Any, error: Exception
     ) -> OutcomeNotStored:
-        self._report(EventKind.SETTLE_FAILED, call.key, call.operation, attempt, str(error))
+        self._report(EventKind.SETTLE_FAILED, call, attempt, str(error))
         return OutcomeNotStored(
             f"the operation for {call.key.text!r} ran, but its ending could not be stored: "
             f"{error}. The key is blocked until its lease ends; a retry after that runs again",

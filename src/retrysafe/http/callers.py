@@ -24,6 +24,7 @@ from retrysafe.core.keys.canonical import frame
 from retrysafe.core.keys.key import CALLER_LIMIT_CHARACTERS, GlobalCaller
 from retrysafe.core.keys.secret import PLAIN_TAG, Secrets
 from retrysafe.errors import InvalidInput, PolicyInvalid
+from retrysafe.http.header_names import HEADER_NAME, holds_credential
 from retrysafe.http.request import Request
 
 
@@ -205,7 +206,6 @@ def require_blocking(caller: object) -> None:
 
 _BEARER: Final = re.compile(rb"bearer +([!-~]+)", re.IGNORECASE)
 _BASIC: Final = re.compile(rb"basic +([!-~]+)", re.IGNORECASE)
-_HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 
 
 def bearer_token(request: Request) -> Credential | None:
@@ -278,7 +278,7 @@ def gateway_header(name: str) -> CallerOf:
     for a name that no header can have.
     """
     wanted = _checked_name(name)
-    if _CREDENTIAL_NAME.search(wanted):
+    if holds_credential(wanted):
         raise PolicyInvalid(
             f"{name} holds a credential, which is not stored in clear: use bearer_token or "
             f"api_key({name!r})"
@@ -294,15 +294,8 @@ def gateway_header(name: str) -> CallerOf:
     return caller_in_header
 
 
-# What headers of such names hold lets anybody in who reads it.
-_CREDENTIAL_NAME: Final = re.compile(
-    rb"authorization|cookie|token|secret|password|passwd|jwt|credential|bearer|key$|auth$"
-    rb"|(?:api|access)[-_.]?key|session(?:[-_.]?id)?$|\bsid$"
-)
-
-
 def _checked_name(name: str) -> bytes:
-    if not isinstance(name, str) or _HEADER_NAME.fullmatch(name) is None:
+    if not isinstance(name, str) or HEADER_NAME.fullmatch(name) is None:
         raise PolicyInvalid(f"a header's name consists of letters, digits and hyphens: {name!r}")
     return name.lower().encode("ascii")
 

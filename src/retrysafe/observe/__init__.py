@@ -1,5 +1,5 @@
 """Listeners for what the engine reports, and the events that they get."""
 
-from retrysafe.core.events import Event, EventKind
+from retrysafe.core.events import Event, EventKind, Progress, Result
 
-__all__ = ["Event", "EventKind"]
+__all__ = ["Event", "EventKind", "Progress", "Result"]

@@ -269,7 +269,7 @@ class TaskExecutor:
         The latter is used in the thread that asks, so only its fate is asked elsewhere.
         """
         transaction = joined(self._store, connection, None)
-        if self._threaded is None:
+        if self._threaded is None or transaction.waits is Waits.SUSPENDING:
             return transaction
         return self._threaded.asking_elsewhere(transaction)
 

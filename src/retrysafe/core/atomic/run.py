@@ -129,10 +129,13 @@ class AtomicRunner:
         try:
             await run.transact()
         except _Undone:
-            self._report(EventKind.RELEASED, call.key, call.operation, run.attempt)
+            pass  # The block has told that the key is free.
         except Exception as error:
             self._share_error(flight, run, error)
             if run.error is error or not transacting.is_outage(error):
+                if run.has_left:
+                    # The commit failed, after the block had told of an outcome.
+                    self._report(EventKind.RELEASED, call, run.attempt)
                 raise
             raise self._unavailable(flight, call, error) from error
         if run.payload is not None and run.ending is not Ending.RELEASED:
@@ -152,7 +155,7 @@ class AtomicRunner:
 
     def _unavailable(self, flight: Flight, call: Call, error: Exception) -> StoreUnavailable:
         flight.outage = f"the transaction did not end well: {codec.message_of(error)}"
-        self._report(EventKind.STORE_UNAVAILABLE, call.key, call.operation, detail=flight.outage)
+        self._report(EventKind.STORE_UNAVAILABLE, call, detail=flight.outage)
         return StoreUnavailable(flight.outage, key=call.key.text)
 
     def started(self, flight: Flight) -> None:
@@ -188,6 +191,8 @@ class _AtomicRun:
         self.ending = Ending.SUCCEEDED
         self.payload: Payload | None = None
         self.remaining_ms = 0
+        # Whether the block is over and kept: only the commit is left.
+        self.has_left = False
         # What the operation itself raised.
         self.error: Exception | None = None
 
@@ -205,6 +210,7 @@ class _AtomicRun:
                 await block.leave(error)
                 raise
             await block.leave(None)
+            self.has_left = not block.replayed
 
     def _replay(self, block: AtomicBlock) -> None:
         self.is_replay = True
