@@ -40,6 +40,7 @@ from retrysafe.contrib.views import (
     require_no_acceptance,
     require_options,
     view_rule,
+    written_path,
 )
 from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
@@ -60,6 +61,7 @@ from retrysafe.http.routes import (
     NO_PARAMETERS,
     Match,
     Route,
+    refuse_at_host,
     require_name_at_host,
     require_parameters,
 )
@@ -192,6 +194,8 @@ class _Protected:
         self._protection = protection
         # A rule may stand at several paths, and a path has several methods.
         self._routes: dict[tuple[int, int], Route | None] = {}
+        # The host of every name that keys are made with.
+        self._hosts: dict[str, str] = {}
         self._is_in_order = False
         # Before any other code of the application has read the body.
         request_started.connect(self._keep_body, app)
@@ -246,8 +250,12 @@ class _Protected:
             at_path = located(rule, url_rule.rule, methods=url_rule.methods, name=url_rule.endpoint)
             settings = self._calls.settings
             if at_path is not None:
-                if url_rule.subdomain or url_rule.host:
-                    require_name_at_host(at_path)
+                require_name_at_host(
+                    at_path,
+                    written_path(_host_of(url_rule)),
+                    self._hosts,
+                    at_path.fingerprint or settings.fingerprint,
+                )
                 # Functions of the application may add values to those of the route.
                 if not self._app.url_value_preprocessors:
                     require_parameters(at_path, url_rule.arguments)
@@ -267,7 +275,10 @@ class _Protected:
     def _match_by_path(self) -> Match | None:
         if request.url_rule is None:
             return None  # No view answers, so there is nothing to run once.
-        return self._protection.find(request.method, request.path)
+        match = self._protection.find(request.method, request.path)
+        if match is not None and _host_of(request.url_rule):
+            refuse_at_host(match[0].rule)
+        return match
 
     def _dispatch_by_rules(self, *args: Any) -> Any:
         run = functools.partial(self._dispatch, *args)
@@ -378,6 +389,11 @@ class _Protected:
         run = ViewRun(functools.partial(_run_view, plan, view), FlaskResponse.close)
         response, added = run.answered(self._protection, self._calls, plan)
         return native_of(response) if added is None else with_headers(run.native, added)
+
+
+def _host_of(url_rule: Any) -> str:
+    """The host or the subdomain that a route is for; empty for one of every host."""
+    return url_rule.host or url_rule.subdomain or ""
 
 
 def _has_rule(view: Any) -> bool:

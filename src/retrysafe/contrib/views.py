@@ -53,6 +53,11 @@ def require_function(view: object, way: str) -> None:
         )
 
 
+def written_path(route: str) -> str:
+    """A route, or a host, as rules write it: with {id} for <int:id>."""
+    return _PARAMETER.sub(r"{\1}", route)
+
+
 def located(
     rule: Rule, route: str | None, *, methods: Collection[str] | None = None, name: str
 ) -> Rule | None:
@@ -65,7 +70,7 @@ def located(
     kept = tuple(method for method in rule.methods if methods is None or method in methods)
     if not kept:
         return None
-    path = None if route is None else _PARAMETER.sub(r"{\1}", route)
+    path = None if route is None else written_path(route)
     if path is None or _NO_PATH.search(path) is not None:
         if isinstance(rule.key, FieldsKey) and not rule.name and len(kept) > 1:
             # To change order 7 and to delete it would have one key.

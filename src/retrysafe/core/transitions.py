@@ -28,7 +28,9 @@ from retrysafe.core.model import (
     ExtendAnswer,
     Extension,
     Fingerprint,
+    OperatorAction,
     OperatorCommand,
+    OperatorNote,
     Payload,
     Record,
     SettleAnswer,
@@ -334,6 +336,16 @@ def operate(
         expires_at_ms=expires_at_ms,
     )
     return released, decision
+
+
+def action_of(
+    record: Record, command: OperatorCommand, note: OperatorNote, now_ms: int
+) -> OperatorAction:
+    """What is kept of a command that is applied to a record."""
+    condition = condition_of(record, now_ms)
+    return OperatorAction(
+        command.value, condition.value, record.attempt, note.operator, note.reason, now_ms
+    )
 
 
 def _window_ms(record: Record) -> int:

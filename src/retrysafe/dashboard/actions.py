@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlencode
 
-from retrysafe.core.model import OperatorCommand
+from retrysafe.core.model import OperatorCommand, OperatorNote
 from retrysafe.core.outbox.entries import EntryCommand
 from retrysafe.core.outbox.port import outbox_of
 from retrysafe.core.ports import Store
@@ -67,8 +67,8 @@ class Actions:
                     "back": "/key?" + urlencode({"key": key.text, "caller": key.caller}),
                 }
             )
-        _reason(form)
-        decision = run_sync(self._store.operate(key, command))
+        note = OperatorNote(user, _reason(form))
+        decision = run_sync(self._store.operate(key, command, note))
         operator_outcome(decision, command, key, run_sync(self._store.read(key)))
         return Done("/key?" + urlencode({"key": key.text, "caller": key.caller}))
 

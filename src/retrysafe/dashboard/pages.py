@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from retrysafe.core.keys.key import GLOBAL, Key
-from retrysafe.core.model import Condition, RecordQuery, StoredKey, StoredOutcome
+from retrysafe.core.listing import RecordQuery
+from retrysafe.core.model import Condition, StoredKey, StoredOutcome
 from retrysafe.core.outbox.entries import EntryCondition, EntryQuery
 from retrysafe.core.outbox.port import outbox_of
 from retrysafe.core.ports import Store
 from retrysafe.dashboard import views
+from retrysafe.dashboard.samples import Samples
 from retrysafe.dashboard.web import BadRequest, Request
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.drive import run_sync
@@ -21,6 +23,8 @@ PAGE_SIZE: Final = 50
 # How many the overview shows of each kind, and how many it looks at to group failures.
 GLANCE: Final = 10
 GROUPED: Final = 500
+# How long a page searches where no index leads; what it did not reach is not shown.
+SEARCH_SECONDS: Final = 0.4
 
 Page = Callable[[Request], tuple[str, dict[str, Any]]]
 
@@ -30,8 +34,9 @@ LISTED: Final = tuple(item.value for item in Condition if item is not Condition.
 class Pages:
     """What can be looked at."""
 
-    def __init__(self, store: Store, shown: views.Shown) -> None:
+    def __init__(self, store: Store, shown: views.Shown, samples: Samples) -> None:
         self._store = store
+        self._samples = samples
         self._shown = shown
         self._pages: dict[str, Page] = {
             "/": self.overview,
@@ -46,7 +51,7 @@ class Pages:
 
     def overview(self, request: Request) -> tuple[str, dict[str, Any]]:
         """What needs somebody first: stuck, then failed, then running."""
-        abandoned = run_sync(self._store.list_abandoned(GLANCE + 1))
+        abandoned = self._some(Condition.ABANDONED, GLANCE + 1)
         running = self._some(Condition.RUNNING, GLANCE + 1)
         failed = self._some(Condition.FAILED, GROUPED)
         groups = Counter(item.record.operation for item in failed)
@@ -60,11 +65,12 @@ class Pages:
             ],
             "is_failed_part": len(failed) == GROUPED,
             "outbox": self._outbox_glance(),
+            "plot": self._samples.plot(),
         }
 
     def _some(self, condition: Condition, limit: int) -> list[StoredKey]:
-        query = RecordQuery(conditions=frozenset({condition}), limit=limit)
-        return run_sync(self._store.list_records(query))
+        query = RecordQuery(conditions=frozenset({condition}), limit=limit, seconds=SEARCH_SECONDS)
+        return run_sync(self._store.list_records(query)).keys
 
     def _outbox_glance(self) -> dict[str, Any] | None:
         if not self._store.capabilities.has_outbox:
@@ -88,8 +94,9 @@ class Pages:
             text_prefix=values.get("key", ""),
             conditions=conditions,
             limit=PAGE_SIZE + 1,
+            seconds=SEARCH_SECONDS,
         )
-        found = run_sync(self._store.list_records(query))
+        found = run_sync(self._store.list_records(query)).keys
         return "keys.html", {
             "rows": [views.key_row(item) for item in found[:PAGE_SIZE]],
             "has_more": len(found) > PAGE_SIZE,
@@ -107,7 +114,7 @@ class Pages:
         stored = run_sync(self._store.read(key, with_audit=True))
         outcomes: list[StoredOutcome] = [] if stored is None else stored.outcomes
         if stored is None and isinstance(self._store, Audited):
-            outcomes = run_sync(self._store.read_audit(key))
+            outcomes, _ = run_sync(self._store.read_audit(key, SEARCH_SECONDS))
         if stored is None and not outcomes:
             return "missing.html", {"key": str(key)}
         return "key.html", {
@@ -117,6 +124,7 @@ class Pages:
             "commands": [] if stored is None else views.commands_for(stored),
             "owner": "" if stored is None else stored.record.owner,
             "digest": key.digest.hex(),
+            "replays": self._samples.replays_of(key),
             "timeline": views.timeline(stored, outcomes),
             "steps": []
             if stored is None

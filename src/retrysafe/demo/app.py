@@ -45,10 +45,16 @@ def make_app(url: str, ledger: Ledger, dashboard_token: str | None = None) -> Fa
     """The API on the store at this URL; the ledger is in the same database."""
     store = open_store(url, is_async=True)
     policy = Policy(lease=LEASE, wait_limit=timedelta(seconds=60))
-    idempotency = AsyncIdempotency(store, policy=policy, fingerprint=SIMULATED, secret=SECRET)
-    every = RelayPolicy(lease=LEASE, timeout=LEASE, poll=timedelta(milliseconds=200))
     # Everybody may look, because the demo listens on the loopback interface alone.
     dashboard = Dashboard(url, token=dashboard_token, show_bodies=True, is_open_on_loopback=True)
+    idempotency = AsyncIdempotency(
+        store,
+        policy=policy,
+        fingerprint=SIMULATED,
+        secret=SECRET,
+        observers=[dashboard.observer],
+    )
+    every = RelayPolicy(lease=LEASE, timeout=LEASE, poll=timedelta(milliseconds=200))
     relay = AsyncRelay(store, send_receipts(ledger), policy=every)
 
     @asynccontextmanager
