@@ -104,7 +104,7 @@ class AsyncCalls:
         self.report = report
         # Set before the first use, two objects share it.
         self.run_times = RunTimes()
-        self._owns_store = owns_store
+        self.owns_store = owns_store
         self._bound: BoundLoop | None = None
         self._is_closed = False
         forks.register(self)
@@ -162,7 +162,7 @@ class AsyncCalls:
         if bound is not None:
             bound.gate.require_empty()
             bound.loop_ports.leave()
-        self.store, self.settings, self._owns_store = store, settings, owns_store
+        self.store, self.settings, self.owns_store = store, settings, owns_store
         self._bound = None
         self._is_closed = False
 
@@ -294,8 +294,8 @@ class AsyncCalls:
         except TimeoutError:
             has_ended = False
         if loop_ports.threaded is not None:
-            await end_aside_within(loop_ports.threaded.ending(with_store=self._owns_store), limit)
-        elif self._owns_store:
+            await end_aside_within(loop_ports.threaded.ending(with_store=self.owns_store), limit)
+        elif self.owns_store:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit.left_seconds):
                     await loop_ports.store.close()

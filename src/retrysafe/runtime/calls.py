@@ -131,7 +131,7 @@ class Calls:
         # Also for what happens outside of the engine.
         self.report = report
         self.run_times = RunTimes()
-        self._owns_store = owns_store
+        self.owns_store = owns_store
         self._build()
         forks.register(self)
 
@@ -168,7 +168,7 @@ class Calls:
         if self._gate.inside:
             raise still_running(len(self._gate.inside))
         self._heartbeat.stop(_LOOK_SECONDS)
-        self.store, self.settings, self._owns_store = store, settings, owns_store
+        self.store, self.settings, self.owns_store = store, settings, owns_store
         self._build()
 
     # Answers.
@@ -301,7 +301,7 @@ class Calls:
         has_ended = self._gate.close(limit.seconds)
         limit.spare_the_ending()
         self._heartbeat.stop(limit.left_seconds)
-        if self._owns_store:
+        if self.owns_store:
             end_within(self._close_store, limit)
         return has_ended
 
