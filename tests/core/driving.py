@@ -28,6 +28,7 @@ from retrysafe.core.model import (
     Extension,
     SettleAnswer,
     Settlement,
+    State,
     StepWrite,
     StoredKey,
     StoredOutcome,
@@ -38,6 +39,7 @@ from retrysafe.core.run_times import RunTimes
 from retrysafe.core.settings import Settings
 from retrysafe.errors import InvalidInput, StoreUnavailable
 from retrysafe.stores.memory.store import MemoryStore
+from tests.core.building import KEY
 
 Invoke = Callable[[Attempt], Awaitable[Any]]
 Join = Callable[[object], Any]
@@ -383,6 +385,12 @@ class World:
     def kinds(self) -> list[str]:
         """What was reported, in order."""
         return [event.kind.value for event in self.heard]
+
+
+def state(world: World) -> State | None:
+    """What has become of the tests' key; None when it has no record."""
+    stored = drive(world.store.read(KEY))
+    return None if stored is None else stored.record.state
 
 
 class Process:

@@ -32,18 +32,13 @@ from retrysafe.errors import (
     StoreUnavailable,
 )
 from tests.core.building import KEY, MARK, OTHER_MARK, call
-from tests.core.driving import Fault, World, drive
+from tests.core.driving import Fault, World, drive, state
 from tests.core.sample_types import CardExpired, Declined
 
 SECRET = b"0123456789abcdef"
 DOWN = StoreUnavailable("down")
 TERMINAL = Policy(terminal=Declined)
 WAITING = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=10))
-
-
-def state(world: World) -> State | None:
-    stored = drive(world.store.read(KEY))
-    return None if stored is None else stored.record.state
 
 
 def die(world: World, **options: object) -> None:

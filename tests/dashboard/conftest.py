@@ -48,7 +48,18 @@ def page(browser, request) -> Iterator[Page]:
     page = context.new_page()
     page.set_default_timeout(15_000)
     faults: list[str] = []
-    page.on("console", lambda said: said.type == "error" and faults.append(said.text))
+    # A browser counts an answer of 409 as an error, and a connection that a crash has cut.
+    expected = ("Failed to load resource",)
+    page.on(
+        "console",
+        lambda said: (
+            said.type == "error" and not said.text.startswith(expected) and faults.append(said.text)
+        ),
+    )
+    page.on(
+        "response",
+        lambda got: got.status >= 400 and got.request.method == "GET" and faults.append(got.url),
+    )
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on(
         "request",

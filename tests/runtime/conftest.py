@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from retrysafe.stores import MemoryStore
 from retrysafe.stores.sqlite import file
 from tests.runtime.objects import AsyncSubject, BlockingSubject, Subject
 
@@ -46,9 +47,17 @@ def url(tmp_path) -> str:
     return f"sqlite:///{tmp_path / 'keys.db'}"
 
 
+@pytest.fixture(params=["memory", "sqlite", "postgres"])
+def shared(request, url) -> MemoryStore | str:
+    """A store that several objects share; ask for it before them, see `database_url`."""
+    if request.param == "memory":
+        return MemoryStore()
+    return url if request.param == "sqlite" else request.getfixturevalue("migrated_url")
+
+
 @pytest.fixture(params=["blocking", "async"])
 def subject(request) -> Iterator[Callable[..., Subject]]:
-    """Makes objects of one face, to be used in the same plain way; closes them with the test."""
+    """Makes objects of one kind, to be used in the same plain way; closes them with the test."""
     made: list[Subject] = []
     with asyncio.Runner() as runner:
 

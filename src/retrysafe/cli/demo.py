@@ -79,7 +79,7 @@ def _make_folder() -> None:
 
 
 def _greet(url: str, store: str, *, as_json: bool) -> None:
-    from retrysafe.demo.app import curl_lines  # noqa: PLC0415 — needs the extra.
+    from retrysafe.demo.playground import curl_lines  # noqa: PLC0415 — needs the extra.
 
     shown = without_password(store)
     if as_json:
@@ -90,5 +90,5 @@ def _greet(url: str, store: str, *, as_json: bool) -> None:
         f"retrysafe demo: {url} on {shown}; Ctrl-C ends it.\n\n"
         f"First call, replay, mismatch:\n\n{lines}\n\n"
         f"What was executed: {url}/effects   Policy: {url}/idempotency-policy   All calls: {url}/\n"
-        f"Dashboard: {url}/retrysafe/\n"
+        f"Dashboard: {url}/retrysafe/   In a browser, begin at {url}/\n"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp
 from retrysafe.cli.loopback_server import listening, serve_on
 from retrysafe.demo.app import make_app
 from retrysafe.demo.ledger import create_tables, open_ledger
+from retrysafe.demo.playground import noting_restarts, restarting_by
 
 
 def serve(
@@ -29,8 +31,15 @@ def serve(
     """
     with listening(port) as listener:
         asyncio.run(create_tables(url))
-        app: Any = make_app(url, open_ledger(url), dashboard_token)
+        restarting_by(_command(url, listener.getsockname()[1], dashboard_token))
+        app: Any = noting_restarts(make_app(url, open_ledger(url), dashboard_token))
         serve_on(listener, app if log is None else _logged(app, log), ready)
+
+
+def _command(url: str, port: int, dashboard_token: str | None) -> list[str]:
+    """What serves the same demo on the same port."""
+    start = [sys.executable, "-m", "retrysafe", "demo", "--port", str(port), "--store", url]
+    return start if dashboard_token is None else [*start, "--dashboard-token", dashboard_token]
 
 
 def _logged(app: ASGIApp, log: Callable[[str], None]) -> ASGIApp:

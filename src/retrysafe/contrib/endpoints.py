@@ -69,8 +69,14 @@ class EndpointPath:
     convert: Convert | None = None
     # Parameters that requests have beside those of the path, such as those of a host.
     names: frozenset[str] = frozenset()
-    # Whether it is one host's: others may have the same path.
-    has_host: bool = False
+    # Whose it is, as {shop}.example.org, where others may have the same path; empty for every host.
+    host: str = ""
+    # The path as its router matches it, with converters such as {id:int}.
+    pattern: str = ""
+
+    def prefix(self, root: str) -> str:
+        """Where its application is mounted, by the `root_path` of a request that came here."""
+        return root.rsplit("/", self.depth)[0] if self.depth else root
 
 
 class Served:
@@ -129,8 +135,7 @@ class Served:
             parameters = self._convert(self._converted, parameters)
         query = scope.get("query_string", b"")
         request = Request(method, path, query, scope["headers"], b"", scope, parameters)
-        depth = self.endpoint.depth
-        prefix = root.rsplit("/", depth)[0] if depth else root
+        prefix = self.endpoint.prefix(root)
         await self._middleware.protect(self.route, request, prefix, receive, send)
 
 
@@ -180,6 +185,8 @@ class Endpoints:
         )
         self.has_global_caller = isinstance(caller, GlobalCaller)
         self._pages = IdempotencyMiddleware.sharing(_nothing, idempotency, self.protection)
+        # The host of every name that keys are made with.
+        self._hosts: dict[str, str] = {}
         resumers.protections.add(self)
 
     def refresh(self) -> None:
@@ -193,9 +200,8 @@ class Endpoints:
             methods = tuple(method for method in methods if method in endpoint.methods) or methods
         located = replace(rule, path=endpoint.path, methods=methods)
         require_one_operation(located, endpoint.names)
-        if endpoint.has_host:
-            require_name_at_host(located)
         route = Route(located, self.calls.settings)
+        require_name_at_host(located, endpoint.host, self._hosts, route.fingerprint)
         self._pages.register((route,))
         return Served(self._pages.around(app), route, endpoint)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
@@ -236,7 +237,8 @@ class Retrysafe(StarletteRetrysafe):
         assert self._app is not None  # Installed, or nobody could ask.
         for route, told, endpoint in walk(self._app.routes, flattened):
             if isinstance(route, IdempotentRoute):
-                served = self._served.get((id(route), endpoint.path))
+                places = self._served.get((id(route), endpoint.path))
+                served = None if places is None else places[0]
                 by_route.setdefault(id(route), []).append((told.path_regex, served))
         self._by_route = by_route
 
@@ -259,7 +261,7 @@ class Retrysafe(StarletteRetrysafe):
         """
         self.refresh()
         is_any = False
-        for served in self._served.values():
+        for served in itertools.chain.from_iterable(self._served.values()):
             route = served.route
             if not route.rule.protected or not served.is_shown or served.endpoint.depth:
                 continue

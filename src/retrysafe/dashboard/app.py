@@ -19,6 +19,7 @@ from retrysafe.dashboard.access import (
 from retrysafe.dashboard.actions import Actions
 from retrysafe.dashboard.pages import Pages
 from retrysafe.dashboard.rendering import Templates
+from retrysafe.dashboard.samples import Samples
 from retrysafe.dashboard.views import Shown
 from retrysafe.dashboard.web import AsgiDoor, BadRequest, Request, Response, WsgiDoor
 from retrysafe.errors import InvalidInput, RetrysafeError, StoreError
@@ -81,7 +82,9 @@ class Dashboard:
         self._is_open = is_open_on_loopback
         self._templates = Templates()
         shown = Shown(show_bodies, frozenset(name.lower() for name in redact))
-        self._pages = Pages(opened, shown)
+        # Pass it in `observers=[…]` of this process's Idempotency: then the overview has a plot.
+        self.observer = Samples()
+        self._pages = Pages(opened, shown, self.observer)
         self._actions = Actions(opened)
         self.asgi = AsgiDoor(self.respond)
         self.wsgi = WsgiDoor(self.respond)

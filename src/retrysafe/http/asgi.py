@@ -22,6 +22,7 @@ from retrysafe.core.keys.key import GlobalCaller
 from retrysafe.core.ports import Waits
 from retrysafe.errors import InvalidInput
 from retrysafe.http import asgi_resume, resumers
+from retrysafe.http.answers import first_look
 from retrysafe.http.asgi_io import (
     TOO_LARGE,
     app_prefix_of,
@@ -319,7 +320,9 @@ class IdempotencyMiddleware:
         run.settling = loop.create_task(self._settle(run, call, waiter))
         try:
             if run.started is not None and not await _is_prompt(run, waiter):
-                return answers.accepted(plan, self._hint(call))
+                return answers.accepted(
+                    plan, first_look(call.operation, call.policy, self.calls.run_times)
+                )
             return answers.answered(plan, await waiter, run.response, is_news=is_news)
         except asyncio.CancelledError:
             _leave(run, waiter)
@@ -338,14 +341,6 @@ class IdempotencyMiddleware:
                 run.abandon()
                 raise
             return refusal
-
-    def _hint(self, call: Call) -> timedelta:
-        """When to look for the outcome of a run that has just begun."""
-        policy = call.policy
-        run_times = self.calls.run_times
-        return timedelta(
-            seconds=run_times.retry_after(call.operation, 0.0, policy.lease.total_seconds())
-        )
 
     def _outcome(self, run: AppRun, call: Call) -> Coroutine[Any, Any, Answer[Any]]:
         """Runs the application once: in a transaction, with a claim, or without one."""

@@ -12,7 +12,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any, Final, Self
-from urllib.parse import urlsplit
 
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer, Call
@@ -29,7 +28,6 @@ from retrysafe.http.stored_request import StoredRequest
 from retrysafe.runtime.async_calls import AsyncCalls
 
 _ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
-_PORTS: Final = {"http": 80, "https": 443}
 _logger = logging.getLogger("retrysafe")
 
 
@@ -178,7 +176,6 @@ async def serve(run: AppRun, scope: Scope, send: Send) -> None:
 def scope_of(resumption: Resumption) -> Scope:
     """The scope of a request that is sent again."""
     request = resumption.request
-    host = next((value for name, value in request.headers if name == b"host"), b"localhost")
     headers = [*request.headers, (b"content-length", b"%d" % len(request.body))]
     return {
         "type": "http",
@@ -193,19 +190,10 @@ def scope_of(resumption: Resumption) -> Scope:
         "root_path": request.root_path,
         "headers": headers,
         "client": None,
-        "server": server_of(host, request.scheme),
+        "server": request.server,
         "state": {},
         RESUMED_NAME: resumption,
     }
-
-
-def server_of(host: bytes, scheme: str) -> tuple[str, int]:
-    """The name and the port in a `Host` header."""
-    try:
-        parts = urlsplit(f"//{host.decode('latin-1')}")
-        return parts.hostname or "localhost", parts.port or _PORTS.get(scheme, 80)
-    except ValueError:
-        return "localhost", _PORTS.get(scheme, 80)
 
 
 class Lifespan:

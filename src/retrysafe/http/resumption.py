@@ -130,4 +130,4 @@ def arguments_of(plan: Plan) -> Payload | None:
     if resumable is None:
         return None
     limit_bytes = plan.policy.arguments_limit_bytes
-    return payload_of(plan.request, resumable, limit_bytes, is_made=plan.is_made)
+    return payload_of(plan.request, resumable, plan.prefix, limit_bytes, is_made=plan.is_made)

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from retrysafe.core.keys.body_key import BodyKey
+from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.model import Ending
 from retrysafe.core.policy import InFlight
 from retrysafe.core.settings import Settings
@@ -160,18 +161,51 @@ def require_one_operation(rule: Rule, names: Collection[str] = ()) -> None:
     require_parameters(rule, names_in(rule.path).union(names))
 
 
-def require_name_at_host(rule: Rule) -> None:
-    """Raises `PolicyInvalid` for keys that are made here without a name, of a route of one host.
+def require_name_at_host(
+    rule: Rule, host: str, hosts: dict[str, str], fingerprint: FingerprintRule
+) -> None:
+    """Raises `PolicyInvalid` for keys that are made here and would be those of several hosts.
 
     Neither the name of an operation nor a fingerprint tells hosts apart: a payment to one shop
-    would get the response of another.
+    would get the response of another. `host` is as rules write it, `{shop}.example.org`, and empty
+    for routes of every host; `hosts` is what is known of the names so far.
     """
     maker = rule.key.otherwise if isinstance(rule.key, HeaderKey) else rule.key
-    if maker is not None and not rule.name and rule.protected:
+    if maker is None or not rule.protected:
+        return
+    place = rule.path or "this rule"
+    told = f"keys of {type(maker).__name__} do not tell hosts apart, and the routes of {place}"
+    if host and not rule.name:
         raise PolicyInvalid(
-            f"keys of {type(maker).__name__} do not tell hosts apart, and the routes of "
-            f"{rule.path or 'this rule'} are those of one host: give the rule a name that is for "
-            "this host alone, such as name='shop A: pay'"
+            f"{told} are those of one host: give the rule a name that is for this host alone, such "
+            "as name='shop A: pay'"
+        )
+    if rule.name and hosts.setdefault(rule.name, host) != host:
+        raise PolicyInvalid(
+            f"{told} have the name {rule.name!r} at several hosts: write a rule for each host, "
+            "with a name that is for this one alone"
+        )
+    names = names_in(host)
+    if isinstance(maker, FieldsKey):
+        if not names.issubset(maker.parameters):
+            listed = ", ".join(f'"{{{name}}}"' for name in sorted(names))
+            raise PolicyInvalid(f"{told} are those of every {host}: add {listed} to its fields")
+    elif names and b"host" not in fingerprint.header_names:
+        raise PolicyInvalid(
+            f"{told} are those of every {host}: write "
+            "fingerprint=FingerprintRule(headers=('Host',))"
+        )
+
+
+def refuse_at_host(rule: Rule) -> None:
+    """Raises `PolicyInvalid` for keys that a rule by path makes, where its route is of one host.
+
+    A rule by path holds at every host that has the path.
+    """
+    if rule.key != HeaderKey():
+        raise PolicyInvalid(
+            f"keys that are made here do not tell hosts apart, and a rule for {rule.path} holds at "
+            "every host: write the rule next to the view, with a name that is for this host alone"
         )
 
 

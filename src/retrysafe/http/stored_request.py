@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
-from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
+from urllib.parse import quote, unquote_to_bytes, urlsplit
 
 from retrysafe.core.model import Payload
 from retrysafe.core.values.trees import NotReadable
@@ -116,6 +116,17 @@ class StoredRequest:
         """The path without its escapes."""
         return unquote_to_bytes(self.raw_path)
 
+    @property
+    def server(self) -> tuple[str, int]:
+        """The name and the port in the `Host` header."""
+        host = next((value for name, value in self.headers if name == b"host"), b"localhost")
+        default = 443 if self.scheme == "https" else 80
+        try:
+            parts = urlsplit(f"//{host.decode('latin-1')}")
+            return parts.hostname or "localhost", parts.port or default
+        except ValueError:
+            return "localhost", default
+
 
 def place_of(host: Any) -> Mapping[str, Any]:
     """The ASGI scope or the WSGI environ behind what a server or a framework calls its request."""
@@ -129,15 +140,17 @@ def place_of(host: Any) -> Mapping[str, Any]:
 
 
 def payload_of(
-    request: Request, resumable: Resumable, limit_bytes: int, *, is_made: bool
+    request: Request, resumable: Resumable, prefix: str, limit_bytes: int, *, is_made: bool
 ) -> Payload:
-    """The request as it is stored; raises `ArgumentsNotStorable` past the limit."""
+    """The request as it is stored; raises `ArgumentsNotStorable` past the limit.
+
+    `prefix` is where the application is mounted, as its adapter says.
+    """
     place = place_of(request.host)
     if "wsgi.url_scheme" in place:
-        scheme, root = place["wsgi.url_scheme"], place.get("SCRIPT_NAME", "")
-        path = root + place.get("PATH_INFO", "")
-        raw_path = quote_from_bytes(path.encode("latin-1"), _PATH_CHARACTERS)
-        root = root.encode("latin-1").decode("utf-8", "replace")
+        scheme, root = place["wsgi.url_scheme"], prefix
+        # Not from the environ, where Django has put text in place of bytes in disguise.
+        raw_path = quote(request.path, _PATH_CHARACTERS, errors="surrogateescape")
     else:
         scheme, root = place.get("scheme", "http"), place.get("root_path", "")
         # Routers move `root_path` further down, and the worker begins at the top.

@@ -22,7 +22,14 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Reporter
 from retrysafe.core.keys.key import Key
-from retrysafe.core.model import Decision, OperatorCommand, StagedEntry, StoredKey, SweepReport
+from retrysafe.core.model import (
+    Decision,
+    OperatorCommand,
+    OperatorNote,
+    StagedEntry,
+    StoredKey,
+    SweepReport,
+)
 from retrysafe.core.ports import Store, Waits
 from retrysafe.core.run_times import RunTimes
 from retrysafe.core.settings import Settings
@@ -31,6 +38,7 @@ from retrysafe.runtime.atomic import AsyncAtomicContext, TaskTransacting
 from retrysafe.runtime.calls import closed, still_running
 from retrysafe.runtime.checks import checked_limit, operator_outcome, running_loop
 from retrysafe.runtime.closing import Limit, end_aside_within
+from retrysafe.runtime.identity import owner_name
 from retrysafe.runtime.operations import Operations
 from retrysafe.runtime.task_ports import LoopPorts
 from retrysafe.runtime.threaded import joined
@@ -266,11 +274,11 @@ class AsyncCalls:
         """The stored record of a key."""
         return await self.bound().loop_ports.store.read(key, with_audit=with_audit)
 
-    async def operate(self, key: Key, command: OperatorCommand) -> None:
+    async def operate(self, key: Key, command: OperatorCommand, reason: str) -> None:
         """Applies an operator's command; raises `OperatorRefused`."""
         bound = self.bound()
         store = bound.loop_ports.store
-        decision = await store.operate(key, command)
+        decision = await store.operate(key, command, OperatorNote(owner_name(), reason))
         if decision is Decision.APPLY:
             bound.engine.forget(key)
         operator_outcome(decision, command, key, await store.read(key))

@@ -23,7 +23,14 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Reporter
 from retrysafe.core.keys.key import Key
-from retrysafe.core.model import Decision, OperatorCommand, StagedEntry, StoredKey, SweepReport
+from retrysafe.core.model import (
+    Decision,
+    OperatorCommand,
+    OperatorNote,
+    StagedEntry,
+    StoredKey,
+    SweepReport,
+)
 from retrysafe.core.ports import Store, Waits
 from retrysafe.core.run_times import RunTimes
 from retrysafe.core.settings import Settings
@@ -34,6 +41,7 @@ from retrysafe.runtime.closing import Limit, end_within
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
+from retrysafe.runtime.identity import owner_name
 from retrysafe.runtime.operations import Operations
 from retrysafe.runtime.thread_ports import ThreadClock, thread_ports, thread_writer
 
@@ -280,10 +288,10 @@ class Calls:
         forks.refresh_if_stale()
         return run_sync(self.store.read(key, with_audit=with_audit))
 
-    def operate(self, key: Key, command: OperatorCommand) -> None:
+    def operate(self, key: Key, command: OperatorCommand, reason: str) -> None:
         """Applies an operator's command; raises `OperatorRefused`."""
         forks.refresh_if_stale()
-        decision = run_sync(self.store.operate(key, command))
+        decision = run_sync(self.store.operate(key, command, OperatorNote(owner_name(), reason)))
         if decision is Decision.APPLY:
             self._engine.forget(key)
         operator_outcome(decision, command, key, run_sync(self.store.read(key)))
