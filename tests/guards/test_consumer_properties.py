@@ -337,7 +337,8 @@ def test_jetstream_ends_nothing_whose_dead_letter_is_not_safe():
         return None
 
     broker = JetStream("nats://h", "S", "d")
-    broker._connection = SimpleNamespace(is_connected=True, flush=flush)
+    broker._connection = SimpleNamespace(is_connected=True, is_closed=False, flush=flush)
+    broker._reopening = asyncio.Lock()
     broker._bury = refused
     receipt = Receipt()
     assert asyncio.run(broker.settle([(Message(b"x", receipt=receipt), DEAD)]))
