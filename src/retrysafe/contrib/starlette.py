@@ -116,8 +116,8 @@ class Retrysafe(Endpoints):
         Installs itself if that has not been done. At the start it raises what is wrong with any
         endpoint's rule; at the end it waits for running requests and closes the `AsyncIdempotency`.
         """
-        self.require_open()
         running_loop()
+        self.start()
         if self._app is None:
             self.install(app)
         self.refresh()
@@ -155,7 +155,8 @@ class Retrysafe(Endpoints):
     def refresh(self) -> None:
         """Looks for endpoints that are new since the last time; raises what is wrong with them."""
         app = self._app
-        assert app is not None  # Installed, or nobody could ask.
+        if app is None:
+            return  # It has no application yet, and so no endpoints.
         for protected, inner, rule, endpoint in self._found(app):
             places = self._served.get(protected, [])
             if not any(_is_place(served.endpoint, endpoint) for served in places):
