@@ -340,22 +340,30 @@ class Idempotency:
         return self._calls.read(self._key(key, caller), with_audit=with_audit)
 
     def release(
-        self, key: str | Key, *, caller: CallerSource | None = None, force: bool = False
+        self,
+        key: str | Key,
+        *,
+        caller: CallerSource | None = None,
+        force: bool = False,
+        reason: str = "",
     ) -> None:
         """Frees a key whose owner is gone or whose failure is to be tried again.
 
         Raises `OperatorRefused` when that could run the operation twice; `force` frees a key
-        whose lease still holds, and whoever held it has lost its claim.
+        whose lease still holds, and whoever held it has lost its claim. Who did it and the reason
+        are kept: `retrysafe keys show` tells them.
         """
         command = OperatorCommand.FORCE_RELEASE if force else OperatorCommand.RELEASE
-        self._calls.operate(self._key(key, caller), command)
+        self._calls.operate(self._key(key, caller), command, reason)
 
-    def expire(self, key: str | Key, *, caller: CallerSource | None = None) -> None:
+    def expire(
+        self, key: str | Key, *, caller: CallerSource | None = None, reason: str = ""
+    ) -> None:
         """Ends a settled key's active window now: its next use runs the operation again.
 
         Raises `OperatorRefused` for a pending key.
         """
-        self._calls.operate(self._key(key, caller), OperatorCommand.EXPIRE)
+        self._calls.operate(self._key(key, caller), OperatorCommand.EXPIRE, reason)
 
     def _key(self, key: str | Key, caller: CallerSource | None) -> Key:
         return self._calls.settings.key(key, caller)

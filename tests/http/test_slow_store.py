@@ -13,7 +13,7 @@ import pytest
 
 from retrysafe import AsyncIdempotency, InFlight, Policy
 from retrysafe.core.events import UNFOLLOWED
-from retrysafe.core.model import RecordQuery
+from retrysafe.core.listing import RecordQuery
 from retrysafe.core.ports import Waits
 from retrysafe.errors import PolicyInvalid, StoreUnavailable
 from retrysafe.http import Breaker, IdempotencyMiddleware, Rule, bearer_token
@@ -91,7 +91,7 @@ async def test_a_claim_without_an_answer_is_refused_in_time(store, shop, idem):
     store.go_on.set()
     assert (await ask(patient(shop, idem))).status == 201
     assert len(shop.runs) == 1
-    stored = (await store.list_records(RecordQuery()))[0]
+    stored = (await store.list_records(RecordQuery())).keys[0]
     assert (stored.condition, stored.record.attempt) == (Condition.SUCCEEDED, 1)
 
 

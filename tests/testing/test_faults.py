@@ -5,7 +5,8 @@ import inspect
 import pytest
 
 from retrysafe import StoreUnavailable
-from retrysafe.core.model import Decision, OperatorCommand, RecordQuery, SettleKind, Step, StepWrite
+from retrysafe.core.listing import RecordQuery
+from retrysafe.core.model import Decision, OperatorCommand, SettleKind, Step, StepWrite
 from retrysafe.core.outbox.port import Outbox
 from retrysafe.core.ports import Store, Transaction
 from retrysafe.runtime.drive import run_sync

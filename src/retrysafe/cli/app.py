@@ -17,6 +17,7 @@ from retrysafe.cli import (
     dashboard,
     demo,
     doctor,
+    key_actions,
     keys,
     migrate,
     natural_keys,
@@ -134,11 +135,13 @@ def root(
 
 
 keys.app.command("natural")(natural_keys.natural)
+keys.app.command("release")(key_actions.release_key)
+keys.app.command("expire")(key_actions.expire_key)
 
 
 @keys.app.callback(invoke_without_command=True)
 def keys_root(context: typer.Context) -> None:
-    """Look at keys, and release or expire one."""
+    """Look at keys, and release or expire them."""
     _help_without_command(context)
 
 

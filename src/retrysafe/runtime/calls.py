@@ -23,7 +23,14 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Reporter
 from retrysafe.core.keys.key import Key
-from retrysafe.core.model import Decision, OperatorCommand, StagedEntry, StoredKey, SweepReport
+from retrysafe.core.model import (
+    Decision,
+    OperatorCommand,
+    OperatorNote,
+    StagedEntry,
+    StoredKey,
+    SweepReport,
+)
 from retrysafe.core.ports import Store, Waits
 from retrysafe.core.run_times import RunTimes
 from retrysafe.core.settings import Settings
@@ -34,6 +41,7 @@ from retrysafe.runtime.closing import Limit, end_within
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
+from retrysafe.runtime.identity import owner_name
 from retrysafe.runtime.operations import Operations
 from retrysafe.runtime.thread_ports import ThreadClock, thread_ports, thread_writer
 
@@ -57,6 +65,14 @@ def calls_of(idempotency: _HoldsCalls[T]) -> T:
 def closed() -> Closed:
     """The refusal of a call after `close`."""
     return Closed("this object was closed and starts nothing new: make another one")
+
+
+def still_running(count: int) -> InvalidInput:
+    """The refusal to take away the store of calls that use it."""
+    return InvalidInput(
+        f"{count} calls of this object still run: attach a test kit before the first request, and "
+        "let the requests end before the test does"
+    )
 
 
 # How often those who close a gate look by themselves whether somebody is inside.
@@ -123,7 +139,7 @@ class Calls:
         # Also for what happens outside of the engine.
         self.report = report
         self.run_times = RunTimes()
-        self._owns_store = owns_store
+        self.owns_store = owns_store
         self._build()
         forks.register(self)
 
@@ -151,6 +167,17 @@ class Calls:
             self._writer.leave_to_parent()
         self._build()
         self._gate.is_closed = was_closed
+
+    def replace_store(self, store: Store, settings: Settings, *, owns_store: bool) -> None:
+        """Goes on with another store and other settings; for tests.
+
+        Raises `InvalidInput` while calls run.
+        """
+        if self._gate.inside:
+            raise still_running(len(self._gate.inside))
+        self._heartbeat.stop(_LOOK_SECONDS)
+        self.store, self.settings, self.owns_store = store, settings, owns_store
+        self._build()
 
     # Answers.
 
@@ -261,10 +288,10 @@ class Calls:
         forks.refresh_if_stale()
         return run_sync(self.store.read(key, with_audit=with_audit))
 
-    def operate(self, key: Key, command: OperatorCommand) -> None:
+    def operate(self, key: Key, command: OperatorCommand, reason: str) -> None:
         """Applies an operator's command; raises `OperatorRefused`."""
         forks.refresh_if_stale()
-        decision = run_sync(self.store.operate(key, command))
+        decision = run_sync(self.store.operate(key, command, OperatorNote(owner_name(), reason)))
         if decision is Decision.APPLY:
             self._engine.forget(key)
         operator_outcome(decision, command, key, run_sync(self.store.read(key)))
@@ -282,7 +309,7 @@ class Calls:
         has_ended = self._gate.close(limit.seconds)
         limit.spare_the_ending()
         self._heartbeat.stop(limit.left_seconds)
-        if self._owns_store:
+        if self.owns_store:
             end_within(self._close_store, limit)
         return has_ended
 

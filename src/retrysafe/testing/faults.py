@@ -15,13 +15,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from retrysafe.core.keys.key import Key
+from retrysafe.core.listing import RecordPage, RecordQuery
 from retrysafe.core.model import (
+    NO_NOTE,
     ClaimAnswer,
     ClaimRequest,
     Decision,
     Extension,
     OperatorCommand,
-    RecordQuery,
+    OperatorNote,
     Settlement,
     StepWrite,
     StoredKey,
@@ -197,7 +199,7 @@ class FaultyStore:
         """The newest ending of a key."""
         return await self._call("last_outcome", self._store.last_outcome, key)
 
-    async def list_records(self, query: RecordQuery) -> list[StoredKey]:
+    async def list_records(self, query: RecordQuery) -> RecordPage:
         """Records for an operator."""
         return await self._call("list_records", self._store.list_records, query)
 
@@ -217,9 +219,11 @@ class FaultyStore:
         """Claims an abandoned key for a worker."""
         return await self._call("take_over", self._store.take_over, request, held)
 
-    async def operate(self, key: Key, command: OperatorCommand) -> Decision:
+    async def operate(
+        self, key: Key, command: OperatorCommand, note: OperatorNote = NO_NOTE
+    ) -> Decision:
         """Applies an operator's command."""
-        return await self._call("operate", self._store.operate, key, command)
+        return await self._call("operate", self._store.operate, key, command, note)
 
     async def sweep(self, limit: int) -> SweepReport:
         """Removes what is past its windows."""

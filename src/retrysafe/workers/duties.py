@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 from retrysafe.core.events import Reporter
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import SweepReport
-from retrysafe.core.pace import rest_within_walk
+from retrysafe.core.pace import rest_of_command
 from retrysafe.core.ports import LocalClock, Lock, Signal, Store, WorkerPool
 from retrysafe.core.recovery import AbandonedReport, Recovery, RecoveryReport, Resumer
 from retrysafe.errors import InvalidInput, StoreUnavailable
@@ -250,7 +250,8 @@ class SweepDuty:
             self._add(report)
             if not report.has_more:
                 return
-            await self._clock.sleep(rest_within_walk(self._clock.monotonic() - started_at))
+            rest = rest_of_command(report, self._clock.monotonic() - started_at)
+            await self._clock.sleep(rest)
 
     def stop(self) -> None:
         """A round is short."""

@@ -25,6 +25,7 @@ _FILES: Final = (
     "atomic.sql",
     "outbox.sql",
     "recovery.sql",
+    "operators.sql",
     "sweep.sql",
     "schema.sql",
 )
