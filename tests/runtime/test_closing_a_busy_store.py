@@ -147,7 +147,7 @@ def test_async_close_keeps_its_limit_while_a_store_does_not_close():
 
     async def main() -> None:
         idem = AsyncIdempotency(store)
-        idem._calls._owns_store = True
+        idem._calls.owns_store = True
         hold = TaskHold()
         store.close = hold
         began = time.monotonic()

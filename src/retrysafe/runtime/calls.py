@@ -69,6 +69,14 @@ def closed() -> Closed:
     return Closed("this object was closed and starts nothing new: make another one")
 
 
+def still_running(count: int) -> InvalidInput:
+    """The refusal to take away the store of calls that use it."""
+    return InvalidInput(
+        f"{count} calls of this object still run: attach a test kit before the first request, and "
+        "let the requests end before the test does"
+    )
+
+
 # How often those who close a gate look by themselves whether somebody is inside.
 _LOOK_SECONDS: Final = 0.25
 
@@ -133,7 +141,7 @@ class Calls:
         # Also for what happens outside of the engine.
         self.report = report
         self.run_times = RunTimes()
-        self._owns_store = owns_store
+        self.owns_store = owns_store
         self._build()
         forks.register(self)
 
@@ -161,6 +169,17 @@ class Calls:
             self._writer.leave_to_parent()
         self._build()
         self._gate.is_closed = was_closed
+
+    def replace_store(self, store: Store, settings: Settings, *, owns_store: bool) -> None:
+        """Goes on with another store and other settings; for tests.
+
+        Raises `InvalidInput` while calls run.
+        """
+        if self._gate.inside:
+            raise still_running(len(self._gate.inside))
+        self._heartbeat.stop(_LOOK_SECONDS)
+        self.store, self.settings, self.owns_store = store, settings, owns_store
+        self._build()
 
     # Answers.
 
@@ -302,7 +321,7 @@ class Calls:
         has_ended = self._gate.close(limit.seconds)
         limit.spare_the_ending()
         self._heartbeat.stop(limit.left_seconds)
-        if self._owns_store:
+        if self.owns_store:
             end_within(self._close_store, limit)
         return has_ended
 

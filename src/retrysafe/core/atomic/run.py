@@ -31,11 +31,8 @@ _KINDS: Final = {Ending.SUCCEEDED: SettleKind.COMPLETE, Ending.FAILED: SettleKin
 C = TypeVar("C")
 
 
-class AtomicAttempt(Generic[C]):
-    """One run of an operation in a transaction: everything written on `connection` is part of it.
-
-    The transaction is committed with the outcome, or rolled back; the operation does neither.
-    """
+class InTransaction(Generic[C]):
+    """What is written on `connection` commits with the outcome, or is rolled back with it."""
 
     __slots__ = ("_block", "connection")
 
@@ -49,6 +46,24 @@ class AtomicAttempt(Generic[C]):
         return self._block.call.key
 
     @property
+    def outbox(self) -> Staging:
+        """Takes entries that are committed with the outcome, and delivered after it."""
+        return self._block.outbox
+
+    def child_key(self, *parts: Part) -> str:
+        """The key for a call downstream; raises `SecretMissing`."""
+        return self._block.child_key(*parts)
+
+
+class AtomicAttempt(InTransaction[C]):
+    """One run of an operation in a transaction: everything written on `connection` is part of it.
+
+    The transaction is committed with the outcome, or rolled back; the operation does neither.
+    """
+
+    __slots__ = ()
+
+    @property
     def operation(self) -> str:
         """What the record is listed under."""
         return self._block.call.operation
@@ -57,15 +72,6 @@ class AtomicAttempt(Generic[C]):
     def number(self) -> int:
         """Which attempt this is; one that was rolled back does not count."""
         return self._block.attempt
-
-    @property
-    def outbox(self) -> Staging:
-        """Takes entries that are committed with the outcome, and delivered after it."""
-        return self._block.outbox
-
-    def child_key(self, *parts: Part) -> str:
-        """The key for a call downstream; raises `SecretMissing`."""
-        return self._block.child_key(*parts)
 
 
 AtomicInvoke = Callable[[AtomicAttempt[Any]], Awaitable[Any]]
