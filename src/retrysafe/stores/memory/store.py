@@ -136,6 +136,8 @@ class MemoryStore:
                 self.outbox.insert(settlement.entries, settlement.key, now_ms)
             self._records[digest] = changed
             self._half_written.pop(digest, None)
+            if settlement.drops_arguments:
+                self._arguments.pop(digest, None)
         return answer
 
     async def extend(
