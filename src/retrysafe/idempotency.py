@@ -21,7 +21,6 @@ from retrysafe.core.model import OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store
 from retrysafe.core.settings import CallerSource, SecretSource, Settings, environment_secret
-from retrysafe.observe.logs import EventLog
 from retrysafe.observe.observers import checked_observers, reporter, watch_all
 from retrysafe.runtime.atomic import AtomicContext, new_entry, with_connection
 from retrysafe.runtime.calls import Calls
@@ -77,7 +76,7 @@ class Idempotency:
         self._calls = Calls(
             open_store(store) if isinstance(store, str) else store,
             settings,
-            reporter((EventLog(), *observing)),
+            reporter(observing),
             owns_store=isinstance(store, str),
         )
         watch_all(observing, self._calls)

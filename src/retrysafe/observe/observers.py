@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from retrysafe.core.events import ALL_KINDS, Emit, Event, Reporter
 from retrysafe.errors import InvalidInput
 from retrysafe.observe.gauges import Watched
+from retrysafe.observe.logs import EventLog
 
 _logger = logging.getLogger("retrysafe")
 
@@ -40,13 +41,14 @@ def watch_all(observers: Iterable[Emit], watched: Watched) -> None:
 
 
 def reporter(observers: Iterable[Emit]) -> Reporter:
-    """One listener for many; what a listener raises never reaches the operation.
+    """One listener for many, the log among them; what they raise never reaches the operation.
 
     A listener that has `kinds` hears those only. Nobody pays for events that nobody wants.
     """
     listeners = tuple(observers)
-    if not listeners:
-        return Reporter(None)
+    if not any(isinstance(listener, EventLog) for listener in listeners):
+        # First: what the others do of it is told after that.
+        listeners = (EventLog(), *listeners)
     wanted = [(item, frozenset(getattr(item, "kinds", ALL_KINDS))) for item in listeners]
     kinds = frozenset().union(*(kinds for _, kinds in wanted))
 
