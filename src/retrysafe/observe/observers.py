@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from retrysafe.core.events import ALL_KINDS, Emit, Event, Reporter
 from retrysafe.errors import InvalidInput
+from retrysafe.observe.gauges import Watched
 
 _logger = logging.getLogger("retrysafe")
 
@@ -28,6 +29,14 @@ def checked_observers(observers: object) -> tuple[Emit, ...]:
                 f"observers takes a list of functions of an Event, and {observer!r} is none"
             )
     return found
+
+
+def watch_all(observers: Iterable[Emit], watched: Watched) -> None:
+    """Gives those observers the object that have a method `watch`: for gauges of its store."""
+    for observer in observers:
+        watch = getattr(observer, "watch", None)
+        if callable(watch):
+            watch(watched)
 
 
 def reporter(observers: Iterable[Emit]) -> Reporter:

@@ -86,6 +86,7 @@ def settlement_of(
     )
     if call.nothing_happened is not None and kind is not SettleKind.COMPLETE:
         settlement.nothing_happened = call.nothing_happened(came_to)
+    settlement.drops_arguments = call.arguments is not None or call.recovers is not None
     return settlement
 
 
