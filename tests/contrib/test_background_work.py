@@ -26,7 +26,7 @@ from starlette.background import BackgroundTask
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from retrysafe import GLOBAL, AsyncIdempotency, Attempt, Policy
+from retrysafe import GLOBAL, AsyncIdempotency, Attempt, Policy, RetrysafeError
 from retrysafe.contrib import fastapi as for_fastapi
 from retrysafe.contrib import starlette as for_starlette
 from retrysafe.contrib.django.decorators import idempotent
@@ -67,6 +67,7 @@ class Shop:
             self.is_stored.set()
 
     def charge(self, attempt) -> None:
+        self.attempt = attempt
         self.runs.append(attempt.number)
         attempt.outbox.stage("receipts", "Thank you")
         if self.endpoint_errors:
@@ -139,6 +140,32 @@ async def test_a_background_task_runs_with_the_first_response_and_not_with_its_r
     first, second = await ask(app), await ask(app)
     assert (first.status, second.is_replay) == (201, True)
     assert (shop.runs, shop.mails) == ([1], [1])
+
+
+@in_both
+async def test_a_background_task_has_no_claim(shop):
+    """The attempt has ended: neither a step nor an entry of its would ever be settled."""
+    refused: list[str] = []
+
+    async def mail(number):
+        await shop.is_stored.wait()
+        for use in (lambda: shop.attempt.step("mail", len, ""), shop.stage):
+            try:
+                await use()
+            except RetrysafeError as error:
+                refused.append(str(error))
+
+    async def stage():
+        shop.attempt.outbox.stage("receipts", "late")
+
+    shop.mail, shop.stage = mail, stage
+    app, _ = shop.process()
+    assert (await ask(app)).status == 201
+    assert [text.rpartition(":")[2] for text in refused] == [
+        " nothing more can be done in it",
+        " stage before that",
+    ]
+    assert await shop.entries() == 1
 
 
 @in_both
@@ -283,6 +310,15 @@ def test_a_commit_hook_of_the_outcomes_transaction_is_lost_in_a_crash(project):
     assert is_replay(project.post("/atomic-orders"))
     assert till.mails == []
     assert rows(project, "orders") == rows(project, "retrysafe_outbox") == 1
+
+
+def test_a_commit_hook_of_the_outcomes_transaction_that_fails_changes_nothing_of_it(project):
+    """Nobody can tell whether the commit itself failed: 503, and a retry gets the response."""
+    till.errors.append(ConnectionError("the mail server is down"))
+    assert project.post("/atomic-orders").status_code == 503
+    replay = project.post("/atomic-orders")
+    assert (replay.status_code, is_replay(replay)) == (201, True)
+    assert (till.mails, rows(project, "orders")) == ([], 1)
 
 
 def test_a_crash_in_a_commit_hook_of_another_transaction_runs_the_view_again(project):
