@@ -30,6 +30,7 @@ from retrysafe.core.model import (
     StoredKey,
     SweepReport,
 )
+from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Waits
 from retrysafe.core.run_times import RunTimes
 from retrysafe.core.settings import Settings
@@ -39,6 +40,7 @@ from retrysafe.runtime.calls import closed, still_running
 from retrysafe.runtime.checks import checked_limit, operator_outcome, running_loop
 from retrysafe.runtime.closing import Limit, end_aside_within
 from retrysafe.runtime.identity import owner_name
+from retrysafe.runtime.measuring import Tell, measure_in_thread, measure_on_loop
 from retrysafe.runtime.operations import Operations
 from retrysafe.runtime.task_ports import LoopPorts
 from retrysafe.runtime.threaded import joined
@@ -270,6 +272,11 @@ class AsyncCalls:
 
     # Looking after the store.
 
+    @property
+    def policy(self) -> Policy:
+        """The policy of calls that bring none of their own."""
+        return self.settings.policy
+
     async def read(self, key: Key, *, with_audit: bool) -> StoredKey | None:
         """The stored record of a key."""
         return await self.bound().loop_ports.store.read(key, with_audit=with_audit)
@@ -286,6 +293,15 @@ class AsyncCalls:
     async def sweep(self, limit: int) -> SweepReport:
         """Removes what is past its windows; raises `InvalidInput` for a limit below 1."""
         return await self.bound().loop_ports.store.sweep(checked_limit(limit))
+
+    def measure(self, tell: Tell) -> None:
+        """Has the size of the store told to a function, later; asked from any thread."""
+        if self.store.capabilities.waits is not Waits.SUSPENDING:
+            measure_in_thread(self.store, tell)
+        elif self._bound is None:
+            tell(None)  # Nobody has used it yet: nobody knows on which loop.
+        else:
+            measure_on_loop(self.store, self._bound.loop_ports.loop, tell)
 
     async def close(self, wait: timedelta) -> bool:
         """Starts nothing new and waits for running operations; False when some still run."""

@@ -31,6 +31,7 @@ from retrysafe.core.model import (
     StoredKey,
     SweepReport,
 )
+from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Waits
 from retrysafe.core.run_times import RunTimes
 from retrysafe.core.settings import Settings
@@ -42,6 +43,7 @@ from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
 from retrysafe.runtime.identity import owner_name
+from retrysafe.runtime.measuring import Tell, measure_in_thread
 from retrysafe.runtime.operations import Operations
 from retrysafe.runtime.thread_ports import ThreadClock, thread_ports, thread_writer
 
@@ -283,6 +285,11 @@ class Calls:
 
     # Looking after the store.
 
+    @property
+    def policy(self) -> Policy:
+        """The policy of calls that bring none of their own."""
+        return self.settings.policy
+
     def read(self, key: Key, *, with_audit: bool) -> StoredKey | None:
         """The stored record of a key."""
         forks.refresh_if_stale()
@@ -301,6 +308,11 @@ class Calls:
         limit = checked_limit(limit)
         forks.refresh_if_stale()
         return run_sync(self.store.sweep(limit))
+
+    def measure(self, tell: Tell) -> None:
+        """Has the size of the store told to a function, later and from another thread."""
+        forks.refresh_if_stale()
+        measure_in_thread(self.store, tell)
 
     def close(self, wait: timedelta) -> bool:
         """Starts nothing new and waits for running operations; False when some still run."""
