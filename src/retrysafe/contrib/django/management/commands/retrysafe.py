@@ -18,11 +18,9 @@ class Command(BaseCommand):
 
     def run_from_argv(self, argv: list[str]) -> None:
         """Passes everything on as it is: the options are those of retrysafe."""
-        from retrysafe.cli import main  # noqa: PLC0415 — needs the extra `cli`.
-
         os.environ.setdefault("RETRYSAFE_STORE", store_url())
-        sys.argv = ["manage.py retrysafe", *argv[2:]]
-        sys.exit(main())
+        # The command line itself, in the place of this process.
+        os.execv(sys.executable, [sys.executable, "-m", "retrysafe", *argv[2:]])  # noqa: S606
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Not by `call_command`: the command line ends its process."""
