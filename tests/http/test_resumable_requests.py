@@ -324,7 +324,8 @@ async def test_a_worker_without_an_application_claims_nothing():
     _, idem = shop.process()
     report = (await idem.worker(WORKER).run_once())["abandoned"]
     assert report.reported == 1
-    assert "--app" in shop.events[-1].detail
+    (abandoned,) = [event for event in shop.events if event.kind is EventKind.ABANDONED]
+    assert "--app" in abandoned.detail
     assert (await idem.read("k-1", caller="alice")).record.attempt == 1
 
 
