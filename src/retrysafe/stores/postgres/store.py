@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from retrysafe import forks
 from retrysafe.core import transitions
-from retrysafe.core.keys.key import Key
+from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.core.listing import RecordPage, RecordQuery
 from retrysafe.core.model import (
     NO_NOTE,
@@ -34,10 +34,11 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, ExtendResult, SettleResult
 from retrysafe.errors import StoreError, StoreNotWritable, StoreRejected, StoreUnavailable
+from retrysafe.stores.audit import AuditPart
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.postgres import diagnosis, leases, rows, schema
+from retrysafe.stores.postgres import audit, diagnosis, leases, rows, schema
 from retrysafe.stores.postgres.atomic import PostgresTransaction
 from retrysafe.stores.postgres.claims import Claims
 from retrysafe.stores.postgres.contended import ROUNDS_LIMIT, Contended, kept_changing
@@ -194,6 +195,21 @@ class PostgresStore:
     ) -> tuple[list[StoredOutcome], str]:
         """Every stored outcome of a key, also when a sweep has removed its record; by an index."""
         return await self._reader.read_audit(key), ""
+
+    async def audit_part(self, first_ms: int, past_ms: int, start: tuple[int, int]) -> AuditPart:
+        """Outcomes that were settled between two instants, from a position on."""
+        return await audit.part(self._statements, first_ms, past_ms, start)
+
+    async def actions_between(
+        self, first_ms: int, past_ms: int, after_id: int, limit: int
+    ) -> list[tuple[int, Key, OperatorAction]]:
+        """What operators did between two instants, behind a number."""
+        asked = (first_ms, past_ms, after_id, limit)
+        found = await self._statements.fetch("actions_between", *asked)
+        return [
+            (number, Key(text, caller=caller or GLOBAL), OperatorAction(*action))
+            for number, caller, text, *action in found
+        ]
 
     async def last_outcome(self, key: Key) -> StoredOutcome | None:
         """The newest ending of the key's present life."""

@@ -34,6 +34,7 @@ from retrysafe.core.model import (
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, ExtendResult, SettleResult, Waits
 from retrysafe.errors import StoreRejected
+from retrysafe.stores.audit import AuditPart
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
@@ -223,6 +224,20 @@ class SqliteStore:
     ) -> tuple[list[StoredOutcome], str]:
         """Stored outcomes of a key, the newest first to be searched, with or without a record."""
         return audit.searched(self._read, key, seconds)
+
+    async def audit_part(self, first_ms: int, past_ms: int, start: tuple[int, int]) -> AuditPart:
+        """Outcomes that were settled between two instants, from a position on."""
+        return self._read(lambda connection: audit.part(connection, first_ms, past_ms, start))
+
+    async def actions_between(
+        self, first_ms: int, past_ms: int, after_id: int, limit: int
+    ) -> list[tuple[int, Key, OperatorAction]]:
+        """What operators did between two instants, behind a number."""
+        return self._read(
+            lambda connection: operators.actions_between(
+                connection, first_ms, past_ms, after_id, limit
+            )
+        )
 
     async def list_records(self, query: RecordQuery) -> RecordPage:
         """Records for an operator, newest claim first."""
