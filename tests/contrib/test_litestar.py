@@ -311,13 +311,6 @@ def test_without_the_plugin_nothing_runs(is_mounted):
     assert (runs, routed) == ([], [])
 
 
-def test_a_closed_plugin_serves_no_other_application():
-    retrysafe = plugin()
-    asyncio.run(retrysafe.close())
-    with pytest.raises(ValueError, match="shut down"):
-        Litestar([], plugins=[retrysafe])
-
-
 # The OpenAPI document.
 
 

@@ -36,6 +36,7 @@ from tests.guards.lease_guards import LEASE_GUARDS
 from tests.guards.mutation import InCode, InEntry, InStatement
 from tests.guards.outbox_guards import OUTBOX_GUARDS
 from tests.guards.recovery_guards import RECOVERY_GUARDS
+from tests.guards.resumption_guards import RESUMPTION_GUARDS
 from tests.guards.secret_guards import SECRET_GUARDS
 from tests.guards.signal_guards import SIGNAL_GUARDS
 from tests.guards.step_guards import STEP_GUARDS
@@ -544,6 +545,7 @@ GUARDS: tuple[Guard, ...] = (
     *SIGNAL_GUARDS,
     *OUTBOX_GUARDS,
     *RECOVERY_GUARDS,
+    *RESUMPTION_GUARDS,
     *FAILOVER_GUARDS,
     *LEASE_GUARDS,
     *HTTP_GUARDS,

@@ -340,7 +340,7 @@ class Engine:
             call.nest.is_replay, call.nest.active_ms = True, flight.active_ms
         if payload is None:
             self._report(EventKind.REPLAYED, call, answer.attempt)
-            raise gone(call)
+            raise gone(call, answer.state)
         kept_ms = 0 if answer.nothing_happened else answer.remaining_ms
         self._runner.remember(call, flight, payload, answer.attempt, asked, kept_ms)
         if self._cache is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
-from retrysafe.core.keys.key import Key
+from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.core.model import SettleKind, plain_members
 from retrysafe.errors import ClaimLost, StoreError
 
@@ -47,6 +47,9 @@ class EventKind(StrEnum):
     KEY_IGNORED = "key ignored"
     ABANDONED = "abandoned"
     POSTPONED = "postponed"
+    # A worker has looked for abandoned claims, and has swept all there was; both say how many.
+    LOOKED = "looked"
+    SWEPT = "swept"
 
 
 @plain_members
@@ -271,6 +274,8 @@ class Event:
     source: str = "store"
     # The call that it belongs to, if it does.
     call: Progress = UNFOLLOWED
+    # How many there were, of what a worker has done for the whole store.
+    count: int = 0
 
     @property
     def caller(self) -> str:
@@ -289,6 +294,8 @@ def caller_digest(caller: str) -> str:
 
 
 Emit = Callable[[Event], None]
+# The key of events that are about none.
+NO_KEY: Final = Key("(no key)", caller=GLOBAL)
 # What is shown where an operation has no name, as a lambda has none.
 UNNAMED: Final = "(unnamed)"
 ALL_KINDS: Final = frozenset(EventKind)
@@ -337,6 +344,11 @@ class Reporter:
         """Reports what says nothing of how a call ends: a renewal, a step, an abandoned claim."""
         if kind in self.kinds and self._emit is not None:
             self._emit(Event(kind, key, operation, attempt, detail, call=call))
+
+    def worked(self, kind: EventKind, count: int) -> None:
+        """Reports a worker's pass over the whole store, which is about no key."""
+        if kind in self.kinds and self._emit is not None:
+            self._emit(Event(kind, NO_KEY, count=count))
 
     def passed_by(self, key: Key, operation: str) -> None:
         """Reports a key that was sent where no rule fits: all that retrysafe has of the call."""

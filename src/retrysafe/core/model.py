@@ -231,6 +231,8 @@ class Settlement:
     entries: tuple[StagedEntry, ...] = ()
     # Whether the rule lists this ending as one with which nothing happened.
     nothing_happened: bool = False
+    # Whether the stored arguments go with it: nobody needs them after an ending for good.
+    drops_arguments: bool = False
 
 
 @dataclass(slots=True)

@@ -72,6 +72,9 @@ def settlement_of(
         settlement.entries = entries
     if call.nothing_happened is not None and ending is not Ending.SUCCEEDED:
         settlement.nothing_happened = call.nothing_happened(came_to)
+    if call.arguments is not None or call.recovers is not None:
+        # A released key keeps its own: the next attempt may be abandoned too.
+        settlement.drops_arguments = ending is not Ending.RELEASED
     return settlement
 
 

@@ -28,7 +28,7 @@ from retrysafe.core.model import (
 from retrysafe.core.outbox.staging import Staging
 from retrysafe.core.policy import InFlight
 from retrysafe.core.ports import Ports, Transaction
-from retrysafe.core.replay import in_flight, replayed_value, reused
+from retrysafe.core.replay import gone, in_flight, replayed_value, reused
 from retrysafe.core.settings import Settings
 from retrysafe.core.values import codec
 from retrysafe.errors import ClaimLost, InvalidInput, OperationInFlight, OutcomeMissing
@@ -86,6 +86,7 @@ def settlement_of(
     )
     if call.nothing_happened is not None and kind is not SettleKind.COMPLETE:
         settlement.nothing_happened = call.nothing_happened(came_to)
+    settlement.drops_arguments = call.arguments is not None or call.recovers is not None
     return settlement
 
 
@@ -165,6 +166,8 @@ class AtomicBlock:
             if answer.decision is Decision.REPLAY:
                 self.attempt = answer.attempt
                 self._tell(EventKind.REPLAYED)
+                if answer.payload is None:
+                    raise gone(self.call, answer.state)
                 self._value = replayed_value(self.call, answer.payload)
                 self.replayed = True
                 self.replayed_payload = answer.payload

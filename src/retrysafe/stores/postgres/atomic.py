@@ -217,6 +217,7 @@ class PostgresTransaction:
             payload.body,
             self._lock_number(settlement.key),
             settlement.nothing_happened,
+            settlement.drops_arguments,
         )
         if settled:
             self._transaction_id = str(settled[0][0])

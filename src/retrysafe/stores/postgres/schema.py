@@ -30,6 +30,7 @@ _FILES: Final = (
     "sweep.sql",
     "partitions.sql",
     "diagnosis.sql",
+    "size.sql",
     "schema.sql",
     "migrating.sql",
 )

@@ -33,12 +33,13 @@ from retrysafe.core.model import (
     SweepReport,
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, ExtendResult, SettleResult
+from retrysafe.core.size import StoreSize
 from retrysafe.errors import StoreError, StoreNotWritable, StoreRejected, StoreUnavailable
 from retrysafe.stores.audit import AuditPart
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.postgres import audit, diagnosis, leases, rows, schema
+from retrysafe.stores.postgres import audit, diagnosis, leases, rows, schema, size
 from retrysafe.stores.postgres.atomic import PostgresTransaction
 from retrysafe.stores.postgres.claims import Claims
 from retrysafe.stores.postgres.contended import ROUNDS_LIMIT, Contended, kept_changing
@@ -310,6 +311,10 @@ class PostgresStore:
     def migration_script(self) -> str:
         """All migrations as one SQL script; opens no connection."""
         return schema.script(self.schema_name)
+
+    async def measure(self) -> StoreSize:
+        """How large the store is, by the server's estimates; raises `StoreUnavailable`."""
+        return await size.measure(self._statements.fetch, self.schema_name)
 
     async def diagnose(self) -> list[Finding]:
         """What is wrong with the server's settings, and what is worth knowing."""

@@ -27,6 +27,7 @@ _FILES: Final = (
     "recovery.sql",
     "operators.sql",
     "sweep.sql",
+    "size.sql",
     "schema.sql",
 )
 _BLOCKS: Final = {

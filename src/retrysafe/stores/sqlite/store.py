@@ -33,12 +33,22 @@ from retrysafe.core.model import (
     SweepReport,
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, ExtendResult, SettleResult, Waits
+from retrysafe.core.size import StoreSize
 from retrysafe.errors import StoreRejected
 from retrysafe.stores.audit import AuditPart
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.sqlite import audit, diagnosis, operators, recovery, rows, schema, steps
+from retrysafe.stores.sqlite import (
+    audit,
+    diagnosis,
+    operators,
+    recovery,
+    rows,
+    schema,
+    size,
+    steps,
+)
 from retrysafe.stores.sqlite.atomic import SqliteTransaction
 from retrysafe.stores.sqlite.claims import claim, extend
 from retrysafe.stores.sqlite.connections import SQLITE_ERRORS, Connections
@@ -320,6 +330,10 @@ class SqliteStore:
     def migration_script(self) -> str:
         """The schema as SQL; the file is not touched."""
         return schema.script()
+
+    async def measure(self) -> StoreSize:
+        """How large the file is, without a scan; raises `StoreUnavailable`."""
+        return self._read(lambda connection: size.measure(connection, self._now_ms()))
 
     async def diagnose(self) -> list[Finding]:
         """What is wrong with the file, and what is worth knowing; raises `StoreError`."""
