@@ -29,6 +29,7 @@ from retrysafe.cli import (
     outbox,
     output,
     relay,
+    stats,
     sweep,
     worker,
 )
@@ -113,6 +114,7 @@ app = typer.Typer(
 )
 app.command("migrate")(migrate.migrate)
 app.command("doctor")(doctor.doctor)
+app.command("stats")(stats.stats)
 app.add_typer(keys.app, name="keys", invoke_without_command=True)
 app.add_typer(outbox.app, name="outbox", invoke_without_command=True)
 app.command("worker")(worker.worker)

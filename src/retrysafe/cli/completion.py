@@ -32,7 +32,7 @@ class Shell(StrEnum):
 
 
 @options.examples(
-    "source <(retrysafe completion bash)",
+    "retrysafe completion bash > ~/.local/share/bash-completion/completions/retrysafe",
     "retrysafe completion zsh > ~/.zfunc/_retrysafe",
     "retrysafe completion fish > ~/.config/fish/completions/retrysafe.fish",
 )

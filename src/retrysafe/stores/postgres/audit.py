@@ -26,7 +26,9 @@ async def part(
     day, page = start
     rows = await statements.fetch("audit_tables")
     # Positions are days, not numbers of a list that changes.
-    tables = [(_day_of(name), name, pages) for name, pages in rows if _PARTITION.fullmatch(name)]
+    tables = sorted(
+        (_day_of(name), name, pages) for name, pages in rows if _PARTITION.fullmatch(name)
+    )
     total = sum(pages for _, _, pages in tables) or 1
     done = sum(pages for number, _, pages in tables if number < day)
     for number, name, pages in tables:

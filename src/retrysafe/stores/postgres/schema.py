@@ -72,6 +72,7 @@ PATIENT: Final = frozenset(
         "pending_since",
         "read_outcomes",
         "read_table_options",
+        "sample_records",
         "sweep_actions",
         "sweep_arguments",
         "sweep_default_outcomes",

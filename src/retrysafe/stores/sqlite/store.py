@@ -37,7 +37,7 @@ from retrysafe.core.size import StoreSize
 from retrysafe.errors import StoreRejected
 from retrysafe.stores.audit import AuditPart
 from retrysafe.stores.clock import wall_clock_ms
-from retrysafe.stores.diagnosis import Finding
+from retrysafe.stores.diagnosis import Checkup, Finding
 from retrysafe.stores.migrations import Migration
 from retrysafe.stores.sqlite import (
     audit,
@@ -260,6 +260,16 @@ class SqliteStore:
 
         return self._read(look)
 
+    async def sample(self, size: int) -> list[StoredKey]:
+        """About so many records, spread over all of them."""
+
+        def look(connection: sqlite3.Connection) -> list[StoredKey]:
+            now_ms = self._now_ms()
+            found = rows.sampled(connection, size)
+            return [StoredKey(item, condition_of(item, now_ms), now_ms) for item in found]
+
+        return self._read(look)
+
     # Recovery.
 
     async def list_abandoned(self, limit: int) -> list[StoredKey]:
@@ -337,6 +347,10 @@ class SqliteStore:
 
     async def diagnose(self) -> list[Finding]:
         """What is wrong with the file, and what is worth knowing; raises `StoreError`."""
+        return (await self.check_up()).findings
+
+    async def check_up(self) -> Checkup:
+        """The same, with what was looked at."""
         try:
             return diagnosis.look(self.path, self._busy_seconds)
         except SQLITE_ERRORS as error:

@@ -42,6 +42,18 @@ WHERE (:caller IS NULL OR caller = :caller)
 ORDER BY claimed_at_ms DESC, digest
 LIMIT :limit;
 
+-- name: bounds_of_keys
+-- The first and the last id.
+SELECT (SELECT min(id) FROM retrysafe_keys), (SELECT max(id) FROM retrysafe_keys);
+
+-- name: select_key_from
+-- The record at an id, or the next one.
+SELECT
+    digest, caller, key, operation, rule, fingerprint, state, token, attempt,
+    first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, settled_at_ms, expires_at_ms, owner,
+    releases, is_uncertain, {nothing_happened}, corrected_at_ms
+FROM retrysafe_keys AS k WHERE id >= ? ORDER BY id LIMIT 1;
+
 -- name: select_standing
 -- The whole outcome that a replay gives, found by its id.
 SELECT
