@@ -43,6 +43,7 @@ from tests.interrupting import (
     Alarmed,
     Interrupted,
     Overflowed,
+    Refused,
     at_every_place,
     at_every_place_at_once,
     no_hang,
@@ -138,12 +139,12 @@ def test_a_call_leaves_nothing_behind(shop: Shop, count: int, kind: type[Interru
 
 @never_begun
 @pytest.mark.parametrize("has_step", [False, True])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("count", "kind"), [(1, Alarmed), (3, Alarmed), (1, Refused)])
 def test_an_exception_of_a_handler_is_no_failure_of_the_operation(
-    shop: Shop, count: int, has_step: bool
+    shop: Shop, count: int, kind: type[Alarmed], has_step: bool
 ):
     """What has run does not run again, wherever the handler raised; after one signal the outcome is
-    stored, and the retry is told it."""
+    stored, and the retry is told it. Also when the handler's own call was refused."""
 
     def call() -> None:
         shop.number += 1
@@ -152,7 +153,7 @@ def test_an_exception_of_a_handler_is_no_failure_of_the_operation(
 
     place = 0
     blocked = 0
-    for place in at_every_place_at_once(count, call, *whole_tree(), kind=Alarmed):
+    for place in at_every_place_at_once(count, call, *whole_tree(), kind=kind):
         key = f"key-{shop.number}"
         has_run = bool(shop.runs[key])
         try:

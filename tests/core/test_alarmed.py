@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from retrysafe.core import one_call
+from retrysafe.core import handlers
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.model import Decision, Ending, Payload, State
 from retrysafe.core.one_call import OneCall
@@ -24,8 +24,10 @@ from retrysafe.errors import (
     OutcomeNotStored,
     StepNotStored,
     StepReused,
+    StoreRejected,
     StoreUnavailable,
 )
+from retrysafe.runtime.group_commit.direct import as_store_error
 from tests.core.building import KEY, call
 from tests.core.driving import Fault, Process, World, drive
 from tests.core.sample_types import Declined
@@ -53,14 +55,31 @@ def go_on(world: World) -> None:
         drive(world.background.pop())
 
 
-def alarmed_step(process: Process, *, knows: bool = True, after: str = "") -> None:
-    """The handler raises after the next call of a step, once; before it is noted how that ended."""
+def _handler(number: int, frame: object) -> None:
+    raise Alarmed
+
+
+def _any_handler(*given: object) -> None:
+    raise Alarmed
+
+
+def alarmed_step(
+    process: Process, *, knows: bool = True, of: str = "", is_before: bool = False
+) -> None:
+    """The handler raises after the next call of a step, once; before it is noted how that ended.
+
+    Or before the first line of it.
+    """
     usual = process.ports.executor.perform_step
     armed = [True]
 
     async def perform_step(called: Callable[..., Any], made: OneCall) -> Any:
+        is_meant = armed and (not of or called.__name__ == of)
+        if is_meant and is_before:
+            armed.clear()
+            _handler(1, sys._getframe())
         value = await usual(called, made)
-        if armed and (not after or called.__name__ == after):
+        if is_meant:
             armed.clear()
             if not knows:
                 made.go_on()
@@ -208,6 +227,21 @@ def test_a_step_that_returned_is_not_tried_again():
     assert effects.ran == ["charge"]
 
 
+def test_a_step_that_has_not_begun_is_not_tried_again():
+    """Nothing of it has run, and no try of it is used up: its caller hears of the handler."""
+    world, effects = World(), Effects()
+    alarmed_step(world.first, is_before=True)
+
+    async def operation(attempt: Attempt) -> str:
+        twice = StepRetry(tries=2)
+        with pytest.raises(Alarmed):
+            await attempt.step("charge", effects.do, "charge", retry=twice)
+        assert effects.ran == []
+        return await attempt.step("charge", effects.do, "charge", retry=twice)
+
+    assert run(world.first, operation).value == "charge done"
+
+
 def test_who_asks_again_gets_its_result(world, effects):
     process = world.first
     alarmed_step(process)
@@ -304,9 +338,14 @@ def test_a_refund_in_doubt_is_paid_after_the_lease():
     assert refunds(knows=False) == 2
 
 
-def refunds(*, knows: bool) -> int:
+def test_a_refund_that_has_not_begun_is_paid_after_the_lease():
+    """The key is not freed: nobody has tried to undo anything, and the next attempt does."""
+    assert refunds(is_before=True) == 1
+
+
+def refunds(*, knows: bool = True, is_before: bool = False) -> int:
     world, effects = World(), Effects()
-    alarmed_step(world.first, knows=knows, after="undo")
+    alarmed_step(world.first, knows=knows, of="undo", is_before=is_before)
 
     async def operation(attempt: Attempt) -> None:
         await attempt.step("charge", effects.do, "charge", compensate=effects.undo)
@@ -315,6 +354,7 @@ def refunds(*, knows: bool) -> int:
     final = Policy(terminal=Declined)
     with pytest.raises(Alarmed):
         run(world.first, operation, policy=final)
+    go_on(world)
     assert state(world) is State.PENDING
     world.clock.advance(60)
     with pytest.raises(Declined):
@@ -367,13 +407,8 @@ def test_a_note_that_could_not_be_taken_back_stands_in_nobodys_way(world, effect
 
 # Whose exception it is.
 
-
-def _handler(number: int, frame: object) -> None:
-    raise Alarmed
-
-
-def _any_handler(*given: object) -> None:
-    raise Alarmed
+# As if this file were one of ours.
+OWN_FILES = (handlers._OWN_FILES, __file__)
 
 
 @pytest.mark.parametrize("handler", [_handler, _any_handler])
@@ -399,7 +434,7 @@ def test_what_a_handler_raises_in_the_function_of_an_adapter_is_not():
         handler(1, sys._getframe())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_call, "_OWN_FILES", __file__)
+        patch.setattr(handlers, "_OWN_FILES", OWN_FILES)
         for handler in (_handler, _any_handler):
             made = OneCall(adapter, (handler,))
             with pytest.raises(Alarmed) as caught:
@@ -408,7 +443,7 @@ def test_what_a_handler_raises_in_the_function_of_an_adapter_is_not():
 
 
 def test_an_adapters_own_exception_is_its_own(monkeypatch):
-    monkeypatch.setattr(one_call, "_OWN_FILES", __file__)
+    monkeypatch.setattr(handlers, "_OWN_FILES", OWN_FILES)
 
     def adapter(*given: object) -> None:
         raise Declined("no")
@@ -417,3 +452,14 @@ def test_an_adapters_own_exception_is_its_own(monkeypatch):
     with pytest.raises(Declined) as caught:
         made.make()
     assert made.is_own(caught.value)
+
+
+def test_what_a_handler_raises_in_a_commit_is_no_word_about_its_rows():
+    """The store has rejected nothing: who waits for another row of the batch tries again."""
+
+    def reject(number: int, frame: object) -> None:
+        raise StoreRejected("by a handler")
+
+    with pytest.raises(StoreRejected) as caught:
+        reject(1, sys._getframe())
+    assert type(as_store_error(caught.value)) is StoreUnavailable
