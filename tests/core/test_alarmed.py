@@ -19,6 +19,7 @@ from retrysafe.core.one_call import OneCall
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Fate
 from retrysafe.core.steps.history import StepRetry
+from retrysafe.core.steps.run import StepRun
 from retrysafe.errors import (
     InvalidInput,
     OutcomeNotStored,
@@ -132,6 +133,43 @@ def test_with_its_steps_and_entries(world, effects):
     go_on(world)
     assert state(world) is State.SUCCEEDED
     assert len(world.store.outbox._entries) == 1
+
+
+def refused_handler(number: int, frame: object) -> None:
+    """It has called retrysafe while its own thread was at work in the store."""
+    error = StoreUnavailable("this thread is at work in the store already")
+    error.is_reentry = True
+    raise error
+
+
+def test_a_refusal_that_leaves_a_handler_is_not_the_stores(world):
+    """The store is told all the same, in the background."""
+    process = world.first
+    settle = process.writer.settle
+
+    async def settle_alarmed(settlement: object) -> None:
+        process.writer.settle = settle
+        refused_handler(1, sys._getframe())
+
+    process.writer.settle = settle_alarmed
+    with pytest.raises(StoreUnavailable):
+        process.answer(call())
+    go_on(world)
+    assert world.process().answer(call()).replayed
+
+
+def test_nor_while_steps_are_looked_after(world, effects, monkeypatch):
+    end = StepRun.end
+
+    async def end_alarmed(steps: StepRun) -> None:
+        monkeypatch.setattr(StepRun, "end", end)
+        refused_handler(1, sys._getframe())
+
+    monkeypatch.setattr(StepRun, "end", end_alarmed)
+    with pytest.raises(StoreUnavailable):
+        run(world.first, lambda attempt: attempt.step("charge", effects.do, "charge"))
+    go_on(world)
+    assert state(world) is State.SUCCEEDED
 
 
 def test_an_operation_in_doubt_is_left_to_its_lease(world):
